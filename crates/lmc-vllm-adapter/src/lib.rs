@@ -1,0 +1,1 @@
+//! lmc-vllm-adapter
