@@ -1,1 +1,50 @@
-//! lmc-memory
+//! The memory under a KV cache: where chunks lie, who may touch them, and how bytes get there.
+//!
+//! An [`Arena`] is one range of memory (anonymous, or POSIX shared so that engines on the host
+//! can map it). A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching
+//! their bytes; a slot's state is its type, so a reader cannot reach bytes that are being
+//! written. A [`CopyPlan`] says which runs of an engine's paged memory ([`PagedKv`]) belong to
+//! which chunk, and a [`CopyPool`] copies them on all the cores it was given.
+//!
+//! What is *not* here: keys, an index, eviction (`lmc-backend-local`), or any network.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+//!
+//! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
+//! let pool = Pool::new(arena, PoolConfig::default())?;
+//! let mut slot = pool.reserve(5).expect("an empty pool has room");
+//! slot.bytes_mut().copy_from_slice(b"hello");
+//! let sealed = slot.written().seal();
+//! let reader = sealed.clone();
+//! drop(sealed);
+//! assert_eq!(reader.bytes(), b"hello");
+//! drop(reader);
+//! assert_eq!(pool.usage().used, 0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod arena;
+mod copy;
+mod dtype;
+mod layout;
+mod pool;
+mod segment;
+mod shared_name;
+
+pub use arena::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
+pub use copy::{
+    Axis, CopyError, CopyPlan, CopyPool, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv,
+    PlanError, PlanRequest, PlaneBase, TensorView,
+};
+pub use dtype::{DType, UnknownDType};
+pub use layout::{
+    GroupLayout, Layout, LayoutError, MAX_CHUNK_BYTES, MAX_CHUNK_TOKENS, MAX_GROUPS, MAX_HIDDEN,
+    MAX_LAYERS, Planes,
+};
+pub use pool::{
+    Pool, PoolConfig, PoolError, PoolUsage, QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot,
+};
+pub use segment::{MappedSegment, SegmentError};
+pub use shared_name::{NameError, SharedName};

@@ -1,0 +1,215 @@
+//! What an arena is asked to be, and what came of it.
+
+use std::io;
+
+use thiserror::Error;
+
+use crate::{Arena, NameError, SharedName};
+
+/// How strongly a property is wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Demand {
+    /// Not wanted.
+    #[default]
+    Off,
+    /// Wanted if it can be had; if not, [`ArenaReport::notes`] says why not.
+    Auto,
+    /// An error if it cannot be had.
+    Required,
+}
+
+/// Whether pages are made present before they are first used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Prefault {
+    /// The first touch of each page pays for it.
+    #[default]
+    None,
+    /// Threads named `lmc-prefault-{i}` walk the range while it is already in use.
+    Background {
+        /// Number of threads; at least 1.
+        threads: usize,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Anonymous,
+    Shared(String),
+}
+
+/// What an arena shall be. [`ArenaConfig::build`] checks it and makes the [`Arena`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaConfig {
+    pub(super) kind: Kind,
+    pub(super) bytes: usize,
+    pub(super) huge_pages: Demand,
+    pub(super) lock: Demand,
+    pub(super) numa_node: Option<u32>,
+    pub(super) prefault: Prefault,
+}
+
+impl ArenaConfig {
+    fn new(kind: Kind, bytes: usize) -> Self {
+        Self {
+            kind,
+            bytes,
+            huge_pages: Demand::Off,
+            lock: Demand::Off,
+            numa_node: None,
+            prefault: Prefault::None,
+        }
+    }
+
+    /// Private memory of `bytes` bytes, rounded up to whole pages.
+    pub fn anonymous(bytes: usize) -> Self {
+        Self::new(Kind::Anonymous, bytes)
+    }
+
+    /// POSIX shared memory under `name` (such as `lmc_5555`), mode 0600, `bytes` bytes.
+    pub fn shared(name: impl Into<String>, bytes: usize) -> Self {
+        Self::new(Kind::Shared(name.into()), bytes)
+    }
+
+    /// Whether to use huge pages. Default: [`Demand::Off`].
+    pub fn with_huge_pages(mut self, demand: Demand) -> Self {
+        self.huge_pages = demand;
+        self
+    }
+
+    /// Whether to lock pages into memory as they become present. Default: [`Demand::Off`].
+    pub fn with_lock(mut self, demand: Demand) -> Self {
+        self.lock = demand;
+        self
+    }
+
+    /// The NUMA node to bind to; an error if that cannot be done. Default: none.
+    pub fn with_numa_node(mut self, node: Option<u32>) -> Self {
+        self.numa_node = node;
+        self
+    }
+
+    /// Whether to make pages present in the background. Default: [`Prefault::None`].
+    pub fn with_prefault(mut self, prefault: Prefault) -> Self {
+        self.prefault = prefault;
+        self
+    }
+
+    /// Checks everything and makes the arena.
+    ///
+    /// # Errors
+    /// [`ArenaError`]; each message names the remedy.
+    pub fn build(self) -> Result<Arena, ArenaError> {
+        unimplemented!()
+    }
+}
+
+/// What was got of what was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaReport {
+    /// Bytes of the range, rounded up to whole pages.
+    pub bytes: usize,
+    /// Whether huge pages back it (or may back it, for transparent ones).
+    pub huge_pages: bool,
+    /// Whether pages are locked once present.
+    pub locked: bool,
+    /// The node it is bound to.
+    pub numa_node: Option<u32>,
+    /// Whether a stale segment of the same name was reclaimed.
+    pub reclaimed: bool,
+    /// What could not be had, and what else an operator should know; one sentence each.
+    pub notes: Vec<String>,
+}
+
+/// How far the background prefault is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PrefaultProgress {
+    /// Bytes made present.
+    pub done: u64,
+    /// Bytes to make present; 0 when no prefault was asked for.
+    pub total: u64,
+    /// Why it stopped early, if it did.
+    pub error: Option<String>,
+}
+
+/// Memory that cannot be had as asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ArenaError {
+    /// A size of zero or beyond the address space.
+    #[error("an arena of {bytes} bytes cannot be made: ask for at least 1 and at most {max}")]
+    Size {
+        /// Bytes asked for.
+        bytes: usize,
+        /// The most accepted.
+        max: usize,
+    },
+    /// Prefault with no thread.
+    #[error("prefault needs at least one thread; use Prefault::None to do without")]
+    PrefaultThreads,
+    /// The name of a shared arena is not acceptable.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// Another process holds the name.
+    #[error(
+        "shared memory {name} is held by a running process ({owner}): stop that server or \
+         choose another shared-memory name"
+    )]
+    Held {
+        /// The name.
+        name: SharedName,
+        /// Who holds it, such as `pid 1234`.
+        owner: String,
+    },
+    /// A segment of that name exists and lmc did not make it.
+    #[error(
+        "shared memory {name} exists and was not made by lmc: choose another name, or remove \
+         {} if nothing uses it", name.path().display()
+    )]
+    NotOurs {
+        /// The name.
+        name: SharedName,
+    },
+    /// The file system of shared memory is too small.
+    #[error(
+        "shared memory needs {need} bytes but /dev/shm has {available} free: make the pool \
+         smaller, or enlarge it (mount -o remount,size=… /dev/shm; in a container --shm-size)"
+    )]
+    Space {
+        /// Bytes asked for.
+        need: u64,
+        /// Bytes free.
+        available: u64,
+    },
+    /// Huge pages were required and cannot be had.
+    #[error("huge pages are required but {why}")]
+    HugePages {
+        /// Cause and remedy.
+        why: String,
+    },
+    /// Locking was required and cannot be had.
+    #[error("cannot lock {bytes} bytes in memory: {source}; {remedy}")]
+    Lock {
+        /// Bytes to lock.
+        bytes: usize,
+        /// What to change.
+        remedy: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The memory cannot be bound to the node.
+    #[error("cannot bind memory to NUMA node {node}: {why}")]
+    Numa {
+        /// The node asked for.
+        node: u32,
+        /// Cause and remedy.
+        why: String,
+    },
+    /// A system call failed in a way that has no better name.
+    #[error("{what} failed: {source}")]
+    System {
+        /// The call and its object.
+        what: String,
+        /// What the system said.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,11 @@
+//! Gather and scatter between an engine's paged memory and chunks.
+
+mod paged;
+mod plan;
+mod workers;
+
+pub use paged::{
+    Axis, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv, PlaneBase, TensorView,
+};
+pub use plan::{CopyPlan, PlanError, PlanRequest};
+pub use workers::{CopyError, CopyPool};

@@ -1,0 +1,144 @@
+//! Names of POSIX shared memory.
+
+use std::ffi::CString;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Longest name accepted, in bytes. The file system allows 255; the rest is for suffixes.
+pub(crate) const MAX_NAME: usize = 240;
+
+/// The suffix of the file beside a segment that says who owns it.
+const OWNER_SUFFIX: &str = ".lmc-owner";
+
+/// A checked name of a POSIX shared-memory segment, such as `lmc_5555`.
+///
+/// Kept without the leading slash that `shm_open` takes; parsing accepts it with or without.
+/// Python clients open the same name with `multiprocessing.shared_memory`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SharedName(String);
+
+/// A name that cannot be a shared-memory segment.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum NameError {
+    /// Nothing besides the optional slash.
+    #[error("a shared-memory name is empty: give one such as lmc_5555")]
+    Empty,
+    /// Longer than 240 bytes.
+    #[error("a shared-memory name has {found} bytes, at most {MAX_NAME} are accepted")]
+    TooLong {
+        /// Bytes of the name.
+        found: usize,
+    },
+    /// A character that would leave `/dev/shm` or spoil a log line.
+    #[error(
+        "shared-memory name {name:?} has a character or form that is not accepted: \
+         use ASCII letters, digits, '_', '-' and '.', not starting with '.'"
+    )]
+    Character {
+        /// The name as given.
+        name: String,
+    },
+    /// The name is one that lmc keeps for the file which records a segment's owner.
+    #[error("shared-memory name {name:?} is kept for an owner record")]
+    Reserved {
+        /// The name as given.
+        name: String,
+    },
+}
+
+impl SharedName {
+    /// Checks a name; one leading slash is dropped.
+    ///
+    /// # Errors
+    /// [`NameError`] says which rule the name breaks.
+    pub fn new(text: &str) -> Result<Self, NameError> {
+        let name = text.strip_prefix('/').unwrap_or(text);
+        if name.is_empty() {
+            return Err(NameError::Empty);
+        }
+        if name.len() > MAX_NAME {
+            return Err(NameError::TooLong { found: name.len() });
+        }
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        if name.starts_with('.') || !name.chars().all(plain) {
+            return Err(NameError::Character {
+                name: name.to_owned(),
+            });
+        }
+        if name.ends_with(OWNER_SUFFIX) {
+            return Err(NameError::Reserved {
+                name: name.to_owned(),
+            });
+        }
+        Ok(Self(name.to_owned()))
+    }
+
+    /// The name without a leading slash, as clients get it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Where Linux shows the segment: `/dev/shm/<name>`.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from("/dev/shm").join(&self.0)
+    }
+
+    /// Where the owner's record lies.
+    pub(crate) fn owner_path(&self) -> PathBuf {
+        PathBuf::from("/dev/shm").join(format!("{}{OWNER_SUFFIX}", self.0))
+    }
+
+    /// The name as `shm_open` takes it.
+    pub(crate) fn to_c(&self) -> CString {
+        CString::new(format!("/{}", self.0)).expect("a checked name holds no NUL")
+    }
+}
+
+impl fmt::Display for SharedName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for SharedName {
+    type Err = NameError;
+
+    fn from_str(text: &str) -> Result<Self, NameError> {
+        Self::new(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_leading_slash_is_dropped() {
+        assert_eq!(SharedName::new("/lmc_5555"), SharedName::new("lmc_5555"));
+        assert_eq!(SharedName::new("lmc_5555").unwrap().as_str(), "lmc_5555");
+    }
+
+    #[test]
+    fn names_that_would_leave_dev_shm_are_refused() {
+        for name in ["../x", "a/b", "//x", ".", "..", "a\0b", "a b", "a\nb", "é"] {
+            assert!(
+                matches!(SharedName::new(name), Err(NameError::Character { .. })),
+                "{name:?}"
+            );
+        }
+        assert_eq!(SharedName::new("/"), Err(NameError::Empty));
+        let long = "x".repeat(241);
+        assert_eq!(
+            SharedName::new(&long),
+            Err(NameError::TooLong { found: 241 })
+        );
+        assert!(matches!(
+            SharedName::new("a.lmc-owner"),
+            Err(NameError::Reserved { .. })
+        ));
+    }
+}
