@@ -1,1 +1,2 @@
+//! The `lmc` binary.
 fn main() {}

@@ -1,0 +1,300 @@
+//! The layers of the configuration, and which of them wins: flag, variable, file, default.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::setting::{Info, Raw, Setting, Shape};
+use super::settings::ALL;
+use super::suggest::nearest;
+
+/// Variables that begin with `LMC_` and are not settings of the server.
+const OTHER_VARIABLES: &[&str] = &["LMC_CONFIG", "LMC_URL"];
+
+/// Prefixes of variables that belong to somebody else: our tests and benches, and the ones that
+/// Kubernetes sets in every pod for a Service named "lmc".
+const OTHER_PREFIXES: &[&str] = &[
+    "LMC_TEST_",
+    "LMC_BENCH_",
+    "LMC_XTASK_",
+    "LMC_SERVICE_",
+    "LMC_PORT_",
+];
+
+/// Where a value came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A flag on the command line.
+    Flag(String),
+    /// An environment variable.
+    Variable(String),
+    /// The TOML file.
+    File(PathBuf),
+    /// Nobody set it.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag(flag) => write!(f, "flag {flag}"),
+            Self::Variable(name) => write!(f, "variable {name}"),
+            Self::File(path) => write!(f, "file {}", path.display()),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// One thing that is wrong with the configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// What it is about: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
+    pub place: String,
+    /// What was expected, and what to do.
+    pub text: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.text)
+    }
+}
+
+/// Everything that is wrong with a configuration, found in one go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The problems, in the order in which settings are listed.
+    pub problems: Vec<Problem>,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.problems.as_slice() {
+            [one] => write!(f, "{one}"),
+            many => {
+                write!(f, "{} problems in the configuration", many.len())?;
+                many.iter()
+                    .try_for_each(|problem| write!(f, "\n  {problem}"))
+            }
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// A setting's value as it won, before parsing, and where it came from.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// The setting.
+    pub info: &'static Info,
+    /// Its value as it was written.
+    pub raw: Raw,
+    /// Who wrote it.
+    pub source: Source,
+}
+
+/// The values that were given, by layer.
+#[derive(Debug, Default)]
+pub(crate) struct Layers {
+    flags: Vec<(String, Raw)>,
+    variables: Vec<(String, String)>,
+    file: Option<PathBuf>,
+    keys: Vec<(String, Raw)>,
+    problems: Vec<Problem>,
+    warnings: Vec<String>,
+    entries: Vec<Entry>,
+}
+
+impl Layers {
+    /// Takes what the command line and the environment say. `flags` holds names without their
+    /// dashes; of `variables` only those that begin with `LMC_` are read.
+    pub(crate) fn new(
+        flags: impl IntoIterator<Item = (String, Raw)>,
+        variables: impl IntoIterator<Item = (String, String)>,
+    ) -> Self {
+        let mut layers = Self {
+            flags: flags.into_iter().collect(),
+            ..Self::default()
+        };
+        for (name, value) in variables
+            .into_iter()
+            .filter(|(name, _)| name.starts_with("LMC_"))
+        {
+            if ALL.iter().any(|info| info.variable() == name) {
+                layers.variables.push((name, value));
+            } else if !OTHER_VARIABLES.contains(&name.as_str())
+                && !OTHER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+            {
+                let known: Vec<String> = ALL.iter().map(|info| info.variable()).collect();
+                let known = known
+                    .iter()
+                    .map(String::as_str)
+                    .chain(OTHER_VARIABLES.iter().copied());
+                layers.warnings.push(match nearest(&name, known) {
+                    Some(name_meant) => {
+                        format!("variable {name} is not a setting and was ignored; did you mean {name_meant}?")
+                    }
+                    None => format!("variable {name} is not a setting and was ignored"),
+                });
+            }
+        }
+        layers
+    }
+
+    /// Reads the file at `path` as the layer above the defaults. What is wrong with it is
+    /// remembered and comes out of [`Layers::finish`].
+    pub(crate) fn read_file(&mut self, path: &Path) {
+        match std::fs::read_to_string(path) {
+            Ok(text) => self.parse_file(path, &text),
+            Err(error) => self.problems.push(Problem {
+                place: format!("--config {}", path.display()),
+                text: format!("the file cannot be read: {error}"),
+            }),
+        }
+    }
+
+    /// Takes `text` as the contents of the file at `path`.
+    pub(crate) fn parse_file(&mut self, path: &Path, text: &str) {
+        self.file = Some(path.to_owned());
+        let table = match text.parse::<toml::Table>() {
+            Ok(table) => table,
+            Err(error) => {
+                self.problems.push(Problem {
+                    place: path.display().to_string(),
+                    text: format!("not valid TOML: {}", error.to_string().trim_end()),
+                });
+                return;
+            }
+        };
+        for (key, value) in table {
+            let place = format!("{}: {key}", path.display());
+            let Some(info) = ALL.iter().find(|info| info.key() == key) else {
+                let keys: Vec<String> = ALL.iter().map(|info| info.key()).collect();
+                let meant = match nearest(&key, keys.iter().map(String::as_str)) {
+                    Some(name) => format!("; did you mean {name}?"),
+                    None => "; `lmc serve --print-config` lists all keys".to_owned(),
+                };
+                self.problems.push(Problem {
+                    place,
+                    text: format!("unknown key{meant}"),
+                });
+                continue;
+            };
+            match raw_of(&value, info.shape) {
+                Ok(raw) => self.keys.push((key, raw)),
+                Err(text) => self.problems.push(Problem { place, text }),
+            }
+        }
+    }
+
+    /// The value of `setting` from the layer that wins. A value that cannot be parsed becomes a
+    /// problem, and the default stands in, so that all problems are found at once.
+    pub(crate) fn take<T>(&mut self, setting: &'static Setting<T>) -> T {
+        let info = &setting.info;
+        let entry = self.winner(info);
+        let parsed = (setting.parse)(&entry.raw);
+        let value = parsed.unwrap_or_else(|text| {
+            self.problems.push(Problem {
+                place: place(&entry),
+                text,
+            });
+            (setting.parse)(&default_of(info)).expect("defaults parse; a test proves it")
+        });
+        self.entries.push(entry);
+        value
+    }
+
+    /// Notes that settings do not fit together.
+    pub(crate) fn refuse(&mut self, info: &'static Info, text: impl Into<String>) {
+        let entry = self
+            .entries
+            .iter()
+            .find(|entry| entry.info.name == info.name);
+        let place = entry.map_or_else(|| info.flag(), place);
+        self.problems.push(Problem {
+            place,
+            text: text.into(),
+        });
+    }
+
+    /// The settings as they were taken, with warnings, or everything that is wrong.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with one entry per problem.
+    pub(crate) fn finish(self) -> Result<(Vec<Entry>, Vec<String>), ConfigError> {
+        if self.problems.is_empty() {
+            return Ok((self.entries, self.warnings));
+        }
+        Err(ConfigError {
+            problems: self.problems,
+        })
+    }
+
+    fn winner(&self, info: &'static Info) -> Entry {
+        if let Some((_, raw)) = self.flags.iter().find(|(name, _)| name == info.name) {
+            return Entry {
+                info,
+                raw: raw.clone(),
+                source: Source::Flag(info.flag()),
+            };
+        }
+        let variable = info.variable();
+        if let Some((name, value)) = self.variables.iter().find(|(name, _)| *name == variable) {
+            return Entry {
+                info,
+                raw: Raw::Text(value.clone()),
+                source: Source::Variable(name.clone()),
+            };
+        }
+        let key = info.key();
+        if let (Some((_, raw)), Some(path)) =
+            (self.keys.iter().find(|(name, _)| *name == key), &self.file)
+        {
+            return Entry {
+                info,
+                raw: raw.clone(),
+                source: Source::File(path.clone()),
+            };
+        }
+        Entry {
+            info,
+            raw: default_of(info),
+            source: Source::Default,
+        }
+    }
+}
+
+fn default_of(info: &Info) -> Raw {
+    Raw::Text(info.default.to_owned())
+}
+
+fn place(entry: &Entry) -> String {
+    let Entry { info, raw, source } = entry;
+    match source {
+        Source::Flag(flag) => format!("{flag} {raw}"),
+        Source::Variable(name) => format!("{name}={raw}"),
+        Source::File(path) => format!("{}: {} = {raw}", path.display(), info.key()),
+        Source::Default => info.flag(),
+    }
+}
+
+/// A TOML value in the text form that flags and variables have.
+fn raw_of(value: &toml::Value, shape: Shape) -> Result<Raw, String> {
+    let scalar = |value: &toml::Value| match value {
+        toml::Value::String(text) => Ok(text.clone()),
+        toml::Value::Integer(number) => Ok(number.to_string()),
+        toml::Value::Float(number) => Ok(number.to_string()),
+        toml::Value::Boolean(flag) => Ok(flag.to_string()),
+        other => Err(format!(
+            "expected a string, number or boolean, found a {}",
+            other.type_str()
+        )),
+    };
+    match (value, shape) {
+        (toml::Value::Table(table), Shape::Pairs) => table
+            .iter()
+            .map(|(name, value)| Ok((name.clone(), scalar(value)?)))
+            .collect::<Result<_, String>>()
+            .map(Raw::Pairs),
+        _ => scalar(value).map(Raw::Text),
+    }
+}

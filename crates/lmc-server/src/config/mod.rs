@@ -1,0 +1,24 @@
+//! Configuration of `lmc serve`: one table of settings, four layers, one typed result.
+
+mod foreign;
+mod layers;
+mod parse;
+mod serve;
+mod setting;
+mod settings;
+mod size;
+mod suggest;
+
+pub use foreign::{Foreign, Verdict, foreign_flags};
+pub use layers::{ConfigError, Entry, Problem, Source};
+pub use parse::{
+    ByteSize, EvictionPolicy, HashName, LogFormat, Node, PoolSize, SegmentName, TransferMode,
+};
+pub use serve::{Loaded, ServeConfig, print_config};
+pub use setting::{Group, Info, Raw, Setting, Shape};
+pub use settings::ALL as ALL_SETTINGS;
+pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
+pub use suggest::nearest;
+
+#[cfg(test)]
+mod tests;

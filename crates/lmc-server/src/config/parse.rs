@@ -1,0 +1,326 @@
+//! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
+
+use std::time::Duration;
+
+use tracing_subscriber::EnvFilter;
+
+use super::setting::Raw;
+use super::size::{self, GIB};
+use super::suggest::nearest;
+
+/// A size in bytes that was written by a person.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteSize(pub u64);
+
+/// How large the pool shall be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PoolSize {
+    /// A quarter of the memory that is free at start.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+}
+
+/// The shared-memory segment behind the pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SegmentName {
+    /// A name derived from the port.
+    Auto,
+    /// No segment: the pool is private to the server.
+    None,
+    /// This name.
+    Name(String),
+}
+
+/// The NUMA node to which the pool is bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Node {
+    /// Wherever the system puts it.
+    None,
+    /// The node with this number.
+    Number(u32),
+}
+
+macro_rules! names {
+    ($(#[$meta:meta])* $ty:ident { $($(#[$vmeta:meta])* $variant:ident = $name:literal $(| $alias:literal)*),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $ty { $($(#[$vmeta])* $variant),+ }
+
+        impl $ty {
+            /// Every name, in the order in which they are offered.
+            pub const NAMES: &'static [&'static str] = &[$($name),+];
+
+            /// The name as it is written in a configuration.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name),+ }
+            }
+
+            fn parse(text: &str) -> Option<Self> {
+                match text.to_ascii_lowercase().replace('-', "_") {
+                    $(t if t == $name.to_ascii_lowercase() $(|| t == $alias)* => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+names! {
+    /// The hash that identifies prefixes.
+    HashName {
+        /// BLAKE3, byte for byte as LMCache's default.
+        Blake3 = "blake3",
+        /// SHA-256 over CBOR, as vLLM's.
+        Sha256Cbor = "sha256_cbor" | "sha256cbor",
+        /// XXH3-128: fast, not collision-proof against an adversary.
+        Xxh3 = "xxh3" | "xxh3_128",
+    }
+}
+
+names! {
+    /// Who copies between the engine's memory and the pool.
+    TransferMode {
+        /// Each engine chooses when it registers.
+        Auto = "auto",
+        /// The server gathers and scatters in the engine's memory.
+        LmcacheDriven = "lmcache_driven",
+        /// The engine's worker copies into shared memory.
+        EngineDriven = "engine_driven",
+    }
+}
+
+names! {
+    /// Which chunks leave the pool first.
+    EvictionPolicy {
+        /// Least recently used.
+        Lru = "LRU",
+        /// S3-FIFO.
+        S3Fifo = "S3FIFO" | "s3_fifo",
+        /// Adaptive replacement.
+        Arc = "ARC",
+        /// Nothing leaves.
+        Noop = "noop" | "none",
+    }
+}
+
+names! {
+    /// The form of log lines.
+    LogFormat {
+        /// Lines for people.
+        Text = "text",
+        /// One JSON object a line.
+        Json = "json",
+    }
+}
+
+fn choice<T>(raw: &Raw, parse: fn(&str) -> Option<T>, names: &[&str]) -> Result<T, String> {
+    let text = raw.text()?;
+    parse(text).ok_or_else(|| {
+        let expected = format!("expected one of {}", names.join(", "));
+        match nearest(text, names.iter().copied()) {
+            Some(name) => format!("{expected}; did you mean {name}?"),
+            None => expected,
+        }
+    })
+}
+
+pub(crate) fn hash_algorithm(raw: &Raw) -> Result<HashName, String> {
+    if raw.text()?.eq_ignore_ascii_case("builtin") {
+        // Python's hash() depends on PYTHONHASHSEED, so it never agrees between machines.
+        return Err(
+            "Python's builtin hash differs from process to process; use blake3 and set \
+             lmcache.mp.hash_algorithm=blake3 in the engine, too"
+                .to_owned(),
+        );
+    }
+    choice(raw, HashName::parse, HashName::NAMES)
+}
+
+pub(crate) fn transfer_mode(raw: &Raw) -> Result<TransferMode, String> {
+    choice(raw, TransferMode::parse, TransferMode::NAMES)
+}
+
+pub(crate) fn eviction_policy(raw: &Raw) -> Result<EvictionPolicy, String> {
+    if raw.text()?.eq_ignore_ascii_case("IsolatedLRU") {
+        return Err("quotas per cache_salt work with every policy here; use LRU, and set limits with --quota \
+             SALT=SIZE or `lmc quota set`"
+            .to_owned());
+    }
+    choice(raw, EvictionPolicy::parse, EvictionPolicy::NAMES)
+}
+
+pub(crate) fn log_format(raw: &Raw) -> Result<LogFormat, String> {
+    choice(raw, LogFormat::parse, LogFormat::NAMES)
+}
+
+pub(crate) fn log_level(raw: &Raw) -> Result<String, String> {
+    let text = raw.text()?;
+    EnvFilter::try_new(text).map_err(|_| {
+        "expected error, warn, info, debug, trace, or a filter such as info,lmc_engine=debug"
+            .to_owned()
+    })?;
+    Ok(text.to_owned())
+}
+
+pub(crate) fn host(raw: &Raw) -> Result<String, String> {
+    let text = raw.text()?;
+    let bare = text.strip_prefix("tcp://").unwrap_or(text);
+    if bare.is_empty() || bare.contains(['/', ' ', '?']) {
+        return Err(
+            "expected an address or host name to listen on, such as 127.0.0.1 or 0.0.0.0"
+                .to_owned(),
+        );
+    }
+    Ok(bare
+        .trim_start_matches('[')
+        .trim_end_matches(']')
+        .to_owned())
+}
+
+pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
+    let text = raw.text()?;
+    if text.starts_with("tcp://") {
+        // Kubernetes writes LMC_PORT=tcp://10.0.0.1:5555 for a Service that is named "lmc".
+        return Err("expected a port number; Kubernetes sets this variable for a Service named \"lmc\": rename \
+             the Service, or set enableServiceLinks: false in the pod"
+            .to_owned());
+    }
+    text.parse()
+        .map_err(|_| "expected a port number from 0 to 65535".to_owned())
+}
+
+pub(crate) fn count(raw: &Raw, least: usize, most: usize) -> Result<usize, String> {
+    raw.text()?
+        .replace('_', "")
+        .parse()
+        .ok()
+        .filter(|n| (least..=most).contains(n))
+        .ok_or_else(|| format!("expected a whole number from {least} to {most}"))
+}
+
+pub(crate) fn integer(raw: &Raw) -> Result<i64, String> {
+    raw.text()?
+        .parse()
+        .map_err(|_| "expected a whole number".to_owned())
+}
+
+pub(crate) fn share(raw: &Raw) -> Result<f64, String> {
+    let text = raw.text()?;
+    let value = match text.strip_suffix('%') {
+        Some(percent) => percent.trim().parse::<f64>().map(|p| p / 100.0),
+        None => text.parse::<f64>(),
+    };
+    value
+        .ok()
+        .filter(|share| *share > 0.0 && *share <= 1.0)
+        .ok_or_else(|| "expected a share above 0 and up to 1, such as 0.8 or 80%".to_owned())
+}
+
+pub(crate) fn switch(raw: &Raw) -> Result<bool, String> {
+    match raw.text()?.to_ascii_lowercase().as_str() {
+        "true" | "1" | "yes" | "on" => Ok(true),
+        "false" | "0" | "no" | "off" => Ok(false),
+        _ => Err("expected true or false".to_owned()),
+    }
+}
+
+pub(crate) fn pool_size(raw: &Raw) -> Result<PoolSize, String> {
+    let text = raw.text()?;
+    if text.eq_ignore_ascii_case("auto") {
+        return Ok(PoolSize::Auto);
+    }
+    match size::parse_bytes(text, GIB)? {
+        // Below this not even one chunk of a small model fits.
+        bytes if bytes < 1 << 20 => Err("expected at least 1MiB, or auto".to_owned()),
+        bytes => Ok(PoolSize::Bytes(bytes)),
+    }
+}
+
+pub(crate) fn alignment(raw: &Raw) -> Result<ByteSize, String> {
+    let bytes = size::parse_bytes(raw.text()?, 1)?;
+    if !bytes.is_power_of_two() || !(64..=1 << 30).contains(&bytes) {
+        return Err("expected a power of two from 64 to 1GiB, such as 4096 or 64KiB".to_owned());
+    }
+    Ok(ByteSize(bytes))
+}
+
+pub(crate) fn segment_name(raw: &Raw) -> Result<SegmentName, String> {
+    let text = raw.text()?;
+    let name = text.strip_prefix('/').unwrap_or(text);
+    match name {
+        "auto" => Ok(SegmentName::Auto),
+        "" | "none" => Ok(SegmentName::None),
+        // NAME_MAX is 255; a slash would leave /dev/shm.
+        _ if name.len() <= 200
+            && name
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) =>
+        {
+            Ok(SegmentName::Name(name.to_owned()))
+        }
+        _ => {
+            Err("expected up to 200 letters, digits, '-', '_' or '.', or auto, or none".to_owned())
+        }
+    }
+}
+
+pub(crate) fn numa_node(raw: &Raw) -> Result<Node, String> {
+    let text = raw.text()?;
+    if text.eq_ignore_ascii_case("none") {
+        return Ok(Node::None);
+    }
+    text.parse().map(Node::Number).map_err(|_| {
+        "expected the number of a NUMA node (see `numactl --hardware`), or none".to_owned()
+    })
+}
+
+pub(crate) fn duration(raw: &Raw) -> Result<Duration, String> {
+    size::parse_duration(raw.text()?)
+}
+
+pub(crate) fn positive_duration(raw: &Raw) -> Result<Duration, String> {
+    match duration(raw)? {
+        Duration::ZERO => Err("expected more than 0 seconds".to_owned()),
+        duration => Ok(duration),
+    }
+}
+
+pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
+    let timeout = duration(raw)?;
+    // Engines ping every 10 s; less than three of those would reap live workers.
+    if timeout != Duration::ZERO && timeout < Duration::from_secs(30) {
+        return Err(
+            "expected 0 (never) or at least 30 seconds, three of the engine's heartbeats"
+                .to_owned(),
+        );
+    }
+    Ok(timeout)
+}
+
+pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(String, u64)>, String> {
+    const EXPECTED: &str = "expected SALT=SIZE, such as tenant-a=20GiB";
+    let pairs = match raw {
+        Raw::Pairs(pairs) => pairs.clone(),
+        Raw::Text(text) => text
+            .split(',')
+            .filter(|part| !part.trim().is_empty())
+            .map(|part| {
+                let (salt, size) = part.rsplit_once('=').ok_or(EXPECTED)?;
+                Ok((salt.trim().to_owned(), size.trim().to_owned()))
+            })
+            .collect::<Result<_, &str>>()?,
+    };
+    pairs
+        .into_iter()
+        .map(|(salt, size)| {
+            if salt.is_empty() {
+                return Err(format!(
+                    "{EXPECTED}; traffic without a salt is called _default"
+                ));
+            }
+            let bytes = size::parse_bytes(&size, GIB).map_err(|e| format!("{salt}={size}: {e}"))?;
+            Ok((salt, bytes))
+        })
+        .collect()
+}

@@ -1,0 +1,142 @@
+//! Every setting of `lmc serve`, once.
+//!
+//! Names are those of `lmcache server` where the meaning is the same. A bare number for a size
+//! "in GB" counts in GiB, because that is what LMCache means by it.
+
+use std::time::Duration;
+
+use super::parse::{
+    self, ByteSize, EvictionPolicy, HashName, LogFormat, Node, PoolSize, SegmentName, TransferMode,
+};
+use super::setting::{Group, Info, Raw, Setting, Shape};
+
+/// Declares the settings, and `ALL` beside them, so that none can be left out of it.
+macro_rules! settings {
+    ($($group:ident { $( $(#[doc = $doc:literal])+ $id:ident: $ty:ty = $name:literal, $shape:ident $placeholder:literal, $default:literal, $parse:expr; )+ })+) => {
+        $($(
+            $(#[doc = $doc])+
+            pub(crate) static $id: Setting<$ty> = Setting {
+                info: Info {
+                    name: $name,
+                    group: Group::$group,
+                    placeholder: $placeholder,
+                    shape: Shape::$shape,
+                    default: $default,
+                    help: concat!($($doc),+),
+                },
+                parse: $parse as fn(&Raw) -> Result<$ty, String>,
+            };
+        )+)+
+
+        /// Every setting, in the order in which they are printed.
+        pub static ALL: &[&Info] = &[$($(&$id.info),+),+];
+    };
+}
+
+settings! {
+    Listening {
+        /// Address that engines connect to.
+        HOST: String = "host", Value "ADDR", "127.0.0.1", parse::host;
+        /// TCP port that engines connect to; 0 lets the system choose.
+        PORT: u16 = "port", Value "PORT", "5555", parse::port;
+        /// Threads that serve requests; 0 takes one per core, at most 8.
+        MAX_WORKERS: usize = "max-workers", Value "N", "0", |raw| parse::count(raw, 0, 1024);
+    }
+    Http {
+        /// Address of the HTTP side (health, metrics, status, tools).
+        HTTP_HOST: String = "http-host", Value "ADDR", "127.0.0.1", parse::host;
+        /// TCP port of the HTTP side; 0 lets the system choose.
+        HTTP_PORT: u16 = "http-port", Value "PORT", "8080", parse::port;
+    }
+    Identity {
+        /// Tokens in a chunk, the unit of caching.
+        CHUNK_SIZE: usize = "chunk-size", Value "TOKENS", "256", |raw| parse::count(raw, 1, 65_536);
+        /// Hash that identifies prefixes: blake3 (as LMCache), sha256_cbor (as vLLM) or xxh3 (trusted, single tenant).
+        HASH_ALGORITHM: HashName = "hash-algorithm", Value "NAME", "blake3", parse::hash_algorithm;
+        /// Requests whose hashes are remembered, so that a prompt that grew is not hashed again; 0 remembers none.
+        HASH_MEMO_SIZE: usize = "hash-memo-size", Value "N", "4096", |raw| parse::count(raw, 0, 1 << 24);
+        /// Who copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).
+        SUPPORTED_TRANSFER_MODE: TransferMode = "supported-transfer-mode", Value "MODE", "auto", parse::transfer_mode;
+        /// Block id by which an engine marks absent KV data.
+        NULL_BLOCK_ID: i64 = "null-block-id", Value "ID", "0", parse::integer;
+    }
+    Pool {
+        /// Size of the pool, e.g. 500GiB or 20 (a bare number is GiB); auto takes a quarter of the memory that is free.
+        L1_SIZE_GB: PoolSize = "l1-size-gb", Value "SIZE", "auto", parse::pool_size;
+        /// Alignment of every slot in the pool, a power of two.
+        L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
+        /// Back the pool with 2 MiB huge pages (needs vm.nr_hugepages for shared memory).
+        L1_USE_HUGEPAGES: bool = "l1-use-hugepages", Switch "BOOL", "false", parse::switch;
+        /// Name of the shared-memory segment; auto derives it from the port, none keeps the pool private (no engine-driven transfers).
+        SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
+        /// Bind the pool to a NUMA node; none leaves the placement to the system.
+        NUMA_NODE: Node = "numa-node", Value "NODE", "none", parse::numa_node;
+        /// Lock the pool into memory (mlock), so that it never swaps; needs the memlock limit.
+        LOCK_MEMORY: bool = "lock-memory", Switch "BOOL", "false", parse::switch;
+        /// Touch every page of the pool in the background after start, so that no request pays for it.
+        PREFAULT: bool = "prefault", Switch "BOOL", "true", parse::switch;
+        /// Threads that copy between engines' memory and the pool; 0 takes one per core, at most 16.
+        COPY_THREADS: usize = "copy-threads", Value "N", "0", |raw| parse::count(raw, 0, 1024);
+    }
+    Eviction {
+        /// Which chunks leave first: LRU, S3FIFO, ARC, or noop (nothing leaves; a full pool refuses stores).
+        EVICTION_POLICY: EvictionPolicy = "eviction-policy", Value "NAME", "LRU", parse::eviction_policy;
+        /// Share of the pool in use at which eviction starts.
+        EVICTION_TRIGGER_WATERMARK: f64 = "eviction-trigger-watermark", Value "SHARE", "0.95", parse::share;
+        /// Share of the pool that one round of eviction frees.
+        EVICTION_RATIO: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
+        /// Bytes that one cache_salt may hold, as SALT=SIZE, repeatable; _default is traffic without a salt.
+        QUOTA: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
+    }
+    Lifetimes {
+        /// A read lease is taken back after this long without its release.
+        L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
+        /// A reserved slot is taken back after this long without its commit.
+        L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
+        /// A request's session ends after this long without a message.
+        SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
+        /// A worker that has pinged before is forgotten after this long in silence; 0 never forgets.
+        WORKER_REAP_TIMEOUT_SECONDS: Duration = "worker-reap-timeout-seconds", Value "SECONDS", "120", parse::reap_timeout;
+        /// A worker that registered but never pinged is forgotten after this long.
+        WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
+        /// Requests in flight may finish for this long after SIGTERM; a second signal stops at once.
+        SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
+    }
+    Events {
+        /// Store and eviction records kept for subscribers of KV events; 0 turns the stream off.
+        KV_EVENT_LOG_SIZE: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
+    }
+    Log {
+        /// What is logged: error, warn, info, debug, trace, or a filter such as info,lmc_engine=debug.
+        LOG_LEVEL: String = "log-level", Value "LEVEL", "info", parse::log_level;
+        /// Log lines for people (text) or for machines (json).
+        LOG_FORMAT: LogFormat = "log-format", Value "FORMAT", "text", parse::log_format;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_kebab_case() {
+        let mut seen = HashSet::new();
+        for info in ALL {
+            assert!(seen.insert(info.name), "{} is declared twice", info.name);
+            assert!(
+                info.name
+                    .chars()
+                    .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'),
+                "{} is not kebab case",
+                info.name
+            );
+            assert!(
+                info.help.trim().ends_with('.'),
+                "the help of {} is not a sentence",
+                info.name
+            );
+        }
+    }
+}

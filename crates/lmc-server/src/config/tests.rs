@@ -1,0 +1,301 @@
+//! Precedence of the layers and the texts of errors, as data.
+
+use std::path::Path;
+
+use super::layers::Layers;
+use super::*;
+
+fn text(value: &str) -> Raw {
+    Raw::Text(value.to_owned())
+}
+
+fn pairs(list: &[(&str, &str)]) -> Vec<(String, String)> {
+    list.iter()
+        .map(|(a, b)| ((*a).to_owned(), (*b).to_owned()))
+        .collect()
+}
+
+fn flags(list: &[(&str, &str)]) -> Vec<(String, Raw)> {
+    list.iter()
+        .map(|(name, value)| ((*name).to_owned(), text(value)))
+        .collect()
+}
+
+/// Loads with a file that exists only as text.
+fn load(
+    given: &[(&str, &str)],
+    variables: &[(&str, &str)],
+    file: &str,
+) -> Result<Loaded, ConfigError> {
+    let path = std::env::temp_dir().join(format!(
+        "lmc-config-{}-{:?}.toml",
+        std::process::id(),
+        std::thread::current().id()
+    ));
+    std::fs::write(&path, file).unwrap();
+    let loaded = ServeConfig::load(flags(given), pairs(variables), Some(&path));
+    std::fs::remove_file(&path).unwrap();
+    loaded.map_err(|mut error| {
+        for problem in &mut error.problems {
+            problem.place = problem
+                .place
+                .replace(&path.display().to_string(), "lmc.toml");
+        }
+        error
+    })
+}
+
+#[test]
+fn every_default_parses() {
+    let loaded = ServeConfig::load([], [], None).unwrap();
+    assert_eq!(
+        loaded.entries.len(),
+        ALL_SETTINGS.len(),
+        "a setting is never taken"
+    );
+    assert!(
+        loaded
+            .entries
+            .iter()
+            .all(|entry| entry.source == Source::Default)
+    );
+    assert_eq!(loaded.config.host, "127.0.0.1");
+    assert_eq!((loaded.config.port, loaded.config.http_port), (5555, 8080));
+    assert_eq!(loaded.config.pool_size, PoolSize::Auto);
+    assert_eq!(loaded.config.quotas, []);
+}
+
+#[test]
+fn flags_win_over_variables_over_the_file_over_defaults() {
+    fn check(
+        flag: Option<&str>,
+        variable: Option<&str>,
+        file: Option<&str>,
+        want: u16,
+        from: &str,
+    ) {
+        let given: Vec<_> = flag.map(|v| ("port", v)).into_iter().collect();
+        let variables: Vec<_> = variable.map(|v| ("LMC_PORT", v)).into_iter().collect();
+        let file = file.map(|v| format!("port = {v}")).unwrap_or_default();
+        let loaded = load(&given, &variables, &file).unwrap();
+        assert_eq!(loaded.config.port, want);
+        let entry = loaded
+            .entries
+            .iter()
+            .find(|entry| entry.info.name == "port")
+            .unwrap();
+        let source = entry.source.to_string();
+        assert!(source.starts_with(from), "{source}");
+    }
+    check(Some("1"), Some("2"), Some("3"), 1, "flag --port");
+    check(None, Some("2"), Some("3"), 2, "variable LMC_PORT");
+    check(None, None, Some("3"), 3, "file ");
+    check(None, None, None, 5555, "default");
+    check(Some("1"), None, Some("3"), 1, "flag --port");
+}
+
+#[test]
+fn the_file_can_be_named_by_a_variable() {
+    let path = std::env::temp_dir().join(format!("lmc-named-{}.toml", std::process::id()));
+    std::fs::write(&path, "chunk_size = 64").unwrap();
+    let variables = [("LMC_CONFIG".to_owned(), path.display().to_string())];
+    let loaded = ServeConfig::load([], variables, None);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(loaded.unwrap().config.chunk_size, 64);
+}
+
+#[test]
+fn values_have_their_units() {
+    let loaded = load(
+        &[
+            ("l1-size-gb", "1.5GB"),
+            ("session-ttl-seconds", "5m"),
+            ("eviction-trigger-watermark", "80%"),
+        ],
+        &[
+            ("LMC_L1_ALIGN_BYTES", "64KiB"),
+            ("LMC_QUOTA", "a=1GiB, b=2"),
+        ],
+        "lock_memory = true\nl1_read_ttl_seconds = 30\neviction_ratio = 0.25\nhost = \"[::1]\"",
+    )
+    .unwrap()
+    .config;
+    assert_eq!(loaded.pool_size, PoolSize::Bytes(1_500_000_000));
+    assert_eq!(loaded.session_ttl.as_secs(), 300);
+    assert_eq!(loaded.eviction_watermark, 0.8);
+    assert_eq!(loaded.align_bytes, 65_536);
+    assert_eq!(
+        loaded.quotas,
+        vec![("a".to_owned(), 1 << 30), ("b".to_owned(), 2 << 30)]
+    );
+    assert!(loaded.lock_memory);
+    assert_eq!(loaded.read_ttl.as_secs(), 30);
+    assert_eq!(loaded.eviction_ratio, 0.25);
+    assert_eq!(loaded.host, "::1");
+}
+
+#[test]
+fn quotas_are_a_table_in_the_file() {
+    let loaded = load(&[], &[], "[quota]\ntenant-a = \"10GiB\"\n\"b,c=d\" = 1").unwrap();
+    assert_eq!(
+        loaded.config.quotas,
+        vec![
+            ("b,c=d".to_owned(), 1 << 30),
+            ("tenant-a".to_owned(), 10 << 30)
+        ]
+    );
+}
+
+#[test]
+fn problems_name_the_place_the_expectation_and_the_nearest_name() {
+    fn check(given: &[(&str, &str)], variables: &[(&str, &str)], file: &str, want: &[&str]) {
+        let error = load(given, variables, file).expect_err("a bad configuration");
+        let found: Vec<String> = error.problems.iter().map(ToString::to_string).collect();
+        assert_eq!(found, want);
+    }
+    check(
+        &[("port", "70000")],
+        &[],
+        "",
+        &["--port 70000: expected a port number from 0 to 65535"],
+    );
+    check(
+        &[],
+        &[("LMC_EVICTION_POLICY", "lur")],
+        "",
+        &["LMC_EVICTION_POLICY=lur: expected one of LRU, S3FIFO, ARC, noop; did you mean LRU?"],
+    );
+    check(
+        &[],
+        &[],
+        "l1_sizegb = 4",
+        &["lmc.toml: l1_sizegb: unknown key; did you mean l1_size_gb?"],
+    );
+    check(
+        &[],
+        &[],
+        "colour = \"red\"",
+        &["lmc.toml: colour: unknown key; `lmc serve --print-config` lists all keys"],
+    );
+    check(
+        &[],
+        &[],
+        "http-port = 80",
+        &["lmc.toml: http-port: unknown key; did you mean http_port?"],
+    );
+    check(
+        &[],
+        &[],
+        "chunk_size = [1, 2]",
+        &["lmc.toml: chunk_size: expected a string, number or boolean, found a array"],
+    );
+    check(
+        &[],
+        &[],
+        "l1_size_gb = \"lots\"",
+        &[
+            "lmc.toml: l1_size_gb = lots: expected a size such as 500GiB, 1.5GB or 64MiB (a bare number counts in GiB)",
+        ],
+    );
+    check(
+        &[("worker-reap-timeout-seconds", "5")],
+        &[],
+        "",
+        &[
+            "--worker-reap-timeout-seconds 5: expected 0 (never) or at least 30 seconds, three of the engine's heartbeats",
+        ],
+    );
+    check(
+        &[("worker-registration-grace-seconds", "60")],
+        &[],
+        "",
+        &[
+            "--worker-registration-grace-seconds 60: expected at least worker_reap_timeout_seconds (2m), or workers \
+           that warm up would be forgotten before they can ping",
+        ],
+    );
+    check(
+        &[("http-port", "5555")],
+        &[],
+        "",
+        &["--http-port 5555: expected another port than --port 5555, which engines connect to"],
+    );
+    check(
+        &[],
+        &[("LMC_PORT", "tcp://10.96.0.7:5555")],
+        "",
+        &[
+            "LMC_PORT=tcp://10.96.0.7:5555: expected a port number; Kubernetes sets this variable for a Service named \
+           \"lmc\": rename the Service, or set enableServiceLinks: false in the pod",
+        ],
+    );
+    // All problems at once, not only the first.
+    check(
+        &[("chunk-size", "0")],
+        &[("LMC_PREFAULT", "maybe")],
+        "prot = 1",
+        &[
+            "lmc.toml: prot: unknown key; did you mean port?",
+            "--chunk-size 0: expected a whole number from 1 to 65536",
+            "LMC_PREFAULT=maybe: expected true or false",
+        ],
+    );
+}
+
+#[test]
+fn a_file_that_is_not_there_or_not_toml_is_a_problem() {
+    let error = ServeConfig::load([], [], Some(Path::new("/nowhere/lmc.toml"))).unwrap_err();
+    let found = error.to_string();
+    assert!(
+        found.starts_with("--config /nowhere/lmc.toml: the file cannot be read:"),
+        "{found}"
+    );
+    let error = load(&[], &[], "port = = 1").unwrap_err().to_string();
+    assert!(error.starts_with("lmc.toml: not valid TOML:"), "{error}");
+}
+
+#[test]
+fn unknown_variables_are_warned_about_and_strangers_are_not() {
+    fn check(name: &str, want: &[&str]) {
+        let loaded = ServeConfig::load([], [(name.to_owned(), "x".to_owned())], None).unwrap();
+        assert_eq!(loaded.warnings, want, "{name}");
+    }
+    check(
+        "LMC_HTTPPORT",
+        &["variable LMC_HTTPPORT is not a setting and was ignored; did you mean LMC_HTTP_PORT?"],
+    );
+    check(
+        "LMC_ZZZ_QQQ",
+        &["variable LMC_ZZZ_QQQ is not a setting and was ignored"],
+    );
+    check("LMC_SERVICE_HOST", &[]);
+    check("LMC_PORT_5555_TCP_ADDR", &[]);
+    check("LMC_URL", &[]);
+    check("LMCACHE_CHUNK_SIZE", &[]);
+    check("HOME", &[]);
+}
+
+#[test]
+fn the_printed_configuration_reads_back_as_itself() {
+    let loaded = load(
+        &[("l1-size-gb", "2GiB"), ("eviction-ratio", "0.25")],
+        &[("LMC_LOG_LEVEL", "info,lmc=debug"), ("LMC_QUOTA", "a=1GiB")],
+        "session_ttl_seconds = \"5m\"",
+    )
+    .unwrap();
+    let printed = print_config(&loaded.entries, &[("max-workers", "2 here".to_owned())]);
+    assert!(printed.contains("l1_size_gb = \"2GiB\""), "{printed}");
+    assert!(printed.contains("# flag --l1-size-gb"), "{printed}");
+    assert!(printed.contains("# variable LMC_LOG_LEVEL"), "{printed}");
+    assert!(printed.contains("# default; 2 here"), "{printed}");
+    let again = load(&[], &[], &printed).unwrap();
+    assert_eq!(again.config, loaded.config);
+}
+
+#[test]
+fn layers_keep_the_first_problem_of_a_file_apart_from_its_good_keys() {
+    let mut layers = Layers::new([], []);
+    layers.parse_file(Path::new("lmc.toml"), "port = 6000\nnope_nope = 1");
+    assert_eq!(layers.take(&super::settings::PORT), 6000);
+    assert_eq!(layers.finish().unwrap_err().problems.len(), 1);
+}

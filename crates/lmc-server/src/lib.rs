@@ -1,0 +1,3 @@
+//! The `lmc` daemon and its command-line tools, as a library so that tests can run them.
+
+pub mod config;
