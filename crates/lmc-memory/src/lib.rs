@@ -32,6 +32,7 @@ mod layout;
 mod pool;
 mod segment;
 mod shared_name;
+mod sigbus;
 
 pub use arena::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
 pub use copy::{

@@ -4,7 +4,7 @@ use std::io;
 
 use thiserror::Error;
 
-use crate::{Arena, NameError, SharedName};
+use crate::{NameError, SharedName};
 
 /// How strongly a property is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -37,7 +37,8 @@ pub(super) enum Kind {
     Shared(String),
 }
 
-/// What an arena shall be. [`ArenaConfig::build`] checks it and makes the [`Arena`].
+/// What an arena shall be. [`ArenaConfig::build`] checks it and makes the
+/// [`crate::Arena`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaConfig {
     pub(super) kind: Kind,
@@ -92,14 +93,6 @@ impl ArenaConfig {
     pub fn with_prefault(mut self, prefault: Prefault) -> Self {
         self.prefault = prefault;
         self
-    }
-
-    /// Checks everything and makes the arena.
-    ///
-    /// # Errors
-    /// [`ArenaError`]; each message names the remedy.
-    pub fn build(self) -> Result<Arena, ArenaError> {
-        unimplemented!()
     }
 }
 

@@ -1,45 +1,53 @@
 //! Ranges of memory.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 
+mod backing;
+mod build;
 mod config;
+mod host;
+pub(crate) mod map;
+mod prefault;
+pub(crate) mod shared_file;
+
+use backing::Backing;
 pub use config::{ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
+use prefault::Prefaulter;
 
 use crate::SharedName;
 
 /// One range of memory, usable from the moment it is built.
+///
+/// Memory of a shared arena is zero-filled and mode 0600. Its name goes when the arena is
+/// dropped; processes that have it mapped keep their mapping.
 #[derive(Debug)]
 pub struct Arena {
-    base: NonNull<u8>,
-    len: usize,
-    name: Option<SharedName>,
+    /// Joined before the memory goes, since it is declared first.
+    prefault: Option<Prefaulter>,
+    backing: Arc<Backing>,
     report: ArenaReport,
 }
-
-// SAFETY: the arena owns its mapping.
-unsafe impl Send for Arena {}
-// SAFETY: as above.
-unsafe impl Sync for Arena {}
 
 impl Arena {
     /// Bytes of the range, rounded up to whole pages.
     pub fn len(&self) -> usize {
-        self.len
+        self.backing.len()
     }
 
     /// Never true: an empty arena is refused.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
     /// First byte of the range.
     pub fn base_ptr(&self) -> NonNull<u8> {
-        self.base
+        self.backing.map().base()
     }
 
     /// The name under which other processes map it; `None` for anonymous memory.
     pub fn shared_name(&self) -> Option<&SharedName> {
-        self.name.as_ref()
+        self.backing.file().map(|file| file.name())
     }
 
     /// What was got of what was asked for.
@@ -49,13 +57,22 @@ impl Arena {
 
     /// How far the background prefault is.
     pub fn prefault_progress(&self) -> PrefaultProgress {
-        unimplemented!()
+        self.prefault
+            .as_ref()
+            .map(Prefaulter::progress)
+            .unwrap_or_default()
     }
 
-    /// Takes the name of a shared arena away at once; memory stays mapped until drop.
-    /// A server calls this on a clean stop, where leaked (quarantined) slots keep the arena
-    /// alive to the end of the process.
+    /// Takes the name of a shared arena away at once; the memory stays mapped until drop.
+    ///
+    /// A server calls this on a clean stop, where a leaked (quarantined) slot would keep the
+    /// arena, and so its name, alive to the end of the process.
     pub fn unlink(&self) {
-        unimplemented!()
+        if let Some(file) = self.backing.file() {
+            file.unlink();
+        }
     }
 }
+
+#[cfg(test)]
+mod tests;

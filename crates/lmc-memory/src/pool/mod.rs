@@ -1,12 +1,21 @@
 //! Slots of an arena.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::Arena;
 
+mod counts;
+mod segregated_fit;
 mod slot;
+mod slot_bytes;
+
+use counts::Counts;
+use segregated_fit::SegregatedFit;
+use slot::Handle;
 pub use slot::{QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot};
 
 /// How a pool cuts up its arena.
@@ -71,10 +80,29 @@ pub struct PoolUsage {
     pub quarantined_slots: u64,
 }
 
-/// Hands out slots of an arena. Clones share the same pool.
+/// Hands out slots of an arena, in O(1) and without touching their bytes.
+/// Clones share the same pool.
 #[derive(Clone, Debug)]
 pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+/// What every slot of a pool points to.
+#[derive(Debug)]
+struct Inner {
     arena: Arc<Arena>,
+    align_bits: u32,
+    units: u32,
+    counts: Counts,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    fit: SegregatedFit,
+    slots: u64,
+    quarantined_units: u64,
+    quarantined_slots: u64,
 }
 
 impl Pool {
@@ -83,24 +111,100 @@ impl Pool {
     /// # Errors
     /// [`PoolError`] for an alignment that is no power of two or an arena too small or large.
     pub fn new(arena: Arc<Arena>, config: PoolConfig) -> Result<Self, PoolError> {
-        let _ = config;
-        Ok(Self { arena })
+        let align = config.align;
+        if !align.is_power_of_two() || !(64..=2 << 20).contains(&align) {
+            return Err(PoolError::Align { found: align });
+        }
+        let bytes = arena.len();
+        let units = u32::try_from(bytes / align).unwrap_or(u32::MAX);
+        if units == 0 || units == u32::MAX {
+            return Err(PoolError::Size { bytes, align });
+        }
+        let state = State {
+            fit: SegregatedFit::new(units),
+            slots: 0,
+            quarantined_units: 0,
+            quarantined_slots: 0,
+        };
+        let inner = Inner {
+            arena,
+            align_bits: align.ilog2(),
+            units,
+            counts: Counts::default(),
+            state: Mutex::new(state),
+        };
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
     }
 
     /// The arena under it.
     pub fn arena(&self) -> &Arc<Arena> {
-        &self.arena
+        &self.inner.arena
+    }
+
+    /// Alignment and granularity of slots, in bytes.
+    pub fn align(&self) -> u64 {
+        1 << self.inner.align_bits
     }
 
     /// Takes a slot of `len` bytes, whose content is whatever was there before; `None` when
     /// nothing large enough is free or `len` is 0. O(1), touches no byte of the slot.
     pub fn reserve(&self, len: u64) -> Option<ReservedSlot> {
-        let _ = len;
-        unimplemented!()
+        let units = u32::try_from(len.div_ceil(self.align())).ok()?;
+        let (node, unit) = {
+            let mut state = self.inner.state.lock();
+            let taken = state.fit.take(units)?;
+            state.slots += 1;
+            taken
+        };
+        // Nobody else knows the node yet; the mutex that hands it on orders this store.
+        self.inner.counts.at(node).store(1, Ordering::Relaxed);
+        Some(ReservedSlot(Handle {
+            pool: Arc::clone(&self.inner),
+            node,
+            unit,
+            len,
+        }))
     }
 
     /// What the pool holds now.
     pub fn usage(&self) -> PoolUsage {
-        unimplemented!()
+        let inner = &self.inner;
+        let bytes = |units: u32| u64::from(units) << inner.align_bits;
+        let state = inner.state.lock();
+        PoolUsage {
+            capacity: bytes(inner.units),
+            used: bytes(inner.units - state.fit.free_units()),
+            slots: state.slots,
+            largest_free: bytes(state.fit.largest_free()),
+            quarantined_bytes: state.quarantined_units << inner.align_bits,
+            quarantined_slots: state.quarantined_slots,
+        }
     }
 }
+
+impl Inner {
+    /// Takes back the range of a slot whose last owner went.
+    fn give(&self, node: u32) {
+        let mut state = self.state.lock();
+        state.fit.give(node);
+        state.slots -= 1;
+    }
+
+    /// Counts a slot into or out of quarantine.
+    fn quarantined(&self, node: u32, enters: bool) {
+        let mut state = self.state.lock();
+        let units = u64::from(state.fit.units_of(node));
+        if enters {
+            state.quarantined_units += units;
+            state.quarantined_slots += 1;
+        } else {
+            state.quarantined_units -= units;
+            state.quarantined_slots -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,71 +1,138 @@
-//! Slots, typed by state.
+//! Slots, typed by state: *reserved → written → sealed*, and *quarantined*.
 
-/// A slot with one writer. Returns to the pool on drop.
-#[derive(Debug)]
-pub struct ReservedSlot(Handle);
-/// A slot whose bytes are complete. Returns to the pool on drop.
-#[derive(Debug)]
-pub struct WrittenSlot(Handle);
-/// A slot that many read and none writes; clones share it, the last one returns it.
-#[derive(Clone, Debug)]
-pub struct SealedSlot(Handle);
-/// A slot that something outside may still be writing to.
-#[derive(Debug)]
-pub struct QuarantinedSlot(Handle);
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
-#[derive(Clone, Debug)]
-struct Handle {
-    offset: u64,
-    len: u64,
+use super::{Inner, slot_bytes};
+
+/// An owner of a slot. The last one gives it back.
+#[derive(Debug)]
+pub(super) struct Handle {
+    pub(super) pool: Arc<Inner>,
+    pub(super) node: u32,
+    /// Counted in units of the pool's alignment.
+    pub(super) unit: u32,
+    /// Exact bytes, as asked for.
+    pub(super) len: u64,
 }
 
-macro_rules! common {
-    ($name:ident) => {
+impl Handle {
+    fn offset(&self) -> u64 {
+        u64::from(self.unit) << self.pool.align_bits
+    }
+}
+
+impl Clone for Handle {
+    fn clone(&self) -> Self {
+        // Relaxed: whoever clones holds an owner already, as in `Arc`.
+        let owners = self
+            .pool
+            .counts
+            .at(self.node)
+            .fetch_add(1, Ordering::Relaxed);
+        assert!(owners < u32::MAX / 2, "a slot has too many owners");
+        Self {
+            pool: Arc::clone(&self.pool),
+            node: self.node,
+            unit: self.unit,
+            len: self.len,
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self
+            .pool
+            .counts
+            .at(self.node)
+            .fetch_sub(1, Ordering::Release)
+            == 1
+        {
+            // Every read by another owner happened before its own decrement.
+            fence(Ordering::Acquire);
+            self.pool.give(self.node);
+        }
+    }
+}
+
+/// A slot with one writer. Returns to the pool on drop.
+///
+/// It holds whatever was there before: bytes of another chunk. Only [`ReservedSlot::written`]
+/// and [`WrittenSlot::seal`] make it readable to others.
+#[derive(Debug)]
+pub struct ReservedSlot(pub(super) Handle);
+
+/// A slot whose bytes are complete and still have one owner, to be summed and sealed.
+/// Returns to the pool on drop.
+#[derive(Debug)]
+pub struct WrittenSlot(Handle);
+
+/// A slot that many read and none writes. Clones share it; the last one returns it.
+///
+/// 24 bytes, so that an index can hold millions; cloning allocates nothing.
+#[derive(Clone, Debug)]
+pub struct SealedSlot(Handle);
+
+/// A slot that a device or another process may still be writing to after a timeout.
+///
+/// It goes back to the pool only by [`QuarantinedSlot::release_proven_quiet`]. Dropping it
+/// leaks it on purpose, together with the arena under it: memory that is lost is better than
+/// memory that changes under its next owner. Either way it stays in
+/// [`crate::PoolUsage::quarantined_bytes`] until released.
+#[derive(Debug)]
+#[must_use = "dropping it leaks the slot for good"]
+pub struct QuarantinedSlot(ManuallyDrop<Handle>);
+
+macro_rules! position {
+    ($($name:ident),*) => {$(
         impl $name {
             /// Bytes from the start of the arena.
             pub fn offset(&self) -> u64 {
-                self.0.offset
+                self.0.offset()
             }
 
-            /// Bytes of the slot, as asked for.
+            /// Bytes of the slot, exactly as asked for; never 0.
             #[allow(clippy::len_without_is_empty, reason = "a slot is never empty")]
             pub fn len(&self) -> u64 {
                 self.0.len
             }
         }
-    };
+    )*};
 }
-common!(ReservedSlot);
-common!(WrittenSlot);
-common!(SealedSlot);
-common!(QuarantinedSlot);
+position!(ReservedSlot, WrittenSlot, SealedSlot, QuarantinedSlot);
 
 impl ReservedSlot {
-    /// The bytes, to be written.
+    /// The bytes, to be written in this process.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        unimplemented!()
+        // SAFETY: a reserved slot is the only owner of its range and is borrowed mutably.
+        unsafe { slot_bytes::exclusive(&self.0.pool.arena, self.0.offset(), self.0.len) }
     }
 
     /// First byte, for writers that are handed an address.
+    ///
+    /// The address is good while the slot is in the state *reserved* or *quarantined*.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
-        unimplemented!()
+        slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len).as_ptr()
     }
 
-    /// Says that all bytes are in place.
+    /// Says that all bytes are in place, whoever wrote them.
     pub fn written(self) -> WrittenSlot {
         WrittenSlot(self.0)
     }
 
     /// Says that something outside may still write to the slot.
     pub fn quarantine(self) -> QuarantinedSlot {
-        QuarantinedSlot(self.0)
+        quarantine(self.0)
     }
 }
 
 impl WrittenSlot {
-    /// The bytes, to be summed.
+    /// The bytes, to be summed before they are sealed.
     pub fn bytes(&self) -> &[u8] {
-        unimplemented!()
+        // SAFETY: a written slot is the only owner of its range and gives no way to write.
+        unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
     }
 
     /// Makes the slot readable by many.
@@ -75,20 +142,33 @@ impl WrittenSlot {
 
     /// Says that something outside may still write to the slot.
     pub fn quarantine(self) -> QuarantinedSlot {
-        QuarantinedSlot(self.0)
+        quarantine(self.0)
     }
 }
 
 impl SealedSlot {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        unimplemented!()
+        // SAFETY: sealed slots are never written, and this owner keeps the range taken.
+        unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
+    }
+
+    /// How many owners share the slot at this instant, this one included.
+    pub fn owners(&self) -> u32 {
+        self.0.pool.counts.at(self.0.node).load(Ordering::Relaxed)
     }
 }
 
+fn quarantine(handle: Handle) -> QuarantinedSlot {
+    handle.pool.quarantined(handle.node, true);
+    QuarantinedSlot(ManuallyDrop::new(handle))
+}
+
 impl QuarantinedSlot {
-    /// Gives the slot back: the caller has proof that nothing writes to it any more.
+    /// Gives the slot back: the caller has proof that nothing writes to it any more, such as
+    /// a completion from the device or the end of the process that held the address.
     pub fn release_proven_quiet(self) {
-        unimplemented!()
+        let handle = ManuallyDrop::into_inner(self.0);
+        handle.pool.quarantined(handle.node, false);
     }
 }
