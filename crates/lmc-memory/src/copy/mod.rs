@@ -2,6 +2,10 @@
 
 mod paged;
 mod plan;
+mod raw;
+mod team;
+#[cfg(test)]
+mod testing;
 mod workers;
 
 pub use paged::{

@@ -1,78 +1,189 @@
-//! Threads that copy.
+//! Gather and scatter on several cores.
 
+use std::fmt;
 use std::io;
+use std::ptr;
 
 use thiserror::Error;
 
-use crate::{CopyPlan, PagedKv, SegmentError};
+use super::plan::{CopyPlan, Op};
+use super::raw::{self, Direction, Sides};
+use super::team::Team;
+use crate::SegmentError;
 
-/// A gather or scatter that was not carried out or not completed.
+/// Bytes that a thread takes at a time: long enough that taking costs nothing, short enough
+/// that the last one to finish is not waited for.
+const SHARE: u64 = 512 << 10;
+
+/// A gather or scatter that was not carried out, or whose result cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CopyError {
-    /// The chunks given are not those planned.
-    #[error("the plan has {expected} chunks of {bytes} bytes, found {found}")]
+    /// Another number of chunks than planned; nothing has been copied.
+    #[error("the plan has {expected} chunks, {found} were given")]
     Chunks {
         /// Chunks planned.
         expected: usize,
-        /// Bytes of each.
-        bytes: u64,
-        /// What was given.
-        found: String,
+        /// Chunks given.
+        found: usize,
     },
-    /// The plan was made for another paged cache.
-    #[error("the plan was made for another paged cache")]
-    OtherPaged,
-    /// The engine's memory went away; what was copied cannot be trusted.
+    /// A chunk of another length than planned; nothing has been copied.
+    #[error("chunk {chunk} must have {expected} bytes, found {found}")]
+    ChunkBytes {
+        /// Index of the chunk.
+        chunk: usize,
+        /// Bytes planned.
+        expected: u64,
+        /// Bytes given.
+        found: u64,
+    },
+    /// The engine's memory went away. What a gather left in the chunks is not to be used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
 }
 
-/// Named threads (`lmc-copy-{i}`) that copy, together with the thread that asks.
-#[derive(Debug)]
+/// Named threads (`lmc-copy-{i}`) that copy together with the thread that asks.
+///
+/// Several threads may ask at once; they are served in turn, each with its own core at least.
 pub struct CopyPool {
-    workers: usize,
+    team: Team,
 }
 
+impl fmt::Debug for CopyPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyPool")
+            .field("workers", &self.workers())
+            .finish()
+    }
+}
+
+/// Where each segment and chunk starts.
+struct Addresses {
+    segments: Vec<*mut u8>,
+    chunks: Vec<*mut u8>,
+}
+
+// SAFETY: addresses are shared among the threads of one gather or scatter, which write
+// disjoint ranges.
+unsafe impl Sync for Addresses {}
+
 impl CopyPool {
-    /// Starts `workers` threads; 0 means that the caller copies alone.
+    /// Starts `workers` threads; with 0 the caller copies alone.
     ///
     /// # Errors
     /// What the system says when a thread cannot be started.
     pub fn new(workers: usize) -> io::Result<Self> {
-        Ok(Self { workers })
+        Ok(Self {
+            team: Team::new("lmc-copy", workers)?,
+        })
     }
 
     /// Threads besides the caller.
     pub fn workers(&self) -> usize {
-        self.workers
+        self.team.threads()
     }
 
-    /// Copies paged memory into chunks; `chunks[i]` belongs to the plan's i-th chunk.
+    /// Copies paged memory into chunks; `chunks[i]` is the plan's i-th. Bytes of tokens that
+    /// the plan leaves out are set to zero, so that nothing of a slot's former content stays.
     ///
     /// # Errors
     /// [`CopyError`]; after [`CopyError::Segment`] the chunks' bytes are not to be used.
-    pub fn gather(
-        &self,
-        plan: &CopyPlan,
-        paged: &PagedKv,
-        chunks: &mut [&mut [u8]],
-    ) -> Result<(), CopyError> {
-        let _ = (plan, paged, chunks);
-        unimplemented!()
+    pub fn gather(&self, plan: &CopyPlan, chunks: &mut [&mut [u8]]) -> Result<(), CopyError> {
+        check(plan, chunks.iter().map(|chunk| chunk.len()))?;
+        for hole in &plan.holes {
+            let from = hole.offset as usize;
+            chunks[hole.chunk as usize][from..from + hole.len as usize].fill(0);
+        }
+        let chunks = chunks.iter_mut().map(|chunk| chunk.as_mut_ptr()).collect();
+        self.copy(plan, Direction::Gather, chunks)
     }
 
-    /// Copies chunks into paged memory; `chunks[i]` belongs to the plan's i-th chunk.
+    /// Copies chunks into paged memory; `chunks[i]` is the plan's i-th.
     ///
     /// # Errors
     /// [`CopyError`].
-    pub fn scatter(
+    pub fn scatter(&self, plan: &CopyPlan, chunks: &[&[u8]]) -> Result<(), CopyError> {
+        check(plan, chunks.iter().map(|chunk| chunk.len()))?;
+        // Scatter only reads from these addresses.
+        let chunks = chunks
+            .iter()
+            .map(|chunk| chunk.as_ptr().cast_mut())
+            .collect();
+        self.copy(plan, Direction::Scatter, chunks)
+    }
+
+    fn copy(
         &self,
         plan: &CopyPlan,
-        paged: &PagedKv,
-        chunks: &[&[u8]],
+        direction: Direction,
+        chunks: Vec<*mut u8>,
     ) -> Result<(), CopyError> {
-        let _ = (plan, paged, chunks);
-        unimplemented!()
+        let segments = plan.paged.segments();
+        for segment in segments {
+            segment.check()?;
+        }
+        let addresses = Addresses {
+            segments: segments
+                .iter()
+                .map(|segment| segment.base_ptr().as_ptr())
+                .collect(),
+            chunks,
+        };
+        let addresses = &addresses;
+        let step = ops_of_a_share(plan);
+        self.team.run(plan.ops.len().div_ceil(step), &|i| {
+            for op in plan.ops.iter().skip(i * step).take(step) {
+                carry_out(plan, op, direction, addresses);
+            }
+        });
+        for segment in segments {
+            segment.check()?;
+        }
+        Ok(())
     }
 }
+
+fn carry_out(plan: &CopyPlan, op: &Op, direction: Direction, addresses: &Addresses) {
+    let sides = Sides {
+        segment: addresses.segments[op.segment as usize],
+        chunk: addresses.chunks[op.chunk as usize],
+    };
+    debug_assert!(
+        !ptr::eq(sides.segment, sides.chunk),
+        "a chunk lies in no engine's memory"
+    );
+    // SAFETY: the plan was checked against these segments when it was made, and `check` has
+    // compared the chunks' lengths with its layout. Chunks lie in memory of this process and
+    // segments are never pools of lmc, so the sides do not overlap; the copies of a plan write
+    // disjoint ranges of chunks, which are borrowed for the call.
+    unsafe { raw::copy(op, plan.tokens(op), plan.heads(op), direction, sides) };
+}
+
+/// How many copies make about one share; the copies of a plan are much of a size.
+fn ops_of_a_share(plan: &CopyPlan) -> usize {
+    let average = (plan.bytes() / plan.ops.len().max(1) as u64).max(1);
+    (SHARE / average).max(1) as usize
+}
+
+fn check(plan: &CopyPlan, lens: impl ExactSizeIterator<Item = usize>) -> Result<(), CopyError> {
+    if lens.len() != plan.chunks() {
+        return Err(CopyError::Chunks {
+            expected: plan.chunks(),
+            found: lens.len(),
+        });
+    }
+    let expected = plan.layout().chunk_bytes();
+    for (chunk, found) in lens.enumerate() {
+        if found as u64 != expected {
+            return Err(CopyError::ChunkBytes {
+                chunk,
+                expected,
+                found: found as u64,
+            });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -106,8 +106,9 @@ position!(ReservedSlot, WrittenSlot, SealedSlot, QuarantinedSlot);
 impl ReservedSlot {
     /// The bytes, to be written in this process.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let start = slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len);
         // SAFETY: a reserved slot is the only owner of its range and is borrowed mutably.
-        unsafe { slot_bytes::exclusive(&self.0.pool.arena, self.0.offset(), self.0.len) }
+        unsafe { slot_bytes::exclusive(start, self.0.len) }
     }
 
     /// First byte, for writers that are handed an address.

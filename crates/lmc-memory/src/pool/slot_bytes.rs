@@ -34,12 +34,11 @@ pub(super) unsafe fn shared(arena: &Arena, offset: u64, len: u64) -> &[u8] {
     unsafe { slice::from_raw_parts(ptr(arena, offset, len).as_ptr(), len as usize) }
 }
 
-/// The bytes of a slot that only the caller touches.
+/// The bytes of a slot that only the caller touches; `start` is from [`ptr`].
 ///
 /// # Safety
-/// The caller owns the range alone (a reserved slot borrowed mutably) for as long as the slice
-/// lives.
-pub(super) unsafe fn exclusive(arena: &Arena, offset: u64, len: u64) -> &mut [u8] {
+/// The caller owns the range alone (a reserved slot borrowed mutably) for `'a`.
+pub(super) unsafe fn exclusive<'a>(start: NonNull<u8>, len: u64) -> &'a mut [u8] {
     // SAFETY: as for `shared`; nobody else in this process has the range.
-    unsafe { slice::from_raw_parts_mut(ptr(arena, offset, len).as_ptr(), len as usize) }
+    unsafe { slice::from_raw_parts_mut(start.as_ptr(), len as usize) }
 }

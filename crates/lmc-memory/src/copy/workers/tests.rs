@@ -1,0 +1,337 @@
+use std::fs;
+
+use proptest::prelude::*;
+
+use super::super::testing::{Engine, FORMATS, Sizes, marked};
+use super::*;
+use crate::{DType, PlanRequest};
+
+#[derive(Clone, Debug)]
+struct Case {
+    format: usize,
+    dtype: DType,
+    sizes: Sizes,
+    table: Vec<u32>,
+    chunk_tokens: u64,
+    starts: Vec<u64>,
+    skip: u64,
+    null_block: Option<u32>,
+    workers: usize,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let sizes = (
+        1..4u64,
+        1..9u64,
+        1..6u64,
+        1..4u64,
+        prop_oneof![1..20u64, Just(64), Just(128)],
+    );
+    let dtype = prop_oneof![
+        Just(DType::BFloat16),
+        Just(DType::UInt8),
+        Just(DType::Float32)
+    ];
+    (
+        0..FORMATS.len(),
+        dtype,
+        sizes,
+        0..3u64,
+        any::<bool>(),
+        0..3usize,
+        any::<u64>(),
+    )
+        .prop_flat_map(|(format, dtype, sizes, padding, one_segment, workers, _)| {
+            let (layers, blocks, block_tokens, heads, element) = sizes;
+            let sizes = Sizes {
+                layers,
+                blocks,
+                block_tokens,
+                heads,
+                element,
+                padding,
+                one_segment,
+            };
+            // Ids that follow each other are common, as engines hand them out.
+            let run = (0..blocks as u32, 1..5u32).prop_map(move |(first, count)| {
+                (first..(first + count).min(blocks as u32)).collect::<Vec<_>>()
+            });
+            let table = prop::collection::vec(run, 1..5).prop_map(|runs| runs.concat());
+            table.prop_flat_map(move |table| {
+                let covered = table.len() as u64 * block_tokens;
+                let table = Just(table);
+                (table, 1..=covered).prop_flat_map(move |(table, chunk_tokens)| {
+                    let start = 0..=covered - chunk_tokens;
+                    let starts = prop::collection::vec(start, 0..4);
+                    let null = prop::option::of(0..blocks as u32);
+                    (starts, prop_oneof![Just(0), 0..covered + 2], null).prop_map(
+                        move |(starts, skip, null_block)| Case {
+                            format,
+                            dtype,
+                            sizes,
+                            table: table.clone(),
+                            chunk_tokens,
+                            starts,
+                            skip,
+                            null_block,
+                            workers,
+                        },
+                    )
+                })
+            })
+        })
+}
+
+impl Case {
+    fn plan(&self, engine: &Engine) -> CopyPlan {
+        let paged = engine.paged(self.chunk_tokens as u32);
+        let request = PlanRequest {
+            block_ids: &self.table,
+            chunk_starts: &self.starts,
+            skip_first_tokens: self.skip,
+            null_block: self.null_block,
+        };
+        CopyPlan::new(&paged, paged.layout(), &request).unwrap()
+    }
+
+    fn left_out(&self, token: u64) -> bool {
+        let block = self.table[(token / self.sizes.block_tokens) as usize];
+        token < self.skip || self.null_block == Some(block)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn gather_and_scatter_agree_with_a_walk_over_elements(case in cases()) {
+        let engine = Engine::new(FORMATS[case.format], case.dtype, case.sizes);
+        let plan = case.plan(&engine);
+        let pool = CopyPool::new(case.workers).unwrap();
+        let item = case.dtype.size();
+        let bytes = plan.layout().chunk_bytes() as usize;
+
+        // Slots hold old bytes, which must not survive.
+        let mut chunks = vec![vec![0xee; bytes]; case.starts.len()];
+        let mut slices: Vec<&mut [u8]> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
+        pool.gather(&plan, &mut slices).unwrap();
+        let before: Vec<_> = engine.segments.iter().map(|segment| segment.bytes()).collect();
+        let mut copied = 0;
+        for (&start, chunk) in case.starts.iter().zip(&chunks) {
+            let mut expected = vec![0xdd; bytes];
+            engine.each_element(&case.table, start, case.chunk_tokens, |at, token, segment, byte| {
+                let value = &mut expected[at..at + item];
+                if case.left_out(token) {
+                    value.fill(0);
+                } else {
+                    value.copy_from_slice(&before[segment][byte..byte + item]);
+                    copied += item as u64;
+                }
+            });
+            prop_assert_eq!(chunk, &expected);
+        }
+        prop_assert_eq!(plan.bytes(), copied);
+
+        // Two chunks over the same tokens carry the same bytes, so that their order is free.
+        let marks = marked(77, 1 << 16);
+        let mut expected: Vec<_> = before.iter().map(|bytes| vec![0x11; bytes.len()]).collect();
+        for (segment, bytes) in engine.segments.iter().zip(&expected) {
+            segment.fill(bytes);
+        }
+        let mut sources = vec![vec![0; bytes]; case.starts.len()];
+        for (&start, source) in case.starts.iter().zip(&mut sources) {
+            engine.each_element(&case.table, start, case.chunk_tokens, |at, token, segment, byte| {
+                for i in 0..item {
+                    source[at + i] = marks[(segment * 7919 + byte + i) % marks.len()];
+                }
+                if !case.left_out(token) {
+                    expected[segment][byte..byte + item].copy_from_slice(&source[at..at + item]);
+                }
+            });
+        }
+        let slices: Vec<&[u8]> = sources.iter().map(Vec::as_slice).collect();
+        pool.scatter(&plan, &slices).unwrap();
+        for (segment, expected) in engine.segments.iter().zip(&expected) {
+            // Bytes that belong to no element of the plan are untouched.
+            prop_assert_eq!(&segment.bytes(), expected);
+        }
+    }
+}
+
+/// Long runs, so that they are cut, shared among threads, and merged across blocks.
+#[test]
+fn a_large_cache_goes_round() {
+    let sizes = Sizes {
+        layers: 2,
+        blocks: 64,
+        block_tokens: 16,
+        heads: 8,
+        element: 128,
+        padding: 0,
+        one_segment: false,
+    };
+    for format in FORMATS {
+        let engine = Engine::new(format, DType::BFloat16, sizes);
+        let paged = engine.paged(512);
+        let table: Vec<u32> = (32..64).chain((0..32).rev()).collect();
+        let request = PlanRequest {
+            block_ids: &table,
+            chunk_starts: &[0, 512],
+            skip_first_tokens: 0,
+            null_block: None,
+        };
+        let plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+        let pool = CopyPool::new(3).unwrap();
+        let bytes = paged.layout().chunk_bytes() as usize;
+        let mut chunks = vec![vec![0; bytes]; 2];
+        let mut slices: Vec<&mut [u8]> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
+        pool.gather(&plan, &mut slices).unwrap();
+        let before: Vec<_> = engine
+            .segments
+            .iter()
+            .map(|segment| segment.bytes())
+            .collect();
+        assert_eq!(
+            plan.bytes(),
+            before.iter().map(|bytes| bytes.len() as u64).sum::<u64>()
+        );
+        for segment in &engine.segments {
+            segment.fill(&vec![0; segment.bytes().len()]);
+        }
+        let slices: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
+        pool.scatter(&plan, &slices).unwrap();
+        for (segment, before) in engine.segments.iter().zip(&before) {
+            assert!(&segment.bytes() == before, "{format:?}");
+        }
+    }
+}
+
+#[test]
+fn chunks_that_were_not_planned_are_refused_before_a_byte_moves() {
+    let engine = Engine::new(FORMATS[0], DType::UInt8, SMALL);
+    let paged = engine.paged(4);
+    let plan = CopyPlan::new(
+        &paged,
+        paged.layout(),
+        &PlanRequest {
+            block_ids: &[1],
+            chunk_starts: &[0],
+            skip_first_tokens: 0,
+            null_block: None,
+        },
+    )
+    .unwrap();
+    let pool = CopyPool::new(0).unwrap();
+    let mut short = vec![7; paged.layout().chunk_bytes() as usize - 1];
+    let err = pool.gather(&plan, &mut [&mut short]).unwrap_err();
+    assert!(
+        matches!(err, CopyError::ChunkBytes { chunk: 0, .. }),
+        "{err}"
+    );
+    assert!(short.iter().all(|&b| b == 7));
+    let err = pool.scatter(&plan, &[]).unwrap_err();
+    assert!(
+        matches!(
+            err,
+            CopyError::Chunks {
+                expected: 1,
+                found: 0
+            }
+        ),
+        "{err}"
+    );
+}
+
+const SMALL: Sizes = Sizes {
+    layers: 1,
+    blocks: 3,
+    block_tokens: 4,
+    heads: 1,
+    element: 4096,
+    padding: 0,
+    one_segment: false,
+};
+
+#[test]
+fn an_engine_that_cuts_its_memory_short_gets_an_error_and_the_server_lives() {
+    let engine = Engine::new(FORMATS[0], DType::UInt8, SMALL);
+    let paged = engine.paged(4);
+    let plan = CopyPlan::new(
+        &paged,
+        paged.layout(),
+        &PlanRequest {
+            block_ids: &[2],
+            chunk_starts: &[0],
+            skip_first_tokens: 0,
+            null_block: None,
+        },
+    )
+    .unwrap();
+    let pool = CopyPool::new(1).unwrap();
+    let mut chunk = vec![0; paged.layout().chunk_bytes() as usize];
+    pool.gather(&plan, &mut [&mut chunk]).unwrap();
+    let path = engine.segments[0].name().path();
+    fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .unwrap()
+        .set_len(4096)
+        .unwrap();
+    let err = pool.gather(&plan, &mut [&mut chunk]).unwrap_err();
+    assert!(
+        matches!(err, CopyError::Segment(SegmentError::Size { .. })),
+        "{err}"
+    );
+    let err = pool.scatter(&plan, &[&chunk]).unwrap_err();
+    assert!(
+        matches!(err, CopyError::Segment(SegmentError::Size { .. })),
+        "{err}"
+    );
+}
+
+/// The window that no check of the size can close: the owner cuts while the copy runs.
+#[test]
+fn an_engine_that_cuts_its_memory_during_the_copy_is_found_out() {
+    let sizes = Sizes {
+        blocks: 64,
+        ..SMALL
+    };
+    for round in 0..20 {
+        let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
+        let paged = engine.paged(256);
+        let table: Vec<u32> = (0..64).collect();
+        let plan = CopyPlan::new(
+            &paged,
+            paged.layout(),
+            &PlanRequest {
+                block_ids: &table,
+                chunk_starts: &[0],
+                skip_first_tokens: 0,
+                null_block: None,
+            },
+        )
+        .unwrap();
+        let pool = CopyPool::new(1).unwrap();
+        let path = engine.segments[0].name().path();
+        let cut = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_micros(100 * round));
+            fs::OpenOptions::new()
+                .write(true)
+                .open(path)
+                .unwrap()
+                .set_len(0)
+                .unwrap();
+        });
+        let before = engine.segments[0].mapped.len();
+        let mut chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
+        while pool.gather(&plan, &mut [&mut chunk]).is_ok() {
+            // Whole: no zero page was taken for the engine's bytes.
+            let expected = marked(0, before as usize);
+            assert!(
+                chunk == expected,
+                "a gather that succeeded has the engine's bytes"
+            );
+        }
+        cut.join().unwrap();
+    }
+}
