@@ -1,0 +1,138 @@
+//! A shared-memory file system that something else fills up: whoever runs out of room is told,
+//! and nobody is killed.
+//!
+//! Needs a small tmpfs over /dev/shm, which only a mount namespace gives without disturbing
+//! the machine; where that cannot be had the test says that it was skipped.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{
+    ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, GroupLayout, KvFormat,
+    MappedSegment, PagedKv, PlanRequest, Prefault, SegmentError, SharedName, TensorView,
+};
+
+const VARIABLE: &str = "LMC_TEST_SMALL_SHM";
+
+#[test]
+fn a_full_file_system_is_an_error_and_no_sigbus() {
+    if std::env::var_os(VARIABLE).is_some() {
+        return inside();
+    }
+    let this = std::env::current_exe().expect("a test has a path");
+    let script = format!(
+        "mount -t tmpfs -o size=64m tmpfs /dev/shm || exit 77; exec {} --exact \
+         a_full_file_system_is_an_error_and_no_sigbus --nocapture",
+        this.display()
+    );
+    let run = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+        .env(VARIABLE, "1")
+        .output();
+    match run {
+        Ok(out) if out.status.success() => {}
+        Ok(out) if out.status.code() == Some(77) || !out.stdout.starts_with(b"\nrunning") => {
+            println!(
+                "skipped: no mount namespace here ({})",
+                String::from_utf8_lossy(&out.stderr)
+            );
+        }
+        Ok(out) => panic!(
+            "{}\n{}\n{}",
+            out.status,
+            String::from_utf8_lossy(&out.stdout),
+            String::from_utf8_lossy(&out.stderr)
+        ),
+        Err(err) => println!("skipped: unshare cannot be run: {err}"),
+    }
+}
+
+fn inside() {
+    a_pool_that_does_not_fit_is_refused();
+    an_engine_without_pages_is_lost();
+    a_prefault_that_runs_out_of_room_says_so();
+}
+
+fn a_pool_that_does_not_fit_is_refused() {
+    fs::write("/dev/shm/other", vec![1u8; 40 << 20]).expect("room for 40 MiB");
+    let err = ArenaConfig::shared("lmc_full", 30 << 20)
+        .build()
+        .expect_err("24 MiB are left");
+    assert!(
+        matches!(err, ArenaError::Space { need, available }
+        if need == 30 << 20 && (20 << 20..25 << 20).contains(&available)),
+        "{err}"
+    );
+    fs::remove_file("/dev/shm/other").expect("was written");
+}
+
+/// The engine's segment has holes and the file system no page to fill them: reading one would
+/// kill the server.
+fn an_engine_without_pages_is_lost() {
+    let engine = File::create("/dev/shm/engine").expect("an empty file");
+    engine.set_len(1 << 20).expect("a sparse megabyte");
+    let name = SharedName::new("engine").expect("a valid name");
+    let segment = Arc::new(MappedSegment::open(&name, 1 << 20).expect("it is there"));
+    let layout = GroupLayout::mla(1, 256, 1024, DType::UInt8).expect("a valid layout");
+    let view = TensorView {
+        segment: 0,
+        storage_offset: 0,
+        shape: vec![64, 16, 1024],
+        strides: vec![16 << 10, 1 << 10, 1],
+    };
+    let format = KvFormat::NB_BS_HS;
+    let paged = PagedKv::from_tensors(format, &[view], DType::UInt8, 256, vec![segment]);
+    let paged = paged.expect("it fits");
+    let request = PlanRequest {
+        block_ids: &(0..16).collect::<Vec<u32>>(),
+        chunk_starts: &[0],
+        skip_first_tokens: 0,
+        null_block: None,
+    };
+    let plan = CopyPlan::new(&paged, &layout, &request).expect("16 of 64 blocks");
+    fill("/dev/shm/other");
+    let pool = CopyPool::new(1).expect("a thread");
+    let mut chunk = vec![0; 256 << 10];
+    for _ in 0..2 {
+        let err = pool
+            .gather(&plan, &mut [&mut chunk])
+            .expect_err("no page is left");
+        assert!(
+            matches!(err, CopyError::Segment(SegmentError::Lost { .. })),
+            "{err}"
+        );
+    }
+    fs::remove_file("/dev/shm/other").expect("was written");
+    fs::remove_file("/dev/shm/engine").expect("was made");
+}
+
+/// Whichever is faster wins; nobody is killed.
+fn a_prefault_that_runs_out_of_room_says_so() {
+    let arena = ArenaConfig::shared("lmc_full", 60 << 20)
+        .with_prefault(Prefault::Background { threads: 1 })
+        .build()
+        .expect("60 of 64 MiB are free");
+    fill("/dev/shm/other");
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let progress = arena.prefault_progress();
+        if let Some(error) = progress.error {
+            assert!(error.contains("/dev/shm ran full"), "{error}");
+            return;
+        }
+        if progress.done == progress.total {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{progress:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Writes to a file until the file system has no room left.
+fn fill(path: &str) {
+    let mut file = File::create(path).expect("an empty file");
+    while file.write_all(&[1; 4096]).is_ok() {}
+}
