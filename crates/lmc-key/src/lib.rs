@@ -1,1 +1,75 @@
-//! lmc-key
+//! Tokens → prefix hashes → chunk keys: the identity of cached KV bytes.
+//!
+//! A prompt is cut into chunks of `chunk_size` tokens. A [`ChunkHash`] names a chunk *and
+//! everything before it*; a [`ChunkKey`] adds what else decides the meaning of the bytes: model,
+//! layout, world size, KV rank, object group and tenant salt, folded into a [`SpaceId`].
+//! Hashes agree byte for byte with those of LMCache 0.5.6 and vLLM, so that KV events agree.
+//!
+//! This crate holds no cached bytes, does no IO and knows no wire protocol. The types to start
+//! from are [`ChunkHasher`], [`PrefixHashes`] (one per session), [`HashMemo`] (one per process)
+//! and [`KeySpace`].
+//!
+//! ```
+//! use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, PrefixHashes};
+//!
+//! let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256)?;
+//! let space = KeySpace {
+//!     algorithm: hasher.algorithm(),
+//!     chunk_size: hasher.chunk_size(),
+//!     model: "meta-llama/Llama-3.1-8B".parse()?,
+//!     world_size: 1,
+//!     layout: LayoutFingerprint::of(b"[2, 32, 256, 1024] bfloat16"),
+//!     dtype: "bfloat16".parse()?,
+//!     salt: "tenant-a".parse()?,
+//! };
+//!
+//! let prompt: Vec<u32> = (0..600).collect();
+//! let mut prefix = PrefixHashes::new(hasher);
+//! prefix.extend(&prompt); // two whole chunks; the partial third has no hash
+//! let keys: Vec<ChunkKey> = prefix
+//!     .range(0, 512)?
+//!     .iter()
+//!     .map(|&hash| ChunkKey { space: space.id(), kv_rank: 0, group: 0, hash })
+//!     .collect();
+//! assert_eq!(
+//!     keys[0].hash.to_string(),
+//!     "084547b6c40ed5b05ba8cd0305db5bf74d5617673948d9ed193ab7d6cbc484d4",
+//! );
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod algorithm;
+pub use algorithm::{HashAlgorithm, UnknownAlgorithm};
+
+mod bytes;
+
+mod escape;
+
+mod hash;
+pub use hash::{ChunkHash, HashParseError, Token};
+
+mod hasher;
+pub use hasher::{ChunkHasher, ChunkSizeError, DEFAULT_SEED, MAX_CHUNK_SIZE};
+
+mod key;
+pub use key::{ChunkKey, FoldHasher, FoldState};
+
+mod memo;
+pub use memo::{HashMemo, MemoStats};
+
+mod names;
+pub use names::{
+    DtypeName, MAX_DTYPE_BYTES, MAX_MODEL_BYTES, MAX_SALT_CHARS, ModelName, NameError, Salt,
+};
+
+mod prefix;
+pub use prefix::{Extended, PrefixHashes, RangeError};
+
+mod space;
+pub use space::{KeySpace, LayoutFingerprint, SpaceId};
+
+mod text;
+pub use text::{
+    HashText, KeyText, KeyTextError, MAX_KEY_TEXT_BYTES, MAX_TAG_NAME_BYTES, MAX_TAG_VALUE_BYTES,
+    MAX_TAGS,
+};

@@ -1,0 +1,295 @@
+//! Chained chunk hashes, byte for byte as LMCache 0.5.6 and vLLM compute them.
+
+use sha2::{Digest, Sha256};
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::{ChunkHash, HashAlgorithm, Token};
+
+/// Most tokens a chunk may have.
+pub const MAX_CHUNK_SIZE: u32 = 65_536;
+
+/// The seed of the start value where none is given: vLLM's fixed default.
+pub const DEFAULT_SEED: &str = "vllm-none-hash";
+
+/// Tokens that are encoded on the stack at a time; a chunk of LMCache's default size in one go.
+const BLOCK: usize = 256;
+
+/// Hashes chunks of `chunk_size` tokens, each over the hash before it.
+///
+/// Cheap to copy: it is the configuration, not a running state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkHasher {
+    algorithm: HashAlgorithm,
+    chunk_size: u32,
+    start: ChunkHash,
+}
+
+impl ChunkHasher {
+    /// A hasher with the start value that LMCache 0.5.6 has when `PYTHONHASHSEED` is not set.
+    ///
+    /// For `xxhash_cbor` Python takes a new random start value in every process; here it is the
+    /// fixed [`DEFAULT_SEED`]. Give both sides one seed where their hashes have to agree.
+    ///
+    /// # Errors
+    /// When `chunk_size` is zero or larger than [`MAX_CHUNK_SIZE`].
+    pub fn new(algorithm: HashAlgorithm, chunk_size: u32) -> Result<Self, ChunkSizeError> {
+        Self::with_seed(algorithm, chunk_size, DEFAULT_SEED)
+    }
+
+    /// A hasher that agrees with Python processes whose `PYTHONHASHSEED` is `seed`.
+    /// BLAKE3 takes no seed in LMCache, and so takes none here.
+    ///
+    /// # Errors
+    /// When `chunk_size` is zero or larger than [`MAX_CHUNK_SIZE`].
+    pub fn with_seed(
+        algorithm: HashAlgorithm,
+        chunk_size: u32,
+        seed: &str,
+    ) -> Result<Self, ChunkSizeError> {
+        if chunk_size == 0 || chunk_size > MAX_CHUNK_SIZE {
+            return Err(ChunkSizeError(chunk_size));
+        }
+        let start = match algorithm {
+            // An eight-byte zero for "no parent", then the one token 0.
+            HashAlgorithm::Blake3 => ChunkHash::new(*blake3::hash(&[0; 12]).as_bytes()),
+            HashAlgorithm::Sha256Cbor => digest_cbor_text::<Sha256>(seed),
+            HashAlgorithm::Xxh3 => digest_cbor_text::<Xxh3Default>(seed),
+        };
+        Ok(Self {
+            algorithm,
+            chunk_size,
+            start,
+        })
+    }
+
+    /// The algorithm.
+    pub const fn algorithm(&self) -> HashAlgorithm {
+        self.algorithm
+    }
+
+    /// Tokens in a chunk.
+    pub const fn chunk_size(&self) -> u32 {
+        self.chunk_size
+    }
+
+    /// [`chunk_size`](Self::chunk_size) for use with lengths.
+    pub(crate) const fn chunk_len(&self) -> usize {
+        self.chunk_size as usize
+    }
+
+    /// The hash that stands before the first chunk of every prompt.
+    pub const fn start(&self) -> ChunkHash {
+        self.start
+    }
+
+    /// The hash of the chunk `tokens` after `parent`. Any number of tokens is hashed, also a
+    /// partial chunk; whether that is wanted is for the caller to know.
+    pub fn hash_chunk(&self, parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
+        match self.algorithm {
+            HashAlgorithm::Blake3 => blake3_chunk(parent, tokens),
+            HashAlgorithm::Sha256Cbor => {
+                digest_cbor_chunk::<Sha256>(parent.digest(self.algorithm), tokens)
+            }
+            HashAlgorithm::Xxh3 => {
+                digest_cbor_chunk::<Xxh3Default>(parent.digest(self.algorithm), tokens)
+            }
+        }
+    }
+
+    /// Appends the hashes of the whole chunks of `tokens`, the first of them after `parent`, to
+    /// `out`. A partial chunk at the end is left out.
+    pub fn hash_chunks(&self, parent: &ChunkHash, tokens: &[Token], out: &mut Vec<ChunkHash>) {
+        let chunks = tokens.chunks_exact(self.chunk_len());
+        out.reserve(chunks.len());
+        let mut parent = *parent;
+        for chunk in chunks {
+            parent = self.hash_chunk(&parent, chunk);
+            out.push(parent);
+        }
+    }
+
+    /// The hashes of the whole chunks of a prompt, computed from its start.
+    pub fn hash_prompt(&self, tokens: &[Token]) -> Vec<ChunkHash> {
+        let mut out = Vec::new();
+        self.hash_chunks(&self.start, tokens, &mut out);
+        out
+    }
+}
+
+/// A chunk size that no hasher takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("chunk size {0} is out of range; expected 1 to {MAX_CHUNK_SIZE} tokens (256 is usual)")]
+pub struct ChunkSizeError(pub u32);
+
+fn blake3_chunk(parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
+    let mut bytes = [0_u8; 32 + 4 * BLOCK];
+    bytes[..32].copy_from_slice(parent.as_bytes());
+    if tokens.len() <= BLOCK {
+        // One call over one buffer: the streaming hasher's state alone costs as much again.
+        put_big_endian(&mut bytes[32..], tokens);
+        return ChunkHash::new(*blake3::hash(&bytes[..32 + 4 * tokens.len()]).as_bytes());
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(parent.as_bytes());
+    for block in tokens.chunks(BLOCK) {
+        put_big_endian(&mut bytes, block);
+        hasher.update(&bytes[..4 * block.len()]);
+    }
+    ChunkHash::new(*hasher.finalize().as_bytes())
+}
+
+fn put_big_endian(out: &mut [u8], tokens: &[Token]) {
+    for (bytes, token) in out.chunks_exact_mut(4).zip(tokens) {
+        bytes.copy_from_slice(&token.to_be_bytes());
+    }
+}
+
+/// The two digests that run over CBOR.
+trait CborDigest: Default {
+    fn write(&mut self, bytes: &[u8]);
+    fn end(self) -> ChunkHash;
+}
+
+impl CborDigest for Sha256 {
+    fn write(&mut self, bytes: &[u8]) {
+        self.update(bytes);
+    }
+
+    fn end(self) -> ChunkHash {
+        ChunkHash::new(self.finalize().into())
+    }
+}
+
+impl CborDigest for Xxh3Default {
+    fn write(&mut self, bytes: &[u8]) {
+        self.update(bytes);
+    }
+
+    fn end(self) -> ChunkHash {
+        // The canonical form of an XXH3-128 digest is big-endian.
+        ChunkHash::from_digest(HashAlgorithm::Xxh3, &self.digest128().to_be_bytes())
+            .expect("a u128 has 16 bytes")
+    }
+}
+
+const CBOR_BYTES: u8 = 2 << 5;
+const CBOR_TEXT: u8 = 3 << 5;
+const CBOR_ARRAY: u8 = 4 << 5;
+const CBOR_NULL: u8 = 0xf6;
+
+/// Writes the head of a CBOR item in its shortest form and returns its length.
+fn cbor_head(out: &mut [u8], major: u8, value: u32) -> usize {
+    let be = value.to_be_bytes();
+    match value {
+        0..24 => {
+            out[0] = major | be[3];
+            1
+        }
+        24..0x100 => {
+            out[..2].copy_from_slice(&[major | 24, be[3]]);
+            2
+        }
+        0x100..0x1_0000 => {
+            out[..3].copy_from_slice(&[major | 25, be[2], be[3]]);
+            3
+        }
+        _ => {
+            out[0] = major | 26;
+            out[1..5].copy_from_slice(&be);
+            5
+        }
+    }
+}
+
+/// The digest of `[parent, [tokens…], null]`: LMCache's call is `f((prefix, tuple(tokens), None))`.
+fn digest_cbor_chunk<D: CborDigest>(parent: &[u8], tokens: &[Token]) -> ChunkHash {
+    // Two heads, a parent of at most 32 bytes and a block of tokens of at most 5 bytes each.
+    let mut buffer = [0_u8; 1 + 2 + 32 + 5 + 5 * BLOCK];
+    let count = u32::try_from(tokens.len()).expect("a chunk has fewer than 2^32 tokens");
+    buffer[0] = CBOR_ARRAY | 3;
+    let mut len = 1;
+    len += cbor_head(&mut buffer[len..], CBOR_BYTES, parent.len() as u32);
+    buffer[len..len + parent.len()].copy_from_slice(parent);
+    len += parent.len();
+    len += cbor_head(&mut buffer[len..], CBOR_ARRAY, count);
+
+    let mut digest = D::default();
+    for block in tokens.chunks(BLOCK) {
+        for &token in block {
+            len += cbor_head(&mut buffer[len..], 0, token);
+        }
+        digest.write(&buffer[..len]);
+        len = 0;
+    }
+    buffer[len] = CBOR_NULL;
+    digest.write(&buffer[..=len]);
+    digest.end()
+}
+
+/// The digest of one CBOR text string: vLLM's start value is `f(seed)`.
+fn digest_cbor_text<D: CborDigest>(text: &str) -> ChunkHash {
+    let mut head = [0; 5];
+    let bytes = u32::try_from(text.len()).expect("a seed is shorter than 4 GiB");
+    let len = cbor_head(&mut head, CBOR_TEXT, bytes);
+    let mut digest = D::default();
+    digest.write(&head[..len]);
+    digest.write(text.as_bytes());
+    digest.end()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunk_sizes_are_bounded() {
+        for bad in [0, MAX_CHUNK_SIZE + 1, u32::MAX] {
+            assert_eq!(
+                ChunkHasher::new(HashAlgorithm::Blake3, bad),
+                Err(ChunkSizeError(bad))
+            );
+        }
+        assert!(ChunkHasher::new(HashAlgorithm::Blake3, MAX_CHUNK_SIZE).is_ok());
+    }
+
+    #[test]
+    fn cbor_heads_are_the_shortest() {
+        for (value, expected) in [
+            (0, &[0x00][..]),
+            (23, &[0x17]),
+            (24, &[0x18, 24]),
+            (255, &[0x18, 255]),
+            (256, &[0x19, 1, 0]),
+            (65_535, &[0x19, 255, 255]),
+            (65_536, &[0x1a, 0, 1, 0, 0]),
+            (u32::MAX, &[0x1a, 255, 255, 255, 255]),
+        ] {
+            let mut out = [0; 5];
+            let len = cbor_head(&mut out, 0, value);
+            assert_eq!(&out[..len], expected, "{value}");
+        }
+    }
+
+    #[test]
+    fn long_chunks_hash_as_short_ones_do() {
+        // A chunk that needs several blocks against the plain definition.
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 1024).unwrap();
+        let tokens: Vec<Token> = (0..1000).map(|i| i * 77_777).collect();
+        let mut bytes = hasher.start().as_bytes().to_vec();
+        bytes.extend(tokens.iter().flat_map(|token| token.to_be_bytes()));
+        assert_eq!(
+            hasher.hash_chunk(&hasher.start(), &tokens).as_bytes(),
+            blake3::hash(&bytes).as_bytes()
+        );
+    }
+
+    #[test]
+    fn a_partial_chunk_has_no_hash() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 4).unwrap();
+        assert_eq!(hasher.hash_prompt(&[1, 2, 3]), []);
+        assert_eq!(
+            hasher.hash_prompt(&[1, 2, 3, 4, 5]),
+            hasher.hash_prompt(&[1, 2, 3, 4])
+        );
+    }
+}

@@ -1,0 +1,636 @@
+//! A memo of chunk hashes, so that a prompt seen before is compared instead of hashed.
+//!
+//! A chained hash cannot be computed in parallel: 512 chunks of 256 tokens take BLAKE3 half a
+//! millisecond. Comparing those tokens with a copy takes a tenth of that, and is exact.
+//!
+//! What is kept are *runs*: up to [`RUN_CHUNKS`] consecutive chunks of one prompt in one piece of
+//! memory, behind the hash that came before them. Only the first chunk of a run is found by a
+//! probe (XXH3 of its tokens, seeded with the parent); the rest is one comparison from end to
+//! end. Where a prompt leaves a run, its own tail begins a run of its own, so that prompts with a
+//! common beginning share it, as in a radix tree. A probe only proposes: parent, algorithm, chunk
+//! size and all tokens are compared before a hash is believed.
+
+use std::collections::VecDeque;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use hashbrown::HashMap;
+use parking_lot::Mutex;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::key::FoldState;
+use crate::{ChunkHash, ChunkHasher, HashAlgorithm, Salt, Token, bytes};
+
+/// Most chunks of a run. Long enough that what a run costs beside its comparison (a probe, a
+/// lock) does not show; short enough to be evicted without holding anybody up.
+const RUN_CHUNKS: usize = 64;
+/// Most bytes of a run, for large chunks.
+const RUN_BYTES: usize = 256 << 10;
+/// Words of a hash.
+const HASH_WORDS: usize = 8;
+/// What a run costs beside its words: the heap's and the `Arc`'s heads, a slot of the table at
+/// its usual load, a place in the ring.
+const RUN_OVERHEAD: usize = 144;
+/// Memory a shard should have at least, so that it holds more than a few runs.
+const SHARD_BYTES: usize = 1 << 20;
+const MAX_SHARDS: usize = 64;
+/// Runs that were used since the hand last came by and are passed over in one eviction. The
+/// bound keeps an insertion O(1) even when everything was used.
+const SECOND_CHANCES: usize = 16;
+
+/// A bounded memo of (parent hash, tokens) → chunk hash that any number of threads share.
+///
+/// Memory is taken as prompts come, up to the bound; then the runs go that were not used since
+/// they were last considered (CLOCK).
+///
+/// Prompts of different salts never meet in it, not even to make each other faster: how long a
+/// hash takes would tell one tenant what another has asked.
+#[derive(Debug)]
+pub struct HashMemo {
+    shards: Box<[Shard]>,
+    /// Bytes each shard may hold.
+    shard_bytes: usize,
+    /// Secret of this memo, so that nobody can prepare prompts that meet in one probe.
+    seed: u64,
+    known: AtomicU64,
+    hashed: AtomicU64,
+}
+
+/// What a [`HashMemo`] holds and did. Counts are of chunks where nothing else is said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoStats {
+    /// Bytes held now, bookkeeping included.
+    pub bytes: usize,
+    /// Bytes that may be held.
+    pub max_bytes: usize,
+    /// Runs of chunks held now.
+    pub runs: usize,
+    /// Chunks whose hash was known, since the start.
+    pub known: u64,
+    /// Chunks that were hashed, since the start.
+    pub hashed: u64,
+    /// Runs evicted, since the start.
+    pub evicted: u64,
+}
+
+/// On a pair of cache lines of its own, as its neighbours are written by other threads.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Shard(Mutex<ShardState>);
+
+#[derive(Debug, Default)]
+struct ShardState {
+    runs: HashMap<u64, Slot, FoldState>,
+    /// The probes of all runs, in the order in which the hand of the clock meets them.
+    ring: VecDeque<u64>,
+    bytes: usize,
+    evicted: u64,
+}
+
+#[derive(Debug)]
+struct Slot {
+    run: Run,
+    used: bool,
+}
+
+/// Consecutive chunks of a prompt.
+#[derive(Clone, Debug)]
+struct Run {
+    algorithm: HashAlgorithm,
+    chunk_size: u32,
+    chunks: u32,
+    /// The parent's hash, the hash of each chunk, the tokens of each chunk: one allocation, read
+    /// from front to back.
+    words: Arc<[u32]>,
+}
+
+impl Run {
+    /// A run of the chunks of `pending.known`, if any, and then of `hashes` with their `tokens`.
+    fn new(
+        hasher: &ChunkHasher,
+        pending: &Pending,
+        hashes: &[ChunkHash],
+        tokens: &[Token],
+    ) -> Self {
+        let parent = to_words(&pending.parent);
+        let (parent, old_hashes, old_tokens) = match &pending.known {
+            Some(run) => (run.parent(), run.hash_words(), run.tokens()),
+            None => (&parent[..], &[][..], &[][..]),
+        };
+        let chunks = old_hashes.len() / HASH_WORDS + hashes.len();
+        let len = (1 + chunks) * HASH_WORDS + old_tokens.len() + tokens.len();
+        let mut words: Arc<[u32]> = std::iter::repeat_n(0, len).collect();
+        let mut rest = Arc::get_mut(&mut words).expect("nobody else has it yet");
+        let mut put = |part: &[u32]| {
+            let (to, behind) = std::mem::take(&mut rest).split_at_mut(part.len());
+            to.copy_from_slice(part);
+            rest = behind;
+        };
+        put(parent);
+        put(old_hashes);
+        hashes.iter().for_each(|hash| put(&to_words(hash)));
+        put(old_tokens);
+        put(tokens);
+        Self {
+            algorithm: hasher.algorithm(),
+            chunk_size: hasher.chunk_size(),
+            chunks: u32::try_from(chunks).expect("a run has at most RUN_CHUNKS chunks"),
+            words,
+        }
+    }
+
+    fn chunks(&self) -> usize {
+        self.chunks as usize
+    }
+
+    fn parent(&self) -> &[u32] {
+        &self.words[..HASH_WORDS]
+    }
+
+    fn hash_words(&self) -> &[u32] {
+        &self.words[HASH_WORDS..(1 + self.chunks()) * HASH_WORDS]
+    }
+
+    fn tokens(&self) -> &[Token] {
+        &self.words[(1 + self.chunks()) * HASH_WORDS..]
+    }
+
+    /// How many leading chunks of `tokens`, which follow `parent`, are those of this run.
+    fn matching(&self, hasher: &ChunkHasher, parent: &ChunkHash, tokens: &[Token]) -> usize {
+        if self.algorithm != hasher.algorithm()
+            || self.chunk_size != hasher.chunk_size()
+            || self.parent() != to_words(parent)
+        {
+            return 0;
+        }
+        let chunk_len = hasher.chunk_len();
+        let pairs = self
+            .tokens()
+            .chunks_exact(chunk_len)
+            .zip(tokens.chunks_exact(chunk_len));
+        pairs.take_while(|(mine, theirs)| mine == theirs).count()
+    }
+
+    fn bytes(&self) -> usize {
+        run_bytes(self.chunks(), self.chunk_size as usize)
+    }
+}
+
+impl HashMemo {
+    /// The bound that [`Default`] takes, in bytes: 60 prompts of 262,144 tokens.
+    pub const DEFAULT_BYTES: usize = 64 << 20;
+
+    /// A memo that holds at most `max_bytes`, its bookkeeping included. With zero it holds
+    /// nothing and every chunk is hashed.
+    pub fn new(max_bytes: usize) -> Self {
+        let wanted = (max_bytes / SHARD_BYTES).clamp(1, MAX_SHARDS);
+        // A power of two, rounded down.
+        let count = 1 << wanted.ilog2();
+        Self {
+            shards: std::iter::repeat_with(Shard::default).take(count).collect(),
+            shard_bytes: max_bytes / count,
+            seed: RandomState::new().hash_one(0),
+            known: AtomicU64::new(0),
+            hashed: AtomicU64::new(0),
+        }
+    }
+
+    /// Replaces what is in `out` by the hashes of the whole chunks of `tokens`, a prompt from its
+    /// start, for the common tenant. The result is that of [`ChunkHasher::hash_prompt`].
+    pub fn hash_prompt(&self, hasher: &ChunkHasher, tokens: &[Token], out: &mut Vec<ChunkHash>) {
+        self.hash_prompt_for(hasher, &Salt::default(), tokens, out);
+    }
+
+    /// As [`hash_prompt`](Self::hash_prompt) for the tenant of `salt`. The salt does not enter
+    /// the hashes; it keeps tenants from seeing by the clock what others have asked.
+    pub fn hash_prompt_for(
+        &self,
+        hasher: &ChunkHasher,
+        salt: &Salt,
+        tokens: &[Token],
+        out: &mut Vec<ChunkHash>,
+    ) {
+        out.clear();
+        self.hash_chunks(hasher, salt, &hasher.start(), tokens, out);
+    }
+
+    /// Appends the hashes of the whole chunks of `tokens`, the first of them after `parent`, to
+    /// `out`. The result is that of [`ChunkHasher::hash_chunks`].
+    ///
+    /// A prompt is remembered from where it was first hashed: continuing after a `parent` finds
+    /// what others have stored only where a run of theirs begins there.
+    pub fn hash_chunks(
+        &self,
+        hasher: &ChunkHasher,
+        salt: &Salt,
+        parent: &ChunkHash,
+        tokens: &[Token],
+        out: &mut Vec<ChunkHash>,
+    ) {
+        let chunk_len = hasher.chunk_len();
+        let run_chunks = self.run_chunks(chunk_len);
+        if run_chunks == 0 {
+            return hasher.hash_chunks(parent, tokens, out);
+        }
+        let total = tokens.len() / chunk_len;
+        let first = out.len();
+        out.reserve(total);
+        let seed = self.probe_seed(hasher, salt);
+
+        let mut parent = *parent;
+        let mut done = 0;
+        let mut known = 0;
+        // The run that ends right before the next chunk, which the next chunk may make longer.
+        let mut tail: Option<(u64, Run)> = None;
+        let mut pending: Option<Pending> = None;
+        while done < total {
+            let rest = &tokens[done * chunk_len..];
+            let probe = probe(seed, &parent, &rest[..chunk_len]);
+            let found = self.find(probe).and_then(|run| {
+                let count = run.matching(hasher, &parent, rest);
+                (count > 0).then_some((run, count))
+            });
+            if let Some((run, count)) = found {
+                if let Some(pending) = pending.take() {
+                    let new = pending.at..done;
+                    self.keep(
+                        hasher,
+                        &pending,
+                        &tokens[..done * chunk_len],
+                        &out[first..],
+                        new,
+                    );
+                }
+                out.extend(
+                    run.hash_words()
+                        .chunks_exact(HASH_WORDS)
+                        .take(count)
+                        .map(from_words),
+                );
+                parent = *out.last().expect("at least one was pushed");
+                done += count;
+                known += count;
+                tail = (count == run.chunks()).then_some((probe, run));
+                continue;
+            }
+
+            let begun = pending.get_or_insert_with(|| match tail.take() {
+                Some((probe, run)) if run.chunks() < run_chunks => {
+                    let room = run_chunks - run.chunks();
+                    Pending {
+                        at: done,
+                        parent,
+                        probe,
+                        known: Some(run),
+                        room,
+                    }
+                }
+                _ => Pending {
+                    at: done,
+                    parent,
+                    probe,
+                    known: None,
+                    room: run_chunks,
+                },
+            });
+            parent = hasher.hash_chunk(&parent, &rest[..chunk_len]);
+            out.push(parent);
+            done += 1;
+            let full = done - begun.at == begun.room;
+            if full || done == total {
+                let begun = pending.take().expect("begun above");
+                let new = begun.at..done;
+                self.keep(
+                    hasher,
+                    &begun,
+                    &tokens[..done * chunk_len],
+                    &out[first..],
+                    new,
+                );
+            }
+        }
+        self.known.fetch_add(known as u64, Relaxed);
+        self.hashed.fetch_add((total - known) as u64, Relaxed);
+    }
+
+    /// Forgets everything.
+    pub fn clear(&self) {
+        for shard in &self.shards {
+            let mut shard = shard.0.lock();
+            let evicted = shard.evicted;
+            let old = std::mem::replace(
+                &mut *shard,
+                ShardState {
+                    evicted,
+                    ..Default::default()
+                },
+            );
+            drop(shard);
+            drop(old);
+        }
+    }
+
+    /// What it holds and did, for metrics.
+    pub fn stats(&self) -> MemoStats {
+        let mut stats = MemoStats {
+            max_bytes: self.shard_bytes * self.shards.len(),
+            known: self.known.load(Relaxed),
+            hashed: self.hashed.load(Relaxed),
+            ..MemoStats::default()
+        };
+        for shard in &self.shards {
+            let shard = shard.0.lock();
+            stats.bytes += shard.bytes;
+            stats.runs += shard.runs.len();
+            stats.evicted += shard.evicted;
+        }
+        stats
+    }
+
+    /// Chunks a run may have: zero when not even one chunk fits.
+    fn run_chunks(&self, chunk_len: usize) -> usize {
+        let chunk_bytes = run_bytes(1, chunk_len);
+        if chunk_bytes > self.shard_bytes {
+            return 0;
+        }
+        // A quarter of a shard, so that one run does not throw out all others.
+        (RUN_BYTES.min(self.shard_bytes / 4) / chunk_bytes).clamp(1, RUN_CHUNKS)
+    }
+
+    /// What every probe of one hasher and tenant starts from.
+    fn probe_seed(&self, hasher: &ChunkHasher, salt: &Salt) -> u64 {
+        let hasher = u64::from(hasher.algorithm().code()) << 32 | u64::from(hasher.chunk_size());
+        xxh3_64_with_seed(salt.as_str().as_bytes(), self.seed ^ hasher)
+    }
+
+    fn shard(&self, probe: u64) -> &Mutex<ShardState> {
+        // The table takes the low bits and the top seven, the shard those between.
+        &self.shards[(probe >> 40) as usize & (self.shards.len() - 1)].0
+    }
+
+    fn find(&self, probe: u64) -> Option<Run> {
+        let mut shard = self.shard(probe).lock();
+        let slot = shard.runs.get_mut(&probe)?;
+        slot.used = true;
+        Some(slot.run.clone())
+    }
+
+    /// Stores the chunks `new` of a prompt; `tokens` and `hashes` are the prompt's.
+    fn keep(
+        &self,
+        hasher: &ChunkHasher,
+        pending: &Pending,
+        tokens: &[Token],
+        hashes: &[ChunkHash],
+        new: std::ops::Range<usize>,
+    ) {
+        let tokens = &tokens[new.start * hasher.chunk_len()..new.end * hasher.chunk_len()];
+        self.insert(
+            pending.probe,
+            Run::new(hasher, pending, &hashes[new], tokens),
+        );
+    }
+
+    fn insert(&self, probe: u64, run: Run) {
+        // What is dropped here is freed after the lock is.
+        let mut freed = Vec::new();
+        let mut shard = self.shard(probe).lock();
+        let shard = &mut *shard;
+        shard.bytes += run.bytes();
+        match shard.runs.get_mut(&probe) {
+            Some(slot) => {
+                let old = std::mem::replace(&mut slot.run, run);
+                shard.bytes -= old.bytes();
+                freed.push(old);
+            }
+            None => {
+                shard.runs.insert(probe, Slot { run, used: false });
+                shard.ring.push_back(probe);
+            }
+        }
+        let mut chances = SECOND_CHANCES;
+        while shard.bytes > self.shard_bytes {
+            let oldest = shard
+                .ring
+                .pop_front()
+                .expect("bytes are held by runs of the ring");
+            let slot = shard
+                .runs
+                .get_mut(&oldest)
+                .expect("the ring holds the keys of the table");
+            if slot.used && chances > 0 {
+                chances -= 1;
+                slot.used = false;
+                shard.ring.push_back(oldest);
+                continue;
+            }
+            let Slot { run, .. } = shard.runs.remove(&oldest).expect("found above");
+            shard.bytes -= run.bytes();
+            shard.evicted += 1;
+            freed.push(run);
+        }
+    }
+}
+
+impl Default for HashMemo {
+    fn default() -> Self {
+        Self::new(Self::DEFAULT_BYTES)
+    }
+}
+
+/// Chunks that were hashed and wait to become a run.
+struct Pending {
+    /// Index of the first of them in the prompt.
+    at: usize,
+    /// The hash before it.
+    parent: ChunkHash,
+    /// Where the run will be found.
+    probe: u64,
+    /// The run that they make longer.
+    known: Option<Run>,
+    /// How many of them the run can take.
+    room: usize,
+}
+
+fn probe(seed: u64, parent: &ChunkHash, chunk: &[Token]) -> u64 {
+    xxh3_64_with_seed(bytes::of_tokens(chunk), seed ^ parent.prefix_u64())
+}
+
+/// Bytes that a run of so many chunks takes.
+const fn run_bytes(chunks: usize, chunk_len: usize) -> usize {
+    RUN_OVERHEAD + size_of::<u32>() * (HASH_WORDS + chunks * (HASH_WORDS + chunk_len))
+}
+
+fn to_words(hash: &ChunkHash) -> [u32; HASH_WORDS] {
+    let (words, _) = hash.as_bytes().as_chunks::<4>();
+    std::array::from_fn(|i| u32::from_ne_bytes(words[i]))
+}
+
+fn from_words(words: &[u32]) -> ChunkHash {
+    let mut bytes = [0; 32];
+    for (bytes, word) in bytes.chunks_exact_mut(4).zip(words) {
+        bytes.copy_from_slice(&word.to_ne_bytes());
+    }
+    ChunkHash::new(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(seed: u32, chunks: usize, chunk_len: usize) -> Vec<Token> {
+        (0..(chunks * chunk_len) as u32)
+            .map(|i| i.wrapping_mul(seed) ^ seed)
+            .collect()
+    }
+
+    /// Asks the memo and compares with the hasher; returns how many chunks were known.
+    fn check(memo: &HashMemo, hasher: &ChunkHasher, tokens: &[Token]) -> u64 {
+        let before = memo.stats();
+        let mut out = vec![ChunkHash::default()];
+        memo.hash_prompt(hasher, tokens, &mut out);
+        assert_eq!(out, hasher.hash_prompt(tokens));
+        let after = memo.stats();
+        assert!(after.bytes <= after.max_bytes, "{after:?}");
+        let (known, hashed) = (after.known - before.known, after.hashed - before.hashed);
+        assert_eq!(known + hashed, out.len() as u64);
+        known
+    }
+
+    #[test]
+    fn a_prompt_is_hashed_once() {
+        for algorithm in HashAlgorithm::ALL {
+            let hasher = ChunkHasher::new(algorithm, 256).unwrap();
+            let memo = HashMemo::default();
+            let prompt = tokens(7, 150, 256);
+            assert_eq!(check(&memo, &hasher, &prompt), 0);
+            assert_eq!(memo.stats().runs, 3);
+            assert_eq!(check(&memo, &hasher, &prompt), 150);
+            assert_eq!(check(&memo, &hasher, &prompt[..256 * 10 + 5]), 10);
+            memo.clear();
+            assert_eq!(memo.stats().bytes, 0);
+            assert_eq!(check(&memo, &hasher, &prompt), 0);
+        }
+    }
+
+    #[test]
+    fn a_common_beginning_is_shared() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        let memo = HashMemo::default();
+        let common = tokens(3, 100, 16);
+        let with = |tail: u32| [&common[..], &tokens(tail, 20, 16)].concat();
+        assert_eq!(check(&memo, &hasher, &with(5)), 0);
+        let bytes = memo.stats().bytes;
+        assert_eq!(check(&memo, &hasher, &with(9)), 100);
+        assert!(
+            memo.stats().bytes - bytes < 3_000,
+            "only the tail was stored"
+        );
+        assert_eq!(check(&memo, &hasher, &with(5)), 120);
+        assert_eq!(check(&memo, &hasher, &with(9)), 120);
+    }
+
+    #[test]
+    fn a_growing_prompt_stays_in_few_runs() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        let memo = HashMemo::default();
+        let prompt = tokens(11, 130, 16);
+        for chunks in 1..=130 {
+            assert_eq!(
+                check(&memo, &hasher, &prompt[..chunks * 16]),
+                chunks as u64 - 1
+            );
+        }
+        assert_eq!(memo.stats().runs, 3);
+        assert_eq!(memo.stats().bytes, run_bytes(64, 16) * 2 + run_bytes(2, 16));
+    }
+
+    #[test]
+    fn what_looks_the_same_is_not() {
+        let memo = HashMemo::default();
+        let prompt = tokens(13, 8, 16);
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        check(&memo, &hasher, &prompt);
+        let half = ChunkHasher::new(HashAlgorithm::Blake3, 8).unwrap();
+        assert_eq!(check(&memo, &half, &prompt), 0);
+        let cbor = ChunkHasher::new(HashAlgorithm::Sha256Cbor, 16).unwrap();
+        assert_eq!(check(&memo, &cbor, &prompt), 0);
+        let seeded = ChunkHasher::with_seed(HashAlgorithm::Sha256Cbor, 16, "0").unwrap();
+        assert_eq!(check(&memo, &seeded, &prompt), 0);
+
+        let mut out = Vec::new();
+        memo.hash_prompt_for(&hasher, &Salt::parse("tenant").unwrap(), &prompt, &mut out);
+        assert_eq!(out, hasher.hash_prompt(&prompt));
+        assert_eq!(
+            memo.stats().known,
+            0,
+            "tenants do not warm each other's memo"
+        );
+    }
+
+    /// A planted collision: a run behind the probe of other tokens must not be believed.
+    #[test]
+    fn a_probe_is_never_trusted() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        let memo = HashMemo::default();
+        let (mine, other) = (tokens(17, 1, 16), tokens(19, 1, 16));
+        let start = hasher.start();
+        let seed = memo.probe_seed(&hasher, &Salt::default());
+        let pending = |parent| Pending {
+            at: 0,
+            parent,
+            probe: 0,
+            known: None,
+            room: 1,
+        };
+        let wrong = [ChunkHash::new([1; 32])];
+        let at = probe(seed, &start, &mine);
+        memo.insert(at, Run::new(&hasher, &pending(start), &wrong, &other));
+        assert_eq!(check(&memo, &hasher, &mine), 0);
+        // The same tokens behind another parent.
+        memo.insert(at, Run::new(&hasher, &pending(wrong[0]), &wrong, &mine));
+        assert_eq!(check(&memo, &hasher, &mine), 0);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_used_runs_stay() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        let memo = HashMemo::new(64 << 10);
+        let hot = tokens(23, 4, 16);
+        check(&memo, &hasher, &hot);
+        for seed in 100..400 {
+            check(&memo, &hasher, &tokens(seed, 20, 16));
+            assert_eq!(check(&memo, &hasher, &hot), 4);
+        }
+        assert!(memo.stats().evicted > 200);
+    }
+
+    #[test]
+    fn nothing_is_held_where_nothing_fits() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).unwrap();
+        for bytes in [0, 100, run_bytes(1, 256) - 1] {
+            let memo = HashMemo::new(bytes);
+            let prompt = tokens(29, 3, 256);
+            check(&memo, &hasher, &prompt);
+            assert_eq!(check(&memo, &hasher, &prompt), 0);
+            assert_eq!(memo.stats().runs, 0);
+        }
+    }
+
+    #[test]
+    fn chunks_after_a_parent_are_appended() {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
+        let memo = HashMemo::default();
+        let prompt = tokens(31, 10, 16);
+        let all = hasher.hash_prompt(&prompt);
+        for _ in 0..2 {
+            let mut out = all[..4].to_vec();
+            memo.hash_chunks(&hasher, &Salt::default(), &all[3], &prompt[64..], &mut out);
+            assert_eq!(out, all);
+        }
+        assert_eq!(memo.stats().known, 6);
+    }
+}

@@ -1,0 +1,244 @@
+//! The text parts of an identity, checked once where they enter.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// Longest model name, in bytes of UTF-8. A model may be named by a path.
+pub const MAX_MODEL_BYTES: usize = 1024;
+/// Longest name of an element type, in bytes.
+pub const MAX_DTYPE_BYTES: usize = 32;
+/// Longest salt, in characters: LMCache's limit.
+pub const MAX_SALT_CHARS: usize = 128;
+
+/// The name under which an engine serves its model. Not empty, at most [`MAX_MODEL_BYTES`].
+///
+/// Cheap to clone.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ModelName(Arc<str>);
+
+/// The name of an element type as LMCache writes it: `half`, `bfloat16`, `float`, `fp8_e4m3fn`…
+/// Letters, digits and `_`, at most [`MAX_DTYPE_BYTES`].
+///
+/// It is text for people. What two layouts have in common or not is decided by the
+/// [`LayoutFingerprint`](crate::LayoutFingerprint).
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DtypeName(Arc<str>);
+
+/// A tenant's salt. Two salts never see each other's chunks; the empty one is the common tenant.
+///
+/// LMCache's rule: at most [`MAX_SALT_CHARS`] characters, none of `@`, `/`, `\` and NUL.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Salt(Arc<str>);
+
+/// Why a text is no name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NameError {
+    /// Nothing is there.
+    #[error("{what} is empty; expected at least one character")]
+    Empty {
+        /// Which name.
+        what: &'static str,
+    },
+    /// Longer than the limit.
+    #[error("{what} has {found} {unit}; expected at most {limit}")]
+    TooLong {
+        /// Which name.
+        what: &'static str,
+        /// What is counted.
+        unit: &'static str,
+        /// Most that is allowed.
+        limit: usize,
+        /// What was found.
+        found: usize,
+    },
+    /// A character that must not be there.
+    #[error("{what} contains {found:?} at byte {at}; expected {expected}")]
+    Forbidden {
+        /// Which name.
+        what: &'static str,
+        /// The character.
+        found: char,
+        /// Its offset in bytes.
+        at: usize,
+        /// What the rule is.
+        expected: &'static str,
+    },
+}
+
+impl ModelName {
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// When it is empty, too long, or holds NUL.
+    pub fn parse(name: &str) -> Result<Self, NameError> {
+        let what = "model name";
+        check_bytes(what, name, MAX_MODEL_BYTES)?;
+        check_chars(what, name, "no NUL", |c| c != '\0')?;
+        Ok(Self(name.into()))
+    }
+}
+
+impl DtypeName {
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// When it is empty, too long, or holds anything but ASCII letters, digits and `_`.
+    pub fn parse(name: &str) -> Result<Self, NameError> {
+        let what = "element type";
+        check_bytes(what, name, MAX_DTYPE_BYTES)?;
+        let expected = "letters, digits and '_', as in bfloat16 or fp8_e4m3fn";
+        check_chars(what, name, expected, |c| {
+            c.is_ascii_alphanumeric() || c == '_'
+        })?;
+        Ok(Self(name.into()))
+    }
+}
+
+impl Salt {
+    /// Checks a salt.
+    ///
+    /// # Errors
+    /// When it is too long or holds `@`, `/`, `\` or NUL.
+    pub fn parse(salt: &str) -> Result<Self, NameError> {
+        let what = "cache salt";
+        // Bytes first, so that a huge input is not walked through to count its characters.
+        if salt.len() > MAX_SALT_CHARS {
+            let found = salt.chars().take(4 * MAX_SALT_CHARS + 1).count();
+            if found > MAX_SALT_CHARS {
+                return Err(NameError::TooLong {
+                    what,
+                    unit: "characters",
+                    limit: MAX_SALT_CHARS,
+                    found,
+                });
+            }
+        }
+        let expected = "none of '@', '/', '\\' and NUL";
+        check_chars(what, salt, expected, |c| {
+            !matches!(c, '@' | '/' | '\\' | '\0')
+        })?;
+        Ok(Self(salt.into()))
+    }
+
+    /// Whether this is the common tenant.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl Default for Salt {
+    fn default() -> Self {
+        Self("".into())
+    }
+}
+
+fn check_bytes(what: &'static str, text: &str, limit: usize) -> Result<(), NameError> {
+    if text.is_empty() {
+        return Err(NameError::Empty { what });
+    }
+    if text.len() > limit {
+        return Err(NameError::TooLong {
+            what,
+            unit: "bytes",
+            limit,
+            found: text.len(),
+        });
+    }
+    Ok(())
+}
+
+fn check_chars(
+    what: &'static str,
+    text: &str,
+    expected: &'static str,
+    allowed: impl Fn(char) -> bool,
+) -> Result<(), NameError> {
+    match text.char_indices().find(|&(_, c)| !allowed(c)) {
+        Some((at, found)) => Err(NameError::Forbidden {
+            what,
+            found,
+            at,
+            expected,
+        }),
+        None => Ok(()),
+    }
+}
+
+macro_rules! text_of_a_name {
+    ($($name:ident),*) => {$(
+        impl $name {
+            /// The text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(&self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(&*self.0, f)
+            }
+        }
+
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = NameError;
+
+            fn from_str(text: &str) -> Result<Self, NameError> {
+                Self::parse(text)
+            }
+        }
+    )*};
+}
+
+text_of_a_name!(ModelName, DtypeName, Salt);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn salts_follow_lmcaches_rule() {
+        for good in ["", "tenant-a", "%41 and spaces", &"é".repeat(128)] {
+            assert_eq!(Salt::parse(good).unwrap().as_str(), good);
+        }
+        for bad in ['@', '/', '\\', '\0'] {
+            let Err(NameError::Forbidden { found, at: 1, .. }) = Salt::parse(&format!("a{bad}"))
+            else {
+                panic!("{bad:?} was let through")
+            };
+            assert_eq!(found, bad);
+        }
+        assert_eq!(
+            Salt::parse(&"é".repeat(129)).unwrap_err().to_string(),
+            "cache salt has 129 characters; expected at most 128"
+        );
+        assert!(Salt::default().is_empty());
+    }
+
+    #[test]
+    fn models_and_types_are_bounded() {
+        assert_eq!(
+            ModelName::parse("").unwrap_err(),
+            NameError::Empty { what: "model name" }
+        );
+        assert!(ModelName::parse(&"m".repeat(MAX_MODEL_BYTES)).is_ok());
+        assert!(ModelName::parse(&"m".repeat(MAX_MODEL_BYTES + 1)).is_err());
+        assert!(ModelName::parse("a\0b").is_err());
+        assert!(DtypeName::parse("bfloat16").is_ok());
+        assert!(DtypeName::parse("float 16").is_err());
+        assert!(DtypeName::parse(&"f".repeat(MAX_DTYPE_BYTES + 1)).is_err());
+    }
+}

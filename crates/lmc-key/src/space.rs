@@ -1,0 +1,202 @@
+//! Everything but the tokens that decides what a chunk's bytes mean.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::hash::{HashParseError, parse_hex, write_hex};
+use crate::{DtypeName, HashAlgorithm, ModelName, Salt};
+
+/// Names the canonical encoding below; another encoding gets another name, so that the ids of
+/// the two never meet.
+const ENCODING: &str = "lmc 2026-11 key space v1";
+const LAYOUT_ENCODING: &str = "lmc 2026-11 layout fingerprint v1";
+
+/// A digest of a chunk's layout: shape, element type and order of its bytes, of every group.
+/// Two layouts with one fingerprint may read each other's chunks; no others may.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LayoutFingerprint([u8; 16]);
+
+/// 16 bytes that stand for a whole [`KeySpace`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SpaceId([u8; 16]);
+
+/// The part of an identity that all chunks of a registration have in common.
+///
+/// Two spaces that differ in any field have different [`SpaceId`]s.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KeySpace {
+    /// What computed the chunk hashes.
+    pub algorithm: HashAlgorithm,
+    /// Tokens in a chunk.
+    pub chunk_size: u32,
+    /// The name under which the engine serves its model.
+    pub model: ModelName,
+    /// KV ranks that together hold a chunk.
+    pub world_size: u32,
+    /// Shape, element type and order of a chunk's bytes.
+    pub layout: LayoutFingerprint,
+    /// The element type for people and for the text form.
+    pub dtype: DtypeName,
+    /// The tenant.
+    pub salt: Salt,
+}
+
+impl LayoutFingerprint {
+    /// The fingerprint of a canonical description of a layout: equal layouts must give equal
+    /// bytes, different ones different bytes.
+    pub fn of(description: &[u8]) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(LAYOUT_ENCODING);
+        hasher.update(description);
+        Self(truncated(&hasher))
+    }
+}
+
+impl KeySpace {
+    /// The id: BLAKE3, cut to 16 bytes, of an encoding in which every field has a fixed width or
+    /// is preceded by its length, so that no two spaces run into one.
+    pub fn id(&self) -> SpaceId {
+        // Built anew for every field that is added: a field that is forgotten here would let two
+        // spaces share their bytes, and this pattern does not compile without it.
+        let Self {
+            algorithm,
+            chunk_size,
+            model,
+            world_size,
+            layout,
+            dtype,
+            salt,
+        } = self;
+        let mut hasher = blake3::Hasher::new_derive_key(ENCODING);
+        hasher.update(&[algorithm.code()]);
+        hasher.update(&chunk_size.to_le_bytes());
+        hasher.update(&world_size.to_le_bytes());
+        hasher.update(&layout.0);
+        for text in [model.as_str(), dtype.as_str(), salt.as_str()] {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        }
+        SpaceId(truncated(&hasher))
+    }
+}
+
+fn truncated(hasher: &blake3::Hasher) -> [u8; 16] {
+    *hasher
+        .finalize()
+        .as_bytes()
+        .first_chunk()
+        .expect("a digest has more than 16 bytes")
+}
+
+macro_rules! sixteen_bytes {
+    ($($name:ident),*) => {$(
+        impl $name {
+            /// Takes 16 bytes as they are.
+            pub const fn new(bytes: [u8; 16]) -> Self {
+                Self(bytes)
+            }
+
+            /// The bytes.
+            pub const fn as_bytes(&self) -> &[u8; 16] {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write_hex(f, &self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({})"), self)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = HashParseError;
+
+            fn from_str(text: &str) -> Result<Self, HashParseError> {
+                parse_hex(text).map(Self)
+            }
+        }
+    )*};
+}
+
+sixteen_bytes!(LayoutFingerprint, SpaceId);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn space() -> KeySpace {
+        KeySpace {
+            algorithm: HashAlgorithm::Blake3,
+            chunk_size: 256,
+            model: "model".parse().unwrap(),
+            world_size: 1,
+            layout: LayoutFingerprint::of(b"layout"),
+            dtype: "half".parse().unwrap(),
+            salt: Salt::default(),
+        }
+    }
+
+    #[test]
+    fn every_field_counts() {
+        let other = [
+            KeySpace {
+                algorithm: HashAlgorithm::Xxh3,
+                ..space()
+            },
+            KeySpace {
+                chunk_size: 128,
+                ..space()
+            },
+            KeySpace {
+                model: "model2".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                world_size: 2,
+                ..space()
+            },
+            KeySpace {
+                layout: LayoutFingerprint::of(b"layout2"),
+                ..space()
+            },
+            KeySpace {
+                dtype: "float".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                salt: "a".parse().unwrap(),
+                ..space()
+            },
+            // Moving a character over a border must not give the same bytes.
+            KeySpace {
+                model: "modelh".parse().unwrap(),
+                dtype: "alf".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                dtype: "hal".parse().unwrap(),
+                salt: "f".parse().unwrap(),
+                ..space()
+            },
+        ];
+        let mut ids: Vec<SpaceId> = other.iter().map(KeySpace::id).collect();
+        ids.push(space().id());
+        let count = ids.len();
+        ids.sort();
+        ids.dedup();
+        assert_eq!(ids.len(), count);
+    }
+
+    /// Ids are written to disk and sent to peers: the encoding may not change under its name.
+    #[test]
+    fn ids_stay_what_they_are() {
+        assert_eq!(space().layout.to_string(), "LAYOUT_GOLDEN");
+        assert_eq!(space().id().to_string(), "SPACE_GOLDEN");
+        assert_eq!(space().id().to_string().parse(), Ok(space().id()));
+    }
+}
