@@ -1,1 +1,30 @@
-//! lmc-vllm-adapter
+//! LMCache's multiprocess protocol, as of lmcache 0.5.6, and the service behind it.
+//!
+//! A stock vLLM with its stock `LMCacheMPConnector` talks to a [`ZmqServer`], which hands typed
+//! [`Request`]s to a [`Service`]; the service works on a [`CacheEngine`](lmc_engine::CacheEngine).
+//! Operations, codec and transport are apart: handlers know no encoding, and another codec can
+//! stand beside the ZeroMQ one. A [`Client`] speaks the other side, for load generators and
+//! tests.
+//!
+//! Everything from outside is bounded before it is stored and parsed before it is believed.
+//! What is *not* here: pickle (a pickled payload is refused, never loaded), GPU memory, gRPC.
+
+mod client;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+mod protocol;
+mod service;
+mod transport;
+
+pub use client::{Client, ClientError};
+pub use protocol::{
+    BlockAllocation, CacheKey, CpuShm, DecodeError, DescriptorError, EngineDrivenContext,
+    EngineGroup, KvDescriptor, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache,
+    Reply, Request, SlotDescriptor, TensorMeta, ValueError,
+};
+pub use service::{
+    ClientId, ConnectionEnd, EventLogStatus, HISTOGRAM_BUCKETS, HistogramSnapshot, InstanceStatus,
+    OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError, ServiceStatus,
+    SessionStatus, TransferStatus, TransportCounts,
+};
+pub use transport::{BindError, Limits, ZmqConfig, ZmqServer, ZmtpError};

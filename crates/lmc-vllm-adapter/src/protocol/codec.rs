@@ -1,0 +1,601 @@
+//! The ZeroMQ codec: one MessagePack value a frame.
+//!
+//! A request is `[uid, operation, payload…]`, a reply `[uid, operation, value?]`; the value is
+//! absent where the answer is "nothing". A refusal carries a text in place of the operation.
+
+use bytes::Bytes;
+use thiserror::Error;
+
+use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR};
+use crate::protocol::msgpack::{Reader, ValueError, Writer};
+use crate::protocol::{
+    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEventBatch, KvEventKind,
+    Operation, RegisterKvCache, Reply, Request, SlotDescriptor,
+};
+
+/// Most tokens of one prompt.
+pub const MAX_TOKENS: usize = 4 << 20;
+/// Most bytes of a model name, a request id or another name.
+pub const MAX_NAME: usize = 1024;
+/// Most characters of a cache salt, as LMCache has it.
+pub const MAX_SALT: usize = 128;
+const MAX_BLOCK_IDS: usize = 4 << 20;
+const MAX_LAYERS: usize = 4096;
+const MAX_GROUPS: usize = 256;
+const MAX_RECORDS: usize = 65_536;
+/// A request's number is a MessagePack integer: nine bytes at most.
+const MAX_UID: usize = 9;
+
+/// Why frames are not a request that this server carries out.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// Too few frames, or a first frame that is no request number: nobody to answer.
+    #[error("not a request: {0}")]
+    Unanswerable(&'static str),
+    /// The second frame is neither a number nor a name.
+    #[error("operation frame is malformed: {0}")]
+    OperationFrame(ValueError),
+    /// An operation that the protocol does not have.
+    #[error("unknown operation {0}: this server speaks lmcache 0.5.6's multiprocess protocol")]
+    UnknownOperation(String),
+    /// An operation that the protocol has and this server does not.
+    #[error("operation {0} is not supported by this server")]
+    Unsupported(Operation),
+    /// Another number of payload frames.
+    #[error(
+        "operation {operation} takes {expected} payload frames, found {found}: \
+         the client's lmcache is probably another version than 0.5.6"
+    )]
+    FrameCount {
+        /// The operation.
+        operation: Operation,
+        /// Frames that it takes.
+        expected: usize,
+        /// Frames that came.
+        found: usize,
+    },
+    /// A payload that cannot be read.
+    #[error("payload {index} of {operation}: {error}")]
+    Payload {
+        /// The operation.
+        operation: Operation,
+        /// Position of the payload, from 0.
+        index: usize,
+        /// What is wrong with it.
+        error: ValueError,
+    },
+    /// A memory descriptor that cannot be used.
+    #[error("operation {operation}: {error}")]
+    Descriptor {
+        /// The operation.
+        operation: Operation,
+        /// What is wrong with it.
+        error: DescriptorError,
+    },
+}
+
+/// Frames of a message, sorted by what they are.
+#[derive(Debug)]
+pub(crate) enum Incoming<'a> {
+    /// A request; the answer begins with these two frames.
+    Request { uid: &'a Bytes, operation: &'a Bytes, payloads: &'a [Bytes] },
+    /// The reader of a stream is ready for the next batch.
+    StreamAck { uid: &'a Bytes },
+    /// The reader of a stream wants no more.
+    StreamCancel { uid: &'a Bytes },
+}
+
+/// Tells requests from stream control.
+pub(crate) fn classify(frames: &[Bytes]) -> Result<Incoming<'_>, DecodeError> {
+    let [uid, operation, payloads @ ..] = frames else {
+        return Err(DecodeError::Unanswerable("fewer than two frames"));
+    };
+    let number = Reader::new(uid).int();
+    if uid.len() > MAX_UID || number.is_err() {
+        return Err(DecodeError::Unanswerable("first frame is no request number"));
+    }
+    if !operation.is_empty() {
+        return Ok(Incoming::Request { uid, operation, payloads });
+    }
+    match payloads {
+        [word] if &word[..] == b"ack" => Ok(Incoming::StreamAck { uid }),
+        [word] if &word[..] == b"cancel" => Ok(Incoming::StreamCancel { uid }),
+        _ => Err(DecodeError::Unanswerable("empty operation frame")),
+    }
+}
+
+/// Reads an operation frame.
+pub(crate) fn decode_operation(frame: &[u8]) -> Result<Operation, DecodeError> {
+    let mut reader = Reader::new(frame);
+    if let Ok(name) = reader.str("operation", MAX_NAME) {
+        reader.finish().map_err(DecodeError::OperationFrame)?;
+        return Operation::from_name(name)
+            .ok_or_else(|| DecodeError::UnknownOperation(format!("{:?}", clip(name))));
+    }
+    let mut reader = Reader::new(frame);
+    let id = reader.int().and_then(|id| reader.finish().map(|()| id));
+    let id = id.map_err(DecodeError::OperationFrame)?;
+    u64::try_from(id)
+        .ok()
+        .and_then(Operation::from_id)
+        .ok_or_else(|| DecodeError::UnknownOperation(format!("number {id}")))
+}
+
+fn clip(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
+/// Reads a request from its operation and payload frames.
+///
+/// # Errors
+/// [`DecodeError`]; every variant but [`DecodeError::Unanswerable`] has a text for the client.
+pub fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, DecodeError> {
+    let operation = decode_operation(operation)?;
+    let expected = payload_count(operation).ok_or(DecodeError::Unsupported(operation))?;
+    if payloads.len() != expected {
+        return Err(DecodeError::FrameCount { operation, expected, found: payloads.len() });
+    }
+    let p = Payloads { operation, frames: payloads };
+    // Payloads that say nothing here: the event handle of device work (server-driven copies in
+    // host memory have none) and a count that the protocol itself ignores.
+    match operation {
+        Operation::Store | Operation::Retrieve => {
+            p.read(3, |r| r.bin("event_ipc_handle", MAX_DESCRIPTOR).map(drop))?;
+        }
+        Operation::Lookup | Operation::FreeLookupLocks => {
+            p.read(1, |r| r.number::<u64>("tp_size").map(drop))?;
+        }
+        _ => {}
+    }
+    Ok(match operation {
+        Operation::RegisterKvCache => Request::RegisterKvCache(Box::new(RegisterKvCache {
+            instance_id: p.read(0, |r| r.number("instance_id"))?,
+            kv_caches: p.descriptors(1)?,
+            model_name: p.read(2, |r| name(r, "model_name"))?,
+            world_size: p.read(3, world_size)?,
+            engine_type: p.read(4, |r| name(r, "engine_type"))?,
+            kv_layout: p.read(5, layout_hints)?,
+            groups: p.read(6, engine_groups)?,
+        })),
+        Operation::UnregisterKvCache | Operation::UnregisterEngineDriven => Request::Unregister {
+            instance_id: p.read(0, |r| r.number("instance_id"))?,
+            engine_driven: operation == Operation::UnregisterEngineDriven,
+        },
+        Operation::RegisterEngineDriven => {
+            Request::RegisterEngineDriven(p.read(0, engine_driven_context)?)
+        }
+        Operation::Store => Request::Store {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+            block_ids: p.read(2, block_ids)?,
+        },
+        Operation::Retrieve => Request::Retrieve {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+            block_ids: p.read(2, block_ids)?,
+            skip_first_n_tokens: p.read(4, |r| r.number("skip_first_n_tokens"))?,
+        },
+        Operation::Lookup => Request::Lookup(p.read(0, cache_key)?),
+        Operation::QueryPrefetchStatus => {
+            Request::QueryPrefetchStatus { request_id: p.read(0, |r| name(r, "request_id"))? }
+        }
+        Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus {
+            request_id: p.read(0, |r| name(r, "request_id"))?,
+            timeout: p.read(1, Reader::float)?,
+        },
+        Operation::FreeLookupLocks => Request::FreeLookupLocks(p.read(0, cache_key)?),
+        Operation::EndSession => {
+            Request::EndSession { request_id: p.read(0, |r| name(r, "request_id"))? }
+        }
+        Operation::PrepareStore => Request::PrepareStore {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+        },
+        Operation::CommitStore => Request::CommitStore {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+            pickled: p.read(2, |r| Ok(r.bin("data", usize::MAX)?.len()))?,
+        },
+        Operation::PrepareRetrieve => Request::PrepareRetrieve {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+        },
+        Operation::CommitRetrieve => Request::CommitRetrieve {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+        },
+        Operation::Clear => Request::Clear { force: p.read(0, Reader::bool)? },
+        Operation::GetChunkSize => Request::GetChunkSize,
+        Operation::Ping => Request::Ping {
+            instance_id: p.read(0, |r| {
+                if r.nil()? { Ok(None) } else { r.number("instance_id").map(Some) }
+            })?,
+        },
+        Operation::ReportBlockAllocation => Request::ReportBlockAllocation {
+            instance_id: p.read(0, |r| r.number("instance_id"))?,
+            model_name: p.read(1, |r| name(r, "model_name"))?,
+            records: p.read(2, block_allocations)?,
+        },
+        Operation::Noop => Request::Noop,
+        Operation::GetExperimental => Request::GetExperimental,
+        Operation::SubscribeKvEvents => Request::SubscribeKvEvents {
+            instance_id: p.read(0, |r| r.number("instance_id"))?,
+            model_name: p.read(1, |r| name(r, "model_name"))?,
+            cursor: p.read(2, |r| r.number("cursor"))?,
+            max_events: p.read(3, |r| r.number("max_events"))?,
+        },
+        _ => return Err(DecodeError::Unsupported(operation)),
+    })
+}
+
+/// Payload frames of each supported operation.
+fn payload_count(operation: Operation) -> Option<usize> {
+    Some(match operation {
+        Operation::RegisterKvCache => 7,
+        Operation::Retrieve => 5,
+        Operation::Store | Operation::SubscribeKvEvents => 4,
+        Operation::CommitStore | Operation::ReportBlockAllocation => 3,
+        Operation::Lookup
+        | Operation::WaitPrefetchStatus
+        | Operation::FreeLookupLocks
+        | Operation::PrepareStore
+        | Operation::PrepareRetrieve
+        | Operation::CommitRetrieve => 2,
+        Operation::UnregisterKvCache
+        | Operation::UnregisterEngineDriven
+        | Operation::RegisterEngineDriven
+        | Operation::QueryPrefetchStatus
+        | Operation::EndSession
+        | Operation::Clear
+        | Operation::Ping => 1,
+        Operation::GetChunkSize | Operation::Noop | Operation::GetExperimental => 0,
+        _ => return None,
+    })
+}
+
+struct Payloads<'a> {
+    operation: Operation,
+    frames: &'a [Bytes],
+}
+
+impl<'a> Payloads<'a> {
+    fn read<T>(
+        &self,
+        index: usize,
+        read: impl FnOnce(&mut Reader<'a>) -> Result<T, ValueError>,
+    ) -> Result<T, DecodeError> {
+        let mut reader = Reader::new(&self.frames[index]);
+        let value = read(&mut reader).and_then(|value| reader.finish().map(|()| value));
+        value.map_err(|error| DecodeError::Payload { operation: self.operation, index, error })
+    }
+
+    fn descriptors(&self, index: usize) -> Result<Vec<KvDescriptor>, DecodeError> {
+        let raw = self.read(index, |r| {
+            (0..r.array("kv_caches", MAX_LAYERS)?)
+                .map(|_| r.ext("memory descriptor", MAX_DESCRIPTOR))
+                .collect::<Result<Vec<_>, _>>()
+        })?;
+        raw.into_iter()
+            .map(|(code, bytes)| KvDescriptor::decode(code, bytes))
+            .collect::<Result<_, _>>()
+            .map_err(|error| DecodeError::Descriptor { operation: self.operation, error })
+    }
+}
+
+fn name(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueError> {
+    reader.str(what, MAX_NAME).map(str::to_owned)
+}
+
+fn world_size(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
+    match reader.number::<u32>("world_size")? {
+        size @ 1..=65_535 => Ok(size),
+        other => Err(ValueError::Invalid(format!("world_size must be 1 to 65535, found {other}"))),
+    }
+}
+
+fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
+    let mut key = CacheKey {
+        model_name: String::new(),
+        world_size: 0,
+        worker_id: None,
+        token_ids: Vec::new(),
+        start: 0,
+        end: 0,
+        request_id: String::new(),
+        cache_salt: String::new(),
+        num_kv_readers: 0,
+    };
+    let (mut model, mut request, mut tokens, mut range) = (false, false, false, 0);
+    for _ in 0..reader.map("key", 64)? {
+        match reader.str("key field", MAX_NAME)? {
+            "model_name" => {
+                key.model_name = name(reader, "model_name")?;
+                model = true;
+            }
+            "world_size" => key.world_size = world_size(reader)?,
+            "worker_id" => {
+                key.worker_id =
+                    if reader.nil()? { None } else { Some(reader.number("worker_id")?) };
+            }
+            "token_ids" => {
+                key.token_ids.clear();
+                reader.tokens(MAX_TOKENS, &mut key.token_ids)?;
+                tokens = true;
+            }
+            "start" => {
+                key.start = reader.number("start")?;
+                range |= 1;
+            }
+            "end" => {
+                key.end = reader.number("end")?;
+                range |= 2;
+            }
+            "request_id" => {
+                key.request_id = name(reader, "request_id")?;
+                request = true;
+            }
+            "cache_salt" => key.cache_salt = salt(reader)?,
+            "num_kv_readers" => key.num_kv_readers = reader.number("num_kv_readers")?,
+            _ => reader.skip()?,
+        }
+    }
+    let missing = [
+        (model, "model_name"),
+        (key.world_size > 0, "world_size"),
+        (tokens, "token_ids"),
+        (range & 1 != 0, "start"),
+        (range & 2 != 0, "end"),
+        (request, "request_id"),
+    ];
+    if let Some((_, field)) = missing.iter().find(|(present, _)| !present) {
+        return Err(ValueError::Missing(field));
+    }
+    if let Some(worker) = key.worker_id
+        && worker >= key.world_size
+    {
+        let text = format!("worker_id {worker} is not below world_size {}", key.world_size);
+        return Err(ValueError::Invalid(text));
+    }
+    Ok(key)
+}
+
+fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {
+    let salt = reader.str("cache_salt", MAX_SALT * 4)?;
+    if salt.chars().count() > MAX_SALT {
+        let text = format!("cache_salt has more than {MAX_SALT} characters");
+        return Err(ValueError::Invalid(text));
+    }
+    if let Some(bad) = salt.chars().find(|c| matches!(c, '@' | '/' | '\\' | '\0')) {
+        return Err(ValueError::Invalid(format!("cache_salt must not contain {bad:?}")));
+    }
+    Ok(salt.to_owned())
+}
+
+fn layout_hints(reader: &mut Reader<'_>) -> Result<Option<String>, ValueError> {
+    let mut layout = None;
+    for _ in 0..reader.map("layout_hints", 64)? {
+        match reader.str("layout hint", MAX_NAME)? {
+            "kv_layout" if !reader.nil()? => layout = Some(name(reader, "kv_layout")?),
+            "kv_layout" => {}
+            _ => reader.skip()?,
+        }
+    }
+    Ok(layout)
+}
+
+fn engine_groups(reader: &mut Reader<'_>) -> Result<Vec<EngineGroup>, ValueError> {
+    (0..reader.array("engine_group_infos", MAX_GROUPS)?).map(|_| engine_group(reader)).collect()
+}
+
+fn engine_group(reader: &mut Reader<'_>) -> Result<EngineGroup, ValueError> {
+    let mut group = EngineGroup { sw_size_tokens: -1, ..EngineGroup::default() };
+    for _ in 0..reader.map("engine group", 64)? {
+        match reader.str("engine group field", MAX_NAME)? {
+            "engine_group_id" => group.engine_group_id = reader.number("engine_group_id")?,
+            "layer_indices" => {
+                group.layer_indices = (0..reader.array("layer_indices", MAX_LAYERS)?)
+                    .map(|_| reader.number("layer index"))
+                    .collect::<Result<_, _>>()?;
+            }
+            "tokens_per_block" => group.tokens_per_block = reader.number("tokens_per_block")?,
+            "sw_size_tokens" => group.sw_size_tokens = reader.number("sw_size_tokens")?,
+            "recurrent_state" => group.recurrent_state = reader.bool()?,
+            _ => reader.skip()?,
+        }
+    }
+    Ok(group)
+}
+
+fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext, ValueError> {
+    let (mut instance_id, mut model_name, mut world, mut block_size) = (None, None, None, None);
+    let (mut num_layers, mut hidden, mut dtype, mut use_mla) = (None, None, None, None);
+    let mut num_physical_slots = None;
+    for _ in 0..reader.map("registration", 64)? {
+        match reader.str("registration field", MAX_NAME)? {
+            "instance_id" => instance_id = Some(reader.number("instance_id")?),
+            "model_name" => model_name = Some(name(reader, "model_name")?),
+            "world_size" => world = Some(world_size(reader)?),
+            "block_size" => block_size = Some(reader.number("block_size")?),
+            "num_layers" => num_layers = Some(reader.number("num_layers")?),
+            "hidden_dim_size" => hidden = Some(reader.number("hidden_dim_size")?),
+            "dtype_str" => dtype = Some(name(reader, "dtype_str")?),
+            "use_mla" => use_mla = Some(reader.bool()?),
+            "num_physical_slots" if !reader.nil()? => {
+                num_physical_slots = Some(reader.number("num_physical_slots")?);
+            }
+            "num_physical_slots" => {}
+            _ => reader.skip()?,
+        }
+    }
+    Ok(EngineDrivenContext {
+        instance_id: instance_id.ok_or(ValueError::Missing("instance_id"))?,
+        model_name: model_name.ok_or(ValueError::Missing("model_name"))?,
+        world_size: world.ok_or(ValueError::Missing("world_size"))?,
+        block_size: block_size.ok_or(ValueError::Missing("block_size"))?,
+        num_layers: num_layers.ok_or(ValueError::Missing("num_layers"))?,
+        hidden_dim_size: hidden.ok_or(ValueError::Missing("hidden_dim_size"))?,
+        dtype: dtype.ok_or(ValueError::Missing("dtype_str"))?,
+        use_mla: use_mla.ok_or(ValueError::Missing("use_mla"))?,
+        num_physical_slots,
+    })
+}
+
+fn block_ids(reader: &mut Reader<'_>) -> Result<Vec<Vec<u32>>, ValueError> {
+    (0..reader.array("block_ids", MAX_GROUPS)?)
+        .map(|_| {
+            let mut ids = Vec::new();
+            reader.tokens(MAX_BLOCK_IDS, &mut ids)?;
+            Ok(ids)
+        })
+        .collect()
+}
+
+fn block_allocations(reader: &mut Reader<'_>) -> Result<Vec<BlockAllocation>, ValueError> {
+    (0..reader.array("records", MAX_RECORDS)?)
+        .map(|_| {
+            let mut record =
+                BlockAllocation { request_id: String::new(), blocks: 0, tokens: 0 };
+            for _ in 0..reader.map("record", 64)? {
+                match reader.str("record field", MAX_NAME)? {
+                    "req_id" => record.request_id = name(reader, "req_id")?,
+                    "new_block_ids" => record.blocks = count(reader)?,
+                    "new_token_ids" => record.tokens = count(reader)?,
+                    _ => reader.skip()?,
+                }
+            }
+            Ok(record)
+        })
+        .collect()
+}
+
+/// Length of an array whose elements do not matter.
+fn count(reader: &mut Reader<'_>) -> Result<usize, ValueError> {
+    let len = reader.array("ids", MAX_TOKENS)?;
+    for _ in 0..len {
+        reader.skip()?;
+    }
+    Ok(len)
+}
+
+/// The frames of a reply after the request number: the operation and its value, or a refusal.
+pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<Bytes>) {
+    let mut out = Writer::new();
+    match reply {
+        Reply::None => return (operation.clone(), None),
+        Reply::Error(text) => {
+            out.str(text);
+            return (out.into_bytes().into(), None);
+        }
+        Reply::Bool(value) => out.bool(*value),
+        Reply::Int(value) => out.uint(*value),
+        Reply::Text(text) => out.str(text),
+        Reply::Strings(texts) => {
+            out.array(texts.len());
+            texts.iter().for_each(|text| out.str(text));
+        }
+        Reply::Registered { shm_name, pool_size } => {
+            out.map(2);
+            out.str("shm_name");
+            out.str(shm_name);
+            out.str("pool_size");
+            out.uint(*pool_size);
+        }
+        Reply::StoreSlots { slots, chunk_indices } => {
+            out.map(1);
+            out.str("context");
+            out.map(2);
+            out.str("slots");
+            encode_slots(slots, &mut out);
+            out.str("chunk_indices");
+            out.array(chunk_indices.len());
+            chunk_indices.iter().for_each(|&index| out.uint(index));
+        }
+        Reply::RetrieveSlots(slots) => {
+            out.map(3);
+            out.str("success");
+            out.bool(slots.is_some());
+            out.str("data");
+            out.bin(b"");
+            out.str("context");
+            match slots {
+                None => out.map(0),
+                Some(slots) => {
+                    out.map(1);
+                    out.str("slots");
+                    encode_slots(slots, &mut out);
+                }
+            }
+        }
+        Reply::Transferred(ok) => {
+            // An empty event handle: the copy is over when the answer is sent.
+            out.array(2);
+            out.bin(b"");
+            out.bool(*ok);
+        }
+        Reply::Events(batch) => encode_events(batch, &mut out),
+    }
+    (operation.clone(), Some(out.into_bytes().into()))
+}
+
+fn encode_slots(slots: &[SlotDescriptor], out: &mut Writer) {
+    out.array(slots.len());
+    for slot in slots {
+        out.map(4);
+        out.str("offset");
+        out.uint(slot.offset);
+        out.str("length");
+        out.uint(slot.length);
+        out.str("shape");
+        out.array(slot.shape.len());
+        slot.shape.iter().for_each(|&extent| out.uint(extent));
+        out.str("dtype");
+        out.str(&slot.dtype);
+    }
+}
+
+fn encode_events(batch: &KvEventBatch, out: &mut Writer) {
+    out.map(5);
+    out.str("enabled");
+    out.bool(batch.enabled);
+    out.str("incarnation");
+    out.uint(batch.incarnation);
+    out.str("next_cursor");
+    out.uint(batch.next_cursor);
+    out.str("lost");
+    out.bool(batch.lost);
+    out.str("events");
+    out.array(batch.events.len());
+    for event in &batch.events {
+        out.map(7);
+        out.str("seq");
+        out.uint(event.seq);
+        out.str("kind");
+        out.str(match event.kind {
+            KvEventKind::Stored => "stored",
+            KvEventKind::Removed => "removed",
+        });
+        out.str("medium");
+        out.str("CPU");
+        out.str("model_name");
+        out.str(&event.model_name);
+        out.str("block_hashes");
+        out.array(1);
+        out.bin(&event.hash);
+        out.str("parent_block_hash");
+        match &event.parent {
+            None => out.nil(),
+            Some(parent) => out.bin(parent),
+        }
+        out.str("token_ids");
+        out.array(event.tokens.len());
+        event.tokens.iter().for_each(|&token| out.uint(u64::from(token)));
+    }
+}
+
+mod client;
+
+pub use client::{decode_reply, encode_request};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+use super::*;
+use crate::protocol::{CpuShm, KvEvent, TensorMeta};
+
+fn key() -> CacheKey {
+    CacheKey {
+        model_name: "meta/llama".to_owned(),
+        world_size: 2,
+        worker_id: Some(1),
+        token_ids: (0..700).map(|i| i * 331).collect(),
+        start: 256,
+        end: 512,
+        request_id: "cmpl-7".to_owned(),
+        cache_salt: "tenant".to_owned(),
+        num_kv_readers: 1,
+    }
+}
+
+fn requests() -> Vec<Request> {
+    let descriptor = KvDescriptor::CpuShm(CpuShm {
+        shm_name: "/lmcache_kv_1_0".to_owned(),
+        nbytes: 4096,
+        tensor: TensorMeta {
+            dtype: "bfloat16".to_owned(),
+            shape: vec![2, 4, 16, 2, 8],
+            stride: vec![1024, 256, 16, 8, 1],
+            storage_offset: 0,
+        },
+    });
+    let request_id = "cmpl-7".to_owned();
+    vec![
+        Request::RegisterKvCache(Box::new(RegisterKvCache {
+            instance_id: u64::MAX >> 1,
+            kv_caches: vec![descriptor, KvDescriptor::Unsupported("cuda".to_owned())],
+            model_name: "m".to_owned(),
+            world_size: 1,
+            engine_type: "vllm".to_owned(),
+            kv_layout: Some("HND".to_owned()),
+            groups: vec![EngineGroup {
+                engine_group_id: 0,
+                layer_indices: vec![0, 1],
+                tokens_per_block: 16,
+                sw_size_tokens: -1,
+                recurrent_state: false,
+            }],
+        })),
+        Request::Unregister { instance_id: 7, engine_driven: false },
+        Request::Unregister { instance_id: 7, engine_driven: true },
+        Request::RegisterEngineDriven(EngineDrivenContext {
+            instance_id: 9,
+            model_name: "m".to_owned(),
+            world_size: 4,
+            block_size: 16,
+            num_layers: 32,
+            hidden_dim_size: 1024,
+            dtype: "bfloat16".to_owned(),
+            use_mla: false,
+            num_physical_slots: Some(256),
+        }),
+        Request::Store { key: key(), instance_id: 9, block_ids: vec![vec![1, 2, 300], vec![]] },
+        Request::Retrieve {
+            key: key(),
+            instance_id: 9,
+            block_ids: vec![vec![5]],
+            skip_first_n_tokens: 16,
+        },
+        Request::Lookup(CacheKey { worker_id: None, ..key() }),
+        Request::QueryPrefetchStatus { request_id: request_id.clone() },
+        Request::WaitPrefetchStatus { request_id: request_id.clone(), timeout: 0.25 },
+        Request::FreeLookupLocks(key()),
+        Request::EndSession { request_id: request_id.clone() },
+        Request::PrepareStore { key: key(), instance_id: 9 },
+        Request::CommitStore { key: key(), instance_id: 9, pickled: 0 },
+        Request::PrepareRetrieve { key: key(), instance_id: 9 },
+        Request::CommitRetrieve { key: key(), instance_id: 9 },
+        Request::Clear { force: true },
+        Request::GetChunkSize,
+        Request::Ping { instance_id: None },
+        Request::Ping { instance_id: Some(1 << 40) },
+        Request::ReportBlockAllocation {
+            instance_id: 3,
+            model_name: "m".to_owned(),
+            records: vec![BlockAllocation { request_id, blocks: 3, tokens: 48 }],
+        },
+        Request::Noop,
+        Request::GetExperimental,
+        Request::SubscribeKvEvents {
+            instance_id: 3,
+            model_name: "m".to_owned(),
+            cursor: 0,
+            max_events: 64,
+        },
+    ]
+}
+
+#[test]
+fn every_request_survives_the_round_trip() {
+    for request in requests() {
+        let frames = encode_request(300, &request);
+        let Ok(Incoming::Request { operation, payloads, .. }) = classify(&frames) else {
+            panic!("{request:?} is not a request");
+        };
+        assert_eq!(decode_request(operation, payloads).as_ref(), Ok(&request));
+    }
+}
+
+#[test]
+fn every_prefix_of_a_payload_is_refused_without_a_panic() {
+    for request in requests() {
+        let frames = encode_request(0, &request);
+        for index in 2..frames.len() {
+            for cut in 0..frames[index].len().min(400) {
+                let mut frames = frames.clone();
+                frames[index] = frames[index].slice(..cut);
+                let refused = decode_request(&frames[1], &frames[2..]);
+                assert!(refused.is_err(), "{request:?} cut at {cut} of payload {}", index - 2);
+            }
+        }
+    }
+}
+
+fn refusal(operation: &[u8], payloads: &[&[u8]]) -> String {
+    let payloads: Vec<_> = payloads.iter().map(|p| Bytes::copy_from_slice(p)).collect();
+    decode_request(operation, &payloads).expect_err("should be refused").to_string()
+}
+
+#[test]
+fn refusals_say_what_was_wrong() {
+    let check = |operation: &[u8], payloads: &[&[u8]], expected: &str| {
+        let text = refusal(operation, payloads);
+        assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+    };
+    check(&[0xcc, 200], &[], "unknown operation number 200");
+    check(b"\xa3foo", &[], "unknown operation \"foo\"");
+    check(&[0xc0], &[], "operation frame is malformed");
+    check(&[11], &[], "unknown operation number 11");
+    check(&[29], &[], "p2p_lookup_and_lock is not supported");
+    check(&[8], &[b"\x80"], "lookup takes 2 payload frames, found 1");
+    check(&[8], &[b"\x80", b"\x01"], "field `model_name` is missing");
+    check(&[8], &[b"\x81\xaacache_salt\xa3a@b", b"\x01"], "must not contain '@'");
+    check(&[22], &[b"\xa1x"], "expected an integer at byte 0, found a string");
+    check(&[22], &[b"\x01\x01"], "1 bytes after the value");
+}
+
+#[test]
+fn a_reply_of_each_kind_survives_the_round_trip() {
+    let slot = SlotDescriptor {
+        offset: 4096,
+        length: 1 << 20,
+        shape: vec![2, 4, 256, 64],
+        dtype: "float32".to_owned(),
+    };
+    let event = KvEvent {
+        seq: 9,
+        kind: KvEventKind::Stored,
+        model_name: "m".to_owned(),
+        hash: vec![3; 32],
+        parent: Some(vec![4; 32]),
+        tokens: vec![1, 2, 70_000],
+    };
+    let batch = KvEventBatch {
+        enabled: true,
+        incarnation: u64::MAX,
+        next_cursor: 9,
+        lost: false,
+        events: vec![event],
+    };
+    let registered = Reply::Registered { shm_name: "lmc_5555".to_owned(), pool_size: 1 << 40 };
+    let slots = Reply::StoreSlots { slots: vec![slot.clone()], chunk_indices: vec![1] };
+    for (operation, reply) in [
+        (Operation::Lookup, Reply::None),
+        (Operation::QueryPrefetchStatus, Reply::Int(512)),
+        (Operation::QueryPrefetchStatus, Reply::None),
+        (Operation::Noop, Reply::Text("OK".to_owned())),
+        (Operation::GetExperimental, Reply::Strings(vec!["kv_event_stream".to_owned()])),
+        (Operation::CommitStore, Reply::Bool(true)),
+        (Operation::Store, Reply::Transferred(true)),
+        (Operation::RegisterEngineDriven, registered),
+        (Operation::PrepareStore, slots),
+        (Operation::PrepareRetrieve, Reply::RetrieveSlots(Some(vec![slot]))),
+        (Operation::PrepareRetrieve, Reply::RetrieveSlots(None)),
+        (Operation::SubscribeKvEvents, Reply::Events(batch)),
+        (Operation::Lookup, Reply::Error("lmc: no".to_owned())),
+    ] {
+        let sent = encode_request(0, &Request::Noop)[1].clone();
+        let asked = match operation.id() {
+            Some(_) if operation == Operation::Noop => sent,
+            Some(id) => {
+                let mut w = Writer::new();
+                w.uint(u64::from(id));
+                w.into_bytes().into()
+            }
+            None => {
+                let mut w = Writer::new();
+                w.str(operation.name());
+                w.into_bytes().into()
+            }
+        };
+        let (answered, payload) = encode_reply(&asked, &reply);
+        let frames: Vec<_> = std::iter::once(answered).chain(payload).collect();
+        assert_eq!(decode_reply(operation, &frames), Ok(reply));
+    }
+}

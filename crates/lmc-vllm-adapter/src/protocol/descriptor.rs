@@ -1,0 +1,273 @@
+//! Descriptors of engine memory, as data: decoding one opens nothing.
+//!
+//! They travel as MessagePack extension type 1 around a tagged map with a version. Pickled
+//! descriptors of older clients are refused.
+
+use thiserror::Error;
+
+use crate::protocol::msgpack::{Reader, ValueError, Writer};
+
+/// Extension type of a descriptor.
+pub(crate) const EXT_CODE: i8 = 1;
+/// Most bytes of one descriptor; real ones take a few hundred.
+pub(crate) const MAX_DESCRIPTOR: usize = 64 << 10;
+const MAX_RANK: usize = 8;
+const MAX_NAME: usize = 255;
+
+/// Why a descriptor cannot be used here.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum DescriptorError {
+    /// Not the value that was expected.
+    #[error("malformed memory descriptor: {0}")]
+    Value(#[from] ValueError),
+    /// Another extension type.
+    #[error("memory descriptor has extension type {0}, expected {EXT_CODE}")]
+    Code(i8),
+    /// A pickle of an older client.
+    #[error("memory descriptor is a pickle, which is never loaded: upgrade the lmcache client")]
+    Pickle,
+    /// A version other than 1.
+    #[error("memory descriptor has version {0}, expected 1")]
+    Version(u64),
+    /// A field that this version does not have.
+    #[error("memory descriptor has an unknown field `{0}`")]
+    UnknownField(String),
+    /// The tensor does not lie inside its segment.
+    #[error("tensor ends at byte {end} of a segment of {nbytes} bytes")]
+    Span {
+        /// First byte after the tensor.
+        end: u64,
+        /// Bytes of the segment.
+        nbytes: u64,
+    },
+}
+
+/// A strided view of memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorMeta {
+    /// Torch name of the element type.
+    pub dtype: String,
+    /// Elements along each axis.
+    pub shape: Vec<u64>,
+    /// Elements between neighbours along each axis.
+    pub stride: Vec<u64>,
+    /// Elements before the first one.
+    pub storage_offset: u64,
+}
+
+impl TensorMeta {
+    /// First byte after the last element, for elements of `size` bytes.
+    fn end(&self, size: u64) -> Option<u64> {
+        if self.shape.contains(&0) {
+            return Some(0);
+        }
+        let mut last = self.storage_offset;
+        for (extent, stride) in self.shape.iter().zip(&self.stride) {
+            last = last.checked_add((extent - 1).checked_mul(*stride)?)?;
+        }
+        last.checked_add(1)?.checked_mul(size)
+    }
+}
+
+/// A tensor in a named POSIX shared-memory segment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CpuShm {
+    /// Name of the segment, with its leading slash.
+    pub shm_name: String,
+    /// Bytes of the segment.
+    pub nbytes: u64,
+    /// The view.
+    pub tensor: TensorMeta,
+}
+
+/// Memory of an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KvDescriptor {
+    /// Host memory in a shared segment.
+    CpuShm(CpuShm),
+    /// Memory of a kind that this server cannot open; its tag (`cuda`, `cuda_vmm`, `npu`, …).
+    Unsupported(String),
+}
+
+impl KvDescriptor {
+    /// Reads one descriptor.
+    ///
+    /// # Errors
+    /// [`DescriptorError`] when it is malformed, pickled, of another version, or describes
+    /// bytes outside its segment.
+    pub(crate) fn decode(code: i8, bytes: &[u8]) -> Result<Self, DescriptorError> {
+        if code != EXT_CODE {
+            return Err(DescriptorError::Code(code));
+        }
+        // A pickle of protocol 2 or later opens with 0x80 and the protocol's number, which as
+        // MessagePack would be an empty map with bytes after it.
+        if let [0x80, 2..=5, ..] = bytes {
+            return Err(DescriptorError::Pickle);
+        }
+        let mut reader = Reader::new(bytes);
+        let (mut tag, mut version, mut tensor) = (None, None, None);
+        let (mut shm_name, mut nbytes) = (None, None);
+        let mut unknown = None;
+        for _ in 0..reader.map("descriptor", 32)? {
+            match reader.str("descriptor field", 64)? {
+                "type" => tag = Some(reader.str("type", 64)?.to_owned()),
+                "version" => version = Some(reader.number::<u64>("version")?),
+                "metadata" => tensor = Some(tensor_meta(&mut reader)?),
+                "shm_name" => shm_name = Some(reader.str("shm_name", MAX_NAME)?.to_owned()),
+                "nbytes" => nbytes = Some(reader.number::<u64>("nbytes")?),
+                other => {
+                    unknown.get_or_insert_with(|| other.to_owned());
+                    reader.skip()?;
+                }
+            }
+        }
+        reader.finish()?;
+        let tag = tag.ok_or(ValueError::Missing("type"))?;
+        if tag != "cpu_shm" {
+            return Ok(Self::Unsupported(tag));
+        }
+        match version.ok_or(ValueError::Missing("version"))? {
+            1 => {}
+            other => return Err(DescriptorError::Version(other)),
+        }
+        if let Some(field) = unknown {
+            return Err(DescriptorError::UnknownField(field));
+        }
+        let tensor = tensor.ok_or(ValueError::Missing("metadata"))?;
+        let nbytes = nbytes.ok_or(ValueError::Missing("nbytes"))?;
+        let shm_name = shm_name.ok_or(ValueError::Missing("shm_name"))?;
+        let size = tensor.dtype.parse::<lmc_memory::DType>().map_err(|error| {
+            ValueError::Invalid(error.to_string())
+        })?;
+        match tensor.end(size.size() as u64) {
+            Some(end) if end <= nbytes => {}
+            end => return Err(DescriptorError::Span { end: end.unwrap_or(u64::MAX), nbytes }),
+        }
+        Ok(Self::CpuShm(CpuShm { shm_name, nbytes, tensor }))
+    }
+
+    /// Writes the extension's bytes; for clients and tests.
+    pub(crate) fn encode(&self, out: &mut Writer) {
+        let mut map = Writer::new();
+        match self {
+            Self::CpuShm(shm) => {
+                map.map(5);
+                map.str("type");
+                map.str("cpu_shm");
+                map.str("version");
+                map.uint(1);
+                map.str("metadata");
+                map.map(5);
+                map.str("dtype");
+                map.str(&shm.tensor.dtype);
+                for (name, list) in [("shape", &shm.tensor.shape), ("stride", &shm.tensor.stride)] {
+                    map.str(name);
+                    map.array(list.len());
+                    for &value in list {
+                        map.uint(value);
+                    }
+                }
+                map.str("storage_offset");
+                map.uint(shm.tensor.storage_offset);
+                map.str("device_uuid");
+                map.str("cpu");
+                map.str("shm_name");
+                map.str(&shm.shm_name);
+                map.str("nbytes");
+                map.uint(shm.nbytes);
+            }
+            Self::Unsupported(tag) => {
+                map.map(1);
+                map.str("type");
+                map.str(tag);
+            }
+        }
+        out.ext(EXT_CODE, &map.into_bytes());
+    }
+}
+
+fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
+    let (mut dtype, mut shape, mut stride, mut storage_offset) = (None, None, None, None);
+    for _ in 0..reader.map("metadata", 32)? {
+        match reader.str("metadata field", 64)? {
+            "dtype" => dtype = Some(reader.str("dtype", 64)?.to_owned()),
+            "shape" => shape = Some(dims(reader, "shape")?),
+            "stride" => stride = Some(dims(reader, "stride")?),
+            "storage_offset" => storage_offset = Some(reader.number("storage_offset")?),
+            "device_uuid" => {
+                reader.str("device_uuid", 128)?;
+            }
+            other => return Err(DescriptorError::UnknownField(other.to_owned())),
+        }
+    }
+    let shape = shape.ok_or(ValueError::Missing("shape"))?;
+    let stride = stride.ok_or(ValueError::Missing("stride"))?;
+    if shape.len() != stride.len() {
+        let text = format!("shape has {} axes, stride has {}", shape.len(), stride.len());
+        return Err(ValueError::Invalid(text).into());
+    }
+    Ok(TensorMeta {
+        dtype: dtype.ok_or(ValueError::Missing("dtype"))?,
+        shape,
+        stride,
+        storage_offset: storage_offset.ok_or(ValueError::Missing("storage_offset"))?,
+    })
+}
+
+fn dims(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<u64>, ValueError> {
+    (0..reader.array(what, MAX_RANK)?).map(|_| reader.number(what)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> CpuShm {
+        CpuShm {
+            shm_name: "/lmcache_kv_7_0".to_owned(),
+            nbytes: 2 * 8 * 4 * 16 * 4,
+            tensor: TensorMeta {
+                dtype: "float32".to_owned(),
+                shape: vec![2, 8, 4, 16],
+                stride: vec![8 * 4 * 16, 4 * 16, 16, 1],
+                storage_offset: 0,
+            },
+        }
+    }
+
+    fn round_trip(descriptor: &KvDescriptor) -> Result<KvDescriptor, DescriptorError> {
+        let mut writer = Writer::new();
+        descriptor.encode(&mut writer);
+        let bytes = writer.into_bytes();
+        let (code, body) = Reader::new(&bytes).ext("descriptor", MAX_DESCRIPTOR)?;
+        KvDescriptor::decode(code, body)
+    }
+
+    #[test]
+    fn a_descriptor_survives_the_round_trip() {
+        let descriptor = KvDescriptor::CpuShm(sample());
+        assert_eq!(round_trip(&descriptor), Ok(descriptor));
+        let cuda = KvDescriptor::Unsupported("cuda_vmm".to_owned());
+        assert_eq!(round_trip(&cuda), Ok(cuda));
+    }
+
+    #[test]
+    fn a_tensor_outside_its_segment_is_refused() {
+        let mut shm = sample();
+        shm.tensor.storage_offset = 1;
+        let refused = round_trip(&KvDescriptor::CpuShm(shm));
+        assert!(matches!(refused, Err(DescriptorError::Span { .. })), "{refused:?}");
+        let mut shm = sample();
+        shm.tensor.stride[0] = u64::MAX;
+        let refused = round_trip(&KvDescriptor::CpuShm(shm));
+        assert!(matches!(refused, Err(DescriptorError::Span { end: u64::MAX, .. })));
+    }
+
+    #[test]
+    fn a_pickle_is_named_and_never_loaded() {
+        let pickle = b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.";
+        assert_eq!(KvDescriptor::decode(EXT_CODE, pickle), Err(DescriptorError::Pickle));
+    }
+}

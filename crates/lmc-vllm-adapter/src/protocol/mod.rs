@@ -1,0 +1,14 @@
+//! Operations of the protocol as typed values, and the codec beside them.
+
+pub(crate) mod codec;
+mod descriptor;
+pub(crate) mod msgpack;
+mod operation;
+
+pub use codec::{DecodeError, decode_reply, decode_request, encode_request};
+pub use descriptor::{CpuShm, DescriptorError, KvDescriptor, TensorMeta};
+pub use msgpack::ValueError;
+pub use operation::{
+    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
+    KvEventKind, Operation, RegisterKvCache, Reply, Request, SlotDescriptor,
+};

@@ -1,0 +1,559 @@
+//! A bounded, borrowing reader and a small writer of MessagePack values.
+//!
+//! Only what the protocol needs. A reader never allocates by a length that the input claims:
+//! strings and byte strings are borrowed, arrays are read element by element, and nesting is
+//! limited. Format: <https://github.com/msgpack/msgpack/blob/master/spec.md>.
+
+use thiserror::Error;
+
+/// Deepest nesting of arrays and maps that a value may have.
+pub(crate) const MAX_DEPTH: usize = 16;
+
+/// Why bytes are not the MessagePack value that was expected.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ValueError {
+    /// The value goes on after the last byte.
+    #[error("value ends early at byte {at}")]
+    Truncated {
+        /// Offset at which more bytes were needed.
+        at: usize,
+    },
+    /// Another type than the one expected.
+    #[error("expected {expected} at byte {at}, found {found}")]
+    Type {
+        /// What was expected.
+        expected: &'static str,
+        /// What the marker byte says.
+        found: &'static str,
+        /// Offset of the marker byte.
+        at: usize,
+    },
+    /// A number does not fit the field.
+    #[error("number at byte {at} is out of range for {what}")]
+    Range {
+        /// The field.
+        what: &'static str,
+        /// Offset of the marker byte.
+        at: usize,
+    },
+    /// More elements or bytes than the field allows.
+    #[error("{what} has {len} elements, the limit is {max}")]
+    TooLong {
+        /// The field.
+        what: &'static str,
+        /// Elements or bytes claimed.
+        len: usize,
+        /// Elements or bytes allowed.
+        max: usize,
+    },
+    /// Arrays or maps nested deeper than [`MAX_DEPTH`].
+    #[error("value is nested deeper than {MAX_DEPTH} levels")]
+    TooDeep,
+    /// A string that is not UTF-8.
+    #[error("string at byte {at} is not utf-8")]
+    Utf8 {
+        /// Offset of the string's first byte.
+        at: usize,
+    },
+    /// Bytes after the value.
+    #[error("{extra} bytes after the value")]
+    Trailing {
+        /// How many.
+        extra: usize,
+    },
+    /// A map lacks a field that has no default.
+    #[error("field `{0}` is missing")]
+    Missing(&'static str),
+    /// A field's value breaks a rule of the protocol.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// Reads one MessagePack value from a slice, front to back.
+#[derive(Debug, Clone)]
+pub(crate) struct Reader<'a> {
+    buf: &'a [u8],
+    pos: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(buf: &'a [u8]) -> Self {
+        Self { buf, pos: 0 }
+    }
+
+    /// Succeeds when every byte was read.
+    pub(crate) fn finish(&self) -> Result<(), ValueError> {
+        match self.buf.len() - self.pos {
+            0 => Ok(()),
+            extra => Err(ValueError::Trailing { extra }),
+        }
+    }
+
+    fn peek(&self) -> Result<u8, ValueError> {
+        self.buf.get(self.pos).copied().ok_or(ValueError::Truncated { at: self.pos })
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8], ValueError> {
+        let rest = &self.buf[self.pos..];
+        if rest.len() < len {
+            return Err(ValueError::Truncated { at: self.buf.len() });
+        }
+        self.pos += len;
+        Ok(&rest[..len])
+    }
+
+    fn uint(&mut self, width: usize) -> Result<u64, ValueError> {
+        let mut bytes = [0; 8];
+        bytes[8 - width..].copy_from_slice(self.take(width)?);
+        Ok(u64::from_be_bytes(bytes))
+    }
+
+    fn length(&mut self, width: usize) -> Result<usize, ValueError> {
+        // At most 32 bits wide, so it always fits.
+        Ok(self.uint(width)? as usize)
+    }
+
+    fn wrong(&self, expected: &'static str, at: usize) -> ValueError {
+        let found = self.buf.get(at).map_or("nothing", |&marker| kind(marker));
+        ValueError::Type { expected, found, at }
+    }
+
+    /// Whether the next value is nil; a nil is consumed.
+    pub(crate) fn nil(&mut self) -> Result<bool, ValueError> {
+        let nil = self.peek()? == 0xc0;
+        self.pos += usize::from(nil);
+        Ok(nil)
+    }
+
+    /// A signed integer. Booleans count as 0 and 1, as the reference client coerces them.
+    pub(crate) fn int(&mut self) -> Result<i128, ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let signed = |value: u64, bits: u32| i128::from((value << (64 - bits)) as i64 >> (64 - bits));
+        Ok(match marker {
+            0x00..=0x7f => i128::from(marker),
+            0xe0..=0xff => i128::from(marker as i8),
+            0xc2 => 0,
+            0xc3 => 1,
+            0xcc => i128::from(self.uint(1)?),
+            0xcd => i128::from(self.uint(2)?),
+            0xce => i128::from(self.uint(4)?),
+            0xcf => i128::from(self.uint(8)?),
+            0xd0 => signed(self.uint(1)?, 8),
+            0xd1 => signed(self.uint(2)?, 16),
+            0xd2 => signed(self.uint(4)?, 32),
+            0xd3 => signed(self.uint(8)?, 64),
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("an integer", at));
+            }
+        })
+    }
+
+    /// An integer that fits `T`.
+    pub(crate) fn number<T: TryFrom<i128>>(&mut self, what: &'static str) -> Result<T, ValueError> {
+        let at = self.pos;
+        T::try_from(self.int()?).map_err(|_| ValueError::Range { what, at })
+    }
+
+    /// A boolean; integers count as "not zero".
+    pub(crate) fn bool(&mut self) -> Result<bool, ValueError> {
+        Ok(self.int()? != 0)
+    }
+
+    /// A floating-point number; integers are accepted.
+    pub(crate) fn float(&mut self) -> Result<f64, ValueError> {
+        match self.peek()? {
+            0xca => {
+                self.pos += 1;
+                Ok(f64::from(f32::from_bits(self.uint(4)? as u32)))
+            }
+            0xcb => {
+                self.pos += 1;
+                Ok(f64::from_bits(self.uint(8)?))
+            }
+            _ => Ok(self.int()? as f64),
+        }
+    }
+
+    /// A string of at most `max` bytes.
+    pub(crate) fn str(&mut self, what: &'static str, max: usize) -> Result<&'a str, ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let len = match marker {
+            0xa0..=0xbf => usize::from(marker & 0x1f),
+            0xd9 => self.length(1)?,
+            0xda => self.length(2)?,
+            0xdb => self.length(4)?,
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("a string", at));
+            }
+        };
+        bounded(what, len, max)?;
+        let at = self.pos;
+        std::str::from_utf8(self.take(len)?).map_err(|_| ValueError::Utf8 { at })
+    }
+
+    /// A byte string of at most `max` bytes.
+    pub(crate) fn bin(&mut self, what: &'static str, max: usize) -> Result<&'a [u8], ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let len = match marker {
+            0xc4 => self.length(1)?,
+            0xc5 => self.length(2)?,
+            0xc6 => self.length(4)?,
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("a byte string", at));
+            }
+        };
+        bounded(what, len, max)?;
+        self.take(len)
+    }
+
+    /// An extension value: its type code and its bytes.
+    pub(crate) fn ext(&mut self, what: &'static str, max: usize) -> Result<(i8, &'a [u8]), ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let len = match marker {
+            0xd4..=0xd8 => 1 << (marker - 0xd4),
+            0xc7 => self.length(1)?,
+            0xc8 => self.length(2)?,
+            0xc9 => self.length(4)?,
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("an extension value", at));
+            }
+        };
+        bounded(what, len, max)?;
+        let code = self.take(1)?[0] as i8;
+        Ok((code, self.take(len)?))
+    }
+
+    /// The length of an array of at most `max` elements; the elements follow.
+    pub(crate) fn array(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let len = match marker {
+            0x90..=0x9f => usize::from(marker & 0x0f),
+            0xdc => self.length(2)?,
+            0xdd => self.length(4)?,
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("an array", at));
+            }
+        };
+        self.elements(what, len, max)
+    }
+
+    /// The number of pairs of a map of at most `max` pairs; keys and values follow in turn.
+    pub(crate) fn map(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
+        let at = self.pos;
+        let marker = self.peek()?;
+        self.pos += 1;
+        let len = match marker {
+            0x80..=0x8f => usize::from(marker & 0x0f),
+            0xde => self.length(2)?,
+            0xdf => self.length(4)?,
+            _ => {
+                self.pos = at;
+                return Err(self.wrong("a map", at));
+            }
+        };
+        self.elements(what, len, max)
+    }
+
+    /// Refuses a count that exceeds the limit or that the rest of the input cannot hold.
+    fn elements(&self, what: &'static str, len: usize, max: usize) -> Result<usize, ValueError> {
+        bounded(what, len, max)?;
+        if len > self.buf.len() - self.pos {
+            return Err(ValueError::Truncated { at: self.buf.len() });
+        }
+        Ok(len)
+    }
+
+    /// Passes over one value of any type.
+    pub(crate) fn skip(&mut self) -> Result<(), ValueError> {
+        self.skip_at(0)
+    }
+
+    fn skip_at(&mut self, depth: usize) -> Result<(), ValueError> {
+        if depth >= MAX_DEPTH {
+            return Err(ValueError::TooDeep);
+        }
+        let unbounded = usize::MAX;
+        match self.peek()? {
+            0xc0 => self.pos += 1,
+            0x80..=0x8f | 0xde | 0xdf => {
+                for _ in 0..self.map("map", unbounded)? {
+                    self.skip_at(depth + 1)?;
+                    self.skip_at(depth + 1)?;
+                }
+            }
+            0x90..=0x9f | 0xdc | 0xdd => {
+                for _ in 0..self.array("array", unbounded)? {
+                    self.skip_at(depth + 1)?;
+                }
+            }
+            0xa0..=0xbf | 0xd9..=0xdb => {
+                self.str("string", unbounded)?;
+            }
+            0xc4..=0xc6 => {
+                self.bin("bytes", unbounded)?;
+            }
+            0xc7..=0xc9 | 0xd4..=0xd8 => {
+                self.ext("extension", unbounded)?;
+            }
+            0xca | 0xcb => {
+                self.float()?;
+            }
+            _ => {
+                self.int()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An array of unsigned 32-bit numbers, appended to `out`.
+    ///
+    /// This is the longest part of a request (a prompt), so it has a loop of its own: the width
+    /// of an element comes from a table and its value from one unaligned load, with no branch
+    /// that depends on the data as long as eight bytes are left.
+    pub(crate) fn tokens(&mut self, max: usize, out: &mut Vec<u32>) -> Result<(), ValueError> {
+        let len = self.array("token_ids", max)?;
+        out.reserve_exact(len);
+        let mut left = len;
+        while left > 0 {
+            let Some(window) = self.buf[self.pos..].first_chunk::<8>() else { break };
+            let marker = window[0];
+            let class = TOKEN_CLASS[usize::from(marker)];
+            if class.width == 0 {
+                break;
+            }
+            // The marker is shifted out on the left, what follows the value on the right.
+            let word = u64::from_be_bytes(*window) << class.left;
+            out.push((word >> class.right) as u32);
+            self.pos += usize::from(class.width);
+            left -= 1;
+        }
+        for _ in 0..left {
+            out.push(self.number("token id")?);
+        }
+        Ok(())
+    }
+}
+
+/// How to cut an unsigned number of at most 32 bits out of the eight bytes at its marker.
+#[derive(Clone, Copy)]
+struct TokenClass {
+    /// Bytes of the element, marker included; 0 when it is no such number.
+    width: u8,
+    left: u8,
+    right: u8,
+}
+
+static TOKEN_CLASS: [TokenClass; 256] = {
+    let mut table = [TokenClass { width: 0, left: 0, right: 0 }; 256];
+    let mut marker = 0;
+    while marker < 0x80 {
+        table[marker] = TokenClass { width: 1, left: 0, right: 56 };
+        marker += 1;
+    }
+    table[0xcc] = TokenClass { width: 2, left: 8, right: 56 };
+    table[0xcd] = TokenClass { width: 3, left: 8, right: 48 };
+    table[0xce] = TokenClass { width: 5, left: 8, right: 32 };
+    table
+};
+
+fn bounded(what: &'static str, len: usize, max: usize) -> Result<(), ValueError> {
+    if len > max {
+        return Err(ValueError::TooLong { what, len, max });
+    }
+    Ok(())
+}
+
+fn kind(marker: u8) -> &'static str {
+    match marker {
+        0x00..=0x7f | 0xe0..=0xff | 0xcc..=0xd3 => "an integer",
+        0x80..=0x8f | 0xde | 0xdf => "a map",
+        0x90..=0x9f | 0xdc | 0xdd => "an array",
+        0xa0..=0xbf | 0xd9..=0xdb => "a string",
+        0xc0 => "nil",
+        0xc1 => "an unused marker",
+        0xc2 | 0xc3 => "a boolean",
+        0xc4..=0xc6 => "a byte string",
+        0xc7..=0xc9 | 0xd4..=0xd8 => "an extension value",
+        0xca | 0xcb => "a float",
+    }
+}
+
+/// Appends MessagePack values to a buffer, each in its shortest form, as msgspec writes them.
+#[derive(Debug, Default)]
+pub(crate) struct Writer {
+    out: Vec<u8>,
+}
+
+impl Writer {
+    pub(crate) fn new() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        self.out
+    }
+
+    pub(crate) fn nil(&mut self) {
+        self.out.push(0xc0);
+    }
+
+    pub(crate) fn bool(&mut self, value: bool) {
+        self.out.push(if value { 0xc3 } else { 0xc2 });
+    }
+
+    pub(crate) fn uint(&mut self, value: u64) {
+        match value {
+            0..=0x7f => self.out.push(value as u8),
+            0x80..=0xff => self.marked(0xcc, &[value as u8]),
+            0x100..=0xffff => self.marked(0xcd, &(value as u16).to_be_bytes()),
+            0x1_0000..=0xffff_ffff => self.marked(0xce, &(value as u32).to_be_bytes()),
+            _ => self.marked(0xcf, &value.to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn int(&mut self, value: i64) {
+        match u64::try_from(value) {
+            Ok(value) => self.uint(value),
+            Err(_) if value >= -32 => self.out.push(value as u8),
+            Err(_) => self.marked(0xd3, &value.to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn float(&mut self, value: f64) {
+        self.marked(0xcb, &value.to_bits().to_be_bytes());
+    }
+
+    pub(crate) fn str(&mut self, value: &str) {
+        match value.len() {
+            len @ 0..=31 => self.out.push(0xa0 | len as u8),
+            len @ 32..=0xff => self.marked(0xd9, &[len as u8]),
+            len @ 0x100..=0xffff => self.marked(0xda, &(len as u16).to_be_bytes()),
+            len => self.marked(0xdb, &(len as u32).to_be_bytes()),
+        }
+        self.out.extend_from_slice(value.as_bytes());
+    }
+
+    pub(crate) fn bin(&mut self, value: &[u8]) {
+        match value.len() {
+            len @ 0..=0xff => self.marked(0xc4, &[len as u8]),
+            len @ 0x100..=0xffff => self.marked(0xc5, &(len as u16).to_be_bytes()),
+            len => self.marked(0xc6, &(len as u32).to_be_bytes()),
+        }
+        self.out.extend_from_slice(value);
+    }
+
+    pub(crate) fn ext(&mut self, code: i8, value: &[u8]) {
+        match value.len() {
+            len @ 0..=0xff => self.marked(0xc7, &[len as u8]),
+            len @ 0x100..=0xffff => self.marked(0xc8, &(len as u16).to_be_bytes()),
+            len => self.marked(0xc9, &(len as u32).to_be_bytes()),
+        }
+        self.out.push(code as u8);
+        self.out.extend_from_slice(value);
+    }
+
+    pub(crate) fn array(&mut self, len: usize) {
+        match len {
+            0..=15 => self.out.push(0x90 | len as u8),
+            16..=0xffff => self.marked(0xdc, &(len as u16).to_be_bytes()),
+            _ => self.marked(0xdd, &(len as u32).to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn map(&mut self, len: usize) {
+        match len {
+            0..=15 => self.out.push(0x80 | len as u8),
+            16..=0xffff => self.marked(0xde, &(len as u16).to_be_bytes()),
+            _ => self.marked(0xdf, &(len as u32).to_be_bytes()),
+        }
+    }
+
+    fn marked(&mut self, marker: u8, bytes: &[u8]) {
+        self.out.push(marker);
+        self.out.extend_from_slice(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn tokens(bytes: &[u8]) -> Result<Vec<u32>, ValueError> {
+        let mut reader = Reader::new(bytes);
+        let mut out = Vec::new();
+        reader.tokens(1 << 20, &mut out)?;
+        reader.finish()?;
+        Ok(out)
+    }
+
+    #[test]
+    fn numbers_at_every_width_survive_the_round_trip() {
+        for value in [0, 1, 127, 128, 255, 256, 65_535, 65_536, u64::from(u32::MAX), u64::MAX] {
+            let mut writer = Writer::new();
+            writer.uint(value);
+            let bytes = writer.into_bytes();
+            assert_eq!(Reader::new(&bytes).int(), Ok(i128::from(value)));
+        }
+        assert_eq!(Reader::new(&[0xff]).int(), Ok(-1));
+        assert_eq!(Reader::new(&[0xd1, 0xff, 0x00]).int(), Ok(-256));
+        assert_eq!(Reader::new(&[0xc3]).int(), Ok(1));
+    }
+
+    #[test]
+    fn a_giant_length_is_refused_before_anything_is_allocated() {
+        let claim = [0xdd, 0xff, 0xff, 0xff, 0xff];
+        assert!(matches!(tokens(&claim), Err(ValueError::TooLong { .. })));
+        let claim = [0xdd, 0x00, 0x0f, 0xff, 0xff, 1, 2, 3];
+        assert!(matches!(tokens(&claim), Err(ValueError::Truncated { .. })));
+    }
+
+    #[test]
+    fn deep_nesting_is_refused() {
+        let deep = vec![0x91; 100_000];
+        assert_eq!(Reader::new(&deep).skip(), Err(ValueError::TooDeep));
+    }
+
+    #[test]
+    fn a_token_that_is_negative_or_too_large_is_refused() {
+        assert!(matches!(tokens(&[0x91, 0xff]), Err(ValueError::Range { .. })));
+        let large = [0x91, 0xcf, 0, 0, 0, 1, 0, 0, 0, 0];
+        assert!(matches!(tokens(&large), Err(ValueError::Range { .. })));
+        assert!(matches!(tokens(&[0x91, 0xa1, b'x']), Err(ValueError::Type { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn token_lists_survive_the_round_trip(list in prop::collection::vec(
+            prop_oneof![0u32..200, 100u32..70_000, any::<u32>()], 0..600)) {
+            let mut writer = Writer::new();
+            writer.array(list.len());
+            for &token in &list {
+                writer.uint(u64::from(token));
+            }
+            prop_assert_eq!(tokens(&writer.into_bytes()), Ok(list));
+        }
+
+        #[test]
+        fn no_input_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Reader::new(&bytes).skip();
+            let _ = tokens(&bytes);
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! How a [`Service`](crate::Service) is set up.
+
+use std::time::Duration;
+
+use lmc_key::ChunkHasher;
+use thiserror::Error;
+
+/// Settings of a service.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ServiceConfig {
+    /// Chunk size and hash algorithm.
+    pub hasher: ChunkHasher,
+    /// Bytes of the memo of chunk hashes. Default: 64 MiB.
+    pub hash_memo_bytes: usize,
+    /// Block id that stands for "no data". Default: 0, as vLLM has it.
+    pub null_block_id: Option<u32>,
+    /// How long a lookup holds what it found. Default: 300 s.
+    pub lookup_lease: Duration,
+    /// Silence after which a session ends. Default: 600 s.
+    pub session_ttl: Duration,
+    /// Age at which a prepared transfer counts as overdue. It is not taken back by time: the
+    /// worker may still be copying. Default: 300 s.
+    pub transfer_deadline: Duration,
+    /// Silence after which a worker that has sent signs of life is removed; zero never does.
+    /// Default: 120 s.
+    pub reap_timeout: Duration,
+    /// The same for a worker that never sent one. Default: 3600 s.
+    pub registration_grace: Duration,
+    /// Time between the end of a worker's connection and its removal, in which it may come
+    /// back. Default: 10 s.
+    pub orphan_grace: Duration,
+    /// Events kept for subscribers; 0 switches them off. Default: 32,768.
+    pub kv_event_log_size: usize,
+    /// Sessions at a time. Default: 65,536.
+    pub max_sessions: usize,
+    /// Workers at a time. Default: 4,096.
+    pub max_instances: usize,
+    /// Prepared transfers of one worker. Default: 1,024.
+    pub max_transfers: usize,
+    /// Threads that run the copies of server-driven workers. Default: 2.
+    pub transfer_threads: usize,
+    /// Threads that help each copy. Default: 1 less than the machine's cores.
+    pub copy_threads: usize,
+    /// Distinguishes this start from every other in the event stream; a time in nanoseconds
+    /// does.
+    pub incarnation: u64,
+}
+
+impl ServiceConfig {
+    /// The defaults for this hasher.
+    pub fn new(hasher: ChunkHasher) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let since_epoch = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+        Self {
+            hasher,
+            hash_memo_bytes: 64 << 20,
+            null_block_id: Some(0),
+            lookup_lease: Duration::from_secs(300),
+            session_ttl: Duration::from_secs(600),
+            transfer_deadline: Duration::from_secs(300),
+            reap_timeout: Duration::from_secs(120),
+            registration_grace: Duration::from_secs(3600),
+            orphan_grace: Duration::from_secs(10),
+            kv_event_log_size: 32_768,
+            max_sessions: 65_536,
+            max_instances: 4096,
+            max_transfers: 1024,
+            transfer_threads: 2,
+            copy_threads: cores.saturating_sub(1),
+            incarnation: u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+/// A service cannot be started.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ServiceError {
+    /// A thread cannot be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[from] std::io::Error),
+}

@@ -1,0 +1,329 @@
+//! The service's face: one method that takes a request and says what becomes of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_engine::CacheEngine;
+use lmc_key::HashMemo;
+use lmc_memory::CopyPool;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use crate::protocol::{EngineDrivenContext, Operation, RegisterKvCache, Reply, Request};
+use crate::service::config::{ServiceConfig, ServiceError};
+use crate::service::events::{EventLog, NextBatch, Subscription};
+use crate::service::instance::{Instance, RegisterError};
+use crate::service::job::Workers;
+use crate::service::spaces::Spaces;
+use crate::service::state::State;
+use crate::service::stats::{Stats, TransportCounters, add};
+use crate::service::{ClientId, Outcome};
+
+/// Capability that tells clients of [`Operation::SubscribeKvEvents`].
+const KV_EVENT_STREAM: &str = "kv_event_stream";
+
+/// Carries out the protocol's operations on a [`CacheEngine`].
+///
+/// A handle: clones share one service.
+#[derive(Clone)]
+pub struct Service {
+    pub(super) shared: Arc<Shared>,
+}
+
+pub(super) struct Shared {
+    pub(super) config: ServiceConfig,
+    pub(super) engine: CacheEngine,
+    pub(super) memo: HashMemo,
+    pub(super) copies: CopyPool,
+    pub(super) workers: Workers,
+    pub(super) events: Arc<EventLog>,
+    pub(super) spaces: Arc<Spaces>,
+    pub(super) state: Mutex<State>,
+    pub(super) stats: Stats,
+    pub(super) started: Instant,
+    /// Milliseconds after `started` at which the last warning was logged, plus one.
+    last_warning: AtomicU64,
+    suppressed: AtomicU64,
+}
+
+impl std::fmt::Debug for Service {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Service").field("config", &self.shared.config).finish_non_exhaustive()
+    }
+}
+
+impl Service {
+    /// Starts a service on an engine.
+    ///
+    /// # Errors
+    /// [`ServiceError`] when a thread cannot be started.
+    pub fn new(config: ServiceConfig, engine: CacheEngine) -> Result<Self, ServiceError> {
+        let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
+        let spaces = Arc::new(Spaces::new(Arc::clone(&events)));
+        engine.set_events(Arc::clone(&spaces) as _);
+        let shared = Shared {
+            memo: HashMemo::new(config.hash_memo_bytes),
+            copies: CopyPool::new(config.copy_threads)?,
+            workers: Workers::start(config.transfer_threads)?,
+            events,
+            spaces,
+            state: Mutex::default(),
+            stats: Stats::new(),
+            started: Instant::now(),
+            last_warning: AtomicU64::new(0),
+            suppressed: AtomicU64::new(0),
+            config,
+            engine,
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// The settings it runs with.
+    pub fn config(&self) -> &ServiceConfig {
+        &self.shared.config
+    }
+
+    /// The engine behind it.
+    pub fn engine(&self) -> &CacheEngine {
+        &self.shared.engine
+    }
+
+    /// Carries out a request, or says how it will be.
+    pub(crate) fn handle(&self, client: ClientId, request: Request, now: Instant) -> Outcome {
+        let counters = &self.shared.stats.service;
+        let reply = match request {
+            Request::RegisterKvCache(registration) => {
+                self.register_server_driven(client, &registration, now)
+            }
+            Request::RegisterEngineDriven(context) => {
+                self.register_engine_driven(client, &context, now)
+            }
+            Request::Unregister { instance_id, .. } => self.unregister(instance_id),
+            Request::Store { key, instance_id, block_ids } => {
+                return self.store(client, key, instance_id, block_ids, now);
+            }
+            Request::Retrieve { key, instance_id, block_ids, skip_first_n_tokens } => {
+                return self.retrieve(client, key, instance_id, block_ids, skip_first_n_tokens, now);
+            }
+            Request::Lookup(key) => self.lookup(client, &key, now),
+            // With every tier in memory a lookup is answered at once, so there is no wait.
+            Request::QueryPrefetchStatus { request_id }
+            | Request::WaitPrefetchStatus { request_id, .. } => {
+                self.prefetch_status(&request_id, now)
+            }
+            Request::FreeLookupLocks(key) => self.free_lookup_locks(&key, now),
+            Request::EndSession { request_id } => self.end_session(&request_id),
+            Request::PrepareStore { key, instance_id } => {
+                self.prepare_store(client, &key, instance_id, now)
+            }
+            Request::CommitStore { key, instance_id, pickled } => {
+                self.commit_store(&key, instance_id, pickled, now)
+            }
+            Request::PrepareRetrieve { key, instance_id } => {
+                self.prepare_retrieve(client, &key, instance_id, now)
+            }
+            Request::CommitRetrieve { key, instance_id } => {
+                self.commit_retrieve(&key, instance_id, now)
+            }
+            Request::Clear { force } => {
+                self.shared.engine.clear(force);
+                Reply::None
+            }
+            Request::GetChunkSize => {
+                Reply::Int(u64::from(self.shared.config.hasher.chunk_size()))
+            }
+            Request::Ping { instance_id } => self.ping(client, instance_id, now),
+            Request::ReportBlockAllocation { records, .. } => {
+                let blocks: usize = records.iter().map(|record| record.blocks).sum();
+                add(&counters.reported_blocks, blocks as u64);
+                Reply::None
+            }
+            Request::Noop => Reply::Text("OK".to_owned()),
+            Request::GetExperimental => Reply::Strings(if self.shared.events.enabled() {
+                vec![KV_EVENT_STREAM.to_owned()]
+            } else {
+                Vec::new()
+            }),
+            Request::SubscribeKvEvents { instance_id, model_name, cursor, max_events } => {
+                if !(1..=super::events::MAX_BATCH).contains(&max_events) {
+                    let text = format!("lmc: max_events must be 1 to 1024, found {max_events}");
+                    return Outcome::Reply(Reply::Error(text));
+                }
+                let events = &self.shared.events;
+                let subscription = events.subscribe(instance_id, model_name, cursor, max_events);
+                return Outcome::Stream(subscription);
+            }
+        };
+        Outcome::Reply(reply)
+    }
+
+    fn register_engine_driven(
+        &self,
+        client: ClientId,
+        context: &EngineDrivenContext,
+        now: Instant,
+    ) -> Reply {
+        let Some(name) = self.shared.engine.shared_name() else {
+            return refuse("this server's pool is not shared memory, so no worker can map it");
+        };
+        let registered = Reply::Registered {
+            shm_name: name.to_string(),
+            pool_size: self.shared.engine.pool_bytes(),
+        };
+        let chunk_size = self.shared.config.hasher.chunk_size();
+        let instance = Instance::engine_driven(context, client, chunk_size, now);
+        self.add_instance(context.instance_id, instance, registered)
+    }
+
+    fn register_server_driven(
+        &self,
+        client: ClientId,
+        registration: &RegisterKvCache,
+        now: Instant,
+    ) -> Reply {
+        let chunk_size = self.shared.config.hasher.chunk_size();
+        let instance = Instance::server_driven(registration, client, chunk_size, now);
+        self.add_instance(registration.instance_id, instance, Reply::None)
+    }
+
+    fn add_instance(
+        &self,
+        instance_id: u64,
+        instance: Result<Instance, RegisterError>,
+        registered: Reply,
+    ) -> Reply {
+        let counters = &self.shared.stats.service;
+        let instance = match instance {
+            Ok(instance) => instance,
+            Err(error) => {
+                add(&counters.registrations_refused, 1);
+                return refuse(&error.to_string());
+            }
+        };
+        if instance.chunk_bytes > self.shared.engine.pool_bytes() {
+            add(&counters.registrations_refused, 1);
+            return refuse(&format!(
+                "one chunk of this model takes {} bytes, the whole pool has {}: \
+                 start the server with a larger --l1-size-gb",
+                instance.chunk_bytes,
+                self.shared.engine.pool_bytes()
+            ));
+        }
+        let mut state = self.shared.state.lock();
+        let full = state.instances.len() >= self.shared.config.max_instances;
+        if full && !state.instances.contains_key(&instance_id) {
+            add(&counters.over_limit, 1);
+            return refuse("too many workers are registered");
+        }
+        tracing::info!(
+            instance = instance_id,
+            model = %instance.model,
+            world_size = instance.world_size,
+            mode = instance.mode(),
+            shape = ?instance.shape,
+            dtype = %instance.dtype,
+            chunk_bytes = instance.chunk_bytes,
+            "worker registered"
+        );
+        state.told_to_register.remove(&instance_id);
+        // A worker that registers again describes itself anew. Transfers that it had prepared
+        // stay as they are: their slots may still be in use.
+        state.instances.insert(instance_id, instance);
+        add(&counters.registrations, 1);
+        registered
+    }
+
+    fn unregister(&self, instance_id: u64) -> Reply {
+        self.shared.events.unsubscribe(instance_id);
+        let mut state = self.shared.state.lock();
+        if state.instances.remove(&instance_id).is_some() {
+            tracing::info!(instance = instance_id, "worker unregistered");
+        }
+        // The worker itself says that it is done, which is proof for its slots.
+        let dropped = take_transfers(&mut state, |key, _| key.instance_id == instance_id);
+        drop(state);
+        self.count_abandoned(&dropped);
+        Reply::None
+    }
+
+    fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
+        add(&self.shared.stats.service.pings, 1);
+        let Some(instance_id) = instance_id else { return Reply::Bool(true) };
+        let mut state = self.shared.state.lock();
+        if let Some(instance) = state.instances.get_mut(&instance_id) {
+            instance.seen(client, now);
+            instance.pinged = true;
+            return Reply::Bool(true);
+        }
+        // A worker that this server does not know (it was restarted) registers again only when
+        // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
+        let first = state.told_to_register.insert(instance_id, now).is_none();
+        Reply::Bool(!first)
+    }
+
+    pub(crate) fn transport_counters(&self) -> &TransportCounters {
+        &self.shared.stats.transport
+    }
+
+    pub(crate) fn record(&self, operation: Operation, reply: &Reply, took: Duration) {
+        self.shared.stats.record(operation, reply, took);
+    }
+
+    pub(crate) fn record_refusal(&self, operation: Option<Operation>) {
+        self.shared.stats.record_refusal(operation);
+    }
+
+    pub(crate) fn run_job(&self, work: Box<dyn FnOnce() + Send>) {
+        self.shared.workers.run(work);
+    }
+
+    pub(crate) fn watch_events(&self) -> watch::Receiver<u64> {
+        self.shared.events.watch()
+    }
+
+    pub(crate) fn next_batch(&self, subscription: &mut Subscription) -> NextBatch {
+        self.shared.events.next(subscription)
+    }
+
+    pub(crate) fn subscription_ended(&self, subscription: &Subscription) -> bool {
+        self.shared.events.ended(subscription)
+    }
+
+    pub(crate) fn forget_subscription(&self, subscription: &Subscription) {
+        self.shared.events.forget(subscription);
+    }
+
+    /// Logs a warning that a peer can provoke, once a second at most.
+    pub(crate) fn warn_throttled(&self, text: &str) {
+        let shared = &self.shared;
+        let now = shared.started.elapsed().as_millis() as u64 + 1;
+        let last = shared.last_warning.load(Ordering::Relaxed);
+        let due = last == 0 || now >= last + 1000;
+        let swap = || {
+            shared
+                .last_warning
+                .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+        };
+        if due && swap() {
+            let suppressed = shared.suppressed.swap(0, Ordering::Relaxed);
+            tracing::warn!(suppressed, "{text}");
+        } else {
+            shared.suppressed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A refusal in the form that clients show.
+pub(super) fn refuse(text: &str) -> Reply {
+    Reply::Error(format!("lmc: {text}"))
+}
+
+/// Takes the transfers that a condition picks out of the state.
+pub(super) fn take_transfers(
+    state: &mut State,
+    mut pick: impl FnMut(&super::state::TransferKey, &super::state::Transfer) -> bool,
+) -> Vec<super::state::Transfer> {
+    state.transfers.extract_if(|(key, _), transfer| pick(key, transfer)).map(|(_, t)| t).collect()
+}

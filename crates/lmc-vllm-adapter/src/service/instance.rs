@@ -1,0 +1,454 @@
+//! A registered worker: what its chunks look like and how their bytes move.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_key::{DtypeName, HashAlgorithm, KeySpace, LayoutFingerprint, ModelName, Salt};
+use lmc_memory::{
+    DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
+    SharedName,
+};
+use thiserror::Error;
+
+use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
+use crate::service::ClientId;
+
+/// Why a registration was refused.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub(crate) enum RegisterError {
+    /// The description cannot be right, or cannot be served here.
+    #[error("{0}")]
+    Invalid(String),
+    /// Memory that this server cannot open.
+    #[error(
+        "engine memory of kind {0:?} cannot be opened by this server: it serves host memory \
+         (cpu_shm); use lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    Memory(String),
+}
+
+fn invalid(error: impl std::fmt::Display) -> RegisterError {
+    RegisterError::Invalid(error.to_string())
+}
+
+/// One KV group of an engine whose memory the server copies from and to.
+///
+/// A block is copied whole, so the unit of `paged` is a block, not a token: its "tokens" are
+/// blocks, and a chunk is a row of blocks for each plane of each layer.
+#[derive(Debug)]
+pub(crate) struct GroupCopy {
+    pub(crate) paged: PagedKv,
+    /// Blocks of one chunk.
+    pub(crate) blocks_per_chunk: u64,
+    /// Tokens of one block.
+    pub(crate) tokens_per_block: u64,
+    /// First byte of this group in a chunk, and the one after its last.
+    pub(crate) range: std::ops::Range<usize>,
+}
+
+/// How a worker's bytes reach the pool.
+#[derive(Debug)]
+pub(crate) enum Transport {
+    /// The worker maps the pool and copies by itself.
+    EngineDriven,
+    /// The server maps the worker's memory and copies.
+    ServerDriven(Arc<[GroupCopy]>),
+}
+
+/// A registered worker.
+#[derive(Debug)]
+pub(crate) struct Instance {
+    pub(crate) client: ClientId,
+    pub(crate) model: ModelName,
+    pub(crate) world_size: u32,
+    pub(crate) fingerprint: LayoutFingerprint,
+    pub(crate) dtype: DType,
+    /// Shape that engine-driven workers see.
+    pub(crate) shape: Vec<u64>,
+    pub(crate) chunk_bytes: u64,
+    pub(crate) transport: Transport,
+    pub(crate) registered: Instant,
+    pub(crate) last_seen: Instant,
+    /// Whether it ever sent a sign of life; tells how long its silence is tolerated.
+    pub(crate) pinged: bool,
+    /// When its connection ended, if it did.
+    pub(crate) orphaned: Option<Instant>,
+}
+
+impl Instance {
+    /// A worker that copies by itself.
+    pub(crate) fn engine_driven(
+        context: &EngineDrivenContext,
+        client: ClientId,
+        chunk_size: u32,
+        now: Instant,
+    ) -> Result<Self, RegisterError> {
+        let dtype: DType = context.dtype.parse().map_err(invalid)?;
+        let tokens = context.num_physical_slots.unwrap_or(chunk_size);
+        let planes = if context.use_mla { Planes::Fused } else { Planes::KeyValue };
+        let layout =
+            GroupLayout::new(planes, context.num_layers, tokens, context.hidden_dim_size, dtype)
+                .map_err(invalid)?;
+        Ok(Self {
+            client,
+            model: context.model_name.parse().map_err(invalid)?,
+            world_size: context.world_size,
+            fingerprint: token_order(&[layout])?,
+            dtype,
+            shape: layout.shape(),
+            chunk_bytes: layout.chunk_bytes(),
+            transport: Transport::EngineDriven,
+            registered: now,
+            last_seen: now,
+            pinged: false,
+            orphaned: None,
+        })
+    }
+
+    /// A worker whose memory the server copies from and to.
+    pub(crate) fn server_driven(
+        registration: &RegisterKvCache,
+        client: ClientId,
+        chunk_size: u32,
+        now: Instant,
+    ) -> Result<Self, RegisterError> {
+        let tensors = tensors(registration)?;
+        let mut segments = Segments::default();
+        let whole = [EngineGroup {
+            layer_indices: (0..tensors.len() as u32).collect(),
+            ..EngineGroup::default()
+        }];
+        let groups = if registration.groups.is_empty() { &whole[..] } else { &registration.groups };
+        let order = match registration.kv_layout.as_deref() {
+            None | Some("HND" | "BLHNC") => KvOrder::HeadsFirst,
+            Some("NHD" | "BLNHC") => KvOrder::TokensFirst,
+            Some(other) => {
+                let text =
+                    format!("kv_layout {other:?} is unknown, expected NHD, HND, BLHNC or BLNHC");
+                return Err(RegisterError::Invalid(text));
+            }
+        };
+        let mut copies = Vec::with_capacity(groups.len());
+        let mut identities = Vec::with_capacity(groups.len());
+        let (mut end, mut dtype) = (0, None);
+        for group in groups {
+            let described = describe(group, &tensors, order, chunk_size)?;
+            let (paged, layout) = described.open(&mut segments)?;
+            let start = end;
+            end += usize::try_from(layout.chunk_bytes()).map_err(invalid)?;
+            dtype.get_or_insert(layout.dtype());
+            identities.push(described.identity()?);
+            copies.push(GroupCopy {
+                paged,
+                blocks_per_chunk: described.blocks_per_chunk,
+                tokens_per_block: described.tokens_per_block,
+                range: start..end,
+            });
+        }
+        let dtype = dtype.ok_or_else(|| RegisterError::Invalid("no KV groups".to_owned()))?;
+        let (fingerprint, shape) = identity(&identities)?;
+        Ok(Self {
+            client,
+            model: registration.model_name.parse().map_err(invalid)?,
+            world_size: registration.world_size,
+            fingerprint,
+            dtype,
+            shape,
+            chunk_bytes: end as u64,
+            transport: Transport::ServerDriven(copies.into()),
+            registered: now,
+            last_seen: now,
+            pinged: false,
+            orphaned: None,
+        })
+    }
+
+    /// The space of this worker's chunks under a tenant's salt.
+    pub(crate) fn space(&self, algorithm: HashAlgorithm, chunk_size: u32, salt: Salt) -> KeySpace {
+        KeySpace {
+            algorithm,
+            chunk_size,
+            model: self.model.clone(),
+            world_size: self.world_size,
+            layout: self.fingerprint,
+            dtype: dtype_name(self.dtype),
+            salt,
+        }
+    }
+
+    /// The worker was heard of, on this connection.
+    pub(crate) fn seen(&mut self, client: ClientId, now: Instant) {
+        self.client = client;
+        self.last_seen = now;
+        self.orphaned = None;
+    }
+
+    /// `engine_driven` or `lmcache_driven`, as the client's setting calls them.
+    pub(crate) fn mode(&self) -> &'static str {
+        match self.transport {
+            Transport::EngineDriven => "engine_driven",
+            Transport::ServerDriven(_) => "lmcache_driven",
+        }
+    }
+}
+
+fn dtype_name(dtype: DType) -> DtypeName {
+    dtype.name().parse().expect("torch's names of element types are valid in a key's text")
+}
+
+/// What makes the bytes of one group's chunks mean what they mean.
+enum Identity {
+    /// `[planes, layers, tokens, hidden]`, which engine-driven workers write too.
+    TokenOrder(GroupLayout),
+    /// Blocks as the engine has them, heads before tokens within a block.
+    BlockOrder { blocks: GroupLayout, heads: u64, block_tokens: u64 },
+}
+
+/// The fingerprint of a chunk and the shape to show for it.
+fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), RegisterError> {
+    let token_ordered: Option<Vec<_>> = groups
+        .iter()
+        .map(|group| match group {
+            Identity::TokenOrder(layout) => Some(*layout),
+            Identity::BlockOrder { .. } => None,
+        })
+        .collect();
+    if let Some(layouts) = token_ordered {
+        return Ok((token_order(&layouts)?, layouts[0].shape()));
+    }
+    let mut description = b"lmc layout 1: blocks".to_vec();
+    let mut shape = Vec::new();
+    for group in groups {
+        let (layout, heads, block_tokens) = match group {
+            Identity::TokenOrder(layout) => (layout, 0, 0),
+            Identity::BlockOrder { blocks, heads, block_tokens } => (blocks, *heads, *block_tokens),
+        };
+        description.extend_from_slice(&Layout::single(*layout).canonical_bytes());
+        description.extend_from_slice(&heads.to_le_bytes());
+        description.extend_from_slice(&block_tokens.to_le_bytes());
+        if shape.is_empty() {
+            shape = layout.shape();
+        }
+    }
+    Ok((LayoutFingerprint::of(&description), shape))
+}
+
+fn token_order(groups: &[GroupLayout]) -> Result<LayoutFingerprint, RegisterError> {
+    let mut description = b"lmc layout 1: tokens".to_vec();
+    description
+        .extend_from_slice(&Layout::new(groups.to_vec()).map_err(invalid)?.canonical_bytes());
+    Ok(LayoutFingerprint::of(&description))
+}
+
+fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError> {
+    if registration.kv_caches.is_empty() {
+        return Err(RegisterError::Invalid("no KV tensors were registered".to_owned()));
+    }
+    registration
+        .kv_caches
+        .iter()
+        .map(|descriptor| match descriptor {
+            KvDescriptor::CpuShm(shm) => Ok(shm),
+            KvDescriptor::Unsupported(kind) => Err(RegisterError::Memory(kind.clone())),
+        })
+        .collect()
+}
+
+/// One group's tensors, understood: blocks along one axis, everything else inside a block.
+struct Described<'a> {
+    tensors: Vec<&'a CpuShm>,
+    dtype: DType,
+    /// Whether K and V lie in two ranges of each tensor (`[2, blocks, …]`).
+    split: bool,
+    order: KvOrder,
+    blocks: u64,
+    /// Elements from one block to the next.
+    block_stride: u64,
+    /// Elements of a block, which are contiguous.
+    block_elements: u64,
+    /// Planes inside a block (`[blocks, 2, …]`).
+    inner_planes: u64,
+    heads: u64,
+    block_tokens: u64,
+    head_size: u64,
+    tokens_per_block: u64,
+    blocks_per_chunk: u64,
+}
+
+fn describe<'a>(
+    group: &EngineGroup,
+    tensors: &[&'a CpuShm],
+    order: KvOrder,
+    chunk_size: u32,
+) -> Result<Described<'a>, RegisterError> {
+    let fail = |text: String| Err(RegisterError::Invalid(text));
+    if group.recurrent_state {
+        return fail(
+            "a KV group holds recurrent state (Mamba, GDN), which this server does not cache yet"
+                .to_owned(),
+        );
+    }
+    let mut layers = Vec::with_capacity(group.layer_indices.len());
+    for &index in &group.layer_indices {
+        match tensors.get(index as usize) {
+            Some(&tensor) => layers.push(tensor),
+            None => {
+                let count = tensors.len();
+                return fail(format!("layer index {index} is beyond the {count} registered tensors"));
+            }
+        }
+    }
+    let Some(first) = layers.first() else { return fail("a KV group has no layers".to_owned()) };
+    let (shape, stride) = (&first.tensor.shape, &first.tensor.stride);
+    let alike = |t: &&CpuShm| {
+        t.tensor.shape == *shape && t.tensor.stride == *stride && t.tensor.dtype == first.tensor.dtype
+    };
+    if !layers.iter().all(alike) {
+        return fail("the layers of a KV group differ in shape, stride or dtype".to_owned());
+    }
+    let heads_first = order == KvOrder::HeadsFirst;
+    // Rank 5 has a K/V axis, rank 4 packs K and V within a head, rank 3 is MLA.
+    let (split, block_axis, inner_planes) = match **shape {
+        [2, _, _, _, _] => (true, 1, 1),
+        [_, 2, _, _, _] => (false, 0, 2),
+        [_, _, _, _] | [_, _, _] => (false, 0, 1),
+        _ => {
+            return fail(format!(
+                "KV tensors of shape {shape:?} are not a layout of vLLM that this server knows"
+            ));
+        }
+    };
+    let inner = &shape[shape.len() - if shape.len() == 3 { 2 } else { 3 }..];
+    let (heads, block_tokens, head_size) = match (inner, heads_first) {
+        ([tokens, size], _) => (1, *tokens, *size),
+        ([heads, tokens, size], true) | ([tokens, heads, size], false) => {
+            (*heads, *tokens, *size)
+        }
+        _ => unreachable!("the slice above has two or three axes"),
+    };
+    let mut expected = 1;
+    for axis in (block_axis + 1..shape.len()).rev() {
+        if stride[axis] != expected && shape[axis] > 1 {
+            return fail(format!(
+                "a block of the KV tensors is not contiguous: shape {shape:?}, stride {stride:?}"
+            ));
+        }
+        expected *= shape[axis];
+    }
+    let tokens_per_block = match u64::from(group.tokens_per_block) {
+        0 => block_tokens,
+        declared => declared,
+    };
+    if tokens_per_block == 0 || u64::from(chunk_size) % tokens_per_block != 0 {
+        return fail(format!(
+            "blocks of {tokens_per_block} tokens do not divide the chunk size {chunk_size}: \
+             start the server with a --chunk-size that is a multiple of the engine's block size"
+        ));
+    }
+    Ok(Described {
+        dtype: first.tensor.dtype.parse().map_err(invalid)?,
+        tensors: layers,
+        split,
+        order,
+        blocks: shape[block_axis],
+        block_stride: stride[block_axis],
+        block_elements: expected,
+        inner_planes,
+        heads,
+        block_tokens,
+        head_size,
+        tokens_per_block,
+        blocks_per_chunk: u64::from(chunk_size) / tokens_per_block,
+    })
+}
+
+impl Described<'_> {
+    fn planes(&self) -> Planes {
+        if self.split { Planes::KeyValue } else { Planes::Fused }
+    }
+
+    /// The layout in units of blocks.
+    fn block_layout(&self) -> Result<GroupLayout, RegisterError> {
+        let small = |value: u64| u32::try_from(value).map_err(invalid);
+        let layers = small(self.tensors.len() as u64)?;
+        let (blocks, elements) = (small(self.blocks_per_chunk)?, small(self.block_elements)?);
+        GroupLayout::new(self.planes(), layers, blocks, elements, self.dtype).map_err(invalid)
+    }
+
+    fn identity(&self) -> Result<Identity, RegisterError> {
+        let blocks = self.block_layout()?;
+        // One token after another, with nothing between: the same bytes as in token order.
+        let tokens_adjacent = self.inner_planes == 1
+            && self.block_tokens == self.tokens_per_block
+            && (self.order == KvOrder::TokensFirst || self.heads == 1);
+        if !tokens_adjacent {
+            let (heads, block_tokens) = (self.heads, self.block_tokens);
+            return Ok(Identity::BlockOrder { blocks, heads, block_tokens });
+        }
+        let hidden = u32::try_from(self.heads * self.head_size).map_err(invalid)?;
+        let tokens = self.blocks_per_chunk * self.tokens_per_block;
+        let tokens = u32::try_from(tokens).map_err(invalid)?;
+        GroupLayout::new(self.planes(), blocks.layers(), tokens, hidden, self.dtype)
+            .map(Identity::TokenOrder)
+            .map_err(invalid)
+    }
+
+    /// Maps the segments and checks that all blocks lie inside them.
+    fn open(&self, segments: &mut Segments) -> Result<(PagedKv, GroupLayout), RegisterError> {
+        let layout = self.block_layout()?;
+        let size = self.dtype.size() as u64;
+        let outside = || RegisterError::Invalid("KV tensor sizes overflow".to_owned());
+        let bytes = |elements: u64| elements.checked_mul(size).ok_or_else(outside);
+        let block_bytes = bytes(self.block_elements)?;
+        let geometry = PagedGeometry {
+            blocks: u32::try_from(self.blocks).map_err(invalid)?,
+            block_tokens: 1,
+            block_stride: bytes(self.block_stride)?,
+            token_stride: block_bytes,
+            heads: 1,
+            head_stride: block_bytes,
+            head_bytes: block_bytes,
+        };
+        let mut planes = Vec::with_capacity(2 * self.tensors.len());
+        for plane in 0..if self.split { 2 } else { 1 } {
+            for tensor in &self.tensors {
+                let segment = segments.open(tensor)?;
+                let elements = self.tensor_plane(tensor, plane).ok_or_else(outside)?;
+                planes.push(PlaneBase { segment, offset: bytes(elements)? });
+            }
+        }
+        let paged = PagedKv::new(layout, geometry, planes, segments.mapped.clone());
+        Ok((paged.map_err(invalid)?, layout))
+    }
+
+    /// First element of K (0) or V (1) in a tensor's segment.
+    fn tensor_plane(&self, tensor: &CpuShm, plane: u64) -> Option<u64> {
+        let stride = if self.split { tensor.tensor.stride[0] } else { 0 };
+        tensor.tensor.storage_offset.checked_add(plane.checked_mul(stride)?)
+    }
+}
+
+/// The segments of one registration, each mapped once however many layers lie in it.
+#[derive(Default)]
+struct Segments {
+    names: Vec<String>,
+    mapped: Vec<Arc<MappedSegment>>,
+}
+
+impl Segments {
+    fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
+        if let Some(index) = self.names.iter().position(|name| *name == tensor.shm_name) {
+            return Ok(index);
+        }
+        let name = SharedName::new(&tensor.shm_name).map_err(invalid)?;
+        let mapped = MappedSegment::open(&name, tensor.nbytes).map_err(|error| {
+            RegisterError::Invalid(format!(
+                "{error}: engine and server must run on one host and share /dev/shm"
+            ))
+        })?;
+        self.names.push(tensor.shm_name.clone());
+        self.mapped.push(Arc::new(mapped));
+        Ok(self.names.len() - 1)
+    }
+}

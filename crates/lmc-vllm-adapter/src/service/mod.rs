@@ -1,0 +1,65 @@
+//! What the operations do: registrations, sessions, transfers, and the engine behind them.
+//!
+//! Nothing here knows an encoding or a socket, and time comes in as an argument.
+
+mod config;
+mod events;
+mod handle;
+mod instance;
+mod job;
+mod lookup;
+mod session;
+mod spaces;
+mod state;
+mod stats;
+mod status;
+mod tick;
+mod transfer;
+
+use std::fmt;
+
+pub use config::{ServiceConfig, ServiceError};
+pub(crate) use events::{NextBatch, Subscription};
+pub(crate) use job::Job;
+pub use handle::Service;
+pub use stats::{
+    HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
+};
+pub use status::{EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus};
+
+/// A connection, for as long as the process runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClientId(u64);
+
+impl ClientId {
+    /// Numbers are given by whoever owns the connections.
+    pub fn new(number: u64) -> Self {
+        Self(number)
+    }
+}
+
+impl fmt::Display for ClientId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "client {}", self.0)
+    }
+}
+
+/// How a connection ended, and what that proves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectionEnd {
+    /// The peer closed it or its process died: it touches no slot any more. (The kernel gives
+    /// up a process's memory before its sockets.)
+    Gone,
+    /// This side closed it: the peer may live on and still be copying.
+    Closed,
+}
+
+/// What becomes of a request.
+pub(crate) enum Outcome {
+    /// Answer this.
+    Reply(crate::protocol::Reply),
+    /// Run this where copying does not hold up others, and answer what it returns.
+    Job(Job),
+    /// Answer with a batch whenever there is one and the reader is ready.
+    Stream(Subscription),
+}

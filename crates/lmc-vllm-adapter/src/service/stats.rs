@@ -1,0 +1,331 @@
+//! Counters that handlers bump and others read: atomics, no locks.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::protocol::{Operation, Reply};
+
+/// Buckets of a [`Histogram`]: four to each doubling, from 1 µs to about 67 s.
+pub const HISTOGRAM_BUCKETS: usize = 4 * 26 + 1;
+
+/// How long something took, in buckets whose bounds grow by a quarter of a doubling.
+#[derive(Debug)]
+pub struct Histogram {
+    buckets: [AtomicU64; HISTOGRAM_BUCKETS],
+    sum_nanos: AtomicU64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { buckets: [const { AtomicU64::new(0) }; HISTOGRAM_BUCKETS], sum_nanos: 0.into() }
+    }
+}
+
+impl Histogram {
+    /// Counts one duration.
+    pub fn record(&self, took: Duration) {
+        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.buckets[bucket(nanos)].fetch_add(1, Ordering::Relaxed);
+        self.sum_nanos.fetch_add(nanos, Ordering::Relaxed);
+    }
+
+    /// What was counted so far.
+    pub fn snapshot(&self) -> HistogramSnapshot {
+        HistogramSnapshot {
+            buckets: self.buckets.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+            sum_seconds: self.sum_nanos.load(Ordering::Relaxed) as f64 / 1e9,
+        }
+    }
+}
+
+fn bucket(nanos: u64) -> usize {
+    let micros = nanos / 1000;
+    if micros == 0 {
+        return 0;
+    }
+    let doubling = micros.ilog2();
+    let quarter = (nanos * 4 / 1000) >> doubling & 3;
+    (1 + 4 * doubling as usize + quarter as usize).min(HISTOGRAM_BUCKETS - 1)
+}
+
+/// Counts of a [`Histogram`] at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct HistogramSnapshot {
+    /// Count of each bucket; the bound of bucket `i` is [`Self::upper_bound`].
+    pub buckets: Vec<u64>,
+    /// All durations added up, seconds.
+    pub sum_seconds: f64,
+}
+
+impl HistogramSnapshot {
+    /// Seconds below which every duration of this bucket lies.
+    pub fn upper_bound(bucket: usize) -> f64 {
+        if bucket == 0 {
+            return 1e-6;
+        }
+        let (doubling, quarter) = ((bucket - 1) / 4, (bucket - 1) % 4);
+        (1u64 << doubling) as f64 * (1.0 + (quarter + 1) as f64 / 4.0) * 1e-6
+    }
+
+    /// How many durations were counted.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Seconds that a share of the durations did not exceed (`0.5` is the median); 0 when
+    /// nothing was counted. The bound of the bucket, so at most a quarter too high.
+    pub fn quantile(&self, share: f64) -> f64 {
+        let wanted = (self.count() as f64 * share).ceil() as u64;
+        let mut seen = 0;
+        for (index, count) in self.buckets.iter().enumerate() {
+            seen += count;
+            if seen >= wanted.max(1) {
+                return Self::upper_bound(index);
+            }
+        }
+        0.0
+    }
+}
+
+/// Counters of one operation.
+#[derive(Debug, Default)]
+struct PerOperation {
+    refused: AtomicU64,
+    latency: Histogram,
+}
+
+/// Counters of the transport.
+#[derive(Debug, Default)]
+pub(crate) struct TransportCounters {
+    pub(crate) connections_open: AtomicU64,
+    pub(crate) connections_accepted: AtomicU64,
+    pub(crate) connections_refused: AtomicU64,
+    pub(crate) broken: AtomicU64,
+    pub(crate) stalled: AtomicU64,
+    pub(crate) unanswerable: AtomicU64,
+    pub(crate) bytes_in: AtomicU64,
+    pub(crate) bytes_out: AtomicU64,
+}
+
+/// Declares the service's counters and their snapshot together.
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)+) => {
+        #[derive(Debug, Default)]
+        pub(crate) struct ServiceCounters { $(pub(crate) $name: AtomicU64,)+ }
+
+        /// What the service counted since it started.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+        #[non_exhaustive]
+        pub struct ServiceCounts { $($(#[$doc])* pub $name: u64,)+ }
+
+        impl ServiceCounters {
+            pub(crate) fn snapshot(&self) -> ServiceCounts {
+                ServiceCounts { $($name: self.$name.load(Ordering::Relaxed),)+ }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Lookups answered.
+    lookups,
+    /// Tokens of whole chunks that lookups asked for.
+    lookup_tokens,
+    /// Tokens of them that were found.
+    hit_tokens,
+    /// Lookups for a model that no engine has registered.
+    lookups_unregistered,
+    /// Stores that ended well, in either mode.
+    stores,
+    /// Stores that were dropped or failed.
+    stores_failed,
+    /// Chunks made findable.
+    stored_chunks,
+    /// Bytes made findable.
+    stored_bytes,
+    /// Chunks not stored because they were there or being written already.
+    chunks_present,
+    /// Chunks not stored because the pool had no room that may be taken.
+    chunks_no_room,
+    /// Chunks not stored because the engine had dropped some of their blocks.
+    chunks_null,
+    /// Retrieves that ended well, in either mode.
+    retrieves,
+    /// Retrieves that missed a chunk.
+    retrieves_missed,
+    /// Chunks handed back.
+    retrieved_chunks,
+    /// Bytes handed back.
+    retrieved_bytes,
+    /// Nanoseconds that the server spent copying into the cache.
+    gather_nanos,
+    /// Nanoseconds that the server spent copying out of the cache.
+    scatter_nanos,
+    /// Bytes that the server copied into the cache.
+    gather_bytes,
+    /// Bytes that the server copied out of the cache.
+    scatter_bytes,
+    /// Commits of something that was never prepared, or committed before.
+    commits_unknown,
+    /// Stores abandoned by a worker that went away.
+    stores_abandoned,
+    /// Pickled payloads refused.
+    pickles_refused,
+    /// Workers registered.
+    registrations,
+    /// Registrations refused.
+    registrations_refused,
+    /// Workers removed because they were silent or their connection ended.
+    workers_reaped,
+    /// Sessions ended by time instead of by the engine.
+    sessions_expired,
+    /// Leases of lookups ended by time instead of by the engine.
+    lookup_leases_expired,
+    /// Requests turned away because a limit on sessions, workers or transfers was reached.
+    over_limit,
+    /// Blocks that engines reported as allocated.
+    reported_blocks,
+    /// Signs of life.
+    pings,
+}
+
+/// Counters of one operation at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct OperationCounts {
+    /// Name of the operation.
+    pub operation: &'static str,
+    /// Requests refused with a text.
+    pub refused: u64,
+    /// Time from the last byte of the request to the answer.
+    pub latency: HistogramSnapshot,
+}
+
+/// Counters of the transport at one moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TransportCounts {
+    /// Connections open now.
+    pub connections_open: u64,
+    /// Connections accepted since the start.
+    pub connections_accepted: u64,
+    /// Connections closed at once because there were too many.
+    pub connections_refused: u64,
+    /// Connections closed because the peer broke the protocol.
+    pub broken: u64,
+    /// Connections closed because the peer stalled.
+    pub stalled: u64,
+    /// Messages dropped because nobody could be answered.
+    pub unanswerable: u64,
+    /// Requests whose operation could not be told.
+    pub unknown_operations: u64,
+    /// Bytes received.
+    pub bytes_in: u64,
+    /// Bytes sent.
+    pub bytes_out: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Stats {
+    operations: Vec<PerOperation>,
+    unknown_operations: AtomicU64,
+    pub(crate) transport: TransportCounters,
+    pub(crate) service: ServiceCounters,
+}
+
+impl Stats {
+    pub(crate) fn new() -> Self {
+        Self {
+            operations: Operation::ALL.iter().map(|_| PerOperation::default()).collect(),
+            unknown_operations: AtomicU64::new(0),
+            transport: TransportCounters::default(),
+            service: ServiceCounters::default(),
+        }
+    }
+
+    fn of(&self, operation: Operation) -> &PerOperation {
+        &self.operations[operation as usize]
+    }
+
+    pub(crate) fn record(&self, operation: Operation, reply: &Reply, took: Duration) {
+        let counters = self.of(operation);
+        counters.latency.record(took);
+        if matches!(reply, Reply::Error(_)) {
+            counters.refused.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn record_refusal(&self, operation: Option<Operation>) {
+        let counter = match operation {
+            Some(operation) => &self.of(operation).refused,
+            None => &self.unknown_operations,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn operations(&self) -> Vec<OperationCounts> {
+        let all = Operation::ALL.iter().zip(&self.operations);
+        all.map(|(operation, counters)| OperationCounts {
+            operation: operation.name(),
+            refused: counters.refused.load(Ordering::Relaxed),
+            latency: counters.latency.snapshot(),
+        })
+        .collect()
+    }
+
+    pub(crate) fn transport(&self) -> TransportCounts {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let t = &self.transport;
+        TransportCounts {
+            connections_open: read(&t.connections_open),
+            connections_accepted: read(&t.connections_accepted),
+            connections_refused: read(&t.connections_refused),
+            broken: read(&t.broken),
+            stalled: read(&t.stalled),
+            unanswerable: read(&t.unanswerable),
+            unknown_operations: read(&self.unknown_operations),
+            bytes_in: read(&t.bytes_in),
+            bytes_out: read(&t.bytes_out),
+        }
+    }
+}
+
+/// Adds to a counter.
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_grow_with_the_duration_and_bound_it() {
+        let mut last = 0;
+        for nanos in (0..40).map(|shift| 1u64 << shift).chain([999, 1_000, 1_249, 1_250, 1_999]) {
+            let index = bucket(nanos);
+            if nanos.is_power_of_two() {
+                assert!(index >= last, "{nanos} ns fell back to bucket {index}");
+                last = index;
+            }
+            let bound = HistogramSnapshot::upper_bound(index);
+            assert!((nanos as f64) / 1e9 < bound || index == HISTOGRAM_BUCKETS - 1, "{nanos} ns");
+        }
+    }
+
+    #[test]
+    fn quantiles_come_from_the_counts() {
+        let histogram = Histogram::default();
+        for micros in 1..=100 {
+            histogram.record(Duration::from_micros(micros));
+        }
+        let snapshot = histogram.snapshot();
+        assert_eq!(snapshot.count(), 100);
+        let median = snapshot.quantile(0.5);
+        assert!((50e-6..=63e-6).contains(&median), "{median}");
+        assert!(snapshot.quantile(1.0) >= 100e-6);
+        assert!((snapshot.sum_seconds - 5050e-6).abs() < 1e-9);
+    }
+}

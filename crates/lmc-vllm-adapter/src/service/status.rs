@@ -1,0 +1,195 @@
+//! What a service shows of itself.
+
+use std::time::Instant;
+
+use lmc_engine::{EngineStats, EngineUsage};
+use lmc_key::MemoStats;
+use serde::Serialize;
+
+use crate::service::handle::Service;
+use crate::service::state::Direction;
+use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
+
+/// A registered worker.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct InstanceStatus {
+    /// Id that the worker chose.
+    pub instance_id: u64,
+    /// Model name as the engine gives it.
+    pub model: String,
+    /// Pieces that one chunk's KV cache is split into.
+    pub world_size: u32,
+    /// `engine_driven` or `lmcache_driven`.
+    pub mode: &'static str,
+    /// Shape of a chunk.
+    pub shape: Vec<u64>,
+    /// Torch name of the element type.
+    pub dtype: &'static str,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// What tells this layout from others, in hexadecimal.
+    pub layout: String,
+    /// Seconds since the registration.
+    pub age_seconds: f64,
+    /// Seconds since it was last heard of.
+    pub silent_seconds: f64,
+    /// Whether its connection is open.
+    pub connected: bool,
+    /// Transfers that it has prepared and not committed.
+    pub transfers: usize,
+}
+
+/// The requests that are under way.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct SessionStatus {
+    /// Sessions.
+    pub sessions: usize,
+}
+
+/// The transfers that workers have prepared and not committed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct TransferStatus {
+    /// Into the pool.
+    pub stores: usize,
+    /// Out of the pool.
+    pub retrieves: usize,
+    /// Of either kind, older than the deadline: held until the worker is known to be done.
+    pub overdue: usize,
+}
+
+/// The event log.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct EventLogStatus {
+    /// Whether there is one.
+    pub enabled: bool,
+    /// Changes with each start.
+    pub incarnation: u64,
+    /// Events kept.
+    pub depth: usize,
+    /// Events that can be kept.
+    pub capacity: usize,
+    /// Sequence number of the next event.
+    pub next_seq: u64,
+    /// Subscriptions.
+    pub subscribers: usize,
+}
+
+/// Everything at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ServiceStatus {
+    /// Tokens of a chunk.
+    pub chunk_size: u32,
+    /// Hash algorithm of chunks.
+    pub hash_algorithm: String,
+    /// Seconds since the start.
+    pub uptime_seconds: f64,
+    /// Workers, oldest first.
+    pub instances: Vec<InstanceStatus>,
+    /// Requests under way.
+    pub sessions: SessionStatus,
+    /// Transfers under way.
+    pub transfers: TransferStatus,
+    /// Memory, leases, reservations.
+    pub usage: EngineUsage,
+    /// Counters of the tiers.
+    pub engine: EngineStats,
+    /// Event log.
+    pub events: EventLogStatus,
+    /// Memo of chunk hashes: bytes, known, hashed.
+    pub memo_bytes: usize,
+    /// Chunks whose hash was known.
+    pub memo_known: u64,
+    /// Chunks that were hashed.
+    pub memo_hashed: u64,
+    /// Counters of the service.
+    pub counts: ServiceCounts,
+    /// Counters of the transport.
+    pub transport: TransportCounts,
+    /// Counters of each operation.
+    pub operations: Vec<OperationCounts>,
+}
+
+impl Service {
+    /// Looks at everything. Meant for people and scrapers: takes locks for a moment.
+    pub fn status(&self, now: Instant) -> ServiceStatus {
+        let shared = &self.shared;
+        let memo: MemoStats = shared.memo.stats();
+        let events = shared.events.status();
+        let (instances, sessions, transfers) = self.registered(now);
+        ServiceStatus {
+            chunk_size: shared.config.hasher.chunk_size(),
+            hash_algorithm: shared.config.hasher.algorithm().to_string(),
+            uptime_seconds: now.saturating_duration_since(shared.started).as_secs_f64(),
+            instances,
+            sessions: SessionStatus { sessions },
+            transfers,
+            usage: shared.engine.usage(),
+            engine: shared.engine.stats(),
+            events: EventLogStatus {
+                enabled: events.enabled,
+                incarnation: events.incarnation,
+                depth: events.depth,
+                capacity: events.capacity,
+                next_seq: events.next_seq,
+                subscribers: events.subscribers,
+            },
+            memo_bytes: memo.bytes,
+            memo_known: memo.known,
+            memo_hashed: memo.hashed,
+            counts: shared.stats.service.snapshot(),
+            transport: shared.stats.transport(),
+            operations: shared.stats.operations(),
+        }
+    }
+
+    fn registered(&self, now: Instant) -> (Vec<InstanceStatus>, usize, TransferStatus) {
+        let deadline = self.shared.config.transfer_deadline;
+        let state = self.shared.state.lock();
+        let mut instances: Vec<_> = state
+            .instances
+            .iter()
+            .map(|(&instance_id, instance)| InstanceStatus {
+                instance_id,
+                model: instance.model.to_string(),
+                world_size: instance.world_size,
+                mode: instance.mode(),
+                shape: instance.shape.clone(),
+                dtype: instance.dtype.name(),
+                chunk_bytes: instance.chunk_bytes,
+                layout: instance.fingerprint.to_string(),
+                age_seconds: now.saturating_duration_since(instance.registered).as_secs_f64(),
+                silent_seconds: now.saturating_duration_since(instance.last_seen).as_secs_f64(),
+                connected: instance.orphaned.is_none(),
+                transfers: state.transfers_of(instance_id),
+            })
+            .collect();
+        instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
+        let count = |direction| state.transfers.keys().filter(|(_, d)| *d == direction).count();
+        let overdue = state
+            .transfers
+            .values()
+            .filter(|transfer| now.saturating_duration_since(transfer.since) >= deadline)
+            .count();
+        let transfers = TransferStatus {
+            stores: count(Direction::Store),
+            retrieves: count(Direction::Retrieve),
+            overdue,
+        };
+        (instances, state.sessions.len(), transfers)
+    }
+
+    /// The tenants that were ever named, with their numbers in the engine.
+    pub fn tenants(&self) -> Vec<(String, lmc_engine::TenantId)> {
+        self.shared.spaces.tenants()
+    }
+
+    /// The number of a tenant in the engine, for quotas.
+    pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
+        self.shared.spaces.tenant(salt)
+    }
+}

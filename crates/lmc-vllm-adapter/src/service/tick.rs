@@ -1,0 +1,114 @@
+//! What happens by itself: time passes, connections end.
+
+use std::time::{Duration, Instant};
+
+use crate::service::handle::{Service, take_transfers};
+use crate::service::state::{Pending, State, Transfer};
+use crate::service::stats::add;
+use crate::service::{ClientId, ConnectionEnd};
+
+/// How long the "no" to an unknown worker's sign of life is remembered.
+const TOLD_TTL: Duration = Duration::from_secs(600);
+
+impl Service {
+    /// Ends what has outlived its time. To be called about once a second.
+    pub fn tick(&self, now: Instant) {
+        let shared = &self.shared;
+        let config = &shared.config;
+        let mut state = shared.state.lock();
+        let mut expired_leases = 0;
+        let mut ended = Vec::new();
+        state.sessions.retain(|_, session| {
+            if now.saturating_duration_since(session.last_used) < config.session_ttl {
+                expired_leases += session.expire(now);
+                return true;
+            }
+            ended.push(session.take());
+            false
+        });
+        let silent = silent_workers(&state, now, config);
+        for instance_id in &silent {
+            state.instances.remove(instance_id);
+        }
+        state
+            .told_to_register
+            .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
+        drop(state);
+        for instance_id in &silent {
+            // Its transfers stay: silence does not prove that it has stopped copying.
+            shared.events.unsubscribe(*instance_id);
+            tracing::warn!(instance = instance_id, "worker removed: it was silent for too long");
+        }
+        let counters = &shared.stats.service;
+        add(&counters.workers_reaped, silent.len() as u64);
+        add(&counters.sessions_expired, ended.len() as u64);
+        add(&counters.lookup_leases_expired, expired_leases as u64);
+        shared.engine.tick(now);
+    }
+
+    /// A connection is over.
+    ///
+    /// When the peer ended it, the slots that its workers had prepared come back: the process
+    /// that was copying is gone. When this side ended it they stay held, because the process
+    /// may still be copying; a commit or an unregistration gives them back.
+    pub fn client_gone(&self, client: ClientId, end: ConnectionEnd, now: Instant) {
+        let mut state = self.shared.state.lock();
+        state.bindings.remove(&client);
+        let mut silent = Vec::new();
+        for (&instance_id, instance) in &mut state.instances {
+            if instance.client == client {
+                instance.orphaned = Some(now);
+                silent.push(instance_id);
+            }
+        }
+        let mut sessions = Vec::new();
+        if end == ConnectionEnd::Gone {
+            // A scheduler that is gone ends none of its sessions itself.
+            state.sessions.retain(|_, session| {
+                let keep = session.client != client;
+                if !keep {
+                    sessions.push(session.take());
+                }
+                keep
+            });
+        }
+        let dropped = match end {
+            ConnectionEnd::Gone => take_transfers(&mut state, |_, t| t.client == client),
+            ConnectionEnd::Closed => Vec::new(),
+        };
+        drop(state);
+        for instance_id in silent {
+            self.shared.events.unsubscribe(instance_id);
+        }
+        self.count_abandoned(&dropped);
+    }
+
+    pub(super) fn count_abandoned(&self, dropped: &[Transfer]) {
+        let stores = dropped.iter().filter(|t| matches!(t.pending, Pending::Store { .. })).count();
+        add(&self.shared.stats.service.stores_abandoned, stores as u64);
+    }
+}
+
+/// Workers whose silence has lasted longer than they are granted.
+fn silent_workers(
+    state: &State,
+    now: Instant,
+    config: &crate::service::ServiceConfig,
+) -> Vec<u64> {
+    state
+        .instances
+        .iter()
+        .filter(|(_, instance)| {
+            if let Some(orphaned) = instance.orphaned {
+                return now.saturating_duration_since(orphaned) >= config.orphan_grace;
+            }
+            if config.reap_timeout.is_zero() {
+                return false;
+            }
+            let granted =
+                if instance.pinged { config.reap_timeout } else { config.registration_grace };
+            now.saturating_duration_since(instance.last_seen) >= granted
+        })
+        .map(|(&instance_id, _)| instance_id)
+        .collect()
+}

@@ -1,0 +1,588 @@
+//! Moving chunks between engines and the pool, in both modes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_engine::{Leases, Reservation, TenantId, WriteRequest, WriteTicket};
+use lmc_key::{ChunkHash, KeySpace, SpaceId};
+use lmc_memory::{CopyPlan, PlanRequest};
+
+use crate::protocol::{CacheKey, Reply, SlotDescriptor};
+use crate::service::events::StoredChunk;
+use crate::service::handle::{Service, refuse};
+use crate::service::instance::{GroupCopy, Transport};
+use crate::service::job::Job;
+use crate::service::lookup::Hashed;
+use crate::service::state::{Direction, Pending, PendingChunk, Transfer, TransferKey};
+use crate::service::stats::add;
+use crate::service::{ClientId, Outcome};
+
+/// What a transfer needs to know of its worker.
+struct Worker {
+    space: KeySpace,
+    kv_rank: u16,
+    chunk_bytes: u64,
+    shape: Vec<u64>,
+    dtype: &'static str,
+    copies: Option<Arc<[GroupCopy]>>,
+}
+
+/// Why a transfer does not take place.
+enum Declined {
+    /// The worker is not registered: not an error, it may have outlived the server.
+    Unregistered,
+    /// The request is wrong.
+    Refused(Reply),
+}
+
+fn transfer_key(key: &CacheKey, instance_id: u64) -> TransferKey {
+    TransferKey {
+        instance_id,
+        request_id: key.request_id.clone(),
+        start: key.start,
+        end: key.end,
+    }
+}
+
+impl Service {
+    /// Finds the worker of a transfer and hashes its range.
+    fn worker(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Result<(Worker, Hashed), Declined> {
+        let Some(worker_id) = key.worker_id else {
+            return Err(Declined::Refused(refuse("worker_id is missing: whose piece is it?")));
+        };
+        let hashed = self.hash(key).map_err(Declined::Refused)?;
+        let mut state = self.shared.state.lock();
+        let instance = state.instances.get_mut(&instance_id).ok_or(Declined::Unregistered)?;
+        if instance.model.as_str() != key.model_name || instance.world_size != key.world_size {
+            return Err(Declined::Refused(refuse(&format!(
+                "worker {instance_id} registered model {} with world size {}, \
+                 the request names {} with {}",
+                instance.model, instance.world_size, key.model_name, key.world_size
+            ))));
+        }
+        instance.seen(client, now);
+        let fingerprint = instance.fingerprint;
+        let worker = Worker {
+            space: self.space_of(instance, &hashed.salt),
+            kv_rank: worker_id as u16,
+            chunk_bytes: instance.chunk_bytes,
+            shape: instance.shape.clone(),
+            dtype: instance.dtype.name(),
+            copies: match &instance.transport {
+                Transport::EngineDriven => None,
+                Transport::ServerDriven(copies) => Some(Arc::clone(copies)),
+            },
+        };
+        state.bind(&key.request_id, fingerprint);
+        if let Some(session) = state.sessions.get_mut(&key.request_id) {
+            session.last_used = now;
+        }
+        Ok((worker, hashed))
+    }
+
+    /// Reserves slots for those chunks of a range that are neither there nor under way.
+    fn reserve(
+        &self,
+        worker: &Worker,
+        hashed: &Hashed,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Vec<PendingChunk> {
+        let shared = &self.shared;
+        let counters = &shared.stats.service;
+        let tenant = shared.spaces.tenant(&hashed.salt);
+        shared.spaces.name(worker.space.id(), worker.space.model.as_str());
+        let requests = self.write_requests(worker, hashed, tenant, wanted);
+        let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
+        let requests: Vec<WriteRequest> =
+            requests.into_iter().map(|(_, request)| request).collect();
+        let mut chunks = Vec::with_capacity(requests.len());
+        for (index, reservation) in indices.into_iter().zip(shared.engine.reserve(&requests)) {
+            let chunk = hashed.chunks.start + index;
+            match reservation {
+                Reservation::Reserved(ticket) => chunks.push(PendingChunk {
+                    index,
+                    hash: hashed.hash(chunk),
+                    parent: hashed.parent(chunk),
+                    ticket,
+                }),
+                Reservation::Present | Reservation::Busy => add(&counters.chunks_present, 1),
+                Reservation::NoRoom => add(&counters.chunks_no_room, 1),
+            }
+        }
+        chunks
+    }
+
+    fn write_requests(
+        &self,
+        worker: &Worker,
+        hashed: &Hashed,
+        tenant: TenantId,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Vec<(usize, WriteRequest)> {
+        let keys = hashed.keys(&worker.space, worker.kv_rank);
+        let request = |(index, key): (usize, lmc_key::ChunkKey)| {
+            let parent = hashed.parent(hashed.chunks.start + index);
+            let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
+            (index, WriteRequest { key, parent, tenant, len: worker.chunk_bytes })
+        };
+        let wanted = |(index, _): &(usize, lmc_key::ChunkKey)| wanted(*index);
+        keys.into_iter().enumerate().filter(wanted).map(request).collect()
+    }
+
+    /// Makes written chunks findable and announces them.
+    fn commit(&self, space: SpaceId, model: &str, chunks: Vec<Written>) {
+        let shared = &self.shared;
+        let counters = &shared.stats.service;
+        let (mut tickets, mut events) = (Vec::new(), Vec::new());
+        let mut bytes = 0;
+        for chunk in chunks {
+            bytes += chunk.ticket.len();
+            tickets.push(chunk.ticket);
+            events.push(StoredChunk {
+                hash: chunk.hash,
+                parent: chunk.parent,
+                tokens: chunk.tokens,
+            });
+        }
+        add(&counters.stored_chunks, tickets.len() as u64);
+        add(&counters.stored_bytes, bytes);
+        let model = shared.spaces.name(space, model);
+        shared.engine.commit(tickets);
+        shared.events.stored(&model, events);
+    }
+
+    /// Tokens of a chunk, for the event that announces it.
+    fn chunk_tokens(&self, key: &CacheKey, index: usize) -> Box<[u32]> {
+        if !self.shared.events.enabled() {
+            return Box::default();
+        }
+        let chunk = self.shared.config.hasher.chunk_size() as usize;
+        let from = key.start as usize + index * chunk;
+        key.token_ids.get(from..from + chunk).unwrap_or_default().into()
+    }
+
+    fn descriptor(worker: &Worker, offset: u64, length: u64) -> SlotDescriptor {
+        SlotDescriptor {
+            offset,
+            length,
+            shape: worker.shape.clone(),
+            dtype: worker.dtype.to_owned(),
+        }
+    }
+
+    pub(super) fn prepare_store(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.shared.stats.service;
+        let nothing = Reply::StoreSlots { slots: Vec::new(), chunk_indices: Vec::new() };
+        let (worker, hashed) = match self.worker(client, key, instance_id, now) {
+            Ok(found) => found,
+            // "Nothing to write": the worker goes on, and nothing was promised.
+            Err(Declined::Unregistered) => {
+                add(&counters.stores_failed, 1);
+                return nothing;
+            }
+            Err(Declined::Refused(reply)) => return reply,
+        };
+        let id = (transfer_key(key, instance_id), Direction::Store);
+        {
+            let state = self.shared.state.lock();
+            if let Some(Transfer { pending: Pending::Store { chunks, .. }, .. }) =
+                state.transfers.get(&id)
+            {
+                // Asked again: the same slots, so that none is held twice.
+                return store_slots(&worker, chunks);
+            }
+            if state.transfers_of(instance_id) >= self.shared.config.max_transfers {
+                add(&counters.over_limit, 1);
+                add(&counters.stores_failed, 1);
+                return nothing;
+            }
+        }
+        let chunks = self.reserve(&worker, &hashed, |_| true);
+        if chunks.is_empty() {
+            return nothing;
+        }
+        let reply = store_slots(&worker, &chunks);
+        let pending = Pending::Store { space: worker.space.id(), chunks };
+        let before =
+            self.shared.state.lock().transfers.insert(id, Transfer { client, since: now, pending });
+        drop(before);
+        reply
+    }
+
+    pub(super) fn commit_store(
+        &self,
+        key: &CacheKey,
+        instance_id: u64,
+        pickled: usize,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.shared.stats.service;
+        if pickled > 0 {
+            // Loading it would run whatever the sender put in. The worker could not map the
+            // pool, or it would not have sent bytes.
+            add(&counters.pickles_refused, 1);
+            add(&counters.stores_failed, 1);
+            self.warn_throttled(
+                "a worker sent a pickled payload, which is never loaded: it cannot map the \
+                 shared pool; let engine and server share /dev/shm (containers: --ipc=host)",
+            );
+            return Reply::Bool(false);
+        }
+        let id = (transfer_key(key, instance_id), Direction::Store);
+        let transfer = {
+            let mut state = self.shared.state.lock();
+            if let Some(instance) = state.instances.get_mut(&instance_id) {
+                instance.last_seen = now;
+            }
+            state.transfers.remove(&id)
+        };
+        let Some(Transfer { pending: Pending::Store { space, chunks }, .. }) = transfer else {
+            add(&counters.commits_unknown, 1);
+            return Reply::Bool(false);
+        };
+        let written = chunks
+            .into_iter()
+            .map(|chunk| Written {
+                tokens: self.chunk_tokens(key, chunk.index),
+                hash: chunk.hash,
+                parent: chunk.parent,
+                ticket: chunk.ticket,
+            })
+            .collect();
+        self.commit(space, &key.model_name, written);
+        add(&counters.stores, 1);
+        Reply::Bool(true)
+    }
+
+    /// Leases all chunks of a range, or none.
+    fn acquire(&self, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
+        let keys = hashed.keys(&worker.space, worker.kv_rank);
+        let owner = self.shared.state.lock().new_owner();
+        let leases = self.shared.engine.lookup(owner, &keys);
+        let whole = leases.len() == keys.len() && !keys.is_empty();
+        // Identity says the same; a chunk of another size must never reach an engine.
+        let sized = leases.iter().all(|lease| lease.len() == worker.chunk_bytes);
+        (whole && sized).then_some(leases)
+    }
+
+    /// One worker is done with a range that its request's lookup held for it.
+    fn reader_done(&self, key: &CacheKey, space: SpaceId, kv_rank: u16, chunks: Range<usize>) {
+        if let Some(session) = self.shared.state.lock().sessions.get_mut(&key.request_id) {
+            session.reader_done(space, kv_rank, chunks);
+        }
+    }
+
+    pub(super) fn prepare_retrieve(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.shared.stats.service;
+        let (worker, hashed) = match self.worker(client, key, instance_id, now) {
+            Ok(found) => found,
+            Err(Declined::Unregistered) => {
+                add(&counters.retrieves_missed, 1);
+                return Reply::RetrieveSlots(None);
+            }
+            Err(Declined::Refused(reply)) => return reply,
+        };
+        let id = (transfer_key(key, instance_id), Direction::Retrieve);
+        let over = {
+            let state = self.shared.state.lock();
+            if let Some(Transfer { pending: Pending::Retrieve { leases, .. }, .. }) =
+                state.transfers.get(&id)
+            {
+                return Reply::RetrieveSlots(Some(retrieve_slots(&worker, leases)));
+            }
+            state.transfers_of(instance_id) >= self.shared.config.max_transfers
+        };
+        if over {
+            add(&counters.over_limit, 1);
+        }
+        let leases = if over { None } else { self.acquire(&worker, &hashed) };
+        let Some(leases) = leases else {
+            add(&counters.retrieves_missed, 1);
+            self.reader_done(key, worker.space.id(), worker.kv_rank, hashed.chunks);
+            return Reply::RetrieveSlots(None);
+        };
+        let slots = retrieve_slots(&worker, &leases);
+        let pending = Pending::Retrieve {
+            space: worker.space.id(),
+            kv_rank: worker.kv_rank,
+            first_chunk: hashed.chunks.start,
+            leases,
+        };
+        let before =
+            self.shared.state.lock().transfers.insert(id, Transfer { client, since: now, pending });
+        drop(before);
+        Reply::RetrieveSlots(Some(slots))
+    }
+
+    pub(super) fn commit_retrieve(&self, key: &CacheKey, instance_id: u64, now: Instant) -> Reply {
+        let counters = &self.shared.stats.service;
+        let id = (transfer_key(key, instance_id), Direction::Retrieve);
+        let transfer = {
+            let mut state = self.shared.state.lock();
+            if let Some(instance) = state.instances.get_mut(&instance_id) {
+                instance.last_seen = now;
+            }
+            state.transfers.remove(&id)
+        };
+        let Some(Transfer { pending, .. }) = transfer else {
+            add(&counters.commits_unknown, 1);
+            return Reply::Bool(false);
+        };
+        let Pending::Retrieve { space, kv_rank, first_chunk, leases } = pending else {
+            return Reply::Bool(false);
+        };
+        add(&counters.retrieves, 1);
+        add(&counters.retrieved_chunks, leases.len() as u64);
+        add(&counters.retrieved_bytes, leases.iter().map(|lease| lease.len()).sum());
+        self.reader_done(key, space, kv_rank, first_chunk..first_chunk + leases.len());
+        Reply::Bool(true)
+    }
+
+    pub(super) fn store(
+        &self,
+        client: ClientId,
+        key: CacheKey,
+        instance_id: u64,
+        block_ids: Vec<Vec<u32>>,
+        now: Instant,
+    ) -> Outcome {
+        let counters = &self.shared.stats.service;
+        let (worker, hashed) = match self.worker(client, &key, instance_id, now) {
+            Ok(found) => found,
+            Err(Declined::Unregistered) => {
+                add(&counters.stores_failed, 1);
+                return Outcome::Reply(Reply::Transferred(false));
+            }
+            Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+        };
+        let Some(copies) = worker.copies.clone() else {
+            return Outcome::Reply(refuse("worker registered as engine_driven cannot ask to store"));
+        };
+        let service = self.clone();
+        Outcome::Job(Job::new(move || {
+            let stored = service.store_now(&key, &worker, &hashed, &copies, &block_ids);
+            let counters = &service.shared.stats.service;
+            add(if stored { &counters.stores } else { &counters.stores_failed }, 1);
+            Reply::Transferred(stored)
+        }))
+    }
+
+    fn store_now(
+        &self,
+        key: &CacheKey,
+        worker: &Worker,
+        hashed: &Hashed,
+        copies: &[GroupCopy],
+        block_ids: &[Vec<u32>],
+    ) -> bool {
+        let counters = &self.shared.stats.service;
+        if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
+            self.warn_throttled(&format!("store of {}: {text}", key.request_id));
+            return false;
+        }
+        // A chunk of which the engine has dropped a block has no bytes to store.
+        let null = self.shared.config.null_block_id;
+        let whole = |index: usize| {
+            copies.iter().zip(block_ids).all(|(copy, ids)| {
+                let blocks = copy.blocks_per_chunk as usize;
+                let of_chunk = &ids[index * blocks..(index + 1) * blocks];
+                null.is_none_or(|null| !of_chunk.contains(&null))
+            })
+        };
+        let absent = (0..hashed.chunks.len()).filter(|&index| !whole(index)).count();
+        add(&counters.chunks_null, absent as u64);
+        let mut chunks = self.reserve(worker, hashed, whole);
+        if chunks.is_empty() {
+            return true;
+        }
+        let started = Instant::now();
+        let indices: Vec<usize> = chunks.iter().map(|chunk| chunk.index).collect();
+        for (copy, ids) in copies.iter().zip(block_ids) {
+            let plan = match plan(copy, ids, &indices, 0, None) {
+                Ok(plan) => plan,
+                Err(text) => {
+                    self.warn_throttled(&format!("store of {}: {text}", key.request_id));
+                    return false;
+                }
+            };
+            let mut slots: Vec<&mut [u8]> = chunks
+                .iter_mut()
+                .map(|chunk| &mut chunk.ticket.bytes_mut()[copy.range.clone()])
+                .collect();
+            if let Err(error) = self.shared.copies.gather(&plan, &mut slots) {
+                self.warn_throttled(&format!("store of {}: {error}", key.request_id));
+                return false;
+            }
+        }
+        add(&counters.gather_nanos, started.elapsed().as_nanos() as u64);
+        add(&counters.gather_bytes, worker.chunk_bytes * chunks.len() as u64);
+        let written = chunks
+            .into_iter()
+            .map(|chunk| Written {
+                tokens: self.chunk_tokens(key, chunk.index),
+                hash: chunk.hash,
+                parent: chunk.parent,
+                ticket: chunk.ticket,
+            })
+            .collect();
+        self.commit(worker.space.id(), &key.model_name, written);
+        true
+    }
+
+    pub(super) fn retrieve(
+        &self,
+        client: ClientId,
+        key: CacheKey,
+        instance_id: u64,
+        block_ids: Vec<Vec<u32>>,
+        skip_first_n_tokens: u64,
+        now: Instant,
+    ) -> Outcome {
+        let counters = &self.shared.stats.service;
+        let (worker, hashed) = match self.worker(client, &key, instance_id, now) {
+            Ok(found) => found,
+            Err(Declined::Unregistered) => {
+                add(&counters.retrieves_missed, 1);
+                return Outcome::Reply(Reply::Transferred(false));
+            }
+            Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+        };
+        let Some(copies) = worker.copies.clone() else {
+            return Outcome::Reply(refuse(
+                "worker registered as engine_driven cannot ask to retrieve",
+            ));
+        };
+        let leases = self.acquire(&worker, &hashed);
+        let service = self.clone();
+        Outcome::Job(Job::new(move || {
+            let counters = &service.shared.stats.service;
+            let copied = leases.as_ref().map_or(Err("a chunk is missing".to_owned()), |leases| {
+                service.scatter(&worker, leases, &copies, &block_ids, skip_first_n_tokens)
+            });
+            match (&copied, &leases) {
+                (Ok(()), Some(leases)) => {
+                    add(&counters.retrieves, 1);
+                    add(&counters.retrieved_chunks, leases.len() as u64);
+                    add(&counters.retrieved_bytes, worker.chunk_bytes * leases.len() as u64);
+                }
+                _ => add(&counters.retrieves_missed, 1),
+            }
+            if let (Err(text), Some(_)) = (&copied, &leases) {
+                service.warn_throttled(&format!("retrieve of {}: {text}", key.request_id));
+            }
+            service.reader_done(&key, worker.space.id(), worker.kv_rank, hashed.chunks);
+            Reply::Transferred(copied.is_ok())
+        }))
+    }
+
+    fn scatter(
+        &self,
+        worker: &Worker,
+        leases: &Leases,
+        copies: &[GroupCopy],
+        block_ids: &[Vec<u32>],
+        skip_first_n_tokens: u64,
+    ) -> Result<(), String> {
+        let counters = &self.shared.stats.service;
+        covers(copies, block_ids, leases.len())?;
+        let started = Instant::now();
+        let indices: Vec<usize> = (0..leases.len()).collect();
+        let chunks: Vec<&[u8]> = leases.iter().map(|lease| lease.bytes()).collect();
+        let mut plans = Vec::with_capacity(copies.len());
+        for (copy, ids) in copies.iter().zip(block_ids) {
+            // Blocks that the engine shares with its own prefix cache are whole, so whole
+            // blocks are skipped.
+            let skip = skip_first_n_tokens / copy.tokens_per_block;
+            plans.push(plan(copy, ids, &indices, skip, self.shared.config.null_block_id)?);
+        }
+        // Everything is checked by now: an engine's memory is written wholly or not at all.
+        for (copy, plan) in copies.iter().zip(&plans) {
+            let chunks: Vec<&[u8]> = chunks.iter().map(|chunk| &chunk[copy.range.clone()]).collect();
+            let copied = self.shared.copies.scatter(plan, &chunks);
+            copied.map_err(|error| error.to_string())?;
+        }
+        add(&counters.scatter_nanos, started.elapsed().as_nanos() as u64);
+        add(&counters.scatter_bytes, worker.chunk_bytes * leases.len() as u64);
+        Ok(())
+    }
+}
+
+/// A chunk whose bytes are in place.
+struct Written {
+    hash: ChunkHash,
+    parent: Option<ChunkHash>,
+    tokens: Box<[u32]>,
+    ticket: WriteTicket,
+}
+
+fn store_slots(worker: &Worker, chunks: &[PendingChunk]) -> Reply {
+    Reply::StoreSlots {
+        slots: chunks
+            .iter()
+            .map(|chunk| {
+                Service::descriptor(worker, chunk.ticket.offset(), chunk.ticket.len())
+            })
+            .collect(),
+        chunk_indices: chunks.iter().map(|chunk| chunk.index as u64).collect(),
+    }
+}
+
+fn retrieve_slots(worker: &Worker, leases: &Leases) -> Vec<SlotDescriptor> {
+    leases.iter().map(|lease| Service::descriptor(worker, lease.offset(), lease.len())).collect()
+}
+
+/// Checks that there are block ids for each group and chunk.
+fn covers(copies: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result<(), String> {
+    if copies.len() != block_ids.len() {
+        return Err(format!(
+            "block ids for {} KV groups, {} are registered",
+            block_ids.len(),
+            copies.len()
+        ));
+    }
+    for (copy, ids) in copies.iter().zip(block_ids) {
+        let needed = copy.blocks_per_chunk * chunks as u64;
+        if (ids.len() as u64) < needed {
+            return Err(format!("{} block ids for {chunks} chunks, {needed} needed", ids.len()));
+        }
+    }
+    Ok(())
+}
+
+/// The copies of one group between its blocks and the chunks at `indices` of the range.
+fn plan(
+    copy: &GroupCopy,
+    block_ids: &[u32],
+    indices: &[usize],
+    skip_blocks: u64,
+    null_block: Option<u32>,
+) -> Result<CopyPlan, String> {
+    let starts: Vec<u64> =
+        indices.iter().map(|&index| index as u64 * copy.blocks_per_chunk).collect();
+    let request = PlanRequest {
+        block_ids,
+        chunk_starts: &starts,
+        skip_first_tokens: skip_blocks,
+        null_block,
+    };
+    CopyPlan::new(&copy.paged, copy.paged.layout(), &request).map_err(|error| error.to_string())
+}

@@ -1,0 +1,339 @@
+//! One connection: bytes in, requests to the service, answers out.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::sync::{mpsc, watch};
+use tracing::debug;
+
+use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
+use crate::protocol::{Operation, Reply, decode_request};
+use crate::service::{ClientId, ConnectionEnd, NextBatch, Outcome, Service, Subscription};
+use crate::transport::router::ZmqConfig;
+use crate::transport::zmtp::{
+    Decoder, Event, encode_message, encode_pong, encode_ready, greeting,
+};
+
+/// Bytes asked from the socket at a time when nothing larger is announced.
+const READ_CHUNK: usize = 64 << 10;
+/// Bytes that an announced frame makes the buffer grow at a time.
+const GROW_CHUNK: usize = 1 << 20;
+/// Event streams of one connection.
+const MAX_STREAMS: usize = 64;
+
+/// An answer that comes later, from a thread that copies.
+struct Deferred {
+    uid: Bytes,
+    operation: Bytes,
+    reply: Reply,
+}
+
+struct Stream {
+    operation: Bytes,
+    subscription: Subscription,
+    /// Whether the reader has asked for the next batch.
+    credit: bool,
+}
+
+pub(super) struct Connection {
+    stream: TcpStream,
+    client: ClientId,
+    service: Service,
+    config: Arc<ZmqConfig>,
+    stop: watch::Receiver<bool>,
+    decoder: Decoder,
+    input: BytesMut,
+    output: BytesMut,
+    in_flight: usize,
+    deferred_in: mpsc::UnboundedSender<Deferred>,
+    deferred: mpsc::UnboundedReceiver<Deferred>,
+    streams: HashMap<Bytes, Stream>,
+    events: watch::Receiver<u64>,
+}
+
+impl Connection {
+    pub(super) fn new(
+        stream: TcpStream,
+        client: ClientId,
+        service: Service,
+        config: Arc<ZmqConfig>,
+        stop: watch::Receiver<bool>,
+    ) -> Self {
+        let mut output = BytesMut::with_capacity(4096);
+        output.extend_from_slice(&greeting());
+        encode_ready("ROUTER", &mut output);
+        let (deferred_in, deferred) = mpsc::unbounded_channel();
+        let events = service.watch_events();
+        Self {
+            stream,
+            client,
+            service,
+            decoder: Decoder::new(config.limits),
+            config,
+            stop,
+            input: BytesMut::new(),
+            output,
+            in_flight: 0,
+            deferred_in,
+            deferred,
+            streams: HashMap::new(),
+            events,
+        }
+    }
+
+    /// Serves until the peer goes, breaks a rule, stalls, or the server stops.
+    pub(super) async fn run(mut self) -> ConnectionEnd {
+        let end = self.serve().await;
+        for stream in self.streams.values() {
+            self.service.forget_subscription(&stream.subscription);
+        }
+        end
+    }
+
+    async fn serve(&mut self) -> ConnectionEnd {
+        let mut waiting_since = Instant::now();
+        loop {
+            let moved = match self.step() {
+                Ok(moved) => moved,
+                Err(end) => return end,
+            };
+            if moved {
+                waiting_since = Instant::now();
+            }
+            let stopping = *self.stop.borrow();
+            if stopping && self.in_flight == 0 && self.output.is_empty() {
+                return ConnectionEnd::Closed;
+            }
+            // A peer that owes us something (the rest of a message, the acceptance of an
+            // answer) gets a deadline; one that is merely silent does not.
+            let owes = !self.decoder.is_ready()
+                || self.decoder.in_message()
+                || !self.input.is_empty()
+                || !self.output.is_empty();
+            let may_read = !stopping && self.may_read();
+            let interest = match (may_read, self.output.is_empty()) {
+                (true, true) => Some(Interest::READABLE),
+                (true, false) => Some(Interest::READABLE | Interest::WRITABLE),
+                (false, false) => Some(Interest::WRITABLE),
+                (false, true) => None,
+            };
+            let streaming = self.streams.values().any(|stream| stream.credit);
+            let stalled = waiting_since + self.config.peer_timeout;
+            tokio::select! {
+                ready = self.stream.ready(interest.unwrap_or(Interest::WRITABLE)),
+                    if interest.is_some() => match ready {
+                    Ok(ready) if ready.is_readable() && may_read => match self.read() {
+                        Ok(true) => waiting_since = Instant::now(),
+                        Ok(false) => {}
+                        Err(end) => return end,
+                    },
+                    Ok(_) => {}
+                    Err(_) => return ConnectionEnd::Gone,
+                },
+                Some(deferred) = self.deferred.recv() => {
+                    self.in_flight -= 1;
+                    self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
+                }
+                Ok(()) = self.events.changed(), if streaming => {}
+                _ = self.stop.changed(), if !stopping => {}
+                () = tokio::time::sleep_until(stalled.into()), if owes => {
+                    self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
+                    return ConnectionEnd::Closed;
+                }
+            }
+        }
+    }
+
+    /// Does all that needs no waiting. Whether a byte went out.
+    fn step(&mut self) -> Result<bool, ConnectionEnd> {
+        loop {
+            while let Ok(deferred) = self.deferred.try_recv() {
+                self.in_flight -= 1;
+                self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
+            }
+            if !self.may_read() || !self.next_message()? {
+                break;
+            }
+        }
+        self.pump_streams();
+        self.write()
+    }
+
+    fn may_read(&self) -> bool {
+        self.in_flight < self.config.max_in_flight && self.output.len() < self.config.max_unread
+    }
+
+    /// Handles one message of the input. False when the input holds no whole one.
+    fn next_message(&mut self) -> Result<bool, ConnectionEnd> {
+        match self.decoder.next(&mut self.input) {
+            Ok(None) => return Ok(false),
+            Ok(Some(Event::Ready(_))) => {}
+            Ok(Some(Event::Ping(context))) => encode_pong(&context, &mut self.output),
+            Ok(Some(Event::Message(frames))) => self.message(&frames),
+            Err(error) => {
+                self.service.transport_counters().broken.fetch_add(1, Ordering::Relaxed);
+                debug!(client = %self.client, %error, "closing a connection");
+                self.service.warn_throttled(&format!("closed a connection: {error}"));
+                return Err(ConnectionEnd::Closed);
+            }
+        }
+        Ok(true)
+    }
+
+    fn message(&mut self, frames: &[Bytes]) {
+        let (uid, operation, payloads) = match classify(frames) {
+            Ok(Incoming::Request { uid, operation, payloads }) => (uid, operation, payloads),
+            Ok(Incoming::StreamAck { uid }) => {
+                if let Some(stream) = self.streams.get_mut(uid) {
+                    stream.credit = true;
+                }
+                return;
+            }
+            Ok(Incoming::StreamCancel { uid }) => {
+                if let Some(stream) = self.streams.remove(uid) {
+                    self.service.forget_subscription(&stream.subscription);
+                    self.answer(uid, &stream.operation, &Reply::None);
+                }
+                return;
+            }
+            Err(error) => {
+                self.service.transport_counters().unanswerable.fetch_add(1, Ordering::Relaxed);
+                self.service.warn_throttled(&format!("dropped a message: {error}"));
+                return;
+            }
+        };
+        let started = Instant::now();
+        match decode_request(operation, payloads) {
+            Err(error) => self.refuse(uid, operation, &error),
+            Ok(request) => {
+                let asked = request.operation();
+                match self.service.handle(self.client, request, started) {
+                    Outcome::Reply(reply) => {
+                        self.answer(uid, operation, &reply);
+                        self.service.record(asked, &reply, started.elapsed());
+                    }
+                    Outcome::Job(job) => self.defer(uid, operation, asked, job, started),
+                    Outcome::Stream(subscription) => {
+                        self.subscribe(uid, operation, subscription);
+                        self.service.record(asked, &Reply::None, started.elapsed());
+                    }
+                }
+            }
+        }
+    }
+
+    fn refuse(&mut self, uid: &Bytes, operation: &Bytes, error: &DecodeError) {
+        self.service.record_refusal(decode_operation(operation).ok());
+        self.service.warn_throttled(&format!("refused a request: {error}"));
+        self.answer(uid, operation, &Reply::Error(format!("lmc: {error}")));
+    }
+
+    fn defer(
+        &mut self,
+        uid: &Bytes,
+        operation: &Bytes,
+        asked: Operation,
+        job: crate::service::Job,
+        started: Instant,
+    ) {
+        self.in_flight += 1;
+        let (uid, operation) = (uid.clone(), operation.clone());
+        let (sender, service) = (self.deferred_in.clone(), self.service.clone());
+        self.service.run_job(Box::new(move || {
+            // A bug in a copy must not leave the client waiting, nor take the thread with it.
+            let reply = catch_unwind(AssertUnwindSafe(|| job.run()))
+                .unwrap_or_else(|_| Reply::Error("lmc: the copy failed inside the server".into()));
+            service.record(asked, &reply, started.elapsed());
+            // Without a receiver the connection is gone, and the answer with it.
+            let _ = sender.send(Deferred { uid, operation, reply });
+        }));
+    }
+
+    fn subscribe(&mut self, uid: &Bytes, operation: &Bytes, subscription: Subscription) {
+        if self.streams.len() >= MAX_STREAMS {
+            let text = format!("lmc: more than {MAX_STREAMS} event streams on one connection");
+            self.answer(uid, operation, &Reply::Error(text));
+            return;
+        }
+        let stream = Stream { operation: operation.clone(), subscription, credit: true };
+        self.streams.insert(uid.clone(), stream);
+    }
+
+    /// Sends a batch on each stream whose reader is ready and that has one.
+    fn pump_streams(&mut self) {
+        if self.streams.is_empty() {
+            return;
+        }
+        // Seen before the log is read, so that what comes in between wakes us again.
+        self.events.borrow_and_update();
+        let mut answers = Vec::new();
+        self.streams.retain(|uid, stream| {
+            if !stream.credit {
+                return !self.service.subscription_ended(&stream.subscription);
+            }
+            match self.service.next_batch(&mut stream.subscription) {
+                NextBatch::Nothing => true,
+                NextBatch::Batch(batch) => {
+                    stream.credit = false;
+                    answers.push((uid.clone(), stream.operation.clone(), Reply::Events(batch)));
+                    true
+                }
+                NextBatch::End => {
+                    answers.push((uid.clone(), stream.operation.clone(), Reply::None));
+                    false
+                }
+            }
+        });
+        for (uid, operation, reply) in answers {
+            self.answer(&uid, &operation, &reply);
+        }
+    }
+
+    fn answer(&mut self, uid: &Bytes, operation: &Bytes, reply: &Reply) {
+        let (answered, payload) = encode_reply(operation, reply);
+        match payload {
+            Some(payload) => encode_message(&[uid, &answered, &payload], &mut self.output),
+            None => encode_message(&[uid, &answered], &mut self.output),
+        }
+    }
+
+    /// Takes what has arrived. False when nothing had, after all.
+    fn read(&mut self) -> Result<bool, ConnectionEnd> {
+        let missing = self.decoder.missing(&self.input).clamp(READ_CHUNK, GROW_CHUNK);
+        self.input.reserve(missing);
+        match self.stream.try_read_buf(&mut self.input) {
+            Ok(0) => Err(ConnectionEnd::Gone),
+            Ok(read) => {
+                let counters = self.service.transport_counters();
+                counters.bytes_in.fetch_add(read as u64, Ordering::Relaxed);
+                Ok(true)
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(false),
+            Err(_) => Err(ConnectionEnd::Gone),
+        }
+    }
+
+    /// Sends what the socket takes. Whether it took anything.
+    fn write(&mut self) -> Result<bool, ConnectionEnd> {
+        let mut moved = false;
+        while !self.output.is_empty() {
+            match self.stream.try_write(&self.output) {
+                Ok(written) => {
+                    let counters = self.service.transport_counters();
+                    counters.bytes_out.fetch_add(written as u64, Ordering::Relaxed);
+                    bytes::Buf::advance(&mut self.output, written);
+                    moved = true;
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                Err(_) => return Err(ConnectionEnd::Gone),
+            }
+        }
+        Ok(moved)
+    }
+}

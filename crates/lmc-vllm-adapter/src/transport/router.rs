@@ -1,0 +1,160 @@
+//! The listening side: accepts connections, counts them, ends them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tracing::{debug, warn};
+
+use crate::service::{ClientId, Service};
+use crate::transport::connection::Connection;
+use crate::transport::zmtp::Limits;
+
+/// How the server listens and what it grants to each peer.
+#[derive(Debug, Clone)]
+pub struct ZmqConfig {
+    /// Host name or address. Default: `127.0.0.1`.
+    pub host: String,
+    /// TCP port; 0 takes any that is free. Default: 5555.
+    pub port: u16,
+    /// What one message may hold. Default: [`Limits::default`].
+    pub limits: Limits,
+    /// Connections at a time; more are closed at once and counted. Default: 1024.
+    pub max_connections: usize,
+    /// Requests of one connection that may be under way; beyond it the connection is not read
+    /// until one is answered. Default: 256.
+    pub max_in_flight: usize,
+    /// Bytes of answers that one connection may leave unread before it is not read any more.
+    /// Default: 16 MiB.
+    pub max_unread: usize,
+    /// Longest handshake, longest message from first to last byte, and longest time that a
+    /// peer may take to accept a byte of an answer. Default: 30 s.
+    pub peer_timeout: Duration,
+    /// Longest time that a stop waits for answers under way. Default: 5 s.
+    pub stop_timeout: Duration,
+}
+
+impl Default for ZmqConfig {
+    fn default() -> Self {
+        Self {
+            host: "127.0.0.1".to_owned(),
+            port: 5555,
+            limits: Limits::default(),
+            max_connections: 1024,
+            max_in_flight: 256,
+            max_unread: 16 << 20,
+            peer_timeout: Duration::from_secs(30),
+            stop_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The socket cannot be opened.
+#[derive(Debug, Error)]
+#[error("cannot listen on tcp://{host}:{port}: {source}")]
+pub struct BindError {
+    /// Host that was asked for.
+    pub host: String,
+    /// Port that was asked for.
+    pub port: u16,
+    /// What the system says.
+    pub source: std::io::Error,
+}
+
+/// A listening ROUTER socket in front of a [`Service`].
+#[derive(Debug)]
+pub struct ZmqServer {
+    listener: TcpListener,
+    address: SocketAddr,
+    config: ZmqConfig,
+    service: Service,
+}
+
+impl ZmqServer {
+    /// Opens the socket. Peers may connect from now on; they are served once [`Self::run`] runs.
+    ///
+    /// # Errors
+    /// [`BindError`] when the address is taken or cannot be resolved.
+    pub async fn bind(config: ZmqConfig, service: Service) -> Result<Self, BindError> {
+        let failed = |source| BindError { host: config.host.clone(), port: config.port, source };
+        let listener =
+            TcpListener::bind((config.host.as_str(), config.port)).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok(Self { listener, address, config, service })
+    }
+
+    /// Where the socket listens.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `stop` turns true, then answers what is under way and returns.
+    pub async fn run(self, mut stop: watch::Receiver<bool>) {
+        static NEXT_CLIENT: AtomicU64 = AtomicU64::new(1);
+        let config = Arc::new(self.config);
+        let open = Arc::new(AtomicUsize::new(0));
+        let mut connections = JoinSet::new();
+        loop {
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                Some(_) = connections.join_next() => continue,
+                _ = stop.wait_for(|&stop| stop) => break,
+            };
+            let stream = match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of file descriptors, most likely: waiting is all that can help.
+                    warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            };
+            let counters = self.service.transport_counters();
+            if open.load(Ordering::Relaxed) >= config.max_connections {
+                counters.connections_refused.fetch_add(1, Ordering::Relaxed);
+                continue;
+            }
+            open.fetch_add(1, Ordering::Relaxed);
+            counters.connections_accepted.fetch_add(1, Ordering::Relaxed);
+            let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
+            let task = serve(
+                stream,
+                client,
+                self.service.clone(),
+                Arc::clone(&config),
+                stop.clone(),
+            );
+            let open = Arc::clone(&open);
+            connections.spawn(async move {
+                task.await;
+                open.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        let drained = async { while connections.join_next().await.is_some() {} };
+        if tokio::time::timeout(config.stop_timeout, drained).await.is_err() {
+            warn!("connections with unanswered requests were closed at the stop deadline");
+        }
+    }
+}
+
+async fn serve(
+    stream: TcpStream,
+    client: ClientId,
+    service: Service,
+    config: Arc<ZmqConfig>,
+    stop: watch::Receiver<bool>,
+) {
+    // Answers are small and awaited; waiting to fill a segment would only delay them.
+    let _ = stream.set_nodelay(true);
+    let open = service.transport_counters();
+    open.connections_open.fetch_add(1, Ordering::Relaxed);
+    let end = Connection::new(stream, client, service.clone(), config, stop).run().await;
+    debug!(%client, ?end, "connection ended");
+    open.connections_open.fetch_sub(1, Ordering::Relaxed);
+    service.client_gone(client, end, Instant::now());
+}
