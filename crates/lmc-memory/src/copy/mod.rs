@@ -3,6 +3,7 @@
 mod paged;
 mod plan;
 mod raw;
+mod stream;
 mod team;
 #[cfg(test)]
 mod testing;

@@ -1,8 +1,7 @@
 //! The loop that moves bytes: the only place where a plan meets addresses.
 
-use std::ptr;
-
 use super::plan::{Op, Repeat};
+use super::stream::Store;
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,15 +19,15 @@ pub(super) struct Sides {
     pub(super) chunk: *mut u8,
 }
 
-/// One side of a nest of two loops around a run.
-#[derive(Clone, Copy)]
-struct Walk {
-    at: *mut u8,
-    outer: usize,
-    inner: usize,
-}
+/// Most entries of the inner loop before the outer one moves on: as many streams as the
+/// prefetchers follow at once, and as many pages as the first TLB holds beside others.
+const TILE: u32 = 16;
 
-/// Carries out one copy.
+/// Bytes of a copy up to which the next one is asked for meanwhile; with more, the streams of
+/// the copy itself are long enough.
+const AHEAD: u64 = 64 << 10;
+
+/// Carries out one copy. `next` is the one that this thread carries out after it.
 ///
 /// # Safety
 /// `op` comes from a plan whose paged cache lies in `sides.segment` and whose chunks have the
@@ -36,9 +35,11 @@ struct Walk {
 /// overlap; nobody else in this process accesses the bytes that are written.
 pub(super) unsafe fn copy(
     op: &Op,
+    next: Option<(&Op, Sides)>,
     tokens: Repeat,
     heads: Repeat,
     direction: Direction,
+    store: Store,
     sides: Sides,
 ) {
     // SAFETY: the plan has checked that every byte of the copy lies inside both sides.
@@ -49,17 +50,25 @@ pub(super) unsafe fn copy(
         )
     };
     let run = op.run as usize;
+    let (from, to) = match direction {
+        Direction::Gather => (paged, chunk),
+        Direction::Scatter => (chunk, paged),
+    };
+    let bytes = op.run * u64::from(tokens.count) * u64::from(heads.count);
+    let ahead = match next {
+        // Only ever prefetched, so it may lie anywhere.
+        Some((next, sides)) if bytes <= AHEAD => match direction {
+            Direction::Gather => sides.segment.wrapping_add(next.paged as usize),
+            Direction::Scatter => sides.chunk.wrapping_add(next.chunk_offset as usize),
+        },
+        _ => from,
+    };
     if tokens.count == 1 && heads.count == 1 {
-        let (from, to) = match direction {
-            Direction::Gather => (paged, chunk),
-            Direction::Scatter => (chunk, paged),
-        };
         // SAFETY: as above, and the sides do not overlap.
-        unsafe { ptr::copy_nonoverlapping(from, to, run) };
+        unsafe { store.copy(from, to, run, ahead) };
         return;
     }
-    // The inner loop walks the side that is written in order of its addresses: whole cache
-    // lines leave the core, and the side that jumps is the one that the prefetchers read.
+    // The inner loop walks the side that is written in order of its addresses.
     let heads_inside = match direction {
         Direction::Gather => heads.count > 1,
         Direction::Scatter => heads.count > 1 && heads.paged <= tokens.paged,
@@ -69,63 +78,26 @@ pub(super) unsafe fn copy(
     } else {
         (heads, tokens)
     };
-    let paged = Walk {
-        at: paged,
-        outer: outer.paged as usize,
-        inner: inner.paged as usize,
+    let steps = |repeat: Repeat| match direction {
+        Direction::Gather => (repeat.paged as usize, repeat.chunk as usize),
+        Direction::Scatter => (repeat.chunk as usize, repeat.paged as usize),
     };
-    let chunk = Walk {
-        at: chunk,
-        outer: outer.chunk as usize,
-        inner: inner.chunk as usize,
-    };
-    let (from, to) = match direction {
-        Direction::Gather => (paged, chunk),
-        Direction::Scatter => (chunk, paged),
-    };
-    let counts = (outer.count as usize, inner.count as usize);
-    // SAFETY: the plan has checked the last run of the last repetition on both sides.
-    unsafe {
-        match run {
-            64 => nest::<64>(counts, from, to),
-            128 => nest::<128>(counts, from, to),
-            256 => nest::<256>(counts, from, to),
-            512 => nest::<512>(counts, from, to),
-            _ => nest_any(counts, from, to, run),
-        }
-    }
-}
-
-/// Runs of a fixed length, which the compiler turns into straight loads and stores.
-///
-/// # Safety
-/// Every run of the nest lies inside its side, and the sides do not overlap.
-unsafe fn nest<const RUN: usize>(counts: (usize, usize), from: Walk, to: Walk) {
-    for outer in 0..counts.0 {
-        for inner in 0..counts.1 {
-            // SAFETY: by the caller's promise.
-            unsafe {
-                let from = from.at.add(outer * from.outer + inner * from.inner);
-                let to = to.at.add(outer * to.outer + inner * to.inner);
-                ptr::copy_nonoverlapping(from.cast::<[u8; RUN]>(), to.cast(), 1);
+    let (from_outer, to_outer) = steps(outer);
+    let (from_inner, to_inner) = steps(inner);
+    let mut first = 0;
+    while first < inner.count {
+        let last = inner.count.min(first + TILE);
+        for i in 0..outer.count as usize {
+            for j in first as usize..last as usize {
+                let at = i * from_outer + j * from_inner;
+                // SAFETY: the plan has checked the last run of the last repetition on both
+                // sides.
+                unsafe {
+                    let to = to.add(i * to_outer + j * to_inner);
+                    store.copy(from.add(at), to, run, ahead.wrapping_add(at));
+                }
             }
         }
-    }
-}
-
-/// Runs of any length.
-///
-/// # Safety
-/// As for [`nest`].
-unsafe fn nest_any(counts: (usize, usize), from: Walk, to: Walk, run: usize) {
-    for outer in 0..counts.0 {
-        for inner in 0..counts.1 {
-            // SAFETY: by the caller's promise.
-            unsafe {
-                let from = from.at.add(outer * from.outer + inner * from.inner);
-                let to = to.at.add(outer * to.outer + inner * to.inner);
-                ptr::copy_nonoverlapping(from, to, run);
-            }
-        }
+        first = last;
     }
 }

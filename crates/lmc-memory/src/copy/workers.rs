@@ -2,18 +2,21 @@
 
 use std::fmt;
 use std::io;
-use std::ptr;
 
 use thiserror::Error;
 
 use super::plan::{CopyPlan, Op};
 use super::raw::{self, Direction, Sides};
+use super::stream::Store;
 use super::team::Team;
 use crate::SegmentError;
 
 /// Bytes that a thread takes at a time: long enough that taking costs nothing, short enough
 /// that the last one to finish is not waited for.
 const SHARE: u64 = 512 << 10;
+
+/// From this many bytes on, copies go around the cache.
+const LARGE: u64 = 1 << 20;
 
 /// A gather or scatter that was not carried out, or whose result cannot be used.
 #[derive(Debug, Error)]
@@ -130,11 +133,19 @@ impl CopyPool {
             chunks,
         };
         let addresses = &addresses;
+        let store = if plan.bytes() < LARGE {
+            Store::Plain
+        } else {
+            Store::around_the_cache()
+        };
         let step = ops_of_a_share(plan);
         self.team.run(plan.ops.len().div_ceil(step), &|i| {
-            for op in plan.ops.iter().skip(i * step).take(step) {
-                carry_out(plan, op, direction, addresses);
+            let share = &plan.ops[i * step..plan.ops.len().min((i + 1) * step)];
+            for (i, op) in share.iter().enumerate() {
+                let next = share.get(i + 1);
+                carry_out(plan, op, next, direction, store, addresses);
             }
+            store.finish();
         });
         for segment in segments {
             segment.check()?;
@@ -143,20 +154,35 @@ impl CopyPool {
     }
 }
 
-fn carry_out(plan: &CopyPlan, op: &Op, direction: Direction, addresses: &Addresses) {
-    let sides = Sides {
+fn carry_out(
+    plan: &CopyPlan,
+    op: &Op,
+    next: Option<&Op>,
+    direction: Direction,
+    store: Store,
+    addresses: &Addresses,
+) {
+    let sides = |op: &Op| Sides {
         segment: addresses.segments[op.segment as usize],
         chunk: addresses.chunks[op.chunk as usize],
     };
-    debug_assert!(
-        !ptr::eq(sides.segment, sides.chunk),
-        "a chunk lies in no engine's memory"
-    );
+    let next = next.map(|next| (next, sides(next)));
+    let sides = sides(op);
     // SAFETY: the plan was checked against these segments when it was made, and `check` has
     // compared the chunks' lengths with its layout. Chunks lie in memory of this process and
     // segments are never pools of lmc, so the sides do not overlap; the copies of a plan write
     // disjoint ranges of chunks, which are borrowed for the call.
-    unsafe { raw::copy(op, plan.tokens(op), plan.heads(op), direction, sides) };
+    unsafe {
+        raw::copy(
+            op,
+            next,
+            plan.tokens(op),
+            plan.heads(op),
+            direction,
+            store,
+            sides,
+        )
+    };
 }
 
 /// How many copies make about one share; the copies of a plan are much of a size.

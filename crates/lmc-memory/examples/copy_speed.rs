@@ -1,0 +1,272 @@
+//! How fast gather and scatter are, against plain copies on the same cores in the same run.
+//!
+//! ```text
+//! cargo run --release -p lmc-memory --example copy_speed -- [threads] [MiB a side]
+//! ```
+//! Each line moves every byte of an engine's cache (POSIX shared memory, as vLLM's CPU worker
+//! shares it) to or from slots of a pool in shared memory, chunk by chunk as a store or
+//! retrieve of a long prompt does. `ratio` is against `copy_nonoverlapping` of the same bytes
+//! between the same two memories, cut evenly among the same number of threads; both are the
+//! best of the rounds, taken in turn so that a noisy neighbour disturbs both.
+
+use std::error::Error;
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{
+    ArenaConfig, CopyPlan, CopyPool, DType, KvFormat, MappedSegment, PagedKv, PlanRequest, Pool,
+    PoolConfig, SealedSlot, SharedName, TensorView,
+};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const LAYERS: u64 = 32;
+const ROUNDS: usize = 5;
+
+/// A segment under /dev/shm that goes on drop.
+struct Engine {
+    name: SharedName,
+    segment: Arc<MappedSegment>,
+}
+
+impl Engine {
+    fn new(bytes: u64) -> Result<Self> {
+        let name = SharedName::new(&format!("lmc_bench_kv_{}", std::process::id()))?;
+        fs::write(name.path(), vec![1; bytes as usize])?;
+        let segment = Arc::new(MappedSegment::open(&name, bytes)?);
+        Ok(Self { name, segment })
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(self.name.path());
+    }
+}
+
+/// The shape of one line.
+struct Case {
+    label: &'static str,
+    format: KvFormat,
+    heads: u64,
+    head: u64,
+    block_tokens: u64,
+    chunk_tokens: u64,
+    scattered: bool,
+}
+
+/// Copies one range onto another with `threads` threads.
+fn memcpy(to: &mut [u8], from: &[u8], threads: usize) -> Duration {
+    let share = from.len().div_ceil(threads);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let mut parts = to.chunks_mut(share).zip(from.chunks(share));
+        let own = parts.next();
+        for (to, from) in parts {
+            scope.spawn(move || to.copy_from_slice(from));
+        }
+        if let Some((to, from)) = own {
+            to.copy_from_slice(from);
+        }
+    });
+    start.elapsed()
+}
+
+fn tensors(case: &Case, bytes: u64) -> (Vec<TensorView>, u32) {
+    use lmc_memory::Axis;
+    let planes = if case.format.axes().contains(&Axis::Plane) {
+        2
+    } else {
+        1
+    };
+    let block = planes * case.block_tokens * case.heads * case.head;
+    let blocks = bytes / 2 / LAYERS / block;
+    let size = |axis: &Axis| match axis {
+        Axis::Plane => planes,
+        Axis::Block => blocks,
+        Axis::Token => case.block_tokens,
+        Axis::Head => case.heads,
+        Axis::Element => case.head,
+        Axis::Layer => LAYERS,
+        Axis::One => 1,
+    };
+    let shape: Vec<u64> = case.format.axes().iter().map(size).collect();
+    let mut strides = vec![1; shape.len()];
+    for i in (0..shape.len() - 1).rev() {
+        strides[i] = strides[i + 1] * shape[i + 1];
+    }
+    let view = |layer| TensorView {
+        segment: 0,
+        storage_offset: layer * blocks * block,
+        shape: shape.clone(),
+        strides: strides.clone(),
+    };
+    ((0..LAYERS).map(view).collect(), blocks as u32)
+}
+
+/// Block ids in order, or each far from the one before it.
+fn block_table(blocks: u32, scattered: bool) -> Vec<u32> {
+    let mut ids: Vec<u32> = (0..blocks).collect();
+    if scattered {
+        let mut state = 0x9e37_79b9_u64;
+        for i in (1..ids.len()).rev() {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            ids.swap(i, (state >> 33) as usize % (i + 1));
+        }
+    }
+    ids
+}
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let cores = std::thread::available_parallelism()?.get();
+    let threads = args.next().map_or(Ok(cores), |text| text.parse())?;
+    let mib: u64 = args.next().map_or(Ok(512), |text| text.parse())?;
+    let bytes = mib << 20;
+    println!(
+        "{threads} threads on {cores} cores, {mib} MiB a side, {LAYERS} layers of bfloat16, \
+         best of {ROUNDS} rounds"
+    );
+
+    let engine = Engine::new(bytes)?;
+    let arena = Arc::new(
+        ArenaConfig::shared(format!("lmc_bench_{}", std::process::id()), bytes as usize).build()?,
+    );
+    let pool = Pool::new(arena, PoolConfig::default())?;
+    // SAFETY: the segment is this program's own, and nothing writes to it while this slice is
+    // in use: it is only read by the plain copies below, between gathers and scatters.
+    let source = || unsafe {
+        std::slice::from_raw_parts(engine.segment.base_ptr().as_ptr(), bytes as usize)
+    };
+    let mut whole = pool.reserve(bytes).ok_or("an empty pool")?;
+    whole.bytes_mut().fill(2);
+    drop(whole);
+
+    let copies = CopyPool::new(threads - 1)?;
+    println!(
+        "{:<34} {:>6} {:>6} {:>5} {:>9} {:>8} {:>8} {:>8} {:>6} {:>6}",
+        "engine's layout",
+        "block",
+        "chunk",
+        "ids",
+        "copies/MiB",
+        "memcpy",
+        "gather",
+        "scatter",
+        "ratio",
+        "ratio"
+    );
+    for case in cases() {
+        let (tensors, blocks) = tensors(&case, bytes);
+        let segments = vec![Arc::clone(&engine.segment)];
+        let chunk_tokens = case.chunk_tokens as u32;
+        let paged = PagedKv::from_tensors(
+            case.format,
+            &tensors,
+            DType::BFloat16,
+            chunk_tokens,
+            segments,
+        )?;
+        let layout = *paged.layout();
+        let table = block_table(blocks, case.scattered);
+        let chunks = u64::from(blocks) * case.block_tokens / case.chunk_tokens;
+        let starts: Vec<u64> = (0..chunks).map(|i| i * case.chunk_tokens).collect();
+        // A store of eight chunks at a time, as a long prompt brings them.
+        let plan = |starts: &[u64]| {
+            CopyPlan::new(
+                &paged,
+                &layout,
+                &PlanRequest {
+                    block_ids: &table,
+                    chunk_starts: starts,
+                    skip_first_tokens: 0,
+                    null_block: None,
+                },
+            )
+        };
+        let moved = (chunks * layout.chunk_bytes()) as usize;
+        let (mut plain, mut gather, mut scatter) = (Duration::MAX, Duration::MAX, Duration::MAX);
+        let mut copies_made = 0;
+        for _ in 0..ROUNDS {
+            let mut whole = pool.reserve(moved as u64).ok_or("an empty pool")?;
+            plain = plain.min(memcpy(whole.bytes_mut(), &source()[..moved], threads));
+            drop(whole);
+
+            let mut sealed: Vec<SealedSlot> = Vec::new();
+            let (mut gathering, mut scattering) = (Duration::ZERO, Duration::ZERO);
+            for starts in starts.chunks(8) {
+                let mut slots: Vec<_> = starts
+                    .iter()
+                    .map(|_| {
+                        pool.reserve(layout.chunk_bytes())
+                            .ok_or("room for all chunks")
+                    })
+                    .collect::<std::result::Result<_, _>>()?;
+                let start = Instant::now();
+                let plan = plan(starts)?;
+                let mut bytes: Vec<_> = slots.iter_mut().map(|slot| slot.bytes_mut()).collect();
+                copies.gather(&plan, &mut bytes)?;
+                gathering += start.elapsed();
+                copies_made = plan.copies() * (1 << 20) / plan.bytes() as usize;
+                sealed.extend(slots.into_iter().map(|slot| slot.written().seal()));
+            }
+            for (starts, slots) in starts.chunks(8).zip(sealed.chunks(8)) {
+                let start = Instant::now();
+                let bytes: Vec<_> = slots.iter().map(|slot| slot.bytes()).collect();
+                copies.scatter(&plan(starts)?, &bytes)?;
+                scattering += start.elapsed();
+            }
+            (gather, scatter) = (gather.min(gathering), scatter.min(scattering));
+        }
+        let rate = |time: Duration| moved as f64 / time.as_secs_f64() / 1e9;
+        println!(
+            "{:<34} {:>6} {:>6} {:>5} {:>10} {:>8.2} {:>8.2} {:>8.2} {:>6.2} {:>6.2}",
+            case.label,
+            case.block_tokens,
+            case.chunk_tokens,
+            if case.scattered { "mixed" } else { "order" },
+            copies_made,
+            rate(plain),
+            rate(gather),
+            rate(scatter),
+            rate(gather) / rate(plain),
+            rate(scatter) / rate(plain),
+        );
+    }
+    println!("rates in GB/s; ratios of gather and scatter to memcpy");
+    Ok(())
+}
+
+fn cases() -> Vec<Case> {
+    let case = |label, format, heads, head, block_tokens, chunk_tokens, scattered| Case {
+        label,
+        format,
+        heads,
+        head,
+        block_tokens,
+        chunk_tokens,
+        scattered,
+    };
+    let two_nhd = ("[2, blocks, tokens, heads, 128]", KvFormat::TWO_NB_BS_NH_HS);
+    let two_hnd = ("[2, blocks, heads, tokens, 128]", KvFormat::TWO_NB_NH_BS_HS);
+    let fused_hnd = ("[blocks, heads, tokens, 2x128]", KvFormat::NB_NH_BS_CS);
+    let small_hnd = ("[blocks, heads, tokens, 2x32]", KvFormat::NB_NH_BS_CS);
+    let mla = ("[blocks, tokens, 576]", KvFormat::NB_BS_HS);
+    vec![
+        case(two_nhd.0, two_nhd.1, 8, 128, 16, 256, false),
+        case(two_nhd.0, two_nhd.1, 8, 128, 16, 256, true),
+        case(two_nhd.0, two_nhd.1, 8, 128, 128, 256, true),
+        case(two_nhd.0, two_nhd.1, 8, 128, 16, 16, true),
+        case(two_hnd.0, two_hnd.1, 8, 128, 16, 256, true),
+        case(two_hnd.0, two_hnd.1, 8, 128, 128, 256, true),
+        case(fused_hnd.0, fused_hnd.1, 8, 256, 16, 256, true),
+        case(fused_hnd.0, fused_hnd.1, 8, 256, 128, 256, true),
+        case(small_hnd.0, small_hnd.1, 2, 64, 128, 256, true),
+        case(small_hnd.0, small_hnd.1, 4, 64, 16, 256, true),
+        case(mla.0, mla.1, 1, 576, 16, 256, true),
+        case(mla.0, mla.1, 1, 576, 64, 256, true),
+    ]
+}
