@@ -201,6 +201,23 @@ fn cbor_head(out: &mut [u8], major: u8, value: u32) -> usize {
     }
 }
 
+/// Writes a token as a CBOR integer at the front of `out`, which has at least five bytes, and
+/// returns its length. Without a branch: the widths of a prompt's tokens cannot be predicted, and
+/// doing so costs more than hashing them.
+#[inline]
+fn cbor_token(out: &mut [u8], token: Token) -> usize {
+    const HEAD: [u8; 4] = [0, 24, 25, 26];
+    const SHIFT: [u8; 4] = [24, 24, 16, 0];
+    const LEN: [u8; 4] = [1, 2, 3, 5];
+    let width =
+        usize::from(token >= 24) + usize::from(token >= 0x100) + usize::from(token >= 0x1_0000);
+    // Below 24 the token is its own head, and what is written behind it is overwritten next.
+    let small = if width == 0 { token as u8 } else { 0 };
+    out[0] = HEAD[width] | small;
+    out[1..5].copy_from_slice(&(token << SHIFT[width]).to_be_bytes());
+    LEN[width].into()
+}
+
 /// The digest of `[parent, [tokens…], null]`: LMCache's call is `f((prefix, tuple(tokens), None))`.
 fn digest_cbor_chunk<D: CborDigest>(parent: &[u8], tokens: &[Token]) -> ChunkHash {
     // Two heads, a parent of at most 32 bytes and a block of tokens of at most 5 bytes each.
@@ -216,7 +233,7 @@ fn digest_cbor_chunk<D: CborDigest>(parent: &[u8], tokens: &[Token]) -> ChunkHas
     let mut digest = D::default();
     for block in tokens.chunks(BLOCK) {
         for &token in block {
-            len += cbor_head(&mut buffer[len..], 0, token);
+            len += cbor_token(&mut buffer[len..len + 5], token);
         }
         digest.write(&buffer[..len]);
         len = 0;
@@ -266,6 +283,8 @@ mod tests {
         ] {
             let mut out = [0; 5];
             let len = cbor_head(&mut out, 0, value);
+            assert_eq!(&out[..len], expected, "{value}");
+            let len = cbor_token(&mut out, value);
             assert_eq!(&out[..len], expected, "{value}");
         }
     }

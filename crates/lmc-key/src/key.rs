@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn bytes_compare_as_keys_do() {
         let rank = |kv_rank| ChunkKey { kv_rank, ..key(7) };
-        let mut keys = vec![key(9), rank(256), rank(255), rank(1), key(3)];
+        let mut keys = [key(9), rank(256), rank(255), rank(1), key(3)];
         let mut bytes: Vec<_> = keys.iter().map(ChunkKey::to_bytes).collect();
         keys.sort();
         bytes.sort();

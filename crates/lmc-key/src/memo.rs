@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
+use std::fmt;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,8 +34,9 @@ const HASH_WORDS: usize = 8;
 /// What a run costs beside its words: the heap's and the `Arc`'s heads, a slot of the table at
 /// its usual load, a place in the ring.
 const RUN_OVERHEAD: usize = 144;
-/// Memory a shard should have at least, so that it holds more than a few runs.
-const SHARD_BYTES: usize = 1 << 20;
+/// Memory a shard should have at least: some sixty long runs, so that chance fills the shards
+/// about evenly. A lock is held for tens of nanoseconds in every microsecond; few shards will do.
+const SHARD_BYTES: usize = 4 << 20;
 const MAX_SHARDS: usize = 64;
 /// Runs that were used since the hand last came by and are passed over in one eviction. The
 /// bound keeps an insertion O(1) even when everything was used.
@@ -47,7 +49,6 @@ const SECOND_CHANCES: usize = 16;
 ///
 /// Prompts of different salts never meet in it, not even to make each other faster: how long a
 /// hash takes would tell one tenant what another has asked.
-#[derive(Debug)]
 pub struct HashMemo {
     shards: Box<[Shard]>,
     /// Bytes each shard may hold.
@@ -77,11 +78,11 @@ pub struct MemoStats {
 }
 
 /// On a pair of cache lines of its own, as its neighbours are written by other threads.
-#[derive(Debug, Default)]
+#[derive(Default)]
 #[repr(align(128))]
 struct Shard(Mutex<ShardState>);
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct ShardState {
     runs: HashMap<u64, Slot, FoldState>,
     /// The probes of all runs, in the order in which the hand of the clock meets them.
@@ -90,14 +91,13 @@ struct ShardState {
     evicted: u64,
 }
 
-#[derive(Debug)]
 struct Slot {
     run: Run,
     used: bool,
 }
 
 /// Consecutive chunks of a prompt.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Run {
     algorithm: HashAlgorithm,
     chunk_size: u32,
@@ -232,10 +232,12 @@ impl HashMemo {
     ) {
         let chunk_len = hasher.chunk_len();
         let run_chunks = self.run_chunks(chunk_len);
-        if run_chunks == 0 {
-            return hasher.hash_chunks(parent, tokens, out);
-        }
         let total = tokens.len() / chunk_len;
+        if run_chunks == 0 {
+            hasher.hash_chunks(parent, tokens, out);
+            self.hashed.fetch_add(total as u64, Relaxed);
+            return;
+        }
         let first = out.len();
         out.reserve(total);
         let seed = self.probe_seed(hasher, salt);
@@ -438,6 +440,13 @@ impl HashMemo {
 impl Default for HashMemo {
     fn default() -> Self {
         Self::new(Self::DEFAULT_BYTES)
+    }
+}
+
+impl fmt::Debug for HashMemo {
+    /// The statistics: what it holds would fill the screen, and is what users asked.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HashMemo").field(&self.stats()).finish()
     }
 }
 

@@ -455,3 +455,187 @@ fn decoded(part: &'static str, text: &str) -> Result<String, KeyTextError> {
 fn shortened(text: &str) -> String {
     text.chars().take(64).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{LayoutFingerprint, Salt};
+
+    fn space() -> KeySpace {
+        KeySpace {
+            algorithm: HashAlgorithm::Blake3,
+            chunk_size: 256,
+            model: "org/model@v1".parse().unwrap(),
+            world_size: 8,
+            layout: LayoutFingerprint::new([0xab; 16]),
+            dtype: "bfloat16".parse().unwrap(),
+            salt: Salt::parse("50% é").unwrap(),
+        }
+    }
+
+    fn key(group: u16) -> ChunkKey {
+        ChunkKey {
+            space: space().id(),
+            kv_rank: 7,
+            group,
+            hash: ChunkHash::new([0xc0; 32]),
+        }
+    }
+
+    #[test]
+    fn our_keys_carry_their_identity() {
+        let text = KeyText::of(&space(), &key(2));
+        assert_eq!(
+            text.to_string(),
+            format!(
+                "org/model%40v1@8@7@{}@bfloat16@lmc.algorithm%blake3@lmc.chunk%256\
+                 @lmc.layout%{}@lmc.group%2@lmc.salt%50%25%20%C3%A9",
+                "c0".repeat(32),
+                "ab".repeat(16)
+            )
+        );
+        let read: KeyText = text.to_string().parse().unwrap();
+        assert_eq!(read, text);
+        assert_eq!(read.identity(), Ok((space(), key(2))));
+    }
+
+    #[test]
+    fn file_names_are_one_component() {
+        let text = KeyText::of(&space(), &key(0));
+        let name = text.to_file_name();
+        assert!(name.starts_with("org%2Fmodel%40v1@8@7@c0c0"), "{name}");
+        assert_eq!(name.parse(), Ok(text));
+    }
+
+    #[test]
+    fn defaults_have_no_tag() {
+        let space = KeySpace {
+            salt: Salt::default(),
+            ..space()
+        };
+        let key = ChunkKey {
+            space: space.id(),
+            ..key(0)
+        };
+        let text = KeyText::of(&space, &key);
+        assert_eq!(text.tags().count(), 3);
+        assert_eq!(text.identity(), Ok((space, key)));
+    }
+
+    #[test]
+    fn the_longest_key_can_be_read() {
+        let model = ModelName::parse(&"@".repeat(crate::MAX_MODEL_BYTES)).unwrap();
+        let dtype = DtypeName::parse(&"d".repeat(crate::MAX_DTYPE_BYTES)).unwrap();
+        let hash: HashText = format!("-{}", "f".repeat(64)).parse().unwrap();
+        let mut text = KeyText::new(model, u32::MAX, u32::MAX, hash, dtype);
+        text.layer = Some(u32::MAX);
+        for i in 0..MAX_TAGS {
+            let name = format!("{i:0>MAX_TAG_NAME_BYTES$}");
+            text.add_tag(&name, &"@".repeat(MAX_TAG_VALUE_BYTES))
+                .unwrap();
+        }
+        assert_eq!(text.add_tag("one-more", ""), Err(KeyTextError::TooManyTags));
+        assert!(text.to_string().len() <= MAX_KEY_TEXT_BYTES);
+        assert_eq!(text.to_string().parse(), Ok(text));
+    }
+
+    #[test]
+    fn malformed_text_is_refused_with_its_reason() {
+        let cases = [
+            ("", "key text has 1 parts separated by '@'"),
+            ("m@1@0@ff", "key text has 4 parts"),
+            ("@1@0@ff@half", "model name is empty"),
+            (
+                "m%4@1@0@ff@half",
+                "model name has a '%' at byte 1 without two hex digits",
+            ),
+            ("m%ff@1@0@ff@half", "model name is no UTF-8"),
+            ("m\n@1@0@ff@half", "'\\n'; expected it escaped as %0A"),
+            (
+                "m@+1@0@ff@half",
+                "world size is \"+1\"; expected a decimal number from 0 to 42949",
+            ),
+            ("m@1@-1@ff@half", "worker id is \"-1\""),
+            ("m@4294967296@0@ff@half", "world size is \"4294967296\""),
+            (
+                "m@1@0@@half",
+                "chunk hash is \"\"; expected 1 to 64 hex digits",
+            ),
+            ("m@1@0@0x1f@half", "chunk hash is \"0x1f\""),
+            ("m@1@0@--1@half", "chunk hash is \"--1\""),
+            ("m@1@0@ff@", "element type is empty"),
+            ("m@1@0@ff@half precision", "element type contains ' '"),
+            ("m@1@0@ff@half@x", "layer is \"x\""),
+            ("m@1@0@ff@half@1@2", "tag \"2\" has no '%'"),
+            ("m@1@0@ff@half@%v", "tag name is \"\""),
+            ("m@1@0@ff@half@a b%v", "tag name is \"a b\""),
+            ("m@1@0@ff@half@a%1@a%2", "tag a stands there twice"),
+            ("m@1@0@ff@half@a%%", "tag value has a '%' at byte 0"),
+        ];
+        for (text, reason) in cases {
+            let error = text.parse::<KeyText>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{text:?}: {error}");
+        }
+        let long = "m".repeat(MAX_KEY_TEXT_BYTES + 1);
+        assert_eq!(
+            long.parse::<KeyText>(),
+            Err(KeyTextError::TooLong {
+                found: MAX_KEY_TEXT_BYTES + 1
+            })
+        );
+        let value = format!("m@1@0@ff@half@a%{}", "x".repeat(MAX_TAG_VALUE_BYTES + 1));
+        assert!(
+            value
+                .parse::<KeyText>()
+                .unwrap_err()
+                .to_string()
+                .contains("513 bytes")
+        );
+        let many: String = (0..=MAX_TAGS).map(|i| format!("@t{i}%v")).collect();
+        let many = format!("m@1@0@ff@half{many}");
+        assert_eq!(many.parse::<KeyText>(), Err(KeyTextError::TooManyTags));
+    }
+
+    #[test]
+    fn an_incomplete_identity_says_what_is_missing() {
+        let read = |text: &str| text.parse::<KeyText>().unwrap().identity().unwrap_err();
+        assert_eq!(
+            read("m@1@0@ff@half"),
+            KeyTextError::MissingTag {
+                name: "lmc.algorithm"
+            }
+        );
+        let hash = "c0".repeat(32);
+        let ours = format!("m@1@0@{hash}@half@lmc.algorithm%blake3@lmc.chunk%256");
+        assert_eq!(read(&ours), KeyTextError::MissingTag { name: "lmc.layout" });
+        let short = ours.replace(&hash, "c0");
+        assert_eq!(read(&short), KeyTextError::Hash { found: "c0".into() });
+        let ours = format!("{ours}@lmc.layout%{}", "0".repeat(32));
+        let wrong = format!("{ours}@lmc.group%65536");
+        assert!(matches!(
+            read(&wrong),
+            KeyTextError::BadTag {
+                name: "lmc.group",
+                ..
+            }
+        ));
+        let wrong = format!("{ours}@lmc.salt%a%2Fb");
+        assert!(
+            read(&wrong).to_string().contains("none of '@', '/'"),
+            "{}",
+            read(&wrong)
+        );
+        let wrong = ours.replace("m@1@0@", "m@1@65536@");
+        assert!(
+            read(&wrong).to_string().contains("from 0 to 65535"),
+            "{}",
+            read(&wrong)
+        );
+        let wrong = ours.replace("blake3", "builtin");
+        assert!(
+            read(&wrong).to_string().contains("Python interpreter"),
+            "{}",
+            read(&wrong)
+        );
+    }
+}
