@@ -1,7 +1,7 @@
 //! The loop that moves bytes: the only place where a plan meets addresses.
 
 use super::plan::{Op, Repeat};
-use super::stream::Store;
+use super::stream::{Nest, Step, Store};
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,12 +19,12 @@ pub(super) struct Sides {
     pub(super) chunk: *mut u8,
 }
 
-/// Most entries of the inner loop before the outer one moves on: as many streams as the
-/// prefetchers follow at once, and as many pages as the first TLB holds beside others.
+/// Most tokens of a block that are copied before the next ones, where heads lie apart: as many
+/// streams as the prefetchers follow at once, and few enough to be asked for ahead.
 const TILE: u32 = 16;
 
-/// Bytes of a copy up to which the next one is asked for meanwhile; with more, the streams of
-/// the copy itself are long enough.
+/// Bytes of a run up to which the next copy is asked for meanwhile; with more, the streams of
+/// the run itself are long enough.
 const AHEAD: u64 = 64 << 10;
 
 /// Carries out one copy. `next` is the one that this thread carries out after it.
@@ -49,55 +49,61 @@ pub(super) unsafe fn copy(
             sides.chunk.add(op.chunk_offset as usize),
         )
     };
-    let run = op.run as usize;
     let (from, to) = match direction {
         Direction::Gather => (paged, chunk),
         Direction::Scatter => (chunk, paged),
     };
-    let bytes = op.run * u64::from(tokens.count) * u64::from(heads.count);
-    let ahead = match next {
-        // Only ever prefetched, so it may lie anywhere.
-        Some((next, sides)) if bytes <= AHEAD => match direction {
+    // Only ever prefetched, so it may lie anywhere.
+    let after = match next {
+        Some((next, sides)) if op.run <= AHEAD => match direction {
             Direction::Gather => sides.segment.wrapping_add(next.paged as usize),
             Direction::Scatter => sides.chunk.wrapping_add(next.chunk_offset as usize),
         },
         _ => from,
     };
-    if tokens.count == 1 && heads.count == 1 {
-        // SAFETY: as above, and the sides do not overlap.
-        unsafe { store.copy(from, to, run, ahead) };
-        return;
-    }
-    // The inner loop walks the side that is written in order of its addresses.
-    let heads_inside = match direction {
-        Direction::Gather => heads.count > 1,
-        Direction::Scatter => heads.count > 1 && heads.paged <= tokens.paged,
+    let step = |repeat: Repeat| match direction {
+        Direction::Gather => Step {
+            count: 0,
+            from: repeat.paged as usize,
+            to: repeat.chunk as usize,
+        },
+        Direction::Scatter => Step {
+            count: 0,
+            from: repeat.chunk as usize,
+            to: repeat.paged as usize,
+        },
     };
-    let (outer, inner) = if heads_inside {
-        (tokens, heads)
-    } else {
-        (heads, tokens)
+    let by_head = Step {
+        count: heads.count as usize,
+        ..step(heads)
     };
-    let steps = |repeat: Repeat| match direction {
-        Direction::Gather => (repeat.paged as usize, repeat.chunk as usize),
-        Direction::Scatter => (repeat.chunk as usize, repeat.paged as usize),
-    };
-    let (from_outer, to_outer) = steps(outer);
-    let (from_inner, to_inner) = steps(inner);
+    let by_token = step(tokens);
     let mut first = 0;
-    while first < inner.count {
-        let last = inner.count.min(first + TILE);
-        for i in 0..outer.count as usize {
-            for j in first as usize..last as usize {
-                let at = i * from_outer + j * from_inner;
-                // SAFETY: the plan has checked the last run of the last repetition on both
-                // sides.
-                unsafe {
-                    let to = to.add(i * to_outer + j * to_inner);
-                    store.copy(from.add(at), to, run, ahead.wrapping_add(at));
-                }
-            }
+    while first < tokens.count {
+        let count = TILE.min(tokens.count - first) as usize;
+        let by_token = Step { count, ..by_token };
+        // The inner loop walks the side that is written in order of its addresses.
+        let (outer, inner) = if by_head.to <= by_token.to {
+            (by_token, by_head)
+        } else {
+            (by_head, by_token)
+        };
+        let nest = Nest {
+            outer,
+            inner,
+            run: op.run as usize,
+        };
+        // SAFETY: the plan has checked the last run of the last repetition on both sides.
+        unsafe {
+            let from = from.add(first as usize * by_token.from);
+            let to = to.add(first as usize * by_token.to);
+            let ahead = if first + TILE < tokens.count {
+                from.wrapping_add(count * by_token.from)
+            } else {
+                after
+            };
+            store.copy(&nest, from, to, ahead);
         }
-        first = last;
+        first += TILE;
     }
 }

@@ -11,8 +11,22 @@ use std::ptr;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Below this a plain copy is better: what surrounds the whole lines costs more than they save.
-const MIN_RUN: usize = 2 * LINE;
+/// How often one level of a nest repeats what is inside it, and how far apart on each side.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) count: usize,
+    pub(super) from: usize,
+    pub(super) to: usize,
+}
+
+/// A run of bytes within two loops.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Nest {
+    pub(super) outer: Step,
+    pub(super) inner: Step,
+    /// Bytes of the run.
+    pub(super) run: usize,
+}
 
 /// Makes a copy; which kind is chosen once for a whole gather or scatter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,55 +61,26 @@ impl Store {
         Self::Plain
     }
 
-    /// Copies a run, and asks meanwhile for the run of the same length at `ahead`, which need
-    /// not exist: blocks lie far apart, and the hardware's prefetchers lose their track at the
-    /// start of each one.
+    /// Copies a nest of runs, and asks meanwhile for a nest of the same shape at `ahead`,
+    /// which need not exist: blocks lie far apart, and the hardware's prefetchers lose their
+    /// track at the start of each one.
     ///
     /// # Safety
-    /// Both sides have `len` bytes and do not overlap. Before another thread may see the
-    /// bytes, this one calls [`Store::finish`].
-    #[inline]
-    pub(super) unsafe fn copy(self, from: *const u8, to: *mut u8, len: usize, ahead: *const u8) {
-        if self == Self::Plain || len < MIN_RUN {
-            // SAFETY: by the caller's promise.
-            unsafe { ptr::copy_nonoverlapping(from, to, len) };
-            return;
-        }
-        // Whole lines only: part of a line would be written to memory on its own.
-        let head = to.align_offset(LINE);
-        let lines = (len - head) / LINE;
-        let body = lines * LINE;
-        // SAFETY: head, body and tail make up `len` (`head` is below LINE, `len` at least two
-        // of them), and the body starts on a line.
-        unsafe {
-            if head > 0 {
-                ptr::copy_nonoverlapping(from, to, head);
-            }
-            let (from, to) = (from.add(head), to.add(head));
-            self.lines(from, to, lines, ahead);
-            let tail = len - head - body;
-            if tail > 0 {
-                ptr::copy_nonoverlapping(from.add(body), to.add(body), tail);
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`Store::copy`], and `to` starts on a line.
-    #[inline]
-    unsafe fn lines(self, from: *const u8, to: *mut u8, lines: usize, ahead: *const u8) {
+    /// Every run of the nest lies inside its side, and the sides do not overlap. Before
+    /// another thread may see the bytes, this one calls [`Store::finish`].
+    pub(super) unsafe fn copy(self, nest: &Nest, from: *const u8, to: *mut u8, ahead: *const u8) {
         match self {
             // SAFETY: by the caller's promise.
-            Self::Plain => unsafe { ptr::copy_nonoverlapping(from, to, lines * LINE) },
+            Self::Plain => unsafe { plain(nest, from, to) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; the value exists only where the CPU has it.
-            Self::Avx512 => unsafe { x86::avx512(from, to, lines, ahead) },
+            Self::Avx512 => unsafe { x86::avx512(nest, from, to, ahead) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; the value exists only where the CPU has it.
-            Self::Avx => unsafe { x86::avx(from, to, lines, ahead) },
+            Self::Avx => unsafe { x86::avx(nest, from, to, ahead) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; every x86-64 CPU has it.
-            Self::Sse2 => unsafe { x86::sse2(from, to, lines, ahead) },
+            Self::Sse2 => unsafe { x86::sse2(nest, from, to, ahead) },
         }
     }
 
@@ -110,22 +95,112 @@ impl Store {
     }
 }
 
+/// # Safety
+/// As for [`Store::copy`].
+unsafe fn plain(nest: &Nest, from: *const u8, to: *mut u8) {
+    let Nest { outer, inner, run } = *nest;
+    for i in 0..outer.count {
+        for j in 0..inner.count {
+            // SAFETY: by the caller's promise.
+            unsafe {
+                let from = from.add(i * outer.from + j * inner.from);
+                let to = to.add(i * outer.to + j * inner.to);
+                ptr::copy_nonoverlapping(from, to, run);
+            }
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
         _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128, _mm256_loadu_si256,
         _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
     };
+    use std::ptr;
 
-    use super::LINE;
+    use super::{LINE, Nest};
 
     /// Lines of a page: the prefetchers follow one stream in each page.
     const PAGE: usize = 4096 / LINE;
     /// Pages of a long run that are copied side by side, so that several streams are under way.
     const PAGES: usize = 4;
 
-    macro_rules! lines {
-        ($name:ident, $line:ident, $feature:literal, $load:ident, $stream:ident, $width:literal) => {
+    macro_rules! kind {
+        (
+            $name:ident, $run:ident, $lines:ident, $line:ident,
+            $feature:literal, $load:ident, $stream:ident, $width:literal
+        ) => {
+            /// # Safety
+            /// As for `Store::copy`, and the CPU has the feature.
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn $name(
+                nest: &Nest,
+                from: *const u8,
+                to: *mut u8,
+                ahead: *const u8,
+            ) {
+                let Nest { outer, inner, run } = *nest;
+                let whole = (to as usize | outer.to | inner.to | run) % LINE == 0;
+                for i in 0..outer.count {
+                    for j in 0..inner.count {
+                        let at = i * outer.from + j * inner.from;
+                        // SAFETY: by the caller's promise; `whole` says that every run starts
+                        // and ends with a line on the side that is written.
+                        unsafe {
+                            let to = to.add(i * outer.to + j * inner.to);
+                            let (from, ahead) = (from.add(at), ahead.wrapping_add(at));
+                            if whole {
+                                $lines(from, to, run / LINE, ahead);
+                            } else {
+                                $run(from, to, run, ahead);
+                            }
+                        }
+                    }
+                }
+            }
+
+            /// Copies a run that need not start or end with a line: part of a line would be
+            /// written to memory on its own, so the ends go through the cache.
+            ///
+            /// # Safety
+            /// Both sides have the run and do not overlap, and the CPU has the feature.
+            #[target_feature(enable = $feature)]
+            unsafe fn $run(from: *const u8, to: *mut u8, run: usize, ahead: *const u8) {
+                let head = to.align_offset(LINE).min(run);
+                let lines = (run - head) / LINE;
+                let tail = run - head - lines * LINE;
+                // SAFETY: head, lines and tail make up the run, and the lines are aligned.
+                unsafe {
+                    ptr::copy_nonoverlapping(from, to, head);
+                    let (from, to) = (from.add(head), to.add(head));
+                    $lines(from, to, lines, ahead);
+                    ptr::copy_nonoverlapping(from.add(lines * LINE), to.add(lines * LINE), tail);
+                }
+            }
+
+            /// # Safety
+            /// Both sides have `lines` lines and do not overlap, `to` starts on a line, and
+            /// the CPU has the feature.
+            #[inline]
+            #[target_feature(enable = $feature)]
+            unsafe fn $lines(from: *const u8, to: *mut u8, lines: usize, ahead: *const u8) {
+                let mut done = 0;
+                while lines - done >= PAGES * PAGE {
+                    for line in done..done + PAGE {
+                        for page in 0..PAGES {
+                            // SAFETY: below `done + PAGES * PAGE`, which is at most `lines`.
+                            unsafe { $line(from, to, ahead, line + page * PAGE) };
+                        }
+                    }
+                    done += PAGES * PAGE;
+                }
+                for line in done..lines {
+                    // SAFETY: below `lines`.
+                    unsafe { $line(from, to, ahead, line) };
+                }
+            }
+
             /// # Safety
             /// Both sides have the line, `to` is aligned to it, and the CPU has the feature.
             #[inline]
@@ -144,52 +219,32 @@ mod x86 {
                     }
                 }
             }
-
-            /// # Safety
-            /// Both sides have `lines` lines and do not overlap, `to` starts on a line, and
-            /// the CPU has the feature.
-            #[target_feature(enable = $feature)]
-            pub(super) unsafe fn $name(
-                from: *const u8,
-                to: *mut u8,
-                lines: usize,
-                ahead: *const u8,
-            ) {
-                let mut done = 0;
-                while lines - done >= PAGES * PAGE {
-                    for line in done..done + PAGE {
-                        for page in 0..PAGES {
-                            // SAFETY: below `done + PAGES * PAGE`, which is at most `lines`.
-                            unsafe { $line(from, to, ahead, line + page * PAGE) };
-                        }
-                    }
-                    done += PAGES * PAGE;
-                }
-                for line in done..lines {
-                    // SAFETY: below `lines`.
-                    unsafe { $line(from, to, ahead, line) };
-                }
-            }
         };
     }
-    lines!(
+    kind!(
         avx512,
+        avx512_run,
+        avx512_lines,
         avx512_line,
         "avx512f",
         _mm512_loadu_si512,
         _mm512_stream_si512,
         64
     );
-    lines!(
+    kind!(
         avx,
+        avx_run,
+        avx_lines,
         avx_line,
         "avx",
         _mm256_loadu_si256,
         _mm256_stream_si256,
         32
     );
-    lines!(
+    kind!(
         sse2,
+        sse2_run,
+        sse2_lines,
         sse2_line,
         "sse2",
         _mm_loadu_si128,
@@ -202,8 +257,7 @@ mod x86 {
 mod tests {
     use super::*;
 
-    #[test]
-    fn every_kind_copies_every_length_at_every_alignment() {
+    fn kinds() -> Vec<Store> {
         let mut kinds = vec![Store::Plain, Store::around_the_cache()];
         #[cfg(target_arch = "x86_64")]
         {
@@ -212,26 +266,72 @@ mod tests {
                 kinds.push(Store::Avx);
             }
         }
+        kinds
+    }
+
+    #[test]
+    fn every_kind_copies_every_length_at_every_alignment() {
         let from: Vec<u8> = (0..60_000u32).map(|i| (i % 251) as u8).collect();
-        for kind in kinds {
+        let once = Step {
+            count: 1,
+            from: 0,
+            to: 0,
+        };
+        for kind in kinds() {
             for (shift, skew) in [(0, 0), (1, 0), (0, 1), (63, 17), (64, 3)] {
-                for len in [
-                    0, 1, 63, 64, 127, 128, 129, 191, 192, 255, 256, 1000, 16_384, 50_000,
+                for run in [
+                    0, 1, 63, 64, 127, 128, 129, 191, 192, 256, 1000, 16_384, 50_000,
                 ] {
                     let mut to = vec![0xee; 60_000];
-                    // SAFETY: shift and skew are at most 64 and len at most 50,000.
+                    let nest = Nest {
+                        outer: once,
+                        inner: once,
+                        run,
+                    };
+                    // SAFETY: shift and skew are at most 64 and the run at most 50,000 bytes.
                     unsafe {
                         let (from, to) = (from.as_ptr().add(skew), to.as_mut_ptr().add(shift));
-                        kind.copy(from, to, len, from);
+                        kind.copy(&nest, from, to, from);
                     }
                     kind.finish();
-                    assert_eq!(to[shift..shift + len], from[skew..skew + len]);
+                    assert_eq!(to[shift..shift + run], from[skew..skew + run]);
                     assert!(
                         to[..shift]
                             .iter()
-                            .chain(&to[shift + len..])
+                            .chain(&to[shift + run..])
                             .all(|&b| b == 0xee)
                     );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_kind_transposes_heads_and_tokens() {
+        for kind in kinds() {
+            for run in [1, 32, 64, 100, 128, 192] {
+                let (tokens, heads) = (5, 3);
+                let from: Vec<u8> = (0..tokens * heads * run).map(|i| (i % 241) as u8).collect();
+                let mut to = vec![0; from.len()];
+                let nest = Nest {
+                    outer: Step {
+                        count: tokens,
+                        from: run,
+                        to: heads * run,
+                    },
+                    inner: Step {
+                        count: heads,
+                        from: tokens * run,
+                        to: run,
+                    },
+                    run,
+                };
+                // SAFETY: both sides have all tokens of all heads.
+                unsafe { kind.copy(&nest, from.as_ptr(), to.as_mut_ptr(), from.as_ptr()) };
+                kind.finish();
+                for (at, byte) in to.into_iter().enumerate() {
+                    let (token, head, rest) = (at / run / heads, at / run % heads, at % run);
+                    assert_eq!(byte, from[(head * tokens + token) * run + rest]);
                 }
             }
         }
