@@ -1,0 +1,127 @@
+//! The trait.
+
+use std::fmt;
+use std::pin::Pin;
+use std::time::Instant;
+
+use lmc_key::ChunkKey;
+
+use crate::{
+    CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError, Page, RemoveError,
+    StoreError, StoreItem, Stored, Usage, UsageError,
+};
+
+/// A boxed future that may move between threads.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// A place that holds chunks below DRAM.
+///
+/// What every implementation MUST do:
+///
+/// - **Order.** Batches answer with exactly one result for each key, in the order of the keys.
+///   An empty batch answers at once. A key may stand in a batch twice.
+/// - **Deadlines.** Every operation is over soon after its deadline. What was not done by then
+///   answers with the `Deadline` error of the operation, the rest with its results.
+/// - **Right bytes or none.** [`Loaded::Hit`] only for bytes whose identity and checksum were
+///   verified after their last trip through something that can lie. A mismatch is a miss (and a
+///   counter of the implementation), never an error and never data.
+/// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing.
+/// - **Visibility.** What `store` has answered with [`Stored::Written`] is found by the next
+///   operation, until it is removed or evicted; what `remove` has answered `Ok` for is not found
+///   by the next operation.
+/// - **Cancellation.** A future may be dropped at any point. Slots that something may still write
+///   to stay with the implementation until that is known to be over; they are never returned
+///   to their pool before. A dropped `store` or `remove` may or may not take effect.
+/// - **No panics** for anything that a device, a peer or a file may do.
+pub trait Backend: fmt::Debug + Send + Sync {
+    /// A short name for logs and metrics, such as `disk`.
+    fn name(&self) -> &str;
+
+    /// Which chunks are present, each with its length in bytes, so that a slot can be reserved
+    /// to load it into. An answer is a hint: the chunk may be gone when it is loaded.
+    ///
+    /// # Errors
+    /// [`LookupError`] for each key that could not be looked up.
+    fn contains<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>>;
+
+    /// How many leading keys are present: the place of the first that is not, or that could not
+    /// be looked up by the deadline.
+    ///
+    /// # Errors
+    /// [`LookupError`] when not even the first key could be looked up.
+    fn leading<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<usize, LookupError>> {
+        Box::pin(async move {
+            let mut leading = 0;
+            for found in self.contains(keys, deadline).await {
+                match found {
+                    Ok(Some(_)) => leading += 1,
+                    Ok(None) => break,
+                    Err(error) if leading == 0 => return Err(error),
+                    Err(_) => break,
+                }
+            }
+            Ok(leading)
+        })
+    }
+
+    /// Reads chunks into the slots given. A slot's length must be the chunk's.
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>>;
+
+    /// Writes chunks; answers when they are as durable as the tier promises. The slots are held
+    /// until nothing reads from them any more.
+    ///
+    /// # Errors
+    /// [`StoreError`] for each chunk; after one, the chunk may or may not be present.
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>>;
+
+    /// Forgets chunks; `true` for those that were there.
+    ///
+    /// # Errors
+    /// [`RemoveError`] for each key; after one, the chunk may or may not be present.
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>>;
+
+    /// A page of the chunks that are present, in an order of the tier's own. Starts at
+    /// [`Cursor::START`] and goes on from [`Page::next`] until that is `None`. A chunk that is
+    /// there from the first page to the last is listed exactly once.
+    ///
+    /// # Errors
+    /// [`ListError`].
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, ListError>>;
+
+    /// What the tier holds.
+    ///
+    /// # Errors
+    /// [`UsageError`].
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>>;
+
+    /// How the tier is, from memory: never waits.
+    fn health(&self) -> Health;
+
+    /// Stops: nothing is left running, what was acknowledged is durable. Every operation from
+    /// then on answers with its `Closed` error; closing again is no error.
+    ///
+    /// # Errors
+    /// [`CloseError`] when something that was acknowledged may be lost.
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>>;
+}

@@ -1,0 +1,552 @@
+//! Random operations against a tier and a map.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::env;
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant, SystemTime};
+
+use lmc_key::ChunkKey;
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+use super::{Rng, block_on, check_value, fill_value, test_key};
+use crate::{
+    Backend, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem, Loaded, LookupError,
+    RemoveError, StoreError, StoreItem, Stored, UsageError,
+};
+
+/// What the tier under test promises.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guarantee {
+    /// What was stored is there until it is removed, and nothing fails. A tier that evicts
+    /// promises this too as long as it is given more room than the kit fills:
+    /// [`Conformance::bytes_needed`].
+    Exact,
+    /// A chunk may be forgotten and an operation may fail at any time; what is read is right, and
+    /// what was removed or never stored is not found.
+    Lossy,
+}
+
+/// The kit. `Default:` values stand with each setter.
+#[derive(Clone, Debug)]
+pub struct Conformance {
+    guarantee: Guarantee,
+    seed: u64,
+    operations: usize,
+    keys: u64,
+    max_len: u64,
+    patience: Duration,
+}
+
+/// What a run did, so that a test can tell that it did something.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tally {
+    /// Chunks written.
+    pub written: u64,
+    /// Chunks loaded and compared byte for byte.
+    pub hits: u64,
+    /// Loads that missed.
+    pub misses: u64,
+    /// Keys that failed.
+    pub failures: u64,
+    /// Chunks removed.
+    pub removed: u64,
+    /// Operations dropped half-way.
+    pub cancelled: u64,
+}
+
+/// What the model knows of a key that may be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// It was stored, and not removed since.
+    Stored,
+    /// A store or a removal failed or was dropped.
+    Unsure,
+}
+
+impl Conformance {
+    /// A kit with a fresh seed, or the one in the variable `LMC_SEED`.
+    pub fn new(guarantee: Guarantee) -> Self {
+        let fresh = || {
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+            now.map_or(1, |now| now.as_nanos() as u64)
+        };
+        let given = env::var("LMC_SEED").ok().and_then(|seed| seed.parse().ok());
+        Self {
+            guarantee,
+            seed: given.unwrap_or_else(fresh),
+            operations: 500,
+            keys: 48,
+            max_len: 20_000,
+            patience: Duration::from_secs(20),
+        }
+    }
+
+    /// Sets the seed.
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Number of batches. Default: 500.
+    pub fn with_operations(mut self, operations: usize) -> Self {
+        self.operations = operations;
+        self
+    }
+
+    /// Number of different keys, at least 1. Default: 48.
+    pub fn with_keys(mut self, keys: u64) -> Self {
+        self.keys = keys.max(1);
+        self
+    }
+
+    /// Bytes of the largest chunk, at least 1. Default: 20,000.
+    pub fn with_max_len(mut self, max_len: u64) -> Self {
+        self.max_len = max_len.max(1);
+        self
+    }
+
+    /// How long slots of cancelled operations may stay away. Default: 20 s.
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// The most that the kit stores at one time, each chunk rounded up to 4,096 bytes.
+    pub fn bytes_needed(&self) -> u64 {
+        self.keys * self.max_len.next_multiple_of(4096)
+    }
+
+    /// Runs the operations, closes the tier, and checks that every slot came back.
+    ///
+    /// # Panics
+    /// When the tier breaks its contract; the seed is printed first.
+    pub fn run(&self, backend: &dyn Backend) -> Tally {
+        let run = AssertUnwindSafe(|| block_on(Run::new(self, backend).all()));
+        catch_unwind(run).unwrap_or_else(|panic| {
+            let (name, seed) = (backend.name(), self.seed);
+            eprintln!("conformance of {name} failed; again with LMC_SEED={seed}");
+            resume_unwind(panic)
+        })
+    }
+}
+
+struct Run<'a> {
+    kit: &'a Conformance,
+    backend: &'a dyn Backend,
+    pool: Pool,
+    rng: Rng,
+    model: BTreeMap<ChunkKey, Known>,
+    lens: BTreeMap<ChunkKey, u64>,
+    keys: Vec<ChunkKey>,
+    tally: Tally,
+}
+
+impl<'a> Run<'a> {
+    fn new(kit: &'a Conformance, backend: &'a dyn Backend) -> Self {
+        let mut rng = Rng::new(kit.seed);
+        let keys: Vec<_> = (0..kit.keys).map(test_key).collect();
+        let len = |rng: &mut Rng| match rng.below(4) {
+            0 => kit.max_len,
+            1 => 1 + rng.below(kit.max_len.min(16)),
+            _ => 1 + rng.below(kit.max_len),
+        };
+        let lens = keys.iter().map(|&key| (key, len(&mut rng))).collect();
+        // A batch has at most 16 chunks, and a cancelled one may hold its slots for a while.
+        let bytes = kit.max_len.next_multiple_of(4096) * 16 * 4;
+        let arena = ArenaConfig::anonymous(bytes as usize).build();
+        let arena = arena.expect("a test machine has the memory for a few batches");
+        let pool = Pool::new(Arc::new(arena), PoolConfig::default());
+        Self {
+            kit,
+            backend,
+            pool: pool.expect("the default alignment fits every arena"),
+            rng,
+            model: BTreeMap::new(),
+            lens,
+            keys,
+            tally: Tally::default(),
+        }
+    }
+
+    fn exact(&self) -> bool {
+        self.kit.guarantee == Guarantee::Exact
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    fn some_keys(&mut self) -> Vec<ChunkKey> {
+        let count = self.rng.below(17) as usize;
+        let start = self.rng.below(self.keys.len() as u64) as usize;
+        if self.rng.chance(500) {
+            let run = self.keys.iter().cycle().skip(start).take(count);
+            return run.copied().collect();
+        }
+        let pick = |_| self.keys[self.rng.below(self.kit.keys) as usize];
+        (0..count).map(pick).collect()
+    }
+
+    async fn all(mut self) -> Tally {
+        assert!(!matches!(self.backend.health(), Health::Down { .. }));
+        self.empty_batches().await;
+        for _ in 0..self.kit.operations {
+            match self.rng.below(100) {
+                0..30 => self.store().await,
+                30..60 => self.load().await,
+                60..72 => self.contains().await,
+                72..80 => self.leading().await,
+                80..90 => self.remove().await,
+                90..94 => self.list().await,
+                94..96 => self.usage().await,
+                _ => self.cancel().await,
+            }
+        }
+        self.close().await;
+        self.slots_come_back();
+        self.tally
+    }
+
+    async fn empty_batches(&mut self) {
+        let deadline = self.deadline();
+        assert!(self.backend.contains(&[], deadline).await.is_empty());
+        assert!(self.backend.load(vec![], deadline).await.is_empty());
+        assert!(self.backend.store(vec![], deadline).await.is_empty());
+        assert!(self.backend.remove(&[], deadline).await.is_empty());
+        if let Ok(leading) = self.backend.leading(&[], deadline).await {
+            assert_eq!(leading, 0);
+        }
+    }
+
+    fn items_to_store(&mut self) -> Vec<StoreItem> {
+        let mut parent = None;
+        let mut items = Vec::new();
+        for key in self.some_keys() {
+            let slot = self.pool.reserve(self.lens[&key]);
+            let mut slot = slot.expect("every slot of earlier batches came back");
+            fill_value(&key, slot.bytes_mut());
+            let item = StoreItem::new(key, slot.written().seal());
+            items.push(match parent.replace(key) {
+                Some(parent) => item.with_parent(parent),
+                None => item,
+            });
+        }
+        items
+    }
+
+    async fn store(&mut self) {
+        let items = self.items_to_store();
+        let keys: Vec<_> = items.iter().map(|item| item.key).collect();
+        let answers = self.backend.store(items, self.deadline()).await;
+        // A tier may work on a batch in any order, so the first of two equal keys may find that
+        // the second was written.
+        let twice = |key: &ChunkKey| keys.iter().filter(|other| *other == key).count() > 1;
+        assert_eq!(
+            answers.len(),
+            keys.len(),
+            "one answer for each chunk stored"
+        );
+        for (&key, answer) in keys.iter().zip(answers) {
+            let known = self.model.get(&key).copied();
+            match answer {
+                Ok(Stored::Written) => {
+                    let anew = known != Some(Known::Stored) || !self.exact();
+                    assert!(anew, "{key:?} was written twice");
+                    self.tally.written += 1;
+                    self.model.insert(key, Known::Stored);
+                }
+                Ok(Stored::Present) => {
+                    let possible = known.is_some() || twice(&key);
+                    assert!(possible, "{key:?} is present and was never stored");
+                    self.model.insert(key, Known::Stored);
+                }
+                Ok(Stored::Declined) => {
+                    assert!(!self.exact(), "{key:?} was declined by an exact tier");
+                }
+                Err(error) => {
+                    assert!(!self.exact(), "storing {key:?}: {error}");
+                    self.tally.failures += 1;
+                    // A chunk that was there stays there; one that was not may be now.
+                    self.model.entry(key).or_insert(Known::Unsure);
+                }
+            }
+        }
+    }
+
+    fn items_to_load(&mut self) -> Vec<LoadItem> {
+        let mut items = Vec::new();
+        for key in self.some_keys() {
+            let mut len = self.lens[&key];
+            if self.rng.chance(50) {
+                len += 1;
+            }
+            let slot = self.pool.reserve(len);
+            let mut slot = slot.expect("every slot of earlier batches came back");
+            // A tier that says "hit" without writing does not get away with old bytes.
+            slot.bytes_mut().fill(0xA5);
+            items.push(LoadItem::new(key, slot));
+        }
+        items
+    }
+
+    async fn load(&mut self) {
+        let items = self.items_to_load();
+        let asked: Vec<_> = items
+            .iter()
+            .map(|i| (i.key, i.slot.len(), i.slot.offset()))
+            .collect();
+        let loaded = self.backend.load(items, self.deadline()).await;
+        assert_eq!(
+            loaded.len(),
+            asked.len(),
+            "one answer for each chunk loaded"
+        );
+        for ((key, len, offset), loaded) in asked.into_iter().zip(loaded) {
+            let known = self.model.get(&key).copied();
+            let fits = len == self.lens[&key];
+            match loaded {
+                Loaded::Hit(slot) => {
+                    assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
+                    assert!(fits, "{key:?} was loaded into a slot of the wrong length");
+                    assert!(known.is_some(), "{key:?} was found and is not there");
+                    if let Err(mismatch) = check_value(&key, slot.bytes()) {
+                        panic!("a wrong byte: {mismatch}");
+                    }
+                    self.tally.hits += 1;
+                }
+                Loaded::Miss(slot) => {
+                    assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
+                    let lost = known == Some(Known::Stored) && self.exact();
+                    assert!(!lost, "{key:?} was stored and is not found");
+                    self.tally.misses += 1;
+                }
+                Loaded::Failed { error, slot } => {
+                    let due = !fits && matches!(error, LoadError::Length { .. });
+                    assert!(due || !self.exact(), "loading {key:?}: {error}");
+                    if let FailedSlot::Quiet(slot) = slot {
+                        assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
+                    }
+                    self.tally.failures += 1;
+                }
+            }
+        }
+    }
+
+    async fn contains(&mut self) {
+        let keys = self.some_keys();
+        let found = self.backend.contains(&keys, self.deadline()).await;
+        assert_eq!(found.len(), keys.len(), "one answer for each key");
+        for (key, found) in keys.iter().zip(found) {
+            let known = self.model.get(key).copied();
+            match found {
+                Ok(Some(len)) => {
+                    assert!(known.is_some(), "{key:?} is said to be there");
+                    assert_eq!(len, self.lens[key], "the length of {key:?}");
+                }
+                Ok(None) => {
+                    let lost = known == Some(Known::Stored) && self.exact();
+                    assert!(!lost, "{key:?} was stored and is not there");
+                }
+                Err(error) => assert!(!self.exact(), "looking up {key:?}: {error}"),
+            }
+        }
+    }
+
+    async fn leading(&mut self) {
+        let keys = self.some_keys();
+        match self.backend.leading(&keys, self.deadline()).await {
+            Ok(leading) => {
+                let possible = keys.iter().take_while(|key| self.model.contains_key(key));
+                assert!(leading <= possible.count(), "{leading} leading keys");
+                let stored = |key: &&ChunkKey| self.model.get(key) == Some(&Known::Stored);
+                let sure = keys.iter().take_while(stored).count();
+                assert!(
+                    !self.exact() || leading >= sure,
+                    "{leading} of {sure} leading keys"
+                );
+            }
+            Err(error) => assert!(!self.exact(), "looking up a prefix: {error}"),
+        }
+    }
+
+    async fn remove(&mut self) {
+        let keys = self.some_keys();
+        let keys = &keys[..keys.len().min(6)];
+        let removed = self.backend.remove(keys, self.deadline()).await;
+        assert_eq!(removed.len(), keys.len(), "one answer for each key removed");
+        for (key, removed) in keys.iter().zip(removed) {
+            let known = self.model.get(key).copied();
+            match removed {
+                Ok(was_there) => {
+                    assert!(
+                        known.is_some() || !was_there,
+                        "{key:?} was removed from nowhere"
+                    );
+                    let lost = known == Some(Known::Stored) && !was_there && self.exact();
+                    assert!(!lost, "{key:?} was stored and could not be removed");
+                    self.tally.removed += u64::from(was_there);
+                    self.model.remove(key);
+                }
+                Err(error) => {
+                    assert!(!self.exact(), "removing {key:?}: {error}");
+                    self.tally.failures += 1;
+                    if let Some(known) = self.model.get_mut(key) {
+                        *known = Known::Unsure;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn list(&mut self) {
+        let limit = 1 + self.rng.below(20) as usize;
+        let (mut cursor, mut listed) = (Cursor::START, BTreeSet::new());
+        // Each page may be empty, but a listing of a few keys must come to its end.
+        for _ in 0..10_000 {
+            let page = match self.backend.list(cursor, limit, self.deadline()).await {
+                Ok(page) => page,
+                Err(error) => {
+                    assert!(!self.exact(), "listing: {error}");
+                    return;
+                }
+            };
+            assert!(page.items.len() <= limit, "a page longer than asked for");
+            for item in page.items {
+                let key = item.key;
+                assert!(
+                    self.model.contains_key(&key),
+                    "{key:?} is listed and not there"
+                );
+                assert_eq!(item.len, self.lens[&key], "the length of {key:?}");
+                assert!(listed.insert(key), "{key:?} is listed twice");
+            }
+            match page.next {
+                Some(next) => cursor = next,
+                None => {
+                    for (key, known) in &self.model {
+                        let missing = *known == Known::Stored && !listed.contains(key);
+                        assert!(!missing || !self.exact(), "{key:?} is not listed");
+                    }
+                    return;
+                }
+            }
+        }
+        panic!("the listing does not end");
+    }
+
+    async fn usage(&mut self) {
+        match self.backend.usage(self.deadline()).await {
+            Ok(usage) => {
+                let stored = |known: &&Known| **known == Known::Stored;
+                let sure = self.model.values().filter(stored).count() as u64;
+                assert!(usage.chunks <= self.model.len() as u64, "{usage:?}");
+                assert!(
+                    !self.exact() || usage.chunks >= sure,
+                    "{usage:?}, stored {sure}"
+                );
+                if sure == self.model.len() as u64 && self.exact() {
+                    let bytes: u64 = self.model.keys().map(|key| self.lens[key]).sum();
+                    assert_eq!(usage.bytes, bytes, "bytes of chunks");
+                }
+            }
+            Err(error) => assert!(!self.exact(), "usage: {error}"),
+        }
+    }
+
+    /// Starts an operation and drops it after one poll.
+    async fn cancel(&mut self) {
+        self.tally.cancelled += 1;
+        let deadline = self.deadline();
+        match self.rng.below(3) {
+            0 => {
+                let items = self.items_to_store();
+                for item in &items {
+                    self.model.entry(item.key).or_insert(Known::Unsure);
+                }
+                once(self.backend.store(items, deadline)).await;
+            }
+            1 => {
+                let items = self.items_to_load();
+                once(self.backend.load(items, deadline)).await;
+            }
+            _ => {
+                let keys = self.some_keys();
+                let keys = &keys[..keys.len().min(4)];
+                for key in keys {
+                    if let Some(known) = self.model.get_mut(key) {
+                        *known = Known::Unsure;
+                    }
+                }
+                once(self.backend.remove(keys, deadline)).await;
+            }
+        }
+        self.slots_come_back();
+    }
+
+    async fn close(&mut self) {
+        let deadline = self.deadline();
+        // A tier that holds nothing has nothing to close and goes on answering with misses.
+        let holds_nothing = self.tally.written == 0;
+        for round in 0..2 {
+            let closed = self.backend.close(deadline).await;
+            closed.unwrap_or_else(|error| panic!("closing, round {round}: {error}"));
+        }
+        if holds_nothing {
+            return;
+        }
+        let key = self.keys[0];
+        let mut slot = self.pool.reserve(self.lens[&key]).expect("slots came back");
+        fill_value(&key, slot.bytes_mut());
+        let item = StoreItem::new(key, slot.written().seal());
+        let stored = self.backend.store(vec![item], deadline).await;
+        let ok = matches!(stored[..], [Err(StoreError::Closed)]);
+        assert!(
+            ok || !self.exact(),
+            "storing into a closed tier: {stored:?}"
+        );
+        let found = self.backend.contains(&[key], deadline).await;
+        let ok = matches!(found[..], [Err(LookupError::Closed)]);
+        assert!(
+            ok || !self.exact(),
+            "looking up in a closed tier: {found:?}"
+        );
+        let removed = self.backend.remove(&[key], deadline).await;
+        let ok = matches!(removed[..], [Err(RemoveError::Closed)]);
+        assert!(
+            ok || !self.exact(),
+            "removing from a closed tier: {removed:?}"
+        );
+        let listed = self.backend.list(Cursor::START, 1, deadline).await;
+        let ok = matches!(listed, Err(ListError::Closed));
+        assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");
+        let usage = self.backend.usage(deadline).await;
+        let ok = matches!(usage, Err(UsageError::Closed));
+        assert!(ok || !self.exact(), "usage of a closed tier: {usage:?}");
+    }
+
+    /// Cancelled operations may hold slots until the device is done with them, not for ever.
+    fn slots_come_back(&self) {
+        let patience = Instant::now() + self.kit.patience;
+        while self.pool.usage().slots > 0 {
+            let used = self.pool.usage();
+            assert!(
+                Instant::now() < patience,
+                "slots did not come back: {used:?}"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Polls once, and drops the future whether it was ready or not.
+async fn once<F: Future + Unpin>(mut future: F) {
+    poll_fn(|context| {
+        let _ = std::pin::Pin::new(&mut future).poll(context);
+        Poll::Ready(())
+    })
+    .await;
+}

@@ -1,0 +1,20 @@
+//! The kit that every tier passes, and what tests of tiers are made of.
+//!
+//! [`Conformance`] runs random operations from a printed seed against a tier and a map. Every
+//! value is derived from its key, so a wrong read shows itself. [`Faulty`] wraps a tier in seeded
+//! errors, delays and misses; the kit knows what a faulty tier may and may not do.
+
+mod block_on;
+pub use block_on::block_on;
+
+mod faulty;
+pub use faulty::{Faults, Faulty};
+
+mod kit;
+pub use kit::{Conformance, Guarantee, Tally};
+
+mod rng;
+pub use rng::Rng;
+
+mod value;
+pub use value::{Mismatch, check_value, fill_value, test_key};
