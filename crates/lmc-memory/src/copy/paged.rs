@@ -385,7 +385,7 @@ impl PagedKv {
                 .ok_or_else(|| format_error(format!("a stride of {stride} elements")))
         };
         let heads = axes.head.unwrap_or((1, 0));
-        let hidden = heads.0.checked_mul(axes.element.0).unwrap_or(u64::MAX);
+        let hidden = heads.0.saturating_mul(axes.element.0);
         let kind = if axes.plane.is_some() {
             Planes::KeyValue
         } else {

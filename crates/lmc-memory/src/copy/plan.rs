@@ -151,9 +151,7 @@ impl CopyPlan {
             bytes: 0,
         };
         for (chunk, &start) in request.chunk_starts.iter().enumerate() {
-            let end = start
-                .checked_add(u64::from(layout.tokens()))
-                .unwrap_or(u64::MAX);
+            let end = start.saturating_add(u64::from(layout.tokens()));
             if end > covered {
                 return Err(PlanError::Short {
                     chunk,

@@ -55,7 +55,7 @@ impl Store {
             if is_x86_feature_detected!("avx") {
                 return Self::Avx;
             }
-            return Self::Sse2;
+            Self::Sse2
         }
         #[cfg(not(target_arch = "x86_64"))]
         Self::Plain
@@ -114,7 +114,7 @@ unsafe fn plain(nest: &Nest, from: *const u8, to: *mut u8) {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128, _mm256_loadu_si256,
+        _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128, _mm256_loadu_si256,
         _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
     };
     use std::ptr;
@@ -210,7 +210,7 @@ mod x86 {
                 // SAFETY: parts cover exactly one line, each aligned to its width on the side
                 // that is written. A prefetch of any address is allowed.
                 unsafe {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line * LINE).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line * LINE).cast());
                     let (from, to) = (from.add(line * LINE), to.add(line * LINE));
                     let parts: [_; PARTS] =
                         std::array::from_fn(|i| $load(from.add(i * $width).cast()));

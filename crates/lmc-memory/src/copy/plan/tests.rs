@@ -118,7 +118,7 @@ fn long_runs_are_cut_for_the_cores() {
         null_block: None,
     };
     let plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
-    assert_eq!(plan.bytes(), 2 * 4 << 20);
+    assert_eq!(plan.bytes(), 8 << 20);
     assert!(plan.ops.iter().all(|op| op.run == MAX_RUN));
     assert_eq!(plan.copies(), 8);
 }
