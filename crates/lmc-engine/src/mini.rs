@@ -38,11 +38,13 @@ impl Drop for WriteTicket { fn drop(&mut self) { self.inner.index.lock().writing
 #[derive(Debug)]
 pub enum Reservation { Reserved(WriteTicket), Present, Busy, NoRoom }
 #[derive(Debug, Clone, PartialEq, serde::Serialize, Default)]
-pub struct EngineUsage { pub used: u64, pub leases: u64, pub reserved: u64 }
+pub struct EngineUsage { pub used: u64, pub leases: u64, pub reserved_slots: u64, pub quarantined_slots: u64 }
+#[derive(Default, Debug, Clone)]
+pub struct EngineConfig {}
 #[derive(Debug, Clone, PartialEq, serde::Serialize, Default)]
 pub struct EngineStats { pub evictions: u64 }
 impl CacheEngine {
-    pub fn new(pool: Pool) -> Self { Self(Arc::new(Inner { pool, index: Mutex::default() })) }
+    pub fn new(_c: EngineConfig, arena: Arc<Arena>) -> Result<Self, PoolError> { Ok(Self(Arc::new(Inner { pool: Pool::new(arena, PoolConfig::default())?, index: Mutex::default() }))) }
     pub fn set_events(&self, e: Arc<dyn ChunkEvents>) { self.0.index.lock().events = Some(e); }
     pub fn shared_name(&self) -> Option<&SharedName> { self.0.pool.arena().shared_name() }
     pub fn pool_bytes(&self) -> u64 { self.0.pool.arena().len() as u64 }
@@ -57,7 +59,8 @@ impl CacheEngine {
             if i.writing.contains(&r.key) { return Reservation::Busy; }
             loop {
                 if let Some(slot) = self.0.pool.reserve(r.len) { i.writing.insert(r.key); return Reservation::Reserved(WriteTicket { key: r.key, slot: Some(slot), inner: self.0.clone() }); }
-                let Some(k) = i.order.pop_front() else { return Reservation::NoRoom };
+                let Some(p) = i.order.iter().position(|k| i.map[k].owners() == 1) else { return Reservation::NoRoom };
+                let k = i.order.remove(p).unwrap();
                 i.map.remove(&k); if let Some(e) = &i.events { e.on_removed(&k); }
             }
         }).collect()
@@ -66,7 +69,7 @@ impl CacheEngine {
         for mut t in t { let s = t.slot.take().unwrap().written().seal(); let mut i = self.0.index.lock(); i.map.insert(t.key, s); i.order.push_back(t.key); if let Some(e) = &i.events { e.on_stored(&t.key); } }
     }
     pub fn clear(&self, _f: bool) { let mut i = self.0.index.lock(); i.map.clear(); i.order.clear(); }
-    pub fn usage(&self) -> EngineUsage { EngineUsage { used: self.0.pool.usage().used, leases: 0, reserved: self.0.index.lock().writing.len() as u64 } }
+    pub fn usage(&self) -> EngineUsage { let i = self.0.index.lock(); EngineUsage { used: self.0.pool.usage().used, leases: i.map.values().map(|s| u64::from(s.owners()) - 1).sum(), reserved_slots: i.writing.len() as u64, quarantined_slots: 0 } }
     pub fn stats(&self) -> EngineStats { EngineStats::default() }
     pub fn tick(&self, _n: Instant) {}
 }

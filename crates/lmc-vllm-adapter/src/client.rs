@@ -203,3 +203,10 @@ impl Client {
         Ok(())
     }
 }
+
+/// The bytes of a request as they travel on a connection that is open.
+pub fn encode_request_frames(uid: u64, request: &Request) -> Vec<u8> {
+    let mut bytes = BytesMut::new();
+    encode_message(&encode_request(uid, request), &mut bytes);
+    bytes.to_vec()
+}

@@ -16,7 +16,7 @@ mod protocol;
 mod service;
 mod transport;
 
-pub use client::{Client, ClientError};
+pub use client::{Client, ClientError, encode_request_frames};
 pub use protocol::{
     BlockAllocation, CacheKey, CpuShm, DecodeError, DescriptorError, EngineDrivenContext,
     EngineGroup, KvDescriptor, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache,

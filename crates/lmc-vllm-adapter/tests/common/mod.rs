@@ -1,0 +1,372 @@
+//! A server in this process, and what tests say to it.
+
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_key::{ChunkHasher, HashAlgorithm};
+use lmc_memory::ArenaConfig;
+use lmc_vllm_adapter::{
+    CacheKey, Client, EngineDrivenContext, Reply, Request, Service, ServiceConfig, ServiceStatus,
+    SlotDescriptor, ZmqConfig, ZmqServer,
+};
+use tokio::sync::watch;
+
+/// Tokens of a chunk in these tests.
+pub const CHUNK: usize = 16;
+pub const LAYERS: u32 = 2;
+pub const HIDDEN: u32 = 8;
+/// Bytes of a chunk of `[2, LAYERS, CHUNK, HIDDEN]` in float32.
+pub const CHUNK_BYTES: usize = 2 * LAYERS as usize * CHUNK * HIDDEN as usize * 4;
+pub const MODEL: &str = "test/llama";
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+pub struct Server {
+    pub service: Service,
+    pub address: SocketAddr,
+    pub shm_name: String,
+    pub pool_bytes: u64,
+    stop: watch::Sender<bool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Server {
+    pub fn start() -> Self {
+        Self::with(1 << 20, |_| {}, |_| {})
+    }
+
+    pub fn with(
+        pool_bytes: usize,
+        service: impl FnOnce(&mut ServiceConfig),
+        zmq: impl FnOnce(&mut ZmqConfig),
+    ) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let shm_name = format!("lmc_test_{}_{number}", std::process::id());
+        let arena = ArenaConfig::shared(&shm_name, pool_bytes)
+            .build()
+            .expect("an arena");
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
+        let mut config = ServiceConfig::new(hasher);
+        service(&mut config);
+        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena)).expect("an engine");
+        let service = Service::new(config, engine).expect("threads");
+        let mut config = ZmqConfig {
+            port: 0,
+            ..ZmqConfig::default()
+        };
+        zmq(&mut config);
+        let (stop, stopped) = watch::channel(false);
+        let (ready, address) = std::sync::mpsc::channel();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        let for_server = service.clone();
+        let thread = std::thread::spawn(move || {
+            runtime.block_on(async move {
+                let server = ZmqServer::bind(config, for_server).await.expect("a port");
+                ready.send(server.local_addr()).expect("the test waits");
+                server.run(stopped).await;
+            });
+        });
+        let address = address.recv_timeout(TIMEOUT).expect("the server starts");
+        let pool_bytes = service.engine().pool_bytes();
+        Self {
+            service,
+            address,
+            shm_name,
+            pool_bytes,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(self.address, TIMEOUT).expect("a connection")
+    }
+
+    pub fn status(&self) -> ServiceStatus {
+        self.service.status(Instant::now())
+    }
+
+    /// The pool as a worker maps it.
+    pub fn pool(&self) -> Pool {
+        Pool::open(&self.shm_name)
+    }
+
+    /// Waits until a condition holds.
+    pub fn eventually(&self, what: &str, condition: impl Fn(&ServiceStatus) -> bool) {
+        let deadline = Instant::now() + TIMEOUT;
+        while !condition(&self.status()) {
+            assert!(
+                Instant::now() < deadline,
+                "never came true: {what}\n{:#?}",
+                self.status()
+            );
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Nothing is held by anybody: no lease, no reservation, no session, no transfer.
+    pub fn assert_idle(&self) {
+        self.eventually("nothing is held", |status| {
+            status.sessions.sessions == 0
+                && status.transfers.stores == 0
+                && status.transfers.retrieves == 0
+                && status.usage.leases == 0
+                && status.usage.reserved_slots == 0
+                && status.usage.quarantined_slots == 0
+        });
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.send_replace(true);
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            if !std::thread::panicking() {
+                ended.expect("the server did not panic");
+            }
+        }
+    }
+}
+
+/// The shared pool, read and written as a worker does.
+pub struct Pool {
+    file: std::fs::File,
+}
+
+impl Pool {
+    fn open(name: &str) -> Self {
+        let path = format!("/dev/shm/{name}");
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .expect("a pool");
+        Self { file }
+    }
+
+    pub fn write(&self, slot: &SlotDescriptor, bytes: &[u8]) {
+        use std::os::unix::fs::FileExt;
+        assert_eq!(slot.length as usize, bytes.len());
+        self.file
+            .write_all_at(bytes, slot.offset)
+            .expect("inside the pool");
+    }
+
+    pub fn read(&self, slot: &SlotDescriptor) -> Vec<u8> {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; slot.length as usize];
+        self.file
+            .read_exact_at(&mut bytes, slot.offset)
+            .expect("inside the pool");
+        bytes
+    }
+}
+
+/// Bytes of a chunk that prove whose they are: derived from its tokens, rank and dtype seed.
+pub fn chunk_bytes(tokens: &[u32], chunk: usize, seed: u32) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_u32 ^ seed.wrapping_mul(0x85eb_ca6b);
+    for &token in &tokens[..(chunk + 1) * CHUNK] {
+        state = (state ^ token).wrapping_mul(0x01000193).rotate_left(7);
+    }
+    (0..CHUNK_BYTES)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state as u8
+        })
+        .collect()
+}
+
+pub fn prompt(seed: u32, tokens: usize) -> Vec<u32> {
+    (0..tokens as u32)
+        .map(|i| (i * 7 + 1).wrapping_mul(seed * 2 + 1) % 50_000)
+        .collect()
+}
+
+/// One engine worker that copies by itself.
+pub struct Worker {
+    pub client: Client,
+    pub instance_id: u64,
+    pub rank: u32,
+    pub world_size: u32,
+    pub pool: Pool,
+    pub dtype: &'static str,
+}
+
+impl Worker {
+    pub fn register(server: &Server, instance_id: u64) -> Self {
+        Self::register_rank(server, instance_id, 0, 1, "float32")
+    }
+
+    pub fn register_rank(
+        server: &Server,
+        instance_id: u64,
+        rank: u32,
+        world_size: u32,
+        dtype: &'static str,
+    ) -> Self {
+        let mut client = server.client();
+        let hidden = HIDDEN * 4 / if dtype == "float32" { 4 } else { 2 };
+        let reply = client
+            .ask(&Request::RegisterEngineDriven(EngineDrivenContext {
+                instance_id,
+                model_name: MODEL.to_owned(),
+                world_size,
+                block_size: 4,
+                num_layers: LAYERS,
+                hidden_dim_size: hidden,
+                dtype: dtype.to_owned(),
+                use_mla: false,
+                num_physical_slots: Some(CHUNK as u32),
+            }))
+            .expect("registered");
+        let shm_name = server.shm_name.clone();
+        assert_eq!(
+            reply,
+            Reply::Registered {
+                shm_name,
+                pool_size: server.pool_bytes
+            }
+        );
+        Self {
+            client,
+            instance_id,
+            rank,
+            world_size,
+            pool: server.pool(),
+            dtype,
+        }
+    }
+
+    pub fn key(&self, request: &str, tokens: &[u32], chunks: std::ops::Range<usize>) -> CacheKey {
+        CacheKey {
+            model_name: MODEL.to_owned(),
+            world_size: self.world_size,
+            worker_id: Some(self.rank),
+            token_ids: tokens.to_vec(),
+            start: (chunks.start * CHUNK) as u64,
+            end: (chunks.end * CHUNK) as u64,
+            request_id: request.to_owned(),
+            cache_salt: String::new(),
+            num_kv_readers: 1,
+        }
+    }
+
+    pub fn prepare_store(&mut self, key: &CacheKey) -> (Vec<SlotDescriptor>, Vec<u64>) {
+        let instance_id = self.instance_id;
+        let request = Request::PrepareStore {
+            key: key.clone(),
+            instance_id,
+        };
+        match self.client.ask(&request).expect("an answer") {
+            Reply::StoreSlots {
+                slots,
+                chunk_indices,
+            } => (slots, chunk_indices),
+            other => panic!("unexpected {other:?}"),
+        }
+    }
+
+    /// Writes the bytes that belong to the chunks of a prepared store.
+    pub fn fill(&self, key: &CacheKey, slots: &[SlotDescriptor], indices: &[u64]) {
+        for (slot, &index) in slots.iter().zip(indices) {
+            let chunk = key.start as usize / CHUNK + index as usize;
+            let bytes = chunk_bytes(&key.token_ids, chunk, self.seed(key));
+            self.pool.write(slot, &bytes);
+        }
+    }
+
+    pub fn seed(&self, key: &CacheKey) -> u32 {
+        let salt: u32 = key.cache_salt.bytes().map(u32::from).sum();
+        self.rank * 31 + salt * 7 + u32::from(self.dtype != "float32")
+    }
+
+    pub fn commit_store(&mut self, key: &CacheKey) -> bool {
+        let request = Request::CommitStore {
+            key: key.clone(),
+            instance_id: self.instance_id,
+            pickled: 0,
+        };
+        self.client.ask(&request).expect("an answer") == Reply::Bool(true)
+    }
+
+    /// Stores a range as an engine does. How many chunks were new.
+    pub fn store(&mut self, key: &CacheKey) -> usize {
+        let (slots, indices) = self.prepare_store(key);
+        if slots.is_empty() {
+            return 0;
+        }
+        self.fill(key, &slots, &indices);
+        assert!(self.commit_store(key));
+        slots.len()
+    }
+
+    /// Retrieves a range and checks every byte. False when it was a miss.
+    pub fn retrieve(&mut self, key: &CacheKey) -> bool {
+        let instance_id = self.instance_id;
+        let request = Request::PrepareRetrieve {
+            key: key.clone(),
+            instance_id,
+        };
+        let Reply::RetrieveSlots(slots) = self.client.ask(&request).expect("an answer") else {
+            panic!("not an answer to prepare_retrieve");
+        };
+        if let Some(slots) = &slots {
+            for (index, slot) in slots.iter().enumerate() {
+                let chunk = key.start as usize / CHUNK + index;
+                let expected = chunk_bytes(&key.token_ids, chunk, self.seed(key));
+                assert!(
+                    self.pool.read(slot) == expected,
+                    "wrong bytes in chunk {chunk}"
+                );
+                assert_eq!(slot.dtype, self.dtype);
+            }
+        }
+        let request = Request::CommitRetrieve {
+            key: key.clone(),
+            instance_id,
+        };
+        let committed = self.client.ask(&request).expect("an answer");
+        assert_eq!(committed, Reply::Bool(slots.is_some()));
+        slots.is_some()
+    }
+}
+
+/// Looks up the whole chunks of a prompt. How many lead.
+pub fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
+    let key = CacheKey {
+        worker_id: None,
+        ..key.clone()
+    };
+    assert_eq!(
+        client
+            .ask(&Request::Lookup(key.clone()))
+            .expect("an answer"),
+        Reply::None
+    );
+    let status = Request::QueryPrefetchStatus {
+        request_id: key.request_id,
+    };
+    match client.ask(&status).expect("an answer") {
+        Reply::Int(chunks) => chunks,
+        other => panic!("unexpected {other:?}"),
+    }
+}
+
+pub fn end(client: &mut Client, request: &str) {
+    let request_id = request.to_owned();
+    client
+        .ask(&Request::EndSession { request_id })
+        .expect("an answer");
+}

@@ -1,0 +1,454 @@
+//! Workers that copy by themselves, over real connections and the real shared pool.
+
+mod common;
+
+use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end, lookup, prompt};
+use lmc_vllm_adapter::{CacheKey, KvEventKind, Operation, Reply, Request};
+
+#[test]
+fn a_prompt_that_was_stored_is_found_and_read_back_byte_for_byte() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 5 * CHUNK + 3);
+    let key = worker.key("a", &tokens, 0..5);
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    assert_eq!(worker.store(&key), 5);
+    end(&mut scheduler, "a");
+    let key = CacheKey {
+        request_id: "b".to_owned(),
+        ..key
+    };
+    assert_eq!(lookup(&mut scheduler, &key), 5);
+    assert!(worker.retrieve(&key));
+    assert_eq!(worker.store(&key), 0, "nothing is stored twice");
+    end(&mut scheduler, "b");
+    server.assert_idle();
+    let counts = server.status().counts;
+    assert_eq!((counts.stored_chunks, counts.retrieved_chunks), (5, 5));
+    assert_eq!(counts.stored_bytes, 5 * CHUNK_BYTES as u64);
+    assert_eq!(counts.hit_tokens, 5 * CHUNK as u64);
+}
+
+#[test]
+fn a_store_that_was_acknowledged_is_found_by_the_very_next_lookup() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    for round in 0..50 {
+        let tokens = prompt(round + 100, 2 * CHUNK);
+        let key = worker.key(&format!("r{round}"), &tokens, 0..2);
+        worker.store(&key);
+        assert_eq!(lookup(&mut scheduler, &key), 2, "round {round}");
+        end(&mut scheduler, &format!("r{round}"));
+    }
+}
+
+#[test]
+fn a_shared_prefix_is_a_partial_hit_and_only_the_rest_is_stored() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let first = prompt(3, 6 * CHUNK);
+    let mut second = first[..4 * CHUNK].to_vec();
+    second.extend(prompt(9, 2 * CHUNK));
+    worker.store(&worker.key("a", &first, 0..6));
+    let key = worker.key("b", &second, 0..6);
+    assert_eq!(lookup(&mut scheduler, &key), 4);
+    assert!(worker.retrieve(&worker.key("b", &second, 0..4)));
+    assert!(
+        !worker.retrieve(&worker.key("b", &second, 0..6)),
+        "a part is no hit for the whole"
+    );
+    let (slots, indices) = worker.prepare_store(&key);
+    assert_eq!(indices, [4, 5]);
+    worker.fill(&key, &slots, &indices);
+    assert!(worker.commit_store(&key));
+    assert!(worker.retrieve(&worker.key("b", &second, 0..6)));
+    end(&mut scheduler, "b");
+    server.assert_idle();
+}
+
+#[test]
+fn tenants_never_see_each_other() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(4, 3 * CHUNK);
+    let with_salt = |worker: &Worker, request: &str, salt: &str| CacheKey {
+        cache_salt: salt.to_owned(),
+        ..worker.key(request, &tokens, 0..3)
+    };
+    worker.store(&with_salt(&worker, "a", "alice"));
+    assert_eq!(lookup(&mut scheduler, &with_salt(&worker, "b", "bob")), 0);
+    assert_eq!(lookup(&mut scheduler, &with_salt(&worker, "c", "")), 0);
+    assert!(!worker.retrieve(&with_salt(&worker, "b", "bob")));
+    assert_eq!(worker.store(&with_salt(&worker, "b", "bob")), 3);
+    assert!(worker.retrieve(&with_salt(&worker, "b", "bob")));
+    assert_eq!(lookup(&mut scheduler, &with_salt(&worker, "d", "alice")), 3);
+    assert!(worker.retrieve(&with_salt(&worker, "d", "alice")));
+}
+
+#[test]
+fn two_dtypes_under_one_model_name_never_share_bytes() {
+    let server = Server::start();
+    let mut single = Worker::register_rank(&server, 1, 0, 1, "float32");
+    let tokens = prompt(5, 3 * CHUNK);
+    single.store(&single.key("a", &tokens, 0..3));
+    let mut half = Worker::register_rank(&server, 2, 0, 1, "bfloat16");
+    assert!(
+        !half.retrieve(&half.key("b", &tokens, 0..3)),
+        "float32 bytes for a bfloat16 engine"
+    );
+    // Whose scheduler asks is not known yet: only what both engines have is promised.
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &half.key("b", &tokens, 0..3)), 0);
+    assert_eq!(half.store(&half.key("b", &tokens, 0..3)), 3);
+    // The store of request b told whose scheduler it is.
+    let more = prompt(6, 2 * CHUNK);
+    half.store(&half.key("c", &more, 0..2));
+    assert_eq!(lookup(&mut scheduler, &half.key("d", &more, 0..2)), 2);
+    assert!(half.retrieve(&half.key("d", &tokens, 0..3)));
+    assert!(single.retrieve(&single.key("e", &tokens, 0..3)));
+}
+
+#[test]
+fn a_chunk_is_a_hit_only_when_every_rank_has_it() {
+    let server = Server::start();
+    let mut ranks: Vec<_> = (0..2)
+        .map(|r| Worker::register_rank(&server, 10 + u64::from(r), r, 2, "float32"))
+        .collect();
+    let mut scheduler = server.client();
+    let tokens = prompt(7, 4 * CHUNK);
+    let key = ranks[0].key("a", &tokens, 0..4);
+    ranks[0].store(&key);
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    let of_other = ranks[1].key("a", &tokens, 0..3);
+    ranks[1].store(&of_other);
+    assert_eq!(
+        lookup(
+            &mut scheduler,
+            &CacheKey {
+                request_id: "b".to_owned(),
+                ..key
+            }
+        ),
+        3
+    );
+    for worker in &mut ranks {
+        let key = worker.key("b", &tokens, 0..3);
+        assert!(worker.retrieve(&key));
+    }
+    // Each rank has read its share, so the lookup holds nothing any more.
+    assert_eq!(server.status().usage.leases, 0);
+}
+
+#[test]
+fn mla_readers_share_one_piece_and_each_gives_back_its_share() {
+    let server = Server::start();
+    let mut workers: Vec<_> = (1..=3).map(|id| Worker::register(&server, id)).collect();
+    let tokens = prompt(8, 2 * CHUNK);
+    let key = CacheKey {
+        num_kv_readers: 3,
+        ..workers[0].key("a", &tokens, 0..2)
+    };
+    workers[0].store(&key);
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 2);
+    for (index, worker) in workers.iter_mut().enumerate() {
+        assert_eq!(server.status().usage.leases, 2, "before reader {index}");
+        assert!(worker.retrieve(&key));
+    }
+    assert_eq!(server.status().usage.leases, 0);
+}
+
+#[test]
+fn lookup_leases_go_back_in_parts() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(9, 6 * CHUNK);
+    let key = worker.key("a", &tokens, 0..6);
+    worker.store(&key);
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 6);
+    assert_eq!(server.status().usage.leases, 6);
+    let range = CacheKey {
+        worker_id: None,
+        start: 0,
+        end: 2 * CHUNK as u64,
+        ..key.clone()
+    };
+    scheduler
+        .ask(&Request::FreeLookupLocks(range.clone()))
+        .expect("an answer");
+    assert_eq!(server.status().usage.leases, 4);
+    scheduler
+        .ask(&Request::FreeLookupLocks(range))
+        .expect("an answer");
+    assert_eq!(server.status().usage.leases, 4, "freeing twice frees once");
+    assert!(worker.retrieve(&worker.key("a", &tokens, 2..6)));
+    assert_eq!(server.status().usage.leases, 0);
+    end(&mut scheduler, "a");
+    server.assert_idle();
+}
+
+#[test]
+fn commits_without_prepare_and_double_commits_are_answered_no() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    assert!(!worker.commit_store(&key));
+    assert_eq!(worker.store(&key), 2);
+    assert!(!worker.commit_store(&key));
+    assert_eq!(server.status().counts.commits_unknown, 2);
+    server.assert_idle();
+}
+
+#[test]
+fn asking_twice_for_slots_gives_the_same_slots() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let first = worker.prepare_store(&key);
+    assert_eq!(worker.prepare_store(&key), first);
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    worker.fill(&key, &first.0, &first.1);
+    assert!(worker.commit_store(&key));
+    assert!(worker.retrieve(&key));
+}
+
+#[test]
+fn a_chunk_that_another_worker_is_writing_is_not_reserved_twice() {
+    let server = Server::start();
+    let (mut one, mut two) = (Worker::register(&server, 1), Worker::register(&server, 2));
+    let tokens = prompt(1, 3 * CHUNK);
+    let (slots, indices) = one.prepare_store(&one.key("a", &tokens, 0..2));
+    let (_, others) = two.prepare_store(&two.key("b", &tokens, 0..3));
+    assert_eq!(others, [2]);
+    let mut scheduler = server.client();
+    assert_eq!(
+        lookup(&mut scheduler, &one.key("c", &tokens, 0..3)),
+        0,
+        "written is not sealed"
+    );
+    one.fill(&one.key("a", &tokens, 0..2), &slots, &indices);
+    assert!(one.commit_store(&one.key("a", &tokens, 0..2)));
+    assert_eq!(lookup(&mut scheduler, &one.key("d", &tokens, 0..3)), 2);
+}
+
+#[test]
+fn a_worker_that_dies_between_prepare_and_commit_leaves_nothing_behind() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 4 * CHUNK);
+    let key = worker.key("a", &tokens, 0..4);
+    worker.prepare_store(&key);
+    assert_eq!(server.status().usage.reserved_slots, 4);
+    // The kernel closes a dead process's sockets; so does this.
+    drop(worker);
+    server.assert_idle();
+    assert_eq!(server.status().counts.stores_abandoned, 1);
+    // Half-written chunks never become findable, and the key is free again at once.
+    let mut next = Worker::register(&server, 2);
+    assert_eq!(lookup(&mut next.client, &key), 0);
+    assert_eq!(next.store(&key), 4);
+    assert!(next.retrieve(&key));
+}
+
+#[test]
+fn a_scheduler_that_dies_gives_back_its_lookups() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 4 * CHUNK), 0..4);
+    worker.store(&key);
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 4);
+    drop(scheduler);
+    server.assert_idle();
+}
+
+#[test]
+fn a_full_pool_evicts_what_nobody_holds_and_otherwise_says_so_at_once() {
+    let server = Server::with(16 * 4096, |_| {}, |_| {});
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    for round in 0..20 {
+        let tokens = prompt(round + 1, 8 * CHUNK);
+        let key = worker.key(&format!("r{round}"), &tokens, 0..8);
+        assert_eq!(worker.store(&key), 8, "round {round}");
+        assert!(worker.retrieve(&key));
+    }
+    // The last prompts are there; hold them all and nothing more fits.
+    let mut held = 0;
+    for round in (0..20).rev() {
+        let tokens = prompt(round + 1, 8 * CHUNK);
+        held += lookup(
+            &mut scheduler,
+            &worker.key(&format!("h{round}"), &tokens, 0..8),
+        );
+    }
+    assert!(held >= 8, "{held}");
+    let tokens = prompt(99, 16 * CHUNK);
+    let (slots, _) = worker.prepare_store(&worker.key("x", &tokens, 0..16));
+    assert!(
+        (slots.len() as u64) <= 16 - held,
+        "{} slots beside {held} held",
+        slots.len()
+    );
+    assert!(server.status().counts.chunks_no_room > 0);
+    for round in 0..20 {
+        end(&mut scheduler, &format!("h{round}"));
+    }
+    worker
+        .client
+        .ask(&Request::Unregister {
+            instance_id: 1,
+            engine_driven: true,
+        })
+        .expect("ok");
+    server.assert_idle();
+}
+
+#[test]
+fn a_pickled_payload_is_refused_and_never_loaded() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    let commit = Request::CommitStore {
+        key: key.clone(),
+        instance_id: 1,
+        pickled: 100,
+    };
+    assert_eq!(
+        worker.client.ask(&commit).expect("an answer"),
+        Reply::Bool(false)
+    );
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    assert_eq!(server.status().counts.pickles_refused, 1);
+}
+
+#[test]
+fn a_worker_unknown_after_a_restart_is_told_to_register_again() {
+    let server = Server::start();
+    let mut client = server.client();
+    let ping = Request::Ping {
+        instance_id: Some(77),
+    };
+    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(false));
+    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    let worker = Worker::register(&server, 77);
+    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    assert_eq!(
+        client
+            .ask(&Request::Ping { instance_id: None })
+            .expect("ok"),
+        Reply::Bool(true)
+    );
+    drop(worker);
+}
+
+#[test]
+fn requests_of_workers_that_never_registered_are_answered() {
+    let server = Server::start();
+    let registered = Worker::register(&server, 1);
+    let key = registered.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let mut client = server.client();
+    let instance_id = 999;
+    let mut check = |request: Request, expected: Reply| {
+        assert_eq!(
+            client.ask(&request).expect("an answer"),
+            expected,
+            "{request:?}"
+        );
+    };
+    let no_slots = Reply::StoreSlots {
+        slots: Vec::new(),
+        chunk_indices: Vec::new(),
+    };
+    check(
+        Request::PrepareStore {
+            key: key.clone(),
+            instance_id,
+        },
+        no_slots,
+    );
+    check(
+        Request::PrepareRetrieve {
+            key: key.clone(),
+            instance_id,
+        },
+        Reply::RetrieveSlots(None),
+    );
+    let commit = Request::CommitStore {
+        key: key.clone(),
+        instance_id,
+        pickled: 0,
+    };
+    check(commit, Reply::Bool(false));
+    let store = Request::Store {
+        key: key.clone(),
+        instance_id,
+        block_ids: vec![vec![1]],
+    };
+    check(store, Reply::Transferred(false));
+    let retrieve = Request::Retrieve {
+        key,
+        instance_id,
+        block_ids: vec![vec![1]],
+        skip_first_n_tokens: 0,
+    };
+    check(retrieve, Reply::Transferred(false));
+    check(
+        Request::Unregister {
+            instance_id,
+            engine_driven: true,
+        },
+        Reply::None,
+    );
+    server.assert_idle();
+}
+
+#[test]
+fn events_tell_what_was_stored_and_what_went() {
+    let server = Server::with(8 * 4096, |_| {}, |_| {});
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 2 * CHUNK);
+    worker.store(&worker.key("a", &tokens, 0..2));
+    let mut reader = server.client();
+    let subscribe = Request::SubscribeKvEvents {
+        instance_id: 1,
+        model_name: MODEL.to_owned(),
+        cursor: 0,
+        max_events: 100,
+    };
+    let uid = reader.send(&subscribe).expect("sent");
+    let batch = |reader: &mut lmc_vllm_adapter::Client| match reader
+        .receive(uid, Operation::SubscribeKvEvents)
+        .expect("a batch")
+    {
+        Reply::Events(batch) => batch,
+        other => panic!("unexpected {other:?}"),
+    };
+    let first = batch(&mut reader);
+    assert!(first.enabled && !first.lost);
+    assert_eq!(first.events.len(), 2);
+    assert_eq!(first.events[0].tokens, tokens[..CHUNK]);
+    assert_eq!(first.events[1].parent.as_ref(), Some(&first.events[0].hash));
+    // Nothing comes before the reader asks for more.
+    for round in 2..8 {
+        worker.store(&worker.key(&format!("r{round}"), &prompt(round, 4 * CHUNK), 0..4));
+    }
+    reader
+        .send_frames(&[vec![uid as u8].into(), "".into(), "ack".into()])
+        .expect("sent");
+    let second = batch(&mut reader);
+    assert!(second.events.len() > 4);
+    let removed = second
+        .events
+        .iter()
+        .find(|event| event.kind == KvEventKind::Removed);
+    let removed = removed.expect("eight slots cannot hold 26 chunks");
+    assert!(first.events.iter().any(|event| event.hash == removed.hash));
+}

@@ -1,0 +1,381 @@
+//! Peers that break every rule. Each gets its answer or its end; nobody else notices.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use common::{CHUNK, Server, Worker, lookup, prompt};
+use lmc_vllm_adapter::{Client, Limits, Reply, Request, encode_request_frames};
+
+/// The server still serves, and holds nothing for those who are gone.
+fn assert_serving(server: &Server) {
+    let mut client = server.client();
+    assert_eq!(
+        client.ask(&Request::Noop).expect("an answer"),
+        Reply::Text("OK".to_owned())
+    );
+    server.assert_idle();
+}
+
+fn frame(bytes: &[u8]) -> Bytes {
+    Bytes::copy_from_slice(bytes)
+}
+
+/// What comes back for raw frames: the text of a refusal.
+fn refusal(client: &mut Client, frames: &[&[u8]]) -> String {
+    let frames: Vec<_> = frames.iter().map(|f| frame(f)).collect();
+    client.send_frames(&frames).expect("sent");
+    let answer = client.receive_frames().expect("an answer");
+    assert_eq!(answer[0], frames[0], "the answer names the request");
+    assert_eq!(answer.len(), 2, "a refusal has no value");
+    String::from_utf8_lossy(&answer[1]).into_owned()
+}
+
+#[test]
+fn every_malformed_request_is_answered_with_its_reason() {
+    let server = Server::start();
+    let mut client = server.client();
+    for (frames, expected) in [
+        (
+            &[&b"\x00"[..], b"\xcc\xff"][..],
+            "unknown operation number 255",
+        ),
+        (&[b"\x01", b"\x0b"], "unknown operation number 11"),
+        (&[b"\x02", b"\xa4boom"], "unknown operation"),
+        (&[b"\x03", b"\xc1"], "operation frame is malformed"),
+        (
+            &[b"\x04", b"\x93\x01\x02\x03"],
+            "operation frame is malformed",
+        ),
+        (
+            &[b"\x05", b"\x08"],
+            "lookup takes 2 payload frames, found 0",
+        ),
+        (&[b"\x06", b"\x08", b"\xc1", b"\x01"], "payload 0 of lookup"),
+        (
+            &[b"\x07", b"\x08", b"\xdf\xff\xff\xff\xff", b"\x01"],
+            "payload 0 of lookup",
+        ),
+        (&[b"\x08", b"\x1d", b"\x90", b"\x80"], "not supported"),
+        (&[b"\x09", b"\x16", b"\xa3abc"], "expected an integer"),
+        (
+            &[b"\x0a", b"\x01", b"", b"", b"", b"", b"", b"", b""],
+            "ends early",
+        ),
+    ] {
+        let text = refusal(&mut client, frames);
+        assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+    }
+    let deep: Vec<u8> = std::iter::repeat_n(0x91, 100_000).collect();
+    let key = [&b"\x81\xa1x"[..], &deep].concat();
+    let text = refusal(&mut client, &[b"\x0b", b"\x08", &key, b"\x01"]);
+    assert!(text.contains("nested deeper"), "{text}");
+    drop(client);
+    assert_serving(&server);
+}
+
+#[test]
+fn frames_that_nobody_can_be_answered_for_are_counted_and_dropped() {
+    let server = Server::start();
+    let mut client = server.client();
+    for frames in [
+        &[&b"\x01"[..]][..],
+        &[b"", b"\x18"],
+        &[b"not a number", b"\x18"],
+        &[b"", b""],
+    ] {
+        let frames: Vec<_> = frames.iter().map(|f| frame(f)).collect();
+        client.send_frames(&frames).expect("sent");
+    }
+    assert_eq!(
+        client.ask(&Request::Noop).expect("served"),
+        Reply::Text("OK".to_owned())
+    );
+    assert_eq!(server.status().transport.unanswerable, 4);
+}
+
+#[test]
+fn rules_of_the_service_are_answered_too() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 4 * CHUNK), 0..4);
+    let mut check =
+        |request: Request, expected: &str| match worker.client.call(&request).expect("an answer") {
+            Reply::Error(text) => assert!(text.contains(expected), "{text:?} lacks {expected:?}"),
+            other => panic!("{request:?} was answered {other:?}"),
+        };
+    let instance_id = 1;
+    let with = |change: &dyn Fn(&mut lmc_vllm_adapter::CacheKey)| {
+        let mut key = key.clone();
+        change(&mut key);
+        key
+    };
+    check(
+        Request::Lookup(with(&|k| k.num_kv_readers = 0)),
+        "num_kv_readers",
+    );
+    let unaligned = with(&|k| k.start = 3);
+    check(
+        Request::PrepareStore {
+            key: unaligned,
+            instance_id,
+        },
+        "multiple of the chunk size",
+    );
+    let nobody = with(&|k| k.worker_id = None);
+    check(
+        Request::PrepareStore {
+            key: nobody,
+            instance_id,
+        },
+        "worker_id is missing",
+    );
+    let other = with(&|k| k.model_name = "other".to_owned());
+    check(
+        Request::PrepareStore {
+            key: other,
+            instance_id,
+        },
+        "registered model",
+    );
+    check(
+        Request::Lookup(with(&|k| k.cache_salt = "a/b".to_owned())),
+        "cache_salt",
+    );
+    drop(worker);
+    assert_serving(&server);
+}
+
+#[test]
+fn ranges_beyond_the_prompt_are_cut_and_reach_nothing() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 2 * CHUNK + 5);
+    let mut key = worker.key("a", &tokens, 0..2);
+    key.end = u64::MAX;
+    assert_eq!(worker.store(&key), 2);
+    key.start = u64::MAX - u64::MAX % CHUNK as u64;
+    assert_eq!(worker.prepare_store(&key), (Vec::new(), Vec::new()));
+    assert!(!worker.retrieve(&key));
+    let free = lmc_vllm_adapter::CacheKey {
+        worker_id: None,
+        ..key
+    };
+    worker
+        .client
+        .ask(&Request::FreeLookupLocks(free))
+        .expect("an answer");
+    drop(worker);
+    assert_serving(&server);
+}
+
+/// Sends bytes and waits for the end of the connection.
+fn is_closed_after(server: &Server, bytes: &[u8]) {
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    stream
+        .set_read_timeout(Some(Duration::from_secs(10)))
+        .expect("a timeout");
+    // The server may close while we still write.
+    let _ = stream.write_all(bytes);
+    let mut rest = Vec::new();
+    let end = stream.read_to_end(&mut rest);
+    let reset = |e: &std::io::Error| e.kind() == std::io::ErrorKind::ConnectionReset;
+    assert!(
+        end.as_ref().map_or_else(reset, |_| true),
+        "still open: {end:?}"
+    );
+}
+
+fn opened(then: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 1];
+    bytes.extend_from_slice(b"NULL");
+    bytes.resize(64, 0);
+    bytes.extend_from_slice(b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
+    bytes.extend_from_slice(then);
+    bytes
+}
+
+#[test]
+fn strangers_and_cheats_are_cut_off() {
+    let server = Server::start();
+    is_closed_after(&server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+    is_closed_after(&server, &[0xff; 64]);
+    is_closed_after(
+        &server,
+        &opened(&[0x02, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]),
+    );
+    is_closed_after(&server, &opened(&[0x01, 0].repeat(100)));
+    is_closed_after(&server, &opened(&[0xf8, 1, 0]));
+    is_closed_after(&server, &opened(b"\x04\x06\x05ERROR"));
+    assert_eq!(server.status().transport.broken, 6);
+    assert_serving(&server);
+}
+
+#[test]
+fn a_peer_that_stalls_in_the_handshake_or_in_a_message_is_cut_off() {
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| zmq.peer_timeout = Duration::from_millis(200),
+    );
+    is_closed_after(&server, b"");
+    is_closed_after(&server, &opened(b"")[..30]);
+    is_closed_after(&server, &opened(&[0x00, 200, 1, 2, 3]));
+    is_closed_after(&server, &opened(&[0x01, 1, 9]));
+    assert_eq!(server.status().transport.stalled, 4);
+    // One that is merely silent stays.
+    let mut client = server.client();
+    std::thread::sleep(Duration::from_millis(600));
+    assert_eq!(
+        client.ask(&Request::Noop).expect("served"),
+        Reply::Text("OK".to_owned())
+    );
+}
+
+#[test]
+fn a_message_beyond_the_limit_ends_its_connection_only() {
+    let limits = Limits {
+        message_bytes: 64 << 10,
+        frames: 16,
+    };
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.limits = limits);
+    let mut worker = Worker::register(&server, 1);
+    let mut other = server.client();
+    let key = worker.key("a", &prompt(1, 40_000), 0..1);
+    assert!(other.call(&Request::Lookup(key)).is_err());
+    let key = worker.key("b", &prompt(1, 2 * CHUNK), 0..2);
+    assert_eq!(worker.store(&key), 2);
+    drop((worker, other));
+    assert_serving(&server);
+}
+
+#[test]
+fn more_connections_than_the_limit_are_closed_at_once() {
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_connections = 3);
+    let mut clients: Vec<_> = (0..3).map(|_| server.client()).collect();
+    assert!(Client::connect(server.address, Duration::from_secs(5)).is_err());
+    assert_eq!(
+        clients[0].ask(&Request::Noop).expect("served"),
+        Reply::Text("OK".to_owned())
+    );
+    clients.pop();
+    server.eventually("the place is free", |s| s.transport.connections_open == 2);
+    assert!(Client::connect(server.address, Duration::from_secs(5)).is_ok());
+    assert!(server.status().transport.connections_refused >= 1);
+}
+
+#[test]
+fn a_flood_that_never_reads_its_answers_holds_up_nobody() {
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| {
+            zmq.max_unread = 64 << 10;
+            zmq.peer_timeout = Duration::from_millis(500);
+        },
+    );
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    stream.write_all(&opened(b"")).expect("sent");
+    stream
+        .set_write_timeout(Some(Duration::from_millis(200)))
+        .expect("a timeout");
+    let noop: Vec<u8> = encode_request_frames(0, &Request::Noop);
+    let burst = noop.repeat(10_000);
+    let flood = std::thread::spawn(move || {
+        let until = Instant::now() + Duration::from_secs(20);
+        while Instant::now() < until {
+            if stream
+                .write_all(&burst)
+                .is_err_and(|e| e.kind() != std::io::ErrorKind::WouldBlock)
+            {
+                return true;
+            }
+        }
+        false
+    });
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    for round in 0..50 {
+        let key = worker.key(&format!("r{round}"), &prompt(round, 2 * CHUNK), 0..2);
+        worker.store(&key);
+        assert_eq!(lookup(&mut scheduler, &key), 2);
+    }
+    assert!(
+        flood.join().expect("no panic"),
+        "the flood was never cut off"
+    );
+    drop((worker, scheduler));
+    assert_serving(&server);
+}
+
+#[test]
+fn sessions_beyond_the_limit_get_a_miss_and_old_ones_end_by_time() {
+    let server = Server::with(
+        1 << 20,
+        |config| {
+            config.max_sessions = 10;
+            config.session_ttl = Duration::from_secs(60);
+            config.lookup_lease = Duration::from_secs(30);
+        },
+        |_| {},
+    );
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 2 * CHUNK);
+    worker.store(&worker.key("s", &tokens, 0..2));
+    let mut scheduler = server.client();
+    for round in 0..15 {
+        let hits = lookup(
+            &mut scheduler,
+            &worker.key(&format!("r{round}"), &tokens, 0..2),
+        );
+        assert_eq!(hits, if round < 10 { 2 } else { 0 }, "round {round}");
+    }
+    assert_eq!(server.status().counts.over_limit, 5);
+    assert_eq!(server.status().usage.leases, 20);
+    server
+        .service
+        .tick(Instant::now() + Duration::from_secs(31));
+    assert_eq!(server.status().usage.leases, 0);
+    assert_eq!(server.status().counts.lookup_leases_expired, 20);
+    server
+        .service
+        .tick(Instant::now() + Duration::from_secs(61));
+    assert_eq!(server.status().sessions.sessions, 0);
+}
+
+#[test]
+fn silence_removes_a_worker_but_frees_no_slot_that_it_may_be_writing() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 2 * CHUNK);
+    let key = worker.key("a", &tokens, 0..2);
+    let (slots, indices) = worker.prepare_store(&key);
+    worker
+        .client
+        .ask(&Request::Ping {
+            instance_id: Some(1),
+        })
+        .expect("an answer");
+    server
+        .service
+        .tick(Instant::now() + Duration::from_secs(121));
+    let status = server
+        .service
+        .status(Instant::now() + Duration::from_secs(301));
+    assert!(status.instances.is_empty());
+    assert_eq!((status.transfers.stores, status.transfers.overdue), (1, 1));
+    assert_eq!(
+        status.usage.reserved_slots, 2,
+        "the worker may still be copying"
+    );
+    // It wakes up and goes on where it was: its bytes are whole, so they count.
+    worker.fill(&key, &slots, &indices);
+    assert!(worker.commit_store(&key));
+    let mut next = Worker::register(&server, 2);
+    assert!(next.retrieve(&key));
+    drop((worker, next));
+    assert_serving(&server);
+}
