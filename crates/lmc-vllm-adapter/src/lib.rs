@@ -10,7 +10,8 @@
 //! What is *not* here: pickle (a pickled payload is refused, never loaded), GPU memory, gRPC.
 
 mod client;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(test, allow(unreachable_pub, reason = "public only for the fuzz targets"))]
 pub mod fuzzing;
 mod protocol;
 mod service;
