@@ -73,6 +73,24 @@ fn memcpy(to: &mut [u8], from: &[u8], threads: usize) -> Duration {
     start.elapsed()
 }
 
+/// The CPU's name and the load it was under when we came.
+fn cpu() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load
+        .split_whitespace()
+        .next()
+        .unwrap_or("unknown")
+        .to_owned();
+    format!(
+        "{} (load {load})",
+        name.map_or("an unknown CPU", |(_, name)| name)
+    )
+}
+
 fn tensors(case: &Case, bytes: u64) -> (Vec<TensorView>, u32) {
     use lmc_memory::Axis;
     let planes = if case.format.axes().contains(&Axis::Plane) {
@@ -127,8 +145,9 @@ fn main() -> Result<()> {
     let mib: u64 = args.next().map_or(Ok(512), |text| text.parse())?;
     let bytes = mib << 20;
     println!(
-        "{threads} threads on {cores} cores, {mib} MiB a side, {LAYERS} layers of bfloat16, \
-         best of {ROUNDS} rounds"
+        "{threads} threads on {cores} cores of {}, {mib} MiB a side, {LAYERS} layers of bfloat16, \
+         best of {ROUNDS} rounds",
+        cpu()
     );
 
     let engine = Engine::new(bytes)?;
@@ -173,6 +192,13 @@ fn main() -> Result<()> {
         let layout = *paged.layout();
         let table = block_table(blocks, case.scattered);
         let chunks = u64::from(blocks) * case.block_tokens / case.chunk_tokens;
+        if chunks == 0 {
+            println!(
+                "{:<34} {:>6} {:>6}  too large for {mib} MiB",
+                case.label, case.block_tokens, case.chunk_tokens
+            );
+            continue;
+        }
         let starts: Vec<u64> = (0..chunks).map(|i| i * case.chunk_tokens).collect();
         // A store of eight chunks at a time, as a long prompt brings them.
         let plan = |starts: &[u64]| {

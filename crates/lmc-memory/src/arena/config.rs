@@ -67,6 +67,12 @@ impl ArenaConfig {
     }
 
     /// POSIX shared memory under `name` (such as `lmc_5555`), mode 0600, `bytes` bytes.
+    ///
+    /// That `/dev/shm` has room is checked when the arena is made, but only pages that are
+    /// present are sure to stay: if something else fills the file system first, whoever touches
+    /// the next page is killed by SIGBUS, clients included. [`Prefault::Background`] takes the
+    /// pages from the file system by `fallocate`, which fails with an error instead
+    /// ([`PrefaultProgress::error`]); once it is through, no touch can fail.
     pub fn shared(name: impl Into<String>, bytes: usize) -> Self {
         Self::new(Kind::Shared(name.into()), bytes)
     }

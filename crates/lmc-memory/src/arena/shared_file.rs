@@ -104,6 +104,13 @@ fn acquire(name: &SharedName) -> Result<(File, Option<String>), ArenaError> {
                     Ok(record) => (record, true),
                     // Its owner left between the two calls.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                        let owner = format!("of another user: {} is not ours", path.display());
+                        return Err(ArenaError::Held {
+                            name: name.clone(),
+                            owner,
+                        });
+                    }
                     Err(error) => return Err(fail(error)),
                 }
             }

@@ -158,50 +158,84 @@ proptest! {
     }
 }
 
-/// Long runs, so that they are cut, shared among threads, and merged across blocks.
+/// Long runs, so that they are cut, shared among threads, and merged across blocks; blocks of
+/// several tiles; heads that are whole lines and heads that are not. All of it is beyond the
+/// size from which copies go around the cache.
 #[test]
-fn a_large_cache_goes_round() {
-    let sizes = Sizes {
-        layers: 2,
-        blocks: 64,
-        block_tokens: 16,
-        heads: 8,
-        element: 128,
-        padding: 0,
-        one_segment: false,
-    };
-    for format in FORMATS {
-        let engine = Engine::new(format, DType::BFloat16, sizes);
-        let paged = engine.paged(512);
-        let table: Vec<u32> = (32..64).chain((0..32).rev()).collect();
-        let request = PlanRequest {
-            block_ids: &table,
-            chunk_starts: &[0, 512],
-            skip_first_tokens: 0,
-            null_block: None,
+fn large_caches_agree_with_a_walk_over_elements() {
+    for (dtype, block_tokens, heads, element) in [
+        (DType::BFloat16, 16, 8, 128),
+        (DType::BFloat16, 40, 2, 80),
+        (DType::UInt8, 33, 3, 99),
+        (DType::Float32, 48, 4, 32),
+    ] {
+        let blocks = 40;
+        let sizes = Sizes {
+            layers: 2,
+            blocks,
+            block_tokens,
+            heads,
+            element,
+            padding: 0,
+            one_segment: false,
         };
-        let plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
-        let pool = CopyPool::new(3).unwrap();
-        let bytes = paged.layout().chunk_bytes() as usize;
-        let mut chunks = vec![vec![0; bytes]; 2];
-        let mut slices: Vec<&mut [u8]> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
-        pool.gather(&plan, &mut slices).unwrap();
-        let before: Vec<_> = engine
-            .segments
-            .iter()
-            .map(|segment| segment.bytes())
-            .collect();
-        assert_eq!(
-            plan.bytes(),
-            before.iter().map(|bytes| bytes.len() as u64).sum::<u64>()
-        );
-        for segment in &engine.segments {
-            segment.fill(&vec![0; segment.bytes().len()]);
-        }
-        let slices: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
-        pool.scatter(&plan, &slices).unwrap();
-        for (segment, before) in engine.segments.iter().zip(&before) {
-            assert!(&segment.bytes() == before, "{format:?}");
+        for format in FORMATS {
+            let engine = Engine::new(format, dtype, sizes);
+            let tokens = block_tokens * blocks / 2;
+            let paged = engine.paged(tokens as u32);
+            // Half in order, half in reverse.
+            let table: Vec<u32> = (20..40).chain((0..20).rev()).collect();
+            let request = PlanRequest {
+                block_ids: &table,
+                chunk_starts: &[0, tokens],
+                skip_first_tokens: 0,
+                null_block: None,
+            };
+            let mut plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+            if plan.bytes() < LARGE {
+                // The smallest formats: the same chunks again, so that there is enough.
+                let starts: Vec<u64> = [0, tokens].into_iter().cycle().take(40).collect();
+                let request = PlanRequest {
+                    chunk_starts: &starts,
+                    ..request
+                };
+                plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+            }
+            assert!(plan.bytes() >= LARGE, "{format:?} {}", plan.bytes());
+            let pool = CopyPool::new(3).unwrap();
+            let bytes = paged.layout().chunk_bytes() as usize;
+            let mut chunks = vec![vec![0; bytes]; plan.chunks()];
+            let mut slices: Vec<&mut [u8]> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
+            pool.gather(&plan, &mut slices).unwrap();
+            let before: Vec<_> = engine
+                .segments
+                .iter()
+                .map(|segment| segment.bytes())
+                .collect();
+            let item = dtype.size();
+            for (chunk, found) in chunks.iter().enumerate().take(2) {
+                let start = chunk as u64 * tokens;
+                let mut expected = vec![0; bytes];
+                engine.each_element(&table, start, tokens, |at, _, segment, byte| {
+                    expected[at..at + item].copy_from_slice(&before[segment][byte..byte + item]);
+                });
+                assert!(found == &expected, "{format:?} {sizes:?}");
+            }
+            assert!(
+                chunks
+                    .iter()
+                    .enumerate()
+                    .all(|(i, chunk)| chunk == &chunks[i % 2])
+            );
+            // Every byte of the cache belongs to a chunk, so that scattering restores it all.
+            for (segment, before) in engine.segments.iter().zip(&before) {
+                segment.fill(&vec![0; before.len()]);
+            }
+            let slices: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
+            pool.scatter(&plan, &slices).unwrap();
+            for (segment, before) in engine.segments.iter().zip(&before) {
+                assert!(&segment.bytes() == before, "{format:?} {sizes:?}");
+            }
         }
     }
 }
