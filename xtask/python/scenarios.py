@@ -1,0 +1,470 @@
+"""Real vLLM engines against a server that speaks LMCache's multiprocess protocol.
+
+  scenarios.py --server-bin target/release/lmc [--only NAME ...]
+  scenarios.py --peer lmcache                    the same against LMCache's own server
+
+Prints one line a check and ends with `N passed, N failed`. Every wait has a deadline, and no
+process outlives the run.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+CHUNK = 256
+MAX_TOKENS = 16
+START_DEADLINE = 180
+ANSWER_DEADLINE = 60
+
+passed, failed = 0, []
+
+
+def check(name, ok, detail=""):
+    """Counts and prints one check."""
+    global passed
+    print(f"{'PASS' if ok else 'FAIL'} {name}{': ' + detail if detail else ''}", flush=True)
+    if ok:
+        passed += 1
+    else:
+        failed.append(name)
+    return ok
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Child:
+    """A child process with its log in a file; killed at the end whatever happens."""
+
+    running = []
+
+    def __init__(self, name, command, **options):
+        self.name = name
+        self.log = tempfile.NamedTemporaryFile(
+            mode="w+", prefix=f"lmc-{name}-", suffix=".log", delete=False
+        )
+        options.setdefault("stdout", self.log)
+        self.process = subprocess.Popen(
+            command, stderr=self.log, start_new_session=True, **options
+        )
+        Child.running.append(self)
+
+    def kill(self, how=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, how)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+
+    def tail(self, lines=15):
+        with open(self.log.name, errors="replace") as f:
+            return "".join(f.readlines()[-lines:])
+
+
+class Engine(Child):
+    """A vLLM engine behind engine.py."""
+
+    def __init__(self, name, model, **options):
+        command = [sys.executable, os.path.join(HERE, "engine.py"), "--model", model]
+        for key, value in options.items():
+            command += [f"--{key}", str(value)]
+        env = dict(os.environ, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        super().__init__(
+            name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.answers = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.answers.put(json.loads(line))
+        self.answers.put(None)
+
+    def answer(self, deadline):
+        try:
+            answer = self.answers.get(timeout=deadline)
+        except queue.Empty:
+            raise RuntimeError(f"{self.name}: no answer in {deadline} s\n{self.tail()}") from None
+        if answer is None:
+            raise RuntimeError(f"{self.name} died\n{self.tail()}")
+        return answer
+
+    def ready(self):
+        self.answer(START_DEADLINE)
+        return self
+
+    def submit(self, prompts, max_tokens=MAX_TOKENS):
+        prompts = [p if isinstance(p, dict) else {"ids": p} for p in prompts]
+        command = {"op": "generate", "prompts": prompts, "max_tokens": max_tokens}
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def generate(self, prompts):
+        """Ids and cached tokens of each prompt."""
+        self.submit(prompts)
+        outputs = self.answer(ANSWER_DEADLINE)["outputs"]
+        return [o["ids"] for o in outputs], [o["cached"] for o in outputs]
+
+
+class Server:
+    """The server under test, which can be killed and started again at the same ports."""
+
+    def __init__(self, args):
+        self.args = args
+        self.port, self.http = free_port(), free_port()
+        self.child = None
+
+    def start(self):
+        common = ["--host", "127.0.0.1", "--port", str(self.port), "--l1-size-gb", "1"]
+        common += ["--chunk-size", str(CHUNK), "--http-port", str(self.http)]
+        if self.args.peer:
+            python = os.path.dirname(sys.executable)
+            command = [os.path.join(python, "lmcache"), "server", *common]
+            command += ["--eviction-policy", "LRU", "--no-l1-use-lazy"]
+        else:
+            command = [self.args.server_bin, "serve", *common]
+        self.child = Child("server", command)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(
+                ("127.0.0.1", self.port), 1
+            ):
+                return self
+            if self.child.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise RuntimeError(f"the server did not start\n{self.child.tail()}")
+
+    def status(self):
+        url = f"http://127.0.0.1:{self.http}/status"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)
+
+    def held(self):
+        """What is held for engines: all zero when nobody is at work."""
+        status = self.status()["lmc"]
+        return {
+            "sessions": status["sessions"]["sessions"],
+            "stores": status["transfers"]["stores"],
+            "retrieves": status["transfers"]["retrieves"],
+            "leases": status["usage"]["leases"],
+            "reserved": status["usage"]["reserved_slots"],
+        }
+
+
+def prompts(seed, *lengths):
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 1000) for _ in range(n)] for n in lengths]
+
+
+def expected_hits(*lengths):
+    """Whole chunks, less one token when that is all of the prompt: vLLM computes the last."""
+    return [min(n // CHUNK * CHUNK, n - 1) for n in lengths]
+
+
+def eventually(what, deadline=30):
+    """Tries until it returns something true or the deadline comes; the last value."""
+    end = time.monotonic() + deadline
+    while True:
+        value = what()
+        if value or time.monotonic() > end:
+            return value
+        time.sleep(0.2)
+
+
+LENGTHS = (300, 700, 1025, 512, 100)
+
+
+class Run:
+    """State that scenarios share: the model, the server, and the ids without a connector."""
+
+    def __init__(self, args):
+        self.args = args
+        self.model = args.model
+        self.server = Server(args)
+        self.plain = {}
+
+    def baseline(self):
+        """Ids of engines without a connector, for both element types."""
+        engines = {
+            dtype: Engine(f"plain-{dtype}", self.model, dtype=dtype)
+            for dtype in ("float32", "bfloat16")
+        }
+        for dtype, engine in engines.items():
+            engine.ready()
+            wanted = {seed: prompts(seed, *LENGTHS) for seed in range(1, 8)}
+            wanted["shared"] = shared_prefix()
+            # One prompt at a time: bfloat16 ids depend on what shares the batch.
+            single = dtype == "bfloat16"
+            for seed, batch in wanted.items():
+                ids = (
+                    [engine.generate([p])[0][0] for p in batch] if single
+                    else engine.generate(batch)[0]
+                )
+                self.plain[dtype, seed] = ids
+            engine.kill()
+        check("baseline: ids without a connector differ between prompts",
+              len({tuple(i) for i in self.plain["float32", 1]}) == len(LENGTHS))
+
+    def engine(self, name, **options):
+        options.setdefault("port", self.server.port)
+        return Engine(name, self.model, **options)
+
+    def cold_and_warm(self, name, engine, seed, dtype="float32"):
+        batch = prompts(seed, *LENGTHS)
+        plain = self.plain[dtype, seed]
+        ids, cached = engine.generate(batch)
+        check(f"{name}: cold ids are those without a connector", ids == plain)
+        check(f"{name}: nothing is cached at first", cached == [0] * len(batch), str(cached))
+        self.warm(name, engine, seed, dtype)
+
+    def warm(self, name, engine, seed, dtype="float32"):
+        ids, cached = engine.generate(prompts(seed, *LENGTHS))
+        check(f"{name}: warm ids are those without a connector", ids == self.plain[dtype, seed])
+        wanted = expected_hits(*LENGTHS)
+        check(f"{name}: cached tokens are {wanted}", cached == wanted, f"found {cached}")
+
+    def nothing_held(self, name):
+        if self.args.peer:
+            return
+        free = eventually(lambda: not any(self.server.held().values()))
+        check(f"{name}: nothing is held afterwards", free, str(self.server.held()))
+
+
+def shared_prefix():
+    """A prompt, one with the same first 600 tokens, and the same again under a salt."""
+    first, other = prompts(50, 900, 500)
+    return [first, first[:600] + other]
+
+
+def both_modes(run):
+    """Cold and warm in each transfer mode; partial hits; salts; engines that share."""
+    one = run.engine("one", mode="engine_driven")
+    two = run.engine("two", mode="lmcache_driven")
+    for name, engine, seed in (("engine-driven", one, 1), ("lmcache-driven", two, 2)):
+        engine.ready()
+        run.cold_and_warm(name, engine, seed)
+        first, second = shared_prefix()
+        engine.generate([first])
+        ids, cached = engine.generate([second])
+        check(f"{name}: a shared prefix is a partial hit with the right ids",
+              cached == [512] and ids[0] == run.plain["float32", "shared"][1], str(cached))
+        salted = [{"ids": first, "salt": "tenant"}]
+        ids, cached = engine.generate(salted)
+        check(f"{name}: another salt finds nothing", cached == [0], str(cached))
+        ids_again, cached = engine.generate(salted)
+        check(f"{name}: the same salt finds its own",
+              cached == [768] and ids_again == ids == [run.plain["float32", "shared"][0]],
+              str(cached))
+    run.nothing_held("both modes")
+    two.kill()
+    run.one = one
+
+
+def sharing_and_death(run):
+    """A second engine finds what the first stored, dies in mid-request, and comes back."""
+    three = run.engine("three").ready()
+    run.warm("second engine", three, 1)
+    run.cold_and_warm("second engine", three, 3)
+    run.warm("first engine", run.one, 3)
+    for delay in (0.0, 0.05, 0.3):
+        three.submit(prompts(60 + int(delay * 100), *[3000] * 6), max_tokens=400)
+        time.sleep(delay)
+        three.kill()
+        run.nothing_held(f"engine killed {delay} s into a request")
+        if delay < 0.3:
+            three = run.engine("three").ready()
+    ids, _ = run.one.generate(prompts(4, *LENGTHS))
+    check("the other engine goes on", ids == run.plain["float32", 4])
+    three = run.engine("three").ready()
+    run.warm("engine started again", three, 1)
+    three.kill()
+    run.nothing_held("engines that died")
+
+
+def server_restart(run):
+    """The server is killed and started again; the engine goes on answering throughout."""
+    run.server.child.kill()
+    time.sleep(2.5)
+    ids, cached = run.one.generate(prompts(5, *LENGTHS))
+    check("server down: the engine answers with the right ids", ids == run.plain["float32", 5])
+    check("server down: nothing is cached", not any(cached), str(cached))
+    run.server.start()
+
+    def caches_again():
+        _, cached = run.one.generate(prompts(6, *LENGTHS))
+        return any(cached)
+
+    check("server started again: the engine caches again", eventually(caches_again))
+    run.warm("server started again", run.one, 6)
+    # Killed and back before the engine's next sign of life: it must notice all the same.
+    run.server.child.kill()
+    run.server.start()
+
+    def cold_then_warm():
+        ids, cached = run.one.generate(prompts(7, *LENGTHS))
+        if ids != run.plain["float32", 7]:
+            raise RuntimeError("wrong ids after a quick restart")
+        return any(cached)
+
+    check("server restarted between two signs of life: the engine caches again",
+          eventually(cold_then_warm))
+
+
+def wrong_dtype(run):
+    """An engine of the same model name in bfloat16 beside one in float32."""
+    ids, _ = run.one.generate(prompts(1, *LENGTHS))
+    half = run.engine("half", dtype="bfloat16").ready()
+    answers, cached = [], []
+    for _ in range(2):
+        for prompt in prompts(1, *LENGTHS):
+            ids, hit = half.generate([prompt])
+            answers += ids
+            cached.append(hit[0])
+    check("wrong dtype: its ids are those without a connector",
+          answers == run.plain["bfloat16", 1] * 2)
+    check("wrong dtype: it never gets the other's chunks, then its own",
+          cached[: len(LENGTHS)] == [0] * len(LENGTHS)
+          and cached[len(LENGTHS):] == expected_hits(*LENGTHS), str(cached))
+    run.warm("wrong dtype: the float32 engine still finds its own", run.one, 1)
+    half.kill()
+    run.nothing_held("wrong dtype")
+
+
+def serve(run):
+    """`vllm serve` with nothing but the port, asked over HTTP, as a user would."""
+    http = free_port()
+    vllm = os.path.join(os.path.dirname(sys.executable), "vllm")
+    transfer = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.port": run.server.port},
+    }
+    command = [vllm, "serve", run.model, "--skip-tokenizer-init", "--dtype", "float32"]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "4096"]
+    command += ["--max-num-batched-tokens", "8192", "--host", "127.0.0.1", "--port", str(http)]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    env = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+               OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    child = Child("vllm-serve", command, env=env)
+
+    def up():
+        with contextlib.suppress(OSError):
+            return urllib.request.urlopen(f"http://127.0.0.1:{http}/health", timeout=2).status
+        if child.process.poll() is not None:
+            raise RuntimeError(f"vllm serve ended\n{child.tail(30)}")
+        return None
+
+    if not check("vllm serve: starts", eventually(up, START_DEADLINE) == 200):
+        print(child.tail(30))
+        return
+
+    def ask(ids):
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": MAX_TOKENS,
+                "temperature": 0, "ignore_eos": True, "detokenize": False}, "model": run.model}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{http}/inference/v1/generate", json.dumps(body).encode(),
+            {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=ANSWER_DEADLINE) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+
+    def cached_tokens():
+        with urllib.request.urlopen(f"http://127.0.0.1:{http}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        hits = [l for l in lines if l.startswith("vllm:external_prefix_cache_hits_total")]
+        return sum(float(l.rsplit(" ", 1)[1]) for l in hits)
+
+    run.server_clear()
+    prompt = prompts(2, *LENGTHS)[2]
+    cold, warm = ask(prompt), ask(prompt)
+    plain = run.plain["float32", 2][2]
+    check("vllm serve: cold and warm ids are those without a connector", cold == warm == plain)
+    hits = eventually(cached_tokens, 10)
+    check("vllm serve: the second time 1024 tokens come from the cache", hits == 1024, str(hits))
+    child.kill(signal.SIGTERM)
+
+
+def tensor_parallel(run):
+    """Two ranks, each with its half of every chunk."""
+    pair = run.engine("pair", tp=2)
+    pair.ready()
+    batch = prompts(1, 700)
+    cold, none = pair.generate(batch)
+    warm, cached = pair.generate(batch)
+    check("tensor parallel: cold and warm ids are the same", cold == warm)
+    check("tensor parallel: both ranks' chunks are found", none == [0] and cached == [512],
+          f"{none} {cached}")
+    pair.kill()
+    run.nothing_held("tensor parallel")
+
+
+SCENARIOS = [both_modes, sharing_and_death, server_restart, wrong_dtype, serve, tensor_parallel]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server-bin", default="target/release/lmc")
+    parser.add_argument("--model", default=os.path.join(sys.prefix, "model"))
+    parser.add_argument("--peer", choices=["lmcache"])
+    parser.add_argument("--only", nargs="*", metavar="NAME",
+                        help="of: " + ", ".join(s.__name__ for s in SCENARIOS))
+    args = parser.parse_args()
+    started = time.monotonic()
+    run = Run(args)
+
+    def server_clear():
+        url = f"http://127.0.0.1:{run.server.http}/cache/clear"
+        request = urllib.request.Request(url, b"", method="POST")
+        urllib.request.urlopen(request, timeout=5).read()
+
+    run.server_clear = server_clear
+    try:
+        run.baseline()
+        run.server.start()
+        for scenario in SCENARIOS:
+            if args.only and scenario.__name__ not in args.only:
+                continue
+            if scenario in (sharing_and_death, server_restart, wrong_dtype) and not hasattr(
+                run, "one"
+            ):
+                run.one = run.engine("one").ready()
+                run.one.generate(prompts(1, *LENGTHS))
+            print(f"---- {scenario.__name__}: {scenario.__doc__} "
+                  f"[{time.monotonic() - started:.0f} s]", flush=True)
+            try:
+                scenario(run)
+            except Exception as error:  # A scenario that breaks must not hide the others.
+                check(f"{scenario.__name__}", False, str(error))
+    finally:
+        for child in Child.running:
+            child.kill()
+        for child in Child.running:
+            if not failed:
+                with contextlib.suppress(OSError):
+                    os.unlink(child.log.name)
+    if failed:
+        print("logs: " + " ".join(c.log.name for c in Child.running))
+    print(f"took {time.monotonic() - started:.0f} s")
+    print(f"{passed} passed, {len(failed)} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
