@@ -292,6 +292,8 @@ fn cases() -> Vec<Case> {
         case(fused_hnd.0, fused_hnd.1, 8, 256, 128, 256, true),
         case(small_hnd.0, small_hnd.1, 2, 64, 128, 256, true),
         case(small_hnd.0, small_hnd.1, 4, 64, 16, 256, true),
+        // The same 8 KiB a block as the row above, in one run: what the short blocks cost.
+        case("[blocks, tokens, 256]", mla.1, 1, 256, 16, 256, true),
         case(mla.0, mla.1, 1, 576, 16, 256, true),
         case(mla.0, mla.1, 1, 576, 64, 256, true),
     ]

@@ -27,6 +27,10 @@ const TILE: u32 = 16;
 /// the run itself are long enough.
 const AHEAD: u64 = 64 << 10;
 
+/// Bytes of a block up to which a gather reads it in order of its addresses: so short a block
+/// ends before the prefetchers have found several streams in it.
+const SHORT: u64 = 16 << 10;
+
 /// Carries out one copy. `next` is the one that this thread carries out after it.
 ///
 /// # Safety
@@ -78,12 +82,15 @@ pub(super) unsafe fn copy(
         ..step(heads)
     };
     let by_token = step(tokens);
+    let bytes = op.run * u64::from(heads.count) * u64::from(tokens.count);
+    let in_order_of_source = direction == Direction::Gather && bytes <= SHORT;
     let mut first = 0;
     while first < tokens.count {
         let count = TILE.min(tokens.count - first) as usize;
         let by_token = Step { count, ..by_token };
         // The inner loop walks the side that is written in order of its addresses.
-        let (outer, inner) = if by_head.to <= by_token.to {
+        let heads_inside = by_head.to <= by_token.to && !in_order_of_source;
+        let (outer, inner) = if heads_inside {
             (by_token, by_head)
         } else {
             (by_head, by_token)
