@@ -1,1 +1,71 @@
-//! lmc-backend-local
+//! The DRAM tier of lmc: an index of chunks over a pool of memory.
+//!
+//! A [`LocalTier`] knows which chunks lie in a [`Pool`](lmc_memory::Pool), leases them to
+//! readers, and evicts what is used least when room is needed. All of it is synchronous: no call
+//! waits for anything but a lock held for microseconds, and when all memory is leased a
+//! reservation fails at once.
+//!
+//! A [`Lease`] is a value that gives itself back; the [`LeaseBook`] keeps leases by owner and
+//! deadline, so that a session that ends or is forgotten gives back all it held.
+//!
+//! What is *not* here: hashing (`lmc-key`), memory and copies (`lmc-memory`), lower tiers, and
+//! any clock, thread or runtime.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use lmc_backend_local::{LocalConfig, OwnerId, TenantId, WriteStart};
+//! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+//! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+//!
+//! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
+//! let tier = LocalConfig::new(Pool::new(arena, PoolConfig::default())?).build()?;
+//! let space = SpaceId::new([1; 16]);
+//! let key = ChunkKey { space, kv_rank: 0, group: 0, hash: ChunkHash::new([2; 32]) };
+//! let session = OwnerId(7);
+//!
+//! let WriteStart::Reserved(mut new) = tier.begin_write(session, TenantId(0), key, 5)? else {
+//!     panic!("nobody else writes here");
+//! };
+//! new.slot.bytes_mut().copy_from_slice(b"hello");
+//! tier.commit(vec![new.written(None)]);
+//!
+//! let leases = tier.lease_leading(session, &[key]);
+//! assert_eq!(leases.get(0).map(|slot| slot.bytes()), Some(&b"hello"[..]));
+//! assert_eq!(tier.leases_of(session), 1);
+//! drop(leases);
+//! assert_eq!(tier.leases_of(session), 0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod book;
+pub use book::LeaseBook;
+
+mod class;
+pub use class::{TenantId, TenantUsage};
+
+mod config;
+pub use config::{LocalConfig, LocalConfigError};
+
+mod events;
+pub use events::{EventSink, Removal, RemovedEvent, StoredEvent};
+
+mod lease;
+pub use lease::{Lease, Leases};
+
+mod owner;
+pub use owner::OwnerId;
+
+mod policy;
+pub use policy::PolicyKind;
+
+mod shard;
+mod slab;
+
+mod stats;
+pub use stats::{LocalStats, LocalUsage};
+
+mod tier;
+pub use tier::{
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, NewChunk, Reservation,
+    ReserveError, Write, WriteStart,
+};

@@ -1,0 +1,65 @@
+//! Who is told of chunks that come and go.
+
+use std::fmt;
+
+use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
+
+use crate::TenantId;
+
+/// A chunk that can be found from now on.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct StoredEvent<'a> {
+    /// Which chunk.
+    pub key: &'a ChunkKey,
+    /// The chunk before it in its prompt, as the writer said.
+    pub parent: Option<&'a ChunkKey>,
+    /// Whose it is.
+    pub tenant: TenantId,
+    /// Its bytes.
+    pub slot: &'a SealedSlot,
+}
+
+/// A chunk that cannot be found any more.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct RemovedEvent<'a> {
+    /// Which chunk.
+    pub key: &'a ChunkKey,
+    /// Whose it was.
+    pub tenant: TenantId,
+    /// Why it went.
+    pub cause: Removal,
+    /// Its bytes. Keeping a clone keeps the memory taken: that is how an evicted chunk is written
+    /// to a lower tier.
+    pub slot: &'a SealedSlot,
+}
+
+/// Why a chunk went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Removal {
+    /// Evicted to make room for another chunk.
+    Room,
+    /// Evicted because its tenant was over its quota.
+    Quota,
+    /// Evicted because the pool was filled above the high watermark.
+    Watermark,
+    /// [`crate::LocalTier::remove`] was called for it.
+    Removed,
+    /// [`crate::LocalTier::clear`] was called.
+    Cleared,
+}
+
+/// Is told of every chunk that comes and goes, for KV events and for writing back.
+///
+/// Called under the lock of the chunk's shard, so that the events of one key come in the order in
+/// which they happened: an implementation must be quick, and must not call the tier.
+pub trait EventSink: fmt::Debug + Send + Sync {
+    /// A chunk can be found from now on.
+    fn on_stored(&self, event: StoredEvent<'_>);
+
+    /// A chunk cannot be found any more.
+    fn on_removed(&self, event: RemovedEvent<'_>);
+}

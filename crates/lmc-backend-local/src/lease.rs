@@ -1,0 +1,148 @@
+//! The right to read a chunk, as a value that gives itself back.
+
+use std::fmt;
+use std::mem;
+use std::sync::Arc;
+
+use lmc_memory::SealedSlot;
+
+use crate::OwnerId;
+use crate::slab::EntryRef;
+use crate::tier::Inner;
+
+/// One leased chunk inside of a lease.
+#[derive(Debug)]
+pub(crate) struct Leased {
+    /// An owner of the bytes of its own: they stay even when the chunk is removed.
+    pub(crate) slot: SealedSlot,
+    pub(crate) name: EntryRef,
+}
+
+/// The right to read one chunk. While it exists the chunk is not evicted and its memory is not
+/// used for anything else; removing the chunk makes it unfindable but leaves the bytes to the
+/// lease. It gives itself back when dropped.
+///
+/// A lease knows no time: whoever holds it for an owner drops it when the owner ends or its time
+/// is over, as [`LeaseBook`](crate::LeaseBook) does.
+pub struct Lease(Leases);
+
+impl Lease {
+    pub(crate) fn new(tier: &Arc<Inner>, owner: OwnerId, leased: Leased) -> Self {
+        Self(Leases::new(tier, owner, vec![leased]))
+    }
+
+    /// The chunk's memory.
+    pub fn slot(&self) -> &SealedSlot {
+        &self.0.items[0].slot
+    }
+
+    /// The chunk's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.slot().bytes()
+    }
+
+    /// Who holds it.
+    pub fn owner(&self) -> OwnerId {
+        self.0.owner
+    }
+}
+
+impl From<Lease> for Leases {
+    fn from(lease: Lease) -> Self {
+        lease.0
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (owner, slot) = (self.0.owner, self.slot());
+        write!(
+            f,
+            "Lease({owner:?}, {} bytes at {})",
+            slot.len(),
+            slot.offset()
+        )
+    }
+}
+
+/// Leases of one owner, in the order of the keys that were asked for. Dropping them gives all
+/// back with few locks, the tail of the prefix first.
+pub struct Leases {
+    tier: Arc<Inner>,
+    owner: OwnerId,
+    items: Vec<Leased>,
+}
+
+impl Leases {
+    pub(crate) fn new(tier: &Arc<Inner>, owner: OwnerId, items: Vec<Leased>) -> Self {
+        Self {
+            tier: Arc::clone(tier),
+            owner,
+            items,
+        }
+    }
+
+    /// Who holds them.
+    pub fn owner(&self) -> OwnerId {
+        self.owner
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// The memory of one chunk.
+    pub fn get(&self, at: usize) -> Option<&SealedSlot> {
+        self.items.get(at).map(|item| &item.slot)
+    }
+
+    /// The memory of the chunks, in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &SealedSlot> {
+        self.items.iter().map(|item| &item.slot)
+    }
+
+    /// Keeps the first `at` and returns the rest; all of them when there are fewer.
+    #[must_use = "dropping the rest gives it back; say so with `truncate`"]
+    pub fn split_off(&mut self, at: usize) -> Self {
+        let rest = self.items.split_off(at.min(self.items.len()));
+        Self::new(&self.tier, self.owner, rest)
+    }
+
+    /// Keeps the first `len` and gives the rest back.
+    pub fn truncate(&mut self, len: usize) {
+        drop(self.split_off(len));
+    }
+
+    /// Adds the leases of another batch behind these.
+    ///
+    /// # Errors
+    /// Returns `other` when it belongs to another owner or another tier.
+    pub fn append(&mut self, mut other: Self) -> Result<(), Self> {
+        if other.owner != self.owner || !Arc::ptr_eq(&other.tier, &self.tier) {
+            return Err(other);
+        }
+        self.items.append(&mut other.items);
+        Ok(())
+    }
+}
+
+impl Drop for Leases {
+    fn drop(&mut self) {
+        let items = mem::take(&mut self.items);
+        if !items.is_empty() {
+            self.tier.release(self.owner, items);
+        }
+    }
+}
+
+impl fmt::Debug for Leases {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Leases({:?}, {} chunks)", self.owner, self.items.len())
+    }
+}

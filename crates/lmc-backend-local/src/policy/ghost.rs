@@ -1,0 +1,52 @@
+//! A memory of what was evicted lately.
+
+use std::collections::VecDeque;
+
+use hashbrown::HashTable;
+
+/// The last fingerprints, oldest out first. Two keys may share one of 32 bits: then an entry is
+/// taken for one that was here before, which costs a little room in the wrong queue.
+#[derive(Debug, Default)]
+pub(super) struct Ghost {
+    /// In the order of arrival; those recalled since are still in here.
+    order: VecDeque<u32>,
+    present: HashTable<u32>,
+}
+
+fn spread(fingerprint: u32) -> u64 {
+    u64::from(fingerprint).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+impl Ghost {
+    pub(super) fn len(&self) -> usize {
+        self.present.len()
+    }
+
+    pub(super) fn push(&mut self, fingerprint: u32) {
+        let hash = spread(fingerprint);
+        let entry = self
+            .present
+            .entry(hash, |&f| f == fingerprint, |&f| spread(f));
+        if let hashbrown::hash_table::Entry::Vacant(place) = entry {
+            place.insert(fingerprint);
+            self.order.push_back(fingerprint);
+        }
+    }
+
+    /// Forgets the fingerprint and says whether it was there.
+    pub(super) fn recall(&mut self, fingerprint: u32) -> bool {
+        let found = self
+            .present
+            .find_entry(spread(fingerprint), |&f| f == fingerprint);
+        found.map(|entry| entry.remove()).is_ok()
+    }
+
+    /// Forgets the oldest until at most `max` are left, the recalled ones among them.
+    pub(super) fn trim(&mut self, max: usize) {
+        while self.order.len() > max {
+            if let Some(fingerprint) = self.order.pop_front() {
+                self.recall(fingerprint);
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Doubly linked lists over slab indices.
+
+use crate::slab::Chunked;
+
+/// No entry.
+pub(crate) const NIL: u32 = u32::MAX;
+
+/// Links and marks of one entry. 16 bytes; lies apart from the entry, so that moving an entry's
+/// neighbours does not touch their keys' cache lines.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Node {
+    /// Towards the head, the young end.
+    prev: u32,
+    /// Towards the tail, the old end. The slab links its free places by it.
+    pub(crate) next: u32,
+    stamp_low: u32,
+    stamp_high: u16,
+    /// Which of the policy's queues it is in, or was in when it was popped.
+    pub(super) queue: u8,
+    /// How often it was used lately, up to what the policy counts.
+    pub(super) uses: u8,
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        Self {
+            prev: NIL,
+            next: NIL,
+            stamp_low: 0,
+            stamp_high: 0,
+            queue: 0,
+            uses: 0,
+        }
+    }
+}
+
+impl Node {
+    pub(crate) fn stamp(&self) -> u64 {
+        u64::from(self.stamp_high) << 32 | u64::from(self.stamp_low)
+    }
+
+    /// Keeps 48 bits: enough for 8 years of a million uses a second. Beyond, shards are compared
+    /// wrongly for a while, and nothing else depends on it.
+    pub(super) fn set_stamp(&mut self, stamp: u64) {
+        self.stamp_low = stamp as u32;
+        self.stamp_high = (stamp >> 32) as u16;
+    }
+}
+
+/// The nodes of a slab.
+pub(crate) type Nodes = Chunked<Node>;
+
+/// A list with a young end, the head, and an old end, the tail.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct List {
+    head: u32,
+    tail: u32,
+    len: u32,
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self {
+            head: NIL,
+            tail: NIL,
+            len: 0,
+        }
+    }
+}
+
+impl List {
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(crate) fn tail(&self) -> Option<u32> {
+        (self.tail != NIL).then_some(self.tail)
+    }
+
+    pub(crate) fn push_head(&mut self, nodes: &mut Nodes, id: u32) {
+        nodes[id].prev = NIL;
+        nodes[id].next = self.head;
+        match self.head {
+            NIL => self.tail = id,
+            head => nodes[head].prev = id,
+        }
+        self.head = id;
+        self.len += 1;
+    }
+
+    pub(crate) fn push_tail(&mut self, nodes: &mut Nodes, id: u32) {
+        nodes[id].next = NIL;
+        nodes[id].prev = self.tail;
+        match self.tail {
+            NIL => self.head = id,
+            tail => nodes[tail].next = id,
+        }
+        self.tail = id;
+        self.len += 1;
+    }
+
+    /// Takes out an entry that is in this list.
+    pub(crate) fn remove(&mut self, nodes: &mut Nodes, id: u32) {
+        let Node { prev, next, .. } = nodes[id];
+        match prev {
+            NIL => self.head = next,
+            prev => nodes[prev].next = next,
+        }
+        match next {
+            NIL => self.tail = prev,
+            next => nodes[next].prev = prev,
+        }
+        self.len -= 1;
+    }
+
+    pub(crate) fn pop_tail(&mut self, nodes: &mut Nodes) -> Option<u32> {
+        let id = self.tail()?;
+        self.remove(nodes, id);
+        Some(id)
+    }
+}

@@ -1,0 +1,505 @@
+//! One part of the index, under one lock.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use hashbrown::HashTable;
+use lmc_key::{ChunkKey, FoldState};
+use lmc_memory::SealedSlot;
+
+use crate::TenantId;
+use crate::class::Class;
+use crate::policy::{EvictionPolicy, List, PolicyKind};
+use crate::slab::{Entry, EntryRef, Place, Slab};
+
+/// Entries that may be set aside in one step of eviction, so that the lock is held for
+/// microseconds. Each was paid for by the lease, pin or child that sets it aside.
+const ASIDE_PER_STEP: u32 = 256;
+
+/// The order of one tenant class in one shard.
+struct Order {
+    policy: Box<dyn EvictionPolicy>,
+    /// Entries whose turn came while children were resident, the first of them at the tail.
+    parents: List,
+    class: Arc<Class>,
+}
+
+pub(crate) struct Shard {
+    id: usize,
+    kind: PolicyKind,
+    table: HashTable<u32>,
+    slab: Slab,
+    shared: Order,
+    /// Classes of tenants with a quota.
+    quotas: HashMap<TenantId, Order>,
+    /// Keys that somebody is writing, by the number of the reservation.
+    writing: HashMap<ChunkKey, u64, FoldState>,
+    /// How often the pinned entries are pinned, by index.
+    pins: HashMap<u32, u32>,
+}
+
+/// An entry that was taken out of the index. The caller drops the slot after the lock, and takes
+/// the entry off its parent's count.
+pub(crate) struct Taken {
+    pub(crate) key: ChunkKey,
+    pub(crate) slot: SealedSlot,
+    pub(crate) parent: EntryRef,
+    pub(crate) tenant: TenantId,
+}
+
+/// One step of eviction.
+pub(crate) enum Step {
+    Evicted(Taken),
+    /// Entries were set aside and more are queued: call again.
+    Again,
+    /// Nothing is queued any more.
+    Empty,
+}
+
+/// What a listing shows of an entry.
+pub(crate) struct Shown {
+    pub(crate) key: ChunkKey,
+    pub(crate) len: u64,
+    pub(crate) tenant: TenantId,
+    pub(crate) leases: u32,
+    pub(crate) pinned: bool,
+}
+
+fn fingerprint(key: &ChunkKey) -> u32 {
+    (key.fold() >> 16) as u32
+}
+
+impl Order {
+    fn new(kind: PolicyKind, class: Arc<Class>) -> Self {
+        Self {
+            policy: kind.build(),
+            parents: List::default(),
+            class,
+        }
+    }
+
+    /// Tells the other shards how old this one's next candidate is.
+    fn publish(&self, shard: usize, slab: &Slab) {
+        let coldest = self.policy.coldest(&slab.nodes);
+        self.class.publish(shard, coldest, self.parents.len());
+    }
+
+    /// Takes an entry out of the order for good, wherever in it it stands.
+    fn drop_out(&mut self, slab: &mut Slab, index: u32) {
+        match slab.entry(index).place {
+            Place::Queued => self.policy.remove(&mut slab.nodes, index),
+            Place::Parent => self.parents.remove(&mut slab.nodes, index),
+            Place::Held => {}
+        }
+    }
+
+    fn touch(&mut self, slab: &mut Slab, index: u32, stamp: u64) {
+        match slab.entry(index).place {
+            Place::Queued => self.policy.touch(&mut slab.nodes, index, stamp),
+            Place::Parent => {
+                self.parents.remove(&mut slab.nodes, index);
+                self.policy.revive(&mut slab.nodes, index, stamp);
+                slab.entry_mut(index).place = Place::Queued;
+            }
+            Place::Held => {}
+        }
+    }
+}
+
+impl Shard {
+    pub(crate) fn new(id: usize, kind: PolicyKind, shared: Arc<Class>) -> Self {
+        Self {
+            id,
+            kind,
+            table: HashTable::new(),
+            slab: Slab::new(id),
+            shared: Order::new(kind, shared),
+            quotas: HashMap::new(),
+            writing: HashMap::default(),
+            pins: HashMap::new(),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn find(&self, fold: u64, key: &ChunkKey) -> Option<u32> {
+        let same = |&index: &u32| self.slab.entry(index).key == *key;
+        self.table.find(fold, same).copied()
+    }
+
+    pub(crate) fn entry(&self, index: u32) -> &Entry {
+        self.slab.entry(index)
+    }
+
+    pub(crate) fn name(&self, index: u32) -> EntryRef {
+        self.slab.name(index)
+    }
+
+    fn order(&mut self, tenant: TenantId) -> (&mut Order, &mut Slab) {
+        let order = match self.quotas.is_empty() {
+            true => &mut self.shared,
+            false => self.quotas.get_mut(&tenant).unwrap_or(&mut self.shared),
+        };
+        (order, &mut self.slab)
+    }
+
+    fn order_of(&mut self, index: u32) -> (&mut Order, &mut Slab) {
+        let tenant = match self.quotas.is_empty() {
+            true => TenantId::default(),
+            false => self.slab.tenant(index),
+        };
+        self.order(tenant)
+    }
+
+    /// Publishes the ages of all classes; at the end of every batch that changed the order.
+    pub(crate) fn publish(&self) {
+        self.shared.publish(self.id, &self.slab);
+        for order in self.quotas.values() {
+            order.publish(self.id, &self.slab);
+        }
+    }
+
+    /// Adds a chunk that is not there.
+    pub(crate) fn insert(
+        &mut self,
+        fold: u64,
+        key: ChunkKey,
+        slot: SealedSlot,
+        tenant: TenantId,
+        stamp: u64,
+    ) -> u32 {
+        let bytes = slot.len();
+        let index = self.slab.insert(key, slot, tenant);
+        let slab = &self.slab;
+        let rehash = |&index: &u32| slab.entry(index).key.fold();
+        self.table.insert_unique(fold, index, rehash);
+        let (order, slab) = self.order(tenant);
+        let print = fingerprint(&key);
+        order.policy.insert(&mut slab.nodes, index, print, stamp);
+        order.class.add(bytes);
+        index
+    }
+
+    pub(crate) fn touch(&mut self, index: u32, stamp: u64) {
+        let (order, slab) = self.order_of(index);
+        order.touch(slab, index, stamp);
+    }
+
+    /// Leases an entry and counts it as used.
+    pub(crate) fn lease(&mut self, index: u32, stamp: u64) -> (SealedSlot, EntryRef) {
+        self.touch(index, stamp);
+        let name = self.slab.name(index);
+        let entry = self.slab.entry_mut(index);
+        entry.leases += 1;
+        (entry.slot.clone(), name)
+    }
+
+    /// Gives a lease back. An entry that was removed meanwhile is no more of our concern.
+    pub(crate) fn unlease(&mut self, name: EntryRef, stamp: u64) {
+        let Some(entry) = self.slab.named(name) else {
+            return;
+        };
+        // Each lease gives back once what it took, so this stays at or above zero; saturating
+        // only for a name that 2^24 inserts made good again.
+        entry.leases = entry.leases.saturating_sub(1);
+        if !entry.busy() && entry.place == Place::Held {
+            self.revive(name.index(), stamp);
+        }
+    }
+
+    /// Queues an entry that was held.
+    fn revive(&mut self, index: u32, stamp: u64) {
+        self.slab.entry_mut(index).place = Place::Queued;
+        let (order, slab) = self.order_of(index);
+        order.policy.revive(&mut slab.nodes, index, stamp);
+    }
+
+    /// Pins once more. `false` when it is pinned 2^32 - 1 times already.
+    pub(crate) fn pin(&mut self, index: u32) -> bool {
+        let count = self.pins.entry(index).or_insert(0);
+        let Some(more) = count.checked_add(1) else {
+            return false;
+        };
+        *count = more;
+        self.slab.entry_mut(index).pinned = true;
+        true
+    }
+
+    /// Takes one pin off. `false` when there is none.
+    pub(crate) fn unpin(&mut self, index: u32, stamp: u64) -> bool {
+        let Some(count) = self.pins.get_mut(&index) else {
+            return false;
+        };
+        *count -= 1;
+        if *count > 0 {
+            return true;
+        }
+        self.pins.remove(&index);
+        let entry = self.slab.entry_mut(index);
+        entry.pinned = false;
+        if !entry.busy() && entry.place == Place::Held {
+            self.revive(index, stamp);
+        }
+        true
+    }
+
+    pub(crate) fn pinned(&self) -> u64 {
+        self.pins.len() as u64
+    }
+
+    /// Names the parent of an entry. `false` when the entry is gone.
+    pub(crate) fn set_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
+        let Some(entry) = self.slab.named(child) else {
+            return false;
+        };
+        entry.parent = parent;
+        true
+    }
+
+    /// Counts one more child. `false` when the parent is gone.
+    pub(crate) fn add_child(&mut self, parent: EntryRef) -> bool {
+        let Some(entry) = self.slab.named(parent) else {
+            return false;
+        };
+        entry.children += 1;
+        true
+    }
+
+    /// Counts one child less; a parent whose turn was over comes back to the old end.
+    pub(crate) fn drop_child(&mut self, parent: EntryRef) {
+        let Some(entry) = self.slab.named(parent) else {
+            return;
+        };
+        // As for leases: saturating only for a name that 2^24 inserts made good again.
+        entry.children = entry.children.saturating_sub(1);
+        if entry.children > 0 || entry.place != Place::Parent {
+            return;
+        }
+        entry.place = Place::Queued;
+        let index = parent.index();
+        let (order, slab) = self.order_of(index);
+        order.parents.remove(&mut slab.nodes, index);
+        order.policy.put_back(&mut slab.nodes, index);
+        self.publish();
+    }
+
+    /// Takes an entry out of the index, leased or not; leases keep its bytes until they go.
+    pub(crate) fn take(&mut self, index: u32) -> Taken {
+        let (order, slab) = self.order_of(index);
+        order.drop_out(slab, index);
+        self.unlist(index)
+    }
+
+    /// Takes out an entry that is in no queue.
+    fn unlist(&mut self, index: u32) -> Taken {
+        let tenant = self.slab.tenant(index);
+        let entry = self.slab.remove(index);
+        let (fold, bytes) = (entry.key.fold(), entry.slot.len());
+        let found = self.table.find_entry(fold, |&i| i == index);
+        found
+            .expect("every occupied place is in the table")
+            .remove();
+        if entry.pinned {
+            self.pins.remove(&index);
+        }
+        self.order(tenant).0.class.sub(bytes);
+        Taken {
+            key: entry.key,
+            slot: entry.slot,
+            parent: entry.parent,
+            tenant,
+        }
+    }
+
+    /// Evicts the next entry of a class that is neither busy nor a parent.
+    pub(crate) fn evict(&mut self, tenant: Option<TenantId>) -> Step {
+        let Some((order, slab)) = self.order_for(tenant) else {
+            return Step::Empty;
+        };
+        for _ in 0..ASIDE_PER_STEP {
+            let Some(index) = order.policy.pop(&mut slab.nodes) else {
+                return Step::Empty;
+            };
+            let entry = slab.entry_mut(index);
+            if entry.busy() {
+                entry.place = Place::Held;
+            } else if entry.children > 0 {
+                entry.place = Place::Parent;
+                order.parents.push_head(&mut slab.nodes, index);
+            } else {
+                let print = fingerprint(&entry.key);
+                order.policy.evicted(&slab.nodes, index, print);
+                return Step::Evicted(self.unlist(index));
+            }
+        }
+        Step::Again
+    }
+
+    /// Evicts a parent: the caller found nothing better in any shard. Those deepest in their
+    /// prefix had their turn first, and go first.
+    pub(crate) fn evict_parent(&mut self, tenant: Option<TenantId>) -> Step {
+        let Some((order, slab)) = self.order_for(tenant) else {
+            return Step::Empty;
+        };
+        for _ in 0..ASIDE_PER_STEP {
+            let Some(index) = order.parents.pop_tail(&mut slab.nodes) else {
+                return Step::Empty;
+            };
+            let entry = slab.entry_mut(index);
+            if entry.busy() {
+                entry.place = Place::Held;
+                continue;
+            }
+            let print = fingerprint(&entry.key);
+            order.policy.evicted(&slab.nodes, index, print);
+            return Step::Evicted(self.unlist(index));
+        }
+        Step::Again
+    }
+
+    /// The order of exactly this class: `None` is the shared one.
+    fn order_for(&mut self, tenant: Option<TenantId>) -> Option<(&mut Order, &mut Slab)> {
+        let order = match tenant {
+            None => &mut self.shared,
+            Some(tenant) => self.quotas.get_mut(&tenant)?,
+        };
+        Some((order, &mut self.slab))
+    }
+
+    /// Gives a tenant a class of its own and moves its entries there. They keep their order of
+    /// age; what the policy knew of them beyond that starts anew.
+    pub(crate) fn split_off(&mut self, tenant: TenantId, class: Arc<Class>) {
+        if self.quotas.contains_key(&tenant) {
+            return;
+        }
+        let order = Order::new(self.kind, class);
+        self.move_entries(tenant, |shard| {
+            shard.quotas.insert(tenant, order);
+        });
+    }
+
+    /// Moves a tenant's entries back to the shared class.
+    pub(crate) fn join(&mut self, tenant: TenantId) {
+        if !self.quotas.contains_key(&tenant) {
+            return;
+        }
+        self.move_entries(tenant, |shard| {
+            shard.quotas.remove(&tenant);
+        });
+    }
+
+    fn move_entries(&mut self, tenant: TenantId, change: impl FnOnce(&mut Self)) {
+        let of_tenant =
+            |(index, _): (u32, &Entry)| (self.slab.tenant(index) == tenant).then_some(index);
+        let mut indices: Vec<u32> = self.slab.occupied(0).filter_map(of_tenant).collect();
+        indices.sort_by_key(|&index| self.slab.nodes[index].stamp());
+        let mut bytes = 0;
+        for &index in &indices {
+            let (order, slab) = self.order(tenant);
+            order.drop_out(slab, index);
+            bytes += slab.entry(index).slot.len();
+        }
+        self.order(tenant).0.class.sub(bytes);
+        change(self);
+        self.order(tenant).0.class.add(bytes);
+        for &index in &indices {
+            let (order, slab) = self.order(tenant);
+            let entry = slab.entry_mut(index);
+            if entry.place == Place::Held {
+                continue;
+            }
+            entry.place = Place::Queued;
+            let (print, stamp) = (fingerprint(&entry.key), slab.nodes[index].stamp());
+            order.policy.insert(&mut slab.nodes, index, print, stamp);
+        }
+        self.publish();
+    }
+
+    /// Marks a key as being written. `false` when somebody else writes it.
+    pub(crate) fn begin_write(&mut self, key: ChunkKey, reservation: u64) -> bool {
+        match self.writing.entry(key) {
+            std::collections::hash_map::Entry::Occupied(_) => false,
+            std::collections::hash_map::Entry::Vacant(place) => {
+                place.insert(reservation);
+                true
+            }
+        }
+    }
+
+    /// Takes the mark off.
+    pub(crate) fn end_write(&mut self, key: &ChunkKey, reservation: u64) {
+        if self.writing.get(key) == Some(&reservation) {
+            self.writing.remove(key);
+        }
+    }
+
+    pub(crate) fn is_writing(&self, key: &ChunkKey) -> bool {
+        self.writing.contains_key(key)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    /// The entries from a place on, at most `limit`, with the place to go on from.
+    pub(crate) fn list(&self, start: u32, limit: usize) -> (Vec<Shown>, Option<u32>) {
+        let mut shown = Vec::new();
+        for (index, entry) in self.slab.occupied(start) {
+            if shown.len() == limit {
+                return (shown, Some(index));
+            }
+            shown.push(Shown {
+                key: entry.key,
+                len: entry.slot.len(),
+                tenant: self.slab.tenant(index),
+                leases: entry.leases,
+                pinned: entry.pinned,
+            });
+        }
+        (shown, None)
+    }
+
+    /// The occupied places from `start` on, at most `limit`.
+    pub(crate) fn indices(&self, start: u32, limit: usize) -> Vec<u32> {
+        let occupied = self.slab.occupied(start).map(|(index, _)| index);
+        occupied.take(limit).collect()
+    }
+
+    /// Checks that counts, queues and tables agree. For tests: walks everything.
+    #[cfg(test)]
+    pub(crate) fn check(&mut self) {
+        let mut queued: HashMap<Option<TenantId>, usize> = HashMap::new();
+        let mut bytes: HashMap<Option<TenantId>, u64> = HashMap::new();
+        for (index, entry) in self.slab.occupied(0) {
+            assert_eq!(self.find(entry.key.fold(), &entry.key), Some(index));
+            let tenant = self.slab.tenant(index);
+            let class = self.quotas.contains_key(&tenant).then_some(tenant);
+            *queued.entry(class).or_default() += usize::from(entry.place == Place::Queued);
+            *bytes.entry(class).or_default() += entry.slot.len();
+            assert_eq!(entry.pinned, self.pins.contains_key(&index));
+            assert!(entry.place != Place::Held || entry.busy(), "held and free");
+            let parent = entry.place == Place::Parent;
+            assert!(!parent || entry.children > 0, "a parent without children");
+        }
+        assert_eq!(self.slab.occupied(0).count(), self.table.len());
+        if self.kind == PolicyKind::None {
+            return;
+        }
+        // Empty and refill every queue: what comes out is what should be in there.
+        let classes: Vec<_> = [None]
+            .into_iter()
+            .chain(self.quotas.keys().copied().map(Some))
+            .collect();
+        for class in classes {
+            let (order, slab) = self.order_for(class).expect("it is one of ours");
+            let mut out = Vec::new();
+            while let Some(index) = order.policy.pop(&mut slab.nodes) {
+                assert_eq!(slab.entry(index).place, Place::Queued);
+                out.push(index);
+            }
+            for index in out.iter().rev() {
+                order.policy.put_back(&mut slab.nodes, *index);
+            }
+            assert_eq!(out.len(), queued.get(&class).copied().unwrap_or(0));
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Entries at fixed indices.
+
+use std::ops::{Index, IndexMut};
+
+use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
+
+use crate::TenantId;
+use crate::policy::{NIL, Node, Nodes};
+
+const CHUNK_BITS: u32 = 8;
+const CHUNK: usize = 1 << CHUNK_BITS;
+
+/// An array that grows by 256 elements and never moves them: no pause for copying, and no more
+/// than one chunk of slack.
+#[derive(Debug)]
+pub(crate) struct Chunked<T> {
+    chunks: Vec<Box<[T; CHUNK]>>,
+}
+
+impl<T> Default for Chunked<T> {
+    fn default() -> Self {
+        Self { chunks: Vec::new() }
+    }
+}
+
+impl<T: Default> Chunked<T> {
+    /// Adds a chunk of elements.
+    fn grow(&mut self) {
+        let chunk: Box<[T]> = (0..CHUNK).map(|_| T::default()).collect();
+        let Ok(chunk) = chunk.try_into() else {
+            unreachable!("collected as many as a chunk has");
+        };
+        self.chunks.push(chunk);
+    }
+
+    /// Grows until `len` elements are there, in whole chunks.
+    #[cfg(test)]
+    pub(crate) fn grow_to(&mut self, len: usize) {
+        while self.len() < len {
+            self.grow();
+        }
+    }
+}
+
+impl<T> Chunked<T> {
+    fn len(&self) -> usize {
+        self.chunks.len() * CHUNK
+    }
+
+    fn get_mut(&mut self, index: u32) -> Option<&mut T> {
+        let chunk = self.chunks.get_mut((index >> CHUNK_BITS) as usize)?;
+        Some(&mut chunk[index as usize % CHUNK])
+    }
+
+    fn get(&self, index: u32) -> Option<&T> {
+        let chunk = self.chunks.get((index >> CHUNK_BITS) as usize)?;
+        Some(&chunk[index as usize % CHUNK])
+    }
+}
+
+impl<T> Index<u32> for Chunked<T> {
+    type Output = T;
+
+    #[inline]
+    fn index(&self, index: u32) -> &T {
+        &self.chunks[(index >> CHUNK_BITS) as usize][index as usize % CHUNK]
+    }
+}
+
+impl<T> IndexMut<u32> for Chunked<T> {
+    #[inline]
+    fn index_mut(&mut self, index: u32) -> &mut T {
+        &mut self.chunks[(index >> CHUNK_BITS) as usize][index as usize % CHUNK]
+    }
+}
+
+/// Names an entry of the tier for as long as it is there: shard, index, and a generation that
+/// differs for the next entry at the same place. 8 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EntryRef(u64);
+
+impl EntryRef {
+    pub(crate) const NONE: Self = Self(u64::MAX);
+
+    fn new(shard: usize, index: u32, generation: u32) -> Self {
+        Self((shard as u64) << 56 | u64::from(generation) << 32 | u64::from(index))
+    }
+
+    pub(crate) fn shard(self) -> usize {
+        (self.0 >> 56) as usize
+    }
+
+    pub(crate) fn index(self) -> u32 {
+        self.0 as u32
+    }
+
+    fn generation(self) -> u32 {
+        (self.0 >> 32) as u32 & GENERATION
+    }
+}
+
+const GENERATION: u32 = 0x00ff_ffff;
+
+/// Where an entry stands in the order of eviction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Place {
+    /// In its policy's queues.
+    Queued,
+    /// Taken out because it was leased or pinned when its turn came; comes back as just used.
+    Held,
+    /// In its class's list of entries whose turn came while children were resident.
+    Parent,
+}
+
+/// One cached chunk. 96 bytes.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) key: ChunkKey,
+    pub(crate) leases: u32,
+    pub(crate) slot: SealedSlot,
+    /// The entry of the chunk before it, whose `children` counts this one.
+    pub(crate) parent: EntryRef,
+    /// Resident entries that name this one as their parent.
+    pub(crate) children: u32,
+    generation: [u8; 3],
+    pub(crate) place: Place,
+    pub(crate) pinned: bool,
+}
+
+impl Entry {
+    /// Leased or pinned: not to be evicted.
+    pub(crate) fn busy(&self) -> bool {
+        self.leases > 0 || self.pinned
+    }
+}
+
+/// The entries of a shard with their nodes and tenants.
+#[derive(Debug)]
+pub(crate) struct Slab {
+    entries: Chunked<Option<Entry>>,
+    pub(crate) nodes: Nodes,
+    tenants: Chunked<TenantId>,
+    /// Head of the free places, linked by `Node::next`.
+    free: u32,
+    /// The next generation; shared by all places, so it wraps after 16 million inserts, not
+    /// after 16 million uses of one place. A stale reference would have to wait for exactly that
+    /// many to be taken for another.
+    generation: u32,
+    shard: usize,
+}
+
+impl Slab {
+    pub(crate) fn new(shard: usize) -> Self {
+        Self {
+            entries: Chunked::default(),
+            nodes: Nodes::default(),
+            tenants: Chunked::default(),
+            free: NIL,
+            generation: 0,
+            shard,
+        }
+    }
+
+    /// Puts an entry into a free place.
+    pub(crate) fn insert(&mut self, key: ChunkKey, slot: SealedSlot, tenant: TenantId) -> u32 {
+        if self.free == NIL {
+            self.grow();
+        }
+        let index = self.free;
+        self.free = self.nodes[index].next;
+        self.nodes[index] = Node::default();
+        self.generation = (self.generation + 1) & GENERATION;
+        let [a, b, c, _] = self.generation.to_le_bytes();
+        self.tenants[index] = tenant;
+        self.entries[index] = Some(Entry {
+            key,
+            leases: 0,
+            slot,
+            parent: EntryRef::NONE,
+            children: 0,
+            generation: [a, b, c],
+            place: Place::Queued,
+            pinned: false,
+        });
+        index
+    }
+
+    fn grow(&mut self) {
+        let start = self.entries.len();
+        let end = start + CHUNK;
+        assert!(end < NIL as usize, "a shard holds fewer than 2^32 chunks");
+        self.entries.grow();
+        self.nodes.grow();
+        self.tenants.grow();
+        for index in (start as u32..end as u32).rev() {
+            self.nodes[index].next = self.free;
+            self.free = index;
+        }
+    }
+
+    /// Empties a place.
+    pub(crate) fn remove(&mut self, index: u32) -> Entry {
+        let entry = self.entries[index].take();
+        self.nodes[index].next = self.free;
+        self.free = index;
+        entry.expect("only places that the table names are emptied")
+    }
+
+    #[inline]
+    pub(crate) fn entry(&self, index: u32) -> &Entry {
+        let entry = self.entries[index].as_ref();
+        entry.expect("the table and the queues name occupied places only")
+    }
+
+    #[inline]
+    pub(crate) fn entry_mut(&mut self, index: u32) -> &mut Entry {
+        let entry = self.entries[index].as_mut();
+        entry.expect("the table and the queues name occupied places only")
+    }
+
+    pub(crate) fn tenant(&self, index: u32) -> TenantId {
+        self.tenants[index]
+    }
+
+    /// The name of an entry.
+    pub(crate) fn name(&self, index: u32) -> EntryRef {
+        let [a, b, c] = self.entry(index).generation;
+        EntryRef::new(self.shard, index, u32::from_le_bytes([a, b, c, 0]))
+    }
+
+    /// The entry with this name, if it is still there.
+    #[inline]
+    pub(crate) fn named(&mut self, name: EntryRef) -> Option<&mut Entry> {
+        let entry = self.entries.get_mut(name.index())?.as_mut()?;
+        let [a, b, c] = entry.generation;
+        (u32::from_le_bytes([a, b, c, 0]) == name.generation()).then_some(entry)
+    }
+
+    /// The occupied places from `start` on.
+    pub(crate) fn occupied(&self, start: u32) -> impl Iterator<Item = (u32, &Entry)> {
+        let end = self.entries.len() as u32;
+        (start..end).filter_map(|index| Some((index, self.entries.get(index)?.as_ref()?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_costs_what_the_docs_say() {
+        assert_eq!(size_of::<Option<Entry>>(), 96);
+        assert_eq!(size_of::<Node>(), 16);
+        assert_eq!(size_of::<TenantId>(), 4);
+    }
+
+    #[test]
+    fn names_are_taken_apart_as_they_were_put_together() {
+        let name = EntryRef::new(255, 0xdead_beef, GENERATION);
+        assert_eq!(
+            (name.shard(), name.index(), name.generation()),
+            (255, 0xdead_beef, GENERATION)
+        );
+    }
+}

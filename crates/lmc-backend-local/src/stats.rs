@@ -1,0 +1,125 @@
+//! Counters.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lmc_memory::PoolUsage;
+
+use crate::Removal;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Counters of a tier since it was made.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct LocalStats {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: Counter,)*
+        }
+
+        impl Counters {
+            pub(crate) fn snapshot(&self) -> LocalStats {
+                LocalStats { $($name: self.$name.get(),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Keys found by lookups and leases.
+    hits,
+    /// Keys asked for and not found; of a prefix, all from the first that is missing.
+    misses,
+    /// Chunks that became findable.
+    inserted,
+    /// Bytes of chunks that became findable.
+    inserted_bytes,
+    /// Chunks that were there already when they were inserted.
+    duplicates,
+    /// Chunks evicted to make room for another.
+    evicted_room,
+    /// Chunks evicted because their tenant was over its quota.
+    evicted_quota,
+    /// Chunks evicted above the high watermark.
+    evicted_watermark,
+    /// Bytes of evicted chunks, whatever the cause.
+    evicted_bytes,
+    /// Evicted chunks that had resident children: nothing else was left to evict.
+    evicted_parents,
+    /// Chunks that were removed by name.
+    removed,
+    /// Chunks that went with a clear.
+    cleared,
+    /// Reservations granted.
+    reserved,
+    /// Reservations that found no room.
+    reserve_no_room,
+    /// Reservations refused by the tenant's quota.
+    reserve_quota,
+    /// Writes that found the key being written by another.
+    busy,
+    /// Leases taken.
+    leased,
+    /// Leases that went back.
+    released,
+}
+
+/// A number that only grows.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(crate) fn add(&self, n: u64) {
+        if n > 0 {
+            self.0.fetch_add(n, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Counters {
+    pub(crate) fn count_removal(&self, cause: Removal, bytes: u64) {
+        let counter = match cause {
+            Removal::Room => &self.evicted_room,
+            Removal::Quota => &self.evicted_quota,
+            Removal::Watermark => &self.evicted_watermark,
+            Removal::Removed => &self.removed,
+            Removal::Cleared => &self.cleared,
+        };
+        counter.add(1);
+        if matches!(cause, Removal::Room | Removal::Quota | Removal::Watermark) {
+            self.evicted_bytes.add(bytes);
+        }
+    }
+}
+
+impl LocalStats {
+    /// Chunks evicted, whatever the cause.
+    pub fn evicted(&self) -> u64 {
+        self.evicted_room + self.evicted_quota + self.evicted_watermark
+    }
+}
+
+/// What a tier holds now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LocalUsage {
+    /// Chunks that can be found.
+    pub chunks: u64,
+    /// Bytes of chunks that can be found.
+    pub bytes: u64,
+    /// Leases out.
+    pub leases: u64,
+    /// Keys being written.
+    pub writing: u64,
+    /// Chunks pinned.
+    pub pinned: u64,
+    /// The pool under it: chunks, reservations, and removed chunks that are still read.
+    pub pool: PoolUsage,
+}

@@ -1,0 +1,284 @@
+//! Making room.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use lmc_memory::ReservedSlot;
+use thiserror::Error;
+
+use super::{Inner, LocalTier};
+use crate::class::{Class, Tenant};
+use crate::shard::Step;
+use crate::{Removal, TenantId};
+
+/// Chunks that one reservation may evict. Chunks of one size need one eviction; the bound is for
+/// a large chunk among many small ones.
+const EVICTIONS_PER_RESERVE: u32 = 1024;
+/// Steps without an eviction before an attempt is given up. Each sets up to 256 chunks aside that
+/// are leased, pinned or have children, and none is set aside twice for the same reason.
+const STEPS_PER_EVICTION: u32 = 1024;
+
+/// A reservation that was not granted. Nothing is held, and asking again later may succeed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ReserveError {
+    /// A chunk has at least one byte.
+    #[error("a chunk of 0 bytes cannot be stored")]
+    Empty,
+    /// Larger than the pool.
+    #[error("a chunk of {len} bytes does not fit into a pool of {max}: make the pool larger")]
+    TooLarge {
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the pool.
+        max: u64,
+    },
+    /// The tenant would exceed its quota, and none of its own chunks may be evicted.
+    #[error(
+        "tenant {tenant} uses {used} of its quota of {quota} bytes and has nothing that may be \
+         evicted for {len} more: its chunks are leased or pinned, or the quota is too small"
+    )]
+    Quota {
+        /// Whose quota.
+        tenant: u32,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes it uses, reservations included.
+        used: u64,
+        /// Bytes it may use.
+        quota: u64,
+    },
+    /// Nothing free, and nothing that may be evicted: all is leased, pinned, promised to other
+    /// tenants, or in pieces too small.
+    #[error(
+        "no room for {len} bytes after evicting {evicted} chunks: the rest is leased, pinned, \
+         promised to other tenants, or in pieces too small"
+    )]
+    NoRoom {
+        /// Bytes asked for.
+        len: u64,
+        /// Chunks evicted in vain.
+        evicted: u32,
+    },
+}
+
+/// What a call of [`LocalTier::maintain`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Maintained {
+    /// Chunks evicted.
+    pub evicted: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Whether the low watermark was not reached because the call's bound was: call again.
+    pub more: bool,
+}
+
+/// Whose chunks to evict: `None` stands for all tenants without a quota.
+type Victim = Option<Arc<Tenant>>;
+
+impl LocalTier {
+    /// Takes memory for a chunk of a tenant, evicting what must go for it. Never waits, and its
+    /// work is bounded: when all chunks are leased or pinned it fails at once.
+    ///
+    /// The slot counts for the tenant only when it is inserted. [`LocalTier::begin_write`] counts
+    /// at once, and sees to it that a key is written once.
+    ///
+    /// # Errors
+    /// [`ReserveError`].
+    pub fn reserve(&self, len: u64, tenant: TenantId) -> Result<ReservedSlot, ReserveError> {
+        let tenant = self.0.tenants.get(tenant, self.0.shards.len());
+        self.0.reserve(len, &tenant)
+    }
+
+    /// Evicts at most `max` chunks when the pool is filled above the high watermark, until it is
+    /// filled to the low one. To be called by a thread of its own every now and then, so that
+    /// reservations find room without evicting themselves.
+    ///
+    /// The tenant that uses most of what it is entitled to gives first.
+    pub fn maintain(&self, max: usize) -> Maintained {
+        let inner = &self.0;
+        let (high, low) = inner.watermarks;
+        let mut done = Maintained::default();
+        let used = inner.pool.usage().used;
+        // A call that stopped at its bound left the pool between the watermarks.
+        if used <= low || (used <= high && !inner.draining.load(Ordering::Relaxed)) {
+            inner.draining.store(false, Ordering::Relaxed);
+            return done;
+        }
+        let mut excess = used - low;
+        while excess > 0 {
+            if done.evicted as usize == max {
+                done.more = true;
+                break;
+            }
+            let victims = inner.by_greed().into_iter().map(|(victim, _)| victim);
+            let Some(bytes) = inner.evict_first(victims, Removal::Watermark) else {
+                break;
+            };
+            done.evicted += 1;
+            done.bytes += bytes;
+            excess = excess.saturating_sub(bytes.next_multiple_of(inner.pool.align()));
+        }
+        inner.draining.store(done.more, Ordering::Relaxed);
+        done
+    }
+}
+
+impl Inner {
+    pub(super) fn reserve(
+        &self,
+        len: u64,
+        tenant: &Arc<Tenant>,
+    ) -> Result<ReservedSlot, ReserveError> {
+        if len == 0 {
+            return Err(ReserveError::Empty);
+        }
+        self.fit_quota(len, tenant)?;
+        if let Some(slot) = self.pool.reserve(len) {
+            self.counters.reserved.add(1);
+            return Ok(slot);
+        }
+        let max = self.pool.usage().capacity;
+        if len > max {
+            return Err(ReserveError::TooLarge { len, max });
+        }
+        for evicted in 0..EVICTIONS_PER_RESERVE {
+            if self
+                .evict_first(self.victims(tenant), Removal::Room)
+                .is_none()
+            {
+                self.counters.reserve_no_room.add(1);
+                return Err(ReserveError::NoRoom { len, evicted });
+            }
+            if let Some(slot) = self.pool.reserve(len) {
+                self.counters.reserved.add(1);
+                return Ok(slot);
+            }
+        }
+        self.counters.reserve_no_room.add(1);
+        let evicted = EVICTIONS_PER_RESERVE;
+        Err(ReserveError::NoRoom { len, evicted })
+    }
+
+    /// Evicts a tenant's own chunks until `len` more bytes are within its quota.
+    pub(super) fn fit_quota(&self, len: u64, tenant: &Arc<Tenant>) -> Result<(), ReserveError> {
+        let Some(quota) = tenant.quota() else {
+            return Ok(());
+        };
+        loop {
+            let usage = tenant.usage();
+            let used = usage.bytes + usage.writing;
+            if used + len <= quota {
+                return Ok(());
+            }
+            let own = Some(Arc::clone(tenant));
+            if len > quota || self.evict_one(&own, Removal::Quota).is_none() {
+                self.counters.reserve_quota.add(1);
+                let tenant = tenant.id.0;
+                return Err(ReserveError::Quota {
+                    tenant,
+                    len,
+                    used,
+                    quota,
+                });
+            }
+        }
+    }
+
+    /// Evicts a tenant's own chunks while it is above its quota.
+    pub(super) fn shrink_to_quota(&self, tenant: &Arc<Tenant>) {
+        let own = Some(Arc::clone(tenant));
+        let above = || {
+            let usage = tenant.usage();
+            usage.quota.is_some_and(|quota| usage.bytes > quota)
+        };
+        while above() && self.evict_one(&own, Removal::Quota).is_some() {}
+    }
+
+    /// Who gives room for a tenant, in this order: whoever has more than it is entitled to, the
+    /// tenant itself, and the tenants without a quota.
+    fn victims(&self, tenant: &Arc<Tenant>) -> Vec<Victim> {
+        let by_greed = self.by_greed().into_iter();
+        let mut victims: Vec<Victim> = by_greed
+            .filter(|(_, greed)| *greed > 1.0)
+            .map(|(victim, _)| victim)
+            .collect();
+        if tenant.quota().is_some() {
+            victims.push(Some(Arc::clone(tenant)));
+        }
+        victims.push(None);
+        victims
+    }
+
+    /// All classes by the part that they use of what they are entitled to, the greediest first.
+    fn by_greed(&self) -> Vec<(Victim, f64)> {
+        let with_quota = self.tenants.with_quota();
+        if with_quota.is_empty() {
+            return vec![(None, 0.0)];
+        }
+        let promised: u64 = with_quota
+            .iter()
+            .filter_map(|tenant| tenant.quota())
+            .fold(0, u64::saturating_add);
+        let rest = self.pool.usage().capacity.saturating_sub(promised);
+        let greed = |used: u64, due: u64| match used {
+            0 => 0.0,
+            used => used as f64 / due as f64,
+        };
+        let mut classes = vec![(None, greed(self.shared.bytes(), rest))];
+        for tenant in with_quota {
+            let greed = greed(tenant.class.bytes(), tenant.quota().unwrap_or(rest));
+            classes.push((Some(tenant), greed));
+        }
+        classes.sort_by(|a, b| b.1.total_cmp(&a.1));
+        classes
+    }
+
+    /// Evicts one chunk from the first class that has one to give.
+    fn evict_first(
+        &self,
+        victims: impl IntoIterator<Item = Victim>,
+        cause: Removal,
+    ) -> Option<u64> {
+        victims
+            .into_iter()
+            .find_map(|victim| self.evict_one(&victim, cause))
+    }
+
+    /// Evicts the oldest chunk of a class, or a parent where nothing else is left, and says how
+    /// many bytes it had.
+    ///
+    /// The oldest is looked for among what the shards say of their old ends, which is exact for
+    /// LRU: the index is cut into shards for its locks, not for its order of age.
+    fn evict_one(&self, victim: &Victim, cause: Removal) -> Option<u64> {
+        let (class, id): (&Class, _) = match victim {
+            None => (&self.shared, None),
+            Some(tenant) => (&tenant.class, Some(tenant.id)),
+        };
+        for _ in 0..STEPS_PER_EVICTION {
+            let queued = class.coldest();
+            let Some(at) = queued.or_else(|| class.with_parents()) else {
+                return None;
+            };
+            let mut shard = self.shards[at].lock();
+            let step = match queued {
+                Some(_) => shard.evict(id),
+                None => shard.evict_parent(id),
+            };
+            if let Step::Evicted(taken) = &step {
+                self.account(taken, cause);
+                self.counters
+                    .evicted_parents
+                    .add(u64::from(queued.is_none()));
+            }
+            shard.publish();
+            drop(shard);
+            if let Step::Evicted(taken) = step {
+                let bytes = taken.slot.len();
+                self.bury(taken);
+                return Some(bytes);
+            }
+        }
+        None
+    }
+}

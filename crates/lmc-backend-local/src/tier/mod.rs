@@ -1,0 +1,238 @@
+//! The tier: shards, and what goes over several of them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use lmc_key::ChunkKey;
+use lmc_memory::Pool;
+use parking_lot::Mutex;
+
+use crate::class::{Class, Tenants};
+use crate::owner::Owners;
+use crate::shard::{Shard, Taken};
+use crate::slab::EntryRef;
+use crate::stats::Counters;
+use crate::{EventSink, LocalConfig, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
+use crate::{RemovedEvent, TenantId};
+
+mod backend;
+mod batch;
+mod evict;
+mod read;
+mod write;
+
+pub use evict::{Maintained, ReserveError};
+pub use read::{Clear, ListedChunk};
+pub use write::{InFlight, Inserted, NewChunk, Reservation, Write, WriteStart};
+
+use batch::Batch;
+
+/// The DRAM tier. Clones share it.
+///
+/// Nothing here waits: every call is a few locks, each held for microseconds.
+#[derive(Clone)]
+pub struct LocalTier(Arc<Inner>);
+
+pub(crate) struct Inner {
+    pool: Pool,
+    policy: PolicyKind,
+    shards: Box<[Mutex<Shard>]>,
+    shared: Arc<Class>,
+    tenants: Tenants,
+    /// What sessions and instances have leased.
+    leases: Owners,
+    /// What they are writing.
+    writes: Owners,
+    /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
+    clock: AtomicU64,
+    reservations: AtomicU64,
+    counters: Counters,
+    events: Option<Arc<dyn EventSink>>,
+    /// Bytes of the pool in use where watermark eviction starts, and where it stops.
+    watermarks: (u64, u64),
+    draining: AtomicBool,
+    closed: AtomicBool,
+}
+
+impl fmt::Debug for LocalTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inner = &self.0;
+        f.debug_struct("LocalTier")
+            .field("policy", &inner.policy)
+            .field("shards", &inner.shards.len())
+            .field("usage", &self.usage())
+            .finish_non_exhaustive()
+    }
+}
+
+impl LocalTier {
+    pub(crate) fn new(config: LocalConfig) -> Self {
+        let shared = Arc::new(Class::new(config.shards));
+        let shard = |id| Mutex::new(Shard::new(id, config.policy, Arc::clone(&shared)));
+        let capacity = config.pool.usage().capacity;
+        let part = |part: f64| (capacity as f64 * part) as u64;
+        Self(Arc::new(Inner {
+            shards: (0..config.shards).map(shard).collect(),
+            policy: config.policy,
+            shared,
+            tenants: Tenants::default(),
+            leases: Owners::default(),
+            writes: Owners::default(),
+            clock: AtomicU64::new(1),
+            reservations: AtomicU64::new(0),
+            counters: Counters::default(),
+            events: config.events,
+            watermarks: (part(config.high), part(config.low)),
+            draining: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            pool: config.pool,
+        }))
+    }
+
+    /// The pool that its chunks lie in.
+    pub fn pool(&self) -> &Pool {
+        &self.0.pool
+    }
+
+    /// What is evicted first.
+    pub fn policy(&self) -> PolicyKind {
+        self.0.policy
+    }
+
+    /// Counters since the tier was made.
+    pub fn stats(&self) -> LocalStats {
+        self.0.counters.snapshot()
+    }
+
+    /// What the tier holds now. Locks each shard for a moment; the numbers are of slightly
+    /// different instants.
+    pub fn usage(&self) -> LocalUsage {
+        let inner = &self.0;
+        let (mut chunks, mut pinned) = (0, 0);
+        for shard in &inner.shards {
+            let shard = shard.lock();
+            chunks += shard.len() as u64;
+            pinned += shard.pinned();
+        }
+        let with_quota = inner.tenants.with_quota();
+        let promised: u64 = with_quota.iter().map(|tenant| tenant.class.bytes()).sum();
+        LocalUsage {
+            chunks,
+            bytes: inner.shared.bytes() + promised,
+            leases: inner.leases.total(),
+            writing: inner.writes.total(),
+            pinned,
+            pool: inner.pool.usage(),
+        }
+    }
+
+    /// Leases that an owner holds.
+    pub fn leases_of(&self, owner: OwnerId) -> u64 {
+        self.0.leases.of(owner)
+    }
+
+    /// Keys that an owner is writing.
+    pub fn writes_of(&self, owner: OwnerId) -> u64 {
+        self.0.writes.of(owner)
+    }
+
+    /// Everyone who holds leases, with how many: to find a leak.
+    pub fn lease_owners(&self) -> Vec<(OwnerId, u64)> {
+        self.0.leases.all()
+    }
+
+    /// Checks that counts, queues and tables agree.
+    #[cfg(test)]
+    pub(crate) fn check(&self) {
+        for shard in &self.0.shards {
+            shard.lock().check();
+        }
+    }
+}
+
+impl Inner {
+    #[inline]
+    fn shard_of(&self, fold: u64) -> usize {
+        // The table takes the low bits for the place and the top seven for the tag.
+        (fold >> 40) as usize & (self.shards.len() - 1)
+    }
+
+    /// The numbers of `n` uses, of which the caller gives the highest to the head.
+    fn stamps(&self, n: usize) -> u64 {
+        self.clock.fetch_add(n as u64, Ordering::Relaxed)
+    }
+
+    /// Counts an entry that was taken out, under the lock of its shard, and tells the sink.
+    fn account(&self, taken: &Taken, cause: Removal) {
+        let bytes = taken.slot.len();
+        self.counters.count_removal(cause, bytes);
+        if let Some(tenant) = self.tenants.known(taken.tenant) {
+            tenant.sub(bytes);
+        }
+        if let Some(events) = &self.events {
+            events.on_removed(RemovedEvent {
+                key: &taken.key,
+                tenant: taken.tenant,
+                cause,
+                slot: &taken.slot,
+            });
+        }
+    }
+
+    /// Lets go of an entry that was taken out, without any lock held: gives its memory back, and
+    /// takes it off its parent's count.
+    fn bury(&self, taken: Taken) {
+        let parent = taken.parent;
+        drop(taken.slot);
+        if parent != EntryRef::NONE {
+            self.shards[parent.shard()].lock().drop_child(parent);
+        }
+    }
+
+    fn batch(&self, keys: impl ExactSizeIterator<Item = ChunkKey>) -> Batch {
+        Batch::new(keys, |fold| self.shard_of(fold), self.shards.len())
+    }
+}
+
+/// A tenant's quota and usage.
+impl LocalTier {
+    /// What a tenant uses and may use.
+    pub fn tenant_usage(&self, tenant: TenantId) -> crate::TenantUsage {
+        let known = self.0.tenants.known(tenant);
+        known.map(|tenant| tenant.usage()).unwrap_or_default()
+    }
+
+    /// What every tenant that was seen uses and may use.
+    pub fn tenants(&self) -> Vec<(TenantId, crate::TenantUsage)> {
+        let all = self.0.tenants.all();
+        let mut all: Vec<_> = all
+            .iter()
+            .map(|tenant| (tenant.id, tenant.usage()))
+            .collect();
+        all.sort_by_key(|(id, _)| *id);
+        all
+    }
+
+    /// Promises a tenant `quota` bytes of chunks, which nobody else can push it out of, and which
+    /// it cannot exceed; `None` lets it share what is not promised. What it has above a new quota
+    /// goes with its next reservation, or with [`LocalTier::maintain`].
+    ///
+    /// Quotas may add up to more than the pool holds; then the promise cannot be kept by room
+    /// alone, and tenants evict their own chunks first. Walks the whole index, shard by shard,
+    /// when the tenant had no quota before or has none after.
+    pub fn set_quota(&self, tenant: TenantId, quota: Option<u64>) {
+        let inner = &self.0;
+        let tenant = inner.tenants.get(tenant, inner.shards.len());
+        tenant.set_quota(quota);
+        inner.tenants.count_quotas();
+        for shard in &inner.shards {
+            let mut shard = shard.lock();
+            // Read again under the lock: of two calls at once, the later quota decides.
+            match tenant.quota() {
+                Some(_) => shard.split_off(tenant.id, Arc::clone(&tenant.class)),
+                None => shard.join(tenant.id),
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Finding, leasing, pinning, removing, listing.
+
+use std::sync::Arc;
+
+use lmc_backend::Cursor;
+use lmc_key::ChunkKey;
+
+use super::batch::{group, parts};
+use super::{Inner, LocalTier};
+use crate::lease::Leased;
+use crate::{Lease, Leases, OwnerId, Removal, TenantId};
+
+/// How much [`LocalTier::clear`] takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clear {
+    /// Chunks that are neither leased nor pinned.
+    Idle,
+    /// All chunks. Those that are leased cannot be found any more, and give their memory back
+    /// with their last lease.
+    All,
+}
+
+/// One chunk of a listing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ListedChunk {
+    /// Which chunk.
+    pub key: ChunkKey,
+    /// Its bytes.
+    pub len: u64,
+    /// Whose it is.
+    pub tenant: TenantId,
+    /// Leases out on it.
+    pub leases: u32,
+    /// Whether it is pinned.
+    pub pinned: bool,
+}
+
+impl LocalTier {
+    /// How many leading keys are present. Takes no leases and does not count as use: for
+    /// answers that are not acted upon.
+    pub fn lookup_leading(&self, keys: &[ChunkKey]) -> usize {
+        let inner = &self.0;
+        let limit = inner.leading_bound(keys);
+        let batch = inner.batch(keys[..limit].iter().copied());
+        let mut leading = limit;
+        for (shard, places) in batch.shards() {
+            let shard = inner.shards[shard].lock();
+            for &place in places.iter().rev() {
+                let place = place as usize;
+                if place >= leading {
+                    break;
+                }
+                if shard.find(batch.folds[place], &keys[place]).is_none() {
+                    leading = place;
+                    break;
+                }
+            }
+        }
+        inner.count_lookup(keys.len(), leading);
+        leading
+    }
+
+    /// Leases the leading keys that are present, and counts them as used.
+    pub fn lease_leading(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        let inner = &self.0;
+        let limit = inner.leading_bound(keys);
+        let (mut leased, missing) = inner.lease_each(&keys[..limit]);
+        // A key was missing further to the front: rare, as tails are evicted before heads.
+        let surplus = missing.map_or_else(Vec::new, |at| leased.split_off(at));
+        inner.count_lookup(keys.len(), leased.len());
+        inner.leases.take(owner, leased.len() as u64);
+        inner.counters.leased.add(leased.len() as u64);
+        inner.give_back(surplus.into_iter().flatten().collect());
+        // Before the first missing key nothing is missing.
+        let leased = leased.into_iter().flatten().collect();
+        Leases::new(inner, owner, leased)
+    }
+
+    /// Leases each key that is present, and counts it as used.
+    pub fn lease(&self, owner: OwnerId, keys: &[ChunkKey]) -> Vec<Option<Lease>> {
+        let inner = &self.0;
+        let (leased, _) = inner.lease_each(keys);
+        let count = leased.iter().flatten().count();
+        inner.count_lookup(keys.len(), count);
+        inner.leases.take(owner, count as u64);
+        inner.counters.leased.add(count as u64);
+        let lease = |leased: Option<Leased>| Some(Lease::new(inner, owner, leased?));
+        leased.into_iter().map(lease).collect()
+    }
+
+    /// Counts the keys that are present as used.
+    pub fn touch(&self, keys: &[ChunkKey]) {
+        let inner = &self.0;
+        let batch = inner.batch(keys.iter().copied());
+        let first = inner.stamps(keys.len());
+        for (shard, places) in batch.shards() {
+            let mut shard = inner.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
+                    shard.touch(index, first + (keys.len() - 1 - place) as u64);
+                }
+            }
+            shard.publish();
+        }
+    }
+
+    /// Whether each key is present, and its bytes. Does not count as use, nor as hit or miss.
+    pub fn contains(&self, keys: &[ChunkKey]) -> Vec<Option<u64>> {
+        let inner = &self.0;
+        let batch = inner.batch(keys.iter().copied());
+        let mut found = vec![None; keys.len()];
+        for (shard, places) in batch.shards() {
+            let shard = inner.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                let index = shard.find(batch.folds[place], &keys[place]);
+                found[place] = index.map(|index| shard.entry(index).slot.len());
+            }
+        }
+        found
+    }
+
+    /// Keeps chunks from being evicted until they are unpinned as often as they were pinned.
+    /// `true` for each key that is present and now pinned. [`LocalTier::remove`] and
+    /// [`Clear::All`] take pinned chunks all the same, and their pins with them.
+    pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
+        let mut pinned = vec![false; keys.len()];
+        self.0
+            .visit(keys, |shard, index, place| pinned[place] = shard.pin(index));
+        pinned
+    }
+
+    /// Takes one pin off each key. `true` for each key that was pinned.
+    pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
+        let mut unpinned = vec![false; keys.len()];
+        let stamp = self.0.stamps(1);
+        self.0.visit(keys, |shard, index, place| {
+            unpinned[place] = shard.unpin(index, stamp);
+        });
+        unpinned
+    }
+
+    /// Makes chunks unfindable; `true` for each that was there. What is leased gives its memory
+    /// back with its last lease. A key that is being written is not touched: it may be committed
+    /// afterwards.
+    pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
+        let inner = &self.0;
+        let mut removed = vec![false; keys.len()];
+        let mut taken = Vec::new();
+        inner.visit(keys, |shard, index, place| {
+            let entry = shard.take(index);
+            inner.account(&entry, Removal::Removed);
+            removed[place] = true;
+            taken.push(entry);
+        });
+        for entry in taken {
+            inner.bury(entry);
+        }
+        removed
+    }
+
+    /// Takes many chunks out at once and says how many. Chunks that come in meanwhile may stay.
+    pub fn clear(&self, which: Clear) -> u64 {
+        // Locks are held for this many chunks at a time.
+        const AT_ONCE: usize = 256;
+        let inner = &self.0;
+        let mut cleared = 0;
+        for shard in &inner.shards {
+            let mut start = 0;
+            loop {
+                let mut taken = Vec::new();
+                let mut locked = shard.lock();
+                let indices = locked.indices(start, AT_ONCE);
+                for &index in &indices {
+                    if which == Clear::All || !locked.entry(index).busy() {
+                        let entry = locked.take(index);
+                        inner.account(&entry, Removal::Cleared);
+                        taken.push(entry);
+                    }
+                }
+                locked.publish();
+                drop(locked);
+                cleared += taken.len() as u64;
+                for entry in taken {
+                    inner.bury(entry);
+                }
+                let Some(last) = indices.last() else {
+                    break;
+                };
+                start = last + 1;
+            }
+        }
+        cleared
+    }
+
+    /// A page of at most `limit` chunks, and where to go on. A chunk that is there from the first
+    /// page to the last is listed exactly once.
+    pub fn list(&self, cursor: Cursor, limit: usize) -> (Vec<ListedChunk>, Option<Cursor>) {
+        let inner = &self.0;
+        let mut listed = Vec::new();
+        let (mut at, mut start) = ((cursor.raw() >> 32) as usize, cursor.raw() as u32);
+        let place = |shard: usize, index: u32| {
+            Some(Cursor::from_raw((shard as u128) << 32 | u128::from(index)))
+        };
+        while let Some(shard) = inner.shards.get(at) {
+            let (shown, next) = shard.lock().list(start, limit - listed.len());
+            listed.extend(shown.into_iter().map(|shown| ListedChunk {
+                key: shown.key,
+                len: shown.len,
+                tenant: shown.tenant,
+                leases: shown.leases,
+                pinned: shown.pinned,
+            }));
+            if let Some(index) = next {
+                return (listed, place(at, index));
+            }
+            (at, start) = (at + 1, 0);
+        }
+        (listed, None)
+    }
+}
+
+impl Inner {
+    /// A place before which the first missing key lies: the number of keys when the last one is
+    /// present, else a missing key's, found in a few single looks. Lookups that miss early do not
+    /// pay for all their keys.
+    fn leading_bound(&self, keys: &[ChunkKey]) -> usize {
+        let there = |place: usize| {
+            let (key, fold) = (&keys[place], keys[place].fold());
+            self.shards[self.shard_of(fold)]
+                .lock()
+                .find(fold, key)
+                .is_some()
+        };
+        let (mut from, mut to) = (0, keys.len());
+        if to == 0 || there(to - 1) {
+            return to;
+        }
+        to -= 1;
+        while from < to {
+            let middle = from + (to - from) / 2;
+            match there(middle) {
+                true => from = middle + 1,
+                false => to = middle,
+            }
+        }
+        to
+    }
+
+    fn count_lookup(&self, asked: usize, found: usize) {
+        self.counters.hits.add(found as u64);
+        self.counters.misses.add((asked - found) as u64);
+    }
+
+    /// Leases what is present, and says where the first missing key is.
+    pub(super) fn lease_each(&self, keys: &[ChunkKey]) -> (Vec<Option<Leased>>, Option<usize>) {
+        let batch = self.batch(keys.iter().copied());
+        let first = self.stamps(keys.len());
+        let mut leased: Vec<Option<Leased>> = Vec::new();
+        leased.resize_with(keys.len(), || None);
+        let mut missing = keys.len();
+        for (shard, places) in batch.shards() {
+            let mut shard = self.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                let Some(index) = shard.find(batch.folds[place], &keys[place]) else {
+                    missing = missing.min(place);
+                    continue;
+                };
+                let stamp = first + (keys.len() - 1 - place) as u64;
+                let (slot, name) = shard.lease(index, stamp);
+                leased[place] = Some(Leased { slot, name });
+            }
+            shard.publish();
+        }
+        (leased, (missing < keys.len()).then_some(missing))
+    }
+
+    /// Gives leases back that an owner was counted for.
+    pub(crate) fn release(&self, owner: OwnerId, items: Vec<Leased>) {
+        let count = items.len() as u64;
+        self.give_back(items);
+        self.leases.give(owner, count);
+        self.counters.released.add(count);
+    }
+
+    /// Gives leases back.
+    fn give_back(&self, items: Vec<Leased>) {
+        let Some(last) = items.len().checked_sub(1) else {
+            return;
+        };
+        let first = self.stamps(items.len());
+        let shards = items.iter().map(|item| item.name.shard());
+        let (order, ends) = group(shards, self.shards.len());
+        for (shard, places) in parts(&order, &ends) {
+            let mut shard = self.shards[shard].lock();
+            for &place in places {
+                let stamp = first + (last - place as usize) as u64;
+                shard.unlease(items[place as usize].name, stamp);
+            }
+            shard.publish();
+        }
+        // The slots go after the locks: a removed chunk's memory returns to the pool here.
+        drop(items);
+    }
+
+    /// Does something with each key that is present, under its shard's lock.
+    fn visit(&self, keys: &[ChunkKey], mut each: impl FnMut(&mut crate::shard::Shard, u32, usize)) {
+        let batch = self.batch(keys.iter().copied());
+        for (shard, places) in batch.shards() {
+            let mut shard = self.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
+                    each(&mut shard, index, place);
+                }
+            }
+            shard.publish();
+        }
+    }
+}
+
+impl LocalTier {
+    pub(super) fn inner(&self) -> &Arc<Inner> {
+        &self.0
+    }
+}

@@ -1,0 +1,349 @@
+//! Chunks on their way in.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use lmc_key::ChunkKey;
+use lmc_memory::{ReservedSlot, WrittenSlot};
+
+use super::{Inner, LocalTier, ReserveError};
+use crate::class::Tenant;
+use crate::lease::Leased;
+use crate::slab::EntryRef;
+use crate::{Leases, OwnerId, StoredEvent, TenantId};
+
+/// A chunk whose bytes are complete.
+#[derive(Debug)]
+pub struct NewChunk {
+    /// Which chunk.
+    pub key: ChunkKey,
+    /// The chunk before it in its prompt, which is kept as long as this one where possible.
+    pub parent: Option<ChunkKey>,
+    /// Whose it is.
+    pub tenant: TenantId,
+    /// Its bytes.
+    pub slot: WrittenSlot,
+}
+
+/// What became of a chunk that was inserted. Either way its key is found by the next lookup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inserted {
+    /// It is in the index now.
+    New,
+    /// Its key was there before, with these bytes; the new slot went back to the pool.
+    Present,
+}
+
+/// The answer to [`LocalTier::begin_write`].
+#[derive(Debug)]
+pub enum WriteStart {
+    /// The chunk is there already. Nothing is to be written; it counts as used.
+    Present,
+    /// Somebody else is writing it.
+    Busy,
+    /// Write it.
+    Reserved(Reservation),
+}
+
+/// A key that is marked as being written, and the memory for it.
+#[derive(Debug)]
+pub struct Reservation {
+    /// The mark. While it exists nobody else writes the key.
+    pub mark: InFlight,
+    /// The memory. It may go elsewhere meanwhile, such as into a load from a lower tier.
+    pub slot: ReservedSlot,
+}
+
+impl Reservation {
+    /// All bytes are in place: makes a chunk of it that can be committed.
+    pub fn written(self, parent: Option<ChunkKey>) -> Write {
+        Write {
+            mark: self.mark,
+            parent,
+            slot: self.slot.written(),
+        }
+    }
+}
+
+/// Marks a key as being written by an owner. Dropping it takes the mark off, which is all that is
+/// needed to abort.
+pub struct InFlight {
+    tier: Arc<Inner>,
+    owner: OwnerId,
+    tenant: Arc<Tenant>,
+    key: ChunkKey,
+    len: u64,
+    number: u64,
+}
+
+impl InFlight {
+    /// The key that is being written.
+    pub fn key(&self) -> ChunkKey {
+        self.key
+    }
+
+    /// Who writes it.
+    pub fn owner(&self) -> OwnerId {
+        self.owner
+    }
+
+    /// Whose chunk it will be.
+    pub fn tenant(&self) -> TenantId {
+        self.tenant.id
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let shard = self.tier.shard_of(self.key.fold());
+        let mut shard = self.tier.shards[shard].lock();
+        shard.end_write(&self.key, self.number);
+        drop(shard);
+        self.tenant.end_write(self.len);
+        self.tier.writes.give(self.owner, 1);
+    }
+}
+
+impl fmt::Debug for InFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InFlight({:?}, {:?})", self.owner, self.key)
+    }
+}
+
+/// A marked chunk whose bytes are complete.
+#[derive(Debug)]
+pub struct Write {
+    /// The mark, which goes when the chunk is findable.
+    pub mark: InFlight,
+    /// The chunk before it in its prompt, which is kept as long as this one where possible.
+    pub parent: Option<ChunkKey>,
+    /// Its bytes.
+    pub slot: WrittenSlot,
+}
+
+impl LocalTier {
+    /// Marks a key as being written by `owner` and takes `len` bytes for it, evicting what must
+    /// go. A key that is present, or that somebody writes already, is not reserved again.
+    ///
+    /// # Errors
+    /// [`ReserveError`] when there is no room; no mark is left then.
+    pub fn begin_write(
+        &self,
+        owner: OwnerId,
+        tenant: TenantId,
+        key: ChunkKey,
+        len: u64,
+    ) -> Result<WriteStart, ReserveError> {
+        let inner = self.inner();
+        let fold = key.fold();
+        let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
+        let mut shard = inner.shards[inner.shard_of(fold)].lock();
+        if let Some(index) = shard.find(fold, &key) {
+            shard.touch(index, inner.stamps(1));
+            shard.publish();
+            return Ok(WriteStart::Present);
+        }
+        if !shard.begin_write(key, number) {
+            drop(shard);
+            inner.counters.busy.add(1);
+            return Ok(WriteStart::Busy);
+        }
+        drop(shard);
+        let tenant = inner.tenants.get(tenant, inner.shards.len());
+        inner.writes.take(owner, 1);
+        // From here on the mark goes with this value. It counts no bytes yet, so that the quota
+        // is not asked for them twice.
+        let mut mark = InFlight {
+            tier: Arc::clone(inner),
+            owner,
+            tenant,
+            key,
+            len: 0,
+            number,
+        };
+        let slot = inner.reserve(len, &mark.tenant)?;
+        mark.tenant.begin_write(len);
+        mark.len = len;
+        Ok(WriteStart::Reserved(Reservation { mark, slot }))
+    }
+
+    /// Whether somebody writes this key.
+    pub fn is_writing(&self, key: &ChunkKey) -> bool {
+        let inner = self.inner();
+        inner.shards[inner.shard_of(key.fold())]
+            .lock()
+            .is_writing(key)
+    }
+
+    /// Makes written chunks findable. One answer for each, in order; a batch is best given in the
+    /// order of the prompt.
+    pub fn commit(&self, writes: Vec<Write>) -> Vec<Inserted> {
+        self.commit_with(writes, None).0
+    }
+
+    /// Makes written chunks findable and leases each at once, before anything can evict it.
+    pub fn commit_leased(&self, owner: OwnerId, writes: Vec<Write>) -> (Vec<Inserted>, Leases) {
+        self.commit_with(writes, Some(owner))
+    }
+
+    fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
+        let (mut marks, mut chunks) = (Vec::new(), Vec::new());
+        for Write { mark, parent, slot } in writes {
+            chunks.push(NewChunk {
+                key: mark.key,
+                parent,
+                tenant: mark.tenant.id,
+                slot,
+            });
+            marks.push(mark);
+        }
+        let inserted = self.insert_with(chunks, owner);
+        // Only now: no lookup finds the key neither present nor being written.
+        drop(marks);
+        inserted
+    }
+
+    /// Makes chunks findable that were written without a mark. One answer for each, in order; a
+    /// batch is best given in the order of the prompt.
+    pub fn insert(&self, chunks: Vec<NewChunk>) -> Vec<Inserted> {
+        self.insert_with(chunks, None).0
+    }
+
+    /// Makes chunks findable and leases each at once, before anything can evict it.
+    pub fn insert_leased(&self, owner: OwnerId, chunks: Vec<NewChunk>) -> (Vec<Inserted>, Leases) {
+        self.insert_with(chunks, Some(owner))
+    }
+
+    fn insert_with(
+        &self,
+        chunks: Vec<NewChunk>,
+        owner: Option<OwnerId>,
+    ) -> (Vec<Inserted>, Leases) {
+        let inner = self.inner();
+        let count = chunks.len();
+        let batch = inner.batch(chunks.iter().map(|chunk| chunk.key));
+        let tenants: Vec<Arc<Tenant>> = chunks
+            .iter()
+            .map(|chunk| inner.tenants.get(chunk.tenant, inner.shards.len()))
+            .collect();
+        let lineage: Vec<_> = chunks
+            .iter()
+            .map(|chunk| (chunk.key, chunk.parent))
+            .collect();
+        let mut chunks: Vec<_> = chunks.into_iter().map(Some).collect();
+        let mut inserted = vec![Inserted::Present; count];
+        let mut names = vec![EntryRef::NONE; count];
+        let mut leased: Vec<Option<Leased>> = Vec::new();
+        leased.resize_with(count, || None);
+        let mut duplicates = Vec::new();
+        let first = inner.stamps(count);
+        for (shard, places) in batch.shards() {
+            let mut shard = inner.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                let chunk = chunks[place].take().expect("each place comes once");
+                let (fold, stamp) = (batch.folds[place], first + (count - 1 - place) as u64);
+                let index = match shard.find(fold, &chunk.key) {
+                    Some(index) => {
+                        shard.touch(index, stamp);
+                        duplicates.push(chunk.slot);
+                        index
+                    }
+                    None => {
+                        inserted[place] = Inserted::New;
+                        // Before the shard knows of it, as it may be evicted from then on.
+                        tenants[place].add(chunk.slot.len());
+                        inner.insert_into(&mut shard, fold, chunk, stamp)
+                    }
+                };
+                names[place] = shard.name(index);
+                if owner.is_some() {
+                    let (slot, name) = shard.lease(index, stamp);
+                    leased[place] = Some(Leased { slot, name });
+                }
+            }
+            shard.publish();
+        }
+        inner.counters.duplicates.add(duplicates.len() as u64);
+        drop(duplicates);
+        for place in 0..count {
+            let (_, Some(parent)) = lineage[place] else {
+                continue;
+            };
+            if inserted[place] == Inserted::New {
+                let before = place.checked_sub(1).filter(|&at| lineage[at].0 == parent);
+                let name = match before {
+                    Some(at) => Some(names[at]),
+                    None => inner.name_of(&parent),
+                };
+                if let Some(name) = name {
+                    inner.link(names[place], name);
+                }
+            }
+        }
+        let owner = match owner {
+            Some(owner) => {
+                inner.leases.take(owner, count as u64);
+                inner.counters.leased.add(count as u64);
+                owner
+            }
+            None => OwnerId::default(),
+        };
+        let leases = Leases::new(inner, owner, leased.into_iter().flatten().collect());
+        // A slot that was reserved without a mark did not count until now.
+        for tenant in &tenants {
+            if tenant.quota().is_some() {
+                inner.shrink_to_quota(tenant);
+            }
+        }
+        (inserted, leases)
+    }
+}
+
+impl Inner {
+    /// Adds a chunk that is not there, under its shard's lock.
+    fn insert_into(
+        &self,
+        shard: &mut crate::shard::Shard,
+        fold: u64,
+        chunk: NewChunk,
+        stamp: u64,
+    ) -> u32 {
+        let NewChunk {
+            key,
+            parent,
+            tenant,
+            slot,
+        } = chunk;
+        self.counters.inserted.add(1);
+        self.counters.inserted_bytes.add(slot.len());
+        let index = shard.insert(fold, key, slot.seal(), tenant, stamp);
+        if let Some(events) = &self.events {
+            events.on_stored(StoredEvent {
+                key: &key,
+                parent: parent.as_ref(),
+                tenant,
+                slot: &shard.entry(index).slot,
+            });
+        }
+        index
+    }
+
+    fn name_of(&self, key: &ChunkKey) -> Option<EntryRef> {
+        let fold = key.fold();
+        let shard = self.shards[self.shard_of(fold)].lock();
+        shard.find(fold, key).map(|index| shard.name(index))
+    }
+
+    /// Counts a child for its parent. One lock after the other, so either may be evicted in
+    /// between: then there is nothing to count.
+    fn link(&self, child: EntryRef, parent: EntryRef) {
+        if child == parent || !self.shards[parent.shard()].lock().add_child(parent) {
+            return;
+        }
+        if !self.shards[child.shard()].lock().set_parent(child, parent) {
+            self.shards[parent.shard()].lock().drop_child(parent);
+        }
+    }
+}
