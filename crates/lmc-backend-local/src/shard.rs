@@ -189,7 +189,7 @@ impl Shard {
         self.touch(index, stamp);
         let name = self.slab.name(index);
         let entry = self.slab.entry_mut(index);
-        entry.leases += 1;
+        entry.holds += 1;
         (entry.slot.clone(), name)
     }
 
@@ -200,7 +200,7 @@ impl Shard {
         };
         // Each lease gives back once what it took, so this stays at or above zero; saturating
         // only for a name that 2^24 inserts made good again.
-        entry.leases = entry.leases.saturating_sub(1);
+        entry.holds = entry.holds.saturating_sub(1);
         if !entry.busy() && entry.place == Place::Held {
             self.revive(name.index(), stamp);
         }
@@ -220,7 +220,9 @@ impl Shard {
             return false;
         };
         *count = more;
-        self.slab.entry_mut(index).pinned = true;
+        if more == 1 {
+            self.slab.entry_mut(index).holds += 1;
+        }
         true
     }
 
@@ -235,7 +237,7 @@ impl Shard {
         }
         self.pins.remove(&index);
         let entry = self.slab.entry_mut(index);
-        entry.pinned = false;
+        entry.holds -= 1;
         if !entry.busy() && entry.place == Place::Held {
             self.revive(index, stamp);
         }
@@ -298,7 +300,7 @@ impl Shard {
         found
             .expect("every occupied place is in the table")
             .remove();
-        if entry.pinned {
+        if entry.holds > 0 {
             self.pins.remove(&index);
         }
         self.order(tenant).0.class.sub(bytes);
@@ -447,12 +449,13 @@ impl Shard {
             if shown.len() == limit {
                 return (shown, Some(index));
             }
+            let pinned = self.pins.contains_key(&index);
             shown.push(Shown {
                 key: entry.key,
                 len: entry.slot.len(),
                 tenant: self.slab.tenant(index),
-                leases: entry.leases,
-                pinned: entry.pinned,
+                leases: entry.holds - u32::from(pinned),
+                pinned,
             });
         }
         (shown, None)
@@ -475,7 +478,10 @@ impl Shard {
             let class = self.quotas.contains_key(&tenant).then_some(tenant);
             *queued.entry(class).or_default() += usize::from(entry.place == Place::Queued);
             *bytes.entry(class).or_default() += entry.slot.len();
-            assert_eq!(entry.pinned, self.pins.contains_key(&index));
+            assert!(
+                entry.busy() || !self.pins.contains_key(&index),
+                "pinned and free"
+            );
             assert!(entry.place != Place::Held || entry.busy(), "held and free");
             let parent = entry.place == Place::Parent;
             assert!(!parent || entry.children > 0, "a parent without children");

@@ -118,7 +118,8 @@ pub(crate) enum Place {
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) key: ChunkKey,
-    pub(crate) leases: u32,
+    /// Leases out, and one more while it is pinned: not to be evicted unless 0.
+    pub(crate) holds: u32,
     pub(crate) slot: SealedSlot,
     /// The entry of the chunk before it, whose `children` counts this one.
     pub(crate) parent: EntryRef,
@@ -126,13 +127,12 @@ pub(crate) struct Entry {
     pub(crate) children: u32,
     generation: [u8; 3],
     pub(crate) place: Place,
-    pub(crate) pinned: bool,
 }
 
 impl Entry {
     /// Leased or pinned: not to be evicted.
     pub(crate) fn busy(&self) -> bool {
-        self.leases > 0 || self.pinned
+        self.holds > 0
     }
 }
 
@@ -176,13 +176,12 @@ impl Slab {
         self.tenants[index] = tenant;
         self.entries[index] = Some(Entry {
             key,
-            leases: 0,
+            holds: 0,
             slot,
             parent: EntryRef::NONE,
             children: 0,
             generation: [a, b, c],
             place: Place::Queued,
-            pinned: false,
         });
         index
     }

@@ -22,6 +22,9 @@ mod evict;
 mod read;
 mod write;
 
+#[cfg(test)]
+mod tests;
+
 pub use evict::{Maintained, ReserveError};
 pub use read::{Clear, ListedChunk};
 pub use write::{InFlight, Inserted, NewChunk, Reservation, Write, WriteStart};
