@@ -10,9 +10,7 @@ use bytes::{Bytes, BytesMut};
 use thiserror::Error;
 
 use crate::protocol::{Operation, Reply, Request, ValueError, decode_reply, encode_request};
-use crate::transport::{
-    Decoder, Event, Limits, ZmtpError, encode_message, encode_ready, greeting,
-};
+use crate::transport::{Decoder, Event, Limits, ZmtpError, encode_message, encode_ready, greeting};
 
 const READ_CHUNK: usize = 16 << 10;
 
@@ -80,7 +78,10 @@ impl Client {
         let mut output = BytesMut::with_capacity(READ_CHUNK);
         output.extend_from_slice(&greeting());
         encode_ready("DEALER", &mut output);
-        let limits = Limits { message_bytes: 1 << 30, frames: 64 };
+        let limits = Limits {
+            message_bytes: 1 << 30,
+            frames: 64,
+        };
         let mut client = Self {
             stream,
             decoder: Decoder::new(limits),
@@ -112,7 +113,10 @@ impl Client {
     /// [`ClientError`].
     pub fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
         match self.call(request)? {
-            Reply::Error(text) => Err(ClientError::Refused { operation: request.operation(), text }),
+            Reply::Error(text) => Err(ClientError::Refused {
+                operation: request.operation(),
+                text,
+            }),
             reply => Ok(reply),
         }
     }
@@ -182,7 +186,8 @@ impl Client {
         let filled = self.input.len();
         self.input.resize(filled + READ_CHUNK, 0);
         let read = self.stream.read(&mut self.input[filled..]);
-        self.input.truncate(filled + read.as_ref().map_or(0, |&read| read));
+        self.input
+            .truncate(filled + read.as_ref().map_or(0, |&read| read));
         match read {
             Ok(0) => Err(ClientError::Closed),
             Ok(_) => Ok(self.decoder.next(&mut self.input)?),

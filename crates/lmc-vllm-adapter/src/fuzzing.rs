@@ -24,7 +24,10 @@ use crate::transport::{Decoder, Event, Limits, encode_ready, greeting};
 /// The stream decoder, fed in pieces whose sizes come from the input.
 pub fn zmtp(data: &[u8]) {
     let [mode, rest @ ..] = data else { return };
-    let limits = Limits { message_bytes: 64 << 10, frames: 8 };
+    let limits = Limits {
+        message_bytes: 64 << 10,
+        frames: 8,
+    };
     let mut decoder = Decoder::new(limits);
     let mut input = BytesMut::new();
     if mode & 1 == 1 {
@@ -59,23 +62,38 @@ pub fn request(data: &[u8]) {
         frames.push(Bytes::copy_from_slice(&tail[..len]));
         rest = &tail[len..];
     }
-    let Ok(Incoming::Request { operation, payloads, .. }) = classify(&frames) else { return };
+    let Ok(Incoming::Request {
+        operation,
+        payloads,
+        ..
+    }) = classify(&frames)
+    else {
+        return;
+    };
     match decode_request(operation, payloads) {
         Err(error) => {
             let (text, value) = encode_reply(operation, &Reply::Error(format!("lmc: {error}")));
             assert!(value.is_none());
             // A refusal must never look like the operation's own answer.
             if let Ok(operation) = decode_operation(operation) {
-                assert!(matches!(decode_reply(operation, &[text]), Ok(Reply::Error(_))));
+                assert!(matches!(
+                    decode_reply(operation, &[text]),
+                    Ok(Reply::Error(_))
+                ));
             }
         }
         Ok(Request::RegisterKvCache(r))
-            if r.kv_caches.iter().any(|d| matches!(d, KvDescriptor::Unsupported(_))) => {}
+            if r.kv_caches
+                .iter()
+                .any(|d| matches!(d, KvDescriptor::Unsupported(_))) => {}
         // A float's bits and an ignored payload need not come back as they were.
         Ok(Request::WaitPrefetchStatus { .. } | Request::CommitStore { .. }) => {}
         Ok(request) => {
             let frames = encode_request(1, &request);
-            assert_eq!(decode_request(&frames[1], &frames[2..]).as_ref(), Ok(&request));
+            assert_eq!(
+                decode_request(&frames[1], &frames[2..]).as_ref(),
+                Ok(&request)
+            );
         }
     }
 }
@@ -90,7 +108,9 @@ fn shared_service() -> &'static Mutex<Service> {
     SERVICE.get_or_init(|| {
         let name = format!("lmc_fuzz_{}", std::process::id());
         // Room for eight chunks, so that eviction is part of every run.
-        let arena = ArenaConfig::shared(&name, 8 * 4096).build().expect("an arena");
+        let arena = ArenaConfig::shared(&name, 8 * 4096)
+            .build()
+            .expect("an arena");
         let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK).expect("a chunk size");
         let config = ServiceConfig {
@@ -111,7 +131,9 @@ struct Choices<'a>(&'a [u8]);
 
 impl Choices<'_> {
     fn below(&mut self, bound: u64) -> u64 {
-        let Some((&byte, rest)) = self.0.split_first() else { return 0 };
+        let Some((&byte, rest)) = self.0.split_first() else {
+            return 0;
+        };
         self.0 = rest;
         u64::from(byte) % bound
     }
@@ -119,13 +141,19 @@ impl Choices<'_> {
     fn key(&mut self) -> CacheKey {
         let prompt = self.below(4) as u32;
         let chunks = self.below(5);
-        let start = if self.below(8) == 0 { self.below(20) } else { 0 };
+        let start = if self.below(8) == 0 {
+            self.below(20)
+        } else {
+            0
+        };
         CacheKey {
             model_name: ["m", "n"][self.below(2) as usize].to_owned(),
             world_size: 1,
             worker_id: [Some(0), Some(0), Some(0), None][self.below(4) as usize],
             // The first chunk is common to all prompts.
-            token_ids: (0..16).map(|i| if i < CHUNK { i } else { i + 100 * prompt }).collect(),
+            token_ids: (0..16)
+                .map(|i| if i < CHUNK { i } else { i + 100 * prompt })
+                .collect(),
             start,
             end: chunks * u64::from(CHUNK),
             request_id: format!("r{}", self.below(8)),
@@ -156,21 +184,41 @@ pub fn service(data: &[u8]) {
                 use_mla: false,
                 num_physical_slots: None,
             }),
-            2 => Request::Unregister { instance_id, engine_driven: true },
+            2 => Request::Unregister {
+                instance_id,
+                engine_driven: true,
+            },
             3 | 4 => Request::Lookup(choices.key()),
-            5 => Request::QueryPrefetchStatus { request_id: format!("r{}", choices.below(8)) },
+            5 => Request::QueryPrefetchStatus {
+                request_id: format!("r{}", choices.below(8)),
+            },
             6 => Request::FreeLookupLocks(choices.key()),
-            7 => Request::EndSession { request_id: format!("r{}", choices.below(8)) },
-            8 | 9 => Request::PrepareStore { key: choices.key(), instance_id },
+            7 => Request::EndSession {
+                request_id: format!("r{}", choices.below(8)),
+            },
+            8 | 9 => Request::PrepareStore {
+                key: choices.key(),
+                instance_id,
+            },
             10 | 11 => Request::CommitStore {
                 key: choices.key(),
                 instance_id,
                 pickled: usize::from(choices.below(16) == 0),
             },
-            12 | 13 => Request::PrepareRetrieve { key: choices.key(), instance_id },
-            14 => Request::CommitRetrieve { key: choices.key(), instance_id },
-            15 => Request::Clear { force: choices.below(2) == 0 },
-            16 => Request::Ping { instance_id: Some(instance_id) },
+            12 | 13 => Request::PrepareRetrieve {
+                key: choices.key(),
+                instance_id,
+            },
+            14 => Request::CommitRetrieve {
+                key: choices.key(),
+                instance_id,
+            },
+            15 => Request::Clear {
+                force: choices.below(2) == 0,
+            },
+            16 => Request::Ping {
+                instance_id: Some(instance_id),
+            },
             17 => Request::SubscribeKvEvents {
                 instance_id,
                 model_name: "m".to_owned(),
@@ -183,14 +231,20 @@ pub fn service(data: &[u8]) {
                 continue;
             }
             _ => {
-                let end =
-                    if choices.below(2) == 0 { ConnectionEnd::Gone } else { ConnectionEnd::Closed };
+                let end = if choices.below(2) == 0 {
+                    ConnectionEnd::Gone
+                } else {
+                    ConnectionEnd::Closed
+                };
                 service.client_gone(client, end, now);
                 continue;
             }
         };
         match service.handle(client, request, now) {
-            Outcome::Reply(Reply::StoreSlots { slots, chunk_indices }) => {
+            Outcome::Reply(Reply::StoreSlots {
+                slots,
+                chunk_indices,
+            }) => {
                 assert_eq!(slots.len(), chunk_indices.len());
                 assert!(slots.iter().all(|slot| slot.length == CHUNK_BYTES as u64));
             }
@@ -207,7 +261,10 @@ pub fn service(data: &[u8]) {
     }
     // Everybody leaves.
     for instance_id in 0..4 {
-        let leave = Request::Unregister { instance_id, engine_driven: true };
+        let leave = Request::Unregister {
+            instance_id,
+            engine_driven: true,
+        };
         service.handle(ClientId::new(0), leave, now);
     }
     for client in 0..CLIENTS {
@@ -215,11 +272,14 @@ pub fn service(data: &[u8]) {
     }
     let status = service.status(now);
     assert_eq!(status.sessions.sessions, 0);
-    assert_eq!((status.transfers.stores, status.transfers.retrieves), (0, 0));
+    assert_eq!(
+        (status.transfers.stores, status.transfers.retrieves),
+        (0, 0)
+    );
     assert!(status.instances.is_empty());
     assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
     service.engine().clear(true);
-    assert_eq!(service.status(now).usage.used, 0, "memory came back");
+    assert_eq!(service.status(now).usage.used_bytes, 0, "memory came back");
 }
 
 #[cfg(test)]

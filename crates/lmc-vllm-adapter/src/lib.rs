@@ -11,7 +11,10 @@
 
 mod client;
 #[cfg(any(test, feature = "fuzzing"))]
-#[cfg_attr(test, allow(unreachable_pub, reason = "public only for the fuzz targets"))]
+#[cfg_attr(
+    test,
+    allow(unreachable_pub, reason = "public only for the fuzz targets")
+)]
 pub mod fuzzing;
 mod protocol;
 mod service;

@@ -9,7 +9,10 @@ use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 async fn exchange(address: std::net::SocketAddr, payload: usize) {
     let mut dealer = DealerSocket::new();
-    dealer.connect(&format!("tcp://{address}")).await.expect("a connection");
+    dealer
+        .connect(&format!("tcp://{address}"))
+        .await
+        .expect("a connection");
     for uid in 0..20u8 {
         // An unknown operation with a payload: small and large frames, both ways.
         let mut message = ZmqMessage::from(vec![uid]);

@@ -91,19 +91,27 @@ struct Segment {
 impl Segment {
     fn new(name: &str, len: usize) -> Self {
         let path = format!("/dev/shm/{name}");
-        let file = File::options().read(true).write(true).create_new(true).open(&path);
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path);
         let file = file.expect("a segment");
         file.set_len(len as u64).expect("room");
         Self { file, path, len }
     }
 
     fn write(&self, at: usize, bytes: &[u8]) {
-        self.file.write_all_at(bytes, at as u64).expect("inside the segment");
+        self.file
+            .write_all_at(bytes, at as u64)
+            .expect("inside the segment");
     }
 
     fn read(&self, at: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        self.file.read_exact_at(&mut bytes, at as u64).expect("inside the segment");
+        self.file
+            .read_exact_at(&mut bytes, at as u64)
+            .expect("inside the segment");
         bytes
     }
 
@@ -175,7 +183,12 @@ impl Engine {
                 }],
             })))
             .expect("registered");
-        Self { client, segment, form, instance_id }
+        Self {
+            client,
+            segment,
+            form,
+            instance_id,
+        }
     }
 
     fn wipe(&self) {
@@ -190,9 +203,11 @@ impl Engine {
     fn fill(&self, block: usize, seed: u64) {
         for layer in 0..LAYERS {
             for (part, range) in self.form.block(block).into_iter().enumerate() {
-                let bytes: Vec<u8> =
-                    (0..range.len()).map(|index| expected(seed, layer, part, index)).collect();
-                self.segment.write(layer * self.layer_bytes() + range.start, &bytes);
+                let bytes: Vec<u8> = (0..range.len())
+                    .map(|index| expected(seed, layer, part, index))
+                    .collect();
+                self.segment
+                    .write(layer * self.layer_bytes() + range.start, &bytes);
             }
         }
     }
@@ -200,11 +215,18 @@ impl Engine {
     /// Whether a block holds the bytes of this seed.
     fn holds(&self, block: usize, seed: u64) -> bool {
         (0..LAYERS).all(|layer| {
-            self.form.block(block).into_iter().enumerate().all(|(part, range)| {
-                let at = layer * self.layer_bytes() + range.start;
-                let bytes = self.segment.read(at, range.len());
-                bytes.iter().enumerate().all(|(i, &b)| b == expected(seed, layer, part, i))
-            })
+            self.form
+                .block(block)
+                .into_iter()
+                .enumerate()
+                .all(|(part, range)| {
+                    let at = layer * self.layer_bytes() + range.start;
+                    let bytes = self.segment.read(at, range.len());
+                    bytes
+                        .iter()
+                        .enumerate()
+                        .all(|(i, &b)| b == expected(seed, layer, part, i))
+                })
         })
     }
 
@@ -262,7 +284,10 @@ fn blocks_come_back_byte_for_byte_in_every_layout() {
         for (seed, &block) in from.iter().enumerate() {
             engine.fill(block as usize, seed as u64);
         }
-        assert!(engine.store(&engine.key("a", &tokens, 0..3), &from), "{form:?}");
+        assert!(
+            engine.store(&engine.key("a", &tokens, 0..3), &from),
+            "{form:?}"
+        );
         let mut scheduler = server.client();
         let key = engine.key("b", &tokens, 0..3);
         assert_eq!(lookup(&mut scheduler, &key), 3);
@@ -270,12 +295,19 @@ fn blocks_come_back_byte_for_byte_in_every_layout() {
         let to: Vec<u32> = (20..32).rev().collect();
         assert!(engine.retrieve(&key, &to, 0), "{form:?}");
         for (seed, &block) in to.iter().enumerate() {
-            assert!(engine.holds(block as usize, seed as u64), "{form:?}: block {block}");
+            assert!(
+                engine.holds(block as usize, seed as u64),
+                "{form:?}: block {block}"
+            );
         }
         let untouched = engine.form.block(5).remove(0);
         let untouched = engine.segment.read(untouched.start, untouched.len());
         assert!(untouched.iter().all(|&byte| byte == 0xEE));
-        assert_eq!(server.status().usage.leases, 0, "the retrieve gave the leases back");
+        assert_eq!(
+            server.status().usage.leases,
+            0,
+            "the retrieve gave the leases back"
+        );
         end(&mut scheduler, "b");
         server.assert_idle();
     }
@@ -323,13 +355,21 @@ fn what_both_modes_lay_out_alike_is_shared_between_them() {
         use_mla: false,
         num_physical_slots: None,
     };
-    other.ask(&Request::RegisterEngineDriven(context)).expect("registered");
+    other
+        .ask(&Request::RegisterEngineDriven(context))
+        .expect("registered");
     let key = engine.key("b", &tokens, 0..2);
-    let prepared = Request::PrepareRetrieve { key: key.clone(), instance_id: 102 };
+    let prepared = Request::PrepareRetrieve {
+        key: key.clone(),
+        instance_id: 102,
+    };
     let Reply::RetrieveSlots(Some(slots)) = other.ask(&prepared).expect("an answer") else {
         panic!("the layouts are the same, so it is a hit");
     };
-    assert_eq!(slots[0].shape, [2, LAYERS as u64, CHUNK as u64, (HEADS * SIZE) as u64]);
+    assert_eq!(
+        slots[0].shape,
+        [2, LAYERS as u64, CHUNK as u64, (HEADS * SIZE) as u64]
+    );
     let bytes = server.pool().read(&slots[0]);
     // Plane 1, layer 2, token 5 lies in block 1 of the chunk at token 1.
     let token = HEADS * SIZE * 4;
@@ -391,7 +431,9 @@ fn registrations_that_cannot_be_served_say_why() {
         groups: Vec::new(),
     };
     let shm = |change: &dyn Fn(&mut CpuShm)| {
-        let KvDescriptor::CpuShm(mut shm) = good[0].clone() else { panic!("host memory") };
+        let KvDescriptor::CpuShm(mut shm) = good[0].clone() else {
+            panic!("host memory")
+        };
         change(&mut shm);
         vec![KvDescriptor::CpuShm(shm)]
     };
@@ -404,10 +446,19 @@ fn registrations_that_cannot_be_served_say_why() {
                 ..base.clone()
             },
         ),
-        ("no KV tensors", RegisterKvCache { kv_caches: Vec::new(), ..base.clone() }),
+        (
+            "no KV tensors",
+            RegisterKvCache {
+                kv_caches: Vec::new(),
+                ..base.clone()
+            },
+        ),
         (
             "kv_layout \"XYZ\" is unknown",
-            RegisterKvCache { kv_layout: Some("XYZ".to_owned()), ..base.clone() },
+            RegisterKvCache {
+                kv_layout: Some("XYZ".to_owned()),
+                ..base.clone()
+            },
         ),
         (
             "recurrent state",
@@ -423,7 +474,10 @@ fn registrations_that_cannot_be_served_say_why() {
         (
             "layer index 9 is beyond",
             RegisterKvCache {
-                groups: vec![EngineGroup { layer_indices: vec![9], ..EngineGroup::default() }],
+                groups: vec![EngineGroup {
+                    layer_indices: vec![9],
+                    ..EngineGroup::default()
+                }],
                 ..base.clone()
             },
         ),
@@ -454,11 +508,17 @@ fn registrations_that_cannot_be_served_say_why() {
         ),
         (
             "pool",
-            RegisterKvCache { kv_caches: shm(&|s| s.shm_name = own_pool.clone()), ..base.clone() },
+            RegisterKvCache {
+                kv_caches: shm(&|s| s.shm_name = own_pool.clone()),
+                ..base.clone()
+            },
         ),
         (
             "not contiguous",
-            RegisterKvCache { kv_caches: shm(&|s| s.tensor.stride[3] = 2), ..base.clone() },
+            RegisterKvCache {
+                kv_caches: shm(&|s| s.tensor.stride[3] = 2),
+                ..base.clone()
+            },
         ),
     ]);
     for (expected, registration) in cases {

@@ -79,7 +79,11 @@ pub enum DecodeError {
 #[derive(Debug)]
 pub(crate) enum Incoming<'a> {
     /// A request; the answer begins with these two frames.
-    Request { uid: &'a Bytes, operation: &'a Bytes, payloads: &'a [Bytes] },
+    Request {
+        uid: &'a Bytes,
+        operation: &'a Bytes,
+        payloads: &'a [Bytes],
+    },
     /// The reader of a stream is ready for the next batch.
     StreamAck { uid: &'a Bytes },
     /// The reader of a stream wants no more.
@@ -93,10 +97,16 @@ pub(crate) fn classify(frames: &[Bytes]) -> Result<Incoming<'_>, DecodeError> {
     };
     let number = Reader::new(uid).int();
     if uid.len() > MAX_UID || number.is_err() {
-        return Err(DecodeError::Unanswerable("first frame is no request number"));
+        return Err(DecodeError::Unanswerable(
+            "first frame is no request number",
+        ));
     }
     if !operation.is_empty() {
-        return Ok(Incoming::Request { uid, operation, payloads });
+        return Ok(Incoming::Request {
+            uid,
+            operation,
+            payloads,
+        });
     }
     match payloads {
         [word] if &word[..] == b"ack" => Ok(Incoming::StreamAck { uid }),
@@ -134,9 +144,16 @@ pub fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, D
     let operation = decode_operation(operation)?;
     let expected = payload_count(operation).ok_or(DecodeError::Unsupported(operation))?;
     if payloads.len() != expected {
-        return Err(DecodeError::FrameCount { operation, expected, found: payloads.len() });
+        return Err(DecodeError::FrameCount {
+            operation,
+            expected,
+            found: payloads.len(),
+        });
     }
-    let p = Payloads { operation, frames: payloads };
+    let p = Payloads {
+        operation,
+        frames: payloads,
+    };
     // Payloads that say nothing here: the event handle of device work (server-driven copies in
     // host memory have none) and a count that the protocol itself ignores.
     match operation {
@@ -177,17 +194,17 @@ pub fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, D
             skip_first_n_tokens: p.read(4, |r| r.number("skip_first_n_tokens"))?,
         },
         Operation::Lookup => Request::Lookup(p.read(0, cache_key)?),
-        Operation::QueryPrefetchStatus => {
-            Request::QueryPrefetchStatus { request_id: p.read(0, |r| name(r, "request_id"))? }
-        }
+        Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus {
+            request_id: p.read(0, |r| name(r, "request_id"))?,
+        },
         Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus {
             request_id: p.read(0, |r| name(r, "request_id"))?,
             timeout: p.read(1, Reader::float)?,
         },
         Operation::FreeLookupLocks => Request::FreeLookupLocks(p.read(0, cache_key)?),
-        Operation::EndSession => {
-            Request::EndSession { request_id: p.read(0, |r| name(r, "request_id"))? }
-        }
+        Operation::EndSession => Request::EndSession {
+            request_id: p.read(0, |r| name(r, "request_id"))?,
+        },
         Operation::PrepareStore => Request::PrepareStore {
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
@@ -205,11 +222,17 @@ pub fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, D
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
         },
-        Operation::Clear => Request::Clear { force: p.read(0, Reader::bool)? },
+        Operation::Clear => Request::Clear {
+            force: p.read(0, Reader::bool)?,
+        },
         Operation::GetChunkSize => Request::GetChunkSize,
         Operation::Ping => Request::Ping {
             instance_id: p.read(0, |r| {
-                if r.nil()? { Ok(None) } else { r.number("instance_id").map(Some) }
+                if r.nil()? {
+                    Ok(None)
+                } else {
+                    r.number("instance_id").map(Some)
+                }
             })?,
         },
         Operation::ReportBlockAllocation => Request::ReportBlockAllocation {
@@ -267,7 +290,11 @@ impl<'a> Payloads<'a> {
     ) -> Result<T, DecodeError> {
         let mut reader = Reader::new(&self.frames[index]);
         let value = read(&mut reader).and_then(|value| reader.finish().map(|()| value));
-        value.map_err(|error| DecodeError::Payload { operation: self.operation, index, error })
+        value.map_err(|error| DecodeError::Payload {
+            operation: self.operation,
+            index,
+            error,
+        })
     }
 
     fn descriptors(&self, index: usize) -> Result<Vec<KvDescriptor>, DecodeError> {
@@ -279,7 +306,10 @@ impl<'a> Payloads<'a> {
         raw.into_iter()
             .map(|(code, bytes)| KvDescriptor::decode(code, bytes))
             .collect::<Result<_, _>>()
-            .map_err(|error| DecodeError::Descriptor { operation: self.operation, error })
+            .map_err(|error| DecodeError::Descriptor {
+                operation: self.operation,
+                error,
+            })
     }
 }
 
@@ -290,7 +320,9 @@ fn name(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueErro
 fn world_size(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
     match reader.number::<u32>("world_size")? {
         size @ 1..=65_535 => Ok(size),
-        other => Err(ValueError::Invalid(format!("world_size must be 1 to 65535, found {other}"))),
+        other => Err(ValueError::Invalid(format!(
+            "world_size must be 1 to 65535, found {other}"
+        ))),
     }
 }
 
@@ -315,8 +347,11 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
             }
             "world_size" => key.world_size = world_size(reader)?,
             "worker_id" => {
-                key.worker_id =
-                    if reader.nil()? { None } else { Some(reader.number("worker_id")?) };
+                key.worker_id = if reader.nil()? {
+                    None
+                } else {
+                    Some(reader.number("worker_id")?)
+                };
             }
             "token_ids" => {
                 key.token_ids.clear();
@@ -354,7 +389,10 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
     if let Some(worker) = key.worker_id
         && worker >= key.world_size
     {
-        let text = format!("worker_id {worker} is not below world_size {}", key.world_size);
+        let text = format!(
+            "worker_id {worker} is not below world_size {}",
+            key.world_size
+        );
         return Err(ValueError::Invalid(text));
     }
     Ok(key)
@@ -367,7 +405,9 @@ fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {
         return Err(ValueError::Invalid(text));
     }
     if let Some(bad) = salt.chars().find(|c| matches!(c, '@' | '/' | '\\' | '\0')) {
-        return Err(ValueError::Invalid(format!("cache_salt must not contain {bad:?}")));
+        return Err(ValueError::Invalid(format!(
+            "cache_salt must not contain {bad:?}"
+        )));
     }
     Ok(salt.to_owned())
 }
@@ -385,11 +425,16 @@ fn layout_hints(reader: &mut Reader<'_>) -> Result<Option<String>, ValueError> {
 }
 
 fn engine_groups(reader: &mut Reader<'_>) -> Result<Vec<EngineGroup>, ValueError> {
-    (0..reader.array("engine_group_infos", MAX_GROUPS)?).map(|_| engine_group(reader)).collect()
+    (0..reader.array("engine_group_infos", MAX_GROUPS)?)
+        .map(|_| engine_group(reader))
+        .collect()
 }
 
 fn engine_group(reader: &mut Reader<'_>) -> Result<EngineGroup, ValueError> {
-    let mut group = EngineGroup { sw_size_tokens: -1, ..EngineGroup::default() };
+    let mut group = EngineGroup {
+        sw_size_tokens: -1,
+        ..EngineGroup::default()
+    };
     for _ in 0..reader.map("engine group", 64)? {
         match reader.str("engine group field", MAX_NAME)? {
             "engine_group_id" => group.engine_group_id = reader.number("engine_group_id")?,
@@ -454,8 +499,11 @@ fn block_ids(reader: &mut Reader<'_>) -> Result<Vec<Vec<u32>>, ValueError> {
 fn block_allocations(reader: &mut Reader<'_>) -> Result<Vec<BlockAllocation>, ValueError> {
     (0..reader.array("records", MAX_RECORDS)?)
         .map(|_| {
-            let mut record =
-                BlockAllocation { request_id: String::new(), blocks: 0, tokens: 0 };
+            let mut record = BlockAllocation {
+                request_id: String::new(),
+                blocks: 0,
+                tokens: 0,
+            };
             for _ in 0..reader.map("record", 64)? {
                 match reader.str("record field", MAX_NAME)? {
                     "req_id" => record.request_id = name(reader, "req_id")?,
@@ -494,14 +542,20 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
             out.array(texts.len());
             texts.iter().for_each(|text| out.str(text));
         }
-        Reply::Registered { shm_name, pool_size } => {
+        Reply::Registered {
+            shm_name,
+            pool_size,
+        } => {
             out.map(2);
             out.str("shm_name");
             out.str(shm_name);
             out.str("pool_size");
             out.uint(*pool_size);
         }
-        Reply::StoreSlots { slots, chunk_indices } => {
+        Reply::StoreSlots {
+            slots,
+            chunk_indices,
+        } => {
             out.map(1);
             out.str("context");
             out.map(2);
@@ -589,7 +643,10 @@ fn encode_events(batch: &KvEventBatch, out: &mut Writer) {
         }
         out.str("token_ids");
         out.array(event.tokens.len());
-        event.tokens.iter().for_each(|&token| out.uint(u64::from(token)));
+        event
+            .tokens
+            .iter()
+            .for_each(|&token| out.uint(u64::from(token)));
     }
 }
 

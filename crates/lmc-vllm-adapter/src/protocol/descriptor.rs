@@ -138,14 +138,24 @@ impl KvDescriptor {
         let tensor = tensor.ok_or(ValueError::Missing("metadata"))?;
         let nbytes = nbytes.ok_or(ValueError::Missing("nbytes"))?;
         let shm_name = shm_name.ok_or(ValueError::Missing("shm_name"))?;
-        let size = tensor.dtype.parse::<lmc_memory::DType>().map_err(|error| {
-            ValueError::Invalid(error.to_string())
-        })?;
+        let size = tensor
+            .dtype
+            .parse::<lmc_memory::DType>()
+            .map_err(|error| ValueError::Invalid(error.to_string()))?;
         match tensor.end(size.size() as u64) {
             Some(end) if end <= nbytes => {}
-            end => return Err(DescriptorError::Span { end: end.unwrap_or(u64::MAX), nbytes }),
+            end => {
+                return Err(DescriptorError::Span {
+                    end: end.unwrap_or(u64::MAX),
+                    nbytes,
+                });
+            }
         }
-        Ok(Self::CpuShm(CpuShm { shm_name, nbytes, tensor }))
+        Ok(Self::CpuShm(CpuShm {
+            shm_name,
+            nbytes,
+            tensor,
+        }))
     }
 
     /// Writes the extension's bytes; for clients and tests.
@@ -205,7 +215,11 @@ fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
     let shape = shape.ok_or(ValueError::Missing("shape"))?;
     let stride = stride.ok_or(ValueError::Missing("stride"))?;
     if shape.len() != stride.len() {
-        let text = format!("shape has {} axes, stride has {}", shape.len(), stride.len());
+        let text = format!(
+            "shape has {} axes, stride has {}",
+            shape.len(),
+            stride.len()
+        );
         return Err(ValueError::Invalid(text).into());
     }
     Ok(TensorMeta {
@@ -217,7 +231,9 @@ fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
 }
 
 fn dims(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<u64>, ValueError> {
-    (0..reader.array(what, MAX_RANK)?).map(|_| reader.number(what)).collect()
+    (0..reader.array(what, MAX_RANK)?)
+        .map(|_| reader.number(what))
+        .collect()
 }
 
 #[cfg(test)]
@@ -258,16 +274,25 @@ mod tests {
         let mut shm = sample();
         shm.tensor.storage_offset = 1;
         let refused = round_trip(&KvDescriptor::CpuShm(shm));
-        assert!(matches!(refused, Err(DescriptorError::Span { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(DescriptorError::Span { .. })),
+            "{refused:?}"
+        );
         let mut shm = sample();
         shm.tensor.stride[0] = u64::MAX;
         let refused = round_trip(&KvDescriptor::CpuShm(shm));
-        assert!(matches!(refused, Err(DescriptorError::Span { end: u64::MAX, .. })));
+        assert!(matches!(
+            refused,
+            Err(DescriptorError::Span { end: u64::MAX, .. })
+        ));
     }
 
     #[test]
     fn a_pickle_is_named_and_never_loaded() {
         let pickle = b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.";
-        assert_eq!(KvDescriptor::decode(EXT_CODE, pickle), Err(DescriptorError::Pickle));
+        assert_eq!(
+            KvDescriptor::decode(EXT_CODE, pickle),
+            Err(DescriptorError::Pickle)
+        );
     }
 }

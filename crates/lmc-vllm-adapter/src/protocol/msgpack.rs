@@ -91,7 +91,10 @@ impl<'a> Reader<'a> {
     }
 
     fn peek(&self) -> Result<u8, ValueError> {
-        self.buf.get(self.pos).copied().ok_or(ValueError::Truncated { at: self.pos })
+        self.buf
+            .get(self.pos)
+            .copied()
+            .ok_or(ValueError::Truncated { at: self.pos })
     }
 
     fn take(&mut self, len: usize) -> Result<&'a [u8], ValueError> {
@@ -116,7 +119,11 @@ impl<'a> Reader<'a> {
 
     fn wrong(&self, expected: &'static str, at: usize) -> ValueError {
         let found = self.buf.get(at).map_or("nothing", |&marker| kind(marker));
-        ValueError::Type { expected, found, at }
+        ValueError::Type {
+            expected,
+            found,
+            at,
+        }
     }
 
     /// Whether the next value is nil; a nil is consumed.
@@ -131,7 +138,8 @@ impl<'a> Reader<'a> {
         let at = self.pos;
         let marker = self.peek()?;
         self.pos += 1;
-        let signed = |value: u64, bits: u32| i128::from((value << (64 - bits)) as i64 >> (64 - bits));
+        let signed =
+            |value: u64, bits: u32| i128::from((value << (64 - bits)) as i64 >> (64 - bits));
         Ok(match marker {
             0x00..=0x7f => i128::from(marker),
             0xe0..=0xff => i128::from(marker as i8),
@@ -217,7 +225,11 @@ impl<'a> Reader<'a> {
     }
 
     /// An extension value: its type code and its bytes.
-    pub(crate) fn ext(&mut self, what: &'static str, max: usize) -> Result<(i8, &'a [u8]), ValueError> {
+    pub(crate) fn ext(
+        &mut self,
+        what: &'static str,
+        max: usize,
+    ) -> Result<(i8, &'a [u8]), ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
         self.pos += 1;
@@ -331,7 +343,9 @@ impl<'a> Reader<'a> {
         out.reserve_exact(len);
         let mut left = len;
         while left > 0 {
-            let Some(window) = self.buf[self.pos..].first_chunk::<8>() else { break };
+            let Some(window) = self.buf[self.pos..].first_chunk::<8>() else {
+                break;
+            };
             let marker = window[0];
             let class = TOKEN_CLASS[usize::from(marker)];
             if class.width == 0 {
@@ -360,15 +374,35 @@ struct TokenClass {
 }
 
 static TOKEN_CLASS: [TokenClass; 256] = {
-    let mut table = [TokenClass { width: 0, left: 0, right: 0 }; 256];
+    let mut table = [TokenClass {
+        width: 0,
+        left: 0,
+        right: 0,
+    }; 256];
     let mut marker = 0;
     while marker < 0x80 {
-        table[marker] = TokenClass { width: 1, left: 0, right: 56 };
+        table[marker] = TokenClass {
+            width: 1,
+            left: 0,
+            right: 56,
+        };
         marker += 1;
     }
-    table[0xcc] = TokenClass { width: 2, left: 8, right: 56 };
-    table[0xcd] = TokenClass { width: 3, left: 8, right: 48 };
-    table[0xce] = TokenClass { width: 5, left: 8, right: 32 };
+    table[0xcc] = TokenClass {
+        width: 2,
+        left: 8,
+        right: 56,
+    };
+    table[0xcd] = TokenClass {
+        width: 3,
+        left: 8,
+        right: 48,
+    };
+    table[0xce] = TokenClass {
+        width: 5,
+        left: 8,
+        right: 32,
+    };
     table
 };
 
@@ -505,7 +539,18 @@ mod tests {
 
     #[test]
     fn numbers_at_every_width_survive_the_round_trip() {
-        for value in [0, 1, 127, 128, 255, 256, 65_535, 65_536, u64::from(u32::MAX), u64::MAX] {
+        for value in [
+            0,
+            1,
+            127,
+            128,
+            255,
+            256,
+            65_535,
+            65_536,
+            u64::from(u32::MAX),
+            u64::MAX,
+        ] {
             let mut writer = Writer::new();
             writer.uint(value);
             let bytes = writer.into_bytes();
@@ -532,10 +577,16 @@ mod tests {
 
     #[test]
     fn a_token_that_is_negative_or_too_large_is_refused() {
-        assert!(matches!(tokens(&[0x91, 0xff]), Err(ValueError::Range { .. })));
+        assert!(matches!(
+            tokens(&[0x91, 0xff]),
+            Err(ValueError::Range { .. })
+        ));
         let large = [0x91, 0xcf, 0, 0, 0, 1, 0, 0, 0, 0];
         assert!(matches!(tokens(&large), Err(ValueError::Range { .. })));
-        assert!(matches!(tokens(&[0x91, 0xa1, b'x']), Err(ValueError::Type { .. })));
+        assert!(matches!(
+            tokens(&[0x91, 0xa1, b'x']),
+            Err(ValueError::Type { .. })
+        ));
     }
 
     proptest! {

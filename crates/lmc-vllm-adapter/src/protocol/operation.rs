@@ -110,7 +110,10 @@ operations! {
 impl Operation {
     /// The operation with this number.
     pub fn from_id(id: u64) -> Option<Self> {
-        Self::ALL.iter().copied().find(|op| op.id().is_some_and(|known| u64::from(known) == id))
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|op| op.id().is_some_and(|known| u64::from(known) == id))
     }
 
     /// The operation with this name.
@@ -345,8 +348,14 @@ impl Request {
     pub fn operation(&self) -> Operation {
         match self {
             Self::RegisterKvCache(_) => Operation::RegisterKvCache,
-            Self::Unregister { engine_driven: false, .. } => Operation::UnregisterKvCache,
-            Self::Unregister { engine_driven: true, .. } => Operation::UnregisterEngineDriven,
+            Self::Unregister {
+                engine_driven: false,
+                ..
+            } => Operation::UnregisterKvCache,
+            Self::Unregister {
+                engine_driven: true,
+                ..
+            } => Operation::UnregisterEngineDriven,
             Self::RegisterEngineDriven(_) => Operation::RegisterEngineDriven,
             Self::Store { .. } => Operation::Store,
             Self::Retrieve { .. } => Operation::Retrieve,

@@ -90,8 +90,16 @@ impl EventLog {
     /// A log of `capacity` records; 0 keeps none and says so to subscribers. The incarnation
     /// must differ from that of every earlier start.
     pub(crate) fn new(capacity: usize, incarnation: u64) -> Self {
-        let log = Log { first_seq: 1, ..Log::default() };
-        Self { capacity, incarnation, log: Mutex::new(log), newest: watch::Sender::new(0) }
+        let log = Log {
+            first_seq: 1,
+            ..Log::default()
+        };
+        Self {
+            capacity,
+            incarnation,
+            log: Mutex::new(log),
+            newest: watch::Sender::new(0),
+        }
     }
 
     pub(crate) fn enabled(&self) -> bool {
@@ -112,7 +120,11 @@ impl EventLog {
     }
 
     pub(crate) fn removed(&self, model: &Arc<str>, hash: ChunkHash) {
-        self.append([Record { model: Arc::clone(model), hash, stored: None }]);
+        self.append([Record {
+            model: Arc::clone(model),
+            hash,
+            stored: None,
+        }]);
     }
 
     fn append(&self, records: impl IntoIterator<Item = Record>) {
@@ -148,7 +160,15 @@ impl EventLog {
         drop(log);
         self.newest.send_modify(|_| {});
         let max_events = max_events.clamp(1, MAX_BATCH);
-        Subscription { instance_id, number, model, cursor, max_events, first: true, ended: false }
+        Subscription {
+            instance_id,
+            number,
+            model,
+            cursor,
+            max_events,
+            first: true,
+            ended: false,
+        }
     }
 
     /// Ends the subscription of an instance that is gone.
@@ -194,7 +214,11 @@ impl EventLog {
         // A cursor from before this start (or from the future) cannot be continued.
         let lost = subscription.cursor + 1 < log.first_seq || subscription.cursor >= next_seq;
         let lost = lost && !(subscription.cursor == 0 && next_seq == 1);
-        let from = if lost { log.first_seq } else { subscription.cursor + 1 };
+        let from = if lost {
+            log.first_seq
+        } else {
+            subscription.cursor + 1
+        };
         let mut next_cursor = from - 1;
         let mut events = Vec::new();
         let skip = usize::try_from(from - log.first_seq).unwrap_or(usize::MAX);
@@ -257,7 +281,9 @@ mod tests {
     }
 
     fn seqs(batch: NextBatch) -> Vec<u64> {
-        let NextBatch::Batch(batch) = batch else { panic!("expected a batch, found {batch:?}") };
+        let NextBatch::Batch(batch) = batch else {
+            panic!("expected a batch, found {batch:?}")
+        };
         batch.events.iter().map(|event| event.seq).collect()
     }
 
@@ -272,10 +298,15 @@ mod tests {
         assert_eq!(seqs(log.next(&mut subscription)), [2, 4]);
         assert_eq!(log.next(&mut subscription), NextBatch::Nothing);
         log.stored(&ours, [chunk(9)]);
-        let NextBatch::Batch(batch) = log.next(&mut subscription) else { panic!("no batch") };
+        let NextBatch::Batch(batch) = log.next(&mut subscription) else {
+            panic!("no batch")
+        };
         assert_eq!(batch.events[0].tokens, [9; 4]);
         assert_eq!(batch.events[0].parent, Some(vec![8; 32]));
-        assert_eq!((batch.incarnation, batch.lost, batch.next_cursor), (7, false, 5));
+        assert_eq!(
+            (batch.incarnation, batch.lost, batch.next_cursor),
+            (7, false, 5)
+        );
     }
 
     #[test]
@@ -293,9 +324,14 @@ mod tests {
         let mut subscription = log.subscribe(5, "m".to_owned(), 0, 10);
         assert_eq!(seqs(log.next(&mut subscription)), [0; 0]);
         log.stored(&model, (1..6).map(chunk));
-        let NextBatch::Batch(batch) = log.next(&mut subscription) else { panic!("no batch") };
+        let NextBatch::Batch(batch) = log.next(&mut subscription) else {
+            panic!("no batch")
+        };
         assert!(batch.lost);
-        assert_eq!(batch.events.iter().map(|e| e.seq).collect::<Vec<_>>(), [4, 5]);
+        assert_eq!(
+            batch.events.iter().map(|e| e.seq).collect::<Vec<_>>(),
+            [4, 5]
+        );
     }
 
     #[test]
@@ -316,7 +352,9 @@ mod tests {
         let log = EventLog::new(0, 1);
         log.stored(&"m".into(), [chunk(1)]);
         let mut subscription = log.subscribe(5, "m".to_owned(), 0, 10);
-        let NextBatch::Batch(batch) = log.next(&mut subscription) else { panic!("no batch") };
+        let NextBatch::Batch(batch) = log.next(&mut subscription) else {
+            panic!("no batch")
+        };
         assert!(!batch.enabled);
         assert_eq!(log.next(&mut subscription), NextBatch::End);
     }

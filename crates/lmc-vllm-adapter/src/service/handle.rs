@@ -49,7 +49,9 @@ pub(super) struct Shared {
 
 impl std::fmt::Debug for Service {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Service").field("config", &self.shared.config).finish_non_exhaustive()
+        f.debug_struct("Service")
+            .field("config", &self.shared.config)
+            .finish_non_exhaustive()
     }
 }
 
@@ -76,7 +78,9 @@ impl Service {
             config,
             engine,
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
     }
 
     /// The settings it runs with.
@@ -100,11 +104,27 @@ impl Service {
                 self.register_engine_driven(client, &context, now)
             }
             Request::Unregister { instance_id, .. } => self.unregister(instance_id),
-            Request::Store { key, instance_id, block_ids } => {
+            Request::Store {
+                key,
+                instance_id,
+                block_ids,
+            } => {
                 return self.store(client, key, instance_id, block_ids, now);
             }
-            Request::Retrieve { key, instance_id, block_ids, skip_first_n_tokens } => {
-                return self.retrieve(client, key, instance_id, block_ids, skip_first_n_tokens, now);
+            Request::Retrieve {
+                key,
+                instance_id,
+                block_ids,
+                skip_first_n_tokens,
+            } => {
+                return self.retrieve(
+                    client,
+                    key,
+                    instance_id,
+                    block_ids,
+                    skip_first_n_tokens,
+                    now,
+                );
             }
             Request::Lookup(key) => self.lookup(client, &key, now),
             // With every tier in memory a lookup is answered at once, so there is no wait.
@@ -117,9 +137,11 @@ impl Service {
             Request::PrepareStore { key, instance_id } => {
                 self.prepare_store(client, &key, instance_id, now)
             }
-            Request::CommitStore { key, instance_id, pickled } => {
-                self.commit_store(&key, instance_id, pickled, now)
-            }
+            Request::CommitStore {
+                key,
+                instance_id,
+                pickled,
+            } => self.commit_store(&key, instance_id, pickled, now),
             Request::PrepareRetrieve { key, instance_id } => {
                 self.prepare_retrieve(client, &key, instance_id, now)
             }
@@ -130,9 +152,7 @@ impl Service {
                 self.shared.engine.clear(force);
                 Reply::None
             }
-            Request::GetChunkSize => {
-                Reply::Int(u64::from(self.shared.config.hasher.chunk_size()))
-            }
+            Request::GetChunkSize => Reply::Int(u64::from(self.shared.config.hasher.chunk_size())),
             Request::Ping { instance_id } => self.ping(client, instance_id, now),
             Request::ReportBlockAllocation { records, .. } => {
                 let blocks: usize = records.iter().map(|record| record.blocks).sum();
@@ -145,7 +165,12 @@ impl Service {
             } else {
                 Vec::new()
             }),
-            Request::SubscribeKvEvents { instance_id, model_name, cursor, max_events } => {
+            Request::SubscribeKvEvents {
+                instance_id,
+                model_name,
+                cursor,
+                max_events,
+            } => {
                 if !(1..=super::events::MAX_BATCH).contains(&max_events) {
                     let text = format!("lmc: max_events must be 1 to 1024, found {max_events}");
                     return Outcome::Reply(Reply::Error(text));
@@ -194,7 +219,7 @@ impl Service {
         registered: Reply,
     ) -> Reply {
         let counters = &self.shared.stats.service;
-        let instance = match instance {
+        let mut instance = match instance {
             Ok(instance) => instance,
             Err(error) => {
                 add(&counters.registrations_refused, 1);
@@ -227,6 +252,7 @@ impl Service {
             "worker registered"
         );
         state.told_to_register.remove(&instance_id);
+        instance.owner = state.new_owner();
         // A worker that registers again describes itself anew. Transfers that it had prepared
         // stay as they are: their slots may still be in use.
         state.instances.insert(instance_id, instance);
@@ -249,7 +275,9 @@ impl Service {
 
     fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
         add(&self.shared.stats.service.pings, 1);
-        let Some(instance_id) = instance_id else { return Reply::Bool(true) };
+        let Some(instance_id) = instance_id else {
+            return Reply::Bool(true);
+        };
         let mut state = self.shared.state.lock();
         if let Some(instance) = state.instances.get_mut(&instance_id) {
             instance.seen(client, now);
@@ -325,5 +353,9 @@ pub(super) fn take_transfers(
     state: &mut State,
     mut pick: impl FnMut(&super::state::TransferKey, &super::state::Transfer) -> bool,
 ) -> Vec<super::state::Transfer> {
-    state.transfers.extract_if(|(key, _), transfer| pick(key, transfer)).map(|(_, t)| t).collect()
+    state
+        .transfers
+        .extract_if(|(key, _), transfer| pick(key, transfer))
+        .map(|(_, t)| t)
+        .collect()
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, HashAlgorithm, KeySpace, LayoutFingerprint, ModelName, Salt};
 use lmc_memory::{
     DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
@@ -59,6 +60,8 @@ pub(crate) enum Transport {
 /// A registered worker.
 #[derive(Debug)]
 pub(crate) struct Instance {
+    /// Who its transfers belong to.
+    pub(crate) owner: OwnerId,
     pub(crate) client: ClientId,
     pub(crate) model: ModelName,
     pub(crate) world_size: u32,
@@ -86,11 +89,21 @@ impl Instance {
     ) -> Result<Self, RegisterError> {
         let dtype: DType = context.dtype.parse().map_err(invalid)?;
         let tokens = context.num_physical_slots.unwrap_or(chunk_size);
-        let planes = if context.use_mla { Planes::Fused } else { Planes::KeyValue };
-        let layout =
-            GroupLayout::new(planes, context.num_layers, tokens, context.hidden_dim_size, dtype)
-                .map_err(invalid)?;
+        let planes = if context.use_mla {
+            Planes::Fused
+        } else {
+            Planes::KeyValue
+        };
+        let layout = GroupLayout::new(
+            planes,
+            context.num_layers,
+            tokens,
+            context.hidden_dim_size,
+            dtype,
+        )
+        .map_err(invalid)?;
         Ok(Self {
+            owner: OwnerId::default(),
             client,
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
@@ -119,7 +132,11 @@ impl Instance {
             layer_indices: (0..tensors.len() as u32).collect(),
             ..EngineGroup::default()
         }];
-        let groups = if registration.groups.is_empty() { &whole[..] } else { &registration.groups };
+        let groups = if registration.groups.is_empty() {
+            &whole[..]
+        } else {
+            &registration.groups
+        };
         let order = match registration.kv_layout.as_deref() {
             None | Some("HND" | "BLHNC") => KvOrder::HeadsFirst,
             Some("NHD" | "BLNHC") => KvOrder::TokensFirst,
@@ -149,6 +166,7 @@ impl Instance {
         let dtype = dtype.ok_or_else(|| RegisterError::Invalid("no KV groups".to_owned()))?;
         let (fingerprint, shape) = identity(&identities)?;
         Ok(Self {
+            owner: OwnerId::default(),
             client,
             model: registration.model_name.parse().map_err(invalid)?,
             world_size: registration.world_size,
@@ -194,7 +212,10 @@ impl Instance {
 }
 
 fn dtype_name(dtype: DType) -> DtypeName {
-    dtype.name().parse().expect("torch's names of element types are valid in a key's text")
+    dtype
+        .name()
+        .parse()
+        .expect("torch's names of element types are valid in a key's text")
 }
 
 /// What makes the bytes of one group's chunks mean what they mean.
@@ -202,7 +223,11 @@ enum Identity {
     /// `[planes, layers, tokens, hidden]`, which engine-driven workers write too.
     TokenOrder(GroupLayout),
     /// Blocks as the engine has them, heads before tokens within a block.
-    BlockOrder { blocks: GroupLayout, heads: u64, block_tokens: u64 },
+    BlockOrder {
+        blocks: GroupLayout,
+        heads: u64,
+        block_tokens: u64,
+    },
 }
 
 /// The fingerprint of a chunk and the shape to show for it.
@@ -222,7 +247,11 @@ fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), Regist
     for group in groups {
         let (layout, heads, block_tokens) = match group {
             Identity::TokenOrder(layout) => (layout, 0, 0),
-            Identity::BlockOrder { blocks, heads, block_tokens } => (blocks, *heads, *block_tokens),
+            Identity::BlockOrder {
+                blocks,
+                heads,
+                block_tokens,
+            } => (blocks, *heads, *block_tokens),
         };
         description.extend_from_slice(&Layout::single(*layout).canonical_bytes());
         description.extend_from_slice(&heads.to_le_bytes());
@@ -236,14 +265,19 @@ fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), Regist
 
 fn token_order(groups: &[GroupLayout]) -> Result<LayoutFingerprint, RegisterError> {
     let mut description = b"lmc layout 1: tokens".to_vec();
-    description
-        .extend_from_slice(&Layout::new(groups.to_vec()).map_err(invalid)?.canonical_bytes());
+    description.extend_from_slice(
+        &Layout::new(groups.to_vec())
+            .map_err(invalid)?
+            .canonical_bytes(),
+    );
     Ok(LayoutFingerprint::of(&description))
 }
 
 fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError> {
     if registration.kv_caches.is_empty() {
-        return Err(RegisterError::Invalid("no KV tensors were registered".to_owned()));
+        return Err(RegisterError::Invalid(
+            "no KV tensors were registered".to_owned(),
+        ));
     }
     registration
         .kv_caches
@@ -295,14 +329,20 @@ fn describe<'a>(
             Some(&tensor) => layers.push(tensor),
             None => {
                 let count = tensors.len();
-                return fail(format!("layer index {index} is beyond the {count} registered tensors"));
+                return fail(format!(
+                    "layer index {index} is beyond the {count} registered tensors"
+                ));
             }
         }
     }
-    let Some(first) = layers.first() else { return fail("a KV group has no layers".to_owned()) };
+    let Some(first) = layers.first() else {
+        return fail("a KV group has no layers".to_owned());
+    };
     let (shape, stride) = (&first.tensor.shape, &first.tensor.stride);
     let alike = |t: &&CpuShm| {
-        t.tensor.shape == *shape && t.tensor.stride == *stride && t.tensor.dtype == first.tensor.dtype
+        t.tensor.shape == *shape
+            && t.tensor.stride == *stride
+            && t.tensor.dtype == first.tensor.dtype
     };
     if !layers.iter().all(alike) {
         return fail("the layers of a KV group differ in shape, stride or dtype".to_owned());
@@ -322,9 +362,7 @@ fn describe<'a>(
     let inner = &shape[shape.len() - if shape.len() == 3 { 2 } else { 3 }..];
     let (heads, block_tokens, head_size) = match (inner, heads_first) {
         ([tokens, size], _) => (1, *tokens, *size),
-        ([heads, tokens, size], true) | ([tokens, heads, size], false) => {
-            (*heads, *tokens, *size)
-        }
+        ([heads, tokens, size], true) | ([tokens, heads, size], false) => (*heads, *tokens, *size),
         _ => unreachable!("the slice above has two or three axes"),
     };
     let mut expected = 1;
@@ -365,7 +403,11 @@ fn describe<'a>(
 
 impl Described<'_> {
     fn planes(&self) -> Planes {
-        if self.split { Planes::KeyValue } else { Planes::Fused }
+        if self.split {
+            Planes::KeyValue
+        } else {
+            Planes::Fused
+        }
     }
 
     /// The layout in units of blocks.
@@ -384,7 +426,11 @@ impl Described<'_> {
             && (self.order == KvOrder::TokensFirst || self.heads == 1);
         if !tokens_adjacent {
             let (heads, block_tokens) = (self.heads, self.block_tokens);
-            return Ok(Identity::BlockOrder { blocks, heads, block_tokens });
+            return Ok(Identity::BlockOrder {
+                blocks,
+                heads,
+                block_tokens,
+            });
         }
         let hidden = u32::try_from(self.heads * self.head_size).map_err(invalid)?;
         let tokens = self.blocks_per_chunk * self.tokens_per_block;
@@ -415,7 +461,10 @@ impl Described<'_> {
             for tensor in &self.tensors {
                 let segment = segments.open(tensor)?;
                 let elements = self.tensor_plane(tensor, plane).ok_or_else(outside)?;
-                planes.push(PlaneBase { segment, offset: bytes(elements)? });
+                planes.push(PlaneBase {
+                    segment,
+                    offset: bytes(elements)?,
+                });
             }
         }
         let paged = PagedKv::new(layout, geometry, planes, segments.mapped.clone());
@@ -424,8 +473,15 @@ impl Described<'_> {
 
     /// First element of K (0) or V (1) in a tensor's segment.
     fn tensor_plane(&self, tensor: &CpuShm, plane: u64) -> Option<u64> {
-        let stride = if self.split { tensor.tensor.stride[0] } else { 0 };
-        tensor.tensor.storage_offset.checked_add(plane.checked_mul(stride)?)
+        let stride = if self.split {
+            tensor.tensor.stride[0]
+        } else {
+            0
+        };
+        tensor
+            .tensor
+            .storage_offset
+            .checked_add(plane.checked_mul(stride)?)
     }
 }
 

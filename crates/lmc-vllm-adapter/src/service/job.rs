@@ -38,15 +38,17 @@ impl Workers {
         let work = Arc::new(Mutex::new(work));
         for index in 0..threads.max(1) {
             let work = Arc::clone(&work);
-            std::thread::Builder::new().name(format!("lmc-transfer-{index}")).spawn(move || {
-                loop {
-                    // The lock is held while waiting: one idle thread waits for work, the
-                    // others wait for their turn to.
-                    let next = work.lock().recv();
-                    let Ok(next) = next else { return };
-                    next();
-                }
-            })?;
+            std::thread::Builder::new()
+                .name(format!("lmc-transfer-{index}"))
+                .spawn(move || {
+                    loop {
+                        // The lock is held while waiting: one idle thread waits for work, the
+                        // others wait for their turn to.
+                        let next = work.lock().recv();
+                        let Ok(next) = next else { return };
+                        next();
+                    }
+                })?;
         }
         Ok(Self { queue })
     }

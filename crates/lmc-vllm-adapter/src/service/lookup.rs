@@ -6,12 +6,12 @@ use std::time::Instant;
 use lmc_key::{ChunkHash, ChunkKey, KeySpace, Salt};
 
 use crate::protocol::{CacheKey, Reply};
+use crate::service::ClientId;
 use crate::service::handle::{Service, refuse};
 use crate::service::instance::Instance;
 use crate::service::session::{RankHold, Session};
 use crate::service::state::{Binding, State};
 use crate::service::stats::add;
-use crate::service::ClientId;
 
 /// A range of a prompt in chunks, with the hashes up to its end.
 pub(super) struct Hashed {
@@ -36,7 +36,12 @@ impl Hashed {
     /// Keys of the range for one KV rank.
     pub(super) fn keys(&self, space: &KeySpace, kv_rank: u16) -> Vec<ChunkKey> {
         let space = space.id();
-        let key = |&hash: &ChunkHash| ChunkKey { space, kv_rank, group: 0, hash };
+        let key = |&hash: &ChunkHash| ChunkKey {
+            space,
+            kv_rank,
+            group: 0,
+            hash,
+        };
         self.hashes[self.chunks.clone()].iter().map(key).collect()
     }
 }
@@ -62,8 +67,14 @@ impl Service {
         let tokens = &key.token_ids[..end * chunk as usize];
         let hasher = &shared.config.hasher;
         let mut hashes = Vec::with_capacity(end);
-        shared.memo.hash_chunks(hasher, &salt, &hasher.start(), tokens, &mut hashes);
-        Ok(Hashed { hashes, chunks: start..end, salt })
+        shared
+            .memo
+            .hash_chunks(hasher, &salt, &hasher.start(), tokens, &mut hashes);
+        Ok(Hashed {
+            hashes,
+            chunks: start..end,
+            salt,
+        })
     }
 
     /// The space of a worker's chunks for one tenant.
@@ -94,29 +105,39 @@ impl Service {
                 return Reply::None;
             }
             let spaces = self.candidate_spaces(&state, client, key, &hashed.salt);
-            let owner = state.sessions.get(&key.request_id).map(|session| session.owner);
+            let owner = state
+                .sessions
+                .get(&key.request_id)
+                .map(|session| session.owner);
             (owner.unwrap_or_else(|| state.new_owner()), spaces)
         };
         if spaces.is_empty() {
             add(&counters.lookups_unregistered, 1);
         }
-        let mut hits = if spaces.is_empty() { 0 } else { hashed.chunks.len() };
+        let mut hits = if spaces.is_empty() {
+            0
+        } else {
+            hashed.chunks.len()
+        };
         let mut holds = Vec::new();
         'all: for space in &spaces {
             for kv_rank in 0..key.world_size as u16 {
                 let keys = hashed.keys(space, kv_rank);
                 let leases = shared.engine.lookup(owner, &keys[..hits]);
                 hits = leases.len();
-                holds.push(RankHold::new(space.id(), kv_rank, leases, key.num_kv_readers));
+                holds.push(RankHold::new(
+                    space.id(),
+                    kv_rank,
+                    leases,
+                    key.num_kv_readers,
+                ));
                 if hits == 0 {
                     break 'all;
                 }
             }
         }
         for hold in &mut holds {
-            if hold.len() > hits {
-                hold.truncate(hits);
-            }
+            hold.truncate(hits);
         }
         let chunk = u64::from(shared.config.hasher.chunk_size());
         add(&counters.lookups, 1);
@@ -151,17 +172,24 @@ impl Service {
     ) -> Vec<KeySpace> {
         let mut layouts = state.layouts(&key.model_name, key.world_size);
         if let Some(Binding::One(bound)) = state.bindings.get(&client)
-            && layouts.iter().any(|instance| instance.fingerprint == *bound)
+            && layouts
+                .iter()
+                .any(|instance| instance.fingerprint == *bound)
         {
             layouts.retain(|instance| instance.fingerprint == *bound);
         }
-        layouts.into_iter().map(|instance| self.space_of(instance, salt)).collect()
+        layouts
+            .into_iter()
+            .map(|instance| self.space_of(instance, salt))
+            .collect()
     }
 
     /// Leading chunks found; 0 for a request that never looked up.
     pub(super) fn prefetch_status(&self, request_id: &str, now: Instant) -> Reply {
         let mut state = self.shared.state.lock();
-        let Some(session) = state.sessions.get_mut(request_id) else { return Reply::Int(0) };
+        let Some(session) = state.sessions.get_mut(request_id) else {
+            return Reply::Int(0);
+        };
         session.last_used = now;
         Reply::Int(session.hits().unwrap_or(0))
     }

@@ -20,8 +20,8 @@ use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
 pub(crate) use events::{NextBatch, Subscription};
-pub(crate) use job::Job;
 pub use handle::Service;
+pub(crate) use job::Job;
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };

@@ -8,48 +8,69 @@ use lmc_key::SpaceId;
 
 use crate::service::ClientId;
 
-/// The chunks of one space and KV rank that a lookup holds, with how many workers will still
-/// read each.
+/// Consecutive chunks that are held for the same number of readers.
+#[derive(Debug)]
+struct Part {
+    /// First chunk, counted from the start of the prompt.
+    first: usize,
+    leases: Leases,
+    /// Workers that will still read each chunk; at least one.
+    readers: u32,
+}
+
+impl Part {
+    /// Cuts off what lies from chunk `at` on.
+    fn split_off(&mut self, at: usize) -> Self {
+        let leases = self.leases.split_off(at.saturating_sub(self.first));
+        Self {
+            first: self.first + self.leases.len(),
+            leases,
+            readers: self.readers,
+        }
+    }
+}
+
+/// The chunks of one space and KV rank that a lookup holds.
 #[derive(Debug)]
 pub(crate) struct RankHold {
     pub(crate) space: SpaceId,
     pub(crate) kv_rank: u16,
-    leases: Leases,
-    readers: Vec<u32>,
+    parts: Vec<Part>,
 }
 
 impl RankHold {
     pub(crate) fn new(space: SpaceId, kv_rank: u16, leases: Leases, readers: u32) -> Self {
-        let readers = vec![readers; leases.len()];
-        Self { space, kv_rank, leases, readers }
-    }
-
-    /// Chunks held when the lookup was answered.
-    pub(crate) fn len(&self) -> usize {
-        self.readers.len()
+        Self {
+            space,
+            kv_rank,
+            parts: vec![Part {
+                first: 0,
+                leases,
+                readers,
+            }],
+        }
     }
 
     /// Gives back everything from chunk `len` on.
     pub(crate) fn truncate(&mut self, len: usize) {
-        self.leases.truncate(len);
-        self.readers.truncate(len);
+        self.release(len..usize::MAX, u32::MAX);
     }
 
     /// Takes `readers` readers off each chunk of a range; a chunk that nobody will read any
     /// more is given back.
     fn release(&mut self, range: Range<usize>, readers: u32) {
-        let range = range.start.min(self.readers.len())..range.end.min(self.readers.len());
-        for index in range {
-            let left = &mut self.readers[index];
-            *left = left.saturating_sub(readers);
-            if *left == 0 {
-                self.leases.release(index);
-            }
+        for mut before in std::mem::take(&mut self.parts) {
+            let mut inside = before.split_off(range.start);
+            let after = inside.split_off(range.end);
+            inside.readers = inside.readers.saturating_sub(readers);
+            let kept = [before, inside, after].into_iter();
+            self.parts
+                .extend(kept.filter(|part| part.readers > 0 && !part.leases.is_empty()));
         }
     }
 
     fn held(&self) -> usize {
-        self.leases.held()
+        self.parts.iter().map(|part| part.leases.len()).sum()
     }
 }
 
@@ -75,7 +96,12 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new(owner: OwnerId, client: ClientId, now: Instant) -> Self {
-        Self { owner, client, last_used: now, lookup: None }
+        Self {
+            owner,
+            client,
+            last_used: now,
+            lookup: None,
+        }
     }
 
     /// Takes the outcome of a lookup and returns that of an earlier one.
@@ -86,7 +112,11 @@ impl Session {
         holds: Vec<RankHold>,
         expires: Instant,
     ) -> Option<Lookup> {
-        self.lookup.replace(Lookup { hits, holds, expires })
+        self.lookup.replace(Lookup {
+            hits,
+            holds,
+            expires,
+        })
     }
 
     /// Leading chunks found, when there was a lookup.
@@ -96,7 +126,9 @@ impl Session {
 
     /// One worker has read (or will not read) a range of chunks of its rank.
     pub(crate) fn reader_done(&mut self, space: SpaceId, kv_rank: u16, chunks: Range<usize>) {
-        let Some(lookup) = &mut self.lookup else { return };
+        let Some(lookup) = &mut self.lookup else {
+            return;
+        };
         let of_rank = |hold: &&mut RankHold| hold.space == space && hold.kv_rank == kv_rank;
         for hold in lookup.holds.iter_mut().filter(of_rank) {
             hold.release(chunks.clone(), 1);
@@ -105,7 +137,9 @@ impl Session {
 
     /// Nobody will read a range of chunks; of all ranks, or of one.
     pub(crate) fn free(&mut self, kv_rank: Option<u16>, chunks: Range<usize>, readers: u32) {
-        let Some(lookup) = &mut self.lookup else { return };
+        let Some(lookup) = &mut self.lookup else {
+            return;
+        };
         for hold in &mut lookup.holds {
             if kv_rank.is_none_or(|rank| rank == hold.kv_rank) {
                 hold.release(chunks.clone(), readers);

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use lmc_engine::{ChunkEvents, TenantId};
-use lmc_key::{ChunkKey, Salt, SpaceId};
+use lmc_engine::{EventSink, RemovedEvent, StoredEvent, TenantId};
+use lmc_key::{Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
@@ -35,7 +35,10 @@ pub(crate) struct Spaces {
 
 impl Spaces {
     pub(crate) fn new(log: Arc<EventLog>) -> Self {
-        Self { table: Mutex::default(), log }
+        Self {
+            table: Mutex::default(),
+            log,
+        }
     }
 
     /// Remembers the model of a space that is about to be stored into.
@@ -44,8 +47,10 @@ impl Spaces {
         if table.spaces.len() > PURGE_ABOVE {
             table.spaces.retain(|_, space| space.chunks > 0);
         }
-        let entry =
-            table.spaces.entry(space).or_insert_with(|| Space { model: model.into(), chunks: 0 });
+        let entry = table.spaces.entry(space).or_insert_with(|| Space {
+            model: model.into(),
+            chunks: 0,
+        });
         Arc::clone(&entry.model)
     }
 
@@ -59,7 +64,7 @@ impl Spaces {
             return tenant;
         }
         table.next_tenant += 1;
-        let tenant = TenantId::new(table.next_tenant);
+        let tenant = TenantId(table.next_tenant);
         table.tenants.insert(salt.clone(), tenant);
         tenant
     }
@@ -67,21 +72,28 @@ impl Spaces {
     /// The tenants that were ever named, with their salts.
     pub(crate) fn tenants(&self) -> Vec<(String, TenantId)> {
         let table = self.table.lock();
-        table.tenants.iter().map(|(salt, &id)| (salt.as_str().to_owned(), id)).collect()
+        table
+            .tenants
+            .iter()
+            .map(|(salt, &id)| (salt.as_str().to_owned(), id))
+            .collect()
     }
 }
 
-impl ChunkEvents for Spaces {
-    fn on_stored(&self, key: &ChunkKey) {
-        if let Some(space) = self.table.lock().spaces.get_mut(&key.space) {
+impl EventSink for Spaces {
+    fn on_stored(&self, event: StoredEvent<'_>) {
+        if let Some(space) = self.table.lock().spaces.get_mut(&event.key.space) {
             space.chunks += 1;
         }
     }
 
-    fn on_removed(&self, key: &ChunkKey) {
+    fn on_removed(&self, event: RemovedEvent<'_>) {
+        let key = event.key;
         let model = {
             let mut table = self.table.lock();
-            let Some(space) = table.spaces.get_mut(&key.space) else { return };
+            let Some(space) = table.spaces.get_mut(&key.space) else {
+                return;
+            };
             space.chunks = space.chunks.saturating_sub(1);
             Arc::clone(&space.model)
         };

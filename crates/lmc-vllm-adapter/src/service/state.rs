@@ -33,8 +33,16 @@ pub(crate) struct PendingChunk {
 /// dropped only when the worker is known to be done with them.
 #[derive(Debug)]
 pub(crate) enum Pending {
-    Store { space: SpaceId, chunks: Vec<PendingChunk> },
-    Retrieve { space: SpaceId, kv_rank: u16, first_chunk: usize, leases: Leases },
+    Store {
+        space: SpaceId,
+        chunks: Vec<PendingChunk>,
+    },
+    Retrieve {
+        space: SpaceId,
+        kv_rank: u16,
+        first_chunk: usize,
+        leases: Leases,
+    },
 }
 
 /// A prepared transfer.
@@ -76,7 +84,7 @@ impl State {
     /// A number that no other session or worker has or had.
     pub(crate) fn new_owner(&mut self) -> OwnerId {
         self.next_owner += 1;
-        OwnerId::new(self.next_owner)
+        OwnerId(self.next_owner)
     }
 
     /// The layouts that workers of this model have, each once.
@@ -84,7 +92,10 @@ impl State {
         let mut found: Vec<&Instance> = Vec::new();
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
         for instance in self.instances.values().filter(of_model) {
-            if found.iter().all(|known| known.fingerprint != instance.fingerprint) {
+            if found
+                .iter()
+                .all(|known| known.fingerprint != instance.fingerprint)
+            {
                 found.push(instance);
             }
         }
@@ -93,8 +104,13 @@ impl State {
 
     /// Learns from a worker's transfer which layout the request's scheduler stands for.
     pub(crate) fn bind(&mut self, request_id: &str, fingerprint: LayoutFingerprint) {
-        let Some(session) = self.sessions.get(request_id) else { return };
-        let binding = self.bindings.entry(session.client).or_insert(Binding::One(fingerprint));
+        let Some(session) = self.sessions.get(request_id) else {
+            return;
+        };
+        let binding = self
+            .bindings
+            .entry(session.client)
+            .or_insert(Binding::One(fingerprint));
         if *binding != Binding::One(fingerprint) {
             *binding = Binding::Several;
         }
@@ -102,6 +118,9 @@ impl State {
 
     /// Transfers of one worker.
     pub(crate) fn transfers_of(&self, instance_id: u64) -> usize {
-        self.transfers.keys().filter(|(key, _)| key.instance_id == instance_id).count()
+        self.transfers
+            .keys()
+            .filter(|(key, _)| key.instance_id == instance_id)
+            .count()
     }
 }

@@ -19,7 +19,10 @@ pub struct Histogram {
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self { buckets: [const { AtomicU64::new(0) }; HISTOGRAM_BUCKETS], sum_nanos: 0.into() }
+        Self {
+            buckets: [const { AtomicU64::new(0) }; HISTOGRAM_BUCKETS],
+            sum_nanos: 0.into(),
+        }
     }
 }
 
@@ -34,7 +37,11 @@ impl Histogram {
     /// What was counted so far.
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
-            buckets: self.buckets.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+            buckets: self
+                .buckets
+                .iter()
+                .map(|count| count.load(Ordering::Relaxed))
+                .collect(),
             sum_seconds: self.sum_nanos.load(Ordering::Relaxed) as f64 / 1e9,
         }
     }
@@ -238,7 +245,10 @@ pub(crate) struct Stats {
 impl Stats {
     pub(crate) fn new() -> Self {
         Self {
-            operations: Operation::ALL.iter().map(|_| PerOperation::default()).collect(),
+            operations: Operation::ALL
+                .iter()
+                .map(|_| PerOperation::default())
+                .collect(),
             unknown_operations: AtomicU64::new(0),
             transport: TransportCounters::default(),
             service: ServiceCounters::default(),
@@ -304,14 +314,20 @@ mod tests {
     #[test]
     fn buckets_grow_with_the_duration_and_bound_it() {
         let mut last = 0;
-        for nanos in (0..40).map(|shift| 1u64 << shift).chain([999, 1_000, 1_249, 1_250, 1_999]) {
+        for nanos in (0..40)
+            .map(|shift| 1u64 << shift)
+            .chain([999, 1_000, 1_249, 1_250, 1_999])
+        {
             let index = bucket(nanos);
             if nanos.is_power_of_two() {
                 assert!(index >= last, "{nanos} ns fell back to bucket {index}");
                 last = index;
             }
             let bound = HistogramSnapshot::upper_bound(index);
-            assert!((nanos as f64) / 1e9 < bound || index == HISTOGRAM_BUCKETS - 1, "{nanos} ns");
+            assert!(
+                (nanos as f64) / 1e9 < bound || index == HISTOGRAM_BUCKETS - 1,
+                "{nanos} ns"
+            );
         }
     }
 

@@ -162,14 +162,24 @@ impl Service {
                 dtype: instance.dtype.name(),
                 chunk_bytes: instance.chunk_bytes,
                 layout: instance.fingerprint.to_string(),
-                age_seconds: now.saturating_duration_since(instance.registered).as_secs_f64(),
-                silent_seconds: now.saturating_duration_since(instance.last_seen).as_secs_f64(),
+                age_seconds: now
+                    .saturating_duration_since(instance.registered)
+                    .as_secs_f64(),
+                silent_seconds: now
+                    .saturating_duration_since(instance.last_seen)
+                    .as_secs_f64(),
                 connected: instance.orphaned.is_none(),
                 transfers: state.transfers_of(instance_id),
             })
             .collect();
         instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
-        let count = |direction| state.transfers.keys().filter(|(_, d)| *d == direction).count();
+        let count = |direction| {
+            state
+                .transfers
+                .keys()
+                .filter(|(_, d)| *d == direction)
+                .count()
+        };
         let overdue = state
             .transfers
             .values()

@@ -37,13 +37,15 @@ impl Service {
         for instance_id in &silent {
             // Its transfers stay: silence does not prove that it has stopped copying.
             shared.events.unsubscribe(*instance_id);
-            tracing::warn!(instance = instance_id, "worker removed: it was silent for too long");
+            tracing::warn!(
+                instance = instance_id,
+                "worker removed: it was silent for too long"
+            );
         }
         let counters = &shared.stats.service;
         add(&counters.workers_reaped, silent.len() as u64);
         add(&counters.sessions_expired, ended.len() as u64);
         add(&counters.lookup_leases_expired, expired_leases as u64);
-        shared.engine.tick(now);
     }
 
     /// A connection is over.
@@ -84,17 +86,16 @@ impl Service {
     }
 
     pub(super) fn count_abandoned(&self, dropped: &[Transfer]) {
-        let stores = dropped.iter().filter(|t| matches!(t.pending, Pending::Store { .. })).count();
+        let stores = dropped
+            .iter()
+            .filter(|t| matches!(t.pending, Pending::Store { .. }))
+            .count();
         add(&self.shared.stats.service.stores_abandoned, stores as u64);
     }
 }
 
 /// Workers whose silence has lasted longer than they are granted.
-fn silent_workers(
-    state: &State,
-    now: Instant,
-    config: &crate::service::ServiceConfig,
-) -> Vec<u64> {
+fn silent_workers(state: &State, now: Instant, config: &crate::service::ServiceConfig) -> Vec<u64> {
     state
         .instances
         .iter()
@@ -105,8 +106,11 @@ fn silent_workers(
             if config.reap_timeout.is_zero() {
                 return false;
             }
-            let granted =
-                if instance.pinged { config.reap_timeout } else { config.registration_grace };
+            let granted = if instance.pinged {
+                config.reap_timeout
+            } else {
+                config.registration_grace
+            };
             now.saturating_duration_since(instance.last_seen) >= granted
         })
         .map(|(&instance_id, _)| instance_id)

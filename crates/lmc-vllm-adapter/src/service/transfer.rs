@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Leases, Reservation, TenantId, WriteRequest, WriteTicket};
+use lmc_engine::{Leases, OwnerId, Reservation, TenantId, WriteRequest, WriteTicket};
 use lmc_key::{ChunkHash, KeySpace, SpaceId};
 use lmc_memory::{CopyPlan, PlanRequest};
 
@@ -20,6 +20,7 @@ use crate::service::{ClientId, Outcome};
 
 /// What a transfer needs to know of its worker.
 struct Worker {
+    owner: OwnerId,
     space: KeySpace,
     kv_rank: u16,
     chunk_bytes: u64,
@@ -55,11 +56,16 @@ impl Service {
         now: Instant,
     ) -> Result<(Worker, Hashed), Declined> {
         let Some(worker_id) = key.worker_id else {
-            return Err(Declined::Refused(refuse("worker_id is missing: whose piece is it?")));
+            return Err(Declined::Refused(refuse(
+                "worker_id is missing: whose piece is it?",
+            )));
         };
         let hashed = self.hash(key).map_err(Declined::Refused)?;
         let mut state = self.shared.state.lock();
-        let instance = state.instances.get_mut(&instance_id).ok_or(Declined::Unregistered)?;
+        let instance = state
+            .instances
+            .get_mut(&instance_id)
+            .ok_or(Declined::Unregistered)?;
         if instance.model.as_str() != key.model_name || instance.world_size != key.world_size {
             return Err(Declined::Refused(refuse(&format!(
                 "worker {instance_id} registered model {} with world size {}, \
@@ -70,6 +76,7 @@ impl Service {
         instance.seen(client, now);
         let fingerprint = instance.fingerprint;
         let worker = Worker {
+            owner: instance.owner,
             space: self.space_of(instance, &hashed.salt),
             kv_rank: worker_id as u16,
             chunk_bytes: instance.chunk_bytes,
@@ -97,13 +104,18 @@ impl Service {
         let shared = &self.shared;
         let counters = &shared.stats.service;
         let tenant = shared.spaces.tenant(&hashed.salt);
-        shared.spaces.name(worker.space.id(), worker.space.model.as_str());
+        shared
+            .spaces
+            .name(worker.space.id(), worker.space.model.as_str());
         let requests = self.write_requests(worker, hashed, tenant, wanted);
         let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
         let requests: Vec<WriteRequest> =
             requests.into_iter().map(|(_, request)| request).collect();
         let mut chunks = Vec::with_capacity(requests.len());
-        for (index, reservation) in indices.into_iter().zip(shared.engine.reserve(&requests)) {
+        for (index, reservation) in indices
+            .into_iter()
+            .zip(shared.engine.reserve(worker.owner, &requests))
+        {
             let chunk = hashed.chunks.start + index;
             match reservation {
                 Reservation::Reserved(ticket) => chunks.push(PendingChunk {
@@ -130,10 +142,22 @@ impl Service {
         let request = |(index, key): (usize, lmc_key::ChunkKey)| {
             let parent = hashed.parent(hashed.chunks.start + index);
             let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
-            (index, WriteRequest { key, parent, tenant, len: worker.chunk_bytes })
+            (
+                index,
+                WriteRequest {
+                    key,
+                    parent,
+                    tenant,
+                    len: worker.chunk_bytes,
+                },
+            )
         };
         let wanted = |(index, _): &(usize, lmc_key::ChunkKey)| wanted(*index);
-        keys.into_iter().enumerate().filter(wanted).map(request).collect()
+        keys.into_iter()
+            .enumerate()
+            .filter(wanted)
+            .map(request)
+            .collect()
     }
 
     /// Makes written chunks findable and announces them.
@@ -165,7 +189,10 @@ impl Service {
         }
         let chunk = self.shared.config.hasher.chunk_size() as usize;
         let from = key.start as usize + index * chunk;
-        key.token_ids.get(from..from + chunk).unwrap_or_default().into()
+        key.token_ids
+            .get(from..from + chunk)
+            .unwrap_or_default()
+            .into()
     }
 
     fn descriptor(worker: &Worker, offset: u64, length: u64) -> SlotDescriptor {
@@ -185,7 +212,10 @@ impl Service {
         now: Instant,
     ) -> Reply {
         let counters = &self.shared.stats.service;
-        let nothing = Reply::StoreSlots { slots: Vec::new(), chunk_indices: Vec::new() };
+        let nothing = Reply::StoreSlots {
+            slots: Vec::new(),
+            chunk_indices: Vec::new(),
+        };
         let (worker, hashed) = match self.worker(client, key, instance_id, now) {
             Ok(found) => found,
             // "Nothing to write": the worker goes on, and nothing was promised.
@@ -198,8 +228,10 @@ impl Service {
         let id = (transfer_key(key, instance_id), Direction::Store);
         {
             let state = self.shared.state.lock();
-            if let Some(Transfer { pending: Pending::Store { chunks, .. }, .. }) =
-                state.transfers.get(&id)
+            if let Some(Transfer {
+                pending: Pending::Store { chunks, .. },
+                ..
+            }) = state.transfers.get(&id)
             {
                 // Asked again: the same slots, so that none is held twice.
                 return store_slots(&worker, chunks);
@@ -215,9 +247,18 @@ impl Service {
             return nothing;
         }
         let reply = store_slots(&worker, &chunks);
-        let pending = Pending::Store { space: worker.space.id(), chunks };
-        let before =
-            self.shared.state.lock().transfers.insert(id, Transfer { client, since: now, pending });
+        let pending = Pending::Store {
+            space: worker.space.id(),
+            chunks,
+        };
+        let before = self.shared.state.lock().transfers.insert(
+            id,
+            Transfer {
+                client,
+                since: now,
+                pending,
+            },
+        );
         drop(before);
         reply
     }
@@ -249,7 +290,11 @@ impl Service {
             }
             state.transfers.remove(&id)
         };
-        let Some(Transfer { pending: Pending::Store { space, chunks }, .. }) = transfer else {
+        let Some(Transfer {
+            pending: Pending::Store { space, chunks },
+            ..
+        }) = transfer
+        else {
             add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
@@ -270,12 +315,13 @@ impl Service {
     /// Leases all chunks of a range, or none.
     fn acquire(&self, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
         let keys = hashed.keys(&worker.space, worker.kv_rank);
-        let owner = self.shared.state.lock().new_owner();
-        let leases = self.shared.engine.lookup(owner, &keys);
-        let whole = leases.len() == keys.len() && !keys.is_empty();
+        if keys.is_empty() {
+            return None;
+        }
+        let leases = self.shared.engine.acquire(worker.owner, &keys)?;
         // Identity says the same; a chunk of another size must never reach an engine.
-        let sized = leases.iter().all(|lease| lease.len() == worker.chunk_bytes);
-        (whole && sized).then_some(leases)
+        let sized = leases.iter().all(|slot| slot.len() == worker.chunk_bytes);
+        sized.then_some(leases)
     }
 
     /// One worker is done with a range that its request's lookup held for it.
@@ -304,8 +350,10 @@ impl Service {
         let id = (transfer_key(key, instance_id), Direction::Retrieve);
         let over = {
             let state = self.shared.state.lock();
-            if let Some(Transfer { pending: Pending::Retrieve { leases, .. }, .. }) =
-                state.transfers.get(&id)
+            if let Some(Transfer {
+                pending: Pending::Retrieve { leases, .. },
+                ..
+            }) = state.transfers.get(&id)
             {
                 return Reply::RetrieveSlots(Some(retrieve_slots(&worker, leases)));
             }
@@ -314,7 +362,11 @@ impl Service {
         if over {
             add(&counters.over_limit, 1);
         }
-        let leases = if over { None } else { self.acquire(&worker, &hashed) };
+        let leases = if over {
+            None
+        } else {
+            self.acquire(&worker, &hashed)
+        };
         let Some(leases) = leases else {
             add(&counters.retrieves_missed, 1);
             self.reader_done(key, worker.space.id(), worker.kv_rank, hashed.chunks);
@@ -327,8 +379,14 @@ impl Service {
             first_chunk: hashed.chunks.start,
             leases,
         };
-        let before =
-            self.shared.state.lock().transfers.insert(id, Transfer { client, since: now, pending });
+        let before = self.shared.state.lock().transfers.insert(
+            id,
+            Transfer {
+                client,
+                since: now,
+                pending,
+            },
+        );
         drop(before);
         Reply::RetrieveSlots(Some(slots))
     }
@@ -347,12 +405,21 @@ impl Service {
             add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
-        let Pending::Retrieve { space, kv_rank, first_chunk, leases } = pending else {
+        let Pending::Retrieve {
+            space,
+            kv_rank,
+            first_chunk,
+            leases,
+        } = pending
+        else {
             return Reply::Bool(false);
         };
         add(&counters.retrieves, 1);
         add(&counters.retrieved_chunks, leases.len() as u64);
-        add(&counters.retrieved_bytes, leases.iter().map(|lease| lease.len()).sum());
+        add(
+            &counters.retrieved_bytes,
+            leases.iter().map(|slot| slot.len()).sum(),
+        );
         self.reader_done(key, space, kv_rank, first_chunk..first_chunk + leases.len());
         Reply::Bool(true)
     }
@@ -375,13 +442,22 @@ impl Service {
             Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
         };
         let Some(copies) = worker.copies.clone() else {
-            return Outcome::Reply(refuse("worker registered as engine_driven cannot ask to store"));
+            return Outcome::Reply(refuse(
+                "worker registered as engine_driven cannot ask to store",
+            ));
         };
         let service = self.clone();
         Outcome::Job(Job::new(move || {
             let stored = service.store_now(&key, &worker, &hashed, &copies, &block_ids);
             let counters = &service.shared.stats.service;
-            add(if stored { &counters.stores } else { &counters.stores_failed }, 1);
+            add(
+                if stored {
+                    &counters.stores
+                } else {
+                    &counters.stores_failed
+                },
+                1,
+            );
             Reply::Transferred(stored)
         }))
     }
@@ -408,7 +484,9 @@ impl Service {
                 null.is_none_or(|null| !of_chunk.contains(&null))
             })
         };
-        let absent = (0..hashed.chunks.len()).filter(|&index| !whole(index)).count();
+        let absent = (0..hashed.chunks.len())
+            .filter(|&index| !whole(index))
+            .count();
         add(&counters.chunks_null, absent as u64);
         let mut chunks = self.reserve(worker, hashed, whole);
         if chunks.is_empty() {
@@ -434,7 +512,10 @@ impl Service {
             }
         }
         add(&counters.gather_nanos, started.elapsed().as_nanos() as u64);
-        add(&counters.gather_bytes, worker.chunk_bytes * chunks.len() as u64);
+        add(
+            &counters.gather_bytes,
+            worker.chunk_bytes * chunks.len() as u64,
+        );
         let written = chunks
             .into_iter()
             .map(|chunk| Written {
@@ -475,14 +556,19 @@ impl Service {
         let service = self.clone();
         Outcome::Job(Job::new(move || {
             let counters = &service.shared.stats.service;
-            let copied = leases.as_ref().map_or(Err("a chunk is missing".to_owned()), |leases| {
-                service.scatter(&worker, leases, &copies, &block_ids, skip_first_n_tokens)
-            });
+            let copied = leases
+                .as_ref()
+                .map_or(Err("a chunk is missing".to_owned()), |leases| {
+                    service.scatter(&worker, leases, &copies, &block_ids, skip_first_n_tokens)
+                });
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
                     add(&counters.retrieves, 1);
                     add(&counters.retrieved_chunks, leases.len() as u64);
-                    add(&counters.retrieved_bytes, worker.chunk_bytes * leases.len() as u64);
+                    add(
+                        &counters.retrieved_bytes,
+                        worker.chunk_bytes * leases.len() as u64,
+                    );
                 }
                 _ => add(&counters.retrieves_missed, 1),
             }
@@ -506,22 +592,34 @@ impl Service {
         covers(copies, block_ids, leases.len())?;
         let started = Instant::now();
         let indices: Vec<usize> = (0..leases.len()).collect();
-        let chunks: Vec<&[u8]> = leases.iter().map(|lease| lease.bytes()).collect();
+        let chunks: Vec<&[u8]> = leases.iter().map(|slot| slot.bytes()).collect();
         let mut plans = Vec::with_capacity(copies.len());
         for (copy, ids) in copies.iter().zip(block_ids) {
             // Blocks that the engine shares with its own prefix cache are whole, so whole
             // blocks are skipped.
             let skip = skip_first_n_tokens / copy.tokens_per_block;
-            plans.push(plan(copy, ids, &indices, skip, self.shared.config.null_block_id)?);
+            plans.push(plan(
+                copy,
+                ids,
+                &indices,
+                skip,
+                self.shared.config.null_block_id,
+            )?);
         }
         // Everything is checked by now: an engine's memory is written wholly or not at all.
         for (copy, plan) in copies.iter().zip(&plans) {
-            let chunks: Vec<&[u8]> = chunks.iter().map(|chunk| &chunk[copy.range.clone()]).collect();
+            let chunks: Vec<&[u8]> = chunks
+                .iter()
+                .map(|chunk| &chunk[copy.range.clone()])
+                .collect();
             let copied = self.shared.copies.scatter(plan, &chunks);
             copied.map_err(|error| error.to_string())?;
         }
         add(&counters.scatter_nanos, started.elapsed().as_nanos() as u64);
-        add(&counters.scatter_bytes, worker.chunk_bytes * leases.len() as u64);
+        add(
+            &counters.scatter_bytes,
+            worker.chunk_bytes * leases.len() as u64,
+        );
         Ok(())
     }
 }
@@ -538,16 +636,17 @@ fn store_slots(worker: &Worker, chunks: &[PendingChunk]) -> Reply {
     Reply::StoreSlots {
         slots: chunks
             .iter()
-            .map(|chunk| {
-                Service::descriptor(worker, chunk.ticket.offset(), chunk.ticket.len())
-            })
+            .map(|chunk| Service::descriptor(worker, chunk.ticket.offset(), chunk.ticket.len()))
             .collect(),
         chunk_indices: chunks.iter().map(|chunk| chunk.index as u64).collect(),
     }
 }
 
 fn retrieve_slots(worker: &Worker, leases: &Leases) -> Vec<SlotDescriptor> {
-    leases.iter().map(|lease| Service::descriptor(worker, lease.offset(), lease.len())).collect()
+    leases
+        .iter()
+        .map(|slot| Service::descriptor(worker, slot.offset(), slot.len()))
+        .collect()
 }
 
 /// Checks that there are block ids for each group and chunk.
@@ -562,7 +661,10 @@ fn covers(copies: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result
     for (copy, ids) in copies.iter().zip(block_ids) {
         let needed = copy.blocks_per_chunk * chunks as u64;
         if (ids.len() as u64) < needed {
-            return Err(format!("{} block ids for {chunks} chunks, {needed} needed", ids.len()));
+            return Err(format!(
+                "{} block ids for {chunks} chunks, {needed} needed",
+                ids.len()
+            ));
         }
     }
     Ok(())
@@ -576,8 +678,10 @@ fn plan(
     skip_blocks: u64,
     null_block: Option<u32>,
 ) -> Result<CopyPlan, String> {
-    let starts: Vec<u64> =
-        indices.iter().map(|&index| index as u64 * copy.blocks_per_chunk).collect();
+    let starts: Vec<u64> = indices
+        .iter()
+        .map(|&index| index as u64 * copy.blocks_per_chunk)
+        .collect();
     let request = PlanRequest {
         block_ids,
         chunk_starts: &starts,

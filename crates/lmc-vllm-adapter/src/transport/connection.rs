@@ -16,9 +16,7 @@ use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, 
 use crate::protocol::{Operation, Reply, decode_request};
 use crate::service::{ClientId, ConnectionEnd, NextBatch, Outcome, Service, Subscription};
 use crate::transport::router::ZmqConfig;
-use crate::transport::zmtp::{
-    Decoder, Event, encode_message, encode_pong, encode_ready, greeting,
-};
+use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 
 /// Bytes asked from the socket at a time when nothing larger is announced.
 const READ_CHUNK: usize = 64 << 10;
@@ -177,9 +175,13 @@ impl Connection {
             Ok(Some(Event::Ping(context))) => encode_pong(&context, &mut self.output),
             Ok(Some(Event::Message(frames))) => self.message(&frames),
             Err(error) => {
-                self.service.transport_counters().broken.fetch_add(1, Ordering::Relaxed);
+                self.service
+                    .transport_counters()
+                    .broken
+                    .fetch_add(1, Ordering::Relaxed);
                 debug!(client = %self.client, %error, "closing a connection");
-                self.service.warn_throttled(&format!("closed a connection: {error}"));
+                self.service
+                    .warn_throttled(&format!("closed a connection: {error}"));
                 return Err(ConnectionEnd::Closed);
             }
         }
@@ -188,7 +190,11 @@ impl Connection {
 
     fn message(&mut self, frames: &[Bytes]) {
         let (uid, operation, payloads) = match classify(frames) {
-            Ok(Incoming::Request { uid, operation, payloads }) => (uid, operation, payloads),
+            Ok(Incoming::Request {
+                uid,
+                operation,
+                payloads,
+            }) => (uid, operation, payloads),
             Ok(Incoming::StreamAck { uid }) => {
                 if let Some(stream) = self.streams.get_mut(uid) {
                     stream.credit = true;
@@ -203,8 +209,12 @@ impl Connection {
                 return;
             }
             Err(error) => {
-                self.service.transport_counters().unanswerable.fetch_add(1, Ordering::Relaxed);
-                self.service.warn_throttled(&format!("dropped a message: {error}"));
+                self.service
+                    .transport_counters()
+                    .unanswerable
+                    .fetch_add(1, Ordering::Relaxed);
+                self.service
+                    .warn_throttled(&format!("dropped a message: {error}"));
                 return;
             }
         };
@@ -229,8 +239,10 @@ impl Connection {
     }
 
     fn refuse(&mut self, uid: &Bytes, operation: &Bytes, error: &DecodeError) {
-        self.service.record_refusal(decode_operation(operation).ok());
-        self.service.warn_throttled(&format!("refused a request: {error}"));
+        self.service
+            .record_refusal(decode_operation(operation).ok());
+        self.service
+            .warn_throttled(&format!("refused a request: {error}"));
         self.answer(uid, operation, &Reply::Error(format!("lmc: {error}")));
     }
 
@@ -251,7 +263,11 @@ impl Connection {
                 .unwrap_or_else(|_| Reply::Error("lmc: the copy failed inside the server".into()));
             service.record(asked, &reply, started.elapsed());
             // Without a receiver the connection is gone, and the answer with it.
-            let _ = sender.send(Deferred { uid, operation, reply });
+            let _ = sender.send(Deferred {
+                uid,
+                operation,
+                reply,
+            });
         }));
     }
 
@@ -261,7 +277,11 @@ impl Connection {
             self.answer(uid, operation, &Reply::Error(text));
             return;
         }
-        let stream = Stream { operation: operation.clone(), subscription, credit: true };
+        let stream = Stream {
+            operation: operation.clone(),
+            subscription,
+            credit: true,
+        };
         self.streams.insert(uid.clone(), stream);
     }
 
@@ -305,7 +325,10 @@ impl Connection {
 
     /// Takes what has arrived. False when nothing had, after all.
     fn read(&mut self) -> Result<bool, ConnectionEnd> {
-        let missing = self.decoder.missing(&self.input).clamp(READ_CHUNK, GROW_CHUNK);
+        let missing = self
+            .decoder
+            .missing(&self.input)
+            .clamp(READ_CHUNK, GROW_CHUNK);
         self.input.reserve(missing);
         match self.stream.try_read_buf(&mut self.input) {
             Ok(0) => Err(ConnectionEnd::Gone),
@@ -326,7 +349,9 @@ impl Connection {
             match self.stream.try_write(&self.output) {
                 Ok(written) => {
                     let counters = self.service.transport_counters();
-                    counters.bytes_out.fetch_add(written as u64, Ordering::Relaxed);
+                    counters
+                        .bytes_out
+                        .fetch_add(written as u64, Ordering::Relaxed);
                     bytes::Buf::advance(&mut self.output, written);
                     moved = true;
                 }

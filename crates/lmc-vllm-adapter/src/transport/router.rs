@@ -81,11 +81,21 @@ impl ZmqServer {
     /// # Errors
     /// [`BindError`] when the address is taken or cannot be resolved.
     pub async fn bind(config: ZmqConfig, service: Service) -> Result<Self, BindError> {
-        let failed = |source| BindError { host: config.host.clone(), port: config.port, source };
-        let listener =
-            TcpListener::bind((config.host.as_str(), config.port)).await.map_err(failed)?;
+        let failed = |source| BindError {
+            host: config.host.clone(),
+            port: config.port,
+            source,
+        };
+        let listener = TcpListener::bind((config.host.as_str(), config.port))
+            .await
+            .map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        Ok(Self { listener, address, config, service })
+        Ok(Self {
+            listener,
+            address,
+            config,
+            service,
+        })
     }
 
     /// Where the socket listens.
@@ -120,7 +130,9 @@ impl ZmqServer {
                 continue;
             }
             open.fetch_add(1, Ordering::Relaxed);
-            counters.connections_accepted.fetch_add(1, Ordering::Relaxed);
+            counters
+                .connections_accepted
+                .fetch_add(1, Ordering::Relaxed);
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
             let task = serve(
                 stream,
@@ -136,7 +148,10 @@ impl ZmqServer {
             });
         }
         let drained = async { while connections.join_next().await.is_some() {} };
-        if tokio::time::timeout(config.stop_timeout, drained).await.is_err() {
+        if tokio::time::timeout(config.stop_timeout, drained)
+            .await
+            .is_err()
+        {
             warn!("connections with unanswered requests were closed at the stop deadline");
         }
     }
@@ -153,7 +168,9 @@ async fn serve(
     let _ = stream.set_nodelay(true);
     let open = service.transport_counters();
     open.connections_open.fetch_add(1, Ordering::Relaxed);
-    let end = Connection::new(stream, client, service.clone(), config, stop).run().await;
+    let end = Connection::new(stream, client, service.clone(), config, stop)
+        .run()
+        .await;
     debug!(%client, ?end, "connection ended");
     open.connections_open.fetch_sub(1, Ordering::Relaxed);
     service.client_gone(client, end, Instant::now());

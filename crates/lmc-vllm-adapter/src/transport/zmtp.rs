@@ -29,7 +29,10 @@ pub struct Limits {
 impl Default for Limits {
     /// 32 MiB (a prompt of a million tokens takes at most 5 MB) in 16 frames.
     fn default() -> Self {
-        Self { message_bytes: 32 << 20, frames: 16 }
+        Self {
+            message_bytes: 32 << 20,
+            frames: 16,
+        }
     }
 }
 
@@ -97,7 +100,12 @@ pub(crate) struct Decoder {
 
 impl Decoder {
     pub(crate) fn new(limits: Limits) -> Self {
-        Self { limits, state: State::Greeting, frames: Vec::new(), message_bytes: 0 }
+        Self {
+            limits,
+            state: State::Greeting,
+            frames: Vec::new(),
+            message_bytes: 0,
+        }
     }
 
     /// Whether the handshake is over.
@@ -119,7 +127,9 @@ impl Decoder {
                 }
                 continue;
             }
-            let Some((flags, body)) = self.frame(input)? else { return Ok(None) };
+            let Some((flags, body)) = self.frame(input)? else {
+                return Ok(None);
+            };
             if flags & FLAG_COMMAND != 0 {
                 match self.command(body)? {
                     Some(event) => return Ok(Some(event)),
@@ -142,12 +152,16 @@ impl Decoder {
     pub(crate) fn missing(&self, input: &[u8]) -> usize {
         let (header, len) = match (self.state, input) {
             (State::Traffic, [flags, rest @ ..]) if flags & FLAG_LONG != 0 => {
-                let Some(len) = rest.first_chunk::<8>() else { return 0 };
+                let Some(len) = rest.first_chunk::<8>() else {
+                    return 0;
+                };
                 (9, u64::from_be_bytes(*len))
             }
             _ => return 0,
         };
-        let len = usize::try_from(len).unwrap_or(usize::MAX).min(self.limits.message_bytes);
+        let len = usize::try_from(len)
+            .unwrap_or(usize::MAX)
+            .min(self.limits.message_bytes);
         (header + len).saturating_sub(input.len())
     }
 
@@ -172,9 +186,14 @@ impl Decoder {
             return Ok(false);
         }
         let greeting = input.split_to(GREETING_LEN);
-        let name = greeting[12..32].split(|&byte| byte == 0).next().unwrap_or_default();
+        let name = greeting[12..32]
+            .split(|&byte| byte == 0)
+            .next()
+            .unwrap_or_default();
         if name != MECHANISM {
-            return Err(ZmtpError::Mechanism(String::from_utf8_lossy(name).into_owned()));
+            return Err(ZmtpError::Mechanism(
+                String::from_utf8_lossy(name).into_owned(),
+            ));
         }
         self.state = State::Ready;
         Ok(true)
@@ -182,18 +201,27 @@ impl Decoder {
 
     /// Cuts one frame off the input, when all of it has arrived.
     fn frame(&mut self, input: &mut BytesMut) -> Result<Option<(u8, Bytes)>, ZmtpError> {
-        let Some(&flags) = input.first() else { return Ok(None) };
+        let Some(&flags) = input.first() else {
+            return Ok(None);
+        };
         if flags & !(FLAG_MORE | FLAG_LONG | FLAG_COMMAND) != 0
             || flags & (FLAG_MORE | FLAG_COMMAND) == FLAG_MORE | FLAG_COMMAND
         {
             return Err(ZmtpError::Flags(flags));
         }
         let (header, len) = if flags & FLAG_LONG == 0 {
-            let Some(&len) = input.get(1) else { return Ok(None) };
+            let Some(&len) = input.get(1) else {
+                return Ok(None);
+            };
             (2, u64::from(len))
         } else {
-            let Some(len) = input.get(1..9) else { return Ok(None) };
-            (9, u64::from_be_bytes(len.try_into().expect("the slice has eight bytes")))
+            let Some(len) = input.get(1..9) else {
+                return Ok(None);
+            };
+            (
+                9,
+                u64::from_be_bytes(len.try_into().expect("the slice has eight bytes")),
+            )
         };
         if flags & FLAG_COMMAND != 0 {
             if len > MAX_COMMAND as u64 {
@@ -202,7 +230,10 @@ impl Decoder {
         } else {
             let found = self.message_bytes.saturating_add(len);
             if found > self.limits.message_bytes as u64 {
-                return Err(ZmtpError::MessageBytes { found, max: self.limits.message_bytes });
+                return Err(ZmtpError::MessageBytes {
+                    found,
+                    max: self.limits.message_bytes,
+                });
             }
             if self.frames.len() >= self.limits.frames {
                 return Err(ZmtpError::Frames(self.limits.frames));
@@ -235,7 +266,9 @@ impl Decoder {
                 }
                 match &socket_type[..] {
                     b"DEALER" | b"REQ" | b"ROUTER" => Ok(Some(Event::Ready(socket_type))),
-                    _ => Err(ZmtpError::BadCommand("socket type is not DEALER, REQ or ROUTER")),
+                    _ => Err(ZmtpError::BadCommand(
+                        "socket type is not DEALER, REQ or ROUTER",
+                    )),
                 }
             }
             (b"PING", State::Traffic) => {
@@ -309,7 +342,11 @@ pub(crate) fn encode_pong(context: &[u8], out: &mut BytesMut) {
 /// Appends one message.
 pub(crate) fn encode_message<F: AsRef<[u8]>>(frames: &[F], out: &mut BytesMut) {
     for (index, frame) in frames.iter().enumerate() {
-        let more = if index + 1 < frames.len() { FLAG_MORE } else { 0 };
+        let more = if index + 1 < frames.len() {
+            FLAG_MORE
+        } else {
+            0
+        };
         encode_frame(frame.as_ref(), more, out);
     }
 }
@@ -357,8 +394,16 @@ mod tests {
             while let Some(event) = decoder.next(&mut input).expect("valid rest") {
                 events.push(event);
             }
-            let Some(Event::Message(frames)) = events.pop() else { panic!("no message at {cut}") };
-            assert_eq!(frames, message.iter().map(|f| Bytes::from(f.clone())).collect::<Vec<_>>());
+            let Some(Event::Message(frames)) = events.pop() else {
+                panic!("no message at {cut}")
+            };
+            assert_eq!(
+                frames,
+                message
+                    .iter()
+                    .map(|f| Bytes::from(f.clone()))
+                    .collect::<Vec<_>>()
+            );
             assert_eq!(events.len(), 1, "READY alone came before the message");
         }
     }
@@ -368,13 +413,19 @@ mod tests {
         let (mut decoder, mut input) = opened(Limits::default());
         input.extend_from_slice(&[FLAG_LONG]);
         input.extend_from_slice(&u64::MAX.to_be_bytes());
-        assert!(matches!(decoder.next(&mut input), Err(ZmtpError::MessageBytes { .. })));
+        assert!(matches!(
+            decoder.next(&mut input),
+            Err(ZmtpError::MessageBytes { .. })
+        ));
         assert!(input.capacity() < 1 << 20);
     }
 
     #[test]
     fn a_message_of_endless_small_frames_is_refused() {
-        let (mut decoder, mut input) = opened(Limits { message_bytes: 1 << 20, frames: 4 });
+        let (mut decoder, mut input) = opened(Limits {
+            message_bytes: 1 << 20,
+            frames: 4,
+        });
         for _ in 0..5 {
             input.extend_from_slice(&[FLAG_MORE, 0]);
         }
@@ -385,7 +436,10 @@ mod tests {
     fn strangers_are_recognised_by_their_first_bytes() {
         let check = |bytes: &[u8], expected: ZmtpError| {
             let mut input = BytesMut::from(bytes);
-            assert_eq!(Decoder::new(Limits::default()).next(&mut input), Err(expected));
+            assert_eq!(
+                Decoder::new(Limits::default()).next(&mut input),
+                Err(expected)
+            );
         };
         check(b"GET / HTTP/1.1\r\n", ZmtpError::Signature(b'G'));
         let mut old = greeting();
@@ -409,7 +463,10 @@ mod tests {
     fn a_ping_is_answered_with_its_context() {
         let (mut decoder, mut input) = opened(Limits::default());
         encode_frame(b"\x04PING\x00\x0ahello", FLAG_COMMAND, &mut input);
-        assert_eq!(decoder.next(&mut input), Ok(Some(Event::Ping(Bytes::from_static(b"hello")))));
+        assert_eq!(
+            decoder.next(&mut input),
+            Ok(Some(Event::Ping(Bytes::from_static(b"hello"))))
+        );
     }
 
     proptest! {

@@ -23,7 +23,9 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             frames.push(value(|w| w.uint(r.instance_id)));
             frames.push(value(|w| {
                 w.array(r.kv_caches.len());
-                r.kv_caches.iter().for_each(|descriptor| descriptor.encode(w));
+                r.kv_caches
+                    .iter()
+                    .for_each(|descriptor| descriptor.encode(w));
             }));
             frames.push(value(|w| w.str(&r.model_name)));
             frames.push(value(|w| w.uint(u64::from(r.world_size))));
@@ -79,13 +81,22 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
                 Some(slots) => w.uint(u64::from(slots)),
             }
         })),
-        Request::Store { key, instance_id, block_ids } => {
+        Request::Store {
+            key,
+            instance_id,
+            block_ids,
+        } => {
             frames.push(cache_key(key));
             frames.push(value(|w| w.uint(*instance_id)));
             frames.push(lists(block_ids));
             frames.push(value(|w| w.bin(b"")));
         }
-        Request::Retrieve { key, instance_id, block_ids, skip_first_n_tokens } => {
+        Request::Retrieve {
+            key,
+            instance_id,
+            block_ids,
+            skip_first_n_tokens,
+        } => {
             frames.push(cache_key(key));
             frames.push(value(|w| w.uint(*instance_id)));
             frames.push(lists(block_ids));
@@ -99,7 +110,10 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
         Request::QueryPrefetchStatus { request_id } | Request::EndSession { request_id } => {
             frames.push(value(|w| w.str(request_id)));
         }
-        Request::WaitPrefetchStatus { request_id, timeout } => {
+        Request::WaitPrefetchStatus {
+            request_id,
+            timeout,
+        } => {
             frames.push(value(|w| w.str(request_id)));
             frames.push(value(|w| w.float(*timeout)));
         }
@@ -109,7 +123,11 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             frames.push(cache_key(key));
             frames.push(value(|w| w.uint(*instance_id)));
         }
-        Request::CommitStore { key, instance_id, pickled } => {
+        Request::CommitStore {
+            key,
+            instance_id,
+            pickled,
+        } => {
             frames.push(cache_key(key));
             frames.push(value(|w| w.uint(*instance_id)));
             frames.push(value(|w| w.bin(&vec![0x80; *pickled])));
@@ -119,7 +137,11 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             None => w.nil(),
             Some(id) => w.uint(*id),
         })),
-        Request::ReportBlockAllocation { instance_id, model_name, records } => {
+        Request::ReportBlockAllocation {
+            instance_id,
+            model_name,
+            records,
+        } => {
             frames.push(value(|w| w.uint(*instance_id)));
             frames.push(value(|w| w.str(model_name)));
             frames.push(value(|w| {
@@ -128,9 +150,10 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
                     w.map(3);
                     w.str("req_id");
                     w.str(&record.request_id);
-                    for (name, len) in
-                        [("new_block_ids", record.blocks), ("new_token_ids", record.tokens)]
-                    {
+                    for (name, len) in [
+                        ("new_block_ids", record.blocks),
+                        ("new_token_ids", record.tokens),
+                    ] {
                         w.str(name);
                         w.array(len);
                         (0..len).for_each(|_| w.uint(0));
@@ -138,7 +161,12 @@ pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
                 }
             }));
         }
-        Request::SubscribeKvEvents { instance_id, model_name, cursor, max_events } => {
+        Request::SubscribeKvEvents {
+            instance_id,
+            model_name,
+            cursor,
+            max_events,
+        } => {
             frames.push(value(|w| w.uint(*instance_id)));
             frames.push(value(|w| w.str(model_name)));
             frames.push(value(|w| w.uint(*cursor)));
@@ -202,12 +230,18 @@ fn cache_key(key: &CacheKey) -> Bytes {
 /// [`ValueError`] when the value is not what the operation answers with. A refusal is not an
 /// error here but a [`Reply::Error`].
 pub fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Reply, ValueError> {
-    let [answered, payload @ ..] = frames else { return Err(ValueError::Missing("operation")) };
+    let [answered, payload @ ..] = frames else {
+        return Err(ValueError::Missing("operation"));
+    };
     if decode_operation(answered) != Ok(operation) {
-        let text = Reader::new(answered).str("refusal", 64 << 10).unwrap_or("no text");
+        let text = Reader::new(answered)
+            .str("refusal", 64 << 10)
+            .unwrap_or("no text");
         return Ok(Reply::Error(text.to_owned()));
     }
-    let Some(payload) = payload.first() else { return Ok(Reply::None) };
+    let Some(payload) = payload.first() else {
+        return Ok(Reply::None);
+    };
     let mut reader = Reader::new(payload);
     let r = &mut reader;
     let reply = match operation {
@@ -231,7 +265,11 @@ pub fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Reply, Val
         Operation::RegisterEngineDriven => registered(r)?,
         Operation::PrepareStore | Operation::PrepareRetrieve => slots(operation, r)?,
         Operation::SubscribeKvEvents => Reply::Events(events(r)?),
-        _ => return Err(ValueError::Invalid(format!("{operation} answers with nothing"))),
+        _ => {
+            return Err(ValueError::Invalid(format!(
+                "{operation} answers with nothing"
+            )));
+        }
     };
     reader.finish()?;
     Ok(reply)
@@ -246,7 +284,10 @@ fn registered(r: &mut Reader<'_>) -> Result<Reply, ValueError> {
             _ => r.skip()?,
         }
     }
-    Ok(Reply::Registered { shm_name, pool_size })
+    Ok(Reply::Registered {
+        shm_name,
+        pool_size,
+    })
 }
 
 fn slots(operation: Operation, r: &mut Reader<'_>) -> Result<Reply, ValueError> {
@@ -275,14 +316,21 @@ fn slots(operation: Operation, r: &mut Reader<'_>) -> Result<Reply, ValueError> 
         }
     }
     Ok(match operation {
-        Operation::PrepareStore => Reply::StoreSlots { slots, chunk_indices },
+        Operation::PrepareStore => Reply::StoreSlots {
+            slots,
+            chunk_indices,
+        },
         _ => Reply::RetrieveSlots(success.then_some(slots)),
     })
 }
 
 fn slot(r: &mut Reader<'_>) -> Result<SlotDescriptor, ValueError> {
-    let mut slot =
-        SlotDescriptor { offset: 0, length: 0, shape: Vec::new(), dtype: String::new() };
+    let mut slot = SlotDescriptor {
+        offset: 0,
+        length: 0,
+        shape: Vec::new(),
+        dtype: String::new(),
+    };
     for _ in 0..r.map("slot", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
             "offset" => slot.offset = r.number("offset")?,

@@ -43,8 +43,14 @@ fn requests() -> Vec<Request> {
                 recurrent_state: false,
             }],
         })),
-        Request::Unregister { instance_id: 7, engine_driven: false },
-        Request::Unregister { instance_id: 7, engine_driven: true },
+        Request::Unregister {
+            instance_id: 7,
+            engine_driven: false,
+        },
+        Request::Unregister {
+            instance_id: 7,
+            engine_driven: true,
+        },
         Request::RegisterEngineDriven(EngineDrivenContext {
             instance_id: 9,
             model_name: "m".to_owned(),
@@ -56,30 +62,63 @@ fn requests() -> Vec<Request> {
             use_mla: false,
             num_physical_slots: Some(256),
         }),
-        Request::Store { key: key(), instance_id: 9, block_ids: vec![vec![1, 2, 300], vec![]] },
+        Request::Store {
+            key: key(),
+            instance_id: 9,
+            block_ids: vec![vec![1, 2, 300], vec![]],
+        },
         Request::Retrieve {
             key: key(),
             instance_id: 9,
             block_ids: vec![vec![5]],
             skip_first_n_tokens: 16,
         },
-        Request::Lookup(CacheKey { worker_id: None, ..key() }),
-        Request::QueryPrefetchStatus { request_id: request_id.clone() },
-        Request::WaitPrefetchStatus { request_id: request_id.clone(), timeout: 0.25 },
+        Request::Lookup(CacheKey {
+            worker_id: None,
+            ..key()
+        }),
+        Request::QueryPrefetchStatus {
+            request_id: request_id.clone(),
+        },
+        Request::WaitPrefetchStatus {
+            request_id: request_id.clone(),
+            timeout: 0.25,
+        },
         Request::FreeLookupLocks(key()),
-        Request::EndSession { request_id: request_id.clone() },
-        Request::PrepareStore { key: key(), instance_id: 9 },
-        Request::CommitStore { key: key(), instance_id: 9, pickled: 0 },
-        Request::PrepareRetrieve { key: key(), instance_id: 9 },
-        Request::CommitRetrieve { key: key(), instance_id: 9 },
+        Request::EndSession {
+            request_id: request_id.clone(),
+        },
+        Request::PrepareStore {
+            key: key(),
+            instance_id: 9,
+        },
+        Request::CommitStore {
+            key: key(),
+            instance_id: 9,
+            pickled: 0,
+        },
+        Request::PrepareRetrieve {
+            key: key(),
+            instance_id: 9,
+        },
+        Request::CommitRetrieve {
+            key: key(),
+            instance_id: 9,
+        },
         Request::Clear { force: true },
         Request::GetChunkSize,
         Request::Ping { instance_id: None },
-        Request::Ping { instance_id: Some(1 << 40) },
+        Request::Ping {
+            instance_id: Some(1 << 40),
+        },
         Request::ReportBlockAllocation {
             instance_id: 3,
             model_name: "m".to_owned(),
-            records: vec![BlockAllocation { request_id, blocks: 3, tokens: 48 }],
+            records: vec![BlockAllocation {
+                request_id,
+                blocks: 3,
+                tokens: 48,
+            }],
         },
         Request::Noop,
         Request::GetExperimental,
@@ -96,7 +135,12 @@ fn requests() -> Vec<Request> {
 fn every_request_survives_the_round_trip() {
     for request in requests() {
         let frames = encode_request(300, &request);
-        let Ok(Incoming::Request { operation, payloads, .. }) = classify(&frames) else {
+        let Ok(Incoming::Request {
+            operation,
+            payloads,
+            ..
+        }) = classify(&frames)
+        else {
             panic!("{request:?} is not a request");
         };
         assert_eq!(decode_request(operation, payloads).as_ref(), Ok(&request));
@@ -112,7 +156,11 @@ fn every_prefix_of_a_payload_is_refused_without_a_panic() {
                 let mut frames = frames.clone();
                 frames[index] = frames[index].slice(..cut);
                 let refused = decode_request(&frames[1], &frames[2..]);
-                assert!(refused.is_err(), "{request:?} cut at {cut} of payload {}", index - 2);
+                assert!(
+                    refused.is_err(),
+                    "{request:?} cut at {cut} of payload {}",
+                    index - 2
+                );
             }
         }
     }
@@ -120,7 +168,9 @@ fn every_prefix_of_a_payload_is_refused_without_a_panic() {
 
 fn refusal(operation: &[u8], payloads: &[&[u8]]) -> String {
     let payloads: Vec<_> = payloads.iter().map(|p| Bytes::copy_from_slice(p)).collect();
-    decode_request(operation, &payloads).expect_err("should be refused").to_string()
+    decode_request(operation, &payloads)
+        .expect_err("should be refused")
+        .to_string()
 }
 
 #[test]
@@ -136,8 +186,16 @@ fn refusals_say_what_was_wrong() {
     check(&[29], &[], "p2p_lookup_and_lock is not supported");
     check(&[8], &[b"\x80"], "lookup takes 2 payload frames, found 1");
     check(&[8], &[b"\x80", b"\x01"], "field `model_name` is missing");
-    check(&[8], &[b"\x81\xaacache_salt\xa3a@b", b"\x01"], "must not contain '@'");
-    check(&[22], &[b"\xa1x"], "expected an integer at byte 0, found a string");
+    check(
+        &[8],
+        &[b"\x81\xaacache_salt\xa3a@b", b"\x01"],
+        "must not contain '@'",
+    );
+    check(
+        &[22],
+        &[b"\xa1x"],
+        "expected an integer at byte 0, found a string",
+    );
     check(&[22], &[b"\x01\x01"], "1 bytes after the value");
 }
 
@@ -164,19 +222,31 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
         lost: false,
         events: vec![event],
     };
-    let registered = Reply::Registered { shm_name: "lmc_5555".to_owned(), pool_size: 1 << 40 };
-    let slots = Reply::StoreSlots { slots: vec![slot.clone()], chunk_indices: vec![1] };
+    let registered = Reply::Registered {
+        shm_name: "lmc_5555".to_owned(),
+        pool_size: 1 << 40,
+    };
+    let slots = Reply::StoreSlots {
+        slots: vec![slot.clone()],
+        chunk_indices: vec![1],
+    };
     for (operation, reply) in [
         (Operation::Lookup, Reply::None),
         (Operation::QueryPrefetchStatus, Reply::Int(512)),
         (Operation::QueryPrefetchStatus, Reply::None),
         (Operation::Noop, Reply::Text("OK".to_owned())),
-        (Operation::GetExperimental, Reply::Strings(vec!["kv_event_stream".to_owned()])),
+        (
+            Operation::GetExperimental,
+            Reply::Strings(vec!["kv_event_stream".to_owned()]),
+        ),
         (Operation::CommitStore, Reply::Bool(true)),
         (Operation::Store, Reply::Transferred(true)),
         (Operation::RegisterEngineDriven, registered),
         (Operation::PrepareStore, slots),
-        (Operation::PrepareRetrieve, Reply::RetrieveSlots(Some(vec![slot]))),
+        (
+            Operation::PrepareRetrieve,
+            Reply::RetrieveSlots(Some(vec![slot])),
+        ),
         (Operation::PrepareRetrieve, Reply::RetrieveSlots(None)),
         (Operation::SubscribeKvEvents, Reply::Events(batch)),
         (Operation::Lookup, Reply::Error("lmc: no".to_owned())),

@@ -1,0 +1,121 @@
+//! What an engine shows of itself.
+
+use lmc_backend_local::{LocalStats, LocalUsage, TenantId, TenantUsage};
+use serde::Serialize;
+
+/// What the engine holds at one moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct EngineUsage {
+    /// Bytes of the pool.
+    pub pool_bytes: u64,
+    /// Bytes of it that are taken: chunks, reservations, and what is read after its removal.
+    pub used_bytes: u64,
+    /// Longest run of free bytes.
+    pub largest_free_bytes: u64,
+    /// Chunks that can be found.
+    pub chunks: u64,
+    /// Their bytes.
+    pub chunk_bytes: u64,
+    /// Leases out.
+    pub leases: u64,
+    /// Slots reserved and not committed.
+    pub reserved_slots: u64,
+    /// Chunks pinned.
+    pub pinned: u64,
+    /// Slots that something may still be writing to after a failure.
+    pub quarantined_slots: u64,
+    /// Bytes whose memory the system has provided already.
+    pub prefaulted_bytes: u64,
+}
+
+impl EngineUsage {
+    pub(crate) fn new(local: &LocalUsage, pool_bytes: u64, prefaulted_bytes: u64) -> Self {
+        Self {
+            pool_bytes,
+            used_bytes: local.pool.used,
+            largest_free_bytes: local.pool.largest_free,
+            chunks: local.chunks,
+            chunk_bytes: local.bytes,
+            leases: local.leases,
+            reserved_slots: local.writing,
+            pinned: local.pinned,
+            quarantined_slots: local.pool.quarantined_slots,
+            prefaulted_bytes,
+        }
+    }
+}
+
+/// What the engine counted since it was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct EngineStats {
+    /// Chunks found by lookups.
+    pub hits: u64,
+    /// Chunks asked for and not found.
+    pub misses: u64,
+    /// Chunks that became findable.
+    pub inserted: u64,
+    /// Their bytes.
+    pub inserted_bytes: u64,
+    /// Chunks evicted to make room.
+    pub evicted_room: u64,
+    /// Chunks evicted because their tenant was over its quota.
+    pub evicted_quota: u64,
+    /// Chunks evicted above the high watermark.
+    pub evicted_watermark: u64,
+    /// Bytes of evicted chunks.
+    pub evicted_bytes: u64,
+    /// Chunks removed by name.
+    pub removed: u64,
+    /// Chunks that went with a clear.
+    pub cleared: u64,
+    /// Reservations that found no room.
+    pub no_room: u64,
+    /// Reservations refused by a quota.
+    pub over_quota: u64,
+    /// Writes that found the key being written by another.
+    pub busy: u64,
+}
+
+impl From<LocalStats> for EngineStats {
+    fn from(local: LocalStats) -> Self {
+        Self {
+            hits: local.hits,
+            misses: local.misses,
+            inserted: local.inserted,
+            inserted_bytes: local.inserted_bytes,
+            evicted_room: local.evicted_room,
+            evicted_quota: local.evicted_quota,
+            evicted_watermark: local.evicted_watermark,
+            evicted_bytes: local.evicted_bytes,
+            removed: local.removed,
+            cleared: local.cleared,
+            no_room: local.reserve_no_room,
+            over_quota: local.reserve_quota,
+            busy: local.busy,
+        }
+    }
+}
+
+/// What a tenant uses and may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TenantStatus {
+    /// Its number.
+    pub tenant: u32,
+    /// Bytes of its chunks.
+    pub bytes: u64,
+    /// Bytes that it may use; none means that it shares what is not promised to others.
+    pub quota: Option<u64>,
+}
+
+impl TenantStatus {
+    pub(crate) fn new(tenant: TenantId, usage: TenantUsage) -> Self {
+        Self {
+            tenant: tenant.0,
+            bytes: usage.bytes,
+            quota: usage.quota,
+        }
+    }
+}
