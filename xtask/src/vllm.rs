@@ -1,0 +1,56 @@
+//! `cargo xtask test-vllm`: real vLLM on CPU against the server.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// The folder of the Python environment, made when it is not there.
+pub(crate) fn environment() -> Result<String> {
+    let made = Command::new("bash")
+        .arg("xtask/python/setup.sh")
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot run bash")?;
+    if !made.status.success() {
+        bail!(
+            "the Python environment could not be made: see above; pip and 7 GB of disk are needed"
+        );
+    }
+    let folder = String::from_utf8(made.stdout)?;
+    let folder = folder
+        .lines()
+        .last()
+        .context("setup.sh printed no folder")?;
+    Ok(folder.to_owned())
+}
+
+/// Builds the server as users run it.
+pub(crate) fn build_server() -> Result<&'static str> {
+    let built = Command::new("cargo")
+        .args(["build", "--release", "--quiet", "--package", "lmc-server"])
+        .status()
+        .context("cannot run cargo")?;
+    if !built.success() {
+        bail!("the server does not build");
+    }
+    let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_owned());
+    let binary = Path::new(&target).join("release/lmc");
+    Ok(Box::leak(
+        binary.to_string_lossy().into_owned().into_boxed_str(),
+    ))
+}
+
+pub(crate) fn run(args: &[String]) -> Result<bool> {
+    let server = build_server()?;
+    let folder = environment()?;
+    let status = Command::new(format!("{folder}/bin/python"))
+        .arg("xtask/python/scenarios.py")
+        .args(["--server-bin", server])
+        .args(args)
+        .stdin(Stdio::null())
+        .status()
+        .context("cannot run the environment's python")?;
+    Ok(status.success())
+}
