@@ -32,11 +32,12 @@ const LONG: usize = 1000;
 const EXCUSE: &str = "//! Long because: ";
 
 type Faults = Vec<String>;
+type Rule = fn(&Path) -> Faults;
 
 /// Runs every rule. Whether the tree keeps them all.
 pub(crate) fn run() -> Result<bool> {
     let root = crate::root();
-    let rules: [(&str, fn(&Path) -> Faults); 7] = [
+    let rules: [(&str, Rule); 7] = [
         ("layering", layering),
         ("file sizes", sizes),
         ("links", links),
@@ -317,7 +318,7 @@ fn forbidden(root: &Path) -> Faults {
 mod tests {
     use super::*;
 
-    fn check(rule: fn(&Path) -> Faults) {
+    fn check(rule: Rule) {
         let faults = rule(&crate::root());
         assert!(faults.is_empty(), "{}", faults.join("\n"));
     }

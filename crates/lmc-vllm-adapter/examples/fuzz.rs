@@ -63,11 +63,19 @@ fn main() {
         }
     };
     let seconds: u64 = seconds.parse().expect("SECONDS is a number");
-    let now = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64);
-    let seed = rest.first().map_or(now, |seed| seed.parse().expect("SEED is a number"));
+    let now = UNIX_EPOCH
+        .elapsed()
+        .map_or(1, |since| since.as_nanos() as u64);
+    let seed = rest
+        .first()
+        .map_or(now, |seed| seed.parse().expect("SEED is a number"));
     println!("fuzz {target}: {seconds} s, seed {seed}");
     let mut pool: Vec<Vec<u8>> = vec![Vec::new(), (0..64).collect()];
-    for entry in std::fs::read_dir(format!("fuzz/seeds/{target}")).into_iter().flatten().flatten() {
+    for entry in std::fs::read_dir(format!("fuzz/seeds/{target}"))
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         pool.extend(std::fs::read(entry.path()));
     }
     let seeds = pool.len();

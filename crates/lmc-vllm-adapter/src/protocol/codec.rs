@@ -14,11 +14,11 @@ use crate::protocol::{
 };
 
 /// Most tokens of one prompt.
-pub const MAX_TOKENS: usize = 4 << 20;
+pub(crate) const MAX_TOKENS: usize = 4 << 20;
 /// Most bytes of a model name, a request id or another name.
-pub const MAX_NAME: usize = 1024;
+pub(crate) const MAX_NAME: usize = 1024;
 /// Most characters of a cache salt, as LMCache has it.
-pub const MAX_SALT: usize = 128;
+pub(crate) const MAX_SALT: usize = 128;
 const MAX_BLOCK_IDS: usize = 4 << 20;
 const MAX_LAYERS: usize = 4096;
 const MAX_GROUPS: usize = 256;
@@ -140,7 +140,7 @@ fn clip(text: &str) -> String {
 ///
 /// # Errors
 /// [`DecodeError`]; every variant but [`DecodeError::Unanswerable`] has a text for the client.
-pub fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, DecodeError> {
+pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, DecodeError> {
     let operation = decode_operation(operation)?;
     let expected = payload_count(operation).ok_or(DecodeError::Unsupported(operation))?;
     if payloads.len() != expected {
@@ -652,7 +652,7 @@ fn encode_events(batch: &KvEventBatch, out: &mut Writer) {
 
 mod client;
 
-pub use client::{decode_reply, encode_request};
+pub(crate) use client::{decode_reply, encode_request};
 
 #[cfg(test)]
 mod tests;

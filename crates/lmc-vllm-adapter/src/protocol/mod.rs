@@ -5,7 +5,8 @@ mod descriptor;
 pub(crate) mod msgpack;
 mod operation;
 
-pub use codec::{DecodeError, decode_reply, decode_request, encode_request};
+pub use codec::DecodeError;
+pub(crate) use codec::{decode_reply, decode_request, encode_request};
 pub use descriptor::{CpuShm, DescriptorError, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
 pub use operation::{

@@ -51,7 +51,7 @@ impl Service {
     pub(super) fn hash(&self, key: &CacheKey) -> Result<Hashed, Reply> {
         let shared = &self.shared;
         let chunk = u64::from(shared.config.hasher.chunk_size());
-        if key.start % chunk != 0 {
+        if !key.start.is_multiple_of(chunk) {
             return Err(refuse(&format!(
                 "start {} is not a multiple of the chunk size {chunk}",
                 key.start

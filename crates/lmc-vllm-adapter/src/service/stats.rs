@@ -12,7 +12,7 @@ pub const HISTOGRAM_BUCKETS: usize = 4 * 26 + 1;
 
 /// How long something took, in buckets whose bounds grow by a quarter of a doubling.
 #[derive(Debug)]
-pub struct Histogram {
+pub(crate) struct Histogram {
     buckets: [AtomicU64; HISTOGRAM_BUCKETS],
     sum_nanos: AtomicU64,
 }
@@ -28,14 +28,14 @@ impl Default for Histogram {
 
 impl Histogram {
     /// Counts one duration.
-    pub fn record(&self, took: Duration) {
+    pub(crate) fn record(&self, took: Duration) {
         let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.buckets[bucket(nanos)].fetch_add(1, Ordering::Relaxed);
         self.sum_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
     /// What was counted so far.
-    pub fn snapshot(&self) -> HistogramSnapshot {
+    pub(crate) fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             buckets: self
                 .buckets

@@ -17,29 +17,29 @@ use lmc_vllm_adapter::{
 use tokio::sync::watch;
 
 /// Tokens of a chunk in these tests.
-pub const CHUNK: usize = 16;
-pub const LAYERS: u32 = 2;
-pub const HIDDEN: u32 = 8;
+pub(crate) const CHUNK: usize = 16;
+pub(crate) const LAYERS: u32 = 2;
+pub(crate) const HIDDEN: u32 = 8;
 /// Bytes of a chunk of `[2, LAYERS, CHUNK, HIDDEN]` in float32.
-pub const CHUNK_BYTES: usize = 2 * LAYERS as usize * CHUNK * HIDDEN as usize * 4;
-pub const MODEL: &str = "test/llama";
+pub(crate) const CHUNK_BYTES: usize = 2 * LAYERS as usize * CHUNK * HIDDEN as usize * 4;
+pub(crate) const MODEL: &str = "test/llama";
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-pub struct Server {
-    pub service: Service,
-    pub address: SocketAddr,
-    pub shm_name: String,
-    pub pool_bytes: u64,
+pub(crate) struct Server {
+    pub(crate) service: Service,
+    pub(crate) address: SocketAddr,
+    pub(crate) shm_name: String,
+    pub(crate) pool_bytes: u64,
     stop: watch::Sender<bool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Server {
-    pub fn start() -> Self {
+    pub(crate) fn start() -> Self {
         Self::with(1 << 20, |_| {}, |_| {})
     }
 
-    pub fn with(
+    pub(crate) fn with(
         pool_bytes: usize,
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
@@ -87,21 +87,21 @@ impl Server {
         }
     }
 
-    pub fn client(&self) -> Client {
+    pub(crate) fn client(&self) -> Client {
         Client::connect(self.address, TIMEOUT).expect("a connection")
     }
 
-    pub fn status(&self) -> ServiceStatus {
+    pub(crate) fn status(&self) -> ServiceStatus {
         self.service.status(Instant::now())
     }
 
     /// The pool as a worker maps it.
-    pub fn pool(&self) -> Pool {
+    pub(crate) fn pool(&self) -> Pool {
         Pool::open(&self.shm_name)
     }
 
     /// Waits until a condition holds.
-    pub fn eventually(&self, what: &str, condition: impl Fn(&ServiceStatus) -> bool) {
+    pub(crate) fn eventually(&self, what: &str, condition: impl Fn(&ServiceStatus) -> bool) {
         let deadline = Instant::now() + TIMEOUT;
         while !condition(&self.status()) {
             assert!(
@@ -114,7 +114,7 @@ impl Server {
     }
 
     /// Nothing is held by anybody: no lease, no reservation, no session, no transfer.
-    pub fn assert_idle(&self) {
+    pub(crate) fn assert_idle(&self) {
         self.eventually("nothing is held", |status| {
             status.sessions.sessions == 0
                 && status.transfers.stores == 0
@@ -139,7 +139,7 @@ impl Drop for Server {
 }
 
 /// The shared pool, read and written as a worker does.
-pub struct Pool {
+pub(crate) struct Pool {
     file: std::fs::File,
 }
 
@@ -154,7 +154,7 @@ impl Pool {
         Self { file }
     }
 
-    pub fn write(&self, slot: &SlotDescriptor, bytes: &[u8]) {
+    pub(crate) fn write(&self, slot: &SlotDescriptor, bytes: &[u8]) {
         use std::os::unix::fs::FileExt;
         assert_eq!(slot.length as usize, bytes.len());
         self.file
@@ -162,7 +162,7 @@ impl Pool {
             .expect("inside the pool");
     }
 
-    pub fn read(&self, slot: &SlotDescriptor) -> Vec<u8> {
+    pub(crate) fn read(&self, slot: &SlotDescriptor) -> Vec<u8> {
         use std::os::unix::fs::FileExt;
         let mut bytes = vec![0; slot.length as usize];
         self.file
@@ -173,7 +173,7 @@ impl Pool {
 }
 
 /// Bytes of a chunk that prove whose they are: derived from its tokens, rank and dtype seed.
-pub fn chunk_bytes(tokens: &[u32], chunk: usize, seed: u32) -> Vec<u8> {
+pub(crate) fn chunk_bytes(tokens: &[u32], chunk: usize, seed: u32) -> Vec<u8> {
     let mut state = 0x9e37_79b9_u32 ^ seed.wrapping_mul(0x85eb_ca6b);
     for &token in &tokens[..(chunk + 1) * CHUNK] {
         state = (state ^ token).wrapping_mul(0x01000193).rotate_left(7);
@@ -188,28 +188,28 @@ pub fn chunk_bytes(tokens: &[u32], chunk: usize, seed: u32) -> Vec<u8> {
         .collect()
 }
 
-pub fn prompt(seed: u32, tokens: usize) -> Vec<u32> {
+pub(crate) fn prompt(seed: u32, tokens: usize) -> Vec<u32> {
     (0..tokens as u32)
         .map(|i| (i * 7 + 1).wrapping_mul(seed * 2 + 1) % 50_000)
         .collect()
 }
 
 /// One engine worker that copies by itself.
-pub struct Worker {
-    pub client: Client,
-    pub instance_id: u64,
-    pub rank: u32,
-    pub world_size: u32,
-    pub pool: Pool,
-    pub dtype: &'static str,
+pub(crate) struct Worker {
+    pub(crate) client: Client,
+    pub(crate) instance_id: u64,
+    pub(crate) rank: u32,
+    pub(crate) world_size: u32,
+    pub(crate) pool: Pool,
+    pub(crate) dtype: &'static str,
 }
 
 impl Worker {
-    pub fn register(server: &Server, instance_id: u64) -> Self {
+    pub(crate) fn register(server: &Server, instance_id: u64) -> Self {
         Self::register_rank(server, instance_id, 0, 1, "float32")
     }
 
-    pub fn register_rank(
+    pub(crate) fn register_rank(
         server: &Server,
         instance_id: u64,
         rank: u32,
@@ -249,7 +249,12 @@ impl Worker {
         }
     }
 
-    pub fn key(&self, request: &str, tokens: &[u32], chunks: std::ops::Range<usize>) -> CacheKey {
+    pub(crate) fn key(
+        &self,
+        request: &str,
+        tokens: &[u32],
+        chunks: std::ops::Range<usize>,
+    ) -> CacheKey {
         CacheKey {
             model_name: MODEL.to_owned(),
             world_size: self.world_size,
@@ -263,7 +268,7 @@ impl Worker {
         }
     }
 
-    pub fn prepare_store(&mut self, key: &CacheKey) -> (Vec<SlotDescriptor>, Vec<u64>) {
+    pub(crate) fn prepare_store(&mut self, key: &CacheKey) -> (Vec<SlotDescriptor>, Vec<u64>) {
         let instance_id = self.instance_id;
         let request = Request::PrepareStore {
             key: key.clone(),
@@ -279,7 +284,7 @@ impl Worker {
     }
 
     /// Writes the bytes that belong to the chunks of a prepared store.
-    pub fn fill(&self, key: &CacheKey, slots: &[SlotDescriptor], indices: &[u64]) {
+    pub(crate) fn fill(&self, key: &CacheKey, slots: &[SlotDescriptor], indices: &[u64]) {
         for (slot, &index) in slots.iter().zip(indices) {
             let chunk = key.start as usize / CHUNK + index as usize;
             let bytes = chunk_bytes(&key.token_ids, chunk, self.seed(key));
@@ -287,12 +292,12 @@ impl Worker {
         }
     }
 
-    pub fn seed(&self, key: &CacheKey) -> u32 {
+    pub(crate) fn seed(&self, key: &CacheKey) -> u32 {
         let salt: u32 = key.cache_salt.bytes().map(u32::from).sum();
         self.rank * 31 + salt * 7 + u32::from(self.dtype != "float32")
     }
 
-    pub fn commit_store(&mut self, key: &CacheKey) -> bool {
+    pub(crate) fn commit_store(&mut self, key: &CacheKey) -> bool {
         let request = Request::CommitStore {
             key: key.clone(),
             instance_id: self.instance_id,
@@ -302,7 +307,7 @@ impl Worker {
     }
 
     /// Stores a range as an engine does. How many chunks were new.
-    pub fn store(&mut self, key: &CacheKey) -> usize {
+    pub(crate) fn store(&mut self, key: &CacheKey) -> usize {
         let (slots, indices) = self.prepare_store(key);
         if slots.is_empty() {
             return 0;
@@ -313,7 +318,7 @@ impl Worker {
     }
 
     /// Retrieves a range and checks every byte. False when it was a miss.
-    pub fn retrieve(&mut self, key: &CacheKey) -> bool {
+    pub(crate) fn retrieve(&mut self, key: &CacheKey) -> bool {
         let instance_id = self.instance_id;
         let request = Request::PrepareRetrieve {
             key: key.clone(),
@@ -344,7 +349,7 @@ impl Worker {
 }
 
 /// Looks up the whole chunks of a prompt. How many lead.
-pub fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
+pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     let key = CacheKey {
         worker_id: None,
         ..key.clone()
@@ -364,7 +369,7 @@ pub fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     }
 }
 
-pub fn end(client: &mut Client, request: &str) {
+pub(crate) fn end(client: &mut Client, request: &str) {
     let request_id = request.to_owned();
     client
         .ask(&Request::EndSession { request_id })

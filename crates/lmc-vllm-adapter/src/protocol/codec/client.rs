@@ -11,7 +11,7 @@ use crate::protocol::{
 const MAX_SLOTS: usize = 1 << 20;
 
 /// The frames of a request: number, operation, payloads.
-pub fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
+pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
     let operation = request.operation();
     let mut frames = vec![value(|w| w.uint(uid))];
     frames.push(value(|w| match operation.id() {
@@ -229,7 +229,7 @@ fn cache_key(key: &CacheKey) -> Bytes {
 /// # Errors
 /// [`ValueError`] when the value is not what the operation answers with. A refusal is not an
 /// error here but a [`Reply::Error`].
-pub fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Reply, ValueError> {
+pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Reply, ValueError> {
     let [answered, payload @ ..] = frames else {
         return Err(ValueError::Missing("operation"));
     };
