@@ -64,6 +64,8 @@ mod slab;
 mod stats;
 pub use stats::{LocalStats, LocalUsage};
 
+mod table;
+
 mod tier;
 pub use tier::{
     Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, NewChunk, Reservation,

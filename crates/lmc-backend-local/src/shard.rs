@@ -3,18 +3,21 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use hashbrown::HashTable;
 use lmc_key::{ChunkKey, FoldState};
 use lmc_memory::SealedSlot;
 
 use crate::TenantId;
 use crate::class::Class;
-use crate::policy::{EvictionPolicy, List, PolicyKind};
+use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
 use crate::slab::{Entry, EntryRef, Place, Slab};
+use crate::table::Table;
 
 /// Entries that may be set aside in one step of eviction, so that the lock is held for
 /// microseconds. Each was paid for by the lease, pin or child that sets it aside.
 const ASIDE_PER_STEP: u32 = 256;
+
+/// Keys that are warmed at once: as many as a core has memory reads under way, and then some.
+pub(crate) const WARM: usize = 32;
 
 /// The order of one tenant class in one shard.
 struct Order {
@@ -27,7 +30,7 @@ struct Order {
 pub(crate) struct Shard {
     id: usize,
     kind: PolicyKind,
-    table: HashTable<u32>,
+    table: Table,
     slab: Slab,
     shared: Order,
     /// Classes of tenants with a quota.
@@ -111,7 +114,7 @@ impl Shard {
         Self {
             id,
             kind,
-            table: HashTable::new(),
+            table: Table::default(),
             slab: Slab::new(id),
             shared: Order::new(kind, shared),
             quotas: HashMap::new(),
@@ -122,8 +125,23 @@ impl Shard {
 
     #[inline]
     pub(crate) fn find(&self, fold: u64, key: &ChunkKey) -> Option<u32> {
-        let same = |&index: &u32| self.slab.entry(index).key == *key;
-        self.table.find(fold, same).copied()
+        self.table
+            .find(fold, |index| self.slab.entry(index).key == *key)
+    }
+
+    /// Reads what finding these keys will read, in loops so tight that the processor has many of
+    /// the reads under way at once. In a large index each of them misses every cache, and they
+    /// depend on each other only within a key.
+    pub(crate) fn warm(&self, places: &[u32], folds: &[u64]) {
+        let mut likely = [NIL; WARM];
+        for (likely, &place) in likely.iter_mut().zip(places) {
+            *likely = self.table.glance(folds[place as usize]).unwrap_or(NIL);
+        }
+        let mut read = 0;
+        for &index in likely.iter().filter(|&&index| index != NIL) {
+            read ^= self.slab.glance(index);
+        }
+        std::hint::black_box(read);
     }
 
     pub(crate) fn entry(&self, index: u32) -> &Entry {
@@ -168,10 +186,14 @@ impl Shard {
         stamp: u64,
     ) -> u32 {
         let bytes = slot.len();
+        if self.table.is_full() {
+            // In the slab's order: the keys are read one after the other.
+            let all = self.slab.occupied(0);
+            self.table
+                .rebuild(all.map(|(index, entry)| (entry.key.fold(), index)));
+        }
         let index = self.slab.insert(key, slot, tenant);
-        let slab = &self.slab;
-        let rehash = |&index: &u32| slab.entry(index).key.fold();
-        self.table.insert_unique(fold, index, rehash);
+        self.table.insert(fold, index);
         let (order, slab) = self.order(tenant);
         let print = fingerprint(&key);
         order.policy.insert(&mut slab.nodes, index, print, stamp);
@@ -296,10 +318,7 @@ impl Shard {
         let tenant = self.slab.tenant(index);
         let entry = self.slab.remove(index);
         let (fold, bytes) = (entry.key.fold(), entry.slot.len());
-        let found = self.table.find_entry(fold, |&i| i == index);
-        found
-            .expect("every occupied place is in the table")
-            .remove();
+        self.table.remove(fold, index);
         if entry.holds > 0 {
             self.pins.remove(&index);
         }

@@ -8,10 +8,10 @@ use lmc_memory::SealedSlot;
 use crate::TenantId;
 use crate::policy::{NIL, Node, Nodes};
 
-const CHUNK_BITS: u32 = 8;
+const CHUNK_BITS: u32 = 6;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// An array that grows by 256 elements and never moves them: no pause for copying, and no more
+/// An array that grows by 64 elements and never moves them: no pause for copying, and no more
 /// than one chunk of slack.
 #[derive(Debug)]
 pub(crate) struct Chunked<T> {
@@ -217,6 +217,14 @@ impl Slab {
     pub(crate) fn entry_mut(&mut self, index: u32) -> &mut Entry {
         let entry = self.entries[index].as_mut();
         entry.expect("the table and the queues name occupied places only")
+    }
+
+    /// Reads from each cache line that a use of the entry reads.
+    #[inline]
+    pub(crate) fn glance(&self, index: u32) -> u32 {
+        let entry = self.entries[index].as_ref();
+        let key = |entry: &Entry| entry.holds ^ entry.children ^ u32::from(entry.key.kv_rank);
+        entry.map_or(0, key) ^ self.nodes[index].next
     }
 
     pub(crate) fn tenant(&self, index: u32) -> TenantId {

@@ -8,6 +8,7 @@ use lmc_key::ChunkKey;
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
 use crate::lease::Leased;
+use crate::shard::WARM;
 use crate::{Lease, Leases, OwnerId, Removal, TenantId};
 
 /// How much [`LocalTier::clear`] takes.
@@ -46,14 +47,13 @@ impl LocalTier {
         let mut leading = limit;
         for (shard, places) in batch.shards() {
             let shard = inner.shards[shard].lock();
-            for &place in places.iter().rev() {
-                let place = place as usize;
-                if place >= leading {
-                    break;
-                }
-                if shard.find(batch.folds[place], &keys[place]).is_none() {
-                    leading = place;
-                    break;
+            for places in places.rchunks(WARM) {
+                shard.warm(places, &batch.folds);
+                for &place in places.iter().rev() {
+                    let place = place as usize;
+                    if place < leading && shard.find(batch.folds[place], &keys[place]).is_none() {
+                        leading = place;
+                    }
                 }
             }
         }
@@ -263,15 +263,18 @@ impl Inner {
         let mut missing = keys.len();
         for (shard, places) in batch.shards() {
             let mut shard = self.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                let Some(index) = shard.find(batch.folds[place], &keys[place]) else {
-                    missing = missing.min(place);
-                    continue;
-                };
-                let stamp = first + (keys.len() - 1 - place) as u64;
-                let (slot, name) = shard.lease(index, stamp);
-                leased[place] = Some(Leased { slot, name });
+            for places in places.chunks(WARM) {
+                shard.warm(places, &batch.folds);
+                for &place in places {
+                    let place = place as usize;
+                    let Some(index) = shard.find(batch.folds[place], &keys[place]) else {
+                        missing = missing.min(place);
+                        continue;
+                    };
+                    let stamp = first + (keys.len() - 1 - place) as u64;
+                    let (slot, name) = shard.lease(index, stamp);
+                    leased[place] = Some(Leased { slot, name });
+                }
             }
             shard.publish();
         }

@@ -1,0 +1,218 @@
+//! Hash to slab index, one cache line for a look.
+//!
+//! A general table keeps its control bytes and its values apart, which is two cache misses for a
+//! lookup in a large index, and doubles, which leaves it half empty. This one has everything of
+//! a bucket in one line and grows by a quarter.
+
+/// Slots of a bucket.
+const SLOTS: usize = 12;
+const EMPTY: u8 = 0;
+
+/// One cache line.
+#[derive(Clone, Debug)]
+#[repr(align(64))]
+struct Bucket {
+    indices: [u32; SLOTS],
+    /// How many entries were put further on because this bucket was full. While it is 0, a look
+    /// ends here.
+    passed: u32,
+    /// Eight bits of each entry's hash, never 0; 0 for an empty slot.
+    tags: [u8; SLOTS],
+}
+
+impl Bucket {
+    const NEW: Self = Self {
+        indices: [0; SLOTS],
+        passed: 0,
+        tags: [EMPTY; SLOTS],
+    };
+
+    /// The slots with this tag: bit 7 for the first, 15 for the second, and so on.
+    #[inline]
+    fn candidates(&self, tag: u8) -> u128 {
+        const LOW: u128 = u128::MAX / 255 * 0x7f;
+        let mut bytes = [0xff; 16];
+        bytes[..SLOTS].copy_from_slice(&self.tags);
+        let differ = u128::from_le_bytes(bytes) ^ (u128::MAX / 255 * u128::from(tag));
+        // The top bit of a byte is set when the byte is 0; no carry leaves a byte. The shorter
+        // trick with a borrow would take an empty slot for a match, with whatever index is there.
+        // The four bytes that are no slots may match too, so they are cut off.
+        !(((differ & LOW) + LOW) | differ | LOW) & ((1 << (8 * SLOTS)) - 1)
+    }
+
+    fn empty_slot(&self) -> Option<usize> {
+        self.tags.iter().position(|&tag| tag == EMPTY)
+    }
+}
+
+/// A set of slab indices, found by hash. Equal hashes are fine; the caller compares keys.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    buckets: Vec<Bucket>,
+    len: usize,
+}
+
+/// The low 32 bits choose the bucket, the top 8 are the tag; the shard is chosen by bits between.
+#[inline]
+fn tag(hash: u64) -> u8 {
+    ((hash >> 56) as u8).max(1)
+}
+
+impl Table {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    fn home(&self, hash: u64) -> usize {
+        ((hash & 0xffff_ffff) * self.buckets.len() as u64 >> 32) as usize
+    }
+
+    #[inline]
+    fn after(&self, bucket: usize) -> usize {
+        match bucket + 1 {
+            end if end == self.buckets.len() => 0,
+            next => next,
+        }
+    }
+
+    /// Where the index is for which `same` holds: bucket and slot.
+    #[inline]
+    fn place(&self, hash: u64, mut same: impl FnMut(u32) -> bool) -> Option<(usize, usize)> {
+        let (mut at, tag) = (self.home(hash), tag(hash));
+        loop {
+            let bucket = self.buckets.get(at)?;
+            let mut candidates = bucket.candidates(tag);
+            while candidates != 0 {
+                let slot = candidates.trailing_zeros() as usize / 8;
+                if same(bucket.indices[slot]) {
+                    return Some((at, slot));
+                }
+                candidates &= candidates - 1;
+            }
+            if bucket.passed == 0 {
+                return None;
+            }
+            at = self.after(at);
+        }
+    }
+
+    /// The index with this hash for which `same` holds.
+    #[inline]
+    pub(crate) fn find(&self, hash: u64, same: impl FnMut(u32) -> bool) -> Option<u32> {
+        let (at, slot) = self.place(hash, same)?;
+        Some(self.buckets[at].indices[slot])
+    }
+
+    /// An index that may be the one with this hash, without a look at its key.
+    #[inline]
+    pub(crate) fn glance(&self, hash: u64) -> Option<u32> {
+        let bucket = self.buckets.get(self.home(hash))?;
+        let candidates = bucket.candidates(tag(hash));
+        let slot = candidates.trailing_zeros() as usize / 8;
+        (candidates != 0).then(|| bucket.indices[slot])
+    }
+
+    /// Whether the next insert needs [`Table::rebuild`] first.
+    pub(crate) fn is_full(&self) -> bool {
+        // At seven eighths few entries lie outside of their bucket.
+        (self.len + 1) * 8 > self.buckets.len() * SLOTS * 7
+    }
+
+    /// Makes the table a quarter larger and fills it with `all`, which is what is in it.
+    pub(crate) fn rebuild(&mut self, all: impl Iterator<Item = (u64, u32)>) {
+        let buckets = self.buckets.len() + self.buckets.len() / 4 + 1;
+        // The old one goes first: nobody reads it meanwhile.
+        self.buckets = Vec::new();
+        self.buckets.resize(buckets, Bucket::NEW);
+        self.len = 0;
+        for (hash, index) in all {
+            self.insert(hash, index);
+        }
+    }
+
+    /// Adds an index that is not there. The table is not full.
+    pub(crate) fn insert(&mut self, hash: u64, index: u32) {
+        let mut at = self.home(hash);
+        loop {
+            let bucket = &mut self.buckets[at];
+            if let Some(slot) = bucket.empty_slot() {
+                bucket.tags[slot] = tag(hash);
+                bucket.indices[slot] = index;
+                break;
+            }
+            bucket.passed += 1;
+            at = self.after(at);
+        }
+        self.len += 1;
+    }
+
+    /// Takes out an index that is there.
+    pub(crate) fn remove(&mut self, hash: u64, index: u32) {
+        let found = self.place(hash, |other| other == index);
+        let (end, slot) = found.expect("every occupied place is in the table");
+        self.buckets[end].tags[slot] = EMPTY;
+        let mut at = self.home(hash);
+        while at != end {
+            self.buckets[at].passed -= 1;
+            at = self.after(at);
+        }
+        self.len -= 1;
+    }
+}
+
+const _: () = assert!(size_of::<Bucket>() == 64, "a bucket is a cache line");
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Hashes with many equal homes and tags.
+    fn hash(n: u32) -> u64 {
+        u64::from(n % 7) << 29 | u64::from(n % 5) << 56
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_set(ops in prop::collection::vec((0..300_u32, any::<bool>()), 0..900)) {
+            let mut table = Table::default();
+            let mut model = BTreeMap::new();
+            for (n, insert) in ops {
+                if insert && !model.contains_key(&n) {
+                    if table.is_full() {
+                        table.rebuild(model.iter().map(|(&n, &hash)| (hash, n)));
+                    }
+                    table.insert(hash(n), n);
+                    model.insert(n, hash(n));
+                } else if !insert && model.remove(&n).is_some() {
+                    table.remove(hash(n), n);
+                }
+                prop_assert_eq!(table.len(), model.len());
+                for n in 0..300 {
+                    let found = table.find(hash(n), |index| index == n);
+                    prop_assert_eq!(found.is_some(), model.contains_key(&n));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn it_is_never_half_empty() {
+        let mut table = Table::default();
+        for n in 0..100_000_u32 {
+            let hash = |n: u32| u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            if table.is_full() {
+                table.rebuild((0..n).map(|n| (hash(n), n)));
+            }
+            table.insert(hash(n), n);
+            let slots = table.buckets.len() * SLOTS;
+            assert!(n < 1000 || table.len() * 10 > slots * 6, "{n} in {slots}");
+        }
+        let passed: u32 = table.buckets.iter().map(|bucket| bucket.passed).sum();
+        assert!(passed < 10_000, "{passed} entries outside of their bucket");
+    }
+}

@@ -1,0 +1,65 @@
+//! A tier with many small chunks.
+
+use std::sync::Arc;
+
+use lmc_backend_local::{LocalConfig, LocalTier, NewChunk, PolicyKind, TenantId};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, WrittenSlot};
+
+use crate::counting_alloc::live;
+
+/// Chunks of a prompt of 131,072 tokens.
+pub(crate) const PROMPT: u64 = 512;
+const LEN: u64 = 64;
+
+/// A key like any other, quickly: the digest is taken to be uniform.
+pub(crate) fn key(n: u64) -> ChunkKey {
+    let mut hash = [0; 32];
+    let mut word = n;
+    for part in hash.chunks_exact_mut(8) {
+        word = (word ^ (word >> 30)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        word = (word ^ (word >> 27)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        part.copy_from_slice(&word.to_le_bytes());
+    }
+    ChunkKey {
+        space: SpaceId::new([7; 16]),
+        kv_rank: 0,
+        group: 0,
+        hash: ChunkHash::new(hash),
+    }
+}
+
+/// The keys of a prompt.
+pub(crate) fn prompt(number: u64) -> Vec<ChunkKey> {
+    (number * PROMPT..(number + 1) * PROMPT).map(key).collect()
+}
+
+/// A tier with `chunks` chunks in prompts of 512, and the heap bytes of its index for each chunk.
+/// The pool's memory is mapped and never touched.
+pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
+    let arena = ArenaConfig::anonymous((chunks * LEN) as usize)
+        .build()
+        .unwrap();
+    let config = PoolConfig::default().with_align(LEN as usize);
+    let pool = Pool::new(Arc::new(arena), config).unwrap();
+    // The pool's own table of slots is not the index's cost: it is all there before.
+    let slots = (0..chunks).map(|_| pool.reserve(LEN).unwrap().written());
+    let mut slots: Vec<WrittenSlot> = slots.collect();
+    slots.reverse();
+    let before = live();
+    let tier = LocalConfig::new(pool).with_policy(policy).build().unwrap();
+    for start in (0..chunks).step_by(PROMPT as usize) {
+        let chunk = |n: u64| NewChunk {
+            key: key(n),
+            parent: (n > start).then(|| key(n - 1)),
+            tenant: TenantId(0),
+            slot: slots.pop().unwrap(),
+        };
+        let end = (start + PROMPT).min(chunks);
+        tier.insert((start..end).map(chunk).collect());
+    }
+    let cost = (live() - before) as f64 / chunks as f64;
+    assert_eq!(tier.usage().chunks, chunks);
+    (tier, cost)
+}
