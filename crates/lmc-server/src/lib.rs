@@ -1,3 +1,16 @@
 //! The `lmc` daemon and its command-line tools, as a library so that tests can run them.
+//!
+//! [`cli`] reads the command line, [`config`] merges flags, variables and file, [`daemon`]
+//! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
+//! What the protocol's operations do lies in `lmc-vllm-adapter`.
 
+pub mod cli;
 pub mod config;
+pub mod daemon;
+pub mod http;
+pub mod metrics;
+mod occupant;
+mod pool_size;
+mod tools;
+
+pub use pool_size::{FreeMemory, choose_pool_size};

@@ -1,2 +1,7 @@
 //! The `lmc` binary.
-fn main() {}
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    lmc_server::cli::run(std::env::args_os())
+}

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use lmc_memory::{Demand, SharedName};
 use tracing_subscriber::EnvFilter;
 
 use super::setting::Raw;
@@ -29,16 +30,7 @@ pub enum SegmentName {
     /// No segment: the pool is private to the server.
     None,
     /// This name.
-    Name(String),
-}
-
-/// The NUMA node to which the pool is bound.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Node {
-    /// Wherever the system puts it.
-    None,
-    /// The node with this number.
-    Number(u32),
+    Name(SharedName),
 }
 
 macro_rules! names {
@@ -73,8 +65,8 @@ names! {
         Blake3 = "blake3",
         /// SHA-256 over CBOR, as vLLM's.
         Sha256Cbor = "sha256_cbor" | "sha256cbor",
-        /// XXH3-128: fast, not collision-proof against an adversary.
-        Xxh3 = "xxh3" | "xxh3_128",
+        /// XXH3-128 over CBOR, as vLLM's: fast, not collision-proof against an adversary.
+        Xxh3 = "xxhash_cbor" | "xxh3" | "xxh3_128",
     }
 }
 
@@ -199,10 +191,28 @@ pub(crate) fn count(raw: &Raw, least: usize, most: usize) -> Result<usize, Strin
         .ok_or_else(|| format!("expected a whole number from {least} to {most}"))
 }
 
-pub(crate) fn integer(raw: &Raw) -> Result<i64, String> {
-    raw.text()?
-        .parse()
-        .map_err(|_| "expected a whole number".to_owned())
+pub(crate) fn block_id(raw: &Raw) -> Result<Option<u32>, String> {
+    let text = raw.text()?;
+    if text == "-1" {
+        return Ok(None);
+    }
+    text.parse()
+        .map(Some)
+        .map_err(|_| "expected a block id, or -1 when every block is valid".to_owned())
+}
+
+pub(crate) fn threads(raw: &Raw) -> Result<Option<usize>, String> {
+    if raw.text()?.eq_ignore_ascii_case("auto") {
+        return Ok(None);
+    }
+    count(raw, 0, 1024).map(Some).map_err(|expected| format!("{expected}, or auto"))
+}
+
+pub(crate) fn memo_size(raw: &Raw) -> Result<ByteSize, String> {
+    match size::parse_bytes(raw.text()?, 1)? {
+        bytes if bytes > 1 << 40 => Err("expected at most 1TiB".to_owned()),
+        bytes => Ok(ByteSize(bytes)),
+    }
 }
 
 pub(crate) fn share(raw: &Raw) -> Result<f64, String> {
@@ -222,6 +232,17 @@ pub(crate) fn switch(raw: &Raw) -> Result<bool, String> {
         "true" | "1" | "yes" | "on" => Ok(true),
         "false" | "0" | "no" | "off" => Ok(false),
         _ => Err("expected true or false".to_owned()),
+    }
+}
+
+pub(crate) fn demand(raw: &Raw) -> Result<Demand, String> {
+    if raw.text()?.eq_ignore_ascii_case("auto") {
+        return Ok(Demand::Auto);
+    }
+    match switch(raw) {
+        Ok(true) => Ok(Demand::Required),
+        Ok(false) => Ok(Demand::Off),
+        Err(_) => Err("expected true, false or auto".to_owned()),
     }
 }
 
@@ -251,26 +272,18 @@ pub(crate) fn segment_name(raw: &Raw) -> Result<SegmentName, String> {
     match name {
         "auto" => Ok(SegmentName::Auto),
         "" | "none" => Ok(SegmentName::None),
-        // NAME_MAX is 255; a slash would leave /dev/shm.
-        _ if name.len() <= 200
-            && name
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) =>
-        {
-            Ok(SegmentName::Name(name.to_owned()))
-        }
-        _ => {
-            Err("expected up to 200 letters, digits, '-', '_' or '.', or auto, or none".to_owned())
-        }
+        _ => SharedName::new(name).map(SegmentName::Name).map_err(|error| {
+            format!("{error}; auto derives a name from the port, none keeps the pool private")
+        }),
     }
 }
 
-pub(crate) fn numa_node(raw: &Raw) -> Result<Node, String> {
+pub(crate) fn numa_node(raw: &Raw) -> Result<Option<u32>, String> {
     let text = raw.text()?;
     if text.eq_ignore_ascii_case("none") {
-        return Ok(Node::None);
+        return Ok(None);
     }
-    text.parse().map(Node::Number).map_err(|_| {
+    text.parse().map(Some).map_err(|_| {
         "expected the number of a NUMA node (see `numactl --hardware`), or none".to_owned()
     })
 }

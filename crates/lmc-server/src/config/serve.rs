@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use lmc_memory::Demand;
+
 use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{
-    EvictionPolicy, HashName, LogFormat, Node, PoolSize, SegmentName, TransferMode,
-};
+use super::parse::{EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
 use super::settings as s;
 
@@ -22,17 +22,17 @@ pub struct ServeConfig {
     pub http_port: u16,
     pub chunk_size: usize,
     pub hash_algorithm: HashName,
-    pub hash_memo_size: usize,
+    pub hash_memo_size: u64,
     pub transfer_mode: TransferMode,
-    pub null_block_id: i64,
+    pub null_block_id: Option<u32>,
     pub pool_size: PoolSize,
     pub align_bytes: u64,
-    pub huge_pages: bool,
+    pub huge_pages: Demand,
     pub shm_name: SegmentName,
-    pub numa_node: Node,
-    pub lock_memory: bool,
+    pub numa_node: Option<u32>,
+    pub lock_memory: Demand,
     pub prefault: bool,
-    pub copy_threads: usize,
+    pub copy_threads: Option<usize>,
     pub eviction_policy: EvictionPolicy,
     pub eviction_watermark: f64,
     pub eviction_ratio: f64,
@@ -42,6 +42,7 @@ pub struct ServeConfig {
     pub session_ttl: Duration,
     pub reap_timeout: Duration,
     pub registration_grace: Duration,
+    pub orphan_grace: Duration,
     pub shutdown_timeout: Duration,
     pub kv_event_log_size: usize,
     pub log_level: String,
@@ -99,7 +100,7 @@ impl ServeConfig {
             http_port: layers.take(&s::HTTP_PORT),
             chunk_size: layers.take(&s::CHUNK_SIZE),
             hash_algorithm: layers.take(&s::HASH_ALGORITHM),
-            hash_memo_size: layers.take(&s::HASH_MEMO_SIZE),
+            hash_memo_size: layers.take(&s::HASH_MEMO_SIZE).0,
             transfer_mode: layers.take(&s::SUPPORTED_TRANSFER_MODE),
             null_block_id: layers.take(&s::NULL_BLOCK_ID),
             pool_size: layers.take(&s::L1_SIZE_GB),
@@ -119,6 +120,7 @@ impl ServeConfig {
             session_ttl: layers.take(&s::SESSION_TTL_SECONDS),
             reap_timeout: layers.take(&s::WORKER_REAP_TIMEOUT_SECONDS),
             registration_grace: layers.take(&s::WORKER_REGISTRATION_GRACE_SECONDS),
+            orphan_grace: layers.take(&s::WORKER_ORPHAN_GRACE_SECONDS),
             shutdown_timeout: layers.take(&s::SHUTDOWN_TIMEOUT_SECONDS),
             kv_event_log_size: layers.take(&s::KV_EVENT_LOG_SIZE),
             log_level: layers.take(&s::LOG_LEVEL),
@@ -155,6 +157,15 @@ impl ServeConfig {
             layers.refuse(
                 &s::SHM_NAME.info,
                 "expected a name or auto: engine-driven transfers go through shared memory",
+            );
+        }
+        if self.eviction_ratio >= self.eviction_watermark {
+            layers.refuse(
+                &s::EVICTION_RATIO.info,
+                format!(
+                    "expected less than eviction_trigger_watermark ({}), or nothing would stay",
+                    self.eviction_watermark
+                ),
             );
         }
     }

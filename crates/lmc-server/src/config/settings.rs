@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use super::parse::{
-    self, ByteSize, EvictionPolicy, HashName, LogFormat, Node, PoolSize, SegmentName, TransferMode,
-};
+use lmc_memory::Demand;
+
+use super::parse::{self, ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Info, Raw, Setting, Shape};
 
 /// Declares the settings, and `ALL` beside them, so that none can be left out of it.
@@ -39,8 +39,8 @@ settings! {
         HOST: String = "host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port that engines connect to; 0 lets the system choose.
         PORT: u16 = "port", Value "PORT", "5555", parse::port;
-        /// Threads that serve requests; 0 takes one per core, at most 8.
-        MAX_WORKERS: usize = "max-workers", Value "N", "0", |raw| parse::count(raw, 0, 1024);
+        /// Stores and retrieves that the server carries out at a time; others wait their turn.
+        MAX_WORKERS: usize = "max-workers", Value "N", "2", |raw| parse::count(raw, 1, 1024);
     }
     Http {
         /// Address of the HTTP side (health, metrics, status, tools).
@@ -51,47 +51,47 @@ settings! {
     Identity {
         /// Tokens in a chunk, the unit of caching.
         CHUNK_SIZE: usize = "chunk-size", Value "TOKENS", "256", |raw| parse::count(raw, 1, 65_536);
-        /// Hash that identifies prefixes: blake3 (as LMCache), sha256_cbor (as vLLM) or xxh3 (trusted, single tenant).
+        /// Hash that identifies prefixes: blake3 (as LMCache), sha256_cbor (as vLLM) or xxhash_cbor (fast; one trusted tenant only).
         HASH_ALGORITHM: HashName = "hash-algorithm", Value "NAME", "blake3", parse::hash_algorithm;
-        /// Requests whose hashes are remembered, so that a prompt that grew is not hashed again; 0 remembers none.
-        HASH_MEMO_SIZE: usize = "hash-memo-size", Value "N", "4096", |raw| parse::count(raw, 0, 1 << 24);
+        /// Memory for hashes of prompts that were seen, so that they are compared instead of hashed again; 0 remembers none.
+        HASH_MEMO_SIZE: ByteSize = "hash-memo-size", Value "SIZE", "64MiB", parse::memo_size;
         /// Who copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).
         SUPPORTED_TRANSFER_MODE: TransferMode = "supported-transfer-mode", Value "MODE", "auto", parse::transfer_mode;
-        /// Block id by which an engine marks absent KV data.
-        NULL_BLOCK_ID: i64 = "null-block-id", Value "ID", "0", parse::integer;
+        /// Block id by which an engine marks absent KV data; -1 when every block is valid.
+        NULL_BLOCK_ID: Option<u32> = "null-block-id", Value "ID", "0", parse::block_id;
     }
     Pool {
         /// Size of the pool, e.g. 500GiB or 20 (a bare number is GiB); auto takes a quarter of the memory that is free.
         L1_SIZE_GB: PoolSize = "l1-size-gb", Value "SIZE", "auto", parse::pool_size;
         /// Alignment of every slot in the pool, a power of two.
         L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
-        /// Back the pool with 2 MiB huge pages (needs vm.nr_hugepages for shared memory).
-        L1_USE_HUGEPAGES: bool = "l1-use-hugepages", Switch "BOOL", "false", parse::switch;
+        /// Back the pool with 2 MiB huge pages: true fails without them, auto goes on and says why not.
+        L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "false", parse::demand;
         /// Name of the shared-memory segment; auto derives it from the port, none keeps the pool private (no engine-driven transfers).
         SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
         /// Bind the pool to a NUMA node; none leaves the placement to the system.
-        NUMA_NODE: Node = "numa-node", Value "NODE", "none", parse::numa_node;
-        /// Lock the pool into memory (mlock), so that it never swaps; needs the memlock limit.
-        LOCK_MEMORY: bool = "lock-memory", Switch "BOOL", "false", parse::switch;
+        NUMA_NODE: Option<u32> = "numa-node", Value "NODE", "none", parse::numa_node;
+        /// Lock the pool into memory, so that it never swaps: true fails when the memlock limit forbids it, auto goes on.
+        LOCK_MEMORY: Demand = "lock-memory", Switch "BOOL", "false", parse::demand;
         /// Touch every page of the pool in the background after start, so that no request pays for it.
         PREFAULT: bool = "prefault", Switch "BOOL", "true", parse::switch;
-        /// Threads that copy between engines' memory and the pool; 0 takes one per core, at most 16.
-        COPY_THREADS: usize = "copy-threads", Value "N", "0", |raw| parse::count(raw, 0, 1024);
+        /// Threads that help each copy between an engine and the pool; auto takes one less than there are cores.
+        COPY_THREADS: Option<usize> = "copy-threads", Value "N", "auto", parse::threads;
     }
     Eviction {
         /// Which chunks leave first: LRU, S3FIFO, ARC, or noop (nothing leaves; a full pool refuses stores).
         EVICTION_POLICY: EvictionPolicy = "eviction-policy", Value "NAME", "LRU", parse::eviction_policy;
         /// Share of the pool in use at which eviction starts.
         EVICTION_TRIGGER_WATERMARK: f64 = "eviction-trigger-watermark", Value "SHARE", "0.95", parse::share;
-        /// Share of the pool that one round of eviction frees.
+        /// Share of the pool that eviction frees below the watermark before it stops.
         EVICTION_RATIO: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
         /// Bytes that one cache_salt may hold, as SALT=SIZE, repeatable; _default is traffic without a salt.
         QUOTA: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
     }
     Lifetimes {
-        /// A read lease is taken back after this long without its release.
+        /// What a lookup found is held for its engine for this long at most.
         L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
-        /// A reserved slot is taken back after this long without its commit.
+        /// A transfer that was prepared and not committed counts as overdue after this long; its slots are freed only when the worker is known to be done.
         L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A request's session ends after this long without a message.
         SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
@@ -99,6 +99,8 @@ settings! {
         WORKER_REAP_TIMEOUT_SECONDS: Duration = "worker-reap-timeout-seconds", Value "SECONDS", "120", parse::reap_timeout;
         /// A worker that registered but never pinged is forgotten after this long.
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
+        /// A worker whose connection ended may come back within this long before it is forgotten.
+        WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "10", parse::duration;
         /// Requests in flight may finish for this long after SIGTERM; a second signal stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }

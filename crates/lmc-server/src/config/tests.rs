@@ -128,7 +128,7 @@ fn values_have_their_units() {
         loaded.quotas,
         vec![("a".to_owned(), 1 << 30), ("b".to_owned(), 2 << 30)]
     );
-    assert!(loaded.lock_memory);
+    assert_eq!(loaded.lock_memory, lmc_memory::Demand::Required);
     assert_eq!(loaded.read_ttl.as_secs(), 30);
     assert_eq!(loaded.eviction_ratio, 0.25);
     assert_eq!(loaded.host, "::1");
@@ -296,6 +296,6 @@ fn the_printed_configuration_reads_back_as_itself() {
 fn layers_keep_the_first_problem_of_a_file_apart_from_its_good_keys() {
     let mut layers = Layers::new([], []);
     layers.parse_file(Path::new("lmc.toml"), "port = 6000\nnope_nope = 1");
-    assert_eq!(layers.take(&super::settings::PORT), 6000);
+    assert_eq!(layers.take(&settings::PORT), 6000);
     assert_eq!(layers.finish().unwrap_err().problems.len(), 1);
 }

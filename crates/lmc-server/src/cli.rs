@@ -1,0 +1,224 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use crate::config::{self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, Verdict};
+use crate::{daemon, tools};
+
+const EXAMPLES: &str = "\
+Examples:
+  lmc serve                                  a quarter of the free memory, port 5555
+  lmc serve --l1-size-gb 100GiB --port 6555  more, and elsewhere
+  lmc serve --config lmc.toml --print-config show what is in effect, and why
+  lmc status                                 what is cached, and for whom
+
+Then, beside it:
+  vllm serve MODEL --kv-transfer-config \\
+    '{\"kv_connector\":\"LMCacheMPConnector\",\"kv_role\":\"kv_both\"}'";
+
+/// Runs the program with these arguments, the name of the program first.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let matches = match command().try_get_matches_from(args) {
+        Ok(matches) => matches,
+        Err(error) => {
+            // Help and version count as errors to clap, but end well.
+            let code = if error.use_stderr() { 2 } else { 0 };
+            let _ = error.print();
+            return ExitCode::from(code);
+        }
+    };
+    let outcome = match matches.subcommand() {
+        Some(("serve", matches)) => return serve(matches),
+        Some((name, matches)) => tools::run(name, matches),
+        None => return ExitCode::from(2),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lmc: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn command() -> Command {
+    Command::new("lmc")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("A KV-cache layer for LLM serving: keeps what engines have computed, and gives it back.")
+        .after_help(EXAMPLES)
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(serve_command())
+        .subcommands(tools::commands())
+}
+
+fn serve_command() -> Command {
+    let mut command = Command::new("serve")
+        .about("Serves engines on this host over LMCache's multiprocess protocol")
+        .long_about(
+            "Serves engines on this host over LMCache's multiprocess protocol.\n\n\
+             Each setting below is a flag, a variable (LMC_…, capitals) and a key of a TOML file.\n\
+             Flags win over variables, variables over the file.",
+        )
+        .after_help(EXAMPLES)
+        .arg(
+            Arg::new("config")
+                .long("config")
+                .value_name("FILE")
+                .value_parser(clap::value_parser!(PathBuf))
+                .help("A TOML file with settings; also LMC_CONFIG."),
+        )
+        .arg(
+            Arg::new("print-config")
+                .long("print-config")
+                .action(ArgAction::SetTrue)
+                .help("Print the settings in effect and where each came from, and end."),
+        );
+    for info in ALL_SETTINGS {
+        command = command.args(arguments(info));
+    }
+    for foreign in config::foreign_flags() {
+        command = command.arg(optional(foreign.name)).arg(no(foreign.name));
+    }
+    command
+}
+
+/// A flag's argument, and for switches the one that turns it off.
+fn arguments(info: &'static Info) -> Vec<Arg> {
+    let help = format!("{} [default: {}]", info.help.trim(), shown(info.default));
+    let arg = Arg::new(info.name)
+        .long(info.name)
+        .help(help)
+        .help_heading(info.group.heading())
+        .value_name(info.placeholder)
+        .allow_hyphen_values(true);
+    match info.shape {
+        Shape::Value => vec![arg],
+        Shape::Pairs => vec![arg.action(ArgAction::Append)],
+        Shape::Switch => vec![
+            arg.num_args(0..=1).require_equals(true).default_missing_value("true"),
+            no(info.name),
+        ],
+    }
+}
+
+fn shown(default: &str) -> &str {
+    if default.is_empty() { "none" } else { default }
+}
+
+fn optional(name: &'static str) -> Arg {
+    Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("")
+}
+
+fn no(name: &'static str) -> Arg {
+    let long: &'static str = Box::leak(format!("no-{name}").into_boxed_str());
+    Arg::new(long).long(long).hide(true).action(ArgAction::SetTrue)
+}
+
+fn serve(matches: &ArgMatches) -> ExitCode {
+    let mut warnings = Vec::new();
+    let mut refused = Vec::new();
+    for foreign in config::foreign_flags() {
+        let given = matches.get_one::<String>(foreign.name).cloned();
+        let off = matches.get_flag(&format!("no-{}", foreign.name));
+        let Some(value) = given.or_else(|| off.then(|| "no".to_owned())) else { continue };
+        match foreign.judge(&value) {
+            None => {}
+            Some(Verdict::Ignore) => warnings.push(foreign.message()),
+            Some(Verdict::Refuse) => refused.push(foreign.message()),
+        }
+    }
+    if !refused.is_empty() {
+        eprintln!("lmc serve: {}", refused.join("\nlmc serve: "));
+        return ExitCode::from(2);
+    }
+    let variables = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let file = matches.get_one::<PathBuf>("config");
+    let loaded = ServeConfig::load(flags(matches), variables, file.map(PathBuf::as_path));
+    let mut loaded = match loaded {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            eprintln!("lmc serve: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    loaded.warnings.extend(warnings);
+    if matches.get_flag("print-config") {
+        print!("{}", print(&loaded));
+        return ExitCode::SUCCESS;
+    }
+    daemon::run(&loaded)
+}
+
+fn print(loaded: &Loaded) -> String {
+    let mut notes = Vec::new();
+    if loaded.config.pool_size == config::PoolSize::Auto {
+        let shared = loaded.config.shm_name != config::SegmentName::None;
+        let (_, why) = crate::choose_pool_size(crate::FreeMemory::now(shared));
+        notes.push(("l1-size-gb", format!("now {why}")));
+    }
+    config::print_config(&loaded.entries, &notes)
+}
+
+/// The settings that were given as flags.
+fn flags(matches: &ArgMatches) -> Vec<(String, Raw)> {
+    let mut given = Vec::new();
+    for info in ALL_SETTINGS {
+        let name = info.name.to_owned();
+        match info.shape {
+            Shape::Pairs => {
+                let values = matches.get_many::<String>(info.name).into_iter().flatten();
+                let text = values.cloned().collect::<Vec<_>>().join(",");
+                if !text.is_empty() {
+                    given.push((name, Raw::Text(text)));
+                }
+            }
+            Shape::Value | Shape::Switch => {
+                if let Some(value) = matches.get_one::<String>(info.name) {
+                    given.push((name, Raw::Text(value.clone())));
+                } else if info.shape == Shape::Switch
+                    && matches.get_flag(&format!("no-{}", info.name))
+                {
+                    given.push((name, Raw::Text("false".to_owned())));
+                }
+            }
+        }
+    }
+    given
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        command().debug_assert();
+    }
+
+    fn given(args: &[&str]) -> Vec<(String, String)> {
+        let line = ["lmc", "serve"].iter().chain(args);
+        let matches = command().try_get_matches_from(line).expect("valid flags");
+        let (_, matches) = matches.subcommand().expect("serve");
+        flags(matches).into_iter().map(|(name, raw)| (name, raw.to_string())).collect()
+    }
+
+    #[test]
+    fn flags_of_every_shape_are_read() {
+        let check = |args: &[&str], name: &str, value: &str| {
+            assert_eq!(given(args), [(name.to_owned(), value.to_owned())], "{args:?}");
+        };
+        check(&["--port", "6555"], "port", "6555");
+        check(&["--l1-use-hugepages"], "l1-use-hugepages", "true");
+        check(&["--l1-use-hugepages=false"], "l1-use-hugepages", "false");
+        check(&["--no-prefault"], "prefault", "false");
+        check(&["--quota", "a=1GiB", "--quota", "b=2"], "quota", "a=1GiB,b=2");
+        check(&["--null-block-id", "-1"], "null-block-id", "-1");
+        assert_eq!(given(&[]), []);
+    }
+}

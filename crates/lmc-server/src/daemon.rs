@@ -1,0 +1,287 @@
+//! `lmc serve`: starts everything, waits for a signal, stops everything.
+
+use std::io::ErrorKind;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use lmc_engine::{CacheEngine, EngineConfig, PolicyKind};
+use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
+use lmc_memory::{Arena, ArenaConfig, Prefault};
+use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tracing::{info, warn};
+use tracing_subscriber::EnvFilter;
+
+use crate::config::{
+    EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName, ServeConfig, human_bytes,
+};
+use crate::http::{self, Http};
+use crate::{FreeMemory, choose_pool_size, occupant};
+
+/// How LMCache's tools name traffic without a salt.
+pub const DEFAULT_SALT: &str = "_default";
+
+/// Serves until a signal; the exit code of the process.
+pub fn run(loaded: &Loaded) -> ExitCode {
+    log_to_stderr(&loaded.config);
+    for warning in &loaded.warnings {
+        warn!("{warning}");
+    }
+    match start(loaded) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lmc serve: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn log_to_stderr(config: &ServeConfig) {
+    let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Another subscriber is there only in tests, and serves as well.
+    let _ = match config.log_format {
+        LogFormat::Text => lines.with_target(false).try_init(),
+        LogFormat::Json => lines.json().try_init(),
+    };
+}
+
+fn start(loaded: &Loaded) -> Result<()> {
+    let config = &loaded.config;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let number = AtomicUsize::new(0);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(cores.clamp(2, 8))
+        .thread_name_fn(move || format!("lmc-net-{}", number.fetch_add(1, Ordering::Relaxed)))
+        .enable_all()
+        .build()
+        .context("cannot start threads")?;
+    runtime.block_on(serve(loaded, cores))
+}
+
+async fn serve(loaded: &Loaded, cores: usize) -> Result<()> {
+    let started = Instant::now();
+    let config = &loaded.config;
+    // The port first: whoever holds it most likely holds the pool too.
+    let http_socket = bind_http(config).await?;
+    ensure_free(config).await?;
+    let arena = Arc::new(make_arena(config, cores)?);
+    let service = make_service(config, Arc::clone(&arena))?;
+    let zmq = ZmqConfig {
+        host: config.host.clone(),
+        port: config.port,
+        stop_timeout: config.shutdown_timeout,
+        ..ZmqConfig::default()
+    };
+    let server = ZmqServer::bind(zmq, service.clone()).await.map_err(|error| {
+        let why = occupied(&error.source, config.port, "--port");
+        anyhow!(error).context(why)
+    })?;
+    let address = server.local_addr();
+    let http_address = http_socket.local_addr().context("the HTTP socket has no address")?;
+    summary(config, &service, &arena);
+    for (name, host) in [("engines", &config.host), ("HTTP", &config.http_host)] {
+        if !is_loopback(host) {
+            warn!(
+                "{name} can reach this server from other hosts ({host}), and nothing here \
+                 authenticates them: keep the network closed, or listen on 127.0.0.1"
+            );
+        }
+    }
+    let (stop, stopped) = watch::channel(false);
+    let http = Http::new(service.clone(), address, loaded);
+    let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
+    let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
+    let mut engines = tokio::spawn(server.run(stopped));
+    info!(
+        "listening for engines on tcp://{address}, HTTP on http://{http_address} \
+         ({:.0} ms after the start)",
+        started.elapsed().as_secs_f64() * 1e3
+    );
+    let ended = tokio::select! {
+        signal = next_signal() => signal?,
+        ended = &mut engines => {
+            ended.context("the protocol's thread failed")?;
+            "the protocol's end"
+        }
+    };
+    info!(
+        "stopping after {ended}: answering what is under way, for {} s at most; \
+         a second signal stops at once",
+        config.shutdown_timeout.as_secs()
+    );
+    stop.send_replace(true);
+    let drained = async {
+        let _ = tokio::join!(engines, http, ticks);
+    };
+    tokio::select! {
+        () = drained => {}
+        () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
+            warn!("stopped at the deadline with answers under way");
+        }
+        _ = next_signal() => warn!("stopped at once"),
+    }
+    arena.unlink();
+    info!("stopped");
+    Ok(())
+}
+
+/// Waits for SIGTERM or SIGINT.
+async fn next_signal() -> Result<&'static str> {
+    let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
+    Ok(tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    })
+}
+
+async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
+    let mut every = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        tokio::select! {
+            _ = every.tick() => service.tick(Instant::now()),
+            _ = stopped.wait_for(|&stop| stop) => return,
+        }
+    }
+}
+
+async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
+    let address = (config.http_host.as_str(), config.http_port);
+    TcpListener::bind(address).await.map_err(|error| {
+        let why = occupied(&error, config.http_port, "--http-port");
+        let (host, port) = address;
+        anyhow!(error).context(format!("cannot listen on http://{host}:{port}")).context(why)
+    })
+}
+
+/// Fails early, and with the better text, when another server has the port.
+async fn ensure_free(config: &ServeConfig) -> Result<()> {
+    if config.port == 0 {
+        return Ok(());
+    }
+    match TcpListener::bind((config.host.as_str(), config.port)).await {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            Err(anyhow!(occupied(&error, config.port, "--port")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Who is in the way, and what to do.
+fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
+    if error.kind() != ErrorKind::AddrInUse {
+        return format!("port {port} cannot be opened: check {flag} and the host beside it");
+    }
+    match occupant::of_port(port) {
+        Some(holder) => {
+            format!("port {port} is held by {holder}: stop it, or choose another {flag}")
+        }
+        None => format!("port {port} is taken: stop what listens there, or choose another {flag}"),
+    }
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
+    let shared = config.shm_name != SegmentName::None;
+    let bytes = match config.pool_size {
+        PoolSize::Bytes(bytes) => bytes,
+        PoolSize::Auto => {
+            let (bytes, why) = choose_pool_size(FreeMemory::now(shared));
+            info!("pool: {why}");
+            bytes
+        }
+    };
+    let bytes = usize::try_from(bytes).context("--l1-size-gb")?;
+    let arena = match &config.shm_name {
+        SegmentName::None => ArenaConfig::anonymous(bytes),
+        SegmentName::Name(name) => ArenaConfig::shared(name.as_str(), bytes),
+        SegmentName::Auto => ArenaConfig::shared(format!("lmc_{}", config.port), bytes),
+    };
+    let threads = (cores / 2).clamp(1, 8);
+    let prefault =
+        if config.prefault { Prefault::Background { threads } } else { Prefault::None };
+    let arena = arena
+        .with_huge_pages(config.huge_pages)
+        .with_lock(config.lock_memory)
+        .with_numa_node(config.numa_node)
+        .with_prefault(prefault)
+        .build()
+        .context("the pool cannot be made")?;
+    for note in &arena.report().notes {
+        info!("pool: {note}");
+    }
+    Ok(arena)
+}
+
+fn make_service(config: &ServeConfig, arena: Arc<Arena>) -> Result<Service> {
+    let algorithm = match config.hash_algorithm {
+        HashName::Blake3 => HashAlgorithm::Blake3,
+        HashName::Sha256Cbor => HashAlgorithm::Sha256Cbor,
+        HashName::Xxh3 => HashAlgorithm::Xxh3,
+    };
+    let chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
+    let mut engine = EngineConfig::default();
+    engine.policy = match config.eviction_policy {
+        EvictionPolicy::Lru => PolicyKind::Lru,
+        EvictionPolicy::S3Fifo => PolicyKind::S3Fifo,
+        EvictionPolicy::Arc => PolicyKind::Arc,
+        EvictionPolicy::Noop => PolicyKind::None,
+    };
+    engine.align = usize::try_from(config.align_bytes).context("--l1-align-bytes")?;
+    engine.high_watermark = config.eviction_watermark;
+    let low = config.eviction_watermark - config.eviction_ratio;
+    engine.low_watermark = low.max(config.eviction_watermark / 100.0);
+    let engine = CacheEngine::new(engine, arena)?;
+    let mut service = ServiceConfig::new(ChunkHasher::new(algorithm, chunk_size)?);
+    service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
+    service.null_block_id = config.null_block_id;
+    service.lookup_lease = config.read_ttl;
+    service.transfer_deadline = config.write_ttl;
+    service.session_ttl = config.session_ttl;
+    service.reap_timeout = config.reap_timeout;
+    service.registration_grace = config.registration_grace;
+    service.orphan_grace = config.orphan_grace;
+    service.kv_event_log_size = config.kv_event_log_size;
+    if let Some(threads) = config.copy_threads {
+        service.copy_threads = threads;
+    }
+    let service = Service::new(service, engine)?;
+    for (salt, bytes) in &config.quotas {
+        let salt = if salt == DEFAULT_SALT { "" } else { salt };
+        let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
+        service.engine().set_quota(service.tenant(&salt), Some(*bytes));
+    }
+    Ok(service)
+}
+
+/// What was chosen, in a few lines.
+fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
+    let report = arena.report();
+    let place = match arena.shared_name() {
+        Some(name) => format!("shared memory {}", name.path().display()),
+        None => "private memory: workers that copy by themselves are refused".to_owned(),
+    };
+    info!(
+        "pool: {} in {place}{}{}{}",
+        human_bytes(report.bytes as u64),
+        if report.huge_pages { ", huge pages" } else { "" },
+        if report.locked { ", locked" } else { "" },
+        if report.reclaimed { ", reclaimed from a server that was killed" } else { "" },
+    );
+    info!(
+        "chunks of {} tokens, hashed with {}, evicted by {} above {:.0} %",
+        config.chunk_size,
+        service.config().hasher.algorithm(),
+        config.eviction_policy.name(),
+        config.eviction_watermark * 100.0,
+    );
+}

@@ -1,0 +1,195 @@
+//! The `/metrics` page: every name in one table, which `docs/metrics.md` repeats.
+//!
+//! Names of LMCache's MP server stand where the meaning is the same, so that dashboards keep
+//! working; everything else begins with `lmc_`. Durations and speeds come from completed
+//! operations only.
+
+use std::fmt::Write;
+
+use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
+
+/// Of the text exposition format.
+pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// A metric without labels.
+struct Metric {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    value: fn(&ServiceStatus) -> f64,
+}
+
+macro_rules! metrics {
+    ($($name:literal $kind:ident $help:literal = |$status:ident| $value:expr;)+) => {
+        static METRICS: &[Metric] = &[$(Metric {
+            name: $name,
+            kind: stringify!($kind),
+            help: $help,
+            value: |$status| ($value) as f64,
+        }),+];
+    };
+}
+
+metrics! {
+    "lmcache_mp_lookups_total" counter "Lookups answered." = |s| s.counts.lookups;
+    "lmcache_mp_lookup_requested_tokens_total" counter "Tokens of whole chunks that lookups asked for." = |s| s.counts.lookup_tokens;
+    "lmcache_mp_lookup_hit_tokens_total" counter "Tokens of them that were found." = |s| s.counts.hit_tokens;
+    "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
+    "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
+    "lmcache_mp_l1_evicted_total" counter "Chunks evicted." = |s| s.engine.evicted_room + s.engine.evicted_quota + s.engine.evicted_watermark;
+    "lmcache_mp_l1_allocation_failure_total" counter "Chunks that found no room." = |s| s.counts.chunks_no_room;
+    "lmcache_mp_num_finished_stores_total" counter "Stores that ended well." = |s| s.counts.stores;
+    "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended well." = |s| s.counts.retrieves;
+    "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
+    "lmc_uptime_seconds" gauge "Seconds since the start." = |s| s.uptime_seconds;
+    "lmc_pool_bytes" gauge "Bytes of the pool." = |s| s.usage.pool_bytes;
+    "lmc_pool_prefaulted_bytes" gauge "Bytes of it that the system has provided already." = |s| s.usage.prefaulted_bytes;
+    "lmc_pool_largest_free_bytes" gauge "Longest run of free bytes." = |s| s.usage.largest_free_bytes;
+    "lmc_chunks" gauge "Chunks that can be found." = |s| s.usage.chunks;
+    "lmc_chunk_bytes" gauge "Bytes of chunks that can be found." = |s| s.usage.chunk_bytes;
+    "lmc_leases" gauge "Leases out." = |s| s.usage.leases;
+    "lmc_pinned_chunks" gauge "Chunks pinned." = |s| s.usage.pinned;
+    "lmc_reserved_slots" gauge "Slots reserved and not committed." = |s| s.usage.reserved_slots;
+    "lmc_quarantined_slots" gauge "Slots that something may still be writing to after a failure." = |s| s.usage.quarantined_slots;
+    "lmc_sessions" gauge "Requests under way." = |s| s.sessions.sessions;
+    "lmc_workers" gauge "Workers registered." = |s| s.instances.len();
+    "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;
+    "lmc_pending_retrieves" gauge "Retrieves prepared and not committed." = |s| s.transfers.retrieves;
+    "lmc_overdue_transfers" gauge "Transfers of either kind that are older than their deadline." = |s| s.transfers.overdue;
+    "lmc_stored_chunks_total" counter "Chunks made findable." = |s| s.counts.stored_chunks;
+    "lmc_stored_bytes_total" counter "Bytes made findable." = |s| s.counts.stored_bytes;
+    "lmc_retrieved_chunks_total" counter "Chunks handed back." = |s| s.counts.retrieved_chunks;
+    "lmc_retrieved_bytes_total" counter "Bytes handed back." = |s| s.counts.retrieved_bytes;
+    "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;
+    "lmc_stores_abandoned_total" counter "Stores abandoned by a worker that went away." = |s| s.counts.stores_abandoned;
+    "lmc_retrieves_missed_total" counter "Retrieves that missed a chunk." = |s| s.counts.retrieves_missed;
+    "lmc_gather_seconds_total" counter "Time that the server spent copying into the pool." = |s| s.counts.gather_nanos as f64 / 1e9;
+    "lmc_gather_bytes_total" counter "Bytes that the server copied into the pool." = |s| s.counts.gather_bytes;
+    "lmc_scatter_seconds_total" counter "Time that the server spent copying out of the pool." = |s| s.counts.scatter_nanos as f64 / 1e9;
+    "lmc_scatter_bytes_total" counter "Bytes that the server copied out of the pool." = |s| s.counts.scatter_bytes;
+    "lmc_commits_unknown_total" counter "Commits of something that was not prepared." = |s| s.counts.commits_unknown;
+    "lmc_pickles_refused_total" counter "Pickled payloads refused." = |s| s.counts.pickles_refused;
+    "lmc_registrations_total" counter "Workers registered since the start." = |s| s.counts.registrations;
+    "lmc_registrations_refused_total" counter "Registrations refused." = |s| s.counts.registrations_refused;
+    "lmc_workers_reaped_total" counter "Workers removed because they were silent or gone." = |s| s.counts.workers_reaped;
+    "lmc_sessions_expired_total" counter "Sessions ended by time." = |s| s.counts.sessions_expired;
+    "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;
+    "lmc_over_limit_total" counter "Requests turned away because a limit was reached." = |s| s.counts.over_limit;
+    "lmc_evicted_bytes_total" counter "Bytes of evicted chunks." = |s| s.engine.evicted_bytes;
+    "lmc_hash_memo_bytes" gauge "Memory of the memo of chunk hashes." = |s| s.memo_bytes;
+    "lmc_hash_memo_known_total" counter "Chunks whose hash was known." = |s| s.memo_known;
+    "lmc_hash_memo_hashed_total" counter "Chunks that were hashed." = |s| s.memo_hashed;
+    "lmc_connections" gauge "Connections open." = |s| s.transport.connections_open;
+    "lmc_connections_accepted_total" counter "Connections accepted." = |s| s.transport.connections_accepted;
+    "lmc_connections_refused_total" counter "Connections closed at once because there were too many." = |s| s.transport.connections_refused;
+    "lmc_connections_broken_total" counter "Connections closed because the peer broke the protocol." = |s| s.transport.broken;
+    "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
+    "lmc_messages_unanswerable_total" counter "Messages dropped because nobody could be answered." = |s| s.transport.unanswerable;
+    "lmc_unknown_operations_total" counter "Requests whose operation could not be told." = |s| s.transport.unknown_operations;
+    "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;
+    "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
+}
+
+/// Metrics by operation, with the label `operation`.
+const OPERATION_SECONDS: &str = "lmc_operation_seconds";
+const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
+
+/// The page for one moment.
+pub fn page(status: &ServiceStatus) -> String {
+    let mut out = String::with_capacity(16 << 10);
+    for metric in METRICS {
+        let Metric { name, kind, help, value } = metric;
+        let value = value(status);
+        head(&mut out, name, kind, help);
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{name} {value}");
+    }
+    head(
+        &mut out,
+        OPERATION_SECONDS,
+        "histogram",
+        "Time from the last byte of a request to its answer.",
+    );
+    for operation in &status.operations {
+        histogram(&mut out, operation.operation, &operation.latency);
+    }
+    head(&mut out, OPERATION_REFUSED, "counter", "Requests refused with a text.");
+    for operation in &status.operations {
+        let (name, refused) = (operation.operation, operation.refused);
+        let _ = writeln!(out, "{OPERATION_REFUSED}{{operation=\"{name}\"}} {refused}");
+    }
+    out
+}
+
+fn head(out: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+/// Buckets of whole doublings; the finer ones between them only serve `lmc status`.
+fn histogram(out: &mut String, operation: &str, latency: &HistogramSnapshot) {
+    if latency.count() == 0 {
+        return;
+    }
+    let mut below = 0;
+    for (index, count) in latency.buckets.iter().enumerate() {
+        below += count;
+        if index % 4 == 0 {
+            let bound = HistogramSnapshot::upper_bound(index);
+            let _ = writeln!(
+                out,
+                "{OPERATION_SECONDS}_bucket{{operation=\"{operation}\",le=\"{bound}\"}} {below}"
+            );
+        }
+    }
+    let count = latency.count();
+    let sum = latency.sum_seconds;
+    let _ = writeln!(
+        out,
+        "{OPERATION_SECONDS}_bucket{{operation=\"{operation}\",le=\"+Inf\"}} {count}\n\
+         {OPERATION_SECONDS}_sum{{operation=\"{operation}\"}} {sum}\n\
+         {OPERATION_SECONDS}_count{{operation=\"{operation}\"}} {count}"
+    );
+}
+
+/// The page of the documentation that lists every metric.
+pub fn documentation() -> String {
+    let mut out = String::from(
+        "# Metrics\n\n\
+         What `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
+         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them.\n\
+         Durations and bytes are counted when an operation has completed.\n\n\
+         | name | kind | meaning |\n|---|---|---|\n",
+    );
+    for Metric { name, kind, help, .. } in METRICS {
+        let _ = writeln!(out, "| `{name}` | {kind} | {help} |");
+    }
+    let _ = writeln!(
+        out,
+        "| `{OPERATION_SECONDS}` | histogram, by `operation` | Time from the last byte of a request to its answer. |\n\
+         | `{OPERATION_REFUSED}` | counter, by `operation` | Requests refused with a text. |"
+    );
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Run with `LMC_WRITE_DOCS=1` to write the page anew.
+    #[test]
+    fn the_documentation_lists_every_metric() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
+        if std::env::var_os("LMC_WRITE_DOCS").is_some() {
+            std::fs::write(path, documentation()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), documentation());
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = METRICS.iter().map(|metric| metric.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), METRICS.len());
+    }
+}

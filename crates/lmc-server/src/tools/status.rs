@@ -1,0 +1,171 @@
+//! The table of `lmc status`.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use crate::config::human_bytes;
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(0.0)
+}
+
+fn bytes(value: &Value) -> String {
+    human_bytes(value.as_u64().unwrap_or(0))
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+fn percent(part: f64, whole: f64) -> String {
+    if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".to_owned() }
+}
+
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
+        s if s < 1.0 => format!("{:.1} ms", s * 1e3),
+        s if s < 120.0 => format!("{s:.0} s"),
+        s if s < 7200.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}
+
+/// Seconds that a share of the operations did not exceed, from the server's buckets.
+fn quantile(latency: &Value, share: f64) -> Option<f64> {
+    let snapshot = lmc_vllm_adapter::HistogramSnapshot {
+        buckets: latency["buckets"].as_array()?.iter().filter_map(Value::as_u64).collect(),
+        sum_seconds: number(&latency["sum_seconds"]),
+    };
+    (snapshot.count() > 0).then(|| snapshot.quantile(share))
+}
+
+fn count(latency: &Value) -> u64 {
+    latency["buckets"].as_array().into_iter().flatten().filter_map(Value::as_u64).sum()
+}
+
+pub(super) fn table(url: &str, answer: &Value) -> String {
+    let status = &answer["lmc"];
+    let (usage, counts, engine) = (&status["usage"], &status["counts"], &status["engine"]);
+    let mut out = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{name:<12} {value}");
+    };
+    let health = if answer["is_healthy"] == true { "healthy" } else { "NOT ANSWERING ENGINES" };
+    let up = duration(number(&status["uptime_seconds"]));
+    line("server", format!("{url}, {health}, up {up}"));
+    line(
+        "chunks",
+        format!(
+            "{} of {} tokens ({}), hashed with {}",
+            usage["chunks"],
+            status["chunk_size"],
+            bytes(&usage["chunk_bytes"]),
+            text(&status["hash_algorithm"])
+        ),
+    );
+    line(
+        "pool",
+        format!(
+            "{} of {} taken ({}), {} prefaulted, evicted by {}",
+            bytes(&usage["used_bytes"]),
+            bytes(&usage["pool_bytes"]),
+            percent(number(&usage["used_bytes"]), number(&usage["pool_bytes"])),
+            bytes(&usage["prefaulted_bytes"]),
+            text(&answer["storage_manager"]["eviction_controller"]["eviction_policy"])
+        ),
+    );
+    line(
+        "hits",
+        format!(
+            "{} of tokens looked up, in {} lookups",
+            percent(number(&counts["hit_tokens"]), number(&counts["lookup_tokens"])),
+            counts["lookups"]
+        ),
+    );
+    line(
+        "moved",
+        format!(
+            "{} stored, {} retrieved, {} evicted",
+            bytes(&counts["stored_bytes"]),
+            bytes(&counts["retrieved_bytes"]),
+            bytes(&engine["evicted_bytes"])
+        ),
+    );
+    line(
+        "held",
+        format!(
+            "{} sessions, {} leases, {} reserved slots, {} pending stores, {} pending retrieves, \
+             {} overdue",
+            status["sessions"]["sessions"],
+            usage["leases"],
+            usage["reserved_slots"],
+            status["transfers"]["stores"],
+            status["transfers"]["retrieves"],
+            status["transfers"]["overdue"]
+        ),
+    );
+    workers(&mut out, &status["instances"]);
+    operations(&mut out, &status["operations"]);
+    out
+}
+
+fn workers(out: &mut String, instances: &Value) {
+    let instances = instances.as_array().map(Vec::as_slice).unwrap_or_default();
+    if instances.is_empty() {
+        let _ = writeln!(out, "\nno workers are registered");
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "\n{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}",
+        "worker", "model", "world", "mode", "chunk", "age", "silent"
+    );
+    for instance in instances {
+        let shape = format!("{} {}", text(&instance["dtype"]), instance["shape"]);
+        let _ = writeln!(
+            out,
+            "{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}{}",
+            instance["instance_id"],
+            text(&instance["model"]),
+            instance["world_size"],
+            text(&instance["mode"]),
+            shape,
+            duration(number(&instance["age_seconds"])),
+            duration(number(&instance["silent_seconds"])),
+            if instance["connected"] == true { "" } else { "  gone" }
+        );
+    }
+}
+
+fn operations(out: &mut String, operations: &Value) {
+    let used: Vec<&Value> = operations
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|o| count(&o["latency"]) > 0 || number(&o["refused"]) > 0.0)
+        .collect();
+    if used.is_empty() {
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "\n{:<42} {:>9} {:>9} {:>9} {:>8}",
+        "operation", "answered", "p50", "p99", "refused"
+    );
+    for operation in used {
+        let latency = &operation["latency"];
+        let at = |share| quantile(latency, share).map_or_else(|| "-".to_owned(), duration);
+        let _ = writeln!(
+            out,
+            "{:<42} {:>9} {:>9} {:>9} {:>8}",
+            text(&operation["operation"]),
+            count(latency),
+            at(0.5),
+            at(0.99),
+            operation["refused"]
+        );
+    }
+}
