@@ -52,7 +52,6 @@ fn log_to_stderr(config: &ServeConfig) {
 }
 
 fn start(loaded: &Loaded) -> Result<()> {
-    let config = &loaded.config;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let number = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
