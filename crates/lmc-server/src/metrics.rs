@@ -1,8 +1,9 @@
 //! The `/metrics` page: every name in one table, which `docs/metrics.md` repeats.
 //!
 //! Names of LMCache's MP server stand where the meaning is the same, so that dashboards keep
-//! working; everything else begins with `lmc_`. Durations and speeds come from completed
-//! operations only.
+//! working; everything else begins with `lmc_`. LMCache's names are those that its Prometheus
+//! exporter makes of `lmcache_mp.lookups` and the like: the unit goes behind the name, `_total`
+//! behind that. Durations and speeds come from completed operations only.
 
 use std::fmt::Write;
 
@@ -11,7 +12,7 @@ use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
 /// Of the text exposition format.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// A metric without labels.
+/// One series of the page: a name, with its labels if it has any.
 struct Metric {
     name: &'static str,
     kind: &'static str,
@@ -31,15 +32,20 @@ macro_rules! metrics {
 }
 
 metrics! {
-    "lmcache_mp_lookups_total" counter "Lookups answered." = |s| s.counts.lookups;
+    "lmcache_mp_lookups_requests_total" counter "Lookups answered." = |s| s.counts.lookups;
+    "lmcache_mp_lookup_early_exit_requests_total{reason=\"no_gpu_context\"}" counter "Lookups for a model that no engine has registered." = |s| s.counts.lookups_unregistered;
     "lmcache_mp_lookup_requested_tokens_total" counter "Tokens of whole chunks that lookups asked for." = |s| s.counts.lookup_tokens;
     "lmcache_mp_lookup_hit_tokens_total" counter "Tokens of them that were found." = |s| s.counts.hit_tokens;
+    "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that were found in the pool." = |s| s.counts.hit_tokens;
+    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from the pool for engines." = |s| s.counts.retrieved_chunks;
+    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to the pool by engines." = |s| s.counts.stored_chunks;
+    "lmcache_mp_num_chunks_loaded_total" counter "Chunks loaded into engines." = |s| s.counts.retrieved_chunks;
     "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
     "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
-    "lmcache_mp_l1_evicted_total" counter "Chunks evicted." = |s| s.engine.evicted_room + s.engine.evicted_quota + s.engine.evicted_watermark;
-    "lmcache_mp_l1_allocation_failure_total" counter "Chunks that found no room." = |s| s.counts.chunks_no_room;
-    "lmcache_mp_num_finished_stores_total" counter "Stores that ended well." = |s| s.counts.stores;
-    "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended well." = |s| s.counts.retrieves;
+    "lmcache_mp_l1_evicted_chunks_total" counter "Chunks evicted." = |s| s.engine.evicted_room + s.engine.evicted_quota + s.engine.evicted_watermark;
+    "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that found no room." = |s| s.counts.chunks_no_room;
+    "lmcache_mp_num_finished_stores_total" counter "Stores that ended, well or not." = |s| s.counts.stores + s.counts.stores_failed;
+    "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, well or not." = |s| s.counts.retrieves + s.counts.retrieves_missed;
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
     "lmc_uptime_seconds" gauge "Seconds since the start." = |s| s.uptime_seconds;
     "lmc_pool_bytes" gauge "Bytes of the pool." = |s| s.usage.pool_bytes;
@@ -56,6 +62,8 @@ metrics! {
     "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;
     "lmc_pending_retrieves" gauge "Retrieves prepared and not committed." = |s| s.transfers.retrieves;
     "lmc_overdue_transfers" gauge "Transfers of either kind that are older than their deadline." = |s| s.transfers.overdue;
+    "lmc_stores_total" counter "Stores that ended well." = |s| s.counts.stores;
+    "lmc_retrieves_total" counter "Retrieves that ended well." = |s| s.counts.retrieves;
     "lmc_stored_chunks_total" counter "Chunks made findable." = |s| s.counts.stored_chunks;
     "lmc_stored_bytes_total" counter "Bytes made findable." = |s| s.counts.stored_bytes;
     "lmc_retrieved_chunks_total" counter "Chunks handed back." = |s| s.counts.retrieved_chunks;
@@ -75,6 +83,20 @@ metrics! {
     "lmc_sessions_expired_total" counter "Sessions ended by time." = |s| s.counts.sessions_expired;
     "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;
     "lmc_over_limit_total" counter "Requests turned away because a limit was reached." = |s| s.counts.over_limit;
+    "lmc_pings_total" counter "Signs of life." = |s| s.counts.pings;
+    "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
+    "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
+    "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
+    "lmc_chunk_hits_total" counter "Chunks that were asked for and found." = |s| s.engine.hits;
+    "lmc_chunk_misses_total" counter "Chunks that were asked for and not found." = |s| s.engine.misses;
+    "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
+    "lmc_chunks_cleared_total" counter "Chunks that went with a clear." = |s| s.engine.cleared;
+    "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
+    "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted: for room, over a quota, or above the watermark." = |s| s.engine.evicted_room;
+    "lmc_evicted_chunks_total{reason=\"quota\"}" counter "" = |s| s.engine.evicted_quota;
+    "lmc_evicted_chunks_total{reason=\"watermark\"}" counter "" = |s| s.engine.evicted_watermark;
+    "lmc_kv_events_total" counter "KV events since the start." = |s| s.events.next_seq;
+    "lmc_kv_event_subscribers" gauge "Subscriptions to KV events." = |s| s.events.subscribers;
     "lmc_evicted_bytes_total" counter "Bytes of evicted chunks." = |s| s.engine.evicted_bytes;
     "lmc_hash_memo_bytes" gauge "Memory of the memo of chunk hashes." = |s| s.memo_bytes;
     "lmc_hash_memo_known_total" counter "Chunks whose hash was known." = |s| s.memo_known;
@@ -100,7 +122,10 @@ pub fn page(status: &ServiceStatus) -> String {
     for metric in METRICS {
         let Metric { name, kind, help, value } = metric;
         let value = value(status);
-        head(&mut out, name, kind, help);
+        // Series of one name stand together; the first of them has the help.
+        if !help.is_empty() {
+            head(&mut out, family(name), kind, help);
+        }
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name} {value}");
     }
@@ -119,6 +144,11 @@ pub fn page(status: &ServiceStatus) -> String {
         let _ = writeln!(out, "{OPERATION_REFUSED}{{operation=\"{name}\"}} {refused}");
     }
     out
+}
+
+/// A series' name without its labels.
+fn family(series: &str) -> &str {
+    series.split('{').next().unwrap_or(series)
 }
 
 fn head(out: &mut String, name: &str, kind: &str, help: &str) {
@@ -157,11 +187,17 @@ pub fn documentation() -> String {
         "# Metrics\n\n\
          What `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
          Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them.\n\
-         Durations and bytes are counted when an operation has completed.\n\n\
+         Durations and bytes are counted when an operation has completed, so a rate of bytes over a rate of seconds is a measured speed:\n\n\
+         ```\n\
+         rate(lmc_gather_bytes_total[1m]) / rate(lmc_gather_seconds_total[1m])                        bytes per second into the pool\n\
+         rate(lmcache_mp_lookup_hit_tokens_total[5m]) / rate(lmcache_mp_lookup_requested_tokens_total[5m])   share of tokens found\n\
+         histogram_quantile(0.99, rate(lmc_operation_seconds_bucket{operation=\"lookup\"}[5m]))\n\
+         ```\n\n\
          | name | kind | meaning |\n|---|---|---|\n",
     );
-    for Metric { name, kind, help, .. } in METRICS {
-        let _ = writeln!(out, "| `{name}` | {kind} | {help} |");
+    for Metric { name, kind, help, .. } in METRICS.iter().filter(|metric| !metric.help.is_empty()) {
+        let labels = labels_of(family(name));
+        let _ = writeln!(out, "| `{}` | {kind}{labels} | {help} |", family(name));
     }
     let _ = writeln!(
         out,
@@ -169,6 +205,19 @@ pub fn documentation() -> String {
          | `{OPERATION_REFUSED}` | counter, by `operation` | Requests refused with a text. |"
     );
     out
+}
+
+/// How the series of one name differ, for the documentation.
+fn labels_of(name: &str) -> String {
+    let labels: Vec<&str> = METRICS
+        .iter()
+        .filter(|metric| family(metric.name) == name)
+        .filter_map(|metric| metric.name.split_once('{')?.1.strip_suffix('}'))
+        .collect();
+    match labels.as_slice() {
+        [] => String::new(),
+        labels => format!(", with `{}`", labels.join("`, `")),
+    }
 }
 
 #[cfg(test)]
@@ -183,6 +232,20 @@ mod tests {
             std::fs::write(path, documentation()).unwrap();
         }
         assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), documentation());
+    }
+
+    /// Prometheus refuses a page that opens a name twice, and tools read `_total` as a promise.
+    #[test]
+    fn every_name_is_opened_once_and_tells_its_kind() {
+        let mut seen: Vec<&str> = Vec::new();
+        for Metric { name, kind, help, .. } in METRICS {
+            let name = family(name);
+            let again = seen.last() == Some(&name);
+            assert_eq!(again, help.is_empty(), "{name} needs its help on the first series only");
+            assert!(again || !seen.contains(&name), "{name} is opened twice");
+            assert_eq!(name.ends_with("_total"), *kind == "counter", "{name} is a {kind}");
+            seen.push(name);
+        }
     }
 
     #[test]
