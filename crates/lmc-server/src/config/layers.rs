@@ -8,7 +8,7 @@ use super::settings::ALL;
 use super::suggest::nearest;
 
 /// Variables that begin with `LMC_` and are not settings of the server.
-const OTHER_VARIABLES: &[&str] = &["LMC_CONFIG", "LMC_URL"];
+const OTHER_VARIABLES: &[&str] = &["LMC_CONFIG", "LMC_URL", "LMC_WRITE_DOCS", "LMC_CACHE_DIR"];
 
 /// Prefixes of variables that belong to somebody else: our tests and benches, and the ones that
 /// Kubernetes sets in every pod for a Service named "lmc".

@@ -1,5 +1,6 @@
 //! Configuration of `lmc serve`: one table of settings, four layers, one typed result.
 
+mod docs;
 mod foreign;
 mod layers;
 mod parse;
@@ -9,6 +10,7 @@ mod settings;
 mod size;
 mod suggest;
 
+pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use parse::{ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};

@@ -1,0 +1,106 @@
+//! The page of the documentation that lists every setting, made from the settings themselves.
+
+use std::fmt::Write;
+
+use super::foreign::{Verdict, foreign_flags};
+use super::setting::{Group, Shape};
+use super::settings::ALL;
+
+/// The text of `docs/configuration.md`.
+pub fn documentation() -> String {
+    let mut out = String::from(
+        "# Configuration\n\n\
+         Every setting of `lmc serve` is a flag, an environment variable and a key of one TOML file, under one name: \
+         `--http-port` is `LMC_HTTP_PORT` and `http_port`.\n\
+         Flags win over variables, variables over the file, the file over the defaults.\n\
+         The file is named by `--config FILE` or `LMC_CONFIG`.\n\n\
+         ```\n\
+         lmc serve --print-config             # every value, and where it came from; the output is a valid file\n\
+         lmc serve --l1-size-gb 100GiB        # or LMC_L1_SIZE_GB=100GiB, or l1_size_gb = \"100GiB\"\n\
+         ```\n\n\
+         ```toml\n\
+         # lmc.toml\n\
+         l1_size_gb = \"500GiB\"\n\
+         numa_node = 0\n\
+         eviction_policy = \"S3FIFO\"\n\
+         log_format = \"json\"\n\n\
+         [quota]\n\
+         tenant-a = \"100GiB\"\n\
+         _default = \"50GiB\"        # traffic without a cache_salt\n\
+         ```\n\n\
+         Sizes take `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024) and `KB`, `MB`, `GB`, `TB` (powers of 1000); \
+         durations are seconds, or `250ms`, `10s`, `5m`, `1h`; switches are turned off with `--no-NAME`.\n\
+         A key that is not known, or a value that cannot be, ends the start with all that is wrong and the nearest valid names.\n\
+         A variable that begins with `LMC_` and is no setting is warned about.\n",
+    );
+    let mut group: Option<Group> = None;
+    for info in ALL {
+        if group.replace(info.group) != Some(info.group) {
+            // Writing to a string cannot fail.
+            let _ = write!(
+                out,
+                "\n## {}\n\n| flag | default | meaning |\n|---|---|---|\n",
+                info.group.heading()
+            );
+        }
+        let default = if info.default.is_empty() { "none" } else { info.default };
+        let value = match info.shape {
+            Shape::Switch => String::new(),
+            _ => format!(" {}", info.placeholder),
+        };
+        let _ = writeln!(out, "| `--{}{value}` | `{default}` | {} |", info.name, info.help.trim());
+    }
+    out.push_str(
+        "\n## Flags of LMCache's server\n\n\
+         Flags of `lmcache server` keep their names here where the meaning is the same.\n\
+         Of the others, those that would change what the server does are refused with a text that says what to do \
+         instead, and those that would not are ignored with a warning.\n\n\
+         | flag | here | instead |\n|---|---|---|\n",
+    );
+    for flag in foreign_flags() {
+        let verdict = match flag.verdict {
+            Verdict::Ignore => "ignored",
+            Verdict::Refuse => "refused",
+        };
+        let verdict = match flag.harmless {
+            [] => verdict.to_owned(),
+            values => {
+                let values: Vec<String> = values.iter().map(|value| harmless(flag.name, value)).collect();
+                format!("{verdict}, except {}", values.join(", "))
+            }
+        };
+        let _ = writeln!(out, "| `--{}` | {verdict} | {} |", flag.name, flag.advice);
+    }
+    out.push_str(
+        "\n## The other commands\n\n\
+         `lmc status`, `lmc clear` and `lmc quota` ask a server's HTTP port, `--url` or `LMC_URL`; \
+         by default `http://127.0.0.1:8080`.\n\n\
+         ## Exit codes\n\n\
+         | code | meaning |\n|---|---|\n\
+         | 0 | stopped by SIGTERM or SIGINT, with every request under way answered |\n\
+         | 1 | could not start or go on; the last line of the log says why |\n\
+         | 2 | the command line or the configuration is wrong |\n",
+    );
+    out
+}
+
+fn harmless(name: &str, value: &str) -> String {
+    match value {
+        "no" => format!("`--no-{name}`"),
+        "" => "when empty".to_owned(),
+        value => format!("`{value}`"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// Run with `LMC_WRITE_DOCS=1` to write the page anew.
+    #[test]
+    fn the_documentation_lists_every_setting() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
+        if std::env::var_os("LMC_WRITE_DOCS").is_some() {
+            std::fs::write(path, super::documentation()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), super::documentation());
+    }
+}
