@@ -8,12 +8,13 @@ mod counting_alloc;
 mod filled;
 
 use std::env;
+use std::hint::black_box;
 use std::time::Instant;
 
 use filled::{PROMPT, filled, key, prompt};
 use lmc_backend::conformance::Rng;
 use lmc_backend_local::{LocalTier, OwnerId, PolicyKind};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, PrefixHashes};
 
 /// Nanoseconds of the median and the 99th percentile.
 struct Times {
@@ -21,11 +22,13 @@ struct Times {
     p99: f64,
 }
 
-fn time(rounds: usize, mut each: impl FnMut(usize)) -> Times {
+/// The keys are copied before the clock starts: a caller has just made them.
+fn time(rounds: usize, prompts: &[Vec<ChunkKey>], each: &mut dyn FnMut(&[ChunkKey])) -> Times {
     let mut times: Vec<f64> = (0..rounds)
         .map(|round| {
+            let keys = prompts[round % prompts.len()].clone();
             let start = Instant::now();
-            each(round);
+            each(&keys);
             start.elapsed().as_nanos() as f64
         })
         .collect();
@@ -55,30 +58,62 @@ fn measure(tier: &LocalTier, chunks: u64) {
         "  {:<44} {:>9} {:>9} {:>9}",
         "", "p50 µs", "p99 µs", "ns/key"
     );
-    let one = |what: &str, keys: u64, each: &mut dyn FnMut(usize)| {
-        line(what, keys, &time(2000, each));
+    let one = |what: &str, prompts: &[Vec<ChunkKey>], each: &mut dyn FnMut(&[ChunkKey])| {
+        line(what, prompts[0].len() as u64, &time(2000, prompts, each));
     };
-    one("look up 512, any prompt", PROMPT, &mut |n| {
-        assert_eq!(tier.lookup_leading(&keys[n % keys.len()]), PROMPT as usize);
+    let present = |keys: &[ChunkKey]| assert_eq!(tier.lookup_leading(keys), keys.len());
+    one("look up 512, any prompt", &keys, &mut |keys| present(keys));
+    one("look up 512, same prompt", &keys[..1], &mut |keys| {
+        present(keys)
     });
-    one("look up 512, same prompt", PROMPT, &mut |_| {
-        assert_eq!(tier.lookup_leading(&keys[0]), PROMPT as usize);
-    });
-    one("look up 512, none there", PROMPT, &mut |_| {
-        assert_eq!(tier.lookup_leading(&absent), 0);
+    one("look up 512, none there", &[absent], &mut |keys| {
+        assert_eq!(tier.lookup_leading(keys), 0);
     });
     let mut held = Vec::new();
-    one("lease 512, any prompt", PROMPT, &mut |n| {
-        held.push(tier.lease_leading(owner, &keys[n % keys.len()]));
+    one("lease 512, any prompt", &keys, &mut |keys| {
+        held.push(tier.lease_leading(owner, keys))
     });
-    one("release 512, any prompt", PROMPT, &mut |_| drop(held.pop()));
-    one("lease and release 512, same prompt", PROMPT, &mut |_| {
-        drop(tier.lease_leading(owner, &keys[0]));
+    one("release 512, any prompt", &keys, &mut |_| drop(held.pop()));
+    one(
+        "lease and release 512, same prompt",
+        &keys[..1],
+        &mut |keys| {
+            drop(tier.lease_leading(owner, keys));
+        },
+    );
+    let heads: Vec<_> = keys.iter().map(|keys| keys[..8].to_vec()).collect();
+    one("lease and release 8, any prompt", &heads, &mut |keys| {
+        drop(tier.lease_leading(owner, keys));
     });
-    one("lease and release 8, any prompt", 8, &mut |n| {
-        drop(tier.lease_leading(owner, &keys[n % keys.len()][..8]));
-    });
+    let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).expect("256 tokens are a chunk");
+    let tokens: Vec<u32> = (0..PROMPT as u32 * 256).collect();
+    one(
+        "hash 131,072 tokens, lease and release 512",
+        &keys,
+        &mut |keys| {
+            let mut hashes = PrefixHashes::new(hasher.clone());
+            hashes.extend(black_box(&tokens));
+            black_box(hashes);
+            drop(tier.lease_leading(owner, keys));
+        },
+    );
     assert_eq!(tier.leases_of(owner), 0);
+}
+
+/// What this machine needs for a random cache line out of a gigabyte, many at a time: a lookup
+/// reads two for each key, so that no index can be faster cold.
+fn ceiling() -> f64 {
+    let memory: Vec<u64> = (0..1 << 27).collect();
+    let mut rng = Rng::new(2);
+    let times = (0..500).map(|_| {
+        let places: Vec<usize> = (0..1024).map(|_| rng.below(1 << 27) as usize).collect();
+        let start = Instant::now();
+        black_box(places.iter().fold(0, |read, &place| read ^ memory[place]));
+        start.elapsed().as_nanos() as f64 / 1024.0
+    });
+    let mut times: Vec<f64> = times.collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }
 
 fn main() {
@@ -89,6 +124,9 @@ fn main() {
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     println!("one thread of {cores} cores, prompts of 512 chunks, LRU, default shards");
+    let line = ceiling();
+    let floor = line * 2.0 * PROMPT as f64 / 1000.0;
+    println!("ceiling: {line:.1} ns for a random cache line, {floor:.1} µs for two of each key");
     for chunks in sizes {
         let start = Instant::now();
         let (tier, cost) = filled(PolicyKind::Lru, chunks);

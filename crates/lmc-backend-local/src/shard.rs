@@ -1,6 +1,7 @@
 //! One part of the index, under one lock.
 
 use std::collections::HashMap;
+use std::hint::black_box;
 use std::sync::Arc;
 
 use lmc_key::{ChunkKey, FoldState};
@@ -9,7 +10,7 @@ use lmc_memory::SealedSlot;
 use crate::TenantId;
 use crate::class::Class;
 use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
-use crate::slab::{Entry, EntryRef, Place, Slab};
+use crate::slab::{Entry, EntryRef, Identity, Place, Slab};
 use crate::table::Table;
 
 /// Entries that may be set aside in one step of eviction, so that the lock is held for
@@ -18,6 +19,9 @@ const ASIDE_PER_STEP: u32 = 256;
 
 /// Keys that are warmed at once: as many as a core has memory reads under way, and then some.
 pub(crate) const WARM: usize = 32;
+
+/// What keys that are warmed are probably found at.
+pub(crate) struct Likely([u32; WARM]);
 
 /// The order of one tenant class in one shard.
 struct Order {
@@ -126,22 +130,28 @@ impl Shard {
     #[inline]
     pub(crate) fn find(&self, fold: u64, key: &ChunkKey) -> Option<u32> {
         self.table
-            .find(fold, |index| self.slab.entry(index).key == *key)
+            .find(fold, |index| self.slab.identity(index).key == *key)
     }
 
     /// Reads what finding these keys will read, in loops so tight that the processor has many of
     /// the reads under way at once. In a large index each of them misses every cache, and they
     /// depend on each other only within a key.
-    pub(crate) fn warm(&self, places: &[u32], folds: &[u64]) {
+    pub(crate) fn warm(&self, places: &[u32], folds: &[u64]) -> Likely {
         let mut likely = [NIL; WARM];
         for (likely, &place) in likely.iter_mut().zip(places) {
             *likely = self.table.glance(folds[place as usize]).unwrap_or(NIL);
         }
-        let mut read = 0;
-        for &index in likely.iter().filter(|&&index| index != NIL) {
-            read ^= self.slab.glance(index);
-        }
-        std::hint::black_box(read);
+        let found = likely.iter().filter(|&&index| index != NIL);
+        let read = found.fold(0, |read, &index| read ^ self.slab.identity(index).children);
+        black_box(read);
+        Likely(likely)
+    }
+
+    /// The same for using what was found.
+    pub(crate) fn warm_use(&self, likely: &Likely) {
+        let found = likely.0.iter().filter(|&&index| index != NIL);
+        let read = found.fold(0, |read, &index| read ^ self.slab.glance(index));
+        black_box(read);
     }
 
     pub(crate) fn entry(&self, index: u32) -> &Entry {
@@ -190,7 +200,7 @@ impl Shard {
             // In the slab's order: the keys are read one after the other.
             let all = self.slab.occupied(0);
             self.table
-                .rebuild(all.map(|(index, entry)| (entry.key.fold(), index)));
+                .rebuild(all.map(|(index, _)| (self.slab.identity(index).key.fold(), index)));
         }
         let index = self.slab.insert(key, slot, tenant);
         self.table.insert(fold, index);
@@ -272,19 +282,19 @@ impl Shard {
 
     /// Names the parent of an entry. `false` when the entry is gone.
     pub(crate) fn set_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
-        let Some(entry) = self.slab.named(child) else {
+        if self.slab.named(child).is_none() {
             return false;
-        };
-        entry.parent = parent;
+        }
+        self.slab.identity_mut(child.index()).parent = parent;
         true
     }
 
     /// Counts one more child. `false` when the parent is gone.
     pub(crate) fn add_child(&mut self, parent: EntryRef) -> bool {
-        let Some(entry) = self.slab.named(parent) else {
+        if self.slab.named(parent).is_none() {
             return false;
-        };
-        entry.children += 1;
+        }
+        self.slab.identity_mut(parent.index()).children += 1;
         true
     }
 
@@ -293,13 +303,15 @@ impl Shard {
         let Some(entry) = self.slab.named(parent) else {
             return;
         };
+        let set_aside = entry.place == Place::Parent;
+        let index = parent.index();
         // As for leases: saturating only for a name that 2^24 inserts made good again.
-        entry.children = entry.children.saturating_sub(1);
-        if entry.children > 0 || entry.place != Place::Parent {
+        let children = &mut self.slab.identity_mut(index).children;
+        *children = children.saturating_sub(1);
+        if *children > 0 || !set_aside {
             return;
         }
-        entry.place = Place::Queued;
-        let index = parent.index();
+        self.slab.entry_mut(index).place = Place::Queued;
         let (order, slab) = self.order_of(index);
         order.parents.remove(&mut slab.nodes, index);
         order.policy.put_back(&mut slab.nodes, index);
@@ -316,17 +328,16 @@ impl Shard {
     /// Takes out an entry that is in no queue.
     fn unlist(&mut self, index: u32) -> Taken {
         let tenant = self.slab.tenant(index);
-        let entry = self.slab.remove(index);
-        let (fold, bytes) = (entry.key.fold(), entry.slot.len());
-        self.table.remove(fold, index);
-        if entry.holds > 0 {
+        let (Identity { key, parent, .. }, Entry { slot, holds, .. }) = self.slab.remove(index);
+        self.table.remove(key.fold(), index);
+        if holds > 0 {
             self.pins.remove(&index);
         }
-        self.order(tenant).0.class.sub(bytes);
+        self.order(tenant).0.class.sub(slot.len());
         Taken {
-            key: entry.key,
-            slot: entry.slot,
-            parent: entry.parent,
+            key,
+            slot,
+            parent,
             tenant,
         }
     }
@@ -343,11 +354,11 @@ impl Shard {
             let entry = slab.entry_mut(index);
             if entry.busy() {
                 entry.place = Place::Held;
-            } else if entry.children > 0 {
-                entry.place = Place::Parent;
+            } else if slab.identity(index).children > 0 {
+                slab.entry_mut(index).place = Place::Parent;
                 order.parents.push_head(&mut slab.nodes, index);
             } else {
-                let print = fingerprint(&entry.key);
+                let print = fingerprint(&slab.identity(index).key);
                 order.policy.evicted(&slab.nodes, index, print);
                 return Step::Evicted(self.unlist(index));
             }
@@ -370,7 +381,7 @@ impl Shard {
                 entry.place = Place::Held;
                 continue;
             }
-            let print = fingerprint(&entry.key);
+            let print = fingerprint(&slab.identity(index).key);
             order.policy.evicted(&slab.nodes, index, print);
             return Step::Evicted(self.unlist(index));
         }
@@ -429,7 +440,8 @@ impl Shard {
                 continue;
             }
             entry.place = Place::Queued;
-            let (print, stamp) = (fingerprint(&entry.key), slab.nodes[index].stamp());
+            let print = fingerprint(&slab.identity(index).key);
+            let stamp = slab.nodes[index].stamp();
             order.policy.insert(&mut slab.nodes, index, print, stamp);
         }
         self.publish();
@@ -470,7 +482,7 @@ impl Shard {
             }
             let pinned = self.pins.contains_key(&index);
             shown.push(Shown {
-                key: entry.key,
+                key: self.slab.identity(index).key,
                 len: entry.slot.len(),
                 tenant: self.slab.tenant(index),
                 leases: entry.holds - u32::from(pinned),
@@ -492,7 +504,8 @@ impl Shard {
         let mut queued: HashMap<Option<TenantId>, usize> = HashMap::new();
         let mut bytes: HashMap<Option<TenantId>, u64> = HashMap::new();
         for (index, entry) in self.slab.occupied(0) {
-            assert_eq!(self.find(entry.key.fold(), &entry.key), Some(index));
+            let Identity { key, children, .. } = self.slab.identity(index);
+            assert_eq!(self.find(key.fold(), key), Some(index));
             let tenant = self.slab.tenant(index);
             let class = self.quotas.contains_key(&tenant).then_some(tenant);
             *queued.entry(class).or_default() += usize::from(entry.place == Place::Queued);
@@ -503,7 +516,7 @@ impl Shard {
             );
             assert!(entry.place != Place::Held || entry.busy(), "held and free");
             let parent = entry.place == Place::Parent;
-            assert!(!parent || entry.children > 0, "a parent without children");
+            assert!(!parent || *children > 0, "a parent without children");
         }
         assert_eq!(self.slab.occupied(0).count(), self.table.len());
         if self.kind == PolicyKind::None {

@@ -114,17 +114,33 @@ pub(crate) enum Place {
     Parent,
 }
 
-/// One cached chunk. 96 bytes.
-#[derive(Debug)]
-pub(crate) struct Entry {
+/// What a lookup reads of a chunk: one cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Identity {
     pub(crate) key: ChunkKey,
-    /// Leases out, and one more while it is pinned: not to be evicted unless 0.
-    pub(crate) holds: u32,
-    pub(crate) slot: SealedSlot,
-    /// The entry of the chunk before it, whose `children` counts this one.
-    pub(crate) parent: EntryRef,
     /// Resident entries that name this one as their parent.
     pub(crate) children: u32,
+    /// The entry of the chunk before it, whose `children` counts this one.
+    pub(crate) parent: EntryRef,
+}
+
+impl Default for Identity {
+    fn default() -> Self {
+        Self {
+            key: ChunkKey::from_bytes(&[0; ChunkKey::BYTES]),
+            children: 0,
+            parent: EntryRef::NONE,
+        }
+    }
+}
+
+/// What the use of a chunk reads beyond its identity: half a cache line.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) slot: SealedSlot,
+    /// Leases out, and one more while it is pinned: not to be evicted unless 0.
+    pub(crate) holds: u32,
     generation: [u8; 3],
     pub(crate) place: Place,
 }
@@ -139,6 +155,7 @@ impl Entry {
 /// The entries of a shard with their nodes and tenants.
 #[derive(Debug)]
 pub(crate) struct Slab {
+    identities: Chunked<Identity>,
     entries: Chunked<Option<Entry>>,
     pub(crate) nodes: Nodes,
     tenants: Chunked<TenantId>,
@@ -154,6 +171,7 @@ pub(crate) struct Slab {
 impl Slab {
     pub(crate) fn new(shard: usize) -> Self {
         Self {
+            identities: Chunked::default(),
             entries: Chunked::default(),
             nodes: Nodes::default(),
             tenants: Chunked::default(),
@@ -174,12 +192,13 @@ impl Slab {
         self.generation = (self.generation + 1) & GENERATION;
         let [a, b, c, _] = self.generation.to_le_bytes();
         self.tenants[index] = tenant;
-        self.entries[index] = Some(Entry {
+        self.identities[index] = Identity {
             key,
-            holds: 0,
+            ..Identity::default()
+        };
+        self.entries[index] = Some(Entry {
             slot,
-            parent: EntryRef::NONE,
-            children: 0,
+            holds: 0,
             generation: [a, b, c],
             place: Place::Queued,
         });
@@ -190,6 +209,7 @@ impl Slab {
         let start = self.entries.len();
         let end = start + CHUNK;
         assert!(end < NIL as usize, "a shard holds fewer than 2^32 chunks");
+        self.identities.grow();
         self.entries.grow();
         self.nodes.grow();
         self.tenants.grow();
@@ -200,11 +220,23 @@ impl Slab {
     }
 
     /// Empties a place.
-    pub(crate) fn remove(&mut self, index: u32) -> Entry {
+    pub(crate) fn remove(&mut self, index: u32) -> (Identity, Entry) {
         let entry = self.entries[index].take();
         self.nodes[index].next = self.free;
         self.free = index;
-        entry.expect("only places that the table names are emptied")
+        let entry = entry.expect("only places that the table names are emptied");
+        (self.identities[index], entry)
+    }
+
+    /// The key and the relatives of the entry that is, or was, at this place.
+    #[inline]
+    pub(crate) fn identity(&self, index: u32) -> &Identity {
+        &self.identities[index]
+    }
+
+    #[inline]
+    pub(crate) fn identity_mut(&mut self, index: u32) -> &mut Identity {
+        &mut self.identities[index]
     }
 
     #[inline]
@@ -219,12 +251,11 @@ impl Slab {
         entry.expect("the table and the queues name occupied places only")
     }
 
-    /// Reads from each cache line that a use of the entry reads.
+    /// Reads the first word of what a use of the entry reads beyond its identity.
     #[inline]
     pub(crate) fn glance(&self, index: u32) -> u32 {
         let entry = self.entries[index].as_ref();
-        let key = |entry: &Entry| entry.holds ^ entry.children ^ u32::from(entry.key.kv_rank);
-        entry.map_or(0, key) ^ self.nodes[index].next
+        entry.map_or(0, |entry| entry.holds) ^ self.nodes[index].next
     }
 
     pub(crate) fn tenant(&self, index: u32) -> TenantId {
@@ -258,7 +289,8 @@ mod tests {
 
     #[test]
     fn an_entry_costs_what_the_docs_say() {
-        assert_eq!(size_of::<Option<Entry>>(), 96);
+        assert_eq!(size_of::<Option<Entry>>(), 32);
+        assert_eq!(size_of::<Identity>(), 64);
         assert_eq!(size_of::<Node>(), 16);
         assert_eq!(size_of::<TenantId>(), 4);
     }

@@ -264,7 +264,8 @@ impl Inner {
         for (shard, places) in batch.shards() {
             let mut shard = self.shards[shard].lock();
             for places in places.chunks(WARM) {
-                shard.warm(places, &batch.folds);
+                let likely = shard.warm(places, &batch.folds);
+                shard.warm_use(&likely);
                 for &place in places {
                     let place = place as usize;
                     let Some(index) = shard.find(batch.folds[place], &keys[place]) else {
