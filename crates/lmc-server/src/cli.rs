@@ -100,7 +100,9 @@ fn arguments(info: &'static Info) -> Vec<Arg> {
         Shape::Value => vec![arg],
         Shape::Pairs => vec![arg.action(ArgAction::Append)],
         Shape::Switch => vec![
-            arg.num_args(0..=1).require_equals(true).default_missing_value("true"),
+            arg.num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value("true"),
             no(info.name),
         ],
     }
@@ -111,12 +113,19 @@ fn shown(default: &str) -> &str {
 }
 
 fn optional(name: &'static str) -> Arg {
-    Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("")
+    Arg::new(name)
+        .long(name)
+        .hide(true)
+        .num_args(0..=1)
+        .default_missing_value("")
 }
 
 fn no(name: &'static str) -> Arg {
     let long: &'static str = Box::leak(format!("no-{name}").into_boxed_str());
-    Arg::new(long).long(long).hide(true).action(ArgAction::SetTrue)
+    Arg::new(long)
+        .long(long)
+        .hide(true)
+        .action(ArgAction::SetTrue)
 }
 
 fn serve(matches: &ArgMatches) -> ExitCode {
@@ -125,7 +134,9 @@ fn serve(matches: &ArgMatches) -> ExitCode {
     for foreign in config::foreign_flags() {
         let given = matches.get_one::<String>(foreign.name).cloned();
         let off = matches.get_flag(&format!("no-{}", foreign.name));
-        let Some(value) = given.or_else(|| off.then(|| "no".to_owned())) else { continue };
+        let Some(value) = given.or_else(|| off.then(|| "no".to_owned())) else {
+            continue;
+        };
         match foreign.judge(&value) {
             None => {}
             Some(Verdict::Ignore) => warnings.push(foreign.message()),
@@ -205,19 +216,30 @@ mod tests {
         let line = ["lmc", "serve"].iter().chain(args);
         let matches = command().try_get_matches_from(line).expect("valid flags");
         let (_, matches) = matches.subcommand().expect("serve");
-        flags(matches).into_iter().map(|(name, raw)| (name, raw.to_string())).collect()
+        flags(matches)
+            .into_iter()
+            .map(|(name, raw)| (name, raw.to_string()))
+            .collect()
     }
 
     #[test]
     fn flags_of_every_shape_are_read() {
         let check = |args: &[&str], name: &str, value: &str| {
-            assert_eq!(given(args), [(name.to_owned(), value.to_owned())], "{args:?}");
+            assert_eq!(
+                given(args),
+                [(name.to_owned(), value.to_owned())],
+                "{args:?}"
+            );
         };
         check(&["--port", "6555"], "port", "6555");
         check(&["--l1-use-hugepages"], "l1-use-hugepages", "true");
         check(&["--l1-use-hugepages=false"], "l1-use-hugepages", "false");
         check(&["--no-prefault"], "prefault", "false");
-        check(&["--quota", "a=1GiB", "--quota", "b=2"], "quota", "a=1GiB,b=2");
+        check(
+            &["--quota", "a=1GiB", "--quota", "b=2"],
+            "quota",
+            "a=1GiB,b=2",
+        );
         check(&["--null-block-id", "-1"], "null-block-id", "-1");
         assert_eq!(given(&[]), []);
     }

@@ -43,7 +43,9 @@ pub fn run(loaded: &Loaded) -> ExitCode {
 
 fn log_to_stderr(config: &ServeConfig) {
     let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     // Another subscriber is there only in tests, and serves as well.
     let _ = match config.log_format {
         LogFormat::Text => lines.with_target(false).try_init(),
@@ -77,12 +79,16 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<()> {
         stop_timeout: config.shutdown_timeout,
         ..ZmqConfig::default()
     };
-    let server = ZmqServer::bind(zmq, service.clone()).await.map_err(|error| {
-        let why = occupied(&error.source, config.port, "--port");
-        anyhow!(error).context(why)
-    })?;
+    let server = ZmqServer::bind(zmq, service.clone())
+        .await
+        .map_err(|error| {
+            let why = occupied(&error.source, config.port, "--port");
+            anyhow!(error).context(why)
+        })?;
     let address = server.local_addr();
-    let http_address = http_socket.local_addr().context("the HTTP socket has no address")?;
+    let http_address = http_socket
+        .local_addr()
+        .context("the HTTP socket has no address")?;
     summary(config, &service, &arena);
     for (name, host) in [("engines", &config.host), ("HTTP", &config.http_host)] {
         if !is_loopback(host) {
@@ -155,7 +161,9 @@ async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| {
         let why = occupied(&error, config.http_port, "--http-port");
         let (host, port) = address;
-        anyhow!(error).context(format!("cannot listen on http://{host}:{port}")).context(why)
+        anyhow!(error)
+            .context(format!("cannot listen on http://{host}:{port}"))
+            .context(why)
     })
 }
 
@@ -186,7 +194,10 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
 }
 
 fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    host == "localhost"
+        || host
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback())
 }
 
 fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
@@ -206,8 +217,11 @@ fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
         SegmentName::Auto => ArenaConfig::shared(format!("lmc_{}", config.port), bytes),
     };
     let threads = (cores / 2).clamp(1, 8);
-    let prefault =
-        if config.prefault { Prefault::Background { threads } } else { Prefault::None };
+    let prefault = if config.prefault {
+        Prefault::Background { threads }
+    } else {
+        Prefault::None
+    };
     let arena = arena
         .with_huge_pages(config.huge_pages)
         .with_lock(config.lock_memory)
@@ -257,7 +271,9 @@ fn make_service(config: &ServeConfig, arena: Arc<Arena>) -> Result<Service> {
     for (salt, bytes) in &config.quotas {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
         let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
-        service.engine().set_quota(service.tenant(&salt), Some(*bytes));
+        service
+            .engine()
+            .set_quota(service.tenant(&salt), Some(*bytes));
     }
     Ok(service)
 }
@@ -272,9 +288,17 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
     info!(
         "pool: {} in {place}{}{}{}",
         human_bytes(report.bytes as u64),
-        if report.huge_pages { ", huge pages" } else { "" },
+        if report.huge_pages {
+            ", huge pages"
+        } else {
+            ""
+        },
         if report.locked { ", locked" } else { "" },
-        if report.reclaimed { ", reclaimed from a server that was killed" } else { "" },
+        if report.reclaimed {
+            ", reclaimed from a server that was killed"
+        } else {
+            ""
+        },
     );
     info!(
         "chunks of {} tokens, hashed with {}, evicted by {} above {:.0} %",

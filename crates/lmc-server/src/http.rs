@@ -1,51 +1,56 @@
 //! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
 
+mod connections;
 mod lmcache;
+mod probe;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{StatusCode, header};
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{Method, StatusCode, Uri, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use lmc_vllm_adapter::{Client, Reply, Request, Service};
+use lmc_vllm_adapter::Service;
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::config::Loaded;
 use crate::metrics;
+use probe::Probe;
 
-/// Bodies are a few numbers.
-const MAX_BODY: usize = 64 << 10;
-/// How long the protocol's own socket may take to answer before the server counts as stuck.
-const PROBE_DEADLINE: Duration = Duration::from_secs(2);
+/// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
+const MAX_BODY: usize = 4 << 20;
+/// Longest time from a request's head to its answer.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
 /// What the handlers share.
 #[derive(Debug)]
 pub struct Http {
     service: Service,
-    /// Where engines connect; the health check does too.
-    engines: SocketAddr,
+    probe: Probe,
     config: serde_json::Value,
     policy: &'static str,
+    watermark: f64,
+    ratio: f64,
 }
 
 impl Http {
     /// For a service whose engines connect to `engines`.
     pub fn new(service: Service, engines: SocketAddr, loaded: &Loaded) -> Self {
-        let entries = loaded.entries.iter().map(|entry| {
-            let value = json!({"value": entry.raw.to_string(), "source": entry.source.to_string()});
-            (entry.info.key(), value)
-        });
         Self {
+            probe: Probe::new(service.clone(), engines),
+            config: lmcache::config(&service, loaded),
             service,
-            engines,
-            config: serde_json::Value::Object(entries.collect()),
             policy: loaded.config.eviction_policy.name(),
+            watermark: loaded.config.eviction_watermark,
+            ratio: loaded.config.eviction_ratio,
         }
     }
 }
@@ -53,15 +58,8 @@ impl Http {
 type Shared = State<Arc<Http>>;
 
 /// Answers until `stopped` turns true.
-pub async fn serve(socket: TcpListener, http: Http, mut stopped: watch::Receiver<bool>) {
-    let stop = async move {
-        // An error means that the sender is gone, which ends the server as well.
-        let _ = stopped.wait_for(|&stop| stop).await;
-    };
-    let served = axum::serve(socket, router(Arc::new(http))).with_graceful_shutdown(stop).await;
-    if let Err(error) = served {
-        tracing::error!(%error, "the HTTP side ended");
-    }
+pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
+    connections::serve(socket, router(Arc::new(http)), stopped).await;
 }
 
 fn router(http: Arc<Http>) -> Router {
@@ -69,39 +67,59 @@ fn router(http: Arc<Http>) -> Router {
         .route("/healthz", get(health))
         .route("/metrics", get(metrics_page))
         .merge(lmcache::routes())
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
+        .layer(middleware::from_fn(within_deadline))
         .with_state(http)
 }
 
-/// Asks the protocol's own socket, as an engine would.
-async fn probe(http: &Http) -> Result<(), String> {
-    let mut address = http.engines;
-    if address.ip().is_unspecified() {
-        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
-    }
-    let asked = tokio::task::spawn_blocking(move || {
-        let mut client = Client::connect(address, PROBE_DEADLINE)?;
-        client.ask(&Request::Noop)
-    });
-    match asked.await {
-        Ok(Ok(Reply::Text(_))) => Ok(()),
-        Ok(Ok(other)) => Err(format!("the protocol's socket answered {other:?}")),
-        Ok(Err(error)) => Err(format!("the protocol's socket does not answer: {error}")),
-        Err(error) => Err(format!("the check failed: {error}")),
+/// A refusal in the words of all of LMCache's tools, which look for one field or the other.
+fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
+    let text = text.into();
+    (code, Json(json!({"error": text, "detail": text}))).into_response()
+}
+
+async fn within_deadline(request: Request, next: Next) -> Response {
+    match tokio::time::timeout(ANSWER_DEADLINE, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let text = format!("no answer within {} s", ANSWER_DEADLINE.as_secs());
+            refusal(StatusCode::GATEWAY_TIMEOUT, text)
+        }
     }
 }
 
+async fn unknown_path(uri: Uri) -> Response {
+    let text = format!(
+        "{} is not served here; there are /healthz, /metrics, /status, /config, /cache/clear, \
+         /quota and /healthcheck",
+        uri.path()
+    );
+    refusal(StatusCode::NOT_FOUND, text)
+}
+
+async fn unknown_method(method: Method, uri: Uri) -> Response {
+    let text = format!("{} does not take {method}", uri.path());
+    refusal(StatusCode::METHOD_NOT_ALLOWED, text)
+}
+
 async fn health(State(http): Shared) -> Response {
-    match probe(&http).await {
-        Ok(()) => Json(json!({"status": "ok"})).into_response(),
+    match http.probe.run().await {
+        Ok(_) => Json(json!({"status": "ok"})).into_response(),
         Err(reason) => {
-            let body = Json(json!({"status": "stuck", "reason": reason}));
-            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+            let body = json!({"status": "stuck", "reason": reason, "error": reason});
+            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
         }
     }
 }
 
 async fn metrics_page(State(http): Shared) -> Response {
-    let text = metrics::page(&http.service.status(Instant::now()));
-    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
+    match http.probe.status().await {
+        Ok(status) => {
+            let text = metrics::page(&status);
+            ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
+        }
+        Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
+    }
 }

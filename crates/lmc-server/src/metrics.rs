@@ -120,7 +120,12 @@ const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
 pub fn page(status: &ServiceStatus) -> String {
     let mut out = String::with_capacity(16 << 10);
     for metric in METRICS {
-        let Metric { name, kind, help, value } = metric;
+        let Metric {
+            name,
+            kind,
+            help,
+            value,
+        } = metric;
         let value = value(status);
         // Series of one name stand together; the first of them has the help.
         if !help.is_empty() {
@@ -138,7 +143,12 @@ pub fn page(status: &ServiceStatus) -> String {
     for operation in &status.operations {
         histogram(&mut out, operation.operation, &operation.latency);
     }
-    head(&mut out, OPERATION_REFUSED, "counter", "Requests refused with a text.");
+    head(
+        &mut out,
+        OPERATION_REFUSED,
+        "counter",
+        "Requests refused with a text.",
+    );
     for operation in &status.operations {
         let (name, refused) = (operation.operation, operation.refused);
         let _ = writeln!(out, "{OPERATION_REFUSED}{{operation=\"{name}\"}} {refused}");
@@ -195,7 +205,10 @@ pub fn documentation() -> String {
          ```\n\n\
          | name | kind | meaning |\n|---|---|---|\n",
     );
-    for Metric { name, kind, help, .. } in METRICS.iter().filter(|metric| !metric.help.is_empty()) {
+    for Metric {
+        name, kind, help, ..
+    } in METRICS.iter().filter(|metric| !metric.help.is_empty())
+    {
         let labels = labels_of(family(name));
         let _ = writeln!(out, "| `{}` | {kind}{labels} | {help} |", family(name));
     }
@@ -231,19 +244,33 @@ mod tests {
         if std::env::var_os("LMC_WRITE_DOCS").is_some() {
             std::fs::write(path, documentation()).unwrap();
         }
-        assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), documentation());
+        assert_eq!(
+            std::fs::read_to_string(path).unwrap_or_default(),
+            documentation()
+        );
     }
 
     /// Prometheus refuses a page that opens a name twice, and tools read `_total` as a promise.
     #[test]
     fn every_name_is_opened_once_and_tells_its_kind() {
         let mut seen: Vec<&str> = Vec::new();
-        for Metric { name, kind, help, .. } in METRICS {
+        for Metric {
+            name, kind, help, ..
+        } in METRICS
+        {
             let name = family(name);
             let again = seen.last() == Some(&name);
-            assert_eq!(again, help.is_empty(), "{name} needs its help on the first series only");
+            assert_eq!(
+                again,
+                help.is_empty(),
+                "{name} needs its help on the first series only"
+            );
             assert!(again || !seen.contains(&name), "{name} is opened twice");
-            assert_eq!(name.ends_with("_total"), *kind == "counter", "{name} is a {kind}");
+            assert_eq!(
+                name.ends_with("_total"),
+                *kind == "counter",
+                "{name} is a {kind}"
+            );
             seen.push(name);
         }
     }

@@ -23,7 +23,11 @@ pub(crate) fn of_port(port: u16) -> Option<Occupant> {
         .find_map(|table| listener(&fs::read_to_string(table).unwrap_or_default(), port))?;
     let wanted = format!("socket:[{inode}]");
     for entry in fs::read_dir("/proc").ok()?.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
             continue;
         };
         let holds = |fd: fs::DirEntry| {
@@ -31,7 +35,10 @@ pub(crate) fn of_port(port: u16) -> Option<Occupant> {
         };
         let fds = fs::read_dir(entry.path().join("fd"));
         if fds.is_ok_and(|fds| fds.flatten().any(holds)) {
-            return Some(Occupant { pid, command: command(pid) });
+            return Some(Occupant {
+                pid,
+                command: command(pid),
+            });
         }
     }
     None
@@ -50,7 +57,11 @@ fn listener(table: &str, port: u16) -> Option<u64> {
         let local = columns.get(1)?.rsplit(':').next()?;
         let listens = columns.get(3) == Some(&"0A");
         let same = u16::from_str_radix(local, 16) == Ok(port);
-        if listens && same { columns.get(9)?.parse().ok() } else { None }
+        if listens && same {
+            columns.get(9)?.parse().ok()
+        } else {
+            None
+        }
     })
 }
 

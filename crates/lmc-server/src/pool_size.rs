@@ -22,7 +22,11 @@ impl FreeMemory {
             .find_map(|line| line.strip_prefix("MemAvailable:"))
             .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
             .map_or(1 << 30, |kib| kib << 10);
-        Self { available, cgroup: cgroup(), shm: shared.then(free_shm).flatten() }
+        Self {
+            available,
+            cgroup: cgroup(),
+            shm: shared.then(free_shm).flatten(),
+        }
     }
 }
 
@@ -72,7 +76,11 @@ mod tests {
     use super::*;
 
     fn check(available: u64, cgroup: Option<u64>, shm: Option<u64>, bytes: u64, why: &str) {
-        let (found, text) = choose_pool_size(FreeMemory { available, cgroup, shm });
+        let (found, text) = choose_pool_size(FreeMemory {
+            available,
+            cgroup,
+            shm,
+        });
         assert_eq!(found, bytes, "{text}");
         assert!(text.contains(why), "{text:?} lacks {why:?}");
     }
@@ -82,8 +90,20 @@ mod tests {
         let gib = 1 << 30;
         check(16 * gib, None, None, 4 * gib, "a quarter of the memory");
         check(16 * gib, Some(8 * gib), None, 2 * gib, "cgroup");
-        check(16 * gib, Some(64 * gib), Some(100 * gib), 4 * gib, "a quarter of the memory");
-        check(16 * gib, None, Some(gib), (gib / 10 * 9) >> 20 << 20, "/dev/shm");
+        check(
+            16 * gib,
+            Some(64 * gib),
+            Some(100 * gib),
+            4 * gib,
+            "a quarter of the memory",
+        );
+        check(
+            16 * gib,
+            None,
+            Some(gib),
+            (gib / 10 * 9) >> 20 << 20,
+            "/dev/shm",
+        );
         check(1 << 20, None, None, 64 << 20, "quarter");
     }
 }

@@ -26,7 +26,11 @@ pub(crate) fn commands() -> Vec<Command> {
             .action(ArgAction::SetTrue)
             .help("Print JSON, as the server answers.")
     };
-    let salt = || Arg::new("salt").required(true).help("The tenant's cache_salt; _default for none.");
+    let salt = || {
+        Arg::new("salt")
+            .required(true)
+            .help("The tenant's cache_salt; _default for none.")
+    };
     vec![
         Command::new("status")
             .about("Shows what a server holds, for whom, and how fast it answers")
@@ -44,14 +48,24 @@ pub(crate) fn commands() -> Vec<Command> {
             .about("Shows and sets how many bytes a tenant (cache_salt) may hold")
             .subcommand_required(true)
             .subcommands([
-                Command::new("list").about("All quotas").args([url(), json()]),
-                Command::new("get").about("One quota and its use").args([salt(), url(), json()]),
+                Command::new("list")
+                    .about("All quotas")
+                    .args([url(), json()]),
+                Command::new("get")
+                    .about("One quota and its use")
+                    .args([salt(), url(), json()]),
                 Command::new("set")
                     .about("Sets a quota")
                     .arg(salt())
-                    .arg(Arg::new("size").required(true).help("Such as 20GiB; a bare number is GiB."))
+                    .arg(
+                        Arg::new("size")
+                            .required(true)
+                            .help("Such as 20GiB; a bare number is GiB."),
+                    )
                     .args([url(), json()]),
-                Command::new("delete").about("Removes a quota").args([salt(), url(), json()]),
+                Command::new("delete")
+                    .about("Removes a quota")
+                    .args([salt(), url(), json()]),
             ]),
     ]
 }
@@ -119,7 +133,11 @@ struct Call {
 
 impl Call {
     fn new(method: &'static str, path: &str, body: Option<Value>) -> Self {
-        Self { method, path: path.to_owned(), body }
+        Self {
+            method,
+            path: path.to_owned(),
+            body,
+        }
     }
 
     fn get(path: &str) -> Self {
@@ -140,9 +158,14 @@ impl Call {
             _ => agent.get(&target).call(),
         };
         let mut answer = sent.with_context(|| {
-            format!("no server answers at {url}: is `lmc serve` running, and is --url its HTTP address?")
+            format!(
+                "no server answers at {url}: is `lmc serve` running, and is --url its HTTP address?"
+            )
         })?;
-        let body: Value = answer.body_mut().read_json().context("the answer is no JSON")?;
+        let body: Value = answer
+            .body_mut()
+            .read_json()
+            .context("the answer is no JSON")?;
         if !answer.status().is_success() {
             let text = body["error"].as_str().unwrap_or("no reason given");
             bail!("the server refused: {text}");

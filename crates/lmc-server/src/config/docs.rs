@@ -43,12 +43,21 @@ pub fn documentation() -> String {
                 info.group.heading()
             );
         }
-        let default = if info.default.is_empty() { "none" } else { info.default };
+        let default = if info.default.is_empty() {
+            "none"
+        } else {
+            info.default
+        };
         let value = match info.shape {
             Shape::Switch => String::new(),
             _ => format!(" {}", info.placeholder),
         };
-        let _ = writeln!(out, "| `--{}{value}` | `{default}` | {} |", info.name, info.help.trim());
+        let _ = writeln!(
+            out,
+            "| `--{}{value}` | `{default}` | {} |",
+            info.name,
+            info.help.trim()
+        );
     }
     out.push_str(
         "\n## Flags of LMCache's server\n\n\
@@ -65,7 +74,10 @@ pub fn documentation() -> String {
         let verdict = match flag.harmless {
             [] => verdict.to_owned(),
             values => {
-                let values: Vec<String> = values.iter().map(|value| harmless(flag.name, value)).collect();
+                let values: Vec<String> = values
+                    .iter()
+                    .map(|value| harmless(flag.name, value))
+                    .collect();
                 format!("{verdict}, except {}", values.join(", "))
             }
         };
@@ -101,6 +113,9 @@ mod tests {
         if std::env::var_os("LMC_WRITE_DOCS").is_some() {
             std::fs::write(path, super::documentation()).unwrap();
         }
-        assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), super::documentation());
+        assert_eq!(
+            std::fs::read_to_string(path).unwrap_or_default(),
+            super::documentation()
+        );
     }
 }

@@ -13,7 +13,9 @@ mod suggest;
 pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
-pub use parse::{ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};
+pub use parse::{
+    ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode,
+};
 pub use serve::{Loaded, ServeConfig, print_config};
 pub use setting::{Group, Info, Raw, Setting, Shape};
 pub use settings::ALL as ALL_SETTINGS;

@@ -205,7 +205,9 @@ pub(crate) fn threads(raw: &Raw) -> Result<Option<usize>, String> {
     if raw.text()?.eq_ignore_ascii_case("auto") {
         return Ok(None);
     }
-    count(raw, 0, 1024).map(Some).map_err(|expected| format!("{expected}, or auto"))
+    count(raw, 0, 1024)
+        .map(Some)
+        .map_err(|expected| format!("{expected}, or auto"))
 }
 
 pub(crate) fn memo_size(raw: &Raw) -> Result<ByteSize, String> {
@@ -272,9 +274,11 @@ pub(crate) fn segment_name(raw: &Raw) -> Result<SegmentName, String> {
     match name {
         "auto" => Ok(SegmentName::Auto),
         "" | "none" => Ok(SegmentName::None),
-        _ => SharedName::new(name).map(SegmentName::Name).map_err(|error| {
-            format!("{error}; auto derives a name from the port, none keeps the pool private")
-        }),
+        _ => SharedName::new(name)
+            .map(SegmentName::Name)
+            .map_err(|error| {
+                format!("{error}; auto derives a name from the port, none keeps the pool private")
+            }),
     }
 }
 

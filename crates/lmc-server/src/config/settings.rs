@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use lmc_memory::Demand;
 
-use super::parse::{self, ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};
+use super::parse::{
+    self, ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode,
+};
 use super::setting::{Group, Info, Raw, Setting, Shape};
 
 /// Declares the settings, and `ALL` beside them, so that none can be left out of it.

@@ -1,90 +1,231 @@
-//! Paths and JSON of LMCache's MP server, as far as its own command-line tools ask for them:
-//! `lmcache ping kvcache`, `describe kvcache`, `kvcache clear`, `quota …`.
+//! Paths and JSON of LMCache's MP server, so that its command-line tools and what people built
+//! on it go on working: `lmcache ping kvcache`, `describe kvcache`, `kvcache clear`, `quota …`.
+//!
+//! What needs a tier that is not there (listing, deleting and prefetching of L2 objects) is
+//! answered as LMCache answers without L2 adapters.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use axum::body::Bytes;
-use axum::extract::{Path, State};
+use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use lmc_engine::TenantStatus;
+use lmc_engine::{TenantId, TenantStatus};
 use lmc_key::Salt;
+use lmc_vllm_adapter::{InstanceStatus, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
 
-use super::{Http, Shared, probe};
+use super::{Http, Shared, refusal};
+use crate::config::{Loaded, SegmentName};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
+const NO_L2: &str = "no L2 adapters configured: lmc keeps chunks in memory only";
 
 pub(super) fn routes() -> Router<Arc<Http>> {
     Router::new()
-        .route("/", get(async || Json(json!({"status": "ok", "service": "lmc"}))))
+        .route(
+            "/",
+            get(async || Json(json!({"status": "ok", "service": "lmc"}))),
+        )
         .route("/healthcheck", get(health))
         .route("/status", get(status))
-        .route("/config", get(async |State(http): Shared| Json(http.config.clone())))
-        .route("/version", get(async || Json(json!({"version": env!("CARGO_PKG_VERSION")}))))
+        .route(
+            "/config",
+            get(async |State(http): Shared| Json(http.config.clone())),
+        )
+        .route(
+            "/config/adapters",
+            get(async || Json(json!({"adapters": []}))),
+        )
+        .route("/version", get(async || Json(env!("CARGO_PKG_VERSION"))))
+        .route(
+            "/lmc_version",
+            get(async || Json(env!("CARGO_PKG_VERSION"))),
+        )
         .route("/cache/clear", post(clear))
+        .route("/cache/objects", get(list_objects).delete(delete_objects))
+        .route(
+            "/cache/prefetches",
+            post(async || refusal(StatusCode::SERVICE_UNAVAILABLE, NO_L2)),
+        )
         .route("/quota", get(quotas))
-        .route("/quota/{salt}", get(quota).put(set_quota).delete(delete_quota))
+        .route(
+            "/quota/{salt}",
+            get(quota).put(set_quota).delete(delete_quota),
+        )
 }
 
 fn refused(text: impl Into<String>) -> Response {
-    (StatusCode::BAD_REQUEST, Json(json!({"error": text.into()}))).into_response()
+    refusal(StatusCode::BAD_REQUEST, text)
 }
 
 async fn health(State(http): Shared) -> Response {
-    match probe(&http).await {
-        Ok(()) => Json(json!({"status": "healthy"})).into_response(),
+    match http.probe.run().await {
+        Ok(_) => Json(json!({"status": "healthy"})).into_response(),
         Err(reason) => {
-            let body = Json(json!({"status": "unhealthy", "reason": reason}));
-            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+            let body = json!({"status": "unhealthy", "reason": reason, "error": reason});
+            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
         }
     }
 }
 
+/// The settings in LMCache's order of things, and all of ours with their origin under `lmc`.
+pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
+    let config = &loaded.config;
+    let entries = loaded.entries.iter().map(|entry| {
+        let value = json!({"value": entry.raw.to_string(), "source": entry.source.to_string()});
+        (entry.info.key(), value)
+    });
+    let shm_name = match (&config.shm_name, service.engine().shared_name()) {
+        (SegmentName::None, _) | (_, None) => Value::String(String::new()),
+        (_, Some(name)) => Value::String(name.to_string()),
+    };
+    json!({
+        "mp": {
+            "transport": "zmq",
+            "host": config.host,
+            "port": config.port,
+            "chunk_size": config.chunk_size,
+            "max_workers": config.max_workers,
+            "hash_algorithm": service.config().hasher.algorithm().name(),
+            "engine_type": "default",
+            "supported_transfer_mode": config.transfer_mode.name(),
+            "shm_name": shm_name,
+            "null_block_id": config.null_block_id.map_or(-1, i64::from),
+            "session_ttl_seconds": config.session_ttl.as_secs_f64(),
+            "worker_reap_timeout_seconds": config.reap_timeout.as_secs_f64(),
+            "worker_registration_grace_seconds": config.registration_grace.as_secs_f64(),
+            "kv_event_log_size": config.kv_event_log_size,
+        },
+        "storage_manager": {
+            "l1_manager_config": {
+                "memory_config": {
+                    "size_in_bytes": service.engine().pool_bytes(),
+                    "align_bytes": config.align_bytes,
+                    "use_lazy": false,
+                },
+                "write_ttl_seconds": config.write_ttl.as_secs_f64(),
+                "read_ttl_seconds": config.read_ttl.as_secs_f64(),
+            },
+            "eviction_config": {
+                "eviction_policy": config.eviction_policy.name(),
+                "trigger_watermark": config.eviction_watermark,
+                "eviction_ratio": config.eviction_ratio,
+            },
+            "l2_adapter_config": {"adapters": []},
+        },
+        "http": {"http_host": config.http_host, "http_port": config.http_port},
+        "lmc": Map::from_iter(entries),
+    })
+}
+
 /// LMCache's fields where its tools look for them, and everything of ours under `lmc`.
 async fn status(State(http): Shared) -> Response {
-    let healthy = probe(&http).await.is_ok();
-    let status = http.service.status(Instant::now());
-    let mut contexts = Map::new();
-    for instance in &status.instances {
-        let context = json!({
-            "model_name": instance.model,
-            "world_size": instance.world_size,
-            "kv_cache_layout": {
-                "chunk_shape": instance.shape,
-                "dtype": instance.dtype,
-                "cache_size_per_token": instance.chunk_bytes / u64::from(status.chunk_size),
-            },
-        });
-        contexts.insert(instance.instance_id.to_string(), context);
-    }
+    let (healthy, status) = match http.probe.run().await {
+        Ok(status) => (true, status),
+        Err(_) => match http.probe.status().await {
+            Ok(status) => (false, status),
+            Err(reason) => return refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
+        },
+    };
+    let mut answer = lmcache_status(&http, healthy, &status);
+    answer["lmc"] = json!(status);
+    Json(answer).into_response()
+}
+
+fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
     let usage = &status.usage;
-    let share = usage.used_bytes as f64 / (usage.pool_bytes as f64).max(1.0);
-    Json(json!({
+    let config = http.service.config();
+    let (mut contexts, mut ids) = (Map::new(), [Vec::new(), Vec::new()]);
+    for instance in &status.instances {
+        let context = context(instance, status.chunk_size);
+        contexts.insert(instance.instance_id.to_string(), context);
+        ids[usize::from(instance.mode == "engine_driven")].push(instance.instance_id);
+    }
+    let l1 = json!({
+        "is_healthy": healthy,
+        "total_object_count": usage.chunks,
+        "write_locked_count": usage.reserved_slots,
+        "read_locked_count": usage.leases,
+        "memory_used_bytes": usage.used_bytes,
+        "memory_total_bytes": usage.pool_bytes,
+        "memory_configured_bytes": usage.pool_bytes,
+        "capacity_bytes_by_backend": {"dram": usage.pool_bytes},
+        "memory_usage_ratio": usage.used_bytes as f64 / (usage.pool_bytes as f64).max(1.0),
+        "write_ttl_seconds": config.transfer_deadline.as_secs_f64(),
+        "read_ttl_seconds": config.lookup_lease.as_secs_f64(),
+    });
+    let eviction = json!({
+        "is_healthy": healthy,
+        "eviction_policy": http.policy,
+        "trigger_watermark": http.watermark,
+        "eviction_ratio": http.ratio,
+    });
+    json!({
         "is_healthy": healthy,
         "engine_type": "lmc",
         "chunk_size": status.chunk_size,
         "hash_algorithm": status.hash_algorithm,
         "active_sessions": status.sessions.sessions,
+        // A lookup is answered at once, so none is ever under way.
         "active_prefetch_jobs": 0,
         "storage_manager": {
-            "l1_manager": {
-                "memory_total_bytes": usage.pool_bytes,
-                "memory_used_bytes": usage.used_bytes,
-                "memory_usage_ratio": share,
-                "total_object_count": usage.chunks,
-            },
-            "eviction_controller": {"eviction_policy": http.policy},
+            "is_healthy": healthy,
+            "l1_manager": l1,
+            // The tool reads the first name, LMCache's server writes the second.
+            "eviction_controller": eviction,
+            "l1_eviction_controller": eviction,
             "l2_adapters": [],
+            "num_l2_adapters": 0,
+            "l1_capacity_bytes_by_backend": {"dram": usage.pool_bytes},
         },
+        "registered_gpu_ids": ids[0],
+        "registered_non_cuda_instance_ids": ids[1],
         "cache_context_meta": contexts,
-        "lmc": status,
-    }))
-    .into_response()
+        "worker_liveness": {
+            "enabled": !config.reap_timeout.is_zero(),
+            "reap_timeout_seconds": config.reap_timeout.as_secs_f64(),
+            "registration_grace_seconds": config.registration_grace.as_secs_f64(),
+            "tracked_instances": status.instances.len(),
+        },
+        "kv_events": {
+            "enabled": status.events.enabled,
+            "incarnation": status.events.incarnation,
+            "log_depth": status.events.depth,
+            "log_capacity": status.events.capacity,
+            "next_seq": status.events.next_seq,
+            "subscribers": status.events.subscribers,
+        },
+    })
+}
+
+/// A worker as `lmcache describe kvcache` shows it.
+fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
+    // [2, layers, tokens, hidden], or [layers, tokens, hidden] where K and V are one (MLA).
+    let (is_mla, layers) = match instance.shape.as_slice() {
+        [layers, _, _] => (true, *layers),
+        [_, layers, ..] => (false, *layers),
+        _ => (false, 0),
+    };
+    json!({
+        "model_name": instance.model,
+        "world_size": instance.world_size,
+        "kv_cache_layout": {
+            "num_layers": layers,
+            "cache_size_per_token": instance.chunk_bytes / u64::from(chunk_size.max(1)),
+            "kernel_groups": [{
+                "kernel_group_idx": 0,
+                "object_group_idx": 0,
+                "num_layers": layers,
+                "dtype": instance.dtype,
+                "is_mla": is_mla,
+                "engine_kv_shape": format!("{:?}", instance.shape),
+            }],
+        },
+    })
 }
 
 /// A body is optional; of its fields `tier` must be `l1` and `force` a boolean where given.
@@ -106,21 +247,60 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         Some(_) => return refused("expected force to be true or false"),
     };
     let chunks = http.service.engine().clear(force);
+    tracing::info!(chunks, force, "cache cleared over HTTP");
     Json(json!({"status": "ok", "cleared": {"tier": "l1", "chunks": chunks}})).into_response()
+}
+
+async fn list_objects(Query(asked): Query<Map<String, Value>>) -> Response {
+    match asked.get("tier").and_then(Value::as_str).unwrap_or("l2") {
+        "l2" => refusal(StatusCode::SERVICE_UNAVAILABLE, NO_L2),
+        tier => refused(format!("tier '{tier}' not supported; only 'l2'")),
+    }
+}
+
+async fn delete_objects(body: Bytes) -> Response {
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    match body.get("tier").and_then(Value::as_str).unwrap_or("l2") {
+        "l2" => refusal(StatusCode::SERVICE_UNAVAILABLE, NO_L2),
+        _ => refusal(
+            StatusCode::NOT_IMPLEMENTED,
+            "lmc does not delete single chunks over HTTP yet; POST /cache/clear empties the pool",
+        ),
+    }
 }
 
 fn parse_salt(path: &str) -> Result<Salt, Response> {
     let salt = if path == DEFAULT_SALT { "" } else { path };
-    salt.parse::<Salt>().map_err(|error| refused(error.to_string()))
+    salt.parse::<Salt>()
+        .map_err(|error| refused(error.to_string()))
 }
 
 fn shown(salt: &Salt) -> &str {
-    if salt.is_empty() { DEFAULT_SALT } else { salt.as_str() }
+    if salt.is_empty() {
+        DEFAULT_SALT
+    } else {
+        salt.as_str()
+    }
 }
 
+/// Every tenant that was named so far, with its number.
+fn named(http: &Http) -> Vec<(String, TenantId)> {
+    let mut named = http.service.tenants();
+    named.retain(|(salt, _)| !salt.is_empty());
+    named.push((String::new(), TenantId::default()));
+    named
+}
+
+/// A tenant that was named before. Asking must not make one, or anybody could fill the table.
 fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
-    let id = http.service.tenant(salt);
-    http.service.engine().tenants().into_iter().find(|tenant| tenant.tenant == id.0)
+    let (_, id) = named(http)
+        .into_iter()
+        .find(|(name, _)| name == salt.as_str())?;
+    http.service
+        .engine()
+        .tenants()
+        .into_iter()
+        .find(|tenant| tenant.tenant == id.0)
 }
 
 async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
@@ -144,13 +324,18 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         Ok(salt) => salt,
         Err(response) => return response,
     };
-    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else {
+        return refused("expected a JSON body, such as {\"limit_gb\": 20}");
+    };
     let limit = body.get("limit_gb").and_then(Value::as_f64);
     let Some(limit) = limit.filter(|limit| limit.is_finite() && *limit >= 0.0) else {
         return refused("expected {\"limit_gb\": NUMBER} with a number that is not negative");
     };
     let bytes = (limit * GIB) as u64;
-    http.service.engine().set_quota(http.service.tenant(&salt), Some(bytes));
+    http.service
+        .engine()
+        .set_quota(http.service.tenant(&salt), Some(bytes));
+    tracing::info!(salt = shown(&salt), bytes, "quota set over HTTP");
     let body = json!({"cache_salt": shown(&salt), "limit_gb": limit, "status": "ok"});
     Json(body).into_response()
 }
@@ -161,24 +346,34 @@ async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response
         Err(response) => return response,
     };
     let had = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
-    http.service.engine().set_quota(http.service.tenant(&salt), None);
+    if had {
+        http.service
+            .engine()
+            .set_quota(http.service.tenant(&salt), None);
+        tracing::info!(salt = shown(&salt), "quota removed over HTTP");
+    }
     let status = if had { "removed" } else { "not_found" };
     Json(json!({"cache_salt": shown(&salt), "status": status})).into_response()
 }
 
 async fn quotas(State(http): Shared) -> Response {
     let tenants = http.service.engine().tenants();
-    let mut salts = http.service.tenants();
-    salts.push((DEFAULT_SALT.to_owned(), Default::default()));
     let mut users = Map::new();
-    for (salt, id) in salts {
+    for (salt, id) in named(&http) {
         let known = tenants.iter().find(|tenant| tenant.tenant == id.0);
         if let Some((tenant, quota)) = known.and_then(|t| Some((t, t.quota?))) {
             let entry = json!({
                 "limit_gb": quota as f64 / GIB,
                 "current_usage_gb": tenant.bytes as f64 / GIB,
             });
-            users.insert(salt, entry);
+            users.insert(
+                if salt.is_empty() {
+                    DEFAULT_SALT.to_owned()
+                } else {
+                    salt
+                },
+                entry,
+            );
         }
     }
     Json(json!({"users": users})).into_response()

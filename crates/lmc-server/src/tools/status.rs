@@ -15,11 +15,17 @@ fn bytes(value: &Value) -> String {
 }
 
 fn text(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), str::to_owned)
 }
 
 fn percent(part: f64, whole: f64) -> String {
-    if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".to_owned() }
+    if whole > 0.0 {
+        format!("{:.1} %", 100.0 * part / whole)
+    } else {
+        "-".to_owned()
+    }
 }
 
 fn duration(seconds: f64) -> String {
@@ -35,14 +41,23 @@ fn duration(seconds: f64) -> String {
 /// Seconds that a share of the operations did not exceed, from the server's buckets.
 fn quantile(latency: &Value, share: f64) -> Option<f64> {
     let snapshot = lmc_vllm_adapter::HistogramSnapshot {
-        buckets: latency["buckets"].as_array()?.iter().filter_map(Value::as_u64).collect(),
+        buckets: latency["buckets"]
+            .as_array()?
+            .iter()
+            .filter_map(Value::as_u64)
+            .collect(),
         sum_seconds: number(&latency["sum_seconds"]),
     };
     (snapshot.count() > 0).then(|| snapshot.quantile(share))
 }
 
 fn count(latency: &Value) -> u64 {
-    latency["buckets"].as_array().into_iter().flatten().filter_map(Value::as_u64).sum()
+    latency["buckets"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_u64)
+        .sum()
 }
 
 pub(super) fn table(url: &str, answer: &Value) -> String {
@@ -53,7 +68,11 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name:<12} {value}");
     };
-    let health = if answer["is_healthy"] == true { "healthy" } else { "NOT ANSWERING ENGINES" };
+    let health = if answer["is_healthy"] == true {
+        "healthy"
+    } else {
+        "NOT ANSWERING ENGINES"
+    };
     let up = duration(number(&status["uptime_seconds"]));
     line("server", format!("{url}, {health}, up {up}"));
     line(
@@ -81,7 +100,10 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
         "hits",
         format!(
             "{} of tokens looked up, in {} lookups",
-            percent(number(&counts["hit_tokens"]), number(&counts["lookup_tokens"])),
+            percent(
+                number(&counts["hit_tokens"]),
+                number(&counts["lookup_tokens"])
+            ),
             counts["lookups"]
         ),
     );
@@ -135,7 +157,11 @@ fn workers(out: &mut String, instances: &Value) {
             shape,
             duration(number(&instance["age_seconds"])),
             duration(number(&instance["silent_seconds"])),
-            if instance["connected"] == true { "" } else { "  gone" }
+            if instance["connected"] == true {
+                ""
+            } else {
+                "  gone"
+            }
         );
     }
 }

@@ -1,0 +1,77 @@
+//! Connections of the HTTP side: bounded in number, and in the time that each may take.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tracing::{debug, warn};
+
+/// Connections at a time; more are closed at once.
+const MAX_CONNECTIONS: usize = 128;
+/// Longest time from the start of a connection, or the end of an answer, to the end of the next
+/// request's head.
+const HEAD_DEADLINE: Duration = Duration::from_secs(30);
+/// Bytes of a request's head.
+const MAX_HEAD: usize = 16 << 10;
+
+/// Answers until `stopped` turns true, then lets answers under way end.
+pub(super) async fn serve(socket: TcpListener, router: Router, mut stopped: watch::Receiver<bool>) {
+    let free = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = socket.accept() => accepted,
+            Some(_) = connections.join_next() => continue,
+            // An error means that the sender is gone, which ends the server as well.
+            _ = stopped.wait_for(|&stop| stop) => break,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, most likely: waiting is all that can help.
+                warn!(%error, "cannot accept an HTTP connection");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let Ok(permit) = Arc::clone(&free).try_acquire_owned() else {
+            continue;
+        };
+        let connection = connection(stream, router.clone(), stopped.clone());
+        connections.spawn(async move {
+            connection.await;
+            drop(permit);
+        });
+    }
+    while connections.join_next().await.is_some() {}
+}
+
+async fn connection(stream: TcpStream, router: Router, mut stopped: watch::Receiver<bool>) {
+    let service = TowerToHyperService::new(router);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_DEADLINE)
+        .max_buf_size(MAX_HEAD)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = std::pin::pin!(connection);
+    let first = tokio::select! {
+        ended = connection.as_mut() => Some(ended),
+        _ = stopped.wait_for(|&stop| stop) => None,
+    };
+    let ended = match first {
+        Some(ended) => ended,
+        None => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        debug!(%error, "an HTTP connection broke");
+    }
+}

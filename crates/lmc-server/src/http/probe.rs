@@ -1,0 +1,93 @@
+//! Whether engines are served: found out by asking as they do, not by having a thread.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceStatus};
+use tokio::sync::Semaphore;
+
+/// How long engines' socket and the service's state may take to answer.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// Looks that may be stuck at a time; a stuck server must not eat a thread for every scrape.
+const AT_ONCE: usize = 8;
+
+/// Looks at a service from outside.
+#[derive(Debug)]
+pub(super) struct Probe {
+    service: Service,
+    engines: SocketAddr,
+    free: Arc<Semaphore>,
+}
+
+impl Probe {
+    /// For a service whose engines connect to `engines`.
+    pub(super) fn new(service: Service, mut engines: SocketAddr) -> Self {
+        // A wildcard is where one listens, not where one connects.
+        match engines {
+            SocketAddr::V4(v4) if v4.ip().is_unspecified() => {
+                engines.set_ip(Ipv4Addr::LOCALHOST.into());
+            }
+            SocketAddr::V6(v6) if v6.ip().is_unspecified() => {
+                engines.set_ip(Ipv6Addr::LOCALHOST.into());
+            }
+            _ => {}
+        }
+        let free = Arc::new(Semaphore::new(AT_ONCE));
+        Self {
+            service,
+            engines,
+            free,
+        }
+    }
+
+    /// Asks the engines' own socket, then for the state behind it. The state, or what is stuck.
+    pub(super) async fn run(&self) -> Result<ServiceStatus, String> {
+        let engines = self.engines;
+        let asked = self.within_deadline("the engines' socket", move || {
+            let mut client = Client::connect(engines, DEADLINE)?;
+            client.ask(&Request::Noop)
+        });
+        match asked.await? {
+            Ok(Reply::Text(_)) => self.status().await,
+            Ok(other) => Err(format!("the engines' socket answered {other:?}")),
+            Err(error) => Err(format!("the engines' socket does not answer: {error}")),
+        }
+    }
+
+    /// The state of the service.
+    pub(super) async fn status(&self) -> Result<ServiceStatus, String> {
+        let service = self.service.clone();
+        self.within_deadline("the service", move || service.status(Instant::now()))
+            .await
+    }
+
+    /// Runs what may block where it cannot hold up the runtime.
+    async fn within_deadline<T: Send + 'static>(
+        &self,
+        what: &str,
+        look: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, String> {
+        let free = Arc::clone(&self.free);
+        let looked = async move {
+            let permit = free
+                .acquire_owned()
+                .await
+                .expect("the semaphore is never closed");
+            tokio::task::spawn_blocking(move || {
+                // Goes back when the look ends, however late that is.
+                let _permit = permit;
+                look()
+            })
+            .await
+        };
+        match tokio::time::timeout(DEADLINE, looked).await {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(error)) => Err(format!("{what} failed: {error}")),
+            Err(_) => Err(format!(
+                "{what} does not answer within {} s",
+                DEADLINE.as_secs()
+            )),
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The HTTP side of a server in this process, asked over a real socket.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_key::{ChunkHasher, HashAlgorithm};
+use lmc_memory::ArenaConfig;
+use lmc_vllm_adapter::{Client, Service, ServiceConfig, ZmqConfig, ZmqServer};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+
+use super::{Http, serve};
+use crate::config::{Raw, ServeConfig};
+
+struct Server {
+    http: SocketAddr,
+    engines: SocketAddr,
+    service: Service,
+    stop: watch::Sender<bool>,
+    /// Its own channel, so that a test can end the engines' side alone.
+    stop_engines: watch::Sender<bool>,
+    runtime: Option<Runtime>,
+}
+
+impl Server {
+    fn start() -> Self {
+        let flag = |name: &str, value: &str| (name.to_owned(), Raw::Text(value.to_owned()));
+        let given = [flag("eviction-policy", "arc"), flag("port", "0")];
+        let loaded = ServeConfig::load(given, [], None).expect("a good configuration");
+        let arena = ArenaConfig::anonymous(1 << 20).build().expect("an arena");
+        let engine = CacheEngine::new(EngineConfig::default(), arena.into()).expect("an engine");
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).expect("a hasher");
+        let service = Service::new(ServiceConfig::new(hasher), engine).expect("a service");
+        let (stop, stopped) = watch::channel(false);
+        let (stop_engines, engines_stopped) = watch::channel(false);
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        let (http, engines) = runtime.block_on(async {
+            let config = ZmqConfig {
+                port: 0,
+                ..ZmqConfig::default()
+            };
+            let server = ZmqServer::bind(config, service.clone())
+                .await
+                .expect("a port");
+            let engines = server.local_addr();
+            tokio::spawn(server.run(engines_stopped));
+            let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+            let address = socket.local_addr().expect("an address");
+            let http = Http::new(service.clone(), engines, &loaded);
+            tokio::spawn(serve(socket, http, stopped));
+            (address, engines)
+        });
+        Self {
+            http,
+            engines,
+            service,
+            stop,
+            stop_engines,
+            runtime: Some(runtime),
+        }
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        let answer = self.raw(&[head.as_bytes(), body.as_bytes()].concat());
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+        let code = head.split(' ').nth(1).and_then(|code| code.parse().ok());
+        (code.expect("a status code"), body.to_owned())
+    }
+
+    fn raw(&self, bytes: &[u8]) -> String {
+        let mut stream = TcpStream::connect(self.http).expect("a connection");
+        stream
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .expect("a timeout");
+        stream.write_all(bytes).expect("a request");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer
+    }
+
+    /// Code and JSON.
+    fn json(&self, method: &str, path: &str, body: &str) -> (u16, Value) {
+        let (code, body) = self.ask(method, path, body);
+        (
+            code,
+            serde_json::from_str(&body).unwrap_or_else(|_| panic!("no JSON: {body}")),
+        )
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.send_replace(true);
+        self.stop_engines.send_replace(true);
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(Duration::from_secs(5));
+        }
+    }
+}
+
+/// Asks, and compares the code and some fields of the answer.
+fn check(server: &Server, ask: (&str, &str, &str), code: u16, fields: &[(&str, Value)]) {
+    let (found, body) = server.json(ask.0, ask.1, ask.2);
+    assert_eq!(found, code, "{ask:?}: {body}");
+    for (pointer, want) in fields {
+        assert_eq!(
+            body.pointer(pointer),
+            Some(want),
+            "{ask:?} at {pointer}: {body}"
+        );
+    }
+}
+
+#[test]
+fn a_server_at_work_says_so_on_every_path() {
+    let server = Server::start();
+    check(
+        &server,
+        ("GET", "/healthz", ""),
+        200,
+        &[("/status", "ok".into())],
+    );
+    check(
+        &server,
+        ("GET", "/healthcheck", ""),
+        200,
+        &[("/status", "healthy".into())],
+    );
+    check(&server, ("GET", "/", ""), 200, &[("/status", "ok".into())]);
+    check(
+        &server,
+        ("GET", "/status", ""),
+        200,
+        &[
+            ("/is_healthy", true.into()),
+            ("/chunk_size", 256.into()),
+            ("/active_sessions", 0.into()),
+            (
+                "/storage_manager/l1_manager/memory_total_bytes",
+                (1 << 20).into(),
+            ),
+            ("/storage_manager/l1_manager/memory_used_bytes", 0.into()),
+            (
+                "/storage_manager/eviction_controller/eviction_policy",
+                "ARC".into(),
+            ),
+            ("/lmc/usage/pool_bytes", (1 << 20).into()),
+            ("/lmc/sessions/sessions", 0.into()),
+        ],
+    );
+    check(
+        &server,
+        ("GET", "/config", ""),
+        200,
+        &[
+            ("/mp/chunk_size", 256.into()),
+            (
+                "/storage_manager/eviction_config/eviction_policy",
+                "ARC".into(),
+            ),
+            ("/lmc/eviction_policy/value", "arc".into()),
+            (
+                "/lmc/eviction_policy/source",
+                "flag --eviction-policy".into(),
+            ),
+            ("/lmc/chunk_size/source", "default".into()),
+        ],
+    );
+    let (code, page) = server.ask("GET", "/metrics", "");
+    assert_eq!(code, 200);
+    assert!(page.contains("\nlmc_pool_bytes 1048576\n"), "{page}");
+    assert!(
+        page.contains("lmc_operation_seconds_count{operation=\"noop\"}"),
+        "{page}"
+    );
+}
+
+/// LMCache's health check says "healthy" when its protocol side has died; this one must not.
+#[test]
+fn a_server_whose_engines_are_not_served_is_not_healthy() {
+    let server = Server::start();
+    check(&server, ("GET", "/healthz", ""), 200, &[]);
+    server.stop_engines.send_replace(true);
+    let gone = || Client::connect(server.engines, Duration::from_millis(200)).is_err();
+    while !gone() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    check(
+        &server,
+        ("GET", "/healthz", ""),
+        503,
+        &[("/status", "stuck".into())],
+    );
+    check(
+        &server,
+        ("GET", "/healthcheck", ""),
+        503,
+        &[("/status", "unhealthy".into())],
+    );
+    check(
+        &server,
+        ("GET", "/status", ""),
+        200,
+        &[("/is_healthy", false.into())],
+    );
+}
+
+#[test]
+fn quotas_live_and_die() {
+    let server = Server::start();
+    let get = ("GET", "/quota/team-a", "");
+    check(
+        &server,
+        get,
+        200,
+        &[("/exists", false.into()), ("/limit_gb", 0.0.into())],
+    );
+    assert!(
+        server
+            .service
+            .tenants()
+            .iter()
+            .all(|(salt, _)| salt != "team-a"),
+        "asking must not make a tenant"
+    );
+    check(
+        &server,
+        ("PUT", "/quota/team-a", "{\"limit_gb\": 1.5}"),
+        200,
+        &[
+            ("/status", "ok".into()),
+            ("/limit_gb", 1.5.into()),
+            ("/cache_salt", "team-a".into()),
+        ],
+    );
+    check(
+        &server,
+        get,
+        200,
+        &[("/exists", true.into()), ("/limit_gb", 1.5.into())],
+    );
+    check(
+        &server,
+        ("PUT", "/quota/_default", "{\"limit_gb\": 0}"),
+        200,
+        &[("/cache_salt", "_default".into())],
+    );
+    check(
+        &server,
+        ("GET", "/quota", ""),
+        200,
+        &[
+            ("/users/team-a/limit_gb", 1.5.into()),
+            ("/users/team-a/current_usage_gb", 0.0.into()),
+            ("/users/_default/limit_gb", 0.0.into()),
+        ],
+    );
+    check(
+        &server,
+        ("DELETE", "/quota/team-a", ""),
+        200,
+        &[("/status", "removed".into())],
+    );
+    check(
+        &server,
+        ("DELETE", "/quota/team-a", ""),
+        200,
+        &[("/status", "not_found".into())],
+    );
+    check(&server, get, 200, &[("/exists", false.into())]);
+}
+
+#[test]
+fn clearing_takes_lmcaches_bodies() {
+    let server = Server::start();
+    for body in [
+        "",
+        "{}",
+        "{\"tier\": \"l1\"}",
+        "{\"tier\": \"l1\", \"force\": true}",
+    ] {
+        check(
+            &server,
+            ("POST", "/cache/clear", body),
+            200,
+            &[("/status", "ok".into()), ("/cleared/tier", "l1".into())],
+        );
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_its_reason() {
+    let server = Server::start();
+    let refuses = |ask: (&str, &str, &str), code: u16, why: &str| {
+        let (found, body) = server.json(ask.0, ask.1, ask.2);
+        assert_eq!(found, code, "{ask:?}: {body}");
+        for field in ["error", "detail"] {
+            let text = body[field].as_str().unwrap_or_default();
+            assert!(text.contains(why), "{ask:?}: {text:?} lacks {why:?}");
+        }
+    };
+    refuses(("GET", "/nothing", ""), 404, "/healthz");
+    refuses(("POST", "/status", ""), 405, "POST");
+    refuses(("POST", "/cache/clear", "{\"tier\": \"l2\"}"), 400, "l1");
+    refuses(("POST", "/cache/clear", "{\"force\": 1}"), 400, "force");
+    refuses(("POST", "/cache/clear", "[]"), 400, "JSON object");
+    refuses(("POST", "/cache/clear", "{"), 400, "JSON object");
+    refuses(("PUT", "/quota/a", "{\"limit_gb\": -1}"), 400, "negative");
+    refuses(("PUT", "/quota/a", "{\"limit_gb\": \"1\"}"), 400, "NUMBER");
+    refuses(("PUT", "/quota/a", "not json"), 400, "JSON");
+    refuses(("GET", "/cache/objects", ""), 503, "L2");
+    refuses(
+        ("GET", "/cache/objects?tier=l1", ""),
+        400,
+        "'l1' not supported",
+    );
+    refuses(
+        (
+            "DELETE",
+            "/cache/objects",
+            "{\"tier\": \"l1\", \"keys\": []}",
+        ),
+        501,
+        "/cache/clear",
+    );
+    let long = format!("/quota/{}", "x".repeat(1000));
+    refuses(("GET", &long, ""), 400, "");
+}
+
+#[test]
+fn bodies_and_heads_are_bounded() {
+    let server = Server::start();
+    let (code, _) = server.ask("PUT", "/quota/a", &" ".repeat(super::MAX_BODY + 1));
+    assert_eq!(code, 413);
+    let head = format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(64 << 10));
+    let answer = server.raw(head.as_bytes());
+    assert!(answer.starts_with("HTTP/1.1 431"), "{answer}");
+    check(&server, ("GET", "/healthz", ""), 200, &[]);
+}
