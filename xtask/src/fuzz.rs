@@ -1,79 +1,147 @@
-//! `cargo xtask fuzz`: libFuzzer where nightly and cargo-fuzz are there, else a mutator of our own.
+//! `cargo xtask fuzz`: libFuzzer where nightly and cargo-fuzz are there, else a mutator of our
+//! own over the same functions.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::test::succeeds;
+
 const TARGETS: [&str; 3] = ["zmtp", "request", "service"];
+/// Longest input in bytes; the seeds and the findings so far are far below.
+const MAX_LEN: u32 = 4096;
+
+/// What was asked for on the command line.
+struct Asked {
+    targets: Vec<String>,
+    seconds: u32,
+    stable: bool,
+    seed: Option<u64>,
+}
+
+impl Asked {
+    fn parse(args: &[String]) -> Result<Self> {
+        let mut asked = Self {
+            targets: Vec::new(),
+            seconds: 30,
+            stable: false,
+            seed: None,
+        };
+        let mut args = args.iter();
+        while let Some(arg) = args.next() {
+            match arg.as_str() {
+                "--seconds" => asked.seconds = number(arg, args.next())?,
+                "--seed" => asked.seed = Some(number(arg, args.next())?),
+                "--stable" => asked.stable = true,
+                target if TARGETS.contains(&target) => asked.targets.push(target.to_owned()),
+                other => bail!(
+                    "unknown target {other:?}, expected some of {}",
+                    TARGETS.join(", ")
+                ),
+            }
+        }
+        if asked.seed.is_some() && !asked.stable {
+            bail!("--seed goes with --stable; libFuzzer keeps what it found in fuzz/artifacts");
+        }
+        if asked.targets.is_empty() {
+            asked.targets = TARGETS.map(str::to_owned).to_vec();
+        }
+        Ok(asked)
+    }
+}
+
+fn number<T: std::str::FromStr>(flag: &str, value: Option<&String>) -> Result<T> {
+    let value = value.and_then(|value| value.parse().ok());
+    value.with_context(|| format!("{flag} takes a number"))
+}
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let (mut seconds, mut targets) = (30, Vec::new());
-    let mut args = args.iter();
-    while let Some(arg) = args.next() {
-        match arg.as_str() {
-            "--seconds" => {
-                let value = args.next().context("--seconds takes a number")?;
-                seconds = value.parse().context("--seconds takes a number")?;
-            }
-            target if TARGETS.contains(&target) => targets.push(target.to_owned()),
-            other => bail!(
-                "unknown target {other:?}, expected one of {}",
-                TARGETS.join(", ")
-            ),
-        }
-    }
-    if targets.is_empty() {
-        targets = TARGETS.map(str::to_owned).to_vec();
-    }
-    let coverage_guided = has(&["+nightly", "fuzz", "--version"]);
-    if !coverage_guided {
+    let asked = Asked::parse(args)?;
+    let guided = !asked.stable && succeeds("cargo", &["+nightly", "fuzz", "--version"]);
+    if !guided {
+        let why = if asked.stable {
+            "as asked"
+        } else {
+            "a nightly toolchain or cargo-fuzz is missing"
+        };
         println!(
-            "cargo-fuzz or a nightly toolchain is missing: running a seeded mutator over the \
-             same targets on stable (no coverage guidance)"
+            "note: xtask: fuzz targets ran under a seeded mutator without coverage guidance: {why}"
         );
     }
-    let mut ok = true;
-    for target in targets {
-        let status = if coverage_guided {
-            let time = format!("-max_total_time={seconds}");
-            let corpus = format!("fuzz/seeds/{target}");
-            Command::new("cargo")
-                .args(["+nightly", "fuzz", "run", "--fuzz-dir", "fuzz", &target])
-                .args([
-                    &format!("fuzz/corpus/{target}"),
-                    &corpus,
-                    "--",
-                    &time,
-                    "-max_len=4096",
-                ])
-                .stdin(Stdio::null())
-                .status()
+    let (mut passed, mut failed) = (0, 0);
+    for target in &asked.targets {
+        let mut command = if guided {
+            libfuzzer(target, asked.seconds)?
         } else {
-            Command::new("cargo")
-                .args([
-                    "run",
-                    "--quiet",
-                    "--release",
-                    "--package",
-                    "lmc-vllm-adapter",
-                ])
-                .args(["--features", "fuzzing", "--example", "fuzz", "--", &target])
-                .arg(seconds_text(seconds))
-                .stdin(Stdio::null())
-                .status()
+            mutator(target, &asked)
         };
-        ok &= status.context("cannot run cargo")?.success();
+        println!("fuzz {target} for {} s", asked.seconds);
+        let status = command
+            .stdin(Stdio::null())
+            .status()
+            .context("cannot run cargo")?;
+        if status.success() {
+            passed += 1;
+        } else {
+            failed += 1;
+        }
     }
-    Ok(ok)
+    println!("{passed} passed, {failed} failed, 0 skipped");
+    Ok(failed == 0)
 }
 
-fn seconds_text(seconds: u64) -> String {
-    seconds.to_string()
+/// Coverage-guided, with the address sanitizer.
+fn libfuzzer(target: &str, seconds: u32) -> Result<Command> {
+    let corpus = format!("fuzz/corpus/{target}");
+    std::fs::create_dir_all(&corpus).with_context(|| format!("cannot make {corpus}"))?;
+    let mut command = Command::new("cargo");
+    command
+        .args(["+nightly", "fuzz", "run", "--fuzz-dir", "fuzz", target])
+        .args([&corpus, &format!("fuzz/seeds/{target}"), "--"])
+        .arg(format!("-max_total_time={seconds}"))
+        .arg(format!("-max_len={MAX_LEN}"))
+        .args(["-timeout=10", "-print_final_stats=1", "-verbosity=0"]);
+    Ok(command)
 }
 
-fn has(args: &[&str]) -> bool {
-    Command::new("cargo")
-        .args(args)
-        .output()
-        .is_ok_and(|out| out.status.success())
+/// `crates/lmc-vllm-adapter/examples/fuzz.rs`.
+fn mutator(target: &str, asked: &Asked) -> Command {
+    let mut command = Command::new("cargo");
+    command
+        .args(["run", "--release", "--package", "lmc-vllm-adapter"])
+        .args(["--features", "fuzzing", "--example", "fuzz", "--", target])
+        .arg(asked.seconds.to_string())
+        .args(asked.seed.map(|seed| seed.to_string()));
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_target_has_its_entry_point_and_seeds() {
+        for target in TARGETS {
+            let entry = crate::root().join(format!("fuzz/fuzz_targets/{target}.rs"));
+            assert!(entry.exists(), "{} is missing", entry.display());
+            let seeds = crate::root().join(format!("fuzz/seeds/{target}"));
+            let count = std::fs::read_dir(&seeds).map_or(0, Iterator::count);
+            assert!(count > 0, "{} holds no seed", seeds.display());
+        }
+    }
+
+    #[test]
+    fn arguments_are_checked() {
+        let parse = |line: &str| {
+            let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            Asked::parse(&args)
+        };
+        let asked = parse("service --seconds 7 --stable --seed 3").expect("all are known");
+        assert_eq!((asked.seconds, asked.seed), (7, Some(3)));
+        assert_eq!(asked.targets, ["service"]);
+        assert_eq!(parse("").expect("nothing is asked for").targets, TARGETS);
+        for wrong in ["zmpt", "--seconds", "--seconds x", "--seed 3"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
 }

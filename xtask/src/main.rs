@@ -2,28 +2,31 @@
 
 mod bench;
 mod fuzz;
+mod output;
 mod steps;
+mod test;
 mod tidy;
 mod vllm;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-
-use crate::steps::Steps;
 
 const HELP: &str = "\
 Every developer action of lmc.
 
-  cargo xtask test                 all there is to check; sets up what it needs, says what it does
+  cargo xtask test [STEP...]       all there is to check; sets up what it needs, says what it does
+      --list                       the steps and their commands, without running them
   cargo xtask ci                   the same (CI runs `cargo xtask test`)
-  cargo xtask tidy                 layering, file sizes, links, invariants
+  cargo xtask tidy                 layering, file sizes, links, invariants, unsafe code
   cargo xtask test-vllm [ARGS]     real vLLM on CPU against `lmc serve`
       --only NAME...               some scenarios only
       --peer lmcache               the same scenarios against LMCache's own server
-  cargo xtask fuzz [TARGET] [--seconds N]
-                                   zmtp, request or service; all of them unless one is named
+  cargo xtask fuzz [TARGET...]     zmtp, request, service; all of them unless some are named
+      --seconds N                  for each target, 30 unless given
+      --stable                     the seeded mutator, even where libFuzzer is at hand
+      --seed N                     with --stable: repeat the run that printed this seed
   cargo xtask bench serve [ARGS]   lmc against LMCache's server; writes docs/benchmarks.md
 ";
 
@@ -40,13 +43,14 @@ fn main() -> ExitCode {
     }
 }
 
+/// Runs one action. Whether all is well.
 fn run(args: &[String]) -> Result<bool> {
     let Some((command, rest)) = args.split_first() else {
         print!("{HELP}");
         return Ok(true);
     };
     match command.as_str() {
-        "test" | "ci" => Ok(test()),
+        "test" | "ci" => test::run(rest),
         "tidy" => tidy::run(),
         "test-vllm" => vllm::run(rest),
         "fuzz" => fuzz::run(rest),
@@ -65,38 +69,4 @@ fn root() -> PathBuf {
     own.parent()
         .expect("xtask lies in the workspace")
         .to_owned()
-}
-
-fn test() -> bool {
-    let mut steps = Steps::new();
-    steps.run("format", "cargo fmt --all --check", |c| c);
-    steps.run(
-        "clippy",
-        "cargo clippy --workspace --all-targets -- -D warnings",
-        |c| c,
-    );
-    steps.run("docs", "cargo doc --workspace --no-deps --quiet", |c| {
-        c.env("RUSTDOCFLAGS", "-D warnings")
-    });
-    let nextest = Command::new("cargo")
-        .args(["nextest", "--version"])
-        .output();
-    if nextest.is_ok_and(|out| out.status.success()) {
-        let quiet = "--status-level slow --final-status-level fail --hide-progress-bar";
-        steps.run(
-            "tests",
-            &format!("cargo nextest run --workspace {quiet}"),
-            |c| c,
-        );
-    } else {
-        steps.run("tests", "cargo test --workspace --all-targets", |c| c);
-    }
-    steps.run(
-        "doc examples",
-        "cargo test --workspace --doc --quiet",
-        |c| c,
-    );
-    steps.run("fuzz, 15 s", "cargo xtask fuzz --seconds 5", |c| c);
-    steps.run("vllm", "cargo xtask test-vllm", |c| c);
-    steps.finish()
 }

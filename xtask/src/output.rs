@@ -1,0 +1,249 @@
+//! What the output of a test runner says: how many passed, which were skipped and why.
+//!
+//! A test that finds that the machine lacks what it needs prints `skipped: REASON` and returns.
+//! The runners count it as passed; we do not.
+
+/// Checks that were made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    pub(crate) skipped: u64,
+}
+
+impl Counts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+}
+
+/// A test that was not run, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Skipped {
+    pub(crate) test: String,
+    pub(crate) reason: String,
+}
+
+/// Reads the output of a step line by line.
+#[derive(Debug, Default)]
+pub(crate) struct Reader {
+    pub(crate) skipped: Vec<Skipped>,
+    /// Lines that begin with `note: `, which belong under the table at the end.
+    pub(crate) notes: Vec<String>,
+    /// What the closing lines say.
+    said: Counts,
+    /// Tests that the closing lines count as passed and that skipped themselves.
+    not_passed: u64,
+    /// The test whose output is being shown (`cargo test -- --show-output`).
+    current: String,
+}
+
+impl Reader {
+    /// What was found so far.
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            passed: self.said.passed.saturating_sub(self.not_passed),
+            failed: self.said.failed,
+            skipped: self.said.skipped + self.not_passed,
+        }
+    }
+
+    /// Takes one line of a step's output.
+    pub(crate) fn line(&mut self, line: &str) {
+        let line = line.trim();
+        if let Some(name) = header(line) {
+            self.current = name.to_owned();
+        } else if let Some(reason) = line.strip_prefix("skipped: ") {
+            self.skip(self.current.clone(), reason);
+        } else if let Some(rest) = ignored(line) {
+            self.skipped.push(rest);
+        } else if let Some(note) = line.strip_prefix("note: ") {
+            // The compiler has notes too; ours come from xtask and name themselves.
+            if let Some(note) = note.strip_prefix("xtask: ") {
+                self.notes.push(note.to_owned());
+            }
+        }
+        self.said.add(closing_line(line));
+    }
+
+    /// Takes the report that nextest wrote, in which the output of each test stands.
+    pub(crate) fn junit(&mut self, report: &str) {
+        for case in report.split("<testcase ").skip(1) {
+            let name = attribute(case, "name");
+            let crate_name = attribute(case, "classname");
+            let case = case.split("</testcase>").next().unwrap_or(case);
+            let reason = case
+                .lines()
+                .find_map(|line| line.split_once("skipped: ").map(|(_, reason)| reason));
+            if let Some(reason) = reason {
+                let reason = reason.split("</system-out>").next().unwrap_or(reason);
+                self.skip(format!("{crate_name} {name}"), &unescaped(reason));
+            }
+        }
+    }
+
+    fn skip(&mut self, test: String, reason: &str) {
+        self.skipped.push(Skipped {
+            test,
+            reason: reason.trim().to_owned(),
+        });
+        self.not_passed += 1;
+    }
+}
+
+/// `---- a::test stdout ----`
+fn header(line: &str) -> Option<&str> {
+    line.strip_prefix("---- ")?.strip_suffix(" stdout ----")
+}
+
+/// `test a::test ... ignored, REASON`
+fn ignored(line: &str) -> Option<Skipped> {
+    let (test, rest) = line.strip_prefix("test ")?.split_once(" ... ignored")?;
+    let reason = rest.strip_prefix(", ").unwrap_or("ignored");
+    Some(Skipped {
+        test: test.to_owned(),
+        reason: reason.to_owned(),
+    })
+}
+
+fn attribute<'a>(tag: &'a str, name: &str) -> &'a str {
+    let start = format!("{name}=\"");
+    let found = tag.match_indices(&start).find(|(at, _)| {
+        // `name` is also the end of `classname`.
+        *at == 0 || tag.as_bytes()[at - 1] == b' '
+    });
+    found
+        .and_then(|(at, _)| tag[at + start.len()..].split('"').next())
+        .unwrap_or_default()
+}
+
+fn unescaped(text: &str) -> String {
+    text.replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&quot;", "\"")
+        .replace("&apos;", "'")
+        .replace("&amp;", "&")
+}
+
+/// The counts in the closing line of cargo test, nextest or one of our own tools.
+fn closing_line(line: &str) -> Counts {
+    let number_before = |word: &str| -> u64 {
+        let Some(at) = line.find(word) else { return 0 };
+        let number = line[..at].trim_end().rsplit(' ').next();
+        number.and_then(|n| n.parse().ok()).unwrap_or(0)
+    };
+    let nextest = line.contains("tests run:");
+    let cargo = line.starts_with("test result:");
+    let plain = line.split(", ").all(|part| {
+        part.split_once(' ').is_some_and(|(n, word)| {
+            n.parse::<u64>().is_ok() && ["passed", "failed", "skipped"].contains(&word)
+        })
+    });
+    if !(nextest || cargo || plain) {
+        return Counts::default();
+    }
+    Counts {
+        passed: number_before("passed"),
+        failed: number_before("failed") + number_before("timed out"),
+        skipped: number_before("skipped") + number_before("ignored"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closing_lines_of_the_runners_are_understood() {
+        let check = |line: &str, passed, failed, skipped| {
+            let wanted = Counts {
+                passed,
+                failed,
+                skipped,
+            };
+            assert_eq!(closing_line(line), wanted, "{line}");
+        };
+        check(
+            "Summary [   1.797s] 56 tests run: 54 passed (1 slow), 2 failed, 3 skipped",
+            54,
+            2,
+            3,
+        );
+        check(
+            "Summary [  9.001s] 5 tests run: 4 passed, 1 timed out, 0 skipped",
+            4,
+            1,
+            0,
+        );
+        check(
+            "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out",
+            3,
+            0,
+            1,
+        );
+        check("41 passed, 2 failed", 41, 2, 0);
+        check("PASS both modes: 3 passed", 0, 0, 0);
+        check("", 0, 0, 0);
+    }
+
+    fn skipped(test: &str, reason: &str) -> Skipped {
+        Skipped {
+            test: test.to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_test_that_says_it_was_skipped_is_not_counted_as_passed() {
+        let mut reader = Reader::default();
+        let text = "test a ... ok\ntest b ... ignored, needs a GPU\nsuccesses:\n\n\
+                    ---- a stdout ----\nskipped: no mount namespace here\n\n\
+                    test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured";
+        text.lines().for_each(|line| reader.line(line));
+        assert_eq!(
+            reader.skipped,
+            [
+                skipped("b", "needs a GPU"),
+                skipped("a", "no mount namespace here")
+            ]
+        );
+        let wanted = Counts {
+            passed: 0,
+            failed: 0,
+            skipped: 2,
+        };
+        assert_eq!(reader.counts(), wanted);
+    }
+
+    #[test]
+    fn a_report_of_nextest_names_the_tests_that_skipped_themselves() {
+        let mut reader = Reader::default();
+        reader.line("Summary [ 1.0s] 2 tests run: 2 passed, 0 skipped");
+        reader.junit(
+            "<testsuite name=\"x\"><testcase name=\"fits\" classname=\"lmc-memory::shm\" \
+             time=\"0.1\">\n<system-out>running 1 test\nskipped: no &lt;namespace&gt; here\n\
+             </system-out></testcase><testcase name=\"ok\" classname=\"lmc-key\">\n\
+             <system-out>fine</system-out></testcase></testsuite>",
+        );
+        assert_eq!(
+            reader.skipped,
+            [skipped("lmc-memory::shm fits", "no <namespace> here")]
+        );
+        let wanted = Counts {
+            passed: 1,
+            failed: 0,
+            skipped: 1,
+        };
+        assert_eq!(reader.counts(), wanted);
+    }
+
+    #[test]
+    fn only_our_own_notes_are_kept() {
+        let mut reader = Reader::default();
+        reader.line("note: xtask: no nightly toolchain");
+        reader.line("note: `#[warn(unused)]` on by default");
+        assert_eq!(reader.notes, ["no nightly toolchain"]);
+    }
+}

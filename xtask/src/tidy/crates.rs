@@ -1,0 +1,210 @@
+//! Rules about manifests.
+
+use super::Findings;
+use super::tree::Tree;
+
+/// What each crate may use of ours: the arrows of ARCHITECTURE.md. Nothing points upward.
+const LAYERS: &[(&str, &[&str])] = &[
+    ("lmc-key", &[]),
+    ("lmc-memory", &[]),
+    ("lmc-backend", &["lmc-key", "lmc-memory"]),
+    (
+        "lmc-backend-local",
+        &["lmc-key", "lmc-memory", "lmc-backend"],
+    ),
+    (
+        "lmc-engine",
+        &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],
+    ),
+    ("lmc-vllm-adapter", &["lmc-key", "lmc-memory", "lmc-engine"]),
+    (
+        "lmc-server",
+        &["lmc-key", "lmc-memory", "lmc-engine", "lmc-vllm-adapter"],
+    ),
+];
+
+const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
+
+/// Names of the dependencies of one kind, those for some targets only among them.
+fn dependencies(manifest: &toml::Table, kind: &str) -> Vec<String> {
+    let own = manifest.get(kind);
+    let targets = manifest.get("target").and_then(toml::Value::as_table);
+    let targets = targets.into_iter().flat_map(toml::Table::values);
+    own.into_iter()
+        .chain(targets.filter_map(|target| target.get(kind)))
+        .filter_map(toml::Value::as_table)
+        .flat_map(|table| table.keys().cloned())
+        .collect()
+}
+
+/// Crates use only what lies below them, in their tests as well.
+pub(crate) fn layering(tree: &Tree, findings: &mut Findings) {
+    for folder in tree.crates() {
+        let manifest = tree.manifest(&format!("crates/{folder}/Cargo.toml"));
+        let name = text(&manifest, "name");
+        if name != folder {
+            findings
+                .faults
+                .push(format!("crate {name} lies in another folder: {folder}"));
+        }
+        let Some((_, allowed)) = LAYERS.iter().find(|(layer, _)| *layer == folder) else {
+            findings.faults.push(format!(
+                "crate {folder} has no place in LAYERS of xtask/src/tidy/crates.rs"
+            ));
+            continue;
+        };
+        for kind in KINDS {
+            for used in dependencies(&manifest, kind) {
+                let ours = used.starts_with("lmc-") || used == "xtask";
+                // A crate's tests may name the crate itself, to turn a feature on.
+                let own = kind == "dev-dependencies" && used == folder;
+                if ours && !own && !allowed.contains(&used.as_str()) {
+                    findings
+                        .faults
+                        .push(format!("{folder} uses {used}, which is not below it"));
+                }
+            }
+        }
+    }
+    for (name, _) in LAYERS {
+        if !tree.crates().contains(name) {
+            findings
+                .faults
+                .push(format!("{name} stands in LAYERS but not in crates/"));
+        }
+    }
+}
+
+/// Each outside crate has its reason above it, in the workspace's manifest or, where one crate
+/// alone uses it, in that crate's; and somebody uses it.
+pub(crate) fn reasons(tree: &Tree, findings: &mut Findings) {
+    let mut manifests = vec!["xtask/Cargo.toml".to_owned()];
+    manifests.extend(
+        tree.crates()
+            .iter()
+            .map(|name| format!("crates/{name}/Cargo.toml")),
+    );
+    let mut used = Vec::new();
+    for path in &manifests {
+        let manifest = tree.manifest(path);
+        for kind in KINDS {
+            used.extend(dependencies(&manifest, kind));
+        }
+        unexplained(path, tree.text(path), findings);
+    }
+    unexplained("Cargo.toml", tree.text("Cargo.toml"), findings);
+    let workspace = tree.manifest("Cargo.toml");
+    let shared = workspace
+        .get("workspace")
+        .and_then(|table| table.get("dependencies"))
+        .and_then(toml::Value::as_table);
+    for name in shared.into_iter().flat_map(toml::Table::keys) {
+        if !used.contains(name) {
+            findings
+                .faults
+                .push(format!("Cargo.toml: no crate uses {name}"));
+        }
+    }
+}
+
+fn unexplained(path: &str, text: &str, findings: &mut Findings) {
+    let (mut inside, mut explained) = (false, false);
+    for (index, line) in text.lines().enumerate() {
+        if line.starts_with('[') {
+            inside = line.trim_matches(['[', ']']).ends_with("dependencies");
+        }
+        let entry = inside && line.contains('=') && line.starts_with(char::is_alphabetic);
+        let ours = line.starts_with("lmc-") || line.contains("workspace = true");
+        if entry && !ours && !explained && !line.contains(" # ") {
+            findings
+                .faults
+                .push(format!("{path}:{}: no reason above `{line}`", index + 1));
+        }
+        explained = line.starts_with('#');
+    }
+}
+
+/// Each crate says what it is: description, licence, README, first lines of its docs.
+pub(crate) fn descriptions(tree: &Tree, findings: &mut Findings) {
+    let workspace = tree.manifest("Cargo.toml");
+    let licence = workspace
+        .get("workspace")
+        .and_then(|table| table.get("package")?.get("license")?.as_str());
+    if licence != Some("Apache-2.0") {
+        findings
+            .faults
+            .push("Cargo.toml: workspace.package.license is not Apache-2.0".to_owned());
+    }
+    for name in tree.crates() {
+        let folder = format!("crates/{name}");
+        let manifest = tree.manifest(&format!("{folder}/Cargo.toml"));
+        let mut fault = |what: &str| findings.faults.push(format!("{folder}: {what}"));
+        if text(&manifest, "description").len() < 20 {
+            fault("no description in Cargo.toml");
+        }
+        let inherits = |table: &str, key: &str| {
+            let value = manifest.get(table).and_then(|table| table.get(key));
+            value == Some(&toml::Value::Boolean(true))
+        };
+        let licensed = manifest
+            .get("package")
+            .and_then(|package| package.get("license")?.get("workspace"));
+        if licensed != Some(&toml::Value::Boolean(true)) {
+            fault("no `license.workspace = true` in Cargo.toml");
+        }
+        if !inherits("lints", "workspace") {
+            fault("no `workspace = true` under [lints] in Cargo.toml");
+        }
+        if tree.text(&format!("{folder}/README.md")).len() < 100 {
+            fault("README.md says too little");
+        }
+        if !tree
+            .text(&format!("{folder}/src/lib.rs"))
+            .starts_with("//! ")
+        {
+            fault("src/lib.rs does not say what the crate is");
+        }
+    }
+}
+
+/// A text of a manifest's `[package]`; empty where there is none.
+fn text<'a>(manifest: &'a toml::Table, key: &str) -> &'a str {
+    manifest
+        .get("package")
+        .and_then(|package| package.get(key)?.as_str())
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crate_that_reaches_up_is_found() {
+        let mut findings = Findings::default();
+        let manifest = "[package]\nname = \"lmc-key\"\n[dev-dependencies]\n\
+                        lmc-key = { path = \".\" }\nlmc-engine.workspace = true\n";
+        layering(
+            &Tree::of(&[("crates/lmc-key/Cargo.toml", manifest)]),
+            &mut findings,
+        );
+        assert!(
+            findings
+                .faults
+                .contains(&"lmc-key uses lmc-engine, which is not below it".to_owned())
+        );
+        assert!(!findings.faults.iter().any(|f| f.contains("uses lmc-key")));
+    }
+
+    #[test]
+    fn a_dependency_without_a_reason_is_found() {
+        let mut findings = Findings::default();
+        let text = "[dependencies]\n# Why.\na = \"1\"\nb = \"1\"\nc = \"1\" # Why.\n\
+                    d.workspace = true\n[features]\ne = []\n";
+        unexplained("Cargo.toml", text, &mut findings);
+        assert_eq!(
+            findings.faults,
+            ["Cargo.toml:4: no reason above `b = \"1\"`"]
+        );
+    }
+}

@@ -1,0 +1,135 @@
+//! Where unsafe code may be: in small modules named for it, each with its reason here.
+
+use super::Findings;
+use super::tree::Tree;
+
+/// Files that may hold unsafe code, and what for.
+const EXPECTED: &[(&str, &str)] = &[
+    (
+        "crates/lmc-key/src/bytes.rs",
+        "tokens as the bytes that are hashed",
+    ),
+    (
+        "crates/lmc-memory/src/arena/host.rs",
+        "an arena is shared between threads",
+    ),
+    (
+        "crates/lmc-memory/src/arena/map.rs",
+        "mmap, madvise, mlock, mbind",
+    ),
+    (
+        "crates/lmc-memory/src/arena/shared_file.rs",
+        "shm_open and its friends",
+    ),
+    (
+        "crates/lmc-memory/src/arena/tests.rs",
+        "looks at memory through the system",
+    ),
+    (
+        "crates/lmc-memory/src/copy/raw.rs",
+        "copies between addresses",
+    ),
+    (
+        "crates/lmc-memory/src/copy/stream.rs",
+        "stores that go around the cache",
+    ),
+    (
+        "crates/lmc-memory/src/copy/team.rs",
+        "copies are handed to threads",
+    ),
+    (
+        "crates/lmc-memory/src/copy/testing.rs",
+        "paged memory for tests",
+    ),
+    (
+        "crates/lmc-memory/src/copy/workers.rs",
+        "ranges that threads share out among themselves",
+    ),
+    (
+        "crates/lmc-memory/src/pool/slot.rs",
+        "a slot is its range of the arena",
+    ),
+    (
+        "crates/lmc-memory/src/pool/slot_bytes.rs",
+        "a slot's bytes as a slice",
+    ),
+    (
+        "crates/lmc-memory/src/segment.rs",
+        "another process's memory, mapped",
+    ),
+    (
+        "crates/lmc-memory/src/sigbus.rs",
+        "a handler for pages that another process took away",
+    ),
+    (
+        "crates/lmc-memory/examples/copy_speed.rs",
+        "memcpy to compare with",
+    ),
+    (
+        "crates/lmc-server/src/pool_size.rs",
+        "sysconf and its friends",
+    ),
+    (
+        "crates/lmc-backend-local/tests/support/counting_alloc.rs",
+        "an allocator that counts",
+    ),
+];
+
+const FORMS: [&str; 5] = [
+    "unsafe {",
+    "unsafe fn ",
+    "unsafe impl",
+    "unsafe extern",
+    "unsafe trait",
+];
+
+/// Unsafe code stays where it is expected.
+pub(crate) fn expected(tree: &Tree, findings: &mut Findings) {
+    for file in tree.with_ending("rs") {
+        let place = file.text.lines().position(holds);
+        let listed = EXPECTED.iter().any(|(path, _)| *path == file.path);
+        match (place, listed) {
+            (Some(index), false) => findings.faults.push(format!(
+                "{}: unsafe code in a file that xtask/src/tidy/unsafe_code.rs does not list",
+                file.at(index)
+            )),
+            (None, true) => findings.faults.push(format!(
+                "{} holds no unsafe code any more; take it out of xtask/src/tidy/unsafe_code.rs",
+                file.path
+            )),
+            _ => {}
+        }
+    }
+    for (path, _) in EXPECTED {
+        if tree.file(path).is_none() {
+            findings.faults.push(format!(
+                "xtask/src/tidy/unsafe_code.rs lists {path}, which does not exist"
+            ));
+        }
+    }
+}
+
+fn holds(line: &str) -> bool {
+    let code = line.split("//").next().unwrap_or_default();
+    // In a string, as in the list above, it is followed by a quote.
+    FORMS.iter().any(|form| {
+        code.match_indices(form)
+            .any(|(at, _)| !code[..at].ends_with('"'))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unsafe_code_is_told_from_talk_about_it() {
+        // The word is put together here, or this file would break its own rule.
+        let word = "unsafe";
+        assert!(holds(&format!("    let x = {word} {{ y }};")));
+        assert!(holds(&format!("{word} impl Send for X {{}}")));
+        assert!(!holds("// unsafe { }"));
+        assert!(!holds("    \"unsafe {\","));
+        assert!(!holds("unsafe_op_in_unsafe_fn = 1"));
+    }
+}
