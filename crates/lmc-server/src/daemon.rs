@@ -1,24 +1,25 @@
 //! `lmc serve`: starts everything, waits for a signal, stops everything.
 
-use std::io::ErrorKind;
+use std::io::{ErrorKind, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use lmc_engine::{CacheEngine, EngineConfig, PolicyKind};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
-use lmc_memory::{Arena, ArenaConfig, Prefault};
+use lmc_memory::{Arena, ArenaConfig, ArenaError, Prefault};
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{
     EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName, ServeConfig, human_bytes,
+    human_duration,
 };
 use crate::http::{self, Http};
 use crate::{FreeMemory, choose_pool_size, occupant};
@@ -33,18 +34,32 @@ pub fn run(loaded: &Loaded) -> ExitCode {
         warn!("{warning}");
     }
     match start(loaded) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(Stop::Clean) => ExitCode::SUCCESS,
+        // Something is stuck, and returning would wait for it. The pool's name is gone already.
+        Ok(Stop::Forced) => std::process::exit(1),
         Err(error) => {
-            eprintln!("lmc serve: {error:#}");
+            match loaded.config.log_format {
+                LogFormat::Text => eprintln!("lmc serve: {error:#}"),
+                LogFormat::Json => tracing::error!("{error:#}"),
+            }
             ExitCode::FAILURE
         }
     }
+}
+
+/// How a server that had started came to its end.
+enum Stop {
+    /// Everything under way was answered.
+    Clean,
+    /// By a deadline or a second signal.
+    Forced,
 }
 
 fn log_to_stderr(config: &ServeConfig) {
     let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     // Another subscriber is there only in tests, and serves as well.
     let _ = match config.log_format {
@@ -53,7 +68,7 @@ fn log_to_stderr(config: &ServeConfig) {
     };
 }
 
-fn start(loaded: &Loaded) -> Result<()> {
+fn start(loaded: &Loaded) -> Result<Stop> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let number = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -62,15 +77,22 @@ fn start(loaded: &Loaded) -> Result<()> {
         .enable_all()
         .build()
         .context("cannot start threads")?;
-    runtime.block_on(serve(loaded, cores))
+    let stop = runtime.block_on(serve(loaded, cores));
+    // Dropping it would wait for a health check that is stuck.
+    runtime.shutdown_background();
+    stop
 }
 
-async fn serve(loaded: &Loaded, cores: usize) -> Result<()> {
+async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let started = Instant::now();
     let config = &loaded.config;
-    // The port first: whoever holds it most likely holds the pool too.
-    let http_socket = bind_http(config).await?;
-    ensure_free(config).await?;
+    let mut signals = Signals::new()?;
+    // The ports first: whoever holds them most likely holds the pool too.
+    let http_socket = match (ensure_free(config).await, bind_http(config).await) {
+        (Ok(()), Ok(socket)) => socket,
+        (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
+        (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
+    };
     let arena = Arc::new(make_arena(config, cores)?);
     let service = make_service(config, Arc::clone(&arena))?;
     let zmq = ZmqConfig {
@@ -102,6 +124,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<()> {
     let http = Http::new(service.clone(), address, loaded);
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
+    let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
     info!(
         "listening for engines on tcp://{address}, HTTP on http://{http_address} \
@@ -109,41 +132,91 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<()> {
         started.elapsed().as_secs_f64() * 1e3
     );
     let ended = tokio::select! {
-        signal = next_signal() => signal?,
+        signal = signals.next() => signal,
         ended = &mut engines => {
-            ended.context("the protocol's thread failed")?;
-            "the protocol's end"
+            ended.context("serving engines failed")?;
+            bail!("serving engines ended by itself");
         }
     };
     info!(
-        "stopping after {ended}: answering what is under way, for {} s at most; \
-         a second signal stops at once",
-        config.shutdown_timeout.as_secs()
+        "stopping after {ended}: answering what is under way, for {} at most; a second signal \
+         stops at once",
+        human_duration(config.shutdown_timeout)
     );
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks);
+        let _ = tokio::join!(engines, http, ticks, prefault);
     };
-    tokio::select! {
-        () = drained => {}
+    let stop = tokio::select! {
+        () = drained => Stop::Clean,
         () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
             warn!("stopped at the deadline with answers under way");
+            Stop::Forced
         }
-        _ = next_signal() => warn!("stopped at once"),
-    }
+        _ = signals.next() => {
+            warn!("stopped at once");
+            Stop::Forced
+        }
+    };
     arena.unlink();
-    info!("stopped");
-    Ok(())
+    info!(
+        "stopped after {:.1} s of service",
+        started.elapsed().as_secs_f64()
+    );
+    Ok(stop)
 }
 
-/// Waits for SIGTERM or SIGINT.
-async fn next_signal() -> Result<&'static str> {
-    let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
-    Ok(tokio::select! {
-        _ = terminate.recv() => "SIGTERM",
-        _ = interrupt.recv() => "SIGINT",
-    })
+/// The signals that end the server, noted from the first moment on.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?,
+            interrupt: signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Says when the pool is all there, or why it will not be.
+async fn watch_prefault(arena: Arc<Arena>, mut stopped: watch::Receiver<bool>) {
+    let started = Instant::now();
+    let mut every = tokio::time::interval(Duration::from_millis(250));
+    loop {
+        tokio::select! {
+            _ = every.tick() => {}
+            _ = stopped.wait_for(|&stop| stop) => return,
+        }
+        let progress = arena.prefault_progress();
+        if let Some(error) = progress.error {
+            warn!(
+                "pool: only {} of {} are present ({error}); the rest comes with its first use",
+                human_bytes(progress.done),
+                human_bytes(progress.total),
+            );
+            return;
+        }
+        if progress.done >= progress.total {
+            if progress.total > 0 {
+                let seconds = started.elapsed().as_secs_f64();
+                info!(
+                    "pool: all {} are present, after {seconds:.1} s",
+                    human_bytes(progress.total)
+                );
+            }
+            return;
+        }
+    }
 }
 
 async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
@@ -203,7 +276,18 @@ fn is_loopback(host: &str) -> bool {
 fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
     let shared = config.shm_name != SegmentName::None;
     let bytes = match config.pool_size {
-        PoolSize::Bytes(bytes) => bytes,
+        PoolSize::Bytes(bytes) => {
+            let free = FreeMemory::now(shared).bound();
+            if bytes > free {
+                warn!(
+                    "pool: {} are asked for and {} of memory are free; the system may kill this \
+                     server, or others, once the pool fills",
+                    human_bytes(bytes),
+                    human_bytes(free)
+                );
+            }
+            bytes
+        }
         PoolSize::Auto => {
             let (bytes, why) = choose_pool_size(FreeMemory::now(shared));
             info!("pool: {why}");
@@ -214,6 +298,10 @@ fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
     let arena = match &config.shm_name {
         SegmentName::None => ArenaConfig::anonymous(bytes),
         SegmentName::Name(name) => ArenaConfig::shared(name.as_str(), bytes),
+        // A port that the system chooses is not known yet, and must not tie two servers together.
+        SegmentName::Auto if config.port == 0 => {
+            ArenaConfig::shared(format!("lmc_p{}", std::process::id()), bytes)
+        }
         SegmentName::Auto => ArenaConfig::shared(format!("lmc_{}", config.port), bytes),
     };
     let threads = (cores / 2).clamp(1, 8);
@@ -228,7 +316,17 @@ fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
         .with_numa_node(config.numa_node)
         .with_prefault(prefault)
         .build()
-        .context("the pool cannot be made")?;
+        .map_err(|error| {
+            let holder = match &error {
+                ArenaError::Held { owner, .. } => occupant::of_pid_text(owner),
+                _ => None,
+            };
+            let error = anyhow!(error);
+            match holder {
+                Some(holder) => error.context(format!("the pool is held by {holder}")),
+                None => error.context("the pool cannot be made"),
+            }
+        })?;
     for note in &arena.report().notes {
         info!("pool: {note}");
     }

@@ -44,6 +44,13 @@ pub(crate) fn of_port(port: u16) -> Option<Occupant> {
     None
 }
 
+/// The process behind an owner's record such as `pid 1234`.
+pub(crate) fn of_pid_text(owner: &str) -> Option<Occupant> {
+    let pid = owner.strip_prefix("pid ")?.parse().ok()?;
+    let command = command(pid);
+    (!command.is_empty()).then_some(Occupant { pid, command })
+}
+
 fn command(pid: u32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).replace('\0', " ");

@@ -1,6 +1,7 @@
 //! How large the pool becomes when nobody says.
 
 use std::fs;
+use std::path::Path;
 
 /// Memory that a pool could take, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,15 +31,54 @@ impl FreeMemory {
     }
 }
 
-/// What the control group (version 2, or 1) may still take.
+impl FreeMemory {
+    /// The memory that may be taken before something gives.
+    pub fn bound(&self) -> u64 {
+        self.available.min(self.cgroup.unwrap_or(u64::MAX))
+    }
+}
+
+/// What this process's control groups (version 2, or 1) may still take: the least of any from
+/// its own up to the root.
 fn cgroup() -> Option<u64> {
-    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let limit = number("/sys/fs/cgroup/memory.max")
-        .or_else(|| number("/sys/fs/cgroup/memory/memory.limit_in_bytes"))?;
-    let used = number("/sys/fs/cgroup/memory.current")
-        .or_else(|| number("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
-        .unwrap_or(0);
-    Some(limit.saturating_sub(used))
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    groups
+        .lines()
+        .filter_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (controllers, path) = (parts.next()?, parts.next()?);
+            match controllers {
+                "" => rest_of("/sys/fs/cgroup", path, "memory.max", "memory.current"),
+                _ if controllers.split(',').any(|name| name == "memory") => rest_of(
+                    "/sys/fs/cgroup/memory",
+                    path,
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                ),
+                _ => None,
+            }
+        })
+        .min()
+}
+
+/// Inside a container the path is often the host's and not there, while the root is the
+/// container's own.
+fn rest_of(root: &str, path: &str, limit: &str, used: &str) -> Option<u64> {
+    let number = |folder: &Path, name: &str| {
+        fs::read_to_string(folder.join(name))
+            .ok()?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    };
+    let own = Path::new(root).join(path.trim_start_matches('/'));
+    own.ancestors()
+        .take_while(|folder| folder.starts_with(root))
+        .filter_map(|folder| {
+            let limit = number(folder, limit)?;
+            Some(limit.saturating_sub(number(folder, used).unwrap_or(0)))
+        })
+        .min()
 }
 
 fn free_shm() -> Option<u64> {
@@ -57,8 +97,7 @@ fn free_shm() -> Option<u64> {
 
 /// A quarter of the memory that is free, in whole MiB, and the sentence that says so.
 pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
-    let bounded = free.available.min(free.cgroup.unwrap_or(u64::MAX));
-    let quarter = bounded / 4;
+    let quarter = free.bound() / 4;
     // Leave /dev/shm some room for the engines' own segments.
     let shm = free.shm.map_or(u64::MAX, |free| free / 10 * 9);
     let bytes = (quarter.min(shm) >> 20 << 20).max(64 << 20);

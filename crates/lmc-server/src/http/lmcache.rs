@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{TenantId, TenantStatus};
-use lmc_key::Salt;
+use lmc_key::{NameError, Salt};
 use lmc_vllm_adapter::{InstanceStatus, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
 
@@ -269,10 +269,9 @@ async fn delete_objects(body: Bytes) -> Response {
     }
 }
 
-fn parse_salt(path: &str) -> Result<Salt, Response> {
+fn parse_salt(path: &str) -> Result<Salt, NameError> {
     let salt = if path == DEFAULT_SALT { "" } else { path };
-    salt.parse::<Salt>()
-        .map_err(|error| refused(error.to_string()))
+    salt.parse()
 }
 
 fn shown(salt: &Salt) -> &str {
@@ -306,7 +305,7 @@ fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
 async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
     let salt = match parse_salt(&salt) {
         Ok(salt) => salt,
-        Err(response) => return response,
+        Err(error) => return refused(error.to_string()),
     };
     let tenant = tenant(&http, &salt);
     let limit = tenant.and_then(|tenant| tenant.quota);
@@ -322,7 +321,7 @@ async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
 async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -> Response {
     let salt = match parse_salt(&salt) {
         Ok(salt) => salt,
-        Err(response) => return response,
+        Err(error) => return refused(error.to_string()),
     };
     let Ok(body) = serde_json::from_slice::<Value>(&body) else {
         return refused("expected a JSON body, such as {\"limit_gb\": 20}");
@@ -343,7 +342,7 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
 async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response {
     let salt = match parse_salt(&salt) {
         Ok(salt) => salt,
-        Err(response) => return response,
+        Err(error) => return refused(error.to_string()),
     };
     let had = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
     if had {

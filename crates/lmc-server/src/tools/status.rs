@@ -150,9 +150,9 @@ fn workers(out: &mut String, instances: &Value) {
         let _ = writeln!(
             out,
             "{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}{}",
-            instance["instance_id"],
+            instance["instance_id"].to_string(),
             text(&instance["model"]),
-            instance["world_size"],
+            instance["world_size"].to_string(),
             text(&instance["mode"]),
             shape,
             duration(number(&instance["age_seconds"])),
@@ -191,7 +191,7 @@ fn operations(out: &mut String, operations: &Value) {
             count(latency),
             at(0.5),
             at(0.99),
-            operation["refused"]
+            operation["refused"].to_string()
         );
     }
 }
