@@ -351,13 +351,14 @@ def wrong_dtype(run):
 def serve(run):
     """`vllm serve` with nothing but the port, asked over HTTP, as a user would."""
     http = free_port()
-    vllm = os.path.join(os.path.dirname(sys.executable), "vllm")
     transfer = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"lmcache.mp.port": run.server.port},
     }
-    command = [vllm, "serve", run.model, "--skip-tokenizer-init", "--dtype", "float32"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", run.model]
+    # The model has no tokenizer: prompts and answers are token ids.
+    command += ["--tokens-only", "--skip-tokenizer-init", "--dtype", "float32"]
     command += ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "4096"]
     command += ["--max-num-batched-tokens", "8192", "--host", "127.0.0.1", "--port", str(http)]
     command += ["--kv-transfer-config", json.dumps(transfer)]

