@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
@@ -13,7 +13,8 @@ pub struct TenantId(pub u32);
 /// What a tenant uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TenantUsage {
-    /// Bytes of resident chunks.
+    /// Bytes of resident chunks, as long as they are; what the pool's alignment adds is not
+    /// counted.
     pub bytes: u64,
     /// Bytes of reservations that are not committed yet.
     pub writing: u64,
@@ -29,8 +30,8 @@ pub(crate) struct Class {
     bytes: AtomicU64,
     /// Stamp of each shard's next candidate; `u64::MAX` where nothing is queued.
     coldest: Box<[AtomicU64]>,
-    /// Entries of each shard whose turn came while they had children.
-    parents: Box<[AtomicU32]>,
+    /// The same for the entries whose turn came while they had children.
+    coldest_parent: Box<[AtomicU64]>,
 }
 
 impl Class {
@@ -38,7 +39,7 @@ impl Class {
         Self {
             bytes: AtomicU64::new(0),
             coldest: (0..shards).map(|_| AtomicU64::new(u64::MAX)).collect(),
-            parents: (0..shards).map(|_| AtomicU32::new(0)).collect(),
+            coldest_parent: (0..shards).map(|_| AtomicU64::new(u64::MAX)).collect(),
         }
     }
 
@@ -57,33 +58,34 @@ impl Class {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn publish(&self, shard: usize, coldest: Option<u64>, parents: u32) {
-        let coldest = coldest.unwrap_or(u64::MAX);
-        // Most changes leave the old end alone: do not take the line from the readers then.
-        if self.coldest[shard].load(Ordering::Relaxed) != coldest {
-            self.coldest[shard].store(coldest, Ordering::Relaxed);
-        }
-        if self.parents[shard].load(Ordering::Relaxed) != parents {
-            self.parents[shard].store(parents, Ordering::Relaxed);
-        }
+    pub(crate) fn publish(&self, shard: usize, coldest: Option<u64>, parent: Option<u64>) {
+        publish(&self.coldest[shard], coldest);
+        publish(&self.coldest_parent[shard], parent);
     }
 
     /// The shard whose next candidate is the oldest.
     pub(crate) fn coldest(&self) -> Option<usize> {
-        let stamps = self
-            .coldest
-            .iter()
-            .map(|stamp| stamp.load(Ordering::Relaxed));
-        let (shard, stamp) = stamps.enumerate().min_by_key(|(_, stamp)| *stamp)?;
-        (stamp != u64::MAX).then_some(shard)
+        oldest(&self.coldest)
     }
 
-    /// A shard with parents to evict.
-    pub(crate) fn with_parents(&self) -> Option<usize> {
-        let count = |shard: &usize| self.parents[*shard].load(Ordering::Relaxed);
-        let shard = (0..self.parents.len()).max_by_key(count)?;
-        (count(&shard) > 0).then_some(shard)
+    /// The same among those whose turn came while they had children.
+    pub(crate) fn coldest_parent(&self) -> Option<usize> {
+        oldest(&self.coldest_parent)
     }
+}
+
+fn publish(place: &AtomicU64, stamp: Option<u64>) {
+    let stamp = stamp.unwrap_or(u64::MAX);
+    // Most changes leave the old end alone: do not take the line from the readers then.
+    if place.load(Ordering::Relaxed) != stamp {
+        place.store(stamp, Ordering::Relaxed);
+    }
+}
+
+fn oldest(stamps: &[AtomicU64]) -> Option<usize> {
+    let stamps = stamps.iter().map(|stamp| stamp.load(Ordering::Relaxed));
+    let (shard, stamp) = stamps.enumerate().min_by_key(|(_, stamp)| *stamp)?;
+    (stamp != u64::MAX).then_some(shard)
 }
 
 /// One tenant's numbers.

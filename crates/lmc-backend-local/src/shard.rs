@@ -87,8 +87,9 @@ impl Order {
 
     /// Tells the other shards how old this one's next candidate is.
     fn publish(&self, shard: usize, slab: &Slab) {
-        let coldest = self.policy.coldest(&slab.nodes);
-        self.class.publish(shard, coldest, self.parents.len());
+        let parent = self.parents.tail().map(|id| slab.nodes[id].stamp());
+        self.class
+            .publish(shard, self.policy.coldest(&slab.nodes), parent);
     }
 
     /// Takes an entry out of the order for good, wherever in it it stands.

@@ -2,7 +2,7 @@
 //!
 //! A general table keeps its control bytes and its values apart, which is two cache misses for a
 //! lookup in a large index, and doubles, which leaves it half empty. This one has everything of
-//! a bucket in one line and grows by a quarter.
+//! a bucket in one line and grows by an eighth.
 
 /// Slots of a bucket.
 const SLOTS: usize = 12;
@@ -117,9 +117,9 @@ impl Table {
         (self.len + 1) * 5 > self.buckets.len() * SLOTS * 4
     }
 
-    /// Makes the table a quarter larger and fills it with `all`, which is what is in it.
+    /// Makes the table an eighth larger and fills it with `all`, which is what is in it.
     pub(crate) fn rebuild(&mut self, all: impl Iterator<Item = (u64, u32)>) {
-        let buckets = self.buckets.len() + self.buckets.len() / 4 + 1;
+        let buckets = self.buckets.len() + self.buckets.len() / 8 + 1;
         // The old one goes first: nobody reads it meanwhile.
         self.buckets = Vec::new();
         self.buckets.resize(buckets, Bucket::NEW);

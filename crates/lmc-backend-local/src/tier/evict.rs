@@ -257,7 +257,7 @@ impl Inner {
         };
         for _ in 0..STEPS_PER_EVICTION {
             let queued = class.coldest();
-            let Some(at) = queued.or_else(|| class.with_parents()) else {
+            let Some(at) = queued.or_else(|| class.coldest_parent()) else {
                 return None;
             };
             let mut shard = self.shards[at].lock();

@@ -159,19 +159,22 @@ struct Rig {
     quotas: BTreeMap<u32, u64>,
     parents_evicted: u64,
     units: u64,
+    /// What makes the pool, which has whole pages, as small as the test wants it.
+    ballast: lmc_memory::ReservedSlot,
 }
 
 impl Rig {
     fn new(policy: PolicyKind, shards: usize, units: u64) -> Self {
-        let arena = ArenaConfig::anonymous((ROOM * UNIT * units) as usize)
-            .build()
-            .unwrap();
-        let pool = PoolConfig::default().with_align(UNIT as usize);
+        let room = ROOM * UNIT * units;
+        let arena = ArenaConfig::anonymous(room as usize + 1).build().unwrap();
+        let config = PoolConfig::default().with_align(UNIT as usize);
+        let pool = Pool::new(Arc::new(arena), config).unwrap();
+        let ballast = pool.reserve(pool.usage().capacity - room).unwrap();
         let log = Arc::new(Log::default());
-        let tier = LocalConfig::new(Pool::new(Arc::new(arena), pool).unwrap())
+        let tier = LocalConfig::new(pool)
             .with_policy(policy)
             .with_shards(shards)
-            .with_watermarks(0.8, 0.6)
+            .with_watermarks(0.9, 0.8)
             .with_events(Arc::clone(&log) as Arc<dyn EventSink>)
             .build()
             .unwrap();
@@ -185,6 +188,7 @@ impl Rig {
             quotas: BTreeMap::new(),
             parents_evicted: 0,
             units,
+            ballast,
         }
     }
 
@@ -543,7 +547,7 @@ impl Rig {
                 let done = self.tier.maintain(max);
                 self.learn(TenantId(0), &[]);
                 assert!(done.evicted <= max as u64);
-                let low = (ROOM * UNIT * self.units) * 6 / 10;
+                let low = self.tier.pool().usage().capacity * 8 / 10;
                 assert!(
                     done.evicted == 0 || used > low,
                     "evicted below the low watermark"
@@ -633,6 +637,7 @@ impl Rig {
         self.tier.check();
         self.tier.clear(Clear::All);
         assert_eq!(self.tier.usage().bytes, 0);
+        drop(self.ballast);
         assert_eq!(self.tier.pool().usage().used, 0);
     }
 }

@@ -1,0 +1,451 @@
+//! What users of other caches reported first: a tier full of leased chunks must refuse at once,
+//! not wait, and work again as soon as something goes.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{check_value, fill_value, test_key};
+use lmc_backend_local::{
+    Clear, Inserted, LeaseBook, LocalConfig, LocalTier, NewChunk, OwnerId, PolicyKind,
+    ReserveError, TenantId, WriteStart,
+};
+use lmc_key::ChunkKey;
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+/// Bytes of a chunk: a page of the pool.
+const UNIT: u64 = 4096;
+const NOBODY: TenantId = TenantId(0);
+
+fn tier(policy: PolicyKind, units: u64) -> LocalTier {
+    let arena = ArenaConfig::anonymous((units * UNIT) as usize)
+        .build()
+        .unwrap();
+    let pool = Pool::new(Arc::new(arena), PoolConfig::default()).unwrap();
+    assert_eq!(pool.usage().capacity, units * UNIT);
+    LocalConfig::new(pool).with_policy(policy).build().unwrap()
+}
+
+fn chunk(tier: &LocalTier, n: u64, parent: Option<u64>, tenant: TenantId) -> NewChunk {
+    let mut slot = tier.reserve(UNIT, tenant).unwrap();
+    fill_value(&test_key(n), slot.bytes_mut());
+    NewChunk {
+        key: test_key(n),
+        parent: parent.map(test_key),
+        tenant,
+        slot: slot.written(),
+    }
+}
+
+/// A prompt of chunks `from..to`.
+fn store(tier: &LocalTier, from: u64, to: u64) {
+    let chunk = |n: u64| chunk(tier, n, n.checked_sub(1).filter(|n| *n >= from), NOBODY);
+    let inserted = tier.insert((from..to).map(chunk).collect());
+    assert!(inserted.iter().all(|inserted| *inserted == Inserted::New));
+}
+
+fn keys(from: u64, to: u64) -> Vec<ChunkKey> {
+    (from..to).map(test_key).collect()
+}
+
+const EVICTING: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc];
+
+#[test]
+fn a_tier_full_of_leases_refuses_at_once_and_recovers() {
+    const CHUNKS: u64 = 10_000;
+    for policy in EVICTING {
+        let tier = tier(policy, CHUNKS);
+        for start in (0..CHUNKS).step_by(500) {
+            store(&tier, start, start + 500);
+        }
+        let all = keys(0, CHUNKS);
+        let mut leases = tier.lease_leading(OwnerId(1), &all);
+        assert_eq!(leases.len() as u64, CHUNKS);
+        let start = Instant::now();
+        for _ in 0..1000 {
+            let refused = tier.reserve(UNIT, NOBODY).map(drop).unwrap_err();
+            assert_eq!(
+                refused,
+                ReserveError::NoRoom {
+                    len: UNIT,
+                    evicted: 0
+                }
+            );
+        }
+        // The first of them sets all chunks aside once; the others look at nothing.
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "{policy}: {:?}",
+            start.elapsed()
+        );
+        assert_eq!(tier.maintain(usize::MAX).evicted, 0);
+
+        leases.truncate(CHUNKS as usize - 10);
+        let slots: Vec<_> = (0..10)
+            .map(|_| tier.reserve(UNIT, NOBODY).unwrap())
+            .collect();
+        assert!(
+            tier.reserve(UNIT, NOBODY).is_err(),
+            "{policy}: the rest is leased"
+        );
+        drop((slots, leases));
+        assert_eq!(tier.usage().leases, 0);
+        assert_eq!(tier.maintain(usize::MAX).evicted, CHUNKS / 10 - 10);
+        for n in 0..CHUNKS {
+            drop(chunk(&tier, CHUNKS + n, None, NOBODY));
+        }
+    }
+}
+
+#[test]
+fn a_tier_full_of_pins_refuses_and_recovers() {
+    for policy in EVICTING {
+        let tier = tier(policy, 16);
+        store(&tier, 0, 16);
+        let all = keys(0, 16);
+        assert_eq!(tier.pin(&all), [true; 16]);
+        assert_eq!(tier.pin(&all[..1]), [true]);
+        assert!(tier.reserve(UNIT, NOBODY).is_err(), "{policy}");
+        assert_eq!(tier.clear(Clear::Idle), 0);
+        assert_eq!(tier.unpin(&all[..1]), [true]);
+        assert!(
+            tier.reserve(UNIT, NOBODY).is_err(),
+            "{policy}: pinned twice"
+        );
+        assert_eq!(tier.unpin(&all[..1]), [true]);
+        assert_eq!(tier.unpin(&all[..1]), [false]);
+        assert!(tier.reserve(UNIT, NOBODY).is_ok(), "{policy}");
+        assert_eq!(tier.contains(&all[..2]), [None, Some(UNIT)]);
+    }
+}
+
+#[test]
+fn no_eviction_means_none() {
+    let tier = tier(PolicyKind::None, 4);
+    store(&tier, 0, 4);
+    let refused = tier.reserve(UNIT, NOBODY).map(drop).unwrap_err();
+    assert_eq!(
+        refused,
+        ReserveError::NoRoom {
+            len: UNIT,
+            evicted: 0
+        }
+    );
+    assert_eq!(tier.maintain(9).evicted, 0);
+    assert_eq!(tier.remove(&keys(3, 4)), [true]);
+    assert!(tier.reserve(UNIT, NOBODY).is_ok());
+}
+
+#[test]
+fn a_request_that_cannot_ever_fit_says_so() {
+    let tier = tier(PolicyKind::Lru, 4);
+    assert_eq!(
+        tier.reserve(0, NOBODY).map(drop).unwrap_err(),
+        ReserveError::Empty
+    );
+    let (len, max) = (5 * UNIT, 4 * UNIT);
+    assert_eq!(
+        tier.reserve(len, NOBODY).map(drop).unwrap_err(),
+        ReserveError::TooLarge { len, max }
+    );
+}
+
+#[test]
+fn the_tail_of_a_prefix_goes_before_its_head() {
+    for policy in EVICTING {
+        // Stored in one batch, in two, and chunk by chunk; then used, or not.
+        for batch in [12, 5, 1] {
+            for used in [false, true] {
+                let tier = tier(policy, 24);
+                for start in (0..12).step_by(batch) {
+                    let end = (start + batch as u64).min(12);
+                    let one = |n: u64| chunk(&tier, n, n.checked_sub(1), NOBODY);
+                    tier.insert((start..end).map(one).collect());
+                }
+                if used {
+                    drop(tier.lease_leading(OwnerId(1), &keys(0, 12)));
+                }
+                let mut evictions = 0;
+                for n in 100..160 {
+                    tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+                    let left = tier.contains(&keys(0, 12));
+                    let leading = left.iter().take_while(|found| found.is_some()).count();
+                    let there = left.iter().flatten().count();
+                    assert_eq!(leading, there, "{policy}, {batch} at once: {left:?}");
+                    evictions += 1;
+                }
+                assert_eq!(tier.stats().evicted(), evictions - 12);
+                assert_eq!(tier.stats().evicted_parents, 0);
+            }
+        }
+    }
+}
+
+/// A leased leaf keeps its ancestors while anything else can go, but not for ever.
+#[test]
+fn parents_of_leased_chunks_go_last() {
+    for policy in EVICTING {
+        let tier = tier(policy, 8);
+        store(&tier, 0, 4);
+        let mut held = tier.lease(OwnerId(1), &keys(3, 4));
+        store(&tier, 10, 14);
+        for n in 20..24 {
+            tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+        }
+        assert_eq!(tier.lookup_leading(&keys(0, 4)), 4, "{policy}");
+        let unleased = tier.lease(OwnerId(2), &keys(20, 24));
+        // Left are three parents: the deepest goes first.
+        let slot = tier.reserve(UNIT, NOBODY).unwrap();
+        assert_eq!(tier.lookup_leading(&keys(0, 4)), 2, "{policy}");
+        assert_eq!(tier.stats().evicted_parents, 1);
+        drop((slot, unleased, held.pop()));
+        assert_eq!(tier.usage().leases, 0);
+    }
+}
+
+#[test]
+fn a_removed_chunk_is_read_to_the_end() {
+    let tier = tier(PolicyKind::Lru, 4);
+    store(&tier, 0, 4);
+    let leases = tier.lease_leading(OwnerId(1), &keys(0, 4));
+    assert_eq!(tier.remove(&keys(0, 1)), [true]);
+    assert_eq!(tier.clear(Clear::All), 3);
+    assert_eq!(tier.usage().chunks, 0);
+    assert_eq!(tier.contains(&keys(0, 4)), [None; 4]);
+    assert!(
+        tier.reserve(UNIT, NOBODY).is_err(),
+        "the bytes are still read"
+    );
+    for (n, slot) in leases.iter().enumerate() {
+        check_value(&test_key(n as u64), slot.bytes()).unwrap();
+    }
+    drop(leases);
+    assert_eq!(tier.usage().pool.used, 0);
+    assert_eq!(tier.leases_of(OwnerId(1)), 0);
+}
+
+#[test]
+fn one_key_has_one_writer() {
+    let tier = tier(PolicyKind::Lru, 4);
+    let key = test_key(1);
+    let begin = |owner| tier.begin_write(OwnerId(owner), NOBODY, key, UNIT).unwrap();
+    let WriteStart::Reserved(first) = begin(1) else {
+        panic!("nobody writes it yet");
+    };
+    assert!(matches!(begin(2), WriteStart::Busy));
+    assert_eq!(
+        (tier.writes_of(OwnerId(1)), tier.writes_of(OwnerId(2))),
+        (1, 0)
+    );
+    drop(first);
+    assert_eq!(tier.usage().pool.used, 0);
+    let WriteStart::Reserved(mut second) = begin(2) else {
+        panic!("the first gave up");
+    };
+    fill_value(&key, second.slot.bytes_mut());
+    assert_eq!(tier.contains(&[key]), [None]);
+    let (inserted, leases) = tier.commit_leased(OwnerId(3), vec![second.written(None)]);
+    assert_eq!((inserted, leases.len()), (vec![Inserted::New], 1));
+    assert!(matches!(begin(1), WriteStart::Present));
+    assert!(!tier.is_writing(&key));
+    assert_eq!(tier.usage().writing, 0);
+}
+
+/// A writer that died may still write: its memory is set aside, and the key is free again.
+#[test]
+fn a_dead_writers_slot_goes_to_quarantine() {
+    let tier = tier(PolicyKind::Lru, 4);
+    let key = test_key(1);
+    let started = tier.begin_write(OwnerId(1), NOBODY, key, UNIT).unwrap();
+    let WriteStart::Reserved(reservation) = started else {
+        panic!("nobody writes it yet");
+    };
+    let quarantined = reservation.slot.quarantine();
+    drop(reservation.mark);
+    assert_eq!(tier.writes_of(OwnerId(1)), 0);
+    assert_eq!(tier.usage().pool.quarantined_bytes, UNIT);
+    let again = tier.begin_write(OwnerId(2), NOBODY, key, UNIT).unwrap();
+    let WriteStart::Reserved(again) = again else {
+        panic!("the key is free");
+    };
+    assert_ne!(again.slot.offset(), quarantined.offset());
+    quarantined.release_proven_quiet();
+}
+
+#[test]
+fn a_tenant_keeps_to_its_quota_and_keeps_its_quota() {
+    for policy in EVICTING {
+        let tier = tier(policy, 20);
+        let (big, small, other) = (TenantId(1), TenantId(2), TenantId(3));
+        tier.set_quota(small, Some(6 * UNIT));
+        let put = |n: u64, tenant| tier.insert(vec![chunk(&tier, n, None, tenant)]);
+        (0..10).for_each(|n| drop(put(n, small)));
+        assert_eq!(tier.tenant_usage(small).bytes, 6 * UNIT, "{policy}");
+        assert_eq!(tier.stats().evicted_quota, 4, "{policy}: of its own");
+        // The others share 14 units, whatever they store.
+        (100..200).for_each(|n| drop(put(n, if n % 2 == 0 { big } else { other })));
+        assert_eq!(tier.tenant_usage(small).bytes, 6 * UNIT, "{policy}");
+        let rest = tier.tenant_usage(big).bytes + tier.tenant_usage(other).bytes;
+        assert_eq!(rest, 14 * UNIT, "{policy}");
+        // Another tenant that is promised something gets it from those who share.
+        tier.set_quota(big, Some(10 * UNIT));
+        (200..220).for_each(|n| drop(put(n, big)));
+        assert_eq!(tier.tenant_usage(big).bytes, 10 * UNIT, "{policy}");
+        assert_eq!(tier.tenant_usage(other).bytes, 4 * UNIT, "{policy}");
+        assert_eq!(tier.tenant_usage(small).bytes, 6 * UNIT, "{policy}");
+        // Less quota takes effect with the next chunk; none means sharing.
+        tier.set_quota(small, Some(2 * UNIT));
+        put(300, other);
+        assert_eq!(
+            tier.tenant_usage(small).bytes,
+            5 * UNIT,
+            "{policy}: it has too much"
+        );
+        put(301, small);
+        assert_eq!(tier.tenant_usage(small).bytes, 2 * UNIT, "{policy}");
+        tier.set_quota(small, None);
+        (400..420).for_each(|n| drop(put(n, other)));
+        assert_eq!(tier.tenant_usage(small).bytes, 0, "{policy}");
+        let refused = tier.reserve(11 * UNIT, big).map(drop).unwrap_err();
+        assert!(
+            matches!(refused, ReserveError::Quota { tenant: 1, .. }),
+            "{refused}"
+        );
+    }
+}
+
+#[test]
+fn the_book_returns_what_owners_forget() {
+    let tier = tier(PolicyKind::Lru, 32);
+    store(&tier, 0, 32);
+    let all = keys(0, 32);
+    let (first, second) = (OwnerId(1), OwnerId(2));
+    let start = Instant::now();
+    let at = |seconds| start + Duration::from_secs(seconds);
+    let mut book = LeaseBook::default();
+    book.grant(0, tier.lease_leading(first, &all[..10]), at(10));
+    book.grant(4, tier.lease_leading(first, &all[4..8]), at(20));
+    book.grant(0, tier.lease_leading(second, &all[..5]), at(15));
+    assert_eq!(
+        (book.len(), book.len_of(first), book.len_of(second)),
+        (19, 14, 5)
+    );
+    assert_eq!(book.next_deadline(), Some(at(10)));
+
+    // Places 2..6 of the oldest grant; those of the second are held on.
+    let released = book.release(first, 2..6);
+    assert_eq!(released.iter().map(|leases| leases.len()).sum::<usize>(), 4);
+    let offset = |n: usize| {
+        tier.lease(OwnerId(9), &all[n..=n])[0]
+            .as_ref()
+            .unwrap()
+            .slot()
+            .offset()
+    };
+    let offsets: Vec<u64> = released[0].iter().map(|slot| slot.offset()).collect();
+    assert_eq!(offsets, (2..6).map(offset).collect::<Vec<_>>());
+    drop(released);
+    assert_eq!(tier.leases_of(first), 10);
+    // Once more: 2 and 3 have no lease left, 4 and 5 the second grant's.
+    assert_eq!(
+        book.release(first, 2..6)
+            .iter()
+            .map(|leases| leases.len())
+            .sum::<usize>(),
+        2
+    );
+    assert_eq!(book.release(first, 2..6).len(), 0);
+    assert_eq!(book.release(OwnerId(3), 0..99).len(), 0);
+
+    assert_eq!(book.expire(at(9)).len(), 0);
+    drop(book.expire(at(10)));
+    assert_eq!(tier.leases_of(first), 2);
+    book.extend(first, at(30));
+    drop(book.expire(at(20)));
+    assert_eq!((tier.leases_of(first), tier.leases_of(second)), (2, 0));
+    drop(book.end(first));
+    assert_eq!(
+        (tier.usage().leases, book.len(), book.next_deadline()),
+        (0, 0, None)
+    );
+    assert!(book.is_empty());
+}
+
+/// Threads that write, read, remove and clear the same keys: every byte read is the key's.
+#[test]
+fn threads_never_see_a_wrong_byte() {
+    const KEYS: u64 = 400;
+    for policy in EVICTING {
+        let tier = tier(policy, 200);
+        tier.set_quota(TenantId(2), Some(60 * UNIT));
+        let worker = |seed: u64| {
+            let tier = tier.clone();
+            move || {
+                let mut rng = lmc_backend::conformance::Rng::new(seed);
+                let owner = OwnerId(seed);
+                let mut read = 0_u64;
+                for _ in 0..3000 {
+                    let from = rng.below(KEYS);
+                    let run: Vec<u64> = (from..(from + 1 + rng.below(12)).min(KEYS)).collect();
+                    let keys: Vec<ChunkKey> = run.iter().copied().map(test_key).collect();
+                    let leases = tier.lease_leading(owner, &keys);
+                    for (slot, key) in leases.iter().zip(&keys) {
+                        check_value(key, slot.bytes()).unwrap();
+                        read += 1;
+                    }
+                    let tenant = TenantId((from % 3) as u32);
+                    let mut writes = Vec::new();
+                    for &n in &run[leases.len()..] {
+                        let begun = tier.begin_write(owner, tenant, test_key(n), UNIT);
+                        if let Ok(WriteStart::Reserved(mut reservation)) = begun {
+                            fill_value(&test_key(n), reservation.slot.bytes_mut());
+                            let parent = n.checked_sub(1).map(test_key);
+                            writes.push(reservation.written(parent));
+                        }
+                    }
+                    if rng.chance(100) {
+                        writes.pop();
+                    }
+                    let (_, new) = tier.commit_leased(owner, writes);
+                    if rng.chance(20) {
+                        tier.remove(&keys[..1]);
+                    }
+                    if rng.chance(5) {
+                        tier.clear(Clear::All);
+                    }
+                    if rng.chance(50) {
+                        tier.maintain(20);
+                        let quota = rng.chance(500).then_some(40 * UNIT);
+                        tier.set_quota(TenantId(1), quota);
+                    }
+                    if rng.chance(100) && tier.pin(&keys[..1]) == [true] {
+                        tier.unpin(&keys[..1]);
+                    }
+                    // Removed and evicted meanwhile or not: what is leased stays.
+                    for (slot, key) in leases.iter().zip(&keys) {
+                        check_value(key, slot.bytes()).unwrap();
+                    }
+                    drop((new, leases));
+                }
+                read
+            }
+        };
+        let threads: Vec<_> = (1..=4).map(|seed| thread::spawn(worker(seed))).collect();
+        let read: u64 = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .sum();
+        assert!(read > 1000, "{policy}: only {read} chunks were read");
+        let usage = tier.usage();
+        assert_eq!((usage.leases, usage.writing), (0, 0), "{policy}");
+        assert_eq!(
+            usage.pool.slots, usage.chunks,
+            "{policy}: every slot is a chunk"
+        );
+        let bytes: u64 = tier.tenants().iter().map(|(_, usage)| usage.bytes).sum();
+        assert_eq!(usage.bytes, bytes, "{policy}");
+        tier.clear(Clear::All);
+        assert_eq!(tier.usage().pool.used, 0, "{policy}");
+        assert_eq!(tier.usage().bytes, 0, "{policy}");
+    }
+}
