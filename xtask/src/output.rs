@@ -52,7 +52,7 @@ impl Reader {
 
     /// Takes one line of a step's output.
     pub(crate) fn line(&mut self, line: &str) {
-        let line = line.trim();
+        let line = line.trim_end();
         if let Some(name) = header(line) {
             self.current = name.to_owned();
         } else if let Some(reason) = line.strip_prefix("skipped: ") {
@@ -127,7 +127,8 @@ fn unescaped(text: &str) -> String {
         .replace("&amp;", "&")
 }
 
-/// The counts in the closing line of cargo test, nextest or one of our own tools.
+/// The counts in the closing line of cargo test, nextest or one of our own tools. Nextest shows
+/// the output of failed tests indented, which tells their closing lines from its own.
 fn closing_line(line: &str) -> Counts {
     let number_before = |word: &str| -> u64 {
         let Some(at) = line.find(word) else { return 0 };
@@ -183,6 +184,7 @@ mod tests {
             0,
             1,
         );
+        check("    test result: FAILED. 0 passed; 1 failed; 0 ignored", 0, 0, 0);
         check("41 passed, 2 failed", 41, 2, 0);
         check("PASS both modes: 3 passed", 0, 0, 0);
         check("", 0, 0, 0);

@@ -11,7 +11,7 @@ use super::setting::{Group, Raw, Shape};
 use super::settings as s;
 
 /// Everything `lmc serve` can be told. Each field's meaning is the help text of the setting of
-/// the same name in [`super::settings`].
+/// the same name in `settings.rs`.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs, reason = "the settings table documents every field once")]
 pub struct ServeConfig {

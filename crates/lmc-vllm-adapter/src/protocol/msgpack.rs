@@ -47,7 +47,7 @@ pub enum ValueError {
         /// Elements or bytes allowed.
         max: usize,
     },
-    /// Arrays or maps nested deeper than [`MAX_DEPTH`].
+    /// Arrays or maps nested deeper than `MAX_DEPTH`.
     #[error("value is nested deeper than {MAX_DEPTH} levels")]
     TooDeep,
     /// A string that is not UTF-8.

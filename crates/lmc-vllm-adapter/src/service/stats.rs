@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::protocol::{Operation, Reply};
 
-/// Buckets of a [`Histogram`]: four to each doubling, from 1 µs to about 67 s.
+/// Buckets of a `Histogram`: four to each doubling, from 1 µs to about 67 s.
 pub const HISTOGRAM_BUCKETS: usize = 4 * 26 + 1;
 
 /// How long something took, in buckets whose bounds grow by a quarter of a doubling.
@@ -57,7 +57,7 @@ fn bucket(nanos: u64) -> usize {
     (1 + 4 * doubling as usize + quarter as usize).min(HISTOGRAM_BUCKETS - 1)
 }
 
-/// Counts of a [`Histogram`] at one moment.
+/// Counts of a `Histogram` at one moment.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct HistogramSnapshot {
     /// Count of each bucket; the bound of bucket `i` is [`Self::upper_bound`].
