@@ -184,7 +184,12 @@ mod tests {
             0,
             1,
         );
-        check("    test result: FAILED. 0 passed; 1 failed; 0 ignored", 0, 0, 0);
+        check(
+            "    test result: FAILED. 0 passed; 1 failed; 0 ignored",
+            0,
+            0,
+            0,
+        );
         check("41 passed, 2 failed", 41, 2, 0);
         check("PASS both modes: 3 passed", 0, 0, 0);
         check("", 0, 0, 0);

@@ -284,7 +284,28 @@ pub fn service(data: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use proptest::prelude::*;
+
+    /// Inputs that libFuzzer kept because each reaches something that the others do not.
+    #[test]
+    fn the_committed_seeds_break_no_rule() {
+        let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds");
+        let check = |target: &str, run: fn(&[u8])| {
+            let entries = std::fs::read_dir(seeds.join(target)).expect("seeds are committed");
+            let mut count = 0;
+            for entry in entries {
+                let path = entry.expect("a file").path();
+                run(&std::fs::read(&path).expect("a file can be read"));
+                count += 1;
+            }
+            assert!(count > 1, "{target}: {count} seeds");
+        };
+        check("zmtp", super::zmtp);
+        check("request", super::request);
+        check("service", super::service);
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(600))]

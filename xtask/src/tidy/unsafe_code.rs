@@ -70,6 +70,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "sysconf and its friends",
     ),
     (
+        "crates/lmc-server/tests/daemon.rs",
+        "signals to the daemon under test",
+    ),
+    (
         "crates/lmc-backend-local/tests/support/counting_alloc.rs",
         "an allocator that counts",
     ),
