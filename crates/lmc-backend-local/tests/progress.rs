@@ -314,6 +314,76 @@ fn a_tenant_keeps_to_its_quota_and_keeps_its_quota() {
     }
 }
 
+/// Room is short although nobody has more than its due: memory is also reserved. Whoever asks
+/// gives, not the tenant that is closest to its quota.
+#[test]
+fn a_tenant_within_its_quota_is_left_alone() {
+    for policy in EVICTING {
+        let tier = tier(policy, 20);
+        tier.set_quota(TenantId(1), Some(10 * UNIT));
+        let put = |n: u64, tenant| tier.insert(vec![chunk(&tier, n, None, tenant)]);
+        (0..9).for_each(|n| drop(put(n, TenantId(1))));
+        (100..105).for_each(|n| drop(put(n, NOBODY)));
+        let slots: Vec<_> = (0..11).map(|_| tier.reserve(UNIT, NOBODY)).collect();
+        assert_eq!(slots.iter().flatten().count(), 11, "{policy}");
+        assert_eq!(tier.tenant_usage(TenantId(1)).bytes, 9 * UNIT, "{policy}");
+        assert_eq!(tier.tenant_usage(NOBODY).bytes, 0, "{policy}");
+        assert!(
+            tier.reserve(UNIT, NOBODY).is_err(),
+            "{policy}: the rest is promised"
+        );
+        // The tenant itself may still have its tenth unit, at the cost of its own.
+        assert!(tier.reserve(UNIT, TenantId(1)).is_ok(), "{policy}");
+        assert_eq!(tier.tenant_usage(TenantId(1)).bytes, 8 * UNIT, "{policy}");
+    }
+}
+
+/// A quota given late does not make the old young.
+#[test]
+fn a_change_of_quota_keeps_the_order_of_age() {
+    let tier = tier(PolicyKind::Lru, 40);
+    (0..40).for_each(|n| drop(tier.insert(vec![chunk(&tier, n, None, TenantId(1))])));
+    // The odd ones are younger now, the lowest last.
+    (0..40)
+        .rev()
+        .filter(|n| n % 2 == 1)
+        .for_each(|n| tier.touch(&keys(n, n + 1)));
+    tier.set_quota(TenantId(1), Some(30 * UNIT));
+    tier.insert(vec![chunk(&tier, 50, None, TenantId(1))]);
+    let gone = |n: &u64| tier.contains(&keys(*n, n + 1)) == [None];
+    let expected: Vec<u64> = (0..40).filter(|n| n % 2 == 0).take(11).collect();
+    assert_eq!((0..40).filter(gone).collect::<Vec<_>>(), expected);
+    tier.set_quota(TenantId(1), None);
+    for n in 60..80 {
+        tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+    }
+    // Ten fit; of the other ten, nine were even and one is the oldest odd one.
+    let left = (0..40).filter(|n| n % 2 == 1 && *n != 39);
+    assert_eq!(
+        (0..40).filter(|n| !gone(n)).collect::<Vec<_>>(),
+        left.collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn watermarks_are_reached_over_several_calls() {
+    let tier = tier(PolicyKind::Lru, 100);
+    store(&tier, 0, 95);
+    assert_eq!(
+        tier.maintain(9).evicted,
+        0,
+        "at the high watermark, not above"
+    );
+    store(&tier, 100, 102);
+    let steps: Vec<_> = (0..4).map(|_| tier.maintain(3)).collect();
+    let done = |done: &lmc_backend_local::Maintained| (done.evicted, done.more);
+    let expected = [(3, true), (3, true), (1, false), (0, false)];
+    assert_eq!(steps.iter().map(done).collect::<Vec<_>>(), expected);
+    assert_eq!(tier.usage().chunks, 90);
+    assert_eq!(tier.stats().evicted_watermark, 7);
+    assert_eq!(tier.lookup_leading(&keys(0, 95)), 88, "the tail went");
+}
+
 #[test]
 fn the_book_returns_what_owners_forget() {
     let tier = tier(PolicyKind::Lru, 32);

@@ -106,3 +106,53 @@ impl EvictionPolicy for Arc {
         due.map(|id| nodes[id].stamp())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What comes back after it was evicted as recent makes more room for the recent, and the
+    /// other way round.
+    #[test]
+    fn regret_moves_the_target() {
+        let mut nodes = Nodes::default();
+        nodes.grow_to(64);
+        let mut arc = Arc::default();
+        let evict = |arc: &mut Arc, nodes: &mut Nodes| {
+            let id = arc.pop(nodes).expect("something is queued");
+            arc.evicted(nodes, id, id);
+            id
+        };
+        (0..16).for_each(|id| arc.insert(&mut nodes, id, id, u64::from(id)));
+        (8..16).for_each(|id| arc.touch(&mut nodes, id, 100));
+        assert_eq!(
+            (arc.recent.len(), arc.frequent.len(), arc.target),
+            (8, 8, 0)
+        );
+        assert_eq!(
+            [evict(&mut arc, &mut nodes), evict(&mut arc, &mut nodes)],
+            [0, 1]
+        );
+        arc.insert(&mut nodes, 0, 0, 101);
+        arc.insert(&mut nodes, 1, 1, 102);
+        assert_eq!(
+            arc.target, 2,
+            "one for each, as there are no ghosts on the other side"
+        );
+        while arc.recent.len() > 2 {
+            evict(&mut arc, &mut nodes);
+        }
+        assert_eq!(
+            evict(&mut arc, &mut nodes),
+            8,
+            "the recent have what they should"
+        );
+        let (recent, frequent) = (arc.recent_ghosts.len(), arc.frequent_ghosts.len());
+        assert_eq!((recent, frequent), (4, 1));
+        arc.insert(&mut nodes, 8, 8, 103);
+        assert_eq!(
+            arc.target, 0,
+            "four recent ghosts for one frequent one: a step of four"
+        );
+    }
+}

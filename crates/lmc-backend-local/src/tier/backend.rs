@@ -76,7 +76,7 @@ impl Backend for LocalTier {
             let closed = keys.iter().map(|_| Err(LookupError::Closed));
             return Box::pin(ready(closed.collect()));
         }
-        let found = LocalTier::contains(self, keys);
+        let found = Self::contains(self, keys);
         Box::pin(ready(found.into_iter().map(Ok).collect()))
     }
 
@@ -130,7 +130,7 @@ impl Backend for LocalTier {
             if self.is_closed() {
                 return keys.iter().map(|_| Err(RemoveError::Closed)).collect();
             }
-            LocalTier::remove(self, keys).into_iter().map(Ok).collect()
+            Self::remove(self, keys).into_iter().map(Ok).collect()
         })
     }
 
@@ -143,7 +143,7 @@ impl Backend for LocalTier {
         if self.is_closed() {
             return Box::pin(ready(Err(ListError::Closed)));
         }
-        let (listed, next) = LocalTier::list(self, cursor, limit);
+        let (listed, next) = Self::list(self, cursor, limit);
         let listed = listed
             .into_iter()
             .map(|item| Listed::new(item.key, item.len));
@@ -155,7 +155,7 @@ impl Backend for LocalTier {
         if self.is_closed() {
             return Box::pin(ready(Err(UsageError::Closed)));
         }
-        let usage = LocalTier::usage(self);
+        let usage = Self::usage(self);
         let held = Usage::new(usage.chunks, usage.bytes);
         Box::pin(ready(Ok(held.with_capacity(usage.pool.capacity))))
     }

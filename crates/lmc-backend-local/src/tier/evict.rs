@@ -257,9 +257,7 @@ impl Inner {
         };
         for _ in 0..STEPS_PER_EVICTION {
             let queued = class.coldest();
-            let Some(at) = queued.or_else(|| class.coldest_parent()) else {
-                return None;
-            };
+            let at = queued.or_else(|| class.coldest_parent())?;
             let mut shard = self.shards[at].lock();
             let step = match queued {
                 Some(_) => shard.evict(id),

@@ -207,7 +207,7 @@ impl Rig {
 
     /// Key `n` continues key `n - 1`, but every eighth begins a prompt.
     fn parent(n: u64) -> Option<ChunkKey> {
-        (n % 8 != 0).then(|| test_key(n - 1))
+        (!n.is_multiple_of(8)).then(|| test_key(n - 1))
     }
 
     fn busy(&self, key: &ChunkKey) -> bool {
