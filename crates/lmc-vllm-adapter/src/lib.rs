@@ -27,8 +27,8 @@ pub use protocol::{
     Reply, Request, SlotDescriptor, TensorMeta, ValueError,
 };
 pub use service::{
-    ClientId, ConnectionEnd, EventLogStatus, HISTOGRAM_BUCKETS, HistogramSnapshot, InstanceStatus,
-    OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError, ServiceStatus,
-    SessionStatus, TransferStatus, TransportCounts,
+    ClientId, ConnectionEnd, EventLogStatus, HISTOGRAM_BUCKETS, HistogramSnapshot, InspectError,
+    InstanceStatus, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
+    ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
 };
 pub use transport::{BindError, Limits, ZmqConfig, ZmqServer, ZmtpError};

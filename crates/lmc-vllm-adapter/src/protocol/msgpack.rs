@@ -6,6 +6,8 @@
 
 use thiserror::Error;
 
+mod tokens;
+
 /// Deepest nesting of arrays and maps that a value may have.
 pub(crate) const MAX_DEPTH: usize = 16;
 
@@ -333,78 +335,19 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// An array of unsigned 32-bit numbers, appended to `out`.
-    ///
-    /// This is the longest part of a request (a prompt), so it has a loop of its own: the width
-    /// of an element comes from a table and its value from one unaligned load, with no branch
-    /// that depends on the data as long as eight bytes are left.
+    /// An array of unsigned 32-bit numbers, in place of what is in `out`.
     pub(crate) fn tokens(&mut self, max: usize, out: &mut Vec<u32>) -> Result<(), ValueError> {
         let len = self.array("token_ids", max)?;
-        out.reserve_exact(len);
-        let mut left = len;
-        while left > 0 {
-            let Some(window) = self.buf[self.pos..].first_chunk::<8>() else {
-                break;
-            };
-            let marker = window[0];
-            let class = TOKEN_CLASS[usize::from(marker)];
-            if class.width == 0 {
-                break;
-            }
-            // The marker is shifted out on the left, what follows the value on the right.
-            let word = u64::from_be_bytes(*window) << class.left;
-            out.push((word >> class.right) as u32);
-            self.pos += usize::from(class.width);
-            left -= 1;
-        }
-        for _ in 0..left {
+        out.clear();
+        self.pos += tokens::read(&self.buf[self.pos..], len, out);
+        // What is left is at the end of the buffer, or no such number: read it one by one, with
+        // an error that says where.
+        while out.len() < len {
             out.push(self.number("token id")?);
         }
         Ok(())
     }
 }
-
-/// How to cut an unsigned number of at most 32 bits out of the eight bytes at its marker.
-#[derive(Clone, Copy)]
-struct TokenClass {
-    /// Bytes of the element, marker included; 0 when it is no such number.
-    width: u8,
-    left: u8,
-    right: u8,
-}
-
-static TOKEN_CLASS: [TokenClass; 256] = {
-    let mut table = [TokenClass {
-        width: 0,
-        left: 0,
-        right: 0,
-    }; 256];
-    let mut marker = 0;
-    while marker < 0x80 {
-        table[marker] = TokenClass {
-            width: 1,
-            left: 0,
-            right: 56,
-        };
-        marker += 1;
-    }
-    table[0xcc] = TokenClass {
-        width: 2,
-        left: 8,
-        right: 56,
-    };
-    table[0xcd] = TokenClass {
-        width: 3,
-        left: 8,
-        right: 48,
-    };
-    table[0xce] = TokenClass {
-        width: 5,
-        left: 8,
-        right: 32,
-    };
-    table
-};
 
 fn bounded(what: &'static str, len: usize, max: usize) -> Result<(), ValueError> {
     if len > max {
@@ -599,6 +542,44 @@ mod tests {
                 writer.uint(u64::from(token));
             }
             prop_assert_eq!(tokens(&writer.into_bytes()), Ok(list));
+        }
+
+        #[test]
+        fn long_token_lists_survive_the_round_trip(
+            seed: u64, len in 2000usize..6000, wide in 0u64..4, tail in 0usize..40) {
+            // Ids of one kind or of all, so that places in between are hard to guess.
+            let mut state = seed | 1;
+            let list: Vec<u32> = (0..len).map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                let kind = if wide == 3 { state >> 60 & 3 } else { wide };
+                match kind {
+                    0 => (state >> 20) as u32 & 0x7f,
+                    1 => 0xcdce_cdce & ((state >> 20) as u32 | 0xffff),
+                    _ => (state >> 20) as u32,
+                }
+            }).collect();
+            let mut writer = Writer::new();
+            writer.array(list.len());
+            for &token in &list {
+                writer.uint(u64::from(token));
+            }
+            let array = writer.into_bytes().len();
+            let mut writer = Writer::new();
+            writer.array(list.len());
+            for &token in &list {
+                writer.uint(u64::from(token));
+            }
+            for _ in 0..tail {
+                writer.uint(0xcdcd);
+            }
+            let bytes = writer.into_bytes();
+            let mut reader = Reader::new(&bytes);
+            let mut out = Vec::new();
+            prop_assert_eq!(reader.tokens(1 << 20, &mut out), Ok(()));
+            prop_assert_eq!(out, list);
+            prop_assert_eq!(reader.pos, array);
         }
 
         #[test]

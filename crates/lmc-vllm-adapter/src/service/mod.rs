@@ -5,6 +5,7 @@
 mod config;
 mod events;
 mod handle;
+mod inspect;
 mod instance;
 mod job;
 mod lookup;
@@ -21,6 +22,7 @@ use std::fmt;
 pub use config::{ServiceConfig, ServiceError};
 pub(crate) use events::{NextBatch, Subscription};
 pub use handle::Service;
+pub use inspect::InspectError;
 pub(crate) use job::Job;
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,

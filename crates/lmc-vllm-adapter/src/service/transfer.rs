@@ -671,7 +671,7 @@ fn covers(copies: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result
 }
 
 /// The copies of one group between its blocks and the chunks at `indices` of the range.
-fn plan(
+pub(super) fn plan(
     copy: &GroupCopy,
     block_ids: &[u32],
     indices: &[usize],
