@@ -130,7 +130,7 @@ fn main() {
         false => asked,
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    println!("one thread of {cores} cores, prompts of 512 chunks, LRU, default shards");
+    println!("one thread of {cores} cores, prompts of 512 chunks, LRU, 8 shards");
     let line = ceiling();
     let floor = line * 2.0 * PROMPT as f64 / 1000.0;
     println!("ceiling: {line:.1} ns for a random cache line, {floor:.1} µs for two of each key");

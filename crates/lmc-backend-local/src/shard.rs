@@ -34,6 +34,10 @@ struct Order {
 pub(crate) struct Shard {
     id: usize,
     kind: PolicyKind,
+    /// This shard's part of the pool, in bytes.
+    share: u64,
+    /// Bytes of its chunks.
+    bytes: u64,
     table: Table,
     slab: Slab,
     shared: Order,
@@ -115,10 +119,12 @@ impl Order {
 }
 
 impl Shard {
-    pub(crate) fn new(id: usize, kind: PolicyKind, shared: Arc<Class>) -> Self {
+    pub(crate) fn new(id: usize, kind: PolicyKind, share: u64, shared: Arc<Class>) -> Self {
         Self {
             id,
             kind,
+            share,
+            bytes: 0,
             table: Table::default(),
             slab: Slab::new(id),
             shared: Order::new(kind, shared),
@@ -197,11 +203,9 @@ impl Shard {
         stamp: u64,
     ) -> u32 {
         let bytes = slot.len();
+        self.bytes += bytes;
         if self.table.is_full() {
-            // In the slab's order: the keys are read one after the other.
-            let all = self.slab.occupied(0);
-            self.table
-                .rebuild(all.map(|(index, _)| (self.slab.identity(index).key.fold(), index)));
+            self.grow_table();
         }
         let index = self.slab.insert(key, slot, tenant);
         self.table.insert(fold, index);
@@ -210,6 +214,20 @@ impl Shard {
         order.policy.insert(&mut slab.nodes, index, print, stamp);
         order.class.add(bytes);
         index
+    }
+
+    /// Rebuilding holds the lock for as long as it takes to read all keys, so it is done seldom:
+    /// the table is made large enough for as many chunks of this size as will come to this
+    /// shard, but at most eight times as large as it is, in case these are not like the rest.
+    fn grow_table(&mut self) {
+        let len = self.table.len();
+        let room = self.share as f64 / self.bytes as f64 * (len + 1) as f64;
+        // Shards are not filled alike: two standard deviations more than the mean.
+        let room = (room + 2.0 * room.sqrt()).min(8.0 * len as f64 + 64.0) as usize;
+        // In the slab's order: the keys are read one after the other.
+        let all = self.slab.occupied(0);
+        let all = all.map(|(index, _)| (self.slab.identity(index).key.fold(), index));
+        self.table.rebuild(room, all);
     }
 
     pub(crate) fn touch(&mut self, index: u32, stamp: u64) {
@@ -331,6 +349,7 @@ impl Shard {
         let tenant = self.slab.tenant(index);
         let (Identity { key, parent, .. }, Entry { slot, holds, .. }) = self.slab.remove(index);
         self.table.remove(key.fold(), index);
+        self.bytes -= slot.len();
         if holds > 0 {
             self.pins.remove(&index);
         }
@@ -502,6 +521,12 @@ impl Shard {
     /// Checks that counts, queues and tables agree. For tests: walks everything.
     #[cfg(test)]
     pub(crate) fn check(&mut self) {
+        let sum: u64 = self
+            .slab
+            .occupied(0)
+            .map(|(_, entry)| entry.slot.len())
+            .sum();
+        assert_eq!(self.bytes, sum);
         let mut queued: HashMap<Option<TenantId>, usize> = HashMap::new();
         let mut bytes: HashMap<Option<TenantId>, u64> = HashMap::new();
         for (index, entry) in self.slab.occupied(0) {

@@ -8,10 +8,10 @@ use lmc_memory::SealedSlot;
 use crate::TenantId;
 use crate::policy::{NIL, Node, Nodes};
 
-const CHUNK_BITS: u32 = 6;
+const CHUNK_BITS: u32 = 5;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// An array that grows by 64 elements and never moves them: no pause for copying, and no more
+/// An array that grows by 32 elements and never moves them: no pause for copying, and no more
 /// than one chunk of slack.
 #[derive(Debug)]
 pub(crate) struct Chunked<T> {
@@ -31,6 +31,10 @@ impl<T: Default> Chunked<T> {
         let Ok(chunk) = chunk.try_into() else {
             unreachable!("collected as many as a chunk has");
         };
+        if self.chunks.len() == self.chunks.capacity() {
+            // Doubling would be a byte for each entry.
+            self.chunks.reserve_exact(self.chunks.len() / 8 + 4);
+        }
         self.chunks.push(chunk);
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A general table keeps its control bytes and its values apart, which is two cache misses for a
 //! lookup in a large index, and doubles, which leaves it half empty. This one has everything of
-//! a bucket in one line and grows by an eighth.
+//! a bucket in one line, and is made as large as it is going to be.
 
 /// Slots of a bucket.
 const SLOTS: usize = 12;
@@ -117,12 +117,13 @@ impl Table {
         (self.len + 1) * 5 > self.buckets.len() * SLOTS * 4
     }
 
-    /// Makes the table an eighth larger and fills it with `all`, which is what is in it.
-    pub(crate) fn rebuild(&mut self, all: impl Iterator<Item = (u64, u32)>) {
-        let buckets = self.buckets.len() + self.buckets.len() / 8 + 1;
+    /// Makes room for at least `room` entries, or an eighth more than there are, and fills the
+    /// table with `all`, which is what is in it.
+    pub(crate) fn rebuild(&mut self, room: usize, all: impl Iterator<Item = (u64, u32)>) {
+        let room = room.max(self.len + self.len / 8);
         // The old one goes first: nobody reads it meanwhile.
         self.buckets = Vec::new();
-        self.buckets.resize(buckets, Bucket::NEW);
+        self.buckets.resize(room * 5 / (4 * SLOTS) + 1, Bucket::NEW);
         self.len = 0;
         for (hash, index) in all {
             self.insert(hash, index);
@@ -190,7 +191,7 @@ mod tests {
             for (n, insert) in ops {
                 if insert && !model.contains_key(&n) {
                     if table.is_full() {
-                        table.rebuild(model.iter().map(|(&n, &hash)| (hash, n)));
+                        table.rebuild(0, model.iter().map(|(&n, &hash)| (hash, n)));
                     }
                     table.insert(hash(n), n);
                     model.insert(n, hash(n));
@@ -218,7 +219,7 @@ mod tests {
         let mut table = Table::default();
         for n in 0..100_000_u32 {
             if table.is_full() {
-                table.rebuild((0..n).map(|n| (spread(n), n)));
+                table.rebuild(0, (0..n).map(|n| (spread(n), n)));
             }
             table.insert(spread(n), n);
             let slots = table.buckets.len() * SLOTS;
@@ -235,7 +236,7 @@ mod tests {
         let mut table = Table::default();
         for n in 0..LIVE * 20 {
             if table.is_full() {
-                table.rebuild((n.saturating_sub(LIVE)..n).map(|n| (spread(n), n)));
+                table.rebuild(0, (n.saturating_sub(LIVE)..n).map(|n| (spread(n), n)));
             }
             table.insert(spread(n), n);
             if let Some(old) = n.checked_sub(LIVE) {

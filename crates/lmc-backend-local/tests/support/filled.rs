@@ -48,7 +48,10 @@ pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
     let mut slots: Vec<WrittenSlot> = slots.collect();
     slots.reverse();
     let before = live();
-    let tier = LocalConfig::new(pool).with_policy(policy).build().unwrap();
+    // What a small host has by default. Each shard wastes 16 places on average, which only counts
+    // where there are few chunks for a shard.
+    let config = LocalConfig::new(pool).with_policy(policy).with_shards(8);
+    let tier = config.build().unwrap();
     for start in (0..chunks).step_by(PROMPT as usize) {
         let chunk = |n: u64| NewChunk {
             key: key(n),
