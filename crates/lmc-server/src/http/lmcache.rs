@@ -14,7 +14,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{TenantId, TenantStatus};
 use lmc_key::{NameError, Salt};
-use lmc_vllm_adapter::{InstanceStatus, Service, ServiceStatus};
+use lmc_vllm_adapter::{InspectError, InstanceStatus, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
 
 use super::{Http, Shared, refusal};
@@ -47,6 +47,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
         )
         .route("/cache/clear", post(clear))
         .route("/cache/objects", get(list_objects).delete(delete_objects))
+        .route("/cache/checksums", post(checksums))
         .route(
             "/cache/prefetches",
             post(async || refusal(StatusCode::SERVICE_UNAVAILABLE, NO_L2)),
@@ -266,6 +267,61 @@ async fn delete_objects(body: Bytes) -> Response {
             StatusCode::NOT_IMPLEMENTED,
             "lmc does not delete single chunks over HTTP yet; POST /cache/clear empties the pool",
         ),
+    }
+}
+
+/// Checksums of a worker's own blocks, which `lmcache bench server` compares before and after.
+/// LMCache answers with MD5; these are XXH3-128, as long and faster, and as good for comparing.
+async fn checksums(State(http): Shared, body: Bytes) -> Response {
+    let asked: Value = match serde_json::from_slice(&body) {
+        Ok(asked @ Value::Object(_)) => asked,
+        _ => return refused("expected a JSON object with instance_id, block_ids and chunk_size"),
+    };
+    let ids = asked["block_ids"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    let ids: Option<Vec<u32>> = ids
+        .iter()
+        .map(|id| u32::try_from(id.as_u64()?).ok())
+        .collect();
+    let Some(ids) = ids.filter(|ids| !ids.is_empty()) else {
+        return refused("block_ids is required: a list of block ids");
+    };
+    let Some(per_chunk) = asked["chunk_size"].as_u64().filter(|blocks| *blocks > 0) else {
+        return refused("chunk_size must be positive: the blocks of a chunk");
+    };
+    if asked["layerwise"] == true {
+        return refusal(
+            StatusCode::NOT_IMPLEMENTED,
+            "layerwise checksums are not supported",
+        );
+    }
+    let instance = asked["instance_id"].as_u64().unwrap_or(0);
+    let service = http.service.clone();
+    let found = tokio::task::spawn_blocking(move || {
+        service.inspect_blocks(instance, &ids, per_chunk, |chunk| {
+            format!("{:032x}", xxhash_rust::xxh3::xxh3_128(chunk))
+        })
+    });
+    match found.await {
+        Ok(Ok(sums)) => Json(json!({
+            "status": "success",
+            "chunk_size": per_chunk,
+            "num_chunks": sums.len(),
+            "chunk_checksums": sums,
+            "layerwise": false,
+        }))
+        .into_response(),
+        Ok(Err(error)) => {
+            let code = match error {
+                InspectError::Unknown(_) => StatusCode::NOT_FOUND,
+                InspectError::NotMapped(_) => StatusCode::NOT_IMPLEMENTED,
+                _ => StatusCode::BAD_REQUEST,
+            };
+            refusal(code, error.to_string())
+        }
+        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     }
 }
 

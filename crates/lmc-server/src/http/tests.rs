@@ -335,6 +335,19 @@ fn what_cannot_be_is_refused_with_its_reason() {
         501,
         "/cache/clear",
     );
+    let sums = "/cache/checksums";
+    refuses(("POST", sums, "[]"), 400, "JSON object");
+    refuses(("POST", sums, "{\"chunk_size\": 16}"), 400, "block_ids");
+    refuses(("POST", sums, "{\"block_ids\": [1]}"), 400, "chunk_size");
+    refuses(
+        (
+            "POST",
+            sums,
+            "{\"block_ids\": [1], \"chunk_size\": 1, \"instance_id\": 7}",
+        ),
+        404,
+        "7",
+    );
     let long = format!("/quota/{}", "x".repeat(1000));
     refuses(("GET", &long, ""), 400, "");
 }
