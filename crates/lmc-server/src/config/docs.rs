@@ -87,6 +87,18 @@ pub fn documentation() -> String {
         "\n## The other commands\n\n\
          `lmc status`, `lmc clear` and `lmc quota` ask a server's HTTP port, `--url` or `LMC_URL`; \
          by default `http://127.0.0.1:8080`.\n\n\
+         ## HTTP paths\n\n\
+         Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\n\
+         | path | answers |\n|---|---|\n\
+         | `GET /healthz` | 200 when engines are answered; 503 with the reason when the engines' own socket or the state behind it does not answer within 2 s |\n\
+         | `GET /metrics` | Prometheus' text format, see [metrics](metrics.md) |\n\
+         | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
+         | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\
+         | `POST /cache/clear` | empties the pool; `{\"force\": true}` also forgets what engines hold |\n\
+         | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}` |\n\
+         | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
+         | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
+         Refusals are JSON with the reason in `error` and `detail`.\n\n\
          ## Exit codes\n\n\
          | code | meaning |\n|---|---|\n\
          | 0 | stopped by SIGTERM or SIGINT, with every request under way answered |\n\

@@ -107,10 +107,14 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
             counts["lookups"]
         ),
     );
+    let evicted: f64 = ["evicted_room", "evicted_quota", "evicted_watermark"]
+        .iter()
+        .map(|why| number(&engine[*why]))
+        .sum();
     line(
         "moved",
         format!(
-            "{} stored, {} retrieved, {} evicted",
+            "{} stored, {} retrieved, {} evicted in {evicted} chunks",
             bytes(&counts["stored_bytes"]),
             bytes(&counts["retrieved_bytes"]),
             bytes(&engine["evicted_bytes"])
@@ -119,16 +123,44 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
     line(
         "held",
         format!(
-            "{} sessions, {} leases, {} reserved slots, {} pending stores, {} pending retrieves, \
-             {} overdue",
+            "{} sessions, {} leases, {} pins, {} reserved slots, {} quarantined slots",
             status["sessions"]["sessions"],
             usage["leases"],
+            usage["pinned"],
             usage["reserved_slots"],
+            usage["quarantined_slots"]
+        ),
+    );
+    line(
+        "under way",
+        format!(
+            "{} stores and {} retrieves prepared, {} of them overdue",
             status["transfers"]["stores"],
             status["transfers"]["retrieves"],
             status["transfers"]["overdue"]
         ),
     );
+    let refused: f64 = [
+        "stores_failed",
+        "chunks_no_room",
+        "registrations_refused",
+        "over_limit",
+    ]
+    .iter()
+    .map(|why| number(&counts[*why]))
+    .sum();
+    if refused > 0.0 {
+        line(
+            "refused",
+            format!(
+                "{} stores, {} chunks without room, {} registrations, {} requests over a limit",
+                counts["stores_failed"],
+                counts["chunks_no_room"],
+                counts["registrations_refused"],
+                counts["over_limit"]
+            ),
+        );
+    }
     workers(&mut out, &status["instances"]);
     operations(&mut out, &status["operations"]);
     out
