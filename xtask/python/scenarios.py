@@ -9,6 +9,8 @@ process outlives the run.
 
 import argparse
 import contextlib
+import ctypes
+import glob
 import json
 import os
 import queue
@@ -48,6 +50,23 @@ def free_port():
         return s.getsockname()[1]
 
 
+def die_with_parent():
+    """In a child: be killed when this run ends, even when it is killed itself."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def group(leader):
+    """The processes that a child has started, itself included."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == leader:
+                found.append(pid)
+    return found
+
+
 class Child:
     """A child process with its log in a file; killed at the end whatever happens."""
 
@@ -60,11 +79,12 @@ class Child:
         )
         options.setdefault("stdout", self.log)
         self.process = subprocess.Popen(
-            command, stderr=self.log, start_new_session=True, **options
+            command, stderr=self.log, start_new_session=True, preexec_fn=die_with_parent, **options
         )
         Child.running.append(self)
 
     def kill(self, how=signal.SIGKILL):
+        pids = group(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, how)
         try:
@@ -72,6 +92,10 @@ class Child:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(20)
+        # An engine that is killed leaves its KV cache, 1 GiB of memory, behind under its id.
+        for pid in pids:
+            for segment in glob.glob(f"/dev/shm/lmcache_kv_{pid}_*"):
+                os.unlink(segment)
 
     def tail(self, lines=15):
         with open(self.log.name, errors="replace") as f:
@@ -135,9 +159,11 @@ class Server:
         common = ["--host", "127.0.0.1", "--port", str(self.port), "--l1-size-gb", "1"]
         common += ["--chunk-size", str(CHUNK), "--http-port", str(self.http)]
         if self.args.peer:
-            python = os.path.dirname(sys.executable)
-            command = [os.path.join(python, "lmcache"), "server", *common]
+            lmcache = os.path.join(os.path.dirname(sys.executable), "lmcache")
+            command = [sys.executable, lmcache, "server", *common]
             command += ["--eviction-policy", "LRU", "--no-l1-use-lazy"]
+            # It has one transfer mode and no shared memory unless asked.
+            command += ["--supported-transfer-mode", "auto", "--shm-name", f"lmc-peer-{self.port}"]
         else:
             command = [self.args.server_bin, "serve", *common]
         self.child = Child("server", command)
@@ -151,6 +177,24 @@ class Server:
                 break
             time.sleep(0.05)
         raise RuntimeError(f"the server did not start\n{self.child.tail()}")
+
+    def segments(self):
+        """The pool that a server which was killed leaves behind; its name holds the port."""
+        return glob.glob(f"/dev/shm/lmc*[_-]{self.port}*")
+
+    def stop(self):
+        """Asks the server to end; ours must then leave nothing behind."""
+        if self.child is None:
+            return
+        asked = time.monotonic()
+        self.child.kill(signal.SIGTERM)
+        took = time.monotonic() - asked
+        if not self.args.peer:
+            check("the server ends when asked to, and leaves no shared memory",
+                  self.child.process.returncode == 0 and not self.segments(),
+                  f"exit {self.child.process.returncode} after {took:.1f} s, {self.segments()}")
+        for segment in self.segments():
+            os.unlink(segment)
 
     def status(self):
         url = f"http://127.0.0.1:{self.http}/status"
@@ -430,6 +474,7 @@ def main():
                         help="of: " + ", ".join(s.__name__ for s in SCENARIOS))
     args = parser.parse_args()
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
     run = Run(args)
 
     def server_clear():
@@ -457,7 +502,9 @@ def main():
                 check(f"{scenario.__name__}", False, str(error))
     finally:
         for child in Child.running:
-            child.kill()
+            if child is not run.server.child:
+                child.kill()
+        run.server.stop()
         for child in Child.running:
             if not failed:
                 with contextlib.suppress(OSError):
