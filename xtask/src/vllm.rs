@@ -1,6 +1,6 @@
 //! `cargo xtask test-vllm`: real vLLM on CPU against the server.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -27,27 +27,34 @@ pub(crate) fn environment() -> Result<String> {
 }
 
 /// Builds the server as users run it.
-pub(crate) fn build_server() -> Result<&'static str> {
+pub(crate) fn build_server() -> Result<PathBuf> {
+    println!("cargo build --release --package lmc-server");
     let built = Command::new("cargo")
         .args(["build", "--release", "--quiet", "--package", "lmc-server"])
+        .stdin(Stdio::null())
         .status()
         .context("cannot run cargo")?;
     if !built.success() {
         bail!("the server does not build");
     }
     let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_owned());
-    let binary = Path::new(&target).join("release/lmc");
-    Ok(Box::leak(
-        binary.to_string_lossy().into_owned().into_boxed_str(),
-    ))
+    Ok(Path::new(&target).join("release/lmc"))
 }
 
+/// Runs the scenarios of xtask/python/scenarios.py. Whether all of them passed.
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let server = build_server()?;
     let folder = environment()?;
-    let status = Command::new(format!("{folder}/bin/python"))
+    let python = format!("{folder}/bin/python");
+    println!(
+        "{python} xtask/python/scenarios.py --server-bin {} {}",
+        server.display(),
+        args.join(" ")
+    );
+    let status = Command::new(&python)
         .arg("xtask/python/scenarios.py")
-        .args(["--server-bin", server])
+        .arg("--server-bin")
+        .arg(&server)
         .args(args)
         .stdin(Stdio::null())
         .status()
