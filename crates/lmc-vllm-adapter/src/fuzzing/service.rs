@@ -1,0 +1,540 @@
+//! The service as a state machine: any order of any operations from several peers, in both
+//! transfer modes, with bytes that are derived from what they are stored under.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_key::{ChunkHasher, HashAlgorithm};
+use lmc_memory::ArenaConfig;
+use parking_lot::Mutex;
+
+use crate::protocol::{
+    BlockAllocation, CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
+    RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta,
+};
+use crate::service::{
+    ClientId, ConnectionEnd, Job, NextBatch, Outcome, Service, ServiceConfig, Subscription,
+};
+
+const CHUNK: usize = 4;
+/// Bytes of a chunk of two planes, one layer, four tokens, two elements of eight bits.
+const CHUNK_BYTES: usize = 16;
+const CLIENTS: u64 = 4;
+const INSTANCES: u64 = 4;
+const PROMPT: usize = 16;
+const MODELS: [&str; 2] = ["m", "n"];
+const DTYPES: [&str; 2] = ["int8", "uint8"];
+const SALTS: [&str; 2] = ["", "s"];
+
+/// The engines' own cache: `[2, blocks, tokens, heads, size]` of one layer, one head.
+const BLOCKS: usize = 16;
+const BLOCK: usize = 2;
+const HIDDEN: usize = 2;
+const BLOCK_BYTES: usize = BLOCK * HIDDEN;
+const PLANE_BYTES: usize = BLOCKS * BLOCK_BYTES;
+
+/// What all runs of one process share: a service is too dear to make for each input.
+struct World {
+    service: Service,
+    /// The pool, as an engine-driven worker maps it.
+    pool: File,
+    /// The memory of the server-driven workers.
+    engine: File,
+    engine_name: String,
+}
+
+fn world() -> &'static Mutex<World> {
+    static WORLD: OnceLock<Mutex<World>> = OnceLock::new();
+    WORLD.get_or_init(|| {
+        let name = format!("lmc_fuzz_{}", std::process::id());
+        // Room for eight chunks, so that eviction is part of every run.
+        let arena = ArenaConfig::shared(&name, 8 * 4096)
+            .build()
+            .expect("an arena");
+        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
+        let config = ServiceConfig {
+            max_sessions: 6,
+            max_instances: 6,
+            max_transfers: 3,
+            transfer_threads: 1,
+            copy_threads: 0,
+            kv_event_log_size: 16,
+            ..ServiceConfig::new(hasher)
+        };
+        let service = Service::new(config, engine.expect("an engine")).expect("threads");
+        let open = |name: &str| {
+            let mut options = File::options();
+            options.read(true).write(true);
+            (options, format!("/dev/shm/{name}"))
+        };
+        let (options, path) = open(&name);
+        let pool = options.open(path).expect("the pool has a name");
+        let engine_name = format!("lmc_fuzz_kv_{}", std::process::id());
+        let (mut options, path) = open(&engine_name);
+        let engine = options.create(true).truncate(true).open(&path);
+        let engine = engine.expect("room in /dev/shm");
+        engine.set_len(2 * PLANE_BYTES as u64).expect("room");
+        Mutex::new(World {
+            service,
+            pool,
+            engine,
+            engine_name,
+        })
+    })
+}
+
+/// The byte that fills a chunk: a different one for each identity.
+fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
+    let model = usize::from(key.model_name == MODELS[1]);
+    let salt = usize::from(key.cache_salt == SALTS[1]);
+    // The first chunk is common to all prompts; later tokens say which prompt it is.
+    let prompt = (key.token_ids[CHUNK] as usize - CHUNK) / 100;
+    let content = match chunk {
+        0 => 0,
+        _ => 1 + (chunk - 1) * 4 + prompt,
+    };
+    (((model * 2 + salt) * 2 + dtype) * 13 + content + 1) as u8
+}
+
+impl World {
+    fn fill_slot(&self, slot: &SlotDescriptor, byte: u8) {
+        let filled = self.pool.write_all_at(&[byte; CHUNK_BYTES], slot.offset);
+        filled.expect("a slot lies in the pool");
+    }
+
+    fn check_slot(&self, slot: &SlotDescriptor, byte: u8) {
+        let mut found = [0; CHUNK_BYTES];
+        let read = self.pool.read_exact_at(&mut found, slot.offset);
+        read.expect("a slot lies in the pool");
+        assert_eq!(found, [byte; CHUNK_BYTES], "a slot holds another chunk");
+    }
+
+    fn fill_block(&self, block: u32, byte: u8) {
+        for plane in 0..2 {
+            let at = plane * PLANE_BYTES + block as usize * BLOCK_BYTES;
+            let filled = self.engine.write_all_at(&[byte; BLOCK_BYTES], at as u64);
+            filled.expect("a block lies in the segment");
+        }
+    }
+
+    fn check_block(&self, block: u32, byte: u8) {
+        for plane in 0..2 {
+            let at = plane * PLANE_BYTES + block as usize * BLOCK_BYTES;
+            let mut found = [0; BLOCK_BYTES];
+            let read = self.engine.read_exact_at(&mut found, at as u64);
+            read.expect("a block lies in the segment");
+            assert_eq!(
+                found, [byte; BLOCK_BYTES],
+                "block {block} holds another chunk"
+            );
+        }
+    }
+
+    fn registration(&self, instance_id: u64, model: usize, dtype: usize) -> RegisterKvCache {
+        let (block, size) = (BLOCK as u64, HIDDEN as u64);
+        let shape = vec![2, BLOCKS as u64, block, 1, size];
+        let stride = vec![PLANE_BYTES as u64, block * size, size, size, 1];
+        RegisterKvCache {
+            instance_id,
+            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
+                shm_name: format!("/{}", self.engine_name),
+                nbytes: 2 * PLANE_BYTES as u64,
+                tensor: TensorMeta {
+                    dtype: DTYPES[dtype].to_owned(),
+                    shape,
+                    stride,
+                    storage_offset: 0,
+                },
+            })],
+            model_name: MODELS[model].to_owned(),
+            world_size: 1,
+            engine_type: "vllm".to_owned(),
+            kv_layout: Some("NHD".to_owned()),
+            groups: vec![EngineGroup {
+                layer_indices: vec![0],
+                tokens_per_block: BLOCK as u32,
+                sw_size_tokens: -1,
+                ..EngineGroup::default()
+            }],
+        }
+    }
+}
+
+/// Takes small decisions out of the input.
+struct Choices<'a>(&'a [u8]);
+
+impl Choices<'_> {
+    fn below(&mut self, bound: u64) -> u64 {
+        let Some((&byte, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        u64::from(byte) % bound
+    }
+
+    fn index(&mut self, bound: usize) -> usize {
+        self.below(bound as u64) as usize
+    }
+
+    fn request_id(&mut self) -> String {
+        format!("r{}", self.below(8))
+    }
+
+    fn key(&mut self) -> CacheKey {
+        let prompt = self.below(4) as u32;
+        let chunks = self.below(5);
+        let start = if self.below(8) == 0 {
+            self.below(20)
+        } else {
+            0
+        };
+        CacheKey {
+            model_name: MODELS[self.index(2)].to_owned(),
+            world_size: 1,
+            worker_id: [Some(0), Some(0), Some(0), None][self.index(4)],
+            // The first chunk is common to all prompts.
+            token_ids: (0..PROMPT as u32)
+                .map(|i| {
+                    if i < CHUNK as u32 {
+                        i
+                    } else {
+                        i + 100 * prompt
+                    }
+                })
+                .collect(),
+            start,
+            end: chunks * CHUNK as u64,
+            request_id: self.request_id(),
+            cache_salt: SALTS[self.index(2)].to_owned(),
+            num_kv_readers: self.below(3) as u32,
+        }
+    }
+
+    /// Block ids that differ, of which some may lie outside the engine's memory.
+    fn block_ids(&mut self) -> Vec<u32> {
+        let first = self.index(BLOCKS);
+        let step = [1, 3, 5, 7][self.index(4)];
+        let count = if self.below(8) == 0 { 3 } else { 8 };
+        let mut ids: Vec<u32> = (0..count)
+            .map(|i| ((first + i * step) % BLOCKS) as u32)
+            .collect();
+        if self.below(8) == 0 {
+            ids[1] = BLOCKS as u32 + 7;
+        }
+        ids
+    }
+}
+
+/// A copy by the server that has been asked for and not run.
+struct Copy {
+    job: Job,
+    key: CacheKey,
+    dtype: usize,
+    block_ids: Vec<u32>,
+    /// Tokens to skip, for a retrieve; none for a store.
+    skip: Option<usize>,
+}
+
+impl Copy {
+    /// Each block with its index in the list and the byte of the chunk that it belongs to.
+    fn blocks(&self) -> Vec<(usize, u32, u8)> {
+        let first = self.key.start as usize / CHUNK;
+        let chunks = (self.key.end as usize / CHUNK).saturating_sub(first);
+        let per_chunk = CHUNK / BLOCK;
+        let inside = self.block_ids.iter().copied().enumerate();
+        inside
+            .take(chunks * per_chunk)
+            .filter(|&(_, block)| (block as usize) < BLOCKS)
+            .map(|(index, block)| {
+                let byte = value(self.dtype, &self.key, first + index / per_chunk);
+                (index, block, byte)
+            })
+            .collect()
+    }
+
+    fn run(self, world: &World) {
+        let blocks = self.blocks();
+        for &(_, block, byte) in &blocks {
+            let before = if self.skip.is_some() { 0 } else { byte };
+            world.fill_block(block, before);
+        }
+        let (skip, all_inside) = (
+            self.skip,
+            self.block_ids
+                .iter()
+                .all(|&block| (block as usize) < BLOCKS),
+        );
+        let reply = self.job.run();
+        let Some(skip) = skip else { return };
+        for (index, block, byte) in blocks {
+            let skipped = block == 0 || index < skip / BLOCK;
+            match reply {
+                Reply::Transferred(true) if skipped => world.check_block(block, 0),
+                Reply::Transferred(true) => world.check_block(block, byte),
+                // All or nothing: a copy that was refused wrote no block.
+                _ => world.check_block(block, 0),
+            }
+        }
+        if let Reply::Transferred(true) = reply {
+            assert!(
+                all_inside || self.key.end as usize <= CHUNK,
+                "a bad block passed"
+            );
+        }
+    }
+}
+
+/// One run over the shared service.
+struct Run<'a> {
+    world: &'a World,
+    choices: Choices<'a>,
+    now: Instant,
+    /// Element type that each worker registered with.
+    dtypes: [usize; INSTANCES as usize],
+    streams: Vec<Subscription>,
+    copies: VecDeque<Copy>,
+}
+
+/// The service as a state machine: any order of any operations from several peers.
+pub fn service(data: &[u8]) {
+    let world = world().lock();
+    let mut run = Run {
+        world: &world,
+        choices: Choices(data),
+        now: Instant::now(),
+        dtypes: [0; INSTANCES as usize],
+        streams: Vec::new(),
+        copies: VecDeque::new(),
+    };
+    while !run.choices.0.is_empty() {
+        run.step();
+    }
+    run.end();
+}
+
+impl Run<'_> {
+    fn step(&mut self) {
+        let service = &self.world.service;
+        let choices = &mut self.choices;
+        let client = ClientId::new(choices.below(CLIENTS));
+        let instance_id = choices.below(INSTANCES);
+        let mut dtype = self.dtypes[instance_id as usize];
+        let request = match choices.below(25) {
+            0 | 1 => {
+                let model = choices.index(2);
+                dtype = choices.index(2);
+                Request::RegisterEngineDriven(EngineDrivenContext {
+                    instance_id,
+                    model_name: MODELS[model].to_owned(),
+                    world_size: 1,
+                    block_size: CHUNK as u32,
+                    num_layers: 1,
+                    hidden_dim_size: HIDDEN as u32,
+                    dtype: DTYPES[dtype].to_owned(),
+                    use_mla: false,
+                    num_physical_slots: None,
+                })
+            }
+            2 => Request::Unregister {
+                instance_id,
+                engine_driven: true,
+            },
+            3 | 4 => Request::Lookup(choices.key()),
+            5 => Request::QueryPrefetchStatus {
+                request_id: choices.request_id(),
+            },
+            6 => Request::FreeLookupLocks(choices.key()),
+            7 => Request::EndSession {
+                request_id: choices.request_id(),
+            },
+            8 | 9 => Request::PrepareStore {
+                key: choices.key(),
+                instance_id,
+            },
+            10 | 11 => Request::CommitStore {
+                key: choices.key(),
+                instance_id,
+                pickled: usize::from(choices.below(16) == 0),
+            },
+            12 | 13 => Request::PrepareRetrieve {
+                key: choices.key(),
+                instance_id,
+            },
+            14 => Request::CommitRetrieve {
+                key: choices.key(),
+                instance_id,
+            },
+            15 => Request::Clear {
+                force: choices.below(2) == 0,
+            },
+            16 => Request::Ping {
+                instance_id: Some(instance_id),
+            },
+            17 => Request::SubscribeKvEvents {
+                instance_id,
+                model_name: "m".to_owned(),
+                cursor: choices.below(40),
+                max_events: choices.index(4),
+            },
+            18 => {
+                self.now += Duration::from_secs(choices.below(255) * 3);
+                return service.tick(self.now);
+            }
+            19 => {
+                let end = if choices.below(2) == 0 {
+                    ConnectionEnd::Gone
+                } else {
+                    ConnectionEnd::Closed
+                };
+                return service.client_gone(client, end, self.now);
+            }
+            20 => {
+                let model = choices.index(2);
+                dtype = choices.index(2);
+                let registration = self.world.registration(instance_id, model, dtype);
+                Request::RegisterKvCache(Box::new(registration))
+            }
+            21 => Request::Store {
+                key: choices.key(),
+                instance_id,
+                block_ids: vec![choices.block_ids()],
+            },
+            22 => Request::Retrieve {
+                key: choices.key(),
+                instance_id,
+                block_ids: vec![choices.block_ids()],
+                skip_first_n_tokens: choices.below(6),
+            },
+            23 => Request::ReportBlockAllocation {
+                instance_id,
+                model_name: "m".to_owned(),
+                records: (0..choices.index(3))
+                    .map(|record| BlockAllocation {
+                        request_id: format!("r{record}"),
+                        blocks: record,
+                        tokens: record,
+                    })
+                    .collect(),
+            },
+            _ => {
+                if let Some(copy) = self.copies.pop_front() {
+                    copy.run(self.world);
+                }
+                return;
+            }
+        };
+        self.ask(client, request, instance_id, dtype);
+    }
+
+    fn ask(&mut self, client: ClientId, request: Request, instance_id: u64, dtype: usize) {
+        let world = self.world;
+        let registers = matches!(
+            request,
+            Request::RegisterEngineDriven(_) | Request::RegisterKvCache(_)
+        );
+        match (
+            world.service.handle(client, request.clone(), self.now),
+            request,
+        ) {
+            (Outcome::Reply(Reply::Registered { .. } | Reply::None), _) if registers => {
+                self.dtypes[instance_id as usize] = dtype;
+            }
+            (
+                Outcome::Reply(Reply::StoreSlots {
+                    slots,
+                    chunk_indices,
+                }),
+                Request::PrepareStore { key, .. },
+            ) => {
+                assert_eq!(slots.len(), chunk_indices.len());
+                for (slot, index) in slots.iter().zip(chunk_indices) {
+                    assert_eq!(slot.length, CHUNK_BYTES as u64);
+                    let chunk = key.start as usize / CHUNK + index as usize;
+                    world.fill_slot(slot, value(dtype, &key, chunk));
+                }
+            }
+            (
+                Outcome::Reply(Reply::RetrieveSlots(Some(slots))),
+                Request::PrepareRetrieve { key, .. },
+            ) => {
+                assert!(!slots.is_empty());
+                for (index, slot) in slots.iter().enumerate() {
+                    let chunk = key.start as usize / CHUNK + index;
+                    world.check_slot(slot, value(dtype, &key, chunk));
+                }
+            }
+            (Outcome::Reply(_), _) => {}
+            (Outcome::Stream(stream), _) => self.streams.push(stream),
+            (
+                Outcome::Job(job),
+                Request::Store {
+                    key, mut block_ids, ..
+                },
+            ) => self.copies.push_back(Copy {
+                job,
+                key,
+                dtype,
+                block_ids: block_ids.swap_remove(0),
+                skip: None,
+            }),
+            (
+                Outcome::Job(job),
+                Request::Retrieve {
+                    key,
+                    mut block_ids,
+                    skip_first_n_tokens,
+                    ..
+                },
+            ) => self.copies.push_back(Copy {
+                job,
+                key,
+                dtype,
+                block_ids: block_ids.swap_remove(0),
+                skip: Some(skip_first_n_tokens as usize),
+            }),
+            (Outcome::Job(_), request) => panic!("a job for {request:?}"),
+        }
+        for stream in &mut self.streams {
+            if let NextBatch::Batch(batch) = world.service.next_batch(stream) {
+                assert!(batch.events.len() <= 1024);
+            }
+        }
+    }
+
+    /// Everybody leaves; nothing may be held.
+    fn end(mut self) {
+        let service = &self.world.service;
+        // A job that is never run (its thread died) must give back what it held, too.
+        let run = self.copies.len() / 2;
+        for copy in self.copies.drain(..run) {
+            copy.run(self.world);
+        }
+        self.copies.clear();
+        for instance_id in 0..INSTANCES {
+            let leave = Request::Unregister {
+                instance_id,
+                engine_driven: true,
+            };
+            service.handle(ClientId::new(0), leave, self.now);
+        }
+        for client in 0..CLIENTS {
+            service.client_gone(ClientId::new(client), ConnectionEnd::Gone, self.now);
+        }
+        let status = service.status(self.now);
+        assert_eq!(status.sessions.sessions, 0);
+        assert_eq!(
+            (status.transfers.stores, status.transfers.retrieves),
+            (0, 0)
+        );
+        assert!(status.instances.is_empty());
+        assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
+        service.engine().clear(true);
+        let used = service.status(self.now).usage.used_bytes;
+        assert_eq!(used, 0, "memory came back");
+    }
+}
