@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::config::{self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, Verdict};
-use crate::{daemon, tools};
+use crate::{bench, daemon, tools};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -33,6 +33,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
+        Some(("bench", matches)) => return bench::run(matches),
         Some((name, matches)) => tools::run(name, matches),
         None => return ExitCode::from(2),
     };
@@ -54,6 +55,7 @@ fn command() -> Command {
         .arg_required_else_help(true)
         .subcommand(serve_command())
         .subcommands(tools::commands())
+        .subcommand(bench::command())
 }
 
 fn serve_command() -> Command {

@@ -4,6 +4,7 @@
 //! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
 //! What the protocol's operations do lies in `lmc-vllm-adapter`.
 
+mod bench;
 pub mod cli;
 pub mod config;
 pub mod daemon;

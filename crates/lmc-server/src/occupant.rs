@@ -10,6 +10,13 @@ pub(crate) struct Occupant {
     command: String,
 }
 
+impl Occupant {
+    /// Its process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
 impl std::fmt::Display for Occupant {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "process {} ({})", self.pid, self.command)

@@ -141,6 +141,17 @@ impl Client {
         self.flush()
     }
 
+    /// Sends what [`encode_request_frames`] made, so that a load generator encodes a long prompt
+    /// once and sends it often.
+    ///
+    /// # Errors
+    /// [`ClientError::Io`].
+    pub fn send_encoded(&mut self, bytes: &[u8]) -> Result<(), ClientError> {
+        self.stream.set_write_timeout(Some(self.timeout))?;
+        self.stream.write_all(bytes)?;
+        Ok(())
+    }
+
     /// Waits for the answer to request `uid`, passing over answers to others.
     ///
     /// # Errors

@@ -66,6 +66,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "memcpy to compare with",
     ),
     (
+        "crates/lmc-server/src/bench/mapped.rs",
+        "shared memory as an engine's worker maps it",
+    ),
+    (
         "crates/lmc-server/src/pool_size.rs",
         "sysconf and its friends",
     ),

@@ -1,0 +1,598 @@
+//! The clients of one run, and what they measured.
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use lmc_vllm_adapter::{Client, Request};
+
+use super::args::Workload;
+use super::engine::{Engine, Moved, Plan};
+use super::prompt::{Prompt, PromptShape, Random};
+use super::stats::Samples;
+use super::wire::Encoded;
+
+/// One combination of what was asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Case {
+    pub(crate) workload: Workload,
+    pub(crate) tokens: usize,
+    pub(crate) clients: usize,
+    /// Position among all runs; prompts of different runs differ.
+    pub(crate) number: u64,
+}
+
+/// What was measured of one kind of operation.
+#[derive(Debug, Default)]
+pub(crate) struct Measured {
+    /// Until the answer was there.
+    pub(crate) latency: Samples,
+    /// Of that, the control messages: LOOKUP's own answer, or a transfer without its copies.
+    pub(crate) control: Samples,
+    pub(crate) bytes: u64,
+    /// Bytes a second of each client in the time that its operations took, added up.
+    pub(crate) bytes_per_second: f64,
+}
+
+impl Measured {
+    fn merge(&mut self, mut other: Self, busy: Duration) {
+        if other.bytes > 0 {
+            other.bytes_per_second += other.bytes as f64 / busy.as_secs_f64();
+        }
+        self.latency.append(other.latency);
+        self.control.append(other.control);
+        self.bytes += other.bytes;
+        self.bytes_per_second += other.bytes_per_second;
+    }
+}
+
+/// What a run counted beside its times.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    /// Prompts that were asked for and not cached (any more).
+    pub(crate) misses: u64,
+    pub(crate) verified_bytes: u64,
+    pub(crate) wrong_bytes: u64,
+    pub(crate) errors: Vec<String>,
+    /// Chunks stored, those before the clock ran included.
+    pub(crate) stored_chunks: u64,
+    pub(crate) stored_bytes: u64,
+}
+
+/// Results of one client or of all.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) noop: Measured,
+    pub(crate) lookup: Measured,
+    pub(crate) store: Measured,
+    pub(crate) retrieve: Measured,
+    pub(crate) counts: Counts,
+    busy_store: Duration,
+    busy_retrieve: Duration,
+}
+
+impl Tally {
+    fn merge(&mut self, other: Self) {
+        self.noop.merge(other.noop, Duration::ZERO);
+        self.lookup.merge(other.lookup, Duration::ZERO);
+        self.store.merge(other.store, other.busy_store);
+        self.retrieve.merge(other.retrieve, other.busy_retrieve);
+        let (mine, its) = (&mut self.counts, other.counts);
+        mine.misses += its.misses;
+        mine.verified_bytes += its.verified_bytes;
+        mine.wrong_bytes += its.wrong_bytes;
+        mine.errors.extend(its.errors);
+        mine.stored_chunks += its.stored_chunks;
+        mine.stored_bytes += its.stored_bytes;
+    }
+}
+
+const WARM_UP: u8 = 0;
+const MEASURE: u8 = 1;
+const STOP: u8 = 2;
+
+/// What all threads of a run look at.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    phase: AtomicU8,
+    count: Option<u64>,
+    completed: AtomicU64,
+    ready: Barrier,
+}
+
+impl Clock {
+    /// Measured operations of all clients so far.
+    pub(crate) fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Relaxed)
+    }
+
+    fn measures(&self) -> bool {
+        self.phase.load(Ordering::Acquire) == MEASURE
+    }
+
+    /// Whether a client that has completed `done` measured operations goes on.
+    fn goes_on(&self, done: u64) -> bool {
+        self.phase.load(Ordering::Acquire) != STOP && self.count.is_none_or(|count| done < count)
+    }
+
+    /// Whether an operation that began while `measured` counts now that it has ended.
+    fn counts(&self, measured: bool) -> bool {
+        let counts = measured && self.measures();
+        if counts {
+            self.completed.fetch_add(1, Ordering::Relaxed);
+        }
+        counts
+    }
+}
+
+/// Runs one case: sets up, warms up, measures. `measured` is called when the clock starts and
+/// when it has stopped; `tick` again and again between the two.
+pub(crate) fn run(
+    plan: &Arc<Plan>,
+    case: Case,
+    mut measured: impl FnMut(),
+    tick: impl Fn(&Clock),
+) -> Result<(Tally, Duration)> {
+    let groups = groups(plan, case);
+    let clock = Clock {
+        phase: WARM_UP.into(),
+        count: plan.args.count,
+        completed: 0.into(),
+        ready: Barrier::new(groups.len() + 1),
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|clients| {
+                let clock = &clock;
+                let work = move || client_thread(plan, case, clients, clock);
+                thread::Builder::new()
+                    .name("bench-client".to_owned())
+                    .spawn_scoped(scope, work)
+            })
+            .collect();
+        // Every thread that was started waits at the barrier, so none may be missing.
+        let threads: Vec<_> = threads
+            .into_iter()
+            .collect::<Result<_, _>>()
+            .unwrap_or_else(|error| panic!("cannot start a thread for each client: {error}"));
+        clock.ready.wait();
+        thread::sleep(Duration::from_secs_f64(plan.args.warmup));
+        measured();
+        let started = Instant::now();
+        clock.phase.store(MEASURE, Ordering::Release);
+        let end = Duration::from_secs_f64(plan.args.duration);
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            if plan.args.count.is_none() && started.elapsed() >= end {
+                break;
+            }
+            thread::sleep(Duration::from_millis(if plan.args.count.is_some() {
+                2
+            } else {
+                20
+            }));
+            tick(&clock);
+        }
+        let took = started.elapsed();
+        measured();
+        clock.phase.store(STOP, Ordering::Release);
+        let mut total = Tally::default();
+        for thread in threads {
+            match thread.join() {
+                Ok(Ok(tally)) => total.merge(tally),
+                Ok(Err(error)) => total.counts.errors.push(format!("{error:#}")),
+                Err(_) => bail!("a client panicked"),
+            }
+        }
+        Ok((total, took))
+    })
+}
+
+/// Which clients share a thread.
+fn groups(plan: &Plan, case: Case) -> Vec<Vec<u64>> {
+    let alone = !matches!(
+        case.workload,
+        Workload::Noop | Workload::Lookup | Workload::LookupCold
+    );
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let size = match plan.args.connections_per_thread {
+        _ if alone => 1,
+        0 if case.clients <= 2 * cores => 1,
+        0 => case.clients.div_ceil(cores),
+        size => size,
+    };
+    let clients: Vec<u64> = (0..case.clients as u64).collect();
+    clients.chunks(size).map(<[u64]>::to_vec).collect()
+}
+
+fn client_thread(plan: &Arc<Plan>, case: Case, clients: Vec<u64>, clock: &Clock) -> Result<Tally> {
+    // Whatever fails before the barrier must not keep the others waiting at it.
+    if case.workload == Workload::Noop {
+        let ready = clients
+            .iter()
+            .map(|_| Asker::noop(plan))
+            .collect::<Result<Vec<_>>>();
+        clock.ready.wait();
+        return Ok(ask_in_turn(plan, ready?, clock));
+    }
+    let prompts = Prompts::new(plan, case, clients[0]);
+    let mut tally = Tally::default();
+    let prepared = prepare(plan, case, &clients, prompts, &mut tally);
+    clock.ready.wait();
+    let (mut engine, askers, prompts) = prepared?;
+    match case.workload {
+        Workload::Noop | Workload::Lookup | Workload::LookupCold => {
+            tally.merge(ask_in_turn(plan, askers, clock));
+        }
+        Workload::Store | Workload::Retrieve | Workload::Mixed => {
+            let outcome = transfer(plan, case, &mut engine, prompts, clock, &mut tally);
+            if let Err(error) = outcome {
+                tally.counts.errors.push(format!("{error:#}"));
+            }
+        }
+    }
+    if let Err(error) = engine.stop() {
+        let text = format!("at the end: {error:#}");
+        tally.counts.errors.push(text);
+    }
+    Ok(tally)
+}
+
+/// Prompts of one client: those that are cached, and new ones.
+struct Prompts {
+    shape: PromptShape,
+    next: u64,
+    cached: Vec<Prompt>,
+}
+
+impl Prompts {
+    fn new(plan: &Plan, case: Case, client: u64) -> Self {
+        let shared = case.tokens as f64 * plan.args.shared_prefix;
+        Self {
+            shape: PromptShape {
+                tokens: case.tokens,
+                chunk_tokens: plan.chunk_tokens,
+                shared_tokens: shared as usize,
+                seed: plan.args.seed,
+            },
+            next: case.number << 44 | client << 28,
+            cached: Vec::new(),
+        }
+    }
+
+    fn fresh(&mut self) -> Prompt {
+        self.next += 1;
+        Prompt::new(self.shape, self.next)
+    }
+}
+
+/// Registers an engine and stores what the clients of this thread will ask for.
+fn prepare(
+    plan: &Arc<Plan>,
+    case: Case,
+    clients: &[u64],
+    mut prompts: Prompts,
+    tally: &mut Tally,
+) -> Result<(Engine, Vec<Asker>, Prompts)> {
+    ensure!(
+        case.tokens >= plan.chunk_tokens,
+        "--tokens: expected at least the server's chunk of {} tokens, found {}",
+        plan.chunk_tokens,
+        case.tokens
+    );
+    let mut engine = Engine::start(plan)?;
+    let mut store = |prompts: &mut Prompts| -> Result<Prompt> {
+        let prompt = prompts.fresh();
+        let moved = engine.store(&prompt)?;
+        tally.counts.stored_chunks += moved.chunks;
+        tally.counts.stored_bytes += moved.bytes;
+        Ok(prompt)
+    };
+    let mut askers = Vec::new();
+    match case.workload {
+        Workload::Noop | Workload::Store => {}
+        Workload::Lookup => {
+            for &client in clients {
+                let mut prompts = Prompts::new(plan, case, client);
+                let stored = (0..plan.args.prompts).map(|_| store(&mut prompts));
+                let stored = stored.collect::<Result<Vec<_>>>()?;
+                let ask = stored.iter().zip(0..);
+                let ask = ask.map(|(prompt, number)| Ask::lookup(plan, prompt, client, number));
+                askers.push(Asker::new(plan, Source::Turns(ask.collect()))?);
+            }
+            // What a server does behind its answer must not count as a miss.
+            settle(&mut askers, plan)?;
+        }
+        Workload::LookupCold => {
+            for &client in clients {
+                let prompts = Prompts::new(plan, case, client);
+                askers.push(Asker::new(plan, Source::Fresh(prompts, client))?);
+            }
+        }
+        Workload::Retrieve | Workload::Mixed => {
+            for _ in 0..plan.args.prompts {
+                let prompt = store(&mut prompts)?;
+                prompts.cached.push(prompt);
+            }
+        }
+    }
+    Ok((engine, askers, prompts))
+}
+
+/// Looks each prompt up once, before the clock runs.
+fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
+    let deadline = Instant::now() + plan.args.timeout();
+    for asker in askers {
+        let Source::Turns(asks) = &asker.source else {
+            continue;
+        };
+        for ask in asks {
+            loop {
+                ask.first.ask(&mut asker.client)?;
+                let found = loop {
+                    ask.query.send(&mut asker.client)?;
+                    if let Some(found) = ask.query.receive_hits(&mut asker.client)? {
+                        break found;
+                    }
+                };
+                ask.end.ask(&mut asker.client)?;
+                if found == ask.expected {
+                    break;
+                }
+                ensure!(
+                    Instant::now() < deadline,
+                    "{found} of {} chunks are found after they were stored: is the pool too small \
+                     for --clients times --prompts?",
+                    ask.expected
+                );
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Stores and retrieves, one operation after the other.
+fn transfer(
+    plan: &Plan,
+    case: Case,
+    engine: &mut Engine,
+    mut prompts: Prompts,
+    clock: &Clock,
+    tally: &mut Tally,
+) -> Result<()> {
+    let mut random = Random::new(plan.args.seed ^ prompts.next);
+    let (mut done, mut turn) = (0, 0);
+    while clock.goes_on(done) {
+        let mix = plan.args.mix;
+        let kind = match case.workload {
+            Workload::Mixed => match random.share() {
+                share if share < mix.lookup => Workload::Lookup,
+                share if share < mix.lookup + mix.store => Workload::Store,
+                _ => Workload::Retrieve,
+            },
+            other => other,
+        };
+        turn += 1;
+        match kind {
+            Workload::Store => {
+                let prompt = prompts.fresh();
+                let measured = clock.measures();
+                let moved = engine.store(&prompt)?;
+                tally.counts.stored_chunks += moved.chunks;
+                tally.counts.stored_bytes += moved.bytes;
+                if clock.counts(measured) {
+                    done += 1;
+                    tally.busy_store += moved.took;
+                    record(&mut tally.store, &moved);
+                }
+                if case.workload == Workload::Mixed {
+                    let oldest = turn % prompts.cached.len();
+                    prompts.cached[oldest] = prompt;
+                }
+            }
+            Workload::Retrieve => {
+                let prompt = &prompts.cached[turn % prompts.cached.len()];
+                let measured = clock.measures();
+                let moved = engine.retrieve(prompt)?;
+                let counts = clock.counts(measured);
+                done += u64::from(counts);
+                let Some(moved) = moved else {
+                    tally.counts.misses += 1;
+                    continue;
+                };
+                tally.counts.verified_bytes += moved.verified;
+                tally.counts.wrong_bytes += moved.wrong;
+                if counts {
+                    tally.busy_retrieve += moved.took;
+                    record(&mut tally.retrieve, &moved);
+                }
+            }
+            _ => {
+                let prompt = &prompts.cached[turn % prompts.cached.len()];
+                let measured = clock.measures();
+                let (found, took) = engine.lookup(prompt)?;
+                tally.counts.misses += u64::from(found < prompt.chunks() as u64);
+                if clock.counts(measured) {
+                    done += 1;
+                    tally.lookup.latency.push(took);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn record(measured: &mut Measured, moved: &Moved) {
+    measured.latency.push(moved.took);
+    measured.control.push(moved.control);
+    measured.bytes += moved.bytes;
+}
+
+/// The requests of one lookup: asking, polling, ending. A noop has the first only.
+struct Ask {
+    first: Encoded,
+    query: Encoded,
+    end: Encoded,
+    expected: u64,
+}
+
+impl Ask {
+    fn lookup(plan: &Plan, prompt: &Prompt, client: u64, number: u64) -> Self {
+        let request_id = format!("bench-lookup-{client}-{number}");
+        Self {
+            first: Encoded::new(&Request::Lookup(plan.key(prompt, None, &request_id))),
+            query: Encoded::new(&Request::QueryPrefetchStatus {
+                request_id: request_id.clone(),
+            }),
+            end: Encoded::new(&Request::EndSession { request_id }),
+            expected: prompt.chunks() as u64,
+        }
+    }
+}
+
+enum Source {
+    Noop(Encoded),
+    Turns(Vec<Ask>),
+    Fresh(Prompts, u64),
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Step {
+    First,
+    Query,
+    End,
+}
+
+/// A connection that asks one thing after the other.
+struct Asker {
+    client: Client,
+    source: Source,
+    turn: usize,
+    fresh: Option<Ask>,
+    step: Step,
+    started: Instant,
+    measured: bool,
+    done: u64,
+}
+
+impl Asker {
+    fn new(plan: &Plan, source: Source) -> Result<Self> {
+        Ok(Self {
+            client: plan.connect()?,
+            source,
+            turn: 0,
+            fresh: None,
+            step: Step::First,
+            started: Instant::now(),
+            measured: false,
+            done: 0,
+        })
+    }
+
+    fn noop(plan: &Plan) -> Result<Self> {
+        Self::new(plan, Source::Noop(Encoded::new(&Request::Noop)))
+    }
+
+    /// Sends the first request of the next operation.
+    fn begin(&mut self, plan: &Plan, clock: &Clock) -> Result<()> {
+        self.turn += 1;
+        self.step = Step::First;
+        if let Source::Fresh(prompts, client) = &mut self.source {
+            let mut ask = Ask::lookup(plan, &prompts.fresh(), *client, self.turn as u64);
+            ask.expected = (prompts.shape.shared_tokens / plan.chunk_tokens) as u64;
+            self.fresh = Some(ask);
+        }
+        let first = match (&self.source, &self.fresh) {
+            (Source::Noop(request), _) => request,
+            (Source::Turns(asks), _) => &asks[self.turn % asks.len()].first,
+            (Source::Fresh(..), fresh) => &fresh.as_ref().context("it was just made")?.first,
+        };
+        self.measured = clock.measures();
+        self.started = Instant::now();
+        first.send(&mut self.client)
+    }
+
+    /// Takes the next answer. Whether the operation is over.
+    fn advance(&mut self, clock: &Clock, tally: &mut Tally) -> Result<bool> {
+        let ask = match (&self.source, &self.fresh) {
+            (Source::Noop(request), _) => {
+                request.receive(&mut self.client)?;
+                if clock.counts(self.measured) {
+                    tally.noop.latency.push(self.started.elapsed());
+                    self.done += 1;
+                }
+                return Ok(true);
+            }
+            (Source::Turns(asks), _) => &asks[self.turn % asks.len()],
+            (Source::Fresh(..), fresh) => fresh.as_ref().context("it was begun")?,
+        };
+        match self.step {
+            Step::First => {
+                ask.first.receive(&mut self.client)?;
+                if self.measured {
+                    tally.lookup.control.push(self.started.elapsed());
+                }
+                ask.query.send(&mut self.client)?;
+                self.step = Step::Query;
+            }
+            Step::Query => match ask.query.receive_hits(&mut self.client)? {
+                None => ask.query.send(&mut self.client)?,
+                Some(found) => {
+                    if clock.counts(self.measured) {
+                        tally.lookup.latency.push(self.started.elapsed());
+                        self.done += 1;
+                    }
+                    ensure!(
+                        found <= ask.expected,
+                        "{found} chunks of a prompt are said to be cached, but {} were stored",
+                        ask.expected
+                    );
+                    // Nothing of a cold prompt is expected, so nothing of it is missed.
+                    let misses = matches!(self.source, Source::Turns(_)) && found < ask.expected;
+                    tally.counts.misses += u64::from(misses);
+                    ask.end.send(&mut self.client)?;
+                    self.step = Step::End;
+                }
+            },
+            Step::End => {
+                ask.end.receive(&mut self.client)?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// Keeps one request of each connection under way and takes the answers in turn. With several
+/// connections a thread, an answer may wait until its turn comes, which counts as its latency.
+fn ask_in_turn(plan: &Plan, askers: Vec<Asker>, clock: &Clock) -> Tally {
+    let mut tally = Tally::default();
+    let mut active = Vec::new();
+    for mut asker in askers {
+        match asker.begin(plan, clock) {
+            Ok(()) => active.push(asker),
+            Err(error) => tally.counts.errors.push(format!("{error:#}")),
+        }
+    }
+    while !active.is_empty() {
+        active.retain_mut(|asker| {
+            let step = asker.advance(clock, &mut tally).and_then(|over| {
+                if !over {
+                    return Ok(true);
+                }
+                if !clock.goes_on(asker.done) {
+                    return Ok(false);
+                }
+                asker.begin(plan, clock).map(|()| true)
+            });
+            step.unwrap_or_else(|error| {
+                tally.counts.errors.push(format!("{:#}", anyhow!(error)));
+                false
+            })
+        });
+    }
+    tally
+}

@@ -1,0 +1,158 @@
+//! Shared memory as a worker maps it: the server's pool, or the worker's own paged memory.
+//!
+//! `lmc-memory` maps only foreign memory with a guard against its owner, and refuses pools of
+//! lmc; a load generator is the pool's guest, as an engine's worker is.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::ptr::NonNull;
+
+use anyhow::{Context, Result, ensure};
+
+/// A mapping of a whole segment, removed from the system on drop where it is our own.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    base: NonNull<u8>,
+    len: usize,
+    own: Option<PathBuf>,
+}
+
+// SAFETY: the mapping is an address range of this process, not tied to a thread; it is written
+// through `&mut self` or, where several workers share a pool, through ranges that the server gave
+// to one of them.
+unsafe impl Send for Mapped {}
+
+impl Mapped {
+    /// Maps the first `len` bytes of a segment that exists.
+    pub(crate) fn open(name: &str, len: u64) -> Result<Self> {
+        let path = PathBuf::from("/dev/shm").join(name.trim_start_matches('/'));
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .with_context(|| {
+                format!(
+                    "the server's pool {} cannot be opened: does it run on this host?",
+                    path.display()
+                )
+            })?;
+        let found = file.metadata()?.len();
+        ensure!(
+            found >= len && len > 0,
+            "the pool {} has {found} bytes, but the server announced {len}",
+            path.display()
+        );
+        Self::map(&file, len as usize, None)
+    }
+
+    /// Makes a segment of our own and maps it.
+    pub(crate) fn create(name: &str, len: usize) -> Result<Self> {
+        let path = PathBuf::from("/dev/shm").join(name);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .with_context(|| format!("cannot make {}", path.display()))?;
+        // From here on a failure removes the file again.
+        let mut own = Self {
+            base: NonNull::dangling(),
+            len: 0,
+            own: Some(path),
+        };
+        file.set_len(len as u64)?;
+        let mapped = Self::map(&file, len, own.own.take())?;
+        Ok(mapped)
+    }
+
+    fn map(file: &File, len: usize, own: Option<PathBuf>) -> Result<Self> {
+        // SAFETY: a new mapping at an address of the system's choice; it aliases no Rust object.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        ensure!(
+            address != libc::MAP_FAILED,
+            "mmap of {len} bytes: {}",
+            io::Error::last_os_error()
+        );
+        let base = NonNull::new(address.cast()).context("mmap returned null")?;
+        Ok(Self { base, len, own })
+    }
+
+    /// Copies `bytes` to `offset`.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let at = self.check(offset, bytes.len())?;
+        // SAFETY: `check` proved the range inside the mapping; another process may write there,
+        // which only shows as wrong bytes, since no reference to them exists.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(at), bytes.len());
+        }
+        Ok(())
+    }
+
+    /// Copies from `offset` into `bytes`.
+    pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let at = self.check(offset, bytes.len())?;
+        // SAFETY: as in `write`, the other way round.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                self.base.as_ptr().add(at),
+                bytes.as_mut_ptr(),
+                bytes.len(),
+            );
+        }
+        Ok(())
+    }
+
+    fn check(&self, offset: u64, len: usize) -> Result<usize> {
+        let end = offset.checked_add(len as u64);
+        ensure!(
+            end.is_some_and(|end| end <= self.len as u64),
+            "the server named bytes {offset}+{len}, outside the segment of {}",
+            self.len
+        );
+        Ok(offset as usize)
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: the range is the one that `map` made, and nothing refers to it any more.
+            unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+        }
+        if let Some(path) = self.own.take() {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_written_are_read_and_nothing_outside_is_touched() {
+        let name = format!("lmc_bench_test_{}", std::process::id());
+        let own = Mapped::create(&name, 8192).expect("a segment");
+        let guest = Mapped::open(&name, 8192).expect("it exists");
+        own.write(8190, &[1, 2]).expect("inside");
+        let mut bytes = [0; 2];
+        guest.read(8190, &mut bytes).expect("inside");
+        assert_eq!(bytes, [1, 2]);
+        assert!(own.write(8191, &[1, 2]).is_err());
+        assert!(guest.read(u64::MAX, &mut bytes).is_err());
+        assert!(Mapped::open(&name, 8193).is_err());
+        drop(own);
+        assert!(Mapped::open(&name, 8192).is_err(), "the name outlived it");
+    }
+}

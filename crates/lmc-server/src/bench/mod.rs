@@ -1,0 +1,205 @@
+//! `lmc bench`: a load generator that speaks the protocol as engines do, so it races any server
+//! that speaks it.
+
+mod args;
+mod drive;
+mod engine;
+mod mapped;
+mod process;
+mod prompt;
+mod report;
+mod stats;
+mod wire;
+
+use std::fs;
+use std::io::Write as _;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use clap::{ArgMatches, Args, Command, FromArgMatches};
+use indicatif::{ProgressBar, ProgressStyle};
+use lmc_vllm_adapter::{Reply, Request};
+
+use self::args::BenchArgs;
+use self::drive::Case;
+use self::engine::Plan;
+use self::report::{Row, Snapshots};
+use crate::occupant;
+
+const LONG_ABOUT: &str = "\
+Plays engines against a server: lookups, stores and retrieves over the protocol that vLLM's
+LMCacheMPConnector speaks. Works against any server of that protocol, LMCache's own included.
+
+Every byte that is read is checked against what was stored; making and checking bytes takes no
+part in the times. Ends with code 1 when a byte is wrong or a request fails.";
+
+const EXAMPLES: &str = "\
+Examples:
+  lmc bench                                                        a mixed load, one client
+  lmc bench --workload noop,lookup --tokens 2048,131072 --clients 1,32
+  lmc bench --workload store,retrieve --layers 32 --hidden 1024 --mode lmcache_driven
+  lmc bench --workload mixed --mix lookup=0.5,store=0.2,retrieve=0.3 --tp 2 --json";
+
+pub(crate) fn command() -> Command {
+    let command = Command::new("bench")
+        .about("Measures a server, and checks every byte that it gives back")
+        .long_about(LONG_ABOUT)
+        .after_help(EXAMPLES);
+    BenchArgs::augment_args(command)
+}
+
+/// 0 when all went well, 1 when a byte was wrong or a request failed, 2 for wrong flags.
+pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
+    let args = BenchArgs::from_arg_matches(matches).map_err(|error| error.to_string());
+    let args = args.and_then(|args| args.check().map(|()| args));
+    let args = match args {
+        Ok(args) => args,
+        Err(error) => {
+            eprintln!("lmc bench: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    match measure(args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("lmc bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs every combination and prints the results. Whether all went well.
+fn measure(args: BenchArgs) -> Result<bool> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let mut plan = Plan {
+        model: format!(
+            "lmc-bench-{}-{}",
+            std::process::id(),
+            since.unwrap_or_default().as_millis()
+        ),
+        chunk_tokens: 0,
+        args,
+    };
+    let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
+    let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
+        bail!("the server names a chunk size that cannot be: {reply:?}");
+    };
+    plan.chunk_tokens = chunk_tokens as usize;
+    let plan = Arc::new(plan);
+    let args = &plan.args;
+    let server = args
+        .server_pid
+        .or_else(|| Some(occupant::of_port(args.url.port)?.pid()));
+    let mut rows: Vec<Row> = Vec::new();
+    let mut errors = Vec::new();
+    for case in cases(args) {
+        let (more, failed) = one(&plan, case, server)?;
+        if more.is_empty() && failed.is_empty() {
+            errors.push(format!(
+                "{} with {} tokens and {} client(s): no operation was completed",
+                case.workload, case.tokens, case.clients
+            ));
+        }
+        rows.extend(more);
+        errors.extend(failed);
+    }
+    let wrong = rows.iter().any(|row| row.run.wrong_bytes > 0);
+    let passed = errors.is_empty() && !wrong;
+    if let Some(path) = &args.csv {
+        fs::write(path, report::csv(&rows))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let text = if args.json {
+        let value = report::json(args, plan.chunk_tokens, &rows, &errors, passed);
+        serde_json::to_string_pretty(&value)? + "\n"
+    } else {
+        report::table(args, plan.chunk_tokens, &rows)
+    };
+    std::io::stdout().lock().write_all(text.as_bytes())?;
+    for error in errors.iter().take(10) {
+        eprintln!("lmc bench: {error}");
+    }
+    if wrong {
+        eprintln!("lmc bench: the server gave back bytes that were not stored");
+    }
+    Ok(passed)
+}
+
+fn cases(args: &BenchArgs) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &workload in &args.workload {
+        for (index, &tokens) in args.tokens.iter().enumerate() {
+            if workload == args::Workload::Noop && index > 0 {
+                continue;
+            }
+            for &clients in &args.clients {
+                cases.push(Case {
+                    workload,
+                    tokens,
+                    clients,
+                    number: cases.len() as u64,
+                });
+            }
+        }
+    }
+    cases
+}
+
+/// Runs one combination. Its rows and what went wrong.
+fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, Vec<String>)> {
+    let usage = || server.and_then(process::usage);
+    let own = || process::usage(std::process::id());
+    let mut shots = Snapshots {
+        server_before: usage(),
+        ..Snapshots::default()
+    };
+    let mut moment = 0;
+    let bar = progress(plan, case);
+    let outcome = drive::run(
+        plan,
+        case,
+        || {
+            shots.server[moment] = usage();
+            shots.own[moment] = own();
+            moment = 1;
+            bar.reset_elapsed();
+        },
+        |clock| {
+            bar.set_position(match plan.args.count {
+                Some(_) => clock.completed(),
+                None => bar.elapsed().as_millis() as u64,
+            });
+            bar.set_message(format!("{} done", clock.completed()));
+        },
+    );
+    bar.finish_and_clear();
+    let (tally, took) = outcome?;
+    shots.server_after = usage();
+    let failed = tally.counts.errors.clone();
+    Ok((
+        report::rows(case, tally, took.as_secs_f64(), &shots),
+        failed,
+    ))
+}
+
+/// A bar on a terminal, nothing elsewhere.
+fn progress(plan: &Plan, case: Case) -> ProgressBar {
+    let length = match plan.args.count {
+        Some(count) => count * case.clients as u64,
+        None => (plan.args.duration * 1000.0) as u64,
+    };
+    let style = ProgressStyle::with_template("{prefix:<32} [{bar:30}] {msg}")
+        .expect("the template is valid")
+        .progress_chars("=> ");
+    let bar = ProgressBar::new(length).with_style(style);
+    bar.set_prefix(format!(
+        "{} {} tokens, {} client(s)",
+        case.workload, case.tokens, case.clients
+    ));
+    bar.set_message("preparing");
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
