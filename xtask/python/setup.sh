@@ -11,19 +11,32 @@ key=$(cat "$here/requirements.txt" "$here/setup.sh" "$here/model.py" | sha256sum
 folder=${LMC_CACHE_DIR:-$HOME/.cache/lmc}/vllm-$key
 log() { printf 'setup: %s\n' "$*" >&2; }
 
-if [ -e "$folder/.complete" ]; then
-    log "$folder is complete"
-    echo "$folder"
-    exit 0
-fi
+finish_if_complete() {
+    if [ -e "$folder/.complete" ]; then
+        log "$folder is complete"
+        echo "$folder"
+        exit 0
+    fi
+}
+finish_if_complete
+# Two at once would delete each other's work; the second waits and finds it done.
+mkdir -p "$(dirname "$folder")"
+exec 9>"$folder.lock"
+flock 9
+finish_if_complete
 log "making $folder (downloads about 2.5 GB from PyPI the first time, 6 GB on disk)"
 rm -rf "$folder"
-mkdir -p "$(dirname "$folder")"
-if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then
-    log "installing Debian packages: python3-venv python3-pip"
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends python3-venv python3-pip >/dev/null
-fi
+debian() {
+    log "installing Debian packages: $*"
+    local as_root=
+    [ "$(id -u)" = 0 ] || as_root=sudo
+    # Its output would be taken for the folder's name.
+    $as_root apt-get update -qq >&2
+    $as_root apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+python3 -c 'import venv, ensurepip' 2>/dev/null || debian python3-venv python3-pip
+# vLLM's kernels are linked to it; without it vLLM is imported, warns, and dies at the first step.
+python3 -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || debian libnuma1
 version=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 if [ "$version" != 3.11 ]; then
     log "found Python $version, but the pinned lmcache wheel is for Python 3.11"
