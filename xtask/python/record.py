@@ -84,9 +84,7 @@ def session(engine):
     ):
         ids, cached = engine.generate(batch)
         outputs.append({"cached": cached, "ids": ids})
-    engine.process.stdin.write('{"op": "quit"}\n')
-    engine.process.stdin.flush()
-    engine.process.wait(30)
+    engine.quit()
     return outputs
 
 

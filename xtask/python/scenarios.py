@@ -151,6 +151,14 @@ class Engine(Child):
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
+    def quit(self):
+        """Lets the engine end by itself, so that it removes its own shared memory."""
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.stdin.write('{"op": "quit"}\n')
+            self.process.stdin.flush()
+            self.process.wait(30)
+        self.kill()
+
     def generate(self, prompts):
         """Ids and cached tokens of each prompt."""
         self.submit(prompts)
@@ -471,7 +479,7 @@ def tensor_parallel(run):
           cold == warm == run.plain["float32", 1][1:2])
     check("tensor parallel: both ranks' chunks are found", none == [0] and cached == [512],
           f"{none} {cached}")
-    pair.kill()
+    pair.quit()
     run.nothing_held("tensor parallel")
 
 
