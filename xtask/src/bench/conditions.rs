@@ -1,0 +1,60 @@
+//! Where and when figures were measured.
+
+use std::fs;
+use std::process::Command;
+
+/// Pairs of what and its value, for the page and the JSON.
+pub(crate) fn list(lmcache: &str) -> Vec<(&'static str, String)> {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let cpus = read("/proc/cpuinfo");
+    let field = |name: &str| {
+        let line = cpus.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| line.split_once(':')).map_or_else(
+            || "unknown".to_owned(),
+            |(_, value)| value.trim().to_owned(),
+        )
+    };
+    let cores = cpus
+        .lines()
+        .filter(|line| line.starts_with("processor"))
+        .count();
+    let memory = read("/proc/meminfo");
+    let memory = memory.split_whitespace().nth(1).unwrap_or("0").to_owned();
+    let gib = memory.parse::<f64>().unwrap_or_default() / f64::from(1 << 20);
+    vec![
+        ("date", output("date", &["-u", "+%Y-%m-%d %H:%M UTC"])),
+        (
+            "cpu",
+            format!("{} (model {})", field("model name"), field("model\t")),
+        ),
+        ("cores", cores.to_string()),
+        ("memory", format!("{gib:.0} GiB")),
+        ("kernel", output("uname", &["-r"])),
+        (
+            "load before the run",
+            read("/proc/loadavg")
+                .split(' ')
+                .next()
+                .unwrap_or("")
+                .to_owned(),
+        ),
+        ("lmc", output("git", &["describe", "--always", "--dirty"])),
+        ("LMCache", version(lmcache)),
+        ("rustc", output("rustc", &["--version"])),
+    ]
+}
+
+/// LMCache's version, from the environment that its program lies in.
+fn version(lmcache: &str) -> String {
+    let python = lmcache.replace("/lmcache", "/python");
+    let code = "import importlib.metadata as m; print(m.version('lmcache'))";
+    output(&python, &["-c", code])
+}
+
+fn output(program: &str, args: &[&str]) -> String {
+    let text = Command::new(program).args(args).output();
+    let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+    text.ok()
+        .filter(|text| !text.is_empty())
+        .unwrap_or_else(|| "unknown".to_owned())
+}

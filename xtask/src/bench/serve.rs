@@ -1,0 +1,400 @@
+//! `cargo xtask bench serve`: lmc and LMCache's server under the same load, in turn.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::figures::{Figures, Unit};
+use super::server::{Kind, Programs, Server};
+use super::{ceiling, conditions, metrics};
+
+const PAGE: &str = "docs/benchmarks.md";
+const JSON: &str = "docs/benchmarks/serve.json";
+const BEGIN: &str = "<!-- cargo xtask bench serve: begin -->";
+const END: &str = "<!-- cargo xtask bench serve: end -->";
+
+const START: &str = "start until it listens, pool of 2 GiB";
+const IN_SERVER: &str = "lookup of 131,072 tokens, inside the server, p50";
+const TINY: &[&str] = &["--layers", "1", "--hidden", "8", "--prompts", "2"];
+
+/// One call of `lmc bench`; both servers get the same ones in the same order.
+const LOADS: &[&[&str]] = &[
+    &["--workload", "noop", "--clients", "1,32"],
+    &[
+        "--workload",
+        "lookup,lookup-cold",
+        "--tokens",
+        "2048,32768,131072",
+    ],
+    &[
+        "--workload",
+        "lookup",
+        "--tokens",
+        "2048,32768",
+        "--clients",
+        "32",
+    ],
+    // What a cached chunk costs beside its bytes.
+    &[
+        "--workload",
+        "store",
+        "--tokens",
+        "32768",
+        "--count",
+        "100",
+        "--warmup",
+        "0",
+    ],
+];
+
+/// Layers and elements of a token, whose chunks of 256 tokens have 256 KiB, 2 MiB and 16 MiB.
+const SIZES: &[(&str, &str)] = &[("2", "128"), ("16", "128"), ("32", "512")];
+
+struct Options {
+    rounds: usize,
+    duration: String,
+    lmcache: Option<String>,
+    write: bool,
+}
+
+fn options(args: &[String]) -> Result<Options> {
+    let mut options = Options {
+        rounds: 3,
+        duration: "1.5".to_owned(),
+        lmcache: None,
+        write: true,
+    };
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().with_context(|| format!("{arg} needs a value"));
+        match arg.as_str() {
+            "--rounds" => options.rounds = value()?.parse().context("--rounds: a number")?,
+            "--duration" => options.duration.clone_from(value()?),
+            "--lmcache" => options.lmcache = Some(value()?.clone()),
+            "--dry-run" => options.write = false,
+            other => bail!(
+                "expected --rounds N, --duration SECONDS, --lmcache PROGRAM or --dry-run, \
+                 found {other}"
+            ),
+        }
+    }
+    if options.rounds == 0 {
+        bail!("--rounds: expected a number above 0");
+    }
+    Ok(options)
+}
+
+pub(crate) fn run(args: &[String]) -> Result<bool> {
+    let options = options(args)?;
+    let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
+    let lmcache = match &options.lmcache {
+        Some(program) => program.clone(),
+        None => format!("{}/bin/lmcache", crate::vllm::environment()?),
+    };
+    let conditions = conditions::list(&lmcache);
+    for (what, value) in &conditions {
+        eprintln!("{what}: {value}");
+    }
+    let programs = Programs { lmc, lmcache };
+    let mut figures = Figures::default();
+    let mut all_well = true;
+    for round in 1..=options.rounds {
+        for kind in Kind::BOTH {
+            eprintln!("round {round} of {}: {}", options.rounds, kind.name());
+            all_well &= measure(kind, &programs, &options, &mut figures)?;
+        }
+    }
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let ceilings = [
+        (
+            "memcpy, 1 core".to_owned(),
+            Unit::GigabytesPerSecond,
+            ceiling::memcpy(1),
+        ),
+        (
+            format!("memcpy, {cores} cores"),
+            Unit::GigabytesPerSecond,
+            ceiling::memcpy(cores),
+        ),
+        (
+            "bare TCP round trip, 30 bytes".to_owned(),
+            Unit::Seconds,
+            ceiling::echo(30)?,
+        ),
+        (
+            "bare TCP round trip, 8 KiB (2,048 tokens)".to_owned(),
+            Unit::Seconds,
+            ceiling::echo(8 << 10)?,
+        ),
+        (
+            "bare TCP round trip, 512 KiB (131,072 tokens)".to_owned(),
+            Unit::Seconds,
+            ceiling::echo(512 << 10)?,
+        ),
+    ];
+    for (name, unit, value) in &ceilings {
+        figures.add(Kind::Lmc, &format!("ceiling: {name}"), *unit, *value);
+    }
+    let text = page(&conditions, &figures, options.rounds);
+    println!("{text}");
+    if options.write {
+        write_page(&text)?;
+        let value = json!({
+            "conditions": conditions.iter().map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
+            "rounds": options.rounds,
+            "figures": figures.json(),
+        });
+        fs::create_dir_all("docs/benchmarks")?;
+        fs::write(JSON, serde_json::to_string_pretty(&value)? + "\n")?;
+    }
+    Ok(all_well)
+}
+
+/// One round with one server. Whether all bytes were right and no request failed.
+fn measure(
+    kind: Kind,
+    programs: &Programs,
+    options: &Options,
+    figures: &mut Figures,
+) -> Result<bool> {
+    fs::create_dir_all("target/bench")?;
+    let log = format!("target/bench/{}.log", kind.name());
+    let server = Server::start(kind, programs, &log)?;
+    figures.add(kind, START, Unit::Seconds, server.start.as_secs_f64());
+    let mut all_well = true;
+    let mut load = |args: &[&str], figures: &mut Figures| -> Result<()> {
+        let report = bench(programs, &server, options, args)?;
+        for row in report["rows"].as_array().into_iter().flatten() {
+            take(kind, &report, row, figures);
+        }
+        if report["passed"] != true {
+            eprintln!("{} with {args:?}: {}", kind.name(), report["errors"]);
+            all_well = false;
+        }
+        Ok(())
+    };
+    for args in LOADS {
+        load(&[args, TINY].concat(), figures)?;
+    }
+    for mode in ["engine_driven", "lmcache_driven"] {
+        for (layers, hidden) in SIZES {
+            for clients in ["1", "4"] {
+                let args = [
+                    &[
+                        "--workload",
+                        "store,retrieve",
+                        "--mode",
+                        mode,
+                        "--clients",
+                        clients,
+                    ] as &[&str],
+                    &[
+                        "--tokens",
+                        "1024",
+                        "--prompts",
+                        "2",
+                        "--layers",
+                        layers,
+                        "--hidden",
+                        hidden,
+                    ],
+                ];
+                load(&args.concat(), figures)?;
+            }
+        }
+    }
+    if kind == Kind::Lmc {
+        let before = metrics::lookups(server.http)?;
+        load(
+            &[&["--workload", "lookup", "--tokens", "131072"], TINY].concat(),
+            figures,
+        )?;
+        let after = metrics::lookups(server.http)?;
+        if let Some(seconds) = after.median_since(&before) {
+            figures.add(kind, IN_SERVER, Unit::Seconds, seconds);
+        }
+    }
+    server.stop()?;
+    Ok(all_well)
+}
+
+/// Runs the generator. Its report.
+fn bench(programs: &Programs, server: &Server, options: &Options, args: &[&str]) -> Result<Value> {
+    let output = Command::new(&programs.lmc)
+        .args(["bench", "--json", "--url"])
+        .arg(format!("tcp://127.0.0.1:{}", server.port))
+        .args(["--server-pid", &server.pid().to_string()])
+        .args(["--duration", &options.duration])
+        .args(args)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()
+        .context("cannot run lmc bench")?;
+    serde_json::from_slice(&output.stdout).with_context(|| {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        format!("lmc bench {args:?} printed no JSON: {errors}")
+    })
+}
+
+/// Takes the figures out of a row.
+fn take(kind: Kind, report: &Value, row: &Value, figures: &mut Figures) {
+    let number = |path: &str| row.pointer(path).and_then(Value::as_f64);
+    let text = |name: &str| row[name].as_str().unwrap_or_default();
+    let count = |name: &str| row[name].as_u64().unwrap_or_default();
+    let clients = match count("clients") {
+        1 => "1 client".to_owned(),
+        many => format!("{many} clients"),
+    };
+    let mut add = |name: String, unit, value: Option<f64>| {
+        if let Some(value) = value {
+            figures.add(kind, &name, unit, value);
+        }
+    };
+    let tokens = grouped(count("tokens"));
+    let p50 = number("/latency_seconds/p50");
+    match (text("workload"), text("operation")) {
+        ("noop", _) => {
+            add(
+                format!("noop, round trip p50, {clients}"),
+                Unit::Seconds,
+                p50,
+            );
+        }
+        (workload @ ("lookup" | "lookup-cold"), _) => {
+            let seen = if workload == "lookup" {
+                "cached"
+            } else {
+                "never seen"
+            };
+            let what = format!("lookup of {tokens} tokens, {seen}");
+            add(format!("{what}, p50, {clients}"), Unit::Seconds, p50);
+            if workload == "lookup" {
+                let rate = number("/ops_per_s");
+                add(format!("{what}, rate, {clients}"), Unit::PerSecond, rate);
+            }
+        }
+        // The load that counts chunks, not bytes a second.
+        (_, "store") if count("tokens") == 32_768 => {
+            let each = number("/server_growth_bytes_per_chunk");
+            add(
+                "memory for each cached chunk, beyond its bytes".to_owned(),
+                Unit::Bytes,
+                each,
+            );
+        }
+        (_, operation) => {
+            let kib = report["chunk_bytes"].as_u64().unwrap_or_default() >> 10;
+            let mode = report["mode"].as_str().unwrap_or_default();
+            let what = format!(
+                "{operation}, {mode}, chunks of {} KiB, {clients}",
+                grouped(kib)
+            );
+            let rate = number("/gb_per_s");
+            add(what.clone(), Unit::GigabytesPerSecond, rate);
+            let cost = number("/server_cpu_seconds_per_gb");
+            add(
+                format!("{what}: CPU of the server"),
+                Unit::CpuSecondsPerGigabyte,
+                cost,
+            );
+        }
+    }
+}
+
+/// `131072` as `131,072`.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize) -> String {
+    let mut text = format!(
+        "{BEGIN}\n## lmc serve against LMCache's server\n\n`cargo xtask bench serve`: medians of \
+         {rounds} rounds, both servers in turn in each, with the same load from `lmc bench`; all \
+         figures are in [serve.json](benchmarks/serve.json).\n\n"
+    );
+    for (what, value) in conditions {
+        let _ = writeln!(text, "- {what}: {value}");
+    }
+    let _ = writeln!(text, "\n{}", figures.markdown());
+    text.push_str(
+        "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has told the number of chunks.\n\
+         GB/s are bytes of completed operations over the time that clients spent in them, added \
+         up over clients; in engine_driven mode the client's own copy is part of that time.\n\
+         Every byte retrieved was compared with what was stored, outside the timed part.\n\
+         Server and generator share the cores, so rates at 32 clients hold the generator's work too.\n",
+    );
+    let _ = writeln!(text, "{END}");
+    text
+}
+
+/// Puts the section in place of the one that is there, or at the end.
+fn write_page(section: &str) -> Result<()> {
+    let old = fs::read_to_string(PAGE).context(PAGE)?;
+    let new = match (old.find(BEGIN), old.find(END)) {
+        (Some(begin), Some(end)) if begin < end => {
+            let rest = old[end + END.len()..].trim_start_matches('\n');
+            format!(
+                "{}{section}{}{rest}",
+                &old[..begin],
+                if rest.is_empty() { "" } else { "\n" }
+            )
+        }
+        _ => format!("{}\n\n{section}", old.trim_end()),
+    };
+    fs::write(PAGE, new).context(PAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_become_figures() {
+        let report = json!({"mode": "engine_driven", "chunk_bytes": 2 << 20});
+        let rows = [
+            json!({"workload": "lookup", "operation": "lookup", "tokens": 131_072, "clients": 32,
+                   "ops_per_s": 5.0, "latency_seconds": {"p50": 0.5}}),
+            json!({"workload": "store", "operation": "store", "tokens": 1024, "clients": 1,
+                   "gb_per_s": 3.0, "server_cpu_seconds_per_gb": null}),
+        ];
+        let mut figures = Figures::default();
+        for row in &rows {
+            take(Kind::Lmc, &report, row, &mut figures);
+        }
+        let at = |name: &str| figures.median(Kind::Lmc, name);
+        assert_eq!(
+            at("lookup of 131,072 tokens, cached, p50, 32 clients"),
+            Some(0.5)
+        );
+        assert_eq!(
+            at("lookup of 131,072 tokens, cached, rate, 32 clients"),
+            Some(5.0)
+        );
+        let store = "store, engine_driven, chunks of 2,048 KiB, 1 client";
+        assert_eq!(at(store), Some(3.0));
+        assert_eq!(at(&format!("{store}: CPU of the server")), None);
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let parse = |text: &str| options(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(parse("--rounds 5 --dry-run").expect("valid").rounds, 5);
+        for wrong in ["--rounds", "--rounds 0", "--round 1"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!(grouped(12), "12");
+    }
+}

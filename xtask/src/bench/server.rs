@@ -1,0 +1,123 @@
+//! A server under measurement: started, waited for, stopped.
+
+use std::fs::File;
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+/// Which of the two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    Lmc,
+    LmCache,
+}
+
+impl Kind {
+    pub(crate) const BOTH: [Self; 2] = [Self::Lmc, Self::LmCache];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Lmc => "lmc",
+            Self::LmCache => "LMCache",
+        }
+    }
+}
+
+/// Where the programs are.
+#[derive(Debug, Clone)]
+pub(crate) struct Programs {
+    pub(crate) lmc: String,
+    pub(crate) lmcache: String,
+}
+
+/// A running server.
+#[derive(Debug)]
+pub(crate) struct Server {
+    child: Child,
+    pub(crate) port: u16,
+    pub(crate) http: u16,
+    /// From the start of the process to the first connection that was accepted.
+    pub(crate) start: Duration,
+}
+
+const START_DEADLINE: Duration = Duration::from_secs(120);
+const STOP_DEADLINE: Duration = Duration::from_secs(15);
+
+impl Server {
+    pub(crate) fn start(kind: Kind, programs: &Programs, log: &str) -> Result<Self> {
+        let (port, http) = (free_port()?, free_port()?);
+        let mut command = match kind {
+            Kind::Lmc => {
+                let mut command = Command::new(&programs.lmc);
+                command.arg("serve");
+                command
+            }
+            Kind::LmCache => {
+                let mut command = Command::new(&programs.lmcache);
+                command.arg("server");
+                command.args(["--eviction-policy", "LRU", "--no-l1-use-lazy"]);
+                command
+            }
+        };
+        command
+            .args(["--host", "127.0.0.1", "--port", &port.to_string()])
+            .args(["--http-port", &http.to_string()])
+            .args(["--l1-size-gb", "2", "--chunk-size", "256"])
+            .stdin(Stdio::null())
+            .stdout(File::create(log)?)
+            .stderr(File::options().append(true).open(log)?);
+        let started = Instant::now();
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {}", kind.name()))?;
+        let mut server = Self {
+            child,
+            port,
+            http,
+            start: Duration::ZERO,
+        };
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            if let Some(status) = server.child.try_wait()? {
+                bail!("{} ended with {status}; its log: {log}", kind.name());
+            }
+            if started.elapsed() > START_DEADLINE {
+                bail!("{} does not listen; its log: {log}", kind.name());
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        server.start = started.elapsed();
+        Ok(server)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Asks it to stop, and waits.
+    pub(crate) fn stop(mut self) -> Result<()> {
+        let pid = self.child.id().to_string();
+        Command::new("kill").args(["-TERM", &pid]).status()?;
+        let asked = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            if asked.elapsed() > STOP_DEADLINE {
+                break;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
