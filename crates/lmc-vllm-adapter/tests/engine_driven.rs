@@ -217,6 +217,37 @@ fn asking_twice_for_slots_gives_the_same_slots() {
     assert!(worker.retrieve(&key));
 }
 
+/// Found by the fuzz target `service`: prepared transfers were told apart by request and range
+/// only. An engine that used a request's name again (its client chose it, and the first request
+/// was aborted between prepare and commit) got the slots of the first prompt, filled them with
+/// the second one's bytes, and the commit made them findable as the first one's.
+#[test]
+fn a_request_id_that_is_used_again_gets_slots_of_its_own() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let first = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let second = worker.key("a", &prompt(2, 2 * CHUNK), 0..2);
+    let (slots, _) = worker.prepare_store(&first);
+    let (others, indices) = worker.prepare_store(&second);
+    assert!(others.iter().all(|slot| !slots.contains(slot)));
+    worker.fill(&second, &others, &indices);
+    assert!(worker.commit_store(&second));
+    assert!(worker.retrieve(&second), "byte for byte");
+    let mut scheduler = server.client();
+    assert_eq!(
+        lookup(&mut scheduler, &worker.key("b", &first.token_ids, 0..2)),
+        0
+    );
+    end(&mut scheduler, "b");
+    assert_eq!(
+        server.status().usage.reserved_slots,
+        2,
+        "still held for the first"
+    );
+    drop(worker);
+    server.assert_idle();
+}
+
 #[test]
 fn a_chunk_that_another_worker_is_writing_is_not_reserved_twice() {
     let server = Server::start();

@@ -10,13 +10,21 @@ use crate::service::ClientId;
 use crate::service::instance::Instance;
 use crate::service::session::Session;
 
-/// A transfer of one worker: its range of one request.
+/// A transfer of one worker: its range of one request, with what the range holds.
+///
+/// An engine may use a request's name again, for other tokens or another tenant, before it has
+/// committed the first; the two must not be taken for one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct TransferKey {
     pub(crate) instance_id: u64,
     pub(crate) request_id: String,
+    pub(crate) model_name: String,
+    pub(crate) cache_salt: String,
+    pub(crate) worker_id: Option<u32>,
     pub(crate) start: u64,
     pub(crate) end: u64,
+    /// Hash of the range's last chunk, which stands for all tokens up to its end.
+    pub(crate) tail: Option<ChunkHash>,
 }
 
 /// A chunk that a worker is writing.
@@ -43,6 +51,15 @@ pub(crate) enum Pending {
         first_chunk: usize,
         leases: Leases,
     },
+}
+
+impl Pending {
+    /// The space that its chunks belong to.
+    pub(crate) fn space(&self) -> SpaceId {
+        match self {
+            Self::Store { space, .. } | Self::Retrieve { space, .. } => *space,
+        }
+    }
 }
 
 /// A prepared transfer.

@@ -37,12 +37,16 @@ enum Declined {
     Refused(Reply),
 }
 
-fn transfer_key(key: &CacheKey, instance_id: u64) -> TransferKey {
+fn transfer_key(key: &CacheKey, instance_id: u64, hashed: &Hashed) -> TransferKey {
     TransferKey {
         instance_id,
         request_id: key.request_id.clone(),
+        model_name: key.model_name.clone(),
+        cache_salt: key.cache_salt.clone(),
+        worker_id: key.worker_id,
         start: key.start,
         end: key.end,
+        tail: hashed.parent(hashed.chunks.end),
     }
 }
 
@@ -225,16 +229,21 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, instance_id), Direction::Store);
+        let id = (transfer_key(key, instance_id, &hashed), Direction::Store);
         {
             let state = self.shared.state.lock();
             if let Some(Transfer {
-                pending: Pending::Store { chunks, .. },
+                pending: Pending::Store { space, chunks },
                 ..
             }) = state.transfers.get(&id)
             {
-                // Asked again: the same slots, so that none is held twice.
-                return store_slots(&worker, chunks);
+                if *space == worker.space.id() {
+                    // Asked again: the same slots, so that none is held twice.
+                    return store_slots(&worker, chunks);
+                }
+                // The worker has registered another layout since.
+                add(&counters.stores_failed, 1);
+                return nothing;
             }
             if state.transfers_of(instance_id) >= self.shared.config.max_transfers {
                 add(&counters.over_limit, 1);
@@ -263,6 +272,30 @@ impl Service {
         reply
     }
 
+    /// Takes out the transfer that a worker has prepared and now commits. None when there is
+    /// none, or when the worker has registered another layout since; that one stays held.
+    fn take_prepared(
+        &self,
+        key: &CacheKey,
+        instance_id: u64,
+        direction: Direction,
+        now: Instant,
+    ) -> Option<Transfer> {
+        let hashed = self.hash(key).ok()?;
+        let id = (transfer_key(key, instance_id, &hashed), direction);
+        let mut state = self.shared.state.lock();
+        let registered = state.instances.get_mut(&instance_id).map(|instance| {
+            instance.last_seen = now;
+            self.space_of(instance, &hashed.salt).id()
+        });
+        let prepared = state.transfers.get(&id)?.pending.space();
+        // A worker that was removed for its silence may still commit.
+        if registered.is_some_and(|registered| registered != prepared) {
+            return None;
+        }
+        state.transfers.remove(&id)
+    }
+
     pub(super) fn commit_store(
         &self,
         key: &CacheKey,
@@ -282,14 +315,7 @@ impl Service {
             );
             return Reply::Bool(false);
         }
-        let id = (transfer_key(key, instance_id), Direction::Store);
-        let transfer = {
-            let mut state = self.shared.state.lock();
-            if let Some(instance) = state.instances.get_mut(&instance_id) {
-                instance.last_seen = now;
-            }
-            state.transfers.remove(&id)
-        };
+        let transfer = self.take_prepared(key, instance_id, Direction::Store, now);
         let Some(Transfer {
             pending: Pending::Store { space, chunks },
             ..
@@ -347,15 +373,20 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, instance_id), Direction::Retrieve);
+        let id = (transfer_key(key, instance_id, &hashed), Direction::Retrieve);
         let over = {
             let state = self.shared.state.lock();
             if let Some(Transfer {
-                pending: Pending::Retrieve { leases, .. },
+                pending: Pending::Retrieve { space, leases, .. },
                 ..
             }) = state.transfers.get(&id)
             {
-                return Reply::RetrieveSlots(Some(retrieve_slots(&worker, leases)));
+                if *space == worker.space.id() {
+                    return Reply::RetrieveSlots(Some(retrieve_slots(&worker, leases)));
+                }
+                // The worker has registered another layout since.
+                add(&counters.retrieves_missed, 1);
+                return Reply::RetrieveSlots(None);
             }
             state.transfers_of(instance_id) >= self.shared.config.max_transfers
         };
@@ -393,14 +424,7 @@ impl Service {
 
     pub(super) fn commit_retrieve(&self, key: &CacheKey, instance_id: u64, now: Instant) -> Reply {
         let counters = &self.shared.stats.service;
-        let id = (transfer_key(key, instance_id), Direction::Retrieve);
-        let transfer = {
-            let mut state = self.shared.state.lock();
-            if let Some(instance) = state.instances.get_mut(&instance_id) {
-                instance.last_seen = now;
-            }
-            state.transfers.remove(&id)
-        };
+        let transfer = self.take_prepared(key, instance_id, Direction::Retrieve, now);
         let Some(Transfer { pending, .. }) = transfer else {
             add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
