@@ -1,0 +1,199 @@
+//! `lmc bench` against a real server: what it reports, and what makes it fail.
+
+use std::net::TcpListener;
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use lmc_vllm_adapter::Client;
+use serde_json::Value;
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start() -> Self {
+        let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let port = socket.local_addr().expect("an address").port();
+        drop(socket);
+        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
+            .args(["serve", "--port", &port.to_string(), "--http-port", "0"])
+            .args(["--l1-size-gb", "64MiB", "--chunk-size", "32"])
+            .env_remove("LMC_CONFIG")
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary starts");
+        let server = Self { child, port };
+        let asked = Instant::now();
+        while Client::connect(("127.0.0.1", port), DEADLINE).is_err() {
+            assert!(asked.elapsed() < DEADLINE, "the server does not listen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        server
+    }
+
+    fn bench(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
+        command
+            .args(["bench", "--url", &format!("tcp://127.0.0.1:{}", self.port)])
+            .args(["--layers", "2", "--hidden", "64", "--warmup", "0", "--json"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}", self.port));
+    }
+}
+
+fn report(output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"))
+}
+
+#[test]
+fn every_workload_is_measured_and_every_byte_is_right() {
+    let server = Server::start();
+    for mode in ["engine_driven", "lmcache_driven"] {
+        let args = [
+            "--workload",
+            "noop,lookup,lookup-cold,store,retrieve",
+            "--tokens",
+            "100",
+            "--clients",
+            "1,5",
+            "--count",
+            "6",
+            "--tp",
+            "2",
+            "--shared-prefix",
+            "0.5",
+            "--mode",
+            mode,
+        ];
+        let output = server.bench(&args).output().expect("it runs");
+        let report = report(&output);
+        assert_eq!(output.status.code(), Some(0), "{mode}: {report:#}");
+        assert_eq!(report["passed"], true);
+        assert_eq!(report["chunk_tokens"], 32);
+        assert_eq!(report["chunk_bytes"], 2 * 2 * 64 * 2 * 32);
+        let rows = report["rows"].as_array().expect("rows");
+        assert_eq!(rows.len(), 10, "{report:#}");
+        for row in rows {
+            let clients = row["clients"].as_u64().expect("a number");
+            assert_eq!(row["ops"], 6 * clients, "{row:#}");
+            assert_eq!(row["wrong_bytes"], 0);
+            assert_eq!(row["errors"], 0);
+            assert_eq!(row["misses"], 0, "{row:#}");
+            let time = |name: &str| row["latency_seconds"][name].as_f64().expect("seconds");
+            assert!(time("p50") > 0.0 && time("p50") <= time("p99"));
+            assert!(time("p99") <= time("max"));
+        }
+        let retrieve = rows.iter().rfind(|row| row["operation"] == "retrieve");
+        let retrieve = retrieve.expect("a row");
+        // 5 clients, 6 retrieves each, 3 chunks of each of 2 workers.
+        let bytes = 5 * 6 * 3 * 2 * 16384;
+        assert_eq!(retrieve["bytes"], bytes, "{retrieve:#}");
+        let verified = retrieve["verified_bytes"].as_u64().expect("a number");
+        // What was read before the clock ran was checked as well.
+        assert!(verified >= bytes, "{retrieve:#}");
+    }
+}
+
+#[test]
+fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
+    let server = Server::start();
+    let path = std::env::temp_dir().join(format!("lmc-bench-{}.csv", server.port));
+    let file = path.to_str().expect("a path");
+    let args = ["--tokens", "64", "--count", "60", "--csv", file];
+    let output = server.bench(&args).output().expect("it runs");
+    let report = report(&output);
+    assert_eq!(output.status.code(), Some(0), "{report:#}");
+    let rows = report["rows"].as_array().expect("rows");
+    let kinds: Vec<_> = rows.iter().map(|row| row["operation"].clone()).collect();
+    assert_eq!(kinds, ["lookup", "store", "retrieve"]);
+    let ops: u64 = rows.iter().filter_map(|row| row["ops"].as_u64()).sum();
+    assert_eq!(ops, 60);
+    let csv = std::fs::read_to_string(&path).expect("the file");
+    std::fs::remove_file(&path).expect("it is there");
+    assert_eq!(csv.lines().count(), 4, "{csv}");
+    assert!(csv.starts_with("workload,operation,tokens"));
+}
+
+/// A server that gives back other bytes than were stored is told from one that does not: the
+/// test flips bytes all over its pool while retrieves are running.
+#[test]
+fn a_wrong_byte_makes_exit_code_1() {
+    let server = Server::start();
+    let args = [
+        "--workload",
+        "retrieve",
+        "--tokens",
+        "64",
+        "--duration",
+        "3",
+    ];
+    let mut child = server.bench(&args).spawn().expect("it runs");
+    let pool = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(format!("/dev/shm/lmc_{}", server.port))
+        .expect("the pool");
+    let started = Instant::now();
+    while child.try_wait().expect("a child").is_none() && started.elapsed() < DEADLINE {
+        // Chunks have 16 KiB, so every one of the first 4 MiB gets its wrong byte. Retrieves
+        // copy nothing into the pool, so nobody repairs it.
+        for place in (0..4 << 20).step_by(16384) {
+            pool.write_all_at(&[0x5A; 3], place + 100).expect("inside");
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let output = child.wait_with_output().expect("it ended");
+    let report = report(&output);
+    assert_eq!(output.status.code(), Some(1), "{report:#}");
+    assert_eq!(report["passed"], false);
+    assert!(report["rows"][0]["wrong_bytes"].as_u64() > Some(0));
+    assert_eq!(
+        report["errors"],
+        Value::Array(Vec::new()),
+        "no request failed"
+    );
+}
+
+#[test]
+fn no_server_and_wrong_flags_have_their_own_codes() {
+    let server = Server::start();
+    let code = |args: &[&str]| {
+        let output = server.bench(args).output().expect("it runs");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let (exit, text) = code(&["--tokens", "0"]);
+    assert_eq!(exit, Some(2), "{text}");
+    assert!(text.contains("--tokens: expected"), "{text}");
+    let (exit, text) = code(&["--workload", "lookup", "--tokens", "31"]);
+    assert_eq!(exit, Some(1), "{text}");
+    assert!(text.contains("chunk of 32 tokens"), "{text}");
+    let (exit, text) = code(&["--block-size", "5"]);
+    assert_eq!(exit, Some(1), "{text}");
+    assert!(text.contains("divisor"), "{text}");
+    let nobody = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .args(["bench", "--url", "tcp://127.0.0.1:1"])
+        .output()
+        .expect("it runs");
+    assert_eq!(nobody.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&nobody.stderr);
+    assert!(text.contains("no server for engines"), "{text}");
+}
