@@ -44,7 +44,7 @@ impl Histogram {
     /// The p50 of what came since `before`, interpolated inside its bucket. Seconds.
     pub(crate) fn median_since(&self, before: &Self) -> Option<f64> {
         let since = |bound: &u64, count: f64| count - before.0.get(bound).copied().unwrap_or(0.0);
-        let total = self.0.iter().map(|(b, &c)| since(b, c)).last()?;
+        let total = self.0.iter().map(|(b, &c)| since(b, c)).next_back()?;
         let (mut below, mut from) = (0.0, 0);
         for (bound, &count) in &self.0 {
             let count = since(bound, count);
