@@ -59,6 +59,11 @@ impl Server {
                 let mut command = Command::new(&programs.lmcache);
                 command.arg("server");
                 command.args(["--eviction-policy", "LRU", "--no-l1-use-lazy"]);
+                // Its default serves lmcache_driven workers only.
+                command.args(["--supported-transfer-mode", "auto"]);
+                // Without these it never answers an engine-driven registration.
+                command.args(["--supported-transfer-mode", "auto"]);
+                command.args(["--shm-name", &format!("lmc_bench_peer_{port}")]);
                 command
             }
         };
