@@ -38,23 +38,26 @@ const BLOCK_BYTES: usize = BLOCK * HIDDEN;
 const PLANE_BYTES: usize = BLOCKS * BLOCK_BYTES;
 
 /// What all runs of one process share: a service is too dear to make for each input.
-struct World {
+struct Shared {
     service: Service,
     /// The pool, as an engine-driven worker maps it.
     pool: File,
-    /// The memory of the server-driven workers.
-    engine: File,
-    engine_name: String,
 }
 
-fn world() -> &'static Mutex<World> {
-    static WORLD: OnceLock<Mutex<World>> = OnceLock::new();
-    WORLD.get_or_init(|| {
+fn shared() -> &'static Mutex<Shared> {
+    static SHARED: OnceLock<Mutex<Shared>> = OnceLock::new();
+    SHARED.get_or_init(|| {
         let name = format!("lmc_fuzz_{}", std::process::id());
         // Room for eight chunks, so that eviction is part of every run.
         let arena = ArenaConfig::shared(&name, 8 * 4096)
             .build()
             .expect("an arena");
+        let path = format!("/dev/shm/{name}");
+        let pool = File::options().read(true).write(true).open(&path);
+        let pool = pool.expect("the pool has a name");
+        // Nothing drops what a static holds, so the names go now.
+        let _ = std::fs::remove_file(&path);
+        let _ = std::fs::remove_file(path + ".lmc-owner");
         let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let config = ServiceConfig {
@@ -67,25 +70,40 @@ fn world() -> &'static Mutex<World> {
             ..ServiceConfig::new(hasher)
         };
         let service = Service::new(config, engine.expect("an engine")).expect("threads");
-        let open = |name: &str| {
-            let mut options = File::options();
-            options.read(true).write(true);
-            (options, format!("/dev/shm/{name}"))
-        };
-        let (options, path) = open(&name);
-        let pool = options.open(path).expect("the pool has a name");
+        Mutex::new(Shared { service, pool })
+    })
+}
+
+/// What the peers of one run see.
+struct World<'a> {
+    service: &'a Service,
+    pool: &'a File,
+    /// The memory of the server-driven workers, which goes with the run.
+    engine: File,
+    engine_name: String,
+}
+
+impl<'a> World<'a> {
+    fn new(shared: &'a Shared) -> Self {
         let engine_name = format!("lmc_fuzz_kv_{}", std::process::id());
-        let (mut options, path) = open(&engine_name);
-        let engine = options.create(true).truncate(true).open(&path);
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let engine = options.open(format!("/dev/shm/{engine_name}"));
         let engine = engine.expect("room in /dev/shm");
         engine.set_len(2 * PLANE_BYTES as u64).expect("room");
-        Mutex::new(World {
-            service,
-            pool,
+        Self {
+            service: &shared.service,
+            pool: &shared.pool,
             engine,
             engine_name,
-        })
-    })
+        }
+    }
+}
+
+impl Drop for World<'_> {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(format!("/dev/shm/{}", self.engine_name));
+    }
 }
 
 /// The byte that fills a chunk: a different one for each identity.
@@ -101,7 +119,7 @@ fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
     (((model * 2 + salt) * 2 + dtype) * 13 + content + 1) as u8
 }
 
-impl World {
+impl World<'_> {
     fn fill_slot(&self, slot: &SlotDescriptor, byte: u8) {
         let filled = self.pool.write_all_at(&[byte; CHUNK_BYTES], slot.offset);
         filled.expect("a slot lies in the pool");
@@ -257,7 +275,7 @@ impl Copy {
             .collect()
     }
 
-    fn run(self, world: &World) {
+    fn run(self, world: &World<'_>) {
         let blocks = self.blocks();
         for &(_, block, byte) in &blocks {
             let before = if self.skip.is_some() { 0 } else { byte };
@@ -291,7 +309,7 @@ impl Copy {
 
 /// One run over the shared service.
 struct Run<'a> {
-    world: &'a World,
+    world: &'a World<'a>,
     choices: Choices<'a>,
     now: Instant,
     /// Element type that each worker registered with.
@@ -302,7 +320,8 @@ struct Run<'a> {
 
 /// The service as a state machine: any order of any operations from several peers.
 pub fn service(data: &[u8]) {
-    let world = world().lock();
+    let shared = shared().lock();
+    let world = World::new(&shared);
     let mut run = Run {
         world: &world,
         choices: Choices(data),
@@ -319,7 +338,7 @@ pub fn service(data: &[u8]) {
 
 impl Run<'_> {
     fn step(&mut self) {
-        let service = &self.world.service;
+        let service = self.world.service;
         let choices = &mut self.choices;
         let client = ClientId::new(choices.below(CLIENTS));
         let instance_id = choices.below(INSTANCES);
@@ -508,7 +527,7 @@ impl Run<'_> {
 
     /// Everybody leaves; nothing may be held.
     fn end(mut self) {
-        let service = &self.world.service;
+        let service = self.world.service;
         // A job that is never run (its thread died) must give back what it held, too.
         let run = self.copies.len() / 2;
         for copy in self.copies.drain(..run) {
