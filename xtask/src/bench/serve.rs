@@ -51,8 +51,9 @@ const LOADS: &[&[&str]] = &[
     ],
 ];
 
-/// Layers and elements of a token, whose chunks of 256 tokens have 256 KiB, 2 MiB and 16 MiB.
-const SIZES: &[(&str, &str)] = &[("2", "128"), ("16", "128"), ("32", "512")];
+/// Layers and elements of a token, whose chunks of 256 tokens have 256 KiB, 2 MiB and 16 MiB; and
+/// operations of each client, so that a slow server completes some too.
+const SIZES: &[(&str, &str, &str)] = &[("2", "128", "80"), ("16", "128", "30"), ("32", "512", "8")];
 
 struct Options {
     rounds: usize,
@@ -167,6 +168,7 @@ fn measure(
     figures.add(kind, START, Unit::Seconds, server.start.as_secs_f64());
     let mut all_well = true;
     let mut load = |args: &[&str], figures: &mut Figures| -> Result<()> {
+        clear(programs, &server)?;
         let report = bench(programs, &server, options, args)?;
         for row in report["rows"].as_array().into_iter().flatten() {
             take(kind, &report, row, figures);
@@ -181,8 +183,8 @@ fn measure(
         load(&[args, TINY].concat(), figures)?;
     }
     for mode in ["engine_driven", "lmcache_driven"] {
-        for (layers, hidden) in SIZES {
-            for clients in ["1", "4"] {
+        for (layers, hidden, count) in SIZES {
+            for clients in ["1", "2"] {
                 let args = [
                     &[
                         "--workload",
@@ -197,6 +199,8 @@ fn measure(
                         "1024",
                         "--prompts",
                         "2",
+                        "--count",
+                        count,
                         "--layers",
                         layers,
                         "--hidden",
@@ -220,6 +224,20 @@ fn measure(
     }
     server.stop()?;
     Ok(all_well)
+}
+
+/// Empties the cache, so that no load finds the pool full of an earlier one's chunks: LMCache's
+/// server drops stores then, until its eviction has caught up.
+fn clear(programs: &Programs, server: &Server) -> Result<()> {
+    let output = Command::new(&programs.lmc)
+        .args(["clear", "--force", "--url"])
+        .arg(format!("http://127.0.0.1:{}", server.http))
+        .output()
+        .context("cannot run lmc clear")?;
+    if !output.status.success() {
+        bail!("lmc clear: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
 }
 
 /// Runs the generator. Its report.

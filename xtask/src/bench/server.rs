@@ -84,8 +84,16 @@ impl Server {
             http,
             start: Duration::ZERO,
         };
+        server.await_port(kind, port, started, log)?;
+        server.start = started.elapsed();
+        // LMCache's HTTP side comes later than its engines' side.
+        server.await_port(kind, http, started, log)?;
+        Ok(server)
+    }
+
+    fn await_port(&mut self, kind: Kind, port: u16, started: Instant, log: &str) -> Result<()> {
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            if let Some(status) = server.child.try_wait()? {
+            if let Some(status) = self.child.try_wait()? {
                 bail!("{} ended with {status}; its log: {log}", kind.name());
             }
             if started.elapsed() > START_DEADLINE {
@@ -93,8 +101,7 @@ impl Server {
             }
             thread::sleep(Duration::from_millis(2));
         }
-        server.start = started.elapsed();
-        Ok(server)
+        Ok(())
     }
 
     pub(crate) fn pid(&self) -> u32 {
