@@ -52,7 +52,9 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}", self.port));
+        let pool = format!("/dev/shm/lmc_{}", self.port);
+        let _ = std::fs::remove_file(&pool);
+        let _ = std::fs::remove_file(pool + ".lmc-owner");
     }
 }
 

@@ -110,6 +110,21 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        // A killed server leaves its pool behind, for its successor to reclaim.
+        let owner = format!("pid {}", self.child.id());
+        for entry in std::fs::read_dir("/dev/shm")
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let path = entry.path();
+            let of_ours = path.extension().is_some_and(|kind| kind == "lmc-owner")
+                && std::fs::read_to_string(&path).is_ok_and(|text| text.trim() == owner);
+            if of_ours {
+                let _ = std::fs::remove_file(path.with_extension(""));
+                let _ = std::fs::remove_file(path);
+            }
+        }
     }
 }
 
