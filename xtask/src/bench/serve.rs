@@ -23,6 +23,17 @@ const TINY: &[&str] = &["--layers", "1", "--hidden", "8", "--prompts", "2"];
 
 /// One call of `lmc bench`; both servers get the same ones in the same order.
 const LOADS: &[&[&str]] = &[
+    // What a cached chunk costs beside its bytes: first, since memory that was freed is used again.
+    &[
+        "--workload",
+        "store",
+        "--tokens",
+        "32768",
+        "--count",
+        "100",
+        "--warmup",
+        "0",
+    ],
     &["--workload", "noop", "--clients", "1,32"],
     &[
         "--workload",
@@ -37,17 +48,6 @@ const LOADS: &[&[&str]] = &[
         "2048,32768",
         "--clients",
         "32",
-    ],
-    // What a cached chunk costs beside its bytes.
-    &[
-        "--workload",
-        "store",
-        "--tokens",
-        "32768",
-        "--count",
-        "100",
-        "--warmup",
-        "0",
     ],
 ];
 
@@ -339,7 +339,7 @@ fn grouped(number: u64) -> String {
 fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize) -> String {
     let mut text = format!(
         "{BEGIN}\n## lmc serve against LMCache's server\n\n`cargo xtask bench serve`: medians of \
-         {rounds} rounds, both servers in turn in each, with the same load from `lmc bench`; all \
+         {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
          figures are in [serve.json](benchmarks/serve.json).\n\n"
     );
     for (what, value) in conditions {
