@@ -15,30 +15,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 
+import checks
+from checks import check, finish, free_port
+
 DEADLINE = 120
-passed, failed = 0, []
-
-
-def check(name, ok, detail=""):
-    global passed
-    print(f"{'PASS' if ok else 'FAIL'} {name}{': ' + detail if detail and not ok else ''}", flush=True)
-    if ok:
-        passed += 1
-    else:
-        failed.append(name)
-    return ok
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Tools:
@@ -145,6 +130,7 @@ def main():
     parser.add_argument("--server-bin", default="target/release/lmc")
     parser.add_argument("--lmcache", default=os.path.join(os.path.dirname(sys.executable), "lmcache"))
     args = parser.parse_args()
+    checks.show_passed = False
     port, http = free_port(), free_port()
     server = subprocess.Popen([args.server_bin, "serve", "--port", str(port), "--http-port", str(http),
                                # The benchmark stores block 0, which vLLM never fills.
@@ -164,8 +150,7 @@ def main():
         server.wait()
     code, _ = tools.run("ping", "kvcache")
     check("ping kvcache: fails without a server", code == 1, f"code {code}")
-    print(f"{passed} passed, {len(failed)} failed")
-    sys.exit(1 if failed else 0)
+    finish()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ import threading
 import time
 import urllib.request
 
+import checks
+from checks import check, free_port
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHUNK = 256
 MAX_TOKENS = 16
@@ -35,32 +38,6 @@ PEER_FAULTS = {
     "lmcache-driven: cached tokens": "a lookup may miss what a store has just acknowledged",
     "wrong_dtype": "it hands bytes of the wrong type over, and the engine dies",
 }
-peer_run = False
-
-passed, failed = 0, []
-
-
-def check(name, ok, detail=""):
-    """Counts and prints one check."""
-    global passed
-    known = [why for what, why in PEER_FAULTS.items() if peer_run and name.startswith(what)]
-    if known and not ok:
-        print(f"KNOWN {name}: {known[0]}", flush=True)
-        return ok
-    print(f"{'PASS' if ok else 'FAIL'} {name}{': ' + detail if detail else ''}", flush=True)
-    if ok:
-        passed += 1
-    else:
-        failed.append(name)
-    return ok
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def die_with_parent():
     """In a child: be killed when this run ends, even when it is killed itself."""
     pr_set_pdeathsig = 1
@@ -494,8 +471,8 @@ def main():
     parser.add_argument("--only", nargs="*", metavar="NAME",
                         help="of: " + ", ".join(s.__name__ for s in SCENARIOS))
     args = parser.parse_args()
-    global peer_run
-    peer_run = args.peer is not None
+    if args.peer is not None:
+        checks.known_faults = PEER_FAULTS
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
     run = Run(args)
@@ -529,14 +506,13 @@ def main():
                 child.kill()
         run.server.stop()
         for child in Child.running:
-            if not failed:
+            if not checks.failed:
                 with contextlib.suppress(OSError):
                     os.unlink(child.log.name)
-    if failed:
+    if checks.failed:
         print("logs: " + " ".join(c.log.name for c in Child.running))
     print(f"took {time.monotonic() - started:.0f} s")
-    print(f"{passed} passed, {len(failed)} failed")
-    sys.exit(1 if failed else 0)
+    checks.finish()
 
 
 if __name__ == "__main__":

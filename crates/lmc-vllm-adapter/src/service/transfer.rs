@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Leases, OwnerId, Reservation, TenantId, WriteRequest, WriteTicket};
-use lmc_key::{ChunkHash, KeySpace, SpaceId};
+use lmc_engine::{Leases, OwnerId, Reservation, TenantId, WriteRequest};
+use lmc_key::{KeySpace, SpaceId};
 use lmc_memory::{CopyPlan, PlanRequest};
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
@@ -165,23 +165,23 @@ impl Service {
     }
 
     /// Makes written chunks findable and announces them.
-    fn commit(&self, space: SpaceId, model: &str, chunks: Vec<Written>) {
+    fn commit(&self, space: SpaceId, key: &CacheKey, chunks: Vec<PendingChunk>) {
         let shared = &self.shared;
         let counters = &shared.stats.service;
         let (mut tickets, mut events) = (Vec::new(), Vec::new());
         let mut bytes = 0;
         for chunk in chunks {
             bytes += chunk.ticket.len();
-            tickets.push(chunk.ticket);
             events.push(StoredChunk {
                 hash: chunk.hash,
                 parent: chunk.parent,
-                tokens: chunk.tokens,
+                tokens: self.chunk_tokens(key, chunk.index),
             });
+            tickets.push(chunk.ticket);
         }
         add(&counters.stored_chunks, tickets.len() as u64);
         add(&counters.stored_bytes, bytes);
-        let model = shared.spaces.name(space, model);
+        let model = shared.spaces.name(space, &key.model_name);
         shared.engine.commit(tickets);
         shared.events.stored(&model, events);
     }
@@ -260,16 +260,26 @@ impl Service {
             space: worker.space.id(),
             chunks,
         };
-        let before = self.shared.state.lock().transfers.insert(
-            id,
-            Transfer {
-                client,
-                since: now,
-                pending,
-            },
-        );
-        drop(before);
+        self.hold(id, client, now, pending);
         reply
+    }
+
+    /// Keeps a prepared transfer until its worker commits it, or is gone.
+    fn hold(
+        &self,
+        id: (TransferKey, Direction),
+        client: ClientId,
+        since: Instant,
+        pending: Pending,
+    ) {
+        let transfer = Transfer {
+            client,
+            since,
+            pending,
+        };
+        let before = self.shared.state.lock().transfers.insert(id, transfer);
+        // Gives slots back, which takes other locks.
+        drop(before);
     }
 
     /// Takes out the transfer that a worker has prepared and now commits. None when there is
@@ -324,16 +334,7 @@ impl Service {
             add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
-        let written = chunks
-            .into_iter()
-            .map(|chunk| Written {
-                tokens: self.chunk_tokens(key, chunk.index),
-                hash: chunk.hash,
-                parent: chunk.parent,
-                ticket: chunk.ticket,
-            })
-            .collect();
-        self.commit(space, &key.model_name, written);
+        self.commit(space, key, chunks);
         add(&counters.stores, 1);
         Reply::Bool(true)
     }
@@ -410,15 +411,7 @@ impl Service {
             first_chunk: hashed.chunks.start,
             leases,
         };
-        let before = self.shared.state.lock().transfers.insert(
-            id,
-            Transfer {
-                client,
-                since: now,
-                pending,
-            },
-        );
-        drop(before);
+        self.hold(id, client, now, pending);
         Reply::RetrieveSlots(Some(slots))
     }
 
@@ -448,6 +441,24 @@ impl Service {
         Reply::Bool(true)
     }
 
+    /// The worker of a request that asks the server to copy, and what is copied.
+    fn copied_worker(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        asks: &str,
+        now: Instant,
+    ) -> Result<(Worker, Hashed, Arc<[GroupCopy]>), Declined> {
+        let (worker, hashed) = self.worker(client, key, instance_id, now)?;
+        let copies = worker.copies.clone().ok_or_else(|| {
+            Declined::Refused(refuse(&format!(
+                "worker registered as engine_driven cannot ask to {asks}"
+            )))
+        })?;
+        Ok((worker, hashed, copies))
+    }
+
     pub(super) fn store(
         &self,
         client: ClientId,
@@ -456,20 +467,15 @@ impl Service {
         block_ids: Vec<Vec<u32>>,
         now: Instant,
     ) -> Outcome {
-        let counters = &self.shared.stats.service;
-        let (worker, hashed) = match self.worker(client, &key, instance_id, now) {
-            Ok(found) => found,
-            Err(Declined::Unregistered) => {
-                add(&counters.stores_failed, 1);
-                return Outcome::Reply(Reply::Transferred(false));
-            }
-            Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
-        };
-        let Some(copies) = worker.copies.clone() else {
-            return Outcome::Reply(refuse(
-                "worker registered as engine_driven cannot ask to store",
-            ));
-        };
+        let (worker, hashed, copies) =
+            match self.copied_worker(client, &key, instance_id, "store", now) {
+                Ok(found) => found,
+                Err(Declined::Unregistered) => {
+                    add(&self.shared.stats.service.stores_failed, 1);
+                    return Outcome::Reply(Reply::Transferred(false));
+                }
+                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+            };
         let service = self.clone();
         Outcome::Job(Job::new(move || {
             let stored = service.store_now(&key, &worker, &hashed, &copies, &block_ids);
@@ -540,16 +546,7 @@ impl Service {
             &counters.gather_bytes,
             worker.chunk_bytes * chunks.len() as u64,
         );
-        let written = chunks
-            .into_iter()
-            .map(|chunk| Written {
-                tokens: self.chunk_tokens(key, chunk.index),
-                hash: chunk.hash,
-                parent: chunk.parent,
-                ticket: chunk.ticket,
-            })
-            .collect();
-        self.commit(worker.space.id(), &key.model_name, written);
+        self.commit(worker.space.id(), key, chunks);
         true
     }
 
@@ -562,20 +559,15 @@ impl Service {
         skip_first_n_tokens: u64,
         now: Instant,
     ) -> Outcome {
-        let counters = &self.shared.stats.service;
-        let (worker, hashed) = match self.worker(client, &key, instance_id, now) {
-            Ok(found) => found,
-            Err(Declined::Unregistered) => {
-                add(&counters.retrieves_missed, 1);
-                return Outcome::Reply(Reply::Transferred(false));
-            }
-            Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
-        };
-        let Some(copies) = worker.copies.clone() else {
-            return Outcome::Reply(refuse(
-                "worker registered as engine_driven cannot ask to retrieve",
-            ));
-        };
+        let (worker, hashed, copies) =
+            match self.copied_worker(client, &key, instance_id, "retrieve", now) {
+                Ok(found) => found,
+                Err(Declined::Unregistered) => {
+                    add(&self.shared.stats.service.retrieves_missed, 1);
+                    return Outcome::Reply(Reply::Transferred(false));
+                }
+                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+            };
         let leases = self.acquire(&worker, &hashed);
         let service = self.clone();
         Outcome::Job(Job::new(move || {
@@ -646,14 +638,6 @@ impl Service {
         );
         Ok(())
     }
-}
-
-/// A chunk whose bytes are in place.
-struct Written {
-    hash: ChunkHash,
-    parent: Option<ChunkHash>,
-    tokens: Box<[u32]>,
-    ticket: WriteTicket,
 }
 
 fn store_slots(worker: &Worker, chunks: &[PendingChunk]) -> Reply {

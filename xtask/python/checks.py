@@ -1,0 +1,37 @@
+"""Named checks that print one line each and are counted."""
+
+import socket
+import sys
+
+passed, failed = 0, []
+# What a check may fail with and why, by the head of its name; such a failure is not counted.
+known_faults = {}
+# Whether a check that passed says what it found, too.
+show_passed = True
+
+
+def check(name, ok, detail=""):
+    """Counts and prints one check."""
+    global passed
+    known = [why for what, why in known_faults.items() if name.startswith(what)]
+    if known and not ok:
+        print(f"KNOWN {name}: {known[0]}", flush=True)
+        return ok
+    print(f"{'PASS' if ok else 'FAIL'} {name}{': ' + detail if detail and (show_passed or not ok) else ''}", flush=True)
+    if ok:
+        passed += 1
+    else:
+        failed.append(name)
+    return ok
+
+
+def finish():
+    """Ends the program: the totals, and exit code 1 when a check has failed."""
+    print(f"{passed} passed, {len(failed)} failed")
+    sys.exit(1 if failed else 0)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
