@@ -38,6 +38,8 @@ PEER_FAULTS = {
     "lmcache-driven: cached tokens": "a lookup may miss what a store has just acknowledged",
     "wrong_dtype": "it hands bytes of the wrong type over, and the engine dies",
 }
+
+
 def die_with_parent():
     """In a child: be killed when this run ends, even when it is killed itself."""
     pr_set_pdeathsig = 1
@@ -510,7 +512,9 @@ def main():
                 with contextlib.suppress(OSError):
                     os.unlink(child.log.name)
     if checks.failed:
-        print("logs: " + " ".join(c.log.name for c in Child.running))
+        # The files are gone with the machine that CI ran on, so their ends are shown here.
+        for child in Child.running:
+            print(f"---- end of {child.log.name}\n{child.tail(20)}", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
     checks.finish()
 

@@ -113,6 +113,40 @@ fn two_dtypes_under_one_model_name_never_share_bytes() {
 }
 
 #[test]
+fn the_layout_of_an_engine_that_died_does_not_spoil_the_lookups_of_others() {
+    let server = Server::start();
+    let mut single = Worker::register_rank(&server, 1, 0, 1, "float32");
+    let tokens = prompt(5, 3 * CHUNK);
+    let key = single.key("a", &tokens, 0..3);
+    single.store(&key);
+    let half = Worker::register_rank(&server, 2, 0, 1, "bfloat16");
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 0, "two layouts are at work");
+    end(&mut scheduler, "a");
+    // The kernel closes a dead process's sockets; so does this.
+    drop(half);
+    server.eventually("the death is noticed", |status| {
+        status.instances.iter().any(|worker| !worker.connected)
+    });
+    // A scheduler that nothing is known of yet, as of an engine that has just started.
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &single.key("b", &tokens, 0..3)), 3);
+    assert!(single.retrieve(&single.key("b", &tokens, 0..3)));
+    end(&mut scheduler, "b");
+    // When nobody is left, either may be about to reconnect, so both count again.
+    drop(single);
+    server.eventually("the other's, too", |status| {
+        status.instances.iter().all(|worker| !worker.connected)
+    });
+    let mut scheduler = server.client();
+    let key = CacheKey {
+        request_id: "c".to_owned(),
+        ..key
+    };
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+}
+
+#[test]
 fn a_chunk_is_a_hit_only_when_every_rank_has_it() {
     let server = Server::start();
     let mut ranks: Vec<_> = (0..2)

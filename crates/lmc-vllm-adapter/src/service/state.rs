@@ -104,11 +104,23 @@ impl State {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model have, each once.
+    /// The layouts that workers of this model have, each once. A worker whose connection ended
+    /// counts only when no other does: the engine behind it is most likely dead, and what it
+    /// lacked or had says nothing about the living.
     pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<&Instance> {
-        let mut found: Vec<&Instance> = Vec::new();
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
-        for instance in self.instances.values().filter(of_model) {
+        let (orphaned, connected): (Vec<_>, Vec<_>) = self
+            .instances
+            .values()
+            .filter(of_model)
+            .partition(|instance| instance.orphaned.is_some());
+        let candidates = if connected.is_empty() {
+            orphaned
+        } else {
+            connected
+        };
+        let mut found: Vec<&Instance> = Vec::new();
+        for instance in candidates {
             if found
                 .iter()
                 .all(|known| known.fingerprint != instance.fingerprint)
