@@ -3,10 +3,8 @@
 mod common;
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 
-use common::{CHUNK, MODEL, Server, end, lookup, prompt};
+use common::{CHUNK, MODEL, Segment, Server, end, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
     TensorMeta,
@@ -78,51 +76,6 @@ impl Form {
                 std::iter::once(block * bytes..(block + 1) * bytes).collect()
             }
         }
-    }
-}
-
-/// A shared-memory segment as an engine makes it.
-struct Segment {
-    file: File,
-    path: String,
-    len: usize,
-}
-
-impl Segment {
-    fn new(name: &str, len: usize) -> Self {
-        let path = format!("/dev/shm/{name}");
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path);
-        let file = file.expect("a segment");
-        file.set_len(len as u64).expect("room");
-        Self { file, path, len }
-    }
-
-    fn write(&self, at: usize, bytes: &[u8]) {
-        self.file
-            .write_all_at(bytes, at as u64)
-            .expect("inside the segment");
-    }
-
-    fn read(&self, at: usize, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.file
-            .read_exact_at(&mut bytes, at as u64)
-            .expect("inside the segment");
-        bytes
-    }
-
-    fn all_are(&self, byte: u8) -> bool {
-        self.read(0, self.len).iter().all(|&b| b == byte)
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
     }
 }
 

@@ -2,7 +2,9 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+use std::fs::File;
 use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -140,7 +142,7 @@ impl Drop for Server {
 
 /// The shared pool, read and written as a worker does.
 pub(crate) struct Pool {
-    file: std::fs::File,
+    file: File,
 }
 
 impl Pool {
@@ -374,4 +376,49 @@ pub(crate) fn end(client: &mut Client, request: &str) {
     client
         .ask(&Request::EndSession { request_id })
         .expect("an answer");
+}
+
+/// A shared-memory segment as an engine makes it.
+pub(crate) struct Segment {
+    file: File,
+    path: String,
+    pub(crate) len: usize,
+}
+
+impl Segment {
+    pub(crate) fn new(name: &str, len: usize) -> Self {
+        let path = format!("/dev/shm/{name}");
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path);
+        let file = file.expect("a segment");
+        file.set_len(len as u64).expect("room");
+        Self { file, path, len }
+    }
+
+    pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
+        self.file
+            .write_all_at(bytes, at as u64)
+            .expect("inside the segment");
+    }
+
+    pub(crate) fn read(&self, at: usize, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.file
+            .read_exact_at(&mut bytes, at as u64)
+            .expect("inside the segment");
+        bytes
+    }
+
+    pub(crate) fn all_are(&self, byte: u8) -> bool {
+        self.read(0, self.len).iter().all(|&b| b == byte)
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
 }
