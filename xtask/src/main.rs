@@ -23,6 +23,7 @@ Every developer action of lmc.
   cargo xtask test-vllm [ARGS]     real vLLM on CPU against `lmc serve`
       --only NAME...               some scenarios only
       --peer lmcache               the same scenarios against LMCache's own server
+  cargo xtask test-cli             LMCache's command-line tools and benchmark against `lmc serve`
   cargo xtask fuzz [TARGET...]     zmtp, request, service; all of them unless some are named
       --seconds N                  for each target, 30 unless given
       --stable                     the seeded mutator, even where libFuzzer is at hand
@@ -53,6 +54,7 @@ fn run(args: &[String]) -> Result<bool> {
         "test" | "ci" => test::run(rest),
         "tidy" => tidy::run(),
         "test-vllm" => vllm::run(rest),
+        "test-cli" => vllm::run_cli(rest),
         "fuzz" => fuzz::run(rest),
         "bench" => bench::run(rest),
         "help" | "--help" | "-h" => {

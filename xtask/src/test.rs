@@ -29,6 +29,7 @@ fn steps(nextest: bool) -> Vec<Step> {
         ),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
         Step::new("vllm", "cargo xtask test-vllm"),
+        Step::new("cli", "cargo xtask test-cli"),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! `cargo xtask test-vllm`: real vLLM on CPU against the server.
+//! `cargo xtask test-vllm` and `test-cli`: real clients of the protocol against the server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -43,16 +43,26 @@ pub(crate) fn build_server() -> Result<PathBuf> {
 
 /// Runs the scenarios of xtask/python/scenarios.py. Whether all of them passed.
 pub(crate) fn run(args: &[String]) -> Result<bool> {
+    checks("xtask/python/scenarios.py", args)
+}
+
+/// Runs LMCache's own command-line tools against the server. Whether all did what they should.
+pub(crate) fn run_cli(args: &[String]) -> Result<bool> {
+    checks("xtask/python/cli_check.py", args)
+}
+
+/// Runs a script of checks against the server, in the Python environment.
+fn checks(script: &str, args: &[String]) -> Result<bool> {
     let server = build_server()?;
     let folder = environment()?;
     let python = format!("{folder}/bin/python");
     println!(
-        "{python} xtask/python/scenarios.py --server-bin {} {}",
+        "{python} {script} --server-bin {} {}",
         server.display(),
         args.join(" ")
     );
     let status = Command::new(&python)
-        .arg("xtask/python/scenarios.py")
+        .arg(script)
         .arg("--server-bin")
         .arg(&server)
         .args(args)
