@@ -19,6 +19,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::process;
+use std::thread::{self, JoinHandle};
 
 use super::ArenaError;
 use crate::SharedName;
@@ -147,7 +148,7 @@ impl SharedFile {
     pub(super) fn create(name: SharedName, len: u64) -> Result<Self, ArenaError> {
         let (record, left_by) = acquire(&name)?;
         let exclusive = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL;
-        let mut reclaimed = None;
+        let (mut reclaimed, mut stale) = (None, None);
         let file = match shm_open(&name, exclusive) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 let Some(left_by) = left_by else {
@@ -156,6 +157,8 @@ impl SharedFile {
                     return Err(ArenaError::NotOurs { name });
                 };
                 reclaimed = Some(left_by);
+                // While it is open, removing its name frees no page and takes no time.
+                stale = shm_open(&name, libc::O_RDONLY).ok();
                 fs::remove_file(name.path()).map_err(system(format!(
                     "removing the stale {}",
                     name.path().display()
@@ -178,6 +181,14 @@ impl SharedFile {
             reclaimed,
         };
         let what = format!("giving shared memory {} its size of {len} bytes", this.name);
+        if let Some(stale) = stale {
+            let room = this.check_space(len).is_ok();
+            let freeing = free_pages(stale);
+            if let Some(freeing) = freeing.filter(|_| !room) {
+                // Closing a file does not panic.
+                let _ = freeing.join();
+            }
+        }
         this.check_space(len)?;
         this.file.set_len(len).map_err(system(what))?;
         Ok(this)
@@ -252,6 +263,16 @@ impl Drop for SharedFile {
     fn drop(&mut self) {
         self.unlink();
     }
+}
+
+/// Gives the pages of an unlinked segment back in the background: a tenth of a second for each
+/// GiB, which a server that has room enough need not wait for.
+/// None when no thread could be had and they were freed here.
+fn free_pages(segment: File) -> Option<JoinHandle<()>> {
+    let thread = thread::Builder::new()
+        .name("lmc-reclaim".to_owned())
+        .spawn(move || drop(segment));
+    thread.ok()
 }
 
 /// Whether a path still leads to an open file.
