@@ -339,7 +339,7 @@ impl<'a> Reader<'a> {
     pub(crate) fn tokens(&mut self, max: usize, out: &mut Vec<u32>) -> Result<(), ValueError> {
         let len = self.array("token_ids", max)?;
         out.clear();
-        self.pos += tokens::read(&self.buf[self.pos..], len, out);
+        self.pos = tokens::read(self.buf, self.pos, len, out);
         // What is left is at the end of the buffer, or no such number: read it one by one, with
         // an error that says where.
         while out.len() < len {
@@ -586,6 +586,16 @@ mod tests {
         fn no_input_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = Reader::new(&bytes).skip();
             let _ = tokens(&bytes);
+        }
+
+        #[test]
+        fn no_long_array_panics(
+            mut bytes in prop::collection::vec(prop_oneof![0u8..0x80, 0xcbu8..0xd0, any::<u8>()],
+                2048..6000), len in 2048u16..4096) {
+            let mut array = vec![0xdc];
+            array.extend_from_slice(&len.to_be_bytes());
+            array.append(&mut bytes);
+            let _ = tokens(&array);
         }
     }
 }

@@ -2,53 +2,88 @@
 //!
 //! Where a number begins is known only when the one before it was read: load the marker, look
 //! up its width, add. That chain takes some eleven cycles a number and leaves most of the core
-//! idle, so a long array is read by several chains at once, each from a place of its own. A
-//! place is a guess (the next byte that looks like the marker of a wide number), and a chain
-//! counts only if the one before it ends exactly there; otherwise its numbers are thrown away
-//! and read again in order. The outcome is that of reading in order, whatever the bytes.
+//! idle, so a long array is read by several chains at once, each from a place of its own (see
+//! [`boundary`]). A chain counts only if the one before it ends exactly where it began;
+//! otherwise its numbers are thrown away and read again in order. The outcome is that of
+//! reading in order, whatever the bytes.
 
 /// Chains that are read at once.
 const CHAINS: usize = 4;
 /// Numbers below which one chain is enough.
 const LONG: usize = 2048;
 
-/// For each marker of an unsigned number of at most 32 bits, how to cut the number out of the
-/// eight bytes that begin there: bytes of the number in the lowest byte (0 for any other
-/// marker), then the shift to the left that drops the marker, then the one to the right that
-/// drops what follows.
-static CLASS: [u32; 256] = {
-    const fn class(width: u32, left: u32, right: u32) -> u32 {
-        width | left << 8 | right << 16
-    }
-    let mut table = [0; 256];
+/// For each marker of an unsigned number of at most 32 bits, the bytes of the number that follow
+/// it; [`OTHER`] for any other marker.
+static FOLLOWING: [u8; 256] = {
+    let mut table = [OTHER; 256];
     let mut marker = 0;
     while marker < 0x80 {
-        table[marker] = class(1, 0, 56);
+        table[marker] = 0;
         marker += 1;
     }
-    table[0xcc] = class(2, 8, 56);
-    table[0xcd] = class(3, 8, 48);
-    table[0xce] = class(5, 8, 32);
+    table[0xcc] = 1;
+    table[0xcd] = 2;
+    table[0xce] = 4;
     table
 };
+/// For each such marker, which bits of the last four bytes of marker and number are the number.
+static MASK: [u32; 256] = {
+    let mut table = [0xff; 256];
+    table[0xcd] = 0xffff;
+    table[0xce] = 0xffff_ffff;
+    table
+};
+/// The bit by which other markers are told.
+const OTHER: u8 = 8;
 
+/// Bytes before a marker that are read with it, so that no number needs a shift.
+const BEFORE: usize = 3;
+/// Bytes that are read for a number: what lies before, the marker, and what may follow, to the
+/// next power of two in [`cut`]'s index.
+const WINDOW: usize = 12;
 /// Most bytes of a number.
 const WIDEST: usize = 5;
 
-/// The number at the front of a window, and its bytes; 0 bytes when it is of another kind.
+/// The number whose marker lies [`BEFORE`] bytes into a window, and how many bytes follow the
+/// marker; with [`OTHER`] set when it is of another kind.
 #[inline(always)]
-fn cut(window: &[u8; 8]) -> (u32, usize) {
-    let class = CLASS[usize::from(window[0])];
-    let word = u64::from_be_bytes(*window) << (class >> 8 & 63);
-    ((word >> (class >> 16 & 63)) as u32, (class & 0xff) as usize)
+fn cut(window: &[u8; WINDOW]) -> (u32, u8) {
+    let marker = usize::from(window[BEFORE]);
+    let following = FOLLOWING[marker];
+    let at = usize::from(following & 7);
+    let last = [window[at], window[at + 1], window[at + 2], window[at + 3]];
+    (u32::from_be_bytes(last) & MASK[marker], following)
 }
 
-/// The number at `pos` and the place after it; nothing when it is of another kind or less than
-/// eight bytes are left.
+/// The number at `pos` and the place after it; nothing when it is of another kind, at the very
+/// beginning, or within the last bytes.
 #[inline(always)]
 fn next(buf: &[u8], pos: usize) -> Option<(u32, usize)> {
-    let (number, width) = cut(buf.get(pos..)?.first_chunk::<8>()?);
-    (width > 0).then_some((number, pos + width))
+    let window = buf.get(pos.checked_sub(BEFORE)?..)?.first_chunk()?;
+    let (number, following) = cut(window);
+    (following != OTHER).then_some((number, pos + 1 + usize::from(following)))
+}
+
+/// A place at or soon after `from` where a number begins, if all is numbers there.
+///
+/// One of any [`WIDEST`] places in a row begins a number. All of them are read on from: what
+/// is wrong soon meets another kind of marker, or falls in step. Where all that are left have
+/// met, it is the right one. In bytes that are made so that they never meet, it is a guess.
+fn boundary(buf: &[u8], from: usize) -> usize {
+    let mut places: [Option<usize>; WIDEST] = std::array::from_fn(|offset| Some(from + offset));
+    for _ in 0..64 * WIDEST {
+        let left = places.iter().flatten();
+        let (Some(&first), Some(&last)) = (left.clone().min(), left.max()) else {
+            break;
+        };
+        if first == last {
+            return first;
+        }
+        let behind = places.iter_mut().find(|place| **place == Some(first));
+        let behind = behind.expect("the smallest is one of them");
+        *behind = next(buf, first).map(|(_, after)| after);
+    }
+    places.iter().flatten().copied().min().unwrap_or(buf.len())
 }
 
 /// One reader of a part of the array.
@@ -87,14 +122,14 @@ impl Chain {
 /// when there are few of them, or when a chain met something else (nothing is read then).
 fn read_together(buf: &[u8], chains: &mut [Chain; CHAINS], out: &mut [u32]) -> bool {
     let surely = |chain: &Chain| {
-        let until = chain.until.min(buf.len().saturating_sub(8));
+        let until = chain.until.min(buf.len().saturating_sub(WINDOW));
         (until.saturating_sub(chain.pos) / WIDEST).min(chain.end - chain.at)
     };
     let count = chains.iter().map(surely).min().unwrap_or(0);
     if count < 16 {
         return false;
     }
-    let mut places = chains.map(|chain| chain.pos);
+    let mut places = chains.map(|chain| chain.pos - BEFORE);
     let mut rest = &mut out[..];
     let mut taken = 0;
     let mut rooms: [&mut [u32]; CHAINS] = chains.map(|chain| {
@@ -104,34 +139,33 @@ fn read_together(buf: &[u8], chains: &mut [Chain; CHAINS], out: &mut [u32]) -> b
         rest = tail;
         room
     });
-    let mut strange = false;
+    let mut kinds = 0;
     for index in 0..count {
         for (place, room) in places.iter_mut().zip(&mut rooms) {
-            let Some(window) = buf.get(*place..).and_then(|rest| rest.first_chunk::<8>()) else {
+            let Some(window) = buf.get(*place..).and_then(|rest| rest.first_chunk()) else {
                 return false;
             };
-            let (number, width) = cut(window);
+            let (number, following) = cut(window);
             room[index] = number;
-            strange |= width == 0;
-            *place += width;
+            kinds |= following;
+            *place += 1 + usize::from(following & 7);
         }
     }
-    if strange {
+    if kinds & OTHER != 0 {
         return false;
     }
     for (chain, place) in chains.iter_mut().zip(places) {
-        chain.pos = place;
+        chain.pos = place + BEFORE;
         chain.at += count;
     }
     true
 }
 
-/// Reads up to `len` numbers from the front of `buf` into `out` and returns the bytes that they
-/// took. Fewer come when a number is of another kind or lies in the last eight bytes.
-pub(super) fn read(buf: &[u8], len: usize, out: &mut Vec<u32>) -> usize {
-    let mut pos = 0;
-    if len >= LONG {
-        pos = read_chains(buf, len, out);
+/// Reads up to `len` numbers from `pos` on into `out` and returns the place after them. Fewer
+/// come when a number is of another kind or lies within the last bytes.
+pub(super) fn read(buf: &[u8], mut pos: usize, len: usize, out: &mut Vec<u32>) -> usize {
+    if len >= LONG && pos >= BEFORE {
+        pos = read_chains(buf, pos, len, out);
     }
     out.reserve(len - out.len());
     while out.len() < len {
@@ -144,41 +178,29 @@ pub(super) fn read(buf: &[u8], len: usize, out: &mut Vec<u32>) -> usize {
     pos
 }
 
-/// Reads what several chains can; the numbers that count and the bytes that they took.
-fn read_chains(buf: &[u8], len: usize, out: &mut Vec<u32>) -> usize {
+/// Reads what several chains can into `out`, and returns the place after it.
+fn read_chains(buf: &[u8], begin: usize, len: usize, out: &mut Vec<u32>) -> usize {
     // What follows the array in its frame is short, so its bytes are nearly all of the rest.
-    let bytes = buf.len().min(len * 5);
+    let bytes = (buf.len() - begin).min(len * WIDEST);
     let part = bytes / CHAINS;
     // Parts differ in how many numbers they hold; a quarter more room is enough for most.
     let room = len / CHAINS + len / (4 * CHAINS);
     *out = vec![0; room * CHAINS];
-    let mut chains = [Chain {
-        pos: 0,
-        until: 0,
-        at: 0,
-        end: 0,
-        first: 0,
-        start: 0,
-    }; CHAINS];
-    for (index, chain) in chains.iter_mut().enumerate() {
-        let from = index * part;
-        let wide = |&byte: &u8| byte == 0xcd || byte == 0xce;
-        let offset = if index == 0 {
-            Some(0)
-        } else {
-            buf[from..].iter().position(wide)
+    let mut chains = std::array::from_fn(|index| {
+        let start = match index {
+            0 => begin,
+            _ => boundary(buf, begin + index * part),
         };
-        let start = offset.map_or(bytes, |offset| from + offset);
         let first = index * room;
-        *chain = Chain {
+        Chain {
             pos: start,
             start,
-            until: bytes,
+            until: begin + bytes,
             at: first,
             end: first + room,
             first,
-        };
-    }
+        }
+    });
     for index in 0..CHAINS - 1 {
         chains[index].until = chains[index + 1].start;
     }
@@ -187,7 +209,7 @@ fn read_chains(buf: &[u8], len: usize, out: &mut Vec<u32>) -> usize {
         while chain.step(buf, out) {}
     }
     // Join those that meet, and move their numbers together.
-    let (mut count, mut pos) = (0, 0);
+    let (mut count, mut pos) = (0, begin);
     for chain in chains {
         if chain.start != pos {
             break;
@@ -202,7 +224,7 @@ fn read_chains(buf: &[u8], len: usize, out: &mut Vec<u32>) -> usize {
     if count > len {
         // The last chain went on into what follows the array.
         count = 0;
-        pos = 0;
+        pos = begin;
     }
     out.truncate(count);
     pos
