@@ -1,0 +1,354 @@
+//! What callers of [`CacheEngine`] rely on, over a real pool.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_engine::{
+    CacheEngine, EngineConfig, EventSink, OwnerId, RemovedEvent, Reservation, StoredEvent,
+    TenantId, WriteRequest, WriteTicket,
+};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_memory::ArenaConfig;
+use parking_lot::Mutex;
+
+/// Bytes of a chunk: a slot of the pool, so that counting chunks counts memory.
+const CHUNK: usize = 4096;
+const WRITER: OwnerId = OwnerId(1);
+const READER: OwnerId = OwnerId(2);
+
+/// An engine with room for so many chunks. Nothing is evicted before the room is gone.
+fn engine(chunks: usize) -> CacheEngine {
+    let mut config = EngineConfig::default();
+    config.shards = Some(2);
+    config.high_watermark = 1.0;
+    config.low_watermark = 1.0;
+    with(config, chunks)
+}
+
+fn with(config: EngineConfig, chunks: usize) -> CacheEngine {
+    let arena = ArenaConfig::anonymous(chunks * CHUNK).build();
+    CacheEngine::new(config, Arc::new(arena.expect("memory"))).expect("the settings are right")
+}
+
+fn key(number: u64) -> ChunkKey {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    hash[8..16].copy_from_slice(&number.to_le_bytes());
+    ChunkKey {
+        space: SpaceId::new([1; 16]),
+        kv_rank: 0,
+        group: 0,
+        hash: ChunkHash::new(hash),
+    }
+}
+
+fn keys(numbers: std::ops::Range<u64>) -> Vec<ChunkKey> {
+    numbers.map(key).collect()
+}
+
+/// Chunks of one prompt, each after the one before.
+fn prompt(numbers: std::ops::Range<u64>) -> Vec<WriteRequest> {
+    let first = numbers.start;
+    let request = |number: u64| WriteRequest {
+        key: key(number),
+        parent: (number > first).then(|| key(number - 1)),
+        tenant: TenantId::default(),
+        len: CHUNK as u64,
+    };
+    numbers.map(request).collect()
+}
+
+fn fill(ticket: &mut WriteTicket) {
+    let byte = ticket.key().hash.as_bytes()[8];
+    ticket.bytes_mut().fill(byte);
+}
+
+/// Writes what is missing; how many chunks that were.
+fn write(engine: &CacheEngine, requests: &[WriteRequest]) -> usize {
+    let mut tickets = Vec::new();
+    for reservation in engine.reserve(WRITER, requests) {
+        if let Reservation::Reserved(mut ticket) = reservation {
+            fill(&mut ticket);
+            tickets.push(ticket);
+        }
+    }
+    engine.commit(tickets)
+}
+
+fn assert_idle(engine: &CacheEngine) {
+    let usage = engine.usage();
+    assert_eq!((usage.leases, usage.reserved_slots), (0, 0));
+    assert_eq!(usage.used_bytes, usage.chunk_bytes, "no slot is lost");
+}
+
+#[test]
+fn written_chunks_are_found_by_everybody_with_their_bytes() {
+    let engine = engine(16);
+    assert_eq!(write(&engine, &prompt(0..5)), 5);
+    assert_eq!(write(&engine, &prompt(0..5)), 0, "nothing is written twice");
+    let found = engine.lookup(READER, &keys(0..8));
+    assert_eq!(found.len(), 5, "the leading ones");
+    for (index, number) in (0..5).enumerate() {
+        let slot = found.get(index).expect("it was found");
+        assert!(slot.bytes().iter().all(|&byte| byte == number));
+    }
+    assert_eq!(engine.usage().leases, 5);
+    engine.release(found);
+    assert_eq!(engine.leading(&keys(0..8)), 5);
+    let there = engine.contains(&keys(3..7));
+    assert_eq!(there, [Some(4096), Some(4096), None, None]);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_hole_ends_a_prefix_and_an_acquisition_is_all_or_nothing() {
+    let engine = engine(16);
+    write(&engine, &prompt(0..2));
+    write(&engine, &prompt(3..5));
+    assert_eq!(engine.lookup(READER, &keys(0..5)).len(), 2);
+    assert!(engine.acquire(READER, &keys(0..5)).is_none());
+    assert_idle(&engine);
+    let held = engine.acquire(READER, &keys(3..5)).expect("both are there");
+    assert_eq!(held.len(), 2);
+    drop(held);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_chunk_is_reserved_once_and_not_found_before_it_is_committed() {
+    let engine = engine(16);
+    let requests = prompt(0..2);
+    let first = engine.reserve(WRITER, &requests);
+    let second = engine.reserve(READER, &requests);
+    assert!(second.iter().all(|r| matches!(r, Reservation::Busy)));
+    assert_eq!(engine.leading(&keys(0..2)), 0);
+    let mut tickets: Vec<_> = first
+        .into_iter()
+        .map(|reservation| match reservation {
+            Reservation::Reserved(ticket) => ticket,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let last = tickets.pop().expect("two were reserved");
+    tickets.iter_mut().for_each(fill);
+    assert_eq!(engine.commit(tickets), 1);
+    assert_eq!(engine.leading(&keys(0..2)), 1);
+    // What is given back unwritten is free again, and was never there.
+    engine.abort(vec![last]);
+    assert_eq!(engine.leading(&keys(0..2)), 1);
+    assert_idle(&engine);
+    let again = engine.reserve(READER, &requests);
+    assert!(matches!(
+        again[..],
+        [Reservation::Present, Reservation::Reserved(_)]
+    ));
+}
+
+#[test]
+fn a_full_pool_evicts_what_nobody_holds_and_else_says_so() {
+    let engine = engine(8);
+    write(&engine, &prompt(0..8));
+    let held = engine.lookup(READER, &keys(0..6));
+    // Two chunks may go, the prompt's tail; the third finds no room.
+    assert_eq!(write(&engine, &prompt(100..103)), 2);
+    assert_eq!(engine.stats().no_room, 1);
+    assert_eq!(engine.leading(&keys(0..8)), 6, "what is leased stays");
+    for (index, number) in (0..6).enumerate() {
+        let slot = held.get(index).expect("it is held");
+        assert!(slot.bytes().iter().all(|&byte| byte == number));
+    }
+    drop(held);
+    assert_eq!(write(&engine, &prompt(200..208)), 8);
+    assert_idle(&engine);
+}
+
+#[test]
+fn the_tail_of_a_prompt_goes_before_its_head() {
+    let engine = engine(8);
+    write(&engine, &prompt(0..8));
+    write(&engine, &prompt(100..103));
+    assert_eq!(engine.leading(&keys(0..8)), 5);
+}
+
+#[test]
+fn pins_outlast_eviction_and_clearing_until_each_is_taken_back() {
+    let engine = engine(4);
+    write(&engine, &prompt(0..2));
+    assert_eq!(engine.pin(&keys(0..3)), [true, true, false]);
+    assert_eq!(engine.pin(&keys(0..1)), [true]);
+    for round in 1..4 {
+        write(&engine, &prompt(100 * round..100 * round + 4));
+    }
+    assert_eq!(engine.leading(&keys(0..2)), 2);
+    assert!(engine.clear(false) > 0);
+    assert_eq!(engine.leading(&keys(0..2)), 2);
+    assert_eq!(engine.unpin(&keys(0..2)), [true, true]);
+    assert_eq!(engine.clear(false), 1, "the first is pinned once more");
+    assert_eq!(engine.unpin(&keys(0..1)), [true]);
+    assert_eq!(engine.unpin(&keys(0..1)), [false]);
+    assert_eq!(engine.clear(false), 1);
+    assert_idle(&engine);
+}
+
+#[test]
+fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
+    let engine = engine(4);
+    write(&engine, &prompt(0..4));
+    let held = engine.lookup(READER, &keys(0..4));
+    assert_eq!(engine.remove(&keys(2..6)), [true, true, false, false]);
+    assert_eq!(engine.leading(&keys(0..4)), 2);
+    assert_eq!(engine.clear(true), 2, "by force, what is leased goes too");
+    assert_eq!(engine.leading(&keys(0..4)), 0);
+    // Its memory is not given to others while it is read.
+    assert_eq!(write(&engine, &prompt(100..104)), 0);
+    let slot = held.get(3).expect("it is held");
+    assert!(slot.bytes().iter().all(|&byte| byte == 3));
+    drop(held);
+    assert_eq!(write(&engine, &prompt(100..104)), 4);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_tenant_with_a_quota_displaces_itself_and_nobody_else() {
+    let engine = engine(8);
+    let tenant = TenantId(7);
+    engine.set_quota(tenant, Some(2 * CHUNK as u64));
+    write(&engine, &prompt(0..4));
+    let of_tenant = |numbers| {
+        let mut requests = prompt(numbers);
+        requests
+            .iter_mut()
+            .for_each(|request| request.tenant = tenant);
+        requests
+    };
+    write(&engine, &of_tenant(100..102));
+    write(&engine, &of_tenant(200..202));
+    assert_eq!(engine.leading(&keys(200..202)), 2);
+    assert_eq!(engine.leading(&keys(100..102)), 0);
+    assert_eq!(engine.leading(&keys(0..4)), 4);
+    let seen = engine.tenants();
+    let seen = seen.iter().find(|status| status.tenant == 7);
+    let seen = seen.expect("it has a quota");
+    assert_eq!((seen.bytes, seen.quota), (8192, Some(8192)));
+}
+
+#[derive(Debug, Default)]
+struct Heard(Mutex<Vec<(bool, ChunkKey)>>);
+
+impl EventSink for Heard {
+    fn on_stored(&self, event: StoredEvent<'_>) {
+        self.0.lock().push((true, *event.key));
+    }
+
+    fn on_removed(&self, event: RemovedEvent<'_>) {
+        self.0.lock().push((false, *event.key));
+    }
+}
+
+#[test]
+fn one_listener_hears_of_all_that_comes_and_goes() {
+    let engine = engine(4);
+    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    assert!(engine.set_events(Arc::clone(&first) as _));
+    assert!(!engine.set_events(Arc::clone(&second) as _));
+    write(&engine, &prompt(0..4));
+    write(&engine, &prompt(100..101));
+    engine.remove(&keys(0..1));
+    engine.clear(false);
+    let heard = first.0.lock();
+    let mut there: Vec<ChunkKey> = Vec::new();
+    for &(stored, key) in heard.iter() {
+        if stored {
+            there.push(key);
+        } else {
+            let at = there.iter().position(|&known| known == key);
+            there.remove(at.expect("only what was stored is removed"));
+        }
+    }
+    assert_eq!(heard.len(), 10, "five came and went");
+    assert!(there.is_empty());
+    assert!(second.0.lock().is_empty());
+}
+
+#[test]
+fn above_the_watermark_chunks_go_by_themselves() {
+    let mut config = EngineConfig::default();
+    (config.high_watermark, config.low_watermark) = (0.75, 0.5);
+    config.maintain_every = Duration::from_millis(1);
+    let engine = with(config, 64);
+    write(&engine, &prompt(0..64));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while engine.usage().chunks > 32 {
+        assert!(Instant::now() < deadline, "{:?}", engine.usage());
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(
+        engine.leading(&keys(0..64)),
+        32,
+        "the head of the prompt is left"
+    );
+    assert_eq!(engine.stats().evicted_watermark, 32);
+}
+
+#[test]
+fn leases_outlive_the_engine() {
+    let engine = engine(4);
+    write(&engine, &prompt(0..2));
+    let held = engine.lookup(READER, &keys(0..2));
+    drop(engine);
+    let slot = held.get(1).expect("it is held");
+    assert!(slot.bytes().iter().all(|&byte| byte == 1));
+}
+
+/// Threads that write, read, pin, remove and clear the same few chunks in a pool that is too
+/// small for them: no read ever sees another chunk's bytes, and in the end nothing is lost.
+#[test]
+fn many_threads_never_see_a_wrong_byte() {
+    let engine = engine(24);
+    thread::scope(|scope| {
+        for worker in 0..4u64 {
+            let engine = engine.clone();
+            scope.spawn(move || {
+                let mut state = worker + 1;
+                for _ in 0..3000 {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    let first = state % 6 * 10;
+                    let numbers = first..first + 1 + (state >> 8) % 10;
+                    match state >> 16 & 15 {
+                        0..=5 => {
+                            write(&engine, &prompt(numbers));
+                        }
+                        6..=12 => {
+                            let owner = OwnerId(10 + worker);
+                            let held = engine.lookup(owner, &keys(numbers.clone()));
+                            for (index, number) in numbers.enumerate() {
+                                let Some(slot) = held.get(index) else { break };
+                                let right = |&byte: &u8| byte == number as u8;
+                                assert!(slot.bytes().iter().all(right));
+                            }
+                        }
+                        13 => {
+                            let wanted = keys(numbers);
+                            let pinned = engine.pin(&wanted);
+                            let mine = wanted.iter().zip(pinned);
+                            let mine: Vec<_> = mine.filter(|p| p.1).map(|p| *p.0).collect();
+                            engine.unpin(&mine);
+                        }
+                        14 => {
+                            engine.remove(&keys(numbers));
+                        }
+                        _ => {
+                            engine.clear(state >> 20 & 1 == 0);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert_idle(&engine);
+    engine.clear(true);
+    assert_eq!(engine.usage().used_bytes, 0);
+}
