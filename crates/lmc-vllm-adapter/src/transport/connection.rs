@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use tokio::io::Interest;
@@ -22,6 +22,10 @@ use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode
 const READ_CHUNK: usize = 64 << 10;
 /// Bytes that an announced frame makes the buffer grow at a time.
 const GROW_CHUNK: usize = 1 << 20;
+/// How long a connection is looked at again and again after bytes came or went, before its
+/// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
+/// takes tens of microseconds; other connections are served in between.
+const LOOK_AGAIN: Duration = Duration::from_micros(50);
 /// Event streams of one connection.
 const MAX_STREAMS: usize = 64;
 
@@ -122,8 +126,10 @@ impl Connection {
                 (false, true) => None,
             };
             let streaming = self.streams.values().any(|stream| stream.credit);
+            let look_again = interest.is_some() && waiting_since.elapsed() < LOOK_AGAIN;
             let stalled = waiting_since + self.config.peer_timeout;
             tokio::select! {
+                biased;
                 ready = self.stream.ready(interest.unwrap_or(Interest::WRITABLE)),
                     if interest.is_some() => match ready {
                     Ok(ready) if ready.is_readable() && may_read => match self.read() {
@@ -140,6 +146,7 @@ impl Connection {
                 }
                 Ok(()) = self.events.changed(), if streaming => {}
                 _ = self.stop.changed(), if !stopping => {}
+                () = tokio::task::yield_now(), if look_again => {}
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
                     return ConnectionEnd::Closed;
