@@ -10,6 +10,7 @@ use lmc_backend_local::{
 use lmc_key::ChunkKey;
 use lmc_memory::{Arena, Pool, PoolConfig, SharedName};
 use parking_lot::{Condvar, Mutex};
+use serde::Serialize;
 
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
@@ -20,12 +21,12 @@ use crate::write::{Reservation, WriteRequest, WriteTicket};
 const EVICT_AT_ONCE: usize = 256;
 
 /// How one tier is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierHealth {
     /// Name of the tier.
     pub tier: &'static str,
-    /// What is wrong with it; none when all is well.
+    /// What is wrong with it, and what to do about it; none when all is well.
     pub fault: Option<String>,
 }
 
@@ -214,7 +215,7 @@ impl CacheEngine {
     pub fn health(&self) -> Vec<TierHealth> {
         vec![TierHealth {
             tier: "dram",
-            fault: None,
+            fault: self.0.tier.pool().fault(),
         }]
     }
 
@@ -245,6 +246,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         let Some(inner) = engine.upgrade() else {
             return;
         };
+        inner.tier.pool().recover();
         while inner.tier.maintain(EVICT_AT_ONCE).more {
             thread::yield_now();
         }

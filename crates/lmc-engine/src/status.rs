@@ -25,6 +25,8 @@ pub struct EngineUsage {
     pub pinned: u64,
     /// Slots that something may still be writing to after a failure.
     pub quarantined_slots: u64,
+    /// Bytes of the pool that the system has no memory for.
+    pub withheld_bytes: u64,
     /// Bytes whose memory the system has provided already.
     pub prefaulted_bytes: u64,
 }
@@ -41,6 +43,7 @@ impl EngineUsage {
             reserved_slots: local.writing,
             pinned: local.pinned,
             quarantined_slots: local.pool.quarantined_slots,
+            withheld_bytes: local.pool.withheld_bytes,
             prefaulted_bytes,
         }
     }

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{
     ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, GroupLayout, KvFormat,
-    MappedSegment, PagedKv, PlanRequest, Prefault, SegmentError, SharedName, TensorView,
+    MappedSegment, PagedKv, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
+    TensorView,
 };
 
 const VARIABLE: &str = "LMC_TEST_SMALL_SHM";
@@ -54,6 +55,7 @@ fn inside() {
     a_pool_that_does_not_fit_is_refused();
     an_engine_without_pages_is_lost();
     a_prefault_that_runs_out_of_room_says_so();
+    a_pool_hands_out_only_what_can_be_touched();
 }
 
 fn a_pool_that_does_not_fit_is_refused() {
@@ -120,15 +122,67 @@ fn a_prefault_that_runs_out_of_room_says_so() {
     loop {
         let progress = arena.prefault_progress();
         if let Some(error) = progress.error {
-            assert!(error.contains("/dev/shm ran full"), "{error}");
-            return;
+            assert!(error.contains("/dev/shm is full"), "{error}");
+            // Room comes back, and the prefault goes on.
+            fs::remove_file("/dev/shm/other").expect("was written");
+            break;
         }
         if progress.done == progress.total {
+            fs::remove_file("/dev/shm/other").expect("was written");
             return;
         }
         assert!(Instant::now() < deadline, "{progress:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
+    loop {
+        let progress = arena.prefault_progress();
+        if progress.done == progress.total && progress.error.is_none() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{progress:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Without a prefault: what is handed out can be written, what cannot be written is withheld,
+/// and comes back when there is room.
+fn a_pool_hands_out_only_what_can_be_touched() {
+    let arena = ArenaConfig::shared("lmc_full", 60 << 20);
+    let arena = arena.build().expect("60 of 64 MiB are free");
+    let pool = Pool::new(arena.into(), PoolConfig::default()).expect("a pool");
+    let mut first = pool.reserve(1 << 20).expect("an empty pool");
+    fill("/dev/shm/other");
+    first.bytes_mut().fill(1);
+    // The page after it came with it; the pool holds no other that can be touched.
+    let mut held = Vec::new();
+    let more = (0..60).filter_map(|_| pool.reserve(1 << 20));
+    for mut slot in more {
+        slot.bytes_mut().fill(2);
+        held.push(slot);
+    }
+    assert!(
+        held.len() <= 1,
+        "{} more without a page for them",
+        held.len()
+    );
+    let fault = pool.fault().expect("a reason");
+    assert!(fault.contains("/dev/shm is full"), "{fault}");
+    assert!(pool.usage().withheld_bytes > 0);
+    // What had pages is handed out again, however much is withheld.
+    drop(first);
+    pool.reserve(1 << 20)
+        .expect("what was given back")
+        .bytes_mut()
+        .fill(3);
+    pool.recover();
+    assert!(pool.usage().withheld_bytes > 0, "there is still no room");
+
+    fs::remove_file("/dev/shm/other").expect("was written");
+    pool.recover();
+    assert_eq!((pool.usage().withheld_bytes, pool.fault()), (0, None));
+    drop(held);
+    let mut whole = pool.reserve(60 << 20).expect("all in one piece again");
+    whole.bytes_mut().fill(4);
 }
 
 /// Writes to a file until the file system has no room left.

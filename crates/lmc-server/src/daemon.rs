@@ -192,19 +192,22 @@ impl Signals {
 async fn watch_prefault(arena: Arc<Arena>, mut stopped: watch::Receiver<bool>) {
     let started = Instant::now();
     let mut every = tokio::time::interval(Duration::from_millis(250));
+    let mut warned = false;
     loop {
         tokio::select! {
             _ = every.tick() => {}
             _ = stopped.wait_for(|&stop| stop) => return,
         }
         let progress = arena.prefault_progress();
-        if let Some(error) = progress.error {
+        if let Some(error) = progress.error
+            && !warned
+        {
+            warned = true;
             warn!(
-                "pool: only {} of {} are present ({error}); the rest comes with its first use",
+                "pool: only {} of {} are present: {error}",
                 human_bytes(progress.done),
                 human_bytes(progress.total),
             );
-            return;
         }
         if progress.done >= progress.total {
             if progress.total > 0 {

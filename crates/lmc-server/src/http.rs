@@ -106,7 +106,13 @@ async fn unknown_method(method: Method, uri: Uri) -> Response {
 
 async fn health(State(http): Shared) -> Response {
     match http.probe.run().await {
-        Ok(_) => Json(json!({"status": "ok"})).into_response(),
+        Ok(status) => {
+            let word = match status.tiers.iter().any(|tier| tier.fault.is_some()) {
+                true => "degraded",
+                false => "ok",
+            };
+            Json(json!({"status": word, "tiers": status.tiers})).into_response()
+        }
         Err(reason) => {
             let body = json!({"status": "stuck", "reason": reason, "error": reason});
             (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()

@@ -57,6 +57,8 @@ metrics! {
     "lmc_pinned_chunks" gauge "Chunks pinned." = |s| s.usage.pinned;
     "lmc_reserved_slots" gauge "Slots reserved and not committed." = |s| s.usage.reserved_slots;
     "lmc_quarantined_slots" gauge "Slots that something may still be writing to after a failure." = |s| s.usage.quarantined_slots;
+    "lmc_pool_withheld_bytes" gauge "Bytes of the pool that the system has no memory for: /dev/shm is full." = |s| s.usage.withheld_bytes;
+    "lmc_faulty_tiers" gauge "Tiers that are not all well; GET /status says why." = |s| s.tiers.iter().filter(|tier| tier.fault.is_some()).count();
     "lmc_sessions" gauge "Requests under way." = |s| s.sessions.sessions;
     "lmc_workers" gauge "Workers registered." = |s| s.instances.len();
     "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;

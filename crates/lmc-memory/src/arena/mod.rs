@@ -63,6 +63,13 @@ impl Arena {
             .unwrap_or_default()
     }
 
+    /// Sees to it that touching a part cannot kill for lack of memory in `/dev/shm`.
+    pub(crate) fn ensure(&self, offset: u64, len: u64) -> Result<(), String> {
+        self.backing
+            .ensure(offset, len)
+            .map_err(|error| prefault::explain(&error))
+    }
+
     /// Takes the name of a shared arena away at once; the memory stays mapped until drop.
     ///
     /// A server calls this on a clean stop, where a leaked (quarantined) slot would keep the

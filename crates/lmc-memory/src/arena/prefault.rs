@@ -5,11 +5,15 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::PrefaultProgress;
 use super::backing::Backing;
+
+/// Time between two attempts to get memory that was not to be had.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// Bytes that a thread takes at a time: some ten milliseconds, which bounds how long a drop
 /// waits, and a multiple of every page size.
@@ -22,7 +26,9 @@ struct Work {
     next: AtomicU64,
     done: AtomicU64,
     stop: AtomicBool,
+    /// Why a thread waits for memory, and what wakes it when all ends.
     error: Mutex<Option<String>>,
+    wake: Condvar,
 }
 
 /// Threads that walk an arena. Stopped and joined on drop.
@@ -41,6 +47,7 @@ impl Prefaulter {
             done: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             error: Mutex::new(None),
+            wake: Condvar::new(),
         });
         let mut this = Self {
             work: Arc::clone(&work),
@@ -67,7 +74,11 @@ impl Prefaulter {
 
 impl Drop for Prefaulter {
     fn drop(&mut self) {
-        self.work.stop.store(true, Ordering::Relaxed);
+        {
+            let _waits = self.work.error.lock();
+            self.work.stop.store(true, Ordering::Relaxed);
+            self.work.wake.notify_all();
+        }
         for thread in self.threads.drain(..) {
             // A panic there has been printed; the arena is usable without the prefault.
             let _ = thread.join();
@@ -87,24 +98,29 @@ impl Work {
                 return;
             }
             let len = PIECE.min(self.total() - start);
-            if let Err(error) = self.backing.make_present(start, len) {
-                self.stop.store(true, Ordering::Relaxed);
-                let mut first = self.error.lock();
-                first.get_or_insert_with(|| explain(&error));
-                return;
+            while let Err(failure) = self.backing.make_present(start, len) {
+                let mut error = self.error.lock();
+                if self.stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                *error = Some(explain(&failure));
+                self.wake.wait_for(&mut error, RETRY);
+                if self.stop.load(Ordering::Relaxed) {
+                    return;
+                }
             }
+            *self.error.lock() = None;
             self.done.fetch_add(len, Ordering::Relaxed);
         }
     }
 }
 
 /// Names the remedy of the failures that an operator can do something about.
-fn explain(error: &io::Error) -> String {
+pub(super) fn explain(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOSPC) => format!(
-            "/dev/shm ran full while the pool was being prefaulted ({error}): something else \
-             fills it; enlarge it or make the pool smaller, since touching the rest would kill \
-             this process and its clients"
+            "/dev/shm is full ({error}), so that a part of the pool cannot be used: free some of \
+             it, enlarge it (mount -o remount,size=… /dev/shm), or make the pool smaller"
         ),
         Some(libc::ENOMEM | libc::EFAULT) => {
             let free = fs::read_to_string("/proc/meminfo")
@@ -117,6 +133,6 @@ fn explain(error: &io::Error) -> String {
                 .unwrap_or_default();
             format!("no memory left for the pool ({error}; {free}): make the pool smaller")
         }
-        _ => format!("prefault stopped: {error}"),
+        _ => format!("a part of the pool cannot be used: {error}"),
     }
 }

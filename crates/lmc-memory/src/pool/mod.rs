@@ -78,6 +78,9 @@ pub struct PoolUsage {
     pub quarantined_bytes: u64,
     /// Slots in quarantine.
     pub quarantined_slots: u64,
+    /// Bytes that the system had no memory for when they were to be handed out: `/dev/shm` is
+    /// full. [`Pool::recover`] tries them again.
+    pub withheld_bytes: u64,
 }
 
 /// Hands out slots of an arena, in O(1) and without touching their bytes.
@@ -103,7 +106,14 @@ struct State {
     slots: u64,
     quarantined_units: u64,
     quarantined_slots: u64,
+    /// Nodes that there was no memory for, with their first units.
+    withheld: Vec<(u32, u32)>,
+    /// Why not.
+    fault: Option<String>,
 }
+
+/// Ranges without memory that one reservation may come upon.
+const WITHHELD_PER_RESERVE: u32 = 8;
 
 impl Pool {
     /// A pool over all of an arena.
@@ -125,6 +135,8 @@ impl Pool {
             slots: 0,
             quarantined_units: 0,
             quarantined_slots: 0,
+            withheld: Vec::new(),
+            fault: None,
         };
         let inner = Inner {
             arena,
@@ -150,14 +162,13 @@ impl Pool {
 
     /// Takes a slot of `len` bytes, whose content is whatever was there before; `None` when
     /// nothing large enough is free or `len` is 0. O(1), touches no byte of the slot.
+    ///
+    /// Memory of a shared arena is taken from the file system the first time, so that a full
+    /// `/dev/shm` is no memory here and no death of whoever writes to the slot.
     pub fn reserve(&self, len: u64) -> Option<ReservedSlot> {
         let units = u32::try_from(len.div_ceil(self.align())).ok()?;
-        let (node, unit) = {
-            let mut state = self.inner.state.lock();
-            let taken = state.fit.take(units)?;
-            state.slots += 1;
-            taken
-        };
+        let take = |_| self.take(units);
+        let (node, unit) = (0..WITHHELD_PER_RESERVE).find_map(take)??;
         // Nobody else knows the node yet; the mutex that hands it on orders this store.
         self.inner.counts.at(node).store(1, Ordering::Relaxed);
         Some(ReservedSlot(Handle {
@@ -166,6 +177,55 @@ impl Pool {
             unit,
             len,
         }))
+    }
+
+    /// A range to hand out; `Some(None)` when none is free, `None` when the one found has no
+    /// memory and another may.
+    fn take(&self, units: u32) -> Option<Option<(u32, u32)>> {
+        let (node, unit) = {
+            let mut state = self.inner.state.lock();
+            let Some(taken) = state.fit.take(units) else {
+                return Some(None);
+            };
+            state.slots += 1;
+            taken
+        };
+        let Err(fault) = self.inner.ensure(unit, units) else {
+            return Some(Some((node, unit)));
+        };
+        let mut state = self.inner.state.lock();
+        state.slots -= 1;
+        state.withheld.push((node, unit));
+        state.fault = Some(fault);
+        None
+    }
+
+    /// Tries again to get memory for what is withheld. To be called from time to time.
+    pub fn recover(&self) {
+        loop {
+            let (node, unit, units) = {
+                let mut state = self.inner.state.lock();
+                let Some((node, unit)) = state.withheld.pop() else {
+                    state.fault = None;
+                    return;
+                };
+                (node, unit, state.fit.units_of(node))
+            };
+            let ensured = self.inner.ensure(unit, units);
+            let mut state = self.inner.state.lock();
+            if let Err(fault) = ensured {
+                state.withheld.push((node, unit));
+                state.fault = Some(fault);
+                return;
+            }
+            state.fit.give(node);
+        }
+    }
+
+    /// Why a part of the memory cannot be used, and what to do about it; `None` while all can.
+    pub fn fault(&self) -> Option<String> {
+        let fault = self.inner.state.lock().fault.clone();
+        fault.or_else(|| self.arena().prefault_progress().error)
     }
 
     /// What the pool holds now.
@@ -180,11 +240,21 @@ impl Pool {
             largest_free: bytes(state.fit.largest_free()),
             quarantined_bytes: state.quarantined_units << inner.align_bits,
             quarantined_slots: state.quarantined_slots,
+            withheld_bytes: state
+                .withheld
+                .iter()
+                .map(|&(node, _)| bytes(state.fit.units_of(node)))
+                .sum(),
         }
     }
 }
 
 impl Inner {
+    fn ensure(&self, unit: u32, units: u32) -> Result<(), String> {
+        let bytes = |units: u32| u64::from(units) << self.align_bits;
+        self.arena.ensure(bytes(unit), bytes(units))
+    }
+
     /// Takes back the range of a slot whose last owner went.
     fn give(&self, node: u32) {
         let mut state = self.state.lock();

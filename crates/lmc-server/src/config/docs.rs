@@ -90,7 +90,7 @@ pub fn documentation() -> String {
          ## HTTP paths\n\n\
          Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\n\
          | path | answers |\n|---|---|\n\
-         | `GET /healthz` | 200 when engines are answered; 503 with the reason when the engines' own socket or the state behind it does not answer within 2 s |\n\
+         | `GET /healthz` | 200 when engines are answered, with `degraded` and the reason when a tier is not all well; 503 with the reason when the engines' own socket or the state behind it does not answer within 2 s |\n\
          | `GET /metrics` | Prometheus' text format, see [metrics](metrics.md) |\n\
          | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
          | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\

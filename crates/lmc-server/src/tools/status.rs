@@ -107,6 +107,11 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
             counts["lookups"]
         ),
     );
+    for tier in status["tiers"].as_array().into_iter().flatten() {
+        if let Some(fault) = tier["fault"].as_str() {
+            line("fault", format!("{}: {fault}", text(&tier["tier"])));
+        }
+    }
     let evicted: f64 = ["evicted_room", "evicted_quota", "evicted_watermark"]
         .iter()
         .map(|why| number(&engine[*why]))

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use lmc_engine::{EngineStats, EngineUsage};
+use lmc_engine::{EngineStats, EngineUsage, TierHealth};
 use lmc_key::MemoStats;
 use serde::Serialize;
 
@@ -94,6 +94,8 @@ pub struct ServiceStatus {
     pub sessions: SessionStatus,
     /// Transfers under way.
     pub transfers: TransferStatus,
+    /// How each tier is, fastest first.
+    pub tiers: Vec<TierHealth>,
     /// Memory, leases, reservations.
     pub usage: EngineUsage,
     /// Counters of the tiers.
@@ -128,6 +130,7 @@ impl Service {
             instances,
             sessions: SessionStatus { sessions },
             transfers,
+            tiers: shared.engine.health(),
             usage: shared.engine.usage(),
             engine: shared.engine.stats(),
             events: EventLogStatus {
