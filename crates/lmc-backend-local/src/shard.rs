@@ -299,9 +299,14 @@ impl Shard {
         self.pins.len() as u64
     }
 
-    /// Names the parent of an entry. `false` when the entry is gone.
+    /// Whether an entry is there and names this parent.
+    pub(crate) fn has_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
+        self.slab.named(child).is_some() && self.slab.identity(child.index()).parent == parent
+    }
+
+    /// Names the parent of an entry. `false` when the entry is gone, or names it already.
     pub(crate) fn set_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
-        if self.slab.named(child).is_none() {
+        if self.slab.named(child).is_none() || self.has_parent(child, parent) {
             return false;
         }
         self.slab.identity_mut(child.index()).parent = parent;

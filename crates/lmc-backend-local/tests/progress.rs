@@ -347,7 +347,7 @@ fn a_change_of_quota_keeps_the_order_of_age() {
     (0..40)
         .rev()
         .filter(|n| n % 2 == 1)
-        .for_each(|n| tier.touch(&keys(n, n + 1)));
+        .for_each(|n| tier.touch(&[(test_key(n), None)]));
     tier.set_quota(TenantId(1), Some(30 * UNIT));
     tier.insert(vec![chunk(&tier, 50, None, TenantId(1))]);
     let gone = |n: &u64| tier.contains(&keys(*n, n + 1)) == [None];

@@ -118,7 +118,10 @@ impl CacheEngine {
     }
 
     /// Reserves memory for chunks, one answer each, in order. Evicts what may go; never waits.
+    /// A batch is best given in the order of the prompt: what is there of it counts as used.
     pub fn reserve(&self, owner: OwnerId, requests: &[WriteRequest]) -> Vec<Reservation> {
+        let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
+        self.0.tier.touch(&prompt);
         let reserve = |request: &WriteRequest| {
             let WriteRequest {
                 key,

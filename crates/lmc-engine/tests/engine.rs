@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{
-    CacheEngine, EngineConfig, EventSink, OwnerId, RemovedEvent, Reservation, StoredEvent,
-    TenantId, WriteRequest, WriteTicket,
+    CacheEngine, EngineConfig, EventSink, OwnerId, PolicyKind, RemovedEvent, Reservation,
+    StoredEvent, TenantId, WriteRequest, WriteTicket,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -19,10 +19,15 @@ const READER: OwnerId = OwnerId(2);
 
 /// An engine with room for so many chunks. Nothing is evicted before the room is gone.
 fn engine(chunks: usize) -> CacheEngine {
+    engine_with(chunks, |_| {})
+}
+
+fn engine_with(chunks: usize, change: impl FnOnce(&mut EngineConfig)) -> CacheEngine {
     let mut config = EngineConfig::default();
     config.shards = Some(2);
     config.high_watermark = 1.0;
     config.low_watermark = 1.0;
+    change(&mut config);
     with(config, chunks)
 }
 
@@ -64,15 +69,20 @@ fn fill(ticket: &mut WriteTicket) {
     ticket.bytes_mut().fill(byte);
 }
 
+/// What may be written of these.
+fn reserved(engine: &CacheEngine, requests: &[WriteRequest]) -> Vec<WriteTicket> {
+    let reserved = engine.reserve(WRITER, requests).into_iter();
+    let ticket = |reservation| match reservation {
+        Reservation::Reserved(ticket) => Some(ticket),
+        _ => None,
+    };
+    reserved.filter_map(ticket).collect()
+}
+
 /// Writes what is missing; how many chunks that were.
 fn write(engine: &CacheEngine, requests: &[WriteRequest]) -> usize {
-    let mut tickets = Vec::new();
-    for reservation in engine.reserve(WRITER, requests) {
-        if let Reservation::Reserved(mut ticket) = reservation {
-            fill(&mut ticket);
-            tickets.push(ticket);
-        }
-    }
+    let mut tickets = reserved(engine, requests);
+    tickets.iter_mut().for_each(fill);
     engine.commit(tickets)
 }
 
@@ -351,4 +361,40 @@ fn many_threads_never_see_a_wrong_byte() {
     assert_idle(&engine);
     engine.clear(true);
     assert_eq!(engine.usage().used_bytes, 0);
+}
+
+/// Two sessions share a head: the one that found it being written commits its own chunks first.
+#[test]
+fn a_head_that_was_committed_after_its_tail_outlives_it() {
+    for policy in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc] {
+        let engine = engine_with(8, |config| config.policy = policy);
+        let head = reserved(&engine, &prompt(0..1));
+        let tail = reserved(&engine, &prompt(0..4));
+        assert_eq!(tail.len(), 3);
+        engine.commit(tail);
+        engine.commit(head);
+        // The next turn of the conversation stores one more chunk.
+        assert_eq!(write(&engine, &prompt(0..5)), 1);
+        // One must go for another prompt.
+        write(&engine, &prompt(100..104));
+        assert_eq!(
+            engine.leading(&keys(0..5)),
+            4,
+            "{policy}: the last one went"
+        );
+    }
+}
+
+/// A turn that stores what is there already uses it all, the head as the last.
+#[test]
+fn what_is_stored_again_is_evicted_from_its_tail() {
+    let engine = engine_with(8, |config| config.policy = PolicyKind::Lru);
+    let mut loose = prompt(0..4);
+    loose.iter_mut().for_each(|request| request.parent = None);
+    write(&engine, &loose);
+    write(&engine, &prompt(100..104));
+    assert_eq!(write(&engine, &loose), 0);
+    write(&engine, &prompt(200..206));
+    assert_eq!(engine.leading(&keys(0..4)), 2);
+    assert_eq!(engine.leading(&keys(100..104)), 0, "it was used before");
 }

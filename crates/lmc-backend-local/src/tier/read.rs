@@ -9,6 +9,7 @@ use super::batch::{group, parts};
 use super::{Inner, LocalTier};
 use crate::lease::Leased;
 use crate::shard::WARM;
+use crate::slab::EntryRef;
 use crate::{Lease, Leases, OwnerId, Removal, TenantId};
 
 /// How much [`LocalTier::clear`] takes.
@@ -89,21 +90,25 @@ impl LocalTier {
         leased.into_iter().map(lease).collect()
     }
 
-    /// Counts the keys that are present as used.
-    pub fn touch(&self, keys: &[ChunkKey]) {
+    /// Counts the chunks of a prompt that are present as used, the head as the last, and ties
+    /// each to its parent: one may have been stored after the other.
+    pub fn touch(&self, prompt: &[(ChunkKey, Option<ChunkKey>)]) {
         let inner = &self.0;
-        let batch = inner.batch(keys.iter().copied());
-        let first = inner.stamps(keys.len());
+        let batch = inner.batch(prompt.iter().map(|&(key, _)| key));
+        let first = inner.stamps(prompt.len());
+        let mut names = vec![EntryRef::NONE; prompt.len()];
         for (shard, places) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
             for &place in places {
                 let place = place as usize;
-                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
-                    shard.touch(index, first + (keys.len() - 1 - place) as u64);
+                if let Some(index) = shard.find(batch.folds[place], &prompt[place].0) {
+                    shard.touch(index, first + (prompt.len() - 1 - place) as u64);
+                    names[place] = shard.name(index);
                 }
             }
             shard.publish();
         }
+        inner.link_all(&names, prompt);
     }
 
     /// Whether each key is present, and its bytes. Does not count as use, nor as hit or miss.

@@ -143,7 +143,7 @@ fn op() -> impl Strategy<Value = Op> {
 struct Chunk {
     incarnation: u64,
     tenant: TenantId,
-    /// The incarnation of its parent, where it was resident when this one came.
+    /// The incarnation of its parent, where it was resident when this one came or was used.
     parent: Option<u64>,
     pins: u32,
 }
@@ -205,6 +205,11 @@ impl Rig {
         self.run(start, len).into_iter().map(test_key).collect()
     }
 
+    fn prompt(&self, start: u64, len: u64) -> Vec<(ChunkKey, Option<ChunkKey>)> {
+        let numbers = self.run(start, len).into_iter();
+        numbers.map(|n| (test_key(n), Self::parent(n))).collect()
+    }
+
     /// Key `n` continues key `n - 1`, but every eighth begins a prompt.
     fn parent(n: u64) -> Option<ChunkKey> {
         (!n.is_multiple_of(8)).then(|| test_key(n - 1))
@@ -231,7 +236,7 @@ impl Rig {
     }
 
     /// Applies what the tier told, checking each eviction. `linked` are the chunks that the
-    /// operation inserts: their parents are counted only after all of them are in.
+    /// operation inserts or finds present: their parents are counted only after all of them are in.
     fn learn(&mut self, tenant: TenantId, linked: &[u64]) {
         let events = std::mem::take(&mut *self.log.0.lock());
         let mut linked_yet = linked.is_empty();
@@ -270,8 +275,9 @@ impl Rig {
         for &n in linked {
             let parent = Self::parent(n).and_then(|parent| self.resident.get(&parent));
             let parent = parent.map(|parent| parent.incarnation);
-            let chunk = self.resident.get_mut(&test_key(n)).expect("it was stored");
-            chunk.parent = parent;
+            if let Some(chunk) = self.resident.get_mut(&test_key(n)) {
+                chunk.parent = parent.or(chunk.parent);
+            }
         }
     }
 
@@ -355,16 +361,11 @@ impl Rig {
     }
 
     fn inserted(&mut self, tenant: TenantId, asked: &[u64], answers: &[Inserted]) {
-        let new: Vec<u64> = asked
-            .iter()
-            .zip(answers)
-            .filter_map(|(n, answer)| (*answer == Inserted::New).then_some(*n))
-            .collect();
         for (n, answer) in asked.iter().zip(answers) {
             let was_there = self.resident.contains_key(&test_key(*n));
             assert_eq!(*answer == Inserted::Present, was_there);
         }
-        self.learn(tenant, &new);
+        self.learn(tenant, asked);
     }
 
     fn keep(&mut self, leases: Leases, keys: &[ChunkKey]) {
@@ -487,7 +488,10 @@ impl Rig {
                     self.leases.push((leases, held));
                 }
             }
-            Op::Touch { start, len } => self.tier.touch(&self.keys(start, len)),
+            Op::Touch { start, len } => {
+                self.tier.touch(&self.prompt(start, len));
+                self.link(&self.run(start, len));
+            }
             Op::Lookup { start, len } => {
                 let keys = self.keys(start, len);
                 let leading = keys

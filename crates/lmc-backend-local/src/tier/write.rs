@@ -38,7 +38,8 @@ pub enum Inserted {
 /// The answer to [`LocalTier::begin_write`].
 #[derive(Debug)]
 pub enum WriteStart {
-    /// The chunk is there already. Nothing is to be written; it counts as used.
+    /// The chunk is there already. Nothing is to be written, and nothing was counted:
+    /// [`LocalTier::touch`] does that for a whole prompt.
     Present,
     /// Somebody else is writing it.
     Busy,
@@ -139,9 +140,7 @@ impl LocalTier {
         let fold = key.fold();
         let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
         let mut shard = inner.shards[inner.shard_of(fold)].lock();
-        if let Some(index) = shard.find(fold, &key) {
-            shard.touch(index, inner.stamps(1));
-            shard.publish();
+        if shard.find(fold, &key).is_some() {
             return Ok(WriteStart::Present);
         }
         if !shard.begin_write(key, number) {
@@ -267,21 +266,7 @@ impl LocalTier {
         }
         inner.counters.duplicates.add(duplicates.len() as u64);
         drop(duplicates);
-        for place in 0..count {
-            let (_, Some(parent)) = lineage[place] else {
-                continue;
-            };
-            if inserted[place] == Inserted::New {
-                let before = place.checked_sub(1).filter(|&at| lineage[at].0 == parent);
-                let name = match before {
-                    Some(at) => Some(names[at]),
-                    None => inner.name_of(&parent),
-                };
-                if let Some(name) = name {
-                    inner.link(names[place], name);
-                }
-            }
-        }
+        inner.link_all(&names, &lineage);
         let owner = match owner {
             Some(owner) => {
                 inner.leases.take(owner, count as u64);
@@ -330,16 +315,42 @@ impl Inner {
         index
     }
 
-    fn name_of(&self, key: &ChunkKey) -> Option<EntryRef> {
-        let fold = key.fold();
-        let shard = self.shards[self.shard_of(fold)].lock();
-        shard.find(fold, key).map(|index| shard.name(index))
+    /// Ties chunks to their parents, where both are present. `names` are those of the chunks.
+    pub(super) fn link_all(&self, names: &[EntryRef], prompt: &[(ChunkKey, Option<ChunkKey>)]) {
+        for (place, &name) in names.iter().enumerate() {
+            let (_, Some(parent)) = prompt[place] else {
+                continue;
+            };
+            if name == EntryRef::NONE {
+                continue;
+            }
+            let before = place.checked_sub(1).filter(|&at| prompt[at].0 == parent);
+            let parent = match before {
+                Some(at) => names[at],
+                None => self.name_of(&parent),
+            };
+            if parent != EntryRef::NONE {
+                self.link(name, parent);
+            }
+        }
     }
 
-    /// Counts a child for its parent. One lock after the other, so either may be evicted in
-    /// between: then there is nothing to count.
+    fn name_of(&self, key: &ChunkKey) -> EntryRef {
+        let fold = key.fold();
+        let shard = self.shards[self.shard_of(fold)].lock();
+        let found = shard.find(fold, key);
+        found.map_or(EntryRef::NONE, |index| shard.name(index))
+    }
+
+    /// Counts a child for its parent, once. One lock after the other, so either may be evicted
+    /// in between: then there is nothing to count. A parent that the child names already and
+    /// that is not this one is gone, as a key has one entry.
     fn link(&self, child: EntryRef, parent: EntryRef) {
-        if child == parent || !self.shards[parent.shard()].lock().add_child(parent) {
+        let linked = |child: EntryRef| self.shards[child.shard()].lock().has_parent(child, parent);
+        if child == parent || linked(child) {
+            return;
+        }
+        if !self.shards[parent.shard()].lock().add_child(parent) {
             return;
         }
         if !self.shards[child.shard()].lock().set_parent(child, parent) {
