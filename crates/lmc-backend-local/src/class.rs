@@ -1,8 +1,8 @@
 //! Tenants: what they use, and what they may.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
@@ -95,8 +95,8 @@ pub(crate) struct Tenant {
     bytes: AtomicU64,
     writing: AtomicU64,
     quota: AtomicU64,
-    /// Its own class while it has a quota.
-    pub(crate) class: Arc<Class>,
+    shards: usize,
+    class: OnceLock<Arc<Class>>,
 }
 
 const NO_QUOTA: u64 = u64::MAX;
@@ -123,9 +123,14 @@ impl Tenant {
         (quota != NO_QUOTA).then_some(quota)
     }
 
-    pub(crate) fn set_quota(&self, quota: Option<u64>) {
-        self.quota
-            .store(quota.unwrap_or(NO_QUOTA), Ordering::Relaxed);
+    /// What its chunks are queued in while it has a quota.
+    pub(crate) fn class(&self) -> &Arc<Class> {
+        self.class.get_or_init(|| Arc::new(Class::new(self.shards)))
+    }
+
+    fn in_use(&self) -> bool {
+        let usage = self.usage();
+        usage.bytes > 0 || usage.writing > 0 || usage.quota.is_some()
     }
 
     pub(crate) fn usage(&self) -> TenantUsage {
@@ -137,60 +142,82 @@ impl Tenant {
     }
 }
 
-/// All tenants that were ever seen. They are few, and their numbers small, so none is forgotten.
-#[derive(Debug, Default)]
+/// Tenants above which those that use nothing are forgotten.
+const PURGE_ABOVE: usize = 1024;
+
+/// The tenants that use something, have a quota, or did lately.
+#[derive(Debug)]
 pub(crate) struct Tenants {
-    all: RwLock<HashMap<TenantId, Arc<Tenant>>>,
-    /// Tenants with a quota: while 0, nothing about quotas is looked at.
-    with_quota: AtomicU64,
+    shards: usize,
+    known: RwLock<Known>,
+    /// Those with a quota: a few, which every eviction looks at.
+    with_quota: RwLock<Arc<[Arc<Tenant>]>>,
+}
+
+#[derive(Debug)]
+struct Known {
+    tenants: HashMap<TenantId, Arc<Tenant>>,
+    purge_above: usize,
 }
 
 impl Tenants {
-    pub(crate) fn get(&self, id: TenantId, shards: usize) -> Arc<Tenant> {
-        if let Some(tenant) = self.all.read().get(&id) {
-            return Arc::clone(tenant);
+    pub(crate) fn new(shards: usize) -> Self {
+        let known = Known {
+            tenants: HashMap::new(),
+            purge_above: PURGE_ABOVE,
+        };
+        Self {
+            shards,
+            known: RwLock::new(known),
+            with_quota: RwLock::default(),
         }
-        let mut all = self.all.write();
+    }
+
+    pub(crate) fn get(&self, id: TenantId) -> Arc<Tenant> {
+        if let Some(tenant) = self.known(id) {
+            return tenant;
+        }
+        let mut known = self.known.write();
+        if known.tenants.len() >= known.purge_above {
+            // Nobody takes hold of one meanwhile: that needs the lock.
+            let used = |tenant: &Arc<Tenant>| tenant.in_use() || Arc::strong_count(tenant) > 1;
+            known.tenants.retain(|_, tenant| used(tenant));
+            known.purge_above = PURGE_ABOVE.max(2 * known.tenants.len());
+        }
         let fresh = || {
             Arc::new(Tenant {
                 id,
                 bytes: AtomicU64::new(0),
                 writing: AtomicU64::new(0),
                 quota: AtomicU64::new(NO_QUOTA),
-                class: Arc::new(Class::new(shards)),
+                shards: self.shards,
+                class: OnceLock::new(),
             })
         };
-        Arc::clone(all.entry(id).or_insert_with(fresh))
+        Arc::clone(known.tenants.entry(id).or_insert_with(fresh))
     }
 
     pub(crate) fn known(&self, id: TenantId) -> Option<Arc<Tenant>> {
-        self.all.read().get(&id).cloned()
+        self.known.read().tenants.get(&id).cloned()
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Tenant>> {
-        self.all.read().values().cloned().collect()
+        self.known.read().tenants.values().cloned().collect()
     }
 
-    /// The tenants with a quota; none, and no lock taken, while nobody has one.
-    pub(crate) fn with_quota(&self) -> Vec<Arc<Tenant>> {
-        if !self.any_quota() {
-            return Vec::new();
-        }
-        let all = self.all.read();
-        let with_quota = all.values().filter(|tenant| tenant.quota().is_some());
-        with_quota.cloned().collect()
+    /// The tenants with a quota.
+    pub(crate) fn with_quota(&self) -> Arc<[Arc<Tenant>]> {
+        Arc::clone(&self.with_quota.read())
     }
 
-    pub(crate) fn any_quota(&self) -> bool {
-        self.with_quota.load(Ordering::Relaxed) > 0
-    }
-
-    pub(crate) fn count_quotas(&self) {
-        let all = self.all.read();
-        let count = all
-            .values()
-            .filter(|tenant| tenant.quota().is_some())
-            .count();
-        self.with_quota.store(count as u64, Ordering::Relaxed);
+    pub(crate) fn set_quota(&self, id: TenantId, quota: Option<u64>) -> Arc<Tenant> {
+        let tenant = self.get(id);
+        let mut with_quota = self.with_quota.write();
+        let quota = quota.unwrap_or(NO_QUOTA);
+        tenant.quota.store(quota, Ordering::Relaxed);
+        let others = with_quota.iter().filter(|other| other.id != id).cloned();
+        let this = (quota != NO_QUOTA).then(|| Arc::clone(&tenant));
+        *with_quota = others.chain(this).collect();
+        tenant
     }
 }

@@ -440,7 +440,9 @@ impl Shard {
             return;
         }
         self.move_entries(tenant, |shard| {
-            shard.quotas.remove(&tenant);
+            if let Some(order) = shard.quotas.remove(&tenant) {
+                order.class.publish(shard.id, None, None);
+            }
         });
     }
 

@@ -519,3 +519,22 @@ fn threads_never_see_a_wrong_byte() {
         assert_eq!(tier.usage().bytes, 0, "{policy}");
     }
 }
+
+#[test]
+fn tenants_that_use_nothing_are_forgotten() {
+    let tier = tier(PolicyKind::Lru, 4);
+    let kept = TenantId(7);
+    tier.insert(vec![chunk(&tier, 1, None, kept)]);
+    tier.set_quota(TenantId(8), Some(UNIT));
+    for id in 10..20_000 {
+        let key = test_key(u64::from(id));
+        drop(
+            tier.begin_write(OwnerId(1), TenantId(id), key, UNIT)
+                .unwrap(),
+        );
+    }
+    let known = tier.tenants();
+    assert!(known.len() < 2_100, "{} are known", known.len());
+    let there = |id| known.iter().any(|&(known, _)| known == id);
+    assert!(there(kept) && there(TenantId(8)));
+}

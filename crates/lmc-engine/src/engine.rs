@@ -185,7 +185,7 @@ impl CacheEngine {
         self.0.tier.set_quota(tenant, quota);
     }
 
-    /// What each tenant that was seen uses and may use.
+    /// What each tenant uses and may use. One that uses nothing and has no quota may be missing.
     pub fn tenants(&self) -> Vec<TenantStatus> {
         self.0
             .tier

@@ -109,6 +109,8 @@ pub struct TenantStatus {
     pub tenant: u32,
     /// Bytes of its chunks.
     pub bytes: u64,
+    /// Bytes of its reservations that are not committed.
+    pub writing: u64,
     /// Bytes that it may use; none means that it shares what is not promised to others.
     pub quota: Option<u64>,
 }
@@ -118,6 +120,7 @@ impl TenantStatus {
         Self {
             tenant: tenant.0,
             bytes: usage.bytes,
+            writing: usage.writing,
             quota: usage.quota,
         }
     }

@@ -19,7 +19,7 @@ use axum::{Json, Router};
 use lmc_vllm_adapter::Service;
 use serde_json::json;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::config::Loaded;
 use crate::metrics;
@@ -36,6 +36,8 @@ pub struct Http {
     service: Service,
     probe: Probe,
     config: serde_json::Value,
+    /// Lets one request at a time read an engine's memory.
+    inspections: Arc<Semaphore>,
     policy: &'static str,
     watermark: f64,
     ratio: f64,
@@ -48,6 +50,7 @@ impl Http {
             probe: Probe::new(service.clone(), engines),
             config: lmcache::config(&service, loaded),
             service,
+            inspections: Arc::new(Semaphore::new(1)),
             policy: loaded.config.eviction_policy.name(),
             watermark: loaded.config.eviction_watermark,
             ratio: loaded.config.eviction_ratio,

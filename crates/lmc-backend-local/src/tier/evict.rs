@@ -86,7 +86,7 @@ impl LocalTier {
     /// # Errors
     /// [`ReserveError`].
     pub fn reserve(&self, len: u64, tenant: TenantId) -> Result<ReservedSlot, ReserveError> {
-        let tenant = self.0.tenants.get(tenant, self.0.shards.len());
+        let tenant = self.0.tenants.get(tenant);
         self.0.reserve(len, &tenant)
     }
 
@@ -168,7 +168,7 @@ impl Inner {
         loop {
             let usage = tenant.usage();
             let used = usage.bytes + usage.writing;
-            if used + len <= quota {
+            if len <= quota.saturating_sub(used) {
                 return Ok(());
             }
             let own = Some(Arc::clone(tenant));
@@ -226,9 +226,9 @@ impl Inner {
             used => used as f64 / due as f64,
         };
         let mut classes = vec![(None, greed(self.shared.bytes(), rest))];
-        for tenant in with_quota {
-            let greed = greed(tenant.class.bytes(), tenant.quota().unwrap_or(rest));
-            classes.push((Some(tenant), greed));
+        for tenant in with_quota.iter() {
+            let greed = greed(tenant.class().bytes(), tenant.quota().unwrap_or(rest));
+            classes.push((Some(Arc::clone(tenant)), greed));
         }
         classes.sort_by(|a, b| b.1.total_cmp(&a.1));
         classes
@@ -253,7 +253,7 @@ impl Inner {
     fn evict_one(&self, victim: &Victim, cause: Removal) -> Option<u64> {
         let (class, id): (&Class, _) = match victim {
             None => (&self.shared, None),
-            Some(tenant) => (&tenant.class, Some(tenant.id)),
+            Some(tenant) => (tenant.class(), Some(tenant.id)),
         };
         for _ in 0..STEPS_PER_EVICTION {
             let queued = class.coldest();

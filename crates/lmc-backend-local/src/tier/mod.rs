@@ -82,7 +82,7 @@ impl LocalTier {
             shards: (0..config.shards).map(shard).collect(),
             policy: config.policy,
             shared,
-            tenants: Tenants::default(),
+            tenants: Tenants::new(config.shards),
             leases: Owners::default(),
             writes: Owners::default(),
             clock: AtomicU64::new(1),
@@ -122,7 +122,7 @@ impl LocalTier {
             pinned += shard.pinned();
         }
         let with_quota = inner.tenants.with_quota();
-        let promised: u64 = with_quota.iter().map(|tenant| tenant.class.bytes()).sum();
+        let promised: u64 = with_quota.iter().map(|tenant| tenant.class().bytes()).sum();
         LocalUsage {
             chunks,
             bytes: inner.shared.bytes() + promised,
@@ -209,7 +209,7 @@ impl LocalTier {
         known.map(|tenant| tenant.usage()).unwrap_or_default()
     }
 
-    /// What every tenant that was seen uses and may use.
+    /// What every tenant uses and may use. One that uses nothing and has no quota may be missing.
     pub fn tenants(&self) -> Vec<(TenantId, crate::TenantUsage)> {
         let all = self.0.tenants.all();
         let mut all: Vec<_> = all
@@ -229,14 +229,12 @@ impl LocalTier {
     /// when the tenant had no quota before or has none after.
     pub fn set_quota(&self, tenant: TenantId, quota: Option<u64>) {
         let inner = &self.0;
-        let tenant = inner.tenants.get(tenant, inner.shards.len());
-        tenant.set_quota(quota);
-        inner.tenants.count_quotas();
+        let tenant = inner.tenants.set_quota(tenant, quota);
         for shard in &inner.shards {
             let mut shard = shard.lock();
             // Read again under the lock: of two calls at once, the later quota decides.
             match tenant.quota() {
-                Some(_) => shard.split_off(tenant.id, Arc::clone(&tenant.class)),
+                Some(_) => shard.split_off(tenant.id, Arc::clone(tenant.class())),
                 None => shard.join(tenant.id),
             }
         }

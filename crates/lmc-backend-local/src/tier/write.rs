@@ -149,7 +149,7 @@ impl LocalTier {
             return Ok(WriteStart::Busy);
         }
         drop(shard);
-        let tenant = inner.tenants.get(tenant, inner.shards.len());
+        let tenant = inner.tenants.get(tenant);
         inner.writes.take(owner, 1);
         // From here on the mark goes with this value. It counts no bytes yet, so that the quota
         // is not asked for them twice.
@@ -224,7 +224,7 @@ impl LocalTier {
         let batch = inner.batch(chunks.iter().map(|chunk| chunk.key));
         let tenants: Vec<Arc<Tenant>> = chunks
             .iter()
-            .map(|chunk| inner.tenants.get(chunk.tenant, inner.shards.len()))
+            .map(|chunk| inner.tenants.get(chunk.tenant))
             .collect();
         let lineage: Vec<_> = chunks
             .iter()

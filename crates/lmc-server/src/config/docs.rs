@@ -125,9 +125,14 @@ mod tests {
         if std::env::var_os("LMC_WRITE_DOCS").is_some() {
             std::fs::write(path, super::documentation()).unwrap();
         }
-        assert_eq!(
-            std::fs::read_to_string(path).unwrap_or_default(),
-            super::documentation()
+        let page = std::fs::read_to_string(path).unwrap_or_default();
+        let changed = page
+            .lines()
+            .zip(super::documentation().lines())
+            .find_map(|(old, new)| (old != new).then(|| format!("{old}\n->\n{new}")));
+        assert!(
+            page == super::documentation(),
+            "write docs/configuration.md anew with LMC_WRITE_DOCS=1: {changed:?}"
         );
     }
 }

@@ -16,6 +16,7 @@ use lmc_engine::{TenantId, TenantStatus};
 use lmc_key::{NameError, Salt};
 use lmc_vllm_adapter::{InspectError, InstanceStatus, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
 
 use super::{Http, Shared, refusal};
 use crate::config::{Loaded, SegmentName};
@@ -247,7 +248,13 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         Some(Value::Bool(force)) => *force,
         Some(_) => return refused("expected force to be true or false"),
     };
-    let chunks = http.service.engine().clear(force);
+    let engine = http.service.engine().clone();
+    let Ok(chunks) = tokio::task::spawn_blocking(move || engine.clear(force)).await else {
+        return refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the clear failed: see the log",
+        );
+    };
     tracing::info!(chunks, force, "cache cleared over HTTP");
     Json(json!({"status": "ok", "cleared": {"tier": "l1", "chunks": chunks}})).into_response()
 }
@@ -298,12 +305,22 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
         );
     }
     let instance = asked["instance_id"].as_u64().unwrap_or(0);
+    // One at a time: it copies gigabytes, and the engines' copies come first.
+    let Ok(permit) = Arc::clone(&http.inspections).try_acquire_owned() else {
+        let text = "another request for checksums is under way: ask again when it is over";
+        return refusal(StatusCode::TOO_MANY_REQUESTS, text);
+    };
     let service = http.service.clone();
+    // Dropped with this handler, also when the client is gone or the deadline over.
+    let (waits, gone) = oneshot::channel::<()>();
     let found = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
         service.inspect_blocks(instance, &ids, per_chunk, |chunk| {
-            format!("{:032x}", xxhash_rust::xxh3::xxh3_128(chunk))
+            let sum = format!("{:032x}", xxhash_rust::xxh3::xxh3_128(chunk));
+            (!waits.is_closed()).then_some(sum)
         })
     });
+    let _gone = gone;
     match found.await {
         Ok(Ok(sums)) => Json(json!({
             "status": "success",
@@ -387,12 +404,18 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         return refused("expected {\"limit_gb\": NUMBER} with a number that is not negative");
     };
     let bytes = (limit * GIB) as u64;
-    http.service
-        .engine()
-        .set_quota(http.service.tenant(&salt), Some(bytes));
+    change_quota(&http, &salt, Some(bytes)).await;
     tracing::info!(salt = shown(&salt), bytes, "quota set over HTTP");
     let body = json!({"cache_salt": shown(&salt), "limit_gb": limit, "status": "ok"});
     Json(body).into_response()
+}
+
+/// On a thread that may take its time: a change walks the index.
+async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) {
+    let engine = http.service.engine().clone();
+    let tenant = http.service.tenant(salt);
+    // Cannot fail but by a panic, which is printed where it happens.
+    let _ = tokio::task::spawn_blocking(move || engine.set_quota(tenant, quota)).await;
 }
 
 async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response {
@@ -402,9 +425,7 @@ async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response
     };
     let had = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
     if had {
-        http.service
-            .engine()
-            .set_quota(http.service.tenant(&salt), None);
+        change_quota(&http, &salt, None).await;
         tracing::info!(salt = shown(&salt), "quota removed over HTTP");
     }
     let status = if had { "removed" } else { "not_found" };

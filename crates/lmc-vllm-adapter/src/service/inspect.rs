@@ -21,12 +21,16 @@ pub enum InspectError {
     /// The blocks do not make whole chunks of this worker.
     #[error("{0}")]
     Blocks(String),
+    /// The one who asked does not wait any more.
+    #[error("given up by the caller")]
+    Cancelled,
 }
 
 impl Service {
     /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a
     /// buffer of its own, and returns what `digest` makes of it. `blocks_per_chunk` must be
-    /// that of the worker's layout. Copies all the bytes: for diagnostics.
+    /// that of the worker's layout. Copies all the bytes, each block at most once: for
+    /// diagnostics. Ends early when `digest` returns none.
     ///
     /// # Errors
     /// [`InspectError`].
@@ -35,7 +39,7 @@ impl Service {
         instance_id: u64,
         block_ids: &[u32],
         blocks_per_chunk: u64,
-        mut digest: impl FnMut(&[u8]) -> T,
+        mut digest: impl FnMut(&[u8]) -> Option<T>,
     ) -> Result<Vec<T>, InspectError> {
         let (copies, chunk_bytes) = {
             let state = self.shared.state.lock();
@@ -65,6 +69,14 @@ impl Service {
                 block_ids.len()
             )));
         }
+        let blocks_there = copies.iter().map(|copy| copy.paged.geometry().blocks);
+        let blocks_there = blocks_there.min().unwrap_or_default();
+        if block_ids.len() > blocks_there as usize {
+            return Err(blocks(format!(
+                "{} block ids, and the worker has {blocks_there} blocks",
+                block_ids.len()
+            )));
+        }
         let mut chunk = vec![0; usize::try_from(chunk_bytes).expect("a chunk lies in memory")];
         block_ids
             .chunks(per_chunk)
@@ -75,7 +87,7 @@ impl Service {
                     let gathered = self.shared.copies.gather(&plan, into);
                     gathered.map_err(|error| blocks(error.to_string()))?;
                 }
-                Ok(digest(&chunk))
+                digest(&chunk).ok_or(InspectError::Cancelled)
             })
             .collect()
     }

@@ -1,15 +1,15 @@
 //! Which model and tenant a space of keys belongs to, for as long as the cache holds any of it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use lmc_engine::{EventSink, RemovedEvent, StoredEvent, TenantId};
+use lmc_engine::{CacheEngine, EventSink, RemovedEvent, StoredEvent, TenantId};
 use lmc_key::{Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
 
-/// Names above which those of spaces without chunks are forgotten.
+/// Names of spaces, and of tenants, above which those without chunks are forgotten.
 const PURGE_ABOVE: usize = 65_536;
 
 #[derive(Debug)]
@@ -18,11 +18,25 @@ struct Space {
     chunks: u64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Table {
     spaces: HashMap<SpaceId, Space>,
+    purge_spaces_above: usize,
     tenants: HashMap<Salt, TenantId>,
+    purge_tenants_above: usize,
     next_tenant: u32,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self {
+            spaces: HashMap::new(),
+            purge_spaces_above: PURGE_ABOVE,
+            tenants: HashMap::new(),
+            purge_tenants_above: PURGE_ABOVE,
+            next_tenant: 0,
+        }
+    }
 }
 
 /// Names of spaces and tenants. Hears from the cache what was stored and removed, and passes
@@ -44,8 +58,9 @@ impl Spaces {
     /// Remembers the model of a space that is about to be stored into.
     pub(crate) fn name(&self, space: SpaceId, model: &str) -> Arc<str> {
         let mut table = self.table.lock();
-        if table.spaces.len() > PURGE_ABOVE {
+        if table.spaces.len() > table.purge_spaces_above {
             table.spaces.retain(|_, space| space.chunks > 0);
+            table.purge_spaces_above = PURGE_ABOVE.max(2 * table.spaces.len());
         }
         let entry = table.spaces.entry(space).or_insert_with(|| Space {
             model: model.into(),
@@ -55,7 +70,11 @@ impl Spaces {
     }
 
     /// The number of a tenant. The empty salt is tenant 0.
-    pub(crate) fn tenant(&self, salt: &Salt) -> TenantId {
+    ///
+    /// Tenants that use nothing and have no quota are forgotten when there are many. One that is
+    /// about to store just then may get a second number: its chunks are found all the same, as
+    /// keys carry the salt, and those under the old number count for no quota set later.
+    pub(crate) fn tenant(&self, salt: &Salt, engine: &CacheEngine) -> TenantId {
         if salt.is_empty() {
             return TenantId::default();
         }
@@ -63,13 +82,20 @@ impl Spaces {
         if let Some(&tenant) = table.tenants.get(salt) {
             return tenant;
         }
+        if table.tenants.len() >= table.purge_tenants_above {
+            let used = engine.tenants().into_iter();
+            let used = used.filter(|t| t.bytes > 0 || t.writing > 0 || t.quota.is_some());
+            let used: HashSet<u32> = used.map(|tenant| tenant.tenant).collect();
+            table.tenants.retain(|_, tenant| used.contains(&tenant.0));
+            table.purge_tenants_above = PURGE_ABOVE.max(2 * table.tenants.len());
+        }
         table.next_tenant += 1;
         let tenant = TenantId(table.next_tenant);
         table.tenants.insert(salt.clone(), tenant);
         tenant
     }
 
-    /// The tenants that were ever named, with their salts.
+    /// The tenants that are known, with their salts.
     pub(crate) fn tenants(&self) -> Vec<(String, TenantId)> {
         let table = self.table.lock();
         table

@@ -203,6 +203,6 @@ impl Service {
 
     /// The number of a tenant in the engine, for quotas.
     pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
-        self.shared.spaces.tenant(salt)
+        self.shared.spaces.tenant(salt, &self.shared.engine)
     }
 }

@@ -107,7 +107,7 @@ impl Service {
     ) -> Vec<PendingChunk> {
         let shared = &self.shared;
         let counters = &shared.stats.service;
-        let tenant = shared.spaces.tenant(&hashed.salt);
+        let tenant = shared.spaces.tenant(&hashed.salt, &shared.engine);
         shared
             .spaces
             .name(worker.space.id(), worker.space.model.as_str());
@@ -182,8 +182,9 @@ impl Service {
         add(&counters.stored_chunks, tickets.len() as u64);
         add(&counters.stored_bytes, bytes);
         let model = shared.spaces.name(space, &key.model_name);
-        shared.engine.commit(tickets);
+        // Announced first, so that no removal is told before it.
         shared.events.stored(&model, events);
+        shared.engine.commit(tickets);
     }
 
     /// Tokens of a chunk, for the event that announces it.
