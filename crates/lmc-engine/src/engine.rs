@@ -142,6 +142,9 @@ impl CacheEngine {
     }
 
     /// Makes written chunks findable, at once and for everybody. How many of them are new.
+    ///
+    /// # Panics
+    /// When a ticket is another engine's.
     pub fn commit(&self, tickets: Vec<WriteTicket>) -> usize {
         let writes = tickets.into_iter().map(WriteTicket::written).collect();
         let inserted = self.0.tier.commit(writes);

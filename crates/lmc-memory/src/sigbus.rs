@@ -65,7 +65,7 @@ impl Guard {
         let slot = &TABLE[index];
         let start = base.as_ptr() as usize;
         slot.lost.store(false, Ordering::Relaxed);
-        slot.start.store(start, Ordering::Relaxed);
+        slot.start.store(start, Ordering::Release);
         slot.end.store(start + len, Ordering::Release);
         Ok(Self { slot: index })
     }
@@ -125,8 +125,10 @@ extern "C" fn on_sigbus(
     let address = unsafe { (*info).si_addr() } as usize;
     for slot in &TABLE {
         let end = slot.end.load(Ordering::Acquire);
-        let start = slot.start.load(Ordering::Relaxed);
-        if end == 0 || !(start..end).contains(&address) {
+        let start = slot.start.load(Ordering::Acquire);
+        // Read again: a guard that went and another that came in between would mix two ranges.
+        let same = slot.end.load(Ordering::Relaxed) == end;
+        if end == 0 || !same || !(start..end).contains(&address) {
             continue;
         }
         slot.lost.store(true, Ordering::Release);

@@ -177,11 +177,17 @@ impl LocalTier {
 
     /// Makes written chunks findable. One answer for each, in order; a batch is best given in the
     /// order of the prompt.
+    ///
+    /// # Panics
+    /// When one was begun on another tier: its memory is not of this pool.
     pub fn commit(&self, writes: Vec<Write>) -> Vec<Inserted> {
         self.commit_with(writes, None).0
     }
 
     /// Makes written chunks findable and leases each at once, before anything can evict it.
+    ///
+    /// # Panics
+    /// As [`LocalTier::commit`].
     pub fn commit_leased(&self, owner: OwnerId, writes: Vec<Write>) -> (Vec<Inserted>, Leases) {
         self.commit_with(writes, Some(owner))
     }
@@ -189,6 +195,10 @@ impl LocalTier {
     fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
         let (mut marks, mut chunks) = (Vec::new(), Vec::new());
         for Write { mark, parent, slot } in writes {
+            assert!(
+                Arc::ptr_eq(&mark.tier, self.inner()),
+                "a chunk is committed to the tier that it was reserved in"
+            );
             chunks.push(NewChunk {
                 key: mark.key,
                 parent,
