@@ -24,6 +24,32 @@ pub struct EngineConfig {
     pub shards: Option<usize>,
     /// Time between two looks at the watermarks. Default: 100 ms.
     pub maintain_every: Duration,
+    /// When chunks are copied to the tiers below. Default: [`CopyDown::OnCommit`].
+    pub copy_down: CopyDown,
+    /// Bytes of copies that may be on their way to each tier below; more are dropped, as a store
+    /// waits for nothing. Default: an eighth of the pool.
+    pub copy_queue_bytes: Option<u64>,
+    /// Time that a tier below is given for a batch of copies. Default: 30 s.
+    pub store_deadline: Duration,
+    /// Bytes that may be on their way up at a time. Default: a quarter of the pool.
+    pub fetch_bytes: Option<u64>,
+    /// Time after which what has not come up is a miss. Default: 10 s.
+    pub fetch_deadline: Duration,
+}
+
+/// When chunks are copied to the tiers below.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CopyDown {
+    /// As soon as they are committed: they survive whatever happens to this process.
+    #[default]
+    OnCommit,
+    /// When they are committed, and again when they are found: for tiers that take what is
+    /// offered a second time.
+    OnCommitAndHit,
+    /// When they are evicted above the high watermark. What goes because somebody waits for
+    /// its room is not copied: the copy would hold the very memory that is waited for.
+    OnEviction,
 }
 
 impl Default for EngineConfig {
@@ -35,6 +61,11 @@ impl Default for EngineConfig {
             low_watermark: 0.90,
             shards: None,
             maintain_every: Duration::from_millis(100),
+            copy_down: CopyDown::default(),
+            copy_queue_bytes: None,
+            store_deadline: Duration::from_secs(30),
+            fetch_bytes: None,
+            fetch_deadline: Duration::from_secs(10),
         }
     }
 }
@@ -49,7 +80,7 @@ pub enum EngineError {
     /// The DRAM tier refuses its settings.
     #[error("dram tier: {0}")]
     Local(#[from] LocalConfigError),
-    /// The thread that watches the watermarks cannot be started.
+    /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),
 }

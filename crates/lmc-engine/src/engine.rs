@@ -1,31 +1,73 @@
 //! The engine.
 
+use std::iter;
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use lmc_backend::Backend;
 use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, OwnerId, TenantId, WriteStart,
 };
 use lmc_key::ChunkKey;
-use lmc_memory::{Arena, Pool, PoolConfig, SharedName};
+use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 
-use crate::config::{EngineConfig, EngineError};
+use crate::config::{CopyDown, EngineConfig, EngineError};
 use crate::events::Relay;
+use crate::lower::{Lower, LowerStatus, OfferItem, Source};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::write::{Reservation, WriteRequest, WriteTicket};
 
 /// Chunks evicted in one go above the high watermark, so that others get their turn in between.
 const EVICT_AT_ONCE: usize = 256;
 
+/// Who the engine holds chunks for while it offers them to the tiers below.
+const COPIER: OwnerId = OwnerId(u64::MAX - 1);
+/// Time that the tiers below have to forget what they shall forget.
+const FORGET_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Where the chunks of a prompt are that are not, or not all, in DRAM.
+#[derive(Debug, Clone)]
+pub struct Below(Vec<Source>);
+
+impl Below {
+    /// How many of the keys asked for are somewhere, from the first on.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether not even the first is.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Leaves out what lies from place `len` on.
+    pub fn truncate(&mut self, len: usize) {
+        self.0.truncate(len);
+    }
+}
+
+/// What [`CacheEngine::clear`] forgot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cleared {
+    /// Chunks in DRAM.
+    pub dram: u64,
+    /// Chunks in the tiers below.
+    pub below: u64,
+    /// Whether every tier below forgot all it had. If not, one of them is out of order or too
+    /// slow, and may still have some.
+    pub complete: bool,
+}
+
 /// How one tier is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierHealth {
     /// Name of the tier.
-    pub tier: &'static str,
+    pub tier: String,
     /// What is wrong with it, and what to do about it; none when all is well.
     pub fault: Option<String>,
 }
@@ -39,6 +81,8 @@ pub struct CacheEngine(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     tier: LocalTier,
+    lower: Option<Lower>,
+    copy_down: CopyDown,
     relay: Arc<Relay>,
     stop: Arc<Stop>,
 }
@@ -63,6 +107,19 @@ impl CacheEngine {
     /// # Errors
     /// [`EngineError`] says which setting cannot be.
     pub fn new(config: EngineConfig, arena: Arc<Arena>) -> Result<Self, EngineError> {
+        Self::with_tiers(config, arena, Vec::new())
+    }
+
+    /// Makes an engine whose DRAM tier is this arena, with slower tiers below it, the fastest
+    /// first.
+    ///
+    /// # Errors
+    /// [`EngineError`] says which setting cannot be.
+    pub fn with_tiers(
+        config: EngineConfig,
+        arena: Arc<Arena>,
+        lower: Vec<Arc<dyn Backend>>,
+    ) -> Result<Self, EngineError> {
         let pool = Pool::new(arena, PoolConfig::default().with_align(config.align))?;
         let relay = Arc::new(Relay::default());
         let mut local = LocalConfig::new(pool)
@@ -72,9 +129,19 @@ impl CacheEngine {
         if let Some(shards) = config.shards {
             local = local.with_shards(shards);
         }
+        let tier = local.build()?;
+        let lower = match lower.is_empty() {
+            true => None,
+            false => Some(Lower::start(tier.clone(), lower, &config)?),
+        };
+        if let (Some(lower), CopyDown::OnEviction) = (&lower, config.copy_down) {
+            relay.offer_evicted(lower.downgrade());
+        }
         let stop = Arc::new(Stop::default());
         let inner = Arc::new(Inner {
-            tier: local.build()?,
+            tier,
+            lower,
+            copy_down: config.copy_down,
             relay,
             stop: Arc::clone(&stop),
         });
@@ -91,9 +158,53 @@ impl CacheEngine {
         self.0.relay.set(listener)
     }
 
-    /// Leases the leading chunks of a prompt that are there. They stay until the leases go.
+    /// Leases the leading chunks of a prompt that are in DRAM. They stay until the leases go.
     pub fn lookup(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
-        self.0.tier.lease_leading(owner, keys)
+        let leases = self.0.tier.lease_leading(owner, keys);
+        if let (Some(lower), CopyDown::OnCommitAndHit) = (&self.0.lower, self.0.copy_down) {
+            let offer = |(place, slot): (usize, &SealedSlot)| OfferItem {
+                key: keys[place],
+                parent: place.checked_sub(1).map(|before| keys[before]),
+                slot: slot.clone(),
+            };
+            let offers: Vec<_> = leases.iter().enumerate().map(offer).collect();
+            lower.offer(&offers);
+        }
+        leases
+    }
+
+    /// Whether there are tiers below DRAM.
+    pub fn has_lower(&self) -> bool {
+        self.0.lower.is_some()
+    }
+
+    /// Where the chunks are that follow the leading ones in DRAM: how many more of these keys
+    /// come up when they are asked for with [`Self::fetch`]. Takes a moment only: a tier that
+    /// does not know at once counts as not having any.
+    pub fn below(&self, keys: &[ChunkKey]) -> Below {
+        let lower = self.0.lower.as_ref();
+        Below(lower.map_or_else(Vec::new, |lower| lower.locate(keys)))
+    }
+
+    /// Brings chunks of a prompt up from the tiers below, in its order, and then calls `done`
+    /// with the leases of the leading ones that are in DRAM, on a thread of the engine's own.
+    ///
+    /// `keys` is the prompt from its first chunk on, `held` the leases of its leading chunks,
+    /// and `below` what [`Self::below`] said of the keys after those. Over after
+    /// [`EngineConfig::fetch_deadline`]: what has not come up by then is a miss. `done` is
+    /// dropped without a call when the engine goes.
+    pub fn fetch(
+        &self,
+        tenant: TenantId,
+        keys: Vec<ChunkKey>,
+        held: Leases,
+        below: Below,
+        done: impl FnOnce(Leases) + Send + 'static,
+    ) {
+        match &self.0.lower {
+            Some(lower) => lower.fetch(tenant, keys, held, below.0, done),
+            None => done(held),
+        }
     }
 
     /// Leases all of these chunks, or none.
@@ -146,12 +257,23 @@ impl CacheEngine {
     /// # Panics
     /// When a ticket is another engine's.
     pub fn commit(&self, tickets: Vec<WriteTicket>) -> usize {
-        let writes = tickets.into_iter().map(WriteTicket::written).collect();
-        let inserted = self.0.tier.commit(writes);
-        inserted
-            .iter()
-            .filter(|&&inserted| inserted == Inserted::New)
-            .count()
+        let writes: Vec<_> = tickets.into_iter().map(WriteTicket::written).collect();
+        let new = |inserted: &[Inserted]| inserted.iter().filter(|&&i| i == Inserted::New).count();
+        let at_once = self.0.copy_down != CopyDown::OnEviction;
+        let Some(lower) = self.0.lower.as_ref().filter(|_| at_once) else {
+            return new(&self.0.tier.commit(writes));
+        };
+        let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
+        let (inserted, leases) = self.0.tier.commit_leased(COPIER, writes);
+        let offers = named.into_iter().zip(leases.iter()).zip(&inserted);
+        let offers = offers.filter(|(_, inserted)| **inserted == Inserted::New);
+        let offer = |(((key, parent), slot), _): (_, &Inserted)| {
+            let slot: &SealedSlot = slot;
+            let slot = slot.clone();
+            OfferItem { key, parent, slot }
+        };
+        lower.offer(&offers.map(offer).collect::<Vec<_>>());
+        new(&inserted)
     }
 
     /// Gives reservations back unwritten; the same as dropping them.
@@ -169,18 +291,50 @@ impl CacheEngine {
         self.0.tier.unpin(keys)
     }
 
-    /// Forgets chunks. What is leased is unfindable at once and its memory comes back with the
-    /// last lease. Which of them were there.
+    /// Forgets chunks in all tiers. What is leased is unfindable at once and its memory comes
+    /// back with the last lease. Which of them were there. Waits for the tiers below, at most
+    /// ten seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
-        self.0.tier.remove(keys)
+        let mut removed = self.0.tier.remove(keys);
+        if let Some(lower) = &self.0.lower {
+            let below = lower.remove(keys, Instant::now() + FORGET_DEADLINE);
+            removed.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
+        }
+        removed
     }
 
-    /// Forgets everything that nobody holds; with `force` also what is leased or pinned. How
-    /// many chunks went.
-    pub fn clear(&self, force: bool) -> u64 {
-        self.0
-            .tier
-            .clear(if force { Clear::All } else { Clear::Idle })
+    /// Forgets everything that nobody holds in DRAM; with `force` also what is leased or pinned.
+    /// How many chunks went. The tiers below keep theirs.
+    pub fn clear_dram(&self, force: bool) -> u64 {
+        let which = if force { Clear::All } else { Clear::Idle };
+        self.0.tier.clear(which)
+    }
+
+    /// Forgets everything that nobody holds, in all tiers; with `force` also what is leased or
+    /// pinned. What is on its way down or up is forgotten too. Waits for the tiers below, at
+    /// most ten seconds.
+    pub fn clear(&self, force: bool) -> Cleared {
+        let Some(lower) = &self.0.lower else {
+            return Cleared {
+                dram: self.clear_dram(force),
+                below: 0,
+                complete: true,
+            };
+        };
+        let deadline = Instant::now() + FORGET_DEADLINE;
+        let (dram, below, complete) = lower.clear(deadline, || self.clear_dram(force));
+        Cleared {
+            dram,
+            below,
+            complete,
+        }
+    }
+
+    /// Waits until copies are down and closes the tiers below. The tiers that could not be
+    /// closed by the deadline, and why not.
+    pub fn close(&self, deadline: Instant) -> Vec<(String, String)> {
+        let lower = self.0.lower.as_ref();
+        lower.map_or_else(Vec::new, |lower| lower.close(deadline))
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.
@@ -219,16 +373,23 @@ impl CacheEngine {
 
     /// How each tier is, fastest first.
     pub fn health(&self) -> Vec<TierHealth> {
-        vec![TierHealth {
-            tier: "dram",
+        let dram = TierHealth {
+            tier: "dram".to_owned(),
             fault: self.0.tier.pool().fault(),
-        }]
+        };
+        let lower = self.0.lower.iter().flat_map(Lower::health);
+        iter::once(dram).chain(lower).collect()
     }
 
     /// What is held at this moment.
     pub fn usage(&self) -> EngineUsage {
         let prefaulted = self.arena().prefault_progress().done;
         EngineUsage::new(&self.0.tier.usage(), self.pool_bytes(), prefaulted)
+    }
+
+    /// What the tiers below hold, and what went to and fro.
+    pub fn lower(&self) -> Vec<LowerStatus> {
+        self.0.lower.as_ref().map_or_else(Vec::new, Lower::status)
     }
 
     /// What was counted so far.

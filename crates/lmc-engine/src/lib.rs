@@ -2,9 +2,10 @@
 //! lie under it.
 //!
 //! [`CacheEngine`] finds the leading chunks of a prompt and leases them, reserves memory for
-//! what is missing, and makes written chunks findable. Today it stands on the DRAM tier
-//! (`lmc-backend-local`); slower tiers come in below it by the contract of `lmc-backend`. No
-//! call waits: what cannot be had at once is a miss or a refusal.
+//! what is missing, and makes written chunks findable. It stands on the DRAM tier
+//! (`lmc-backend-local`); slower tiers come in below it by the contract of `lmc-backend`. They
+//! are given copies of what is committed, and what only they have comes up when it is asked for.
+//! No call waits unless it says so: what cannot be had at once is a miss or a refusal.
 //!
 //! What is *not* here: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
 //!
@@ -33,12 +34,15 @@
 //! ```
 
 mod config;
-pub use config::{EngineConfig, EngineError};
+pub use config::{CopyDown, EngineConfig, EngineError};
 
 mod engine;
-pub use engine::{CacheEngine, TierHealth};
+pub use engine::{Below, CacheEngine, Cleared, TierHealth};
 
 mod events;
+
+mod lower;
+pub use lower::LowerStatus;
 
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};

@@ -191,13 +191,13 @@ fn pins_outlast_eviction_and_clearing_until_each_is_taken_back() {
         write(&engine, &prompt(100 * round..100 * round + 4));
     }
     assert_eq!(engine.leading(&keys(0..2)), 2);
-    assert!(engine.clear(false) > 0);
+    assert!(engine.clear(false).dram > 0);
     assert_eq!(engine.leading(&keys(0..2)), 2);
     assert_eq!(engine.unpin(&keys(0..2)), [true, true]);
-    assert_eq!(engine.clear(false), 1, "the first is pinned once more");
+    assert_eq!(engine.clear(false).dram, 1, "the first is pinned once more");
     assert_eq!(engine.unpin(&keys(0..1)), [true]);
     assert_eq!(engine.unpin(&keys(0..1)), [false]);
-    assert_eq!(engine.clear(false), 1);
+    assert_eq!(engine.clear(false).dram, 1);
     assert_idle(&engine);
 }
 
@@ -208,7 +208,11 @@ fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
     let held = engine.lookup(READER, &keys(0..4));
     assert_eq!(engine.remove(&keys(2..6)), [true, true, false, false]);
     assert_eq!(engine.leading(&keys(0..4)), 2);
-    assert_eq!(engine.clear(true), 2, "by force, what is leased goes too");
+    assert_eq!(
+        engine.clear(true).dram,
+        2,
+        "by force, what is leased goes too"
+    );
     assert_eq!(engine.leading(&keys(0..4)), 0);
     // Its memory is not given to others while it is read.
     assert_eq!(write(&engine, &prompt(100..104)), 0);

@@ -64,12 +64,18 @@ impl LocalTier {
 
     /// Leases the leading keys that are present, and counts them as used.
     pub fn lease_leading(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        let leases = self.lease_again(owner, keys);
+        self.0.count_lookup(keys.len(), leases.len());
+        leases
+    }
+
+    /// The same for keys whose lookup was counted before: this is neither hit nor miss.
+    pub fn lease_again(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
         let (mut leased, missing) = inner.lease_each(&keys[..limit]);
         // A key was missing further to the front: rare, as tails are evicted before heads.
         let surplus = missing.map_or_else(Vec::new, |at| leased.split_off(at));
-        inner.count_lookup(keys.len(), leased.len());
         inner.leases.take(owner, leased.len() as u64);
         inner.counters.leased.add(leased.len() as u64);
         inner.give_back(surplus.into_iter().flatten().collect());

@@ -10,6 +10,9 @@ pub use block_on::block_on;
 mod faulty;
 pub use faulty::{Faults, Faulty};
 
+mod gated;
+pub use gated::Gated;
+
 mod kit;
 pub use kit::{Conformance, Guarantee, Tally};
 

@@ -240,23 +240,40 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
             _ => return refused("expected a JSON object, such as {\"tier\": \"l1\"}"),
         }
     };
-    if asked.get("tier").is_some_and(|tier| tier != "l1") {
-        return refused("expected tier l1: there is no other yet");
-    }
+    let dram_only = match asked.get("tier").map(Value::as_str) {
+        None | Some(Some("all")) => false,
+        Some(Some("l1")) => true,
+        _ => return refused("expected tier l1 (memory), or all"),
+    };
     let force = match asked.get("force") {
         None => false,
         Some(Value::Bool(force)) => *force,
         Some(_) => return refused("expected force to be true or false"),
     };
     let engine = http.service.engine().clone();
-    let Ok(chunks) = tokio::task::spawn_blocking(move || engine.clear(force)).await else {
-        return refusal(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            "the clear failed: see the log",
-        );
+    let clear = move || match dram_only {
+        true => (engine.clear_dram(force), None),
+        false => {
+            let cleared = engine.clear(force);
+            (cleared.dram, Some(cleared))
+        }
     };
-    tracing::info!(chunks, force, "cache cleared over HTTP");
-    Json(json!({"status": "ok", "cleared": {"tier": "l1", "chunks": chunks}})).into_response()
+    let Ok((chunks, below)) = tokio::task::spawn_blocking(clear).await else {
+        let text = "the clear failed: see the log";
+        return refusal(StatusCode::INTERNAL_SERVER_ERROR, text);
+    };
+    tracing::info!(chunks, force, dram_only, "cache cleared over HTTP");
+    if below.is_some_and(|cleared| !cleared.complete) {
+        let text = "a tier below memory is out of order or slow and may still have chunks";
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
+    }
+    let tier = if dram_only { "l1" } else { "all" };
+    let below = below.map_or(0, |cleared| cleared.below);
+    Json(json!({
+        "status": "ok",
+        "cleared": {"tier": tier, "chunks": chunks, "chunks_below": below},
+    }))
+    .into_response()
 }
 
 async fn list_objects(Query(asked): Query<Map<String, Value>>) -> Response {

@@ -489,6 +489,7 @@ impl Run<'_> {
             }
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
+            (Outcome::Wait(_), request) => panic!("{request:?} waits, and all is in DRAM"),
             (
                 Outcome::Job(job),
                 Request::Store {

@@ -14,7 +14,8 @@ use crate::protocol::{EngineDrivenContext, Operation, RegisterKvCache, Reply, Re
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::events::{EventLog, NextBatch, Subscription};
 use crate::service::instance::{Instance, RegisterError};
-use crate::service::job::Workers;
+use crate::service::job::{Job, Workers};
+use crate::service::session::Wait;
 use crate::service::spaces::Spaces;
 use crate::service::state::State;
 use crate::service::stats::{Stats, TransportCounters, add};
@@ -42,6 +43,8 @@ pub(super) struct Shared {
     pub(super) state: Mutex<State>,
     pub(super) stats: Stats,
     pub(super) started: Instant,
+    /// Numbers lookups.
+    pub(super) lookups: AtomicU64,
     /// Milliseconds after `started` at which the last warning was logged, plus one.
     last_warning: AtomicU64,
     suppressed: AtomicU64,
@@ -73,6 +76,7 @@ impl Service {
             state: Mutex::default(),
             stats: Stats::new(),
             started: Instant::now(),
+            lookups: AtomicU64::new(0),
             last_warning: AtomicU64::new(0),
             suppressed: AtomicU64::new(0),
             config,
@@ -127,11 +131,14 @@ impl Service {
                 );
             }
             Request::Lookup(key) => self.lookup(client, &key, now),
-            // With every tier in memory a lookup is answered at once, so there is no wait.
-            Request::QueryPrefetchStatus { request_id }
-            | Request::WaitPrefetchStatus { request_id, .. } => {
-                self.prefetch_status(&request_id, now)
-            }
+            Request::QueryPrefetchStatus { request_id } => self.prefetch_status(&request_id, now),
+            Request::WaitPrefetchStatus {
+                request_id,
+                timeout,
+            } => match self.prefetch_status(&request_id, now) {
+                Reply::None => return Outcome::Wait(Wait::new(request_id, timeout, now)),
+                known => known,
+            },
             Request::FreeLookupLocks(key) => self.free_lookup_locks(&key, now),
             Request::EndSession { request_id } => self.end_session(&request_id),
             Request::PrepareStore { key, instance_id } => {
@@ -148,10 +155,7 @@ impl Service {
             Request::CommitRetrieve { key, instance_id } => {
                 self.commit_retrieve(&key, instance_id, now)
             }
-            Request::Clear { force } => {
-                self.shared.engine.clear(force);
-                Reply::None
-            }
+            Request::Clear { force } => return self.clear(force),
             Request::GetChunkSize => Reply::Int(u64::from(self.shared.config.hasher.chunk_size())),
             Request::Ping { instance_id } => self.ping(client, instance_id, now),
             Request::ReportBlockAllocation { records, .. } => {
@@ -181,6 +185,20 @@ impl Service {
             }
         };
         Outcome::Reply(reply)
+    }
+
+    /// Forgets everything. An engine that clears its own cache may have new weights: nothing of
+    /// the old ones may be found in any tier.
+    fn clear(&self, force: bool) -> Outcome {
+        let engine = self.shared.engine.clone();
+        if !engine.has_lower() {
+            engine.clear(force);
+            return Outcome::Reply(Reply::None);
+        }
+        Outcome::Job(Job::new(move || match engine.clear(force).complete {
+            true => Reply::None,
+            false => refuse("a tier below memory could not forget all it had: see its health"),
+        }))
     }
 
     fn register_engine_driven(

@@ -1,15 +1,21 @@
 //! Lookups and what they hold.
 
+use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use lmc_key::{ChunkHash, ChunkKey, KeySpace, Salt};
+use lmc_engine::{Below, Leases};
+use lmc_key::{ChunkHash, ChunkKey, KeySpace, Salt, SpaceId};
+use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply};
 use crate::service::ClientId;
+use crate::service::events::StoredChunk;
 use crate::service::handle::{Service, refuse};
 use crate::service::instance::Instance;
-use crate::service::session::{RankHold, Session};
+use crate::service::session::{Hits, Lookup, RankHold, Session, Wait, Waiter};
 use crate::service::state::{Binding, State};
 use crate::service::stats::add;
 
@@ -43,6 +49,43 @@ impl Hashed {
             hash,
         };
         self.hashes[self.chunks.clone()].iter().map(key).collect()
+    }
+}
+
+/// What a lookup found for one rank.
+struct Found {
+    space: SpaceId,
+    kv_rank: u16,
+    /// Keys of the range, as far as they are anywhere.
+    keys: Vec<ChunkKey>,
+    /// The leading ones in DRAM.
+    leases: Leases,
+    /// Where the ones after them are.
+    below: Below,
+}
+
+impl Found {
+    fn hold(self, hits: usize, readers: u32) -> RankHold {
+        let mut hold = RankHold::new(self.space, self.kv_rank, self.leases, readers);
+        hold.truncate(hits);
+        hold
+    }
+}
+
+/// A lookup whose chunks are coming up. Its end is that of the last rank, however that came.
+struct Rising {
+    service: Service,
+    request_id: String,
+    number: u64,
+    readers: u32,
+    ranks: usize,
+    risen: Mutex<Vec<(SpaceId, u16, Leases)>>,
+}
+
+impl Drop for Rising {
+    fn drop(&mut self) {
+        let service = self.service.clone();
+        service.risen(self);
     }
 }
 
@@ -114,36 +157,47 @@ impl Service {
         if spaces.is_empty() {
             add(&counters.lookups_unregistered, 1);
         }
-        let mut hits = if spaces.is_empty() {
+        // Chunks up to which every rank has all, in DRAM or below.
+        let mut reach = if spaces.is_empty() {
             0
         } else {
             hashed.chunks.len()
         };
-        let mut holds = Vec::new();
+        let mut found = Vec::new();
         'all: for space in &spaces {
             for kv_rank in 0..key.world_size as u16 {
-                let keys = hashed.keys(space, kv_rank);
-                let leases = shared.engine.lookup(owner, &keys[..hits]);
-                hits = leases.len();
-                holds.push(RankHold::new(
-                    space.id(),
+                let mut keys = hashed.keys(space, kv_rank);
+                keys.truncate(reach);
+                let leases = shared.engine.lookup(owner, &keys);
+                let below = shared.engine.below(&keys[leases.len()..]);
+                reach = leases.len() + below.len();
+                found.push(Found {
+                    space: space.id(),
                     kv_rank,
+                    keys,
                     leases,
-                    key.num_kv_readers,
-                ));
-                if hits == 0 {
+                    below,
+                });
+                if reach == 0 {
                     break 'all;
                 }
             }
         }
-        for hold in &mut holds {
-            hold.truncate(hits);
-        }
         let chunk = u64::from(shared.config.hasher.chunk_size());
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);
-        add(&counters.hit_tokens, hits as u64 * chunk);
+        let rises = found.iter().any(|found| found.leases.len() < reach);
         let expires = now + shared.config.lookup_lease;
+        let number = shared.lookups.fetch_add(1, Ordering::Relaxed);
+        let lookup = match rises {
+            true => Lookup::rising(number, expires),
+            false => {
+                let hold = |found: Found| found.hold(reach, key.num_kv_readers);
+                let holds = found.drain(..).map(hold).collect();
+                add(&counters.hit_tokens, reach as u64 * chunk);
+                Lookup::known(number, reach as u64, holds, expires)
+            }
+        };
         let mut state = shared.state.lock();
         let session = state
             .sessions
@@ -151,11 +205,105 @@ impl Service {
             .or_insert_with(|| Session::new(owner, client, now));
         session.last_used = now;
         session.client = client;
-        let before = session.set_lookup(hits as u64, holds, expires);
+        let before = session.set_lookup(lookup);
         drop(state);
         // Leases of an earlier lookup of the request go back without the state being locked.
         drop(before);
+        if rises {
+            self.raise(key, &hashed, number, reach, found);
+        }
         Reply::None
+    }
+
+    /// Brings up what only slower tiers have. The lookup is answered when all ranks are done.
+    fn raise(&self, key: &CacheKey, hashed: &Hashed, number: u64, reach: usize, found: Vec<Found>) {
+        let shared = &self.shared;
+        let tenant = shared.spaces.tenant(&hashed.salt, &shared.engine);
+        let rising = Arc::new(Rising {
+            service: self.clone(),
+            request_id: key.request_id.clone(),
+            number,
+            readers: key.num_kv_readers,
+            ranks: found.len(),
+            risen: Mutex::default(),
+        });
+        for mut found in found {
+            found.keys.truncate(reach);
+            found.leases.truncate(reach);
+            found.below.truncate(reach - found.leases.len());
+            let Found {
+                space,
+                kv_rank,
+                keys,
+                leases,
+                below,
+            } = found;
+            let model = shared.spaces.name(space, &key.model_name);
+            let held = leases.len();
+            let announcement = |place: usize| StoredChunk {
+                hash: keys[place].hash,
+                parent: hashed.parent(hashed.chunks.start + place),
+                tokens: self.chunk_tokens(key, place),
+            };
+            let mut announced: Vec<StoredChunk> = match shared.events.enabled() {
+                true => (held..reach).map(announcement).collect(),
+                false => Vec::new(),
+            };
+            let (rising, events) = (Arc::clone(&rising), Arc::clone(&shared.events));
+            let done = move |leases: Leases| {
+                // Subscribers hear of what is in DRAM, and this is again.
+                announced.truncate(leases.len().saturating_sub(held));
+                events.stored(&model, announced);
+                rising.risen.lock().push((space, kv_rank, leases));
+            };
+            shared.engine.fetch(tenant, keys, leases, below, done);
+        }
+    }
+
+    /// All ranks of a lookup are done.
+    fn risen(&self, rising: &mut Rising) {
+        let shared = &self.shared;
+        let risen = mem::take(rising.risen.get_mut());
+        // One that was given up has nothing.
+        let all = risen.len() == rising.ranks;
+        let hits = risen.iter().map(|(_, _, leases)| leases.len()).min();
+        let hits = hits.filter(|_| all).unwrap_or(0);
+        let hold = |(space, kv_rank, leases)| {
+            let mut hold = RankHold::new(space, kv_rank, leases, rising.readers);
+            hold.truncate(hits);
+            hold
+        };
+        let holds: Vec<RankHold> = risen.into_iter().map(hold).collect();
+        let chunk = u64::from(shared.config.hasher.chunk_size());
+        add(&shared.stats.service.hit_tokens, hits as u64 * chunk);
+        let expires = Instant::now() + shared.config.lookup_lease;
+        let waiting = {
+            let mut state = shared.state.lock();
+            match state.sessions.get_mut(&rising.request_id) {
+                Some(session) => session.risen(rising.number, hits as u64, holds, expires),
+                None => Err(holds),
+            }
+        };
+        // The leases of a request that is over go back here, where nothing is locked.
+        for waiter in waiting.unwrap_or_default() {
+            waiter.tell(Reply::Int(hits as u64));
+        }
+    }
+
+    /// Tells the answer to a lookup whose chunks are on their way, as soon as there is one or
+    /// the time is over.
+    pub(crate) fn wait(&self, wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) {
+        let waiter = Waiter::new(wait, tell);
+        let waits = {
+            let mut state = self.shared.state.lock();
+            match state.sessions.get_mut(wait.request_id()) {
+                Some(session) => session.wait(waiter),
+                None => Err((waiter, 0)),
+            }
+        };
+        if let Err((waiter, hits)) = waits {
+            waiter.tell(Reply::Int(hits));
+        }
     }
 
     /// The spaces in which a lookup must find a chunk for it to count.
@@ -184,14 +332,19 @@ impl Service {
             .collect()
     }
 
-    /// Leading chunks found; 0 for a request that never looked up.
+    /// Leading chunks found; 0 for a request that never looked up, none while chunks are on
+    /// their way up.
     pub(super) fn prefetch_status(&self, request_id: &str, now: Instant) -> Reply {
         let mut state = self.shared.state.lock();
         let Some(session) = state.sessions.get_mut(request_id) else {
             return Reply::Int(0);
         };
         session.last_used = now;
-        Reply::Int(session.hits().unwrap_or(0))
+        match session.hits() {
+            Hits::Never => Reply::Int(0),
+            Hits::Rising => Reply::None,
+            Hits::Known(hits) => Reply::Int(hits),
+        }
     }
 
     pub(super) fn free_lookup_locks(&self, key: &CacheKey, now: Instant) -> Reply {

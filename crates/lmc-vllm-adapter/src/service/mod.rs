@@ -62,6 +62,8 @@ pub(crate) enum Outcome {
     Reply(crate::protocol::Reply),
     /// Run this where copying does not hold up others, and answer what it returns.
     Job(Job),
+    /// Answer when the lookup that it names is over, see [`Service::wait`].
+    Wait(session::Wait),
     /// Answer with a batch whenever there is one and the reader is ready.
     Stream(Subscription),
 }

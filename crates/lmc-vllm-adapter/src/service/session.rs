@@ -1,12 +1,18 @@
 //! What one request of an engine holds, from its lookup to its end.
 
+use std::fmt;
+use std::mem;
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_engine::{Leases, OwnerId};
 use lmc_key::SpaceId;
 
+use crate::protocol::Reply;
 use crate::service::ClientId;
+
+/// Longest that anybody waits for the answer to a lookup.
+const MAX_WAIT: Duration = Duration::from_secs(600);
 
 /// Consecutive chunks that are held for the same number of readers.
 #[derive(Debug)]
@@ -59,7 +65,7 @@ impl RankHold {
     /// Takes `readers` readers off each chunk of a range; a chunk that nobody will read any
     /// more is given back.
     fn release(&mut self, range: Range<usize>, readers: u32) {
-        for mut before in std::mem::take(&mut self.parts) {
+        for mut before in mem::take(&mut self.parts) {
             let mut inside = before.split_off(range.start);
             let after = inside.split_off(range.end);
             inside.readers = inside.readers.saturating_sub(readers);
@@ -74,14 +80,107 @@ impl RankHold {
     }
 }
 
+/// A wish to be told the answer to a request's lookup.
+#[derive(Debug)]
+pub(crate) struct Wait {
+    request_id: String,
+    until: Instant,
+}
+
+impl Wait {
+    /// `timeout` in seconds; one that is no number of seconds is over at once.
+    pub(crate) fn new(request_id: String, timeout: f64, now: Instant) -> Self {
+        let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+        Self {
+            request_id,
+            until: now + timeout.min(MAX_WAIT),
+        }
+    }
+
+    pub(crate) fn request_id(&self) -> &str {
+        &self.request_id
+    }
+}
+
+/// Somebody who waits. Is always told something: that there is nothing, when dropped.
+pub(crate) struct Waiter {
+    until: Instant,
+    tell: Option<Box<dyn FnOnce(Reply) + Send>>,
+}
+
+impl Waiter {
+    pub(crate) fn new(wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) -> Self {
+        Self {
+            until: wait.until,
+            tell: Some(tell),
+        }
+    }
+
+    pub(crate) fn tell(mut self, reply: Reply) {
+        if let Some(tell) = self.tell.take() {
+            tell(reply);
+        }
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        if let Some(tell) = self.tell.take() {
+            tell(Reply::Int(0));
+        }
+    }
+}
+
+impl fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Waiter({:?})", self.until)
+    }
+}
+
 /// The answer to a lookup and what stands behind it.
 #[derive(Debug)]
 pub(crate) struct Lookup {
-    /// Leading chunks that every rank has.
-    pub(crate) hits: u64,
+    /// Tells the lookups of a request apart.
+    number: u64,
+    /// Leading chunks that every rank has; none while some are coming up from a slower tier.
+    hits: Option<u64>,
     holds: Vec<RankHold>,
     /// When the leases end by themselves.
     expires: Instant,
+    waiting: Vec<Waiter>,
+}
+
+impl Lookup {
+    /// One whose chunks are on their way.
+    pub(crate) fn rising(number: u64, expires: Instant) -> Self {
+        Self {
+            number,
+            hits: None,
+            holds: Vec::new(),
+            expires,
+            waiting: Vec::new(),
+        }
+    }
+
+    /// One that is answered.
+    pub(crate) fn known(number: u64, hits: u64, holds: Vec<RankHold>, expires: Instant) -> Self {
+        Self {
+            hits: Some(hits),
+            holds,
+            ..Self::rising(number, expires)
+        }
+    }
+}
+
+/// What a request's lookup came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hits {
+    /// It never looked up.
+    Never,
+    /// Not known yet.
+    Rising,
+    /// Leading chunks.
+    Known(u64),
 }
 
 /// One request of an engine.
@@ -104,24 +203,62 @@ impl Session {
         }
     }
 
-    /// Takes the outcome of a lookup and returns that of an earlier one.
+    /// Takes a lookup and returns an earlier one.
     #[must_use = "its leases should go back where nothing is locked"]
-    pub(crate) fn set_lookup(
+    pub(crate) fn set_lookup(&mut self, lookup: Lookup) -> Option<Lookup> {
+        self.lookup.replace(lookup)
+    }
+
+    /// Takes the outcome of a lookup whose chunks were on their way. Those who wait for it; the
+    /// holds come back when the request has looked up anew since.
+    pub(crate) fn risen(
         &mut self,
+        number: u64,
         hits: u64,
         holds: Vec<RankHold>,
         expires: Instant,
-    ) -> Option<Lookup> {
-        self.lookup.replace(Lookup {
-            hits,
-            holds,
-            expires,
-        })
+    ) -> Result<Vec<Waiter>, Vec<RankHold>> {
+        match &mut self.lookup {
+            Some(lookup) if lookup.number == number => {
+                lookup.hits = Some(hits);
+                lookup.holds = holds;
+                lookup.expires = expires;
+                Ok(mem::take(&mut lookup.waiting))
+            }
+            _ => Err(holds),
+        }
     }
 
-    /// Leading chunks found, when there was a lookup.
-    pub(crate) fn hits(&self) -> Option<u64> {
-        self.lookup.as_ref().map(|lookup| lookup.hits)
+    /// What the lookup came to.
+    pub(crate) fn hits(&self) -> Hits {
+        match &self.lookup {
+            None => Hits::Never,
+            Some(lookup) => lookup.hits.map_or(Hits::Rising, Hits::Known),
+        }
+    }
+
+    /// Remembers one who waits for a lookup whose chunks are on their way, or gives it back with
+    /// what there is to tell.
+    pub(crate) fn wait(&mut self, waiter: Waiter) -> Result<(), (Waiter, u64)> {
+        match &mut self.lookup {
+            Some(lookup) => match lookup.hits {
+                None => {
+                    lookup.waiting.push(waiter);
+                    Ok(())
+                }
+                Some(hits) => Err((waiter, hits)),
+            },
+            None => Err((waiter, 0)),
+        }
+    }
+
+    /// Takes out those who have waited long enough.
+    pub(crate) fn tired(&mut self, now: Instant) -> Vec<Waiter> {
+        let Some(lookup) = &mut self.lookup else {
+            return Vec::new();
+        };
+        let tired = |waiter: &mut Waiter| waiter.until <= now;
+        lookup.waiting.extract_if(.., tired).collect()
     }
 
     /// One worker has read (or will not read) a range of chunks of its rank.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use lmc_engine::{EngineStats, EngineUsage, TierHealth};
+use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
 use lmc_key::MemoStats;
 use serde::Serialize;
 
@@ -96,6 +96,8 @@ pub struct ServiceStatus {
     pub transfers: TransferStatus,
     /// How each tier is, fastest first.
     pub tiers: Vec<TierHealth>,
+    /// What the tiers below DRAM hold, and what went to and fro.
+    pub lower: Vec<LowerStatus>,
     /// Memory, leases, reservations.
     pub usage: EngineUsage,
     /// Counters of the tiers.
@@ -131,6 +133,7 @@ impl Service {
             sessions: SessionStatus { sessions },
             transfers,
             tiers: shared.engine.health(),
+            lower: shared.engine.lower(),
             usage: shared.engine.usage(),
             engine: shared.engine.stats(),
             events: EventLogStatus {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::protocol::Reply;
 use crate::service::handle::{Service, take_transfers};
 use crate::service::state::{Pending, State, Transfer};
 use crate::service::stats::add;
@@ -17,8 +18,9 @@ impl Service {
         let config = &shared.config;
         let mut state = shared.state.lock();
         let mut expired_leases = 0;
-        let mut ended = Vec::new();
+        let (mut ended, mut tired) = (Vec::new(), Vec::new());
         state.sessions.retain(|_, session| {
+            tired.append(&mut session.tired(now));
             if now.saturating_duration_since(session.last_used) < config.session_ttl {
                 expired_leases += session.expire(now);
                 return true;
@@ -34,6 +36,9 @@ impl Service {
             .told_to_register
             .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
         drop(state);
+        tired
+            .into_iter()
+            .for_each(|waiter| waiter.tell(Reply::None));
         for instance_id in &silent {
             // Its transfers stay: silence does not prove that it has stopped copying.
             shared.events.unsubscribe(*instance_id);

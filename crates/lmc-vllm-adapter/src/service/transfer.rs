@@ -188,7 +188,7 @@ impl Service {
     }
 
     /// Tokens of a chunk, for the event that announces it.
-    fn chunk_tokens(&self, key: &CacheKey, index: usize) -> Box<[u32]> {
+    pub(super) fn chunk_tokens(&self, key: &CacheKey, index: usize) -> Box<[u32]> {
         if !self.shared.events.enabled() {
             return Box::default();
         }

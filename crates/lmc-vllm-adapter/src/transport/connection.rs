@@ -235,7 +235,20 @@ impl Connection {
                         self.answer(uid, operation, &reply);
                         self.service.record(asked, &reply, started.elapsed());
                     }
-                    Outcome::Job(job) => self.defer(uid, operation, asked, job, started),
+                    Outcome::Job(job) => {
+                        let answer = self.defer(uid, operation, asked, started);
+                        self.service.run_job(Box::new(move || {
+                            // A bug in a copy must not leave the client waiting, nor take the
+                            // thread with it.
+                            let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
+                            let failed = "lmc: the copy failed inside the server";
+                            answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
+                        }));
+                    }
+                    Outcome::Wait(wait) => {
+                        let answer = self.defer(uid, operation, asked, started);
+                        self.service.wait(&wait, Box::new(answer));
+                    }
                     Outcome::Stream(subscription) => {
                         self.subscribe(uid, operation, subscription);
                         self.service.record(asked, &Reply::None, started.elapsed());
@@ -253,21 +266,18 @@ impl Connection {
         self.answer(uid, operation, &Reply::Error(format!("lmc: {error}")));
     }
 
+    /// How a request is answered later, from any thread.
     fn defer(
         &mut self,
         uid: &Bytes,
         operation: &Bytes,
         asked: Operation,
-        job: crate::service::Job,
         started: Instant,
-    ) {
+    ) -> impl FnOnce(Reply) + Send + use<> {
         self.in_flight += 1;
         let (uid, operation) = (uid.clone(), operation.clone());
         let (sender, service) = (self.deferred_in.clone(), self.service.clone());
-        self.service.run_job(Box::new(move || {
-            // A bug in a copy must not leave the client waiting, nor take the thread with it.
-            let reply = catch_unwind(AssertUnwindSafe(|| job.run()))
-                .unwrap_or_else(|_| Reply::Error("lmc: the copy failed inside the server".into()));
+        move |reply| {
             service.record(asked, &reply, started.elapsed());
             // Without a receiver the connection is gone, and the answer with it.
             let _ = sender.send(Deferred {
@@ -275,7 +285,7 @@ impl Connection {
                 operation,
                 reply,
             });
-        }));
+        }
     }
 
     fn subscribe(&mut self, uid: &Bytes, operation: &Bytes, subscription: Subscription) {

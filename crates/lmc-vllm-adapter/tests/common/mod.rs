@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use lmc_backend::Backend;
 use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
@@ -46,6 +47,16 @@ impl Server {
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
     ) -> Self {
+        Self::over(Vec::new(), pool_bytes, service, zmq)
+    }
+
+    /// With tiers below DRAM.
+    pub(crate) fn over(
+        lower: Vec<Arc<dyn Backend>>,
+        pool_bytes: usize,
+        service: impl FnOnce(&mut ServiceConfig),
+        zmq: impl FnOnce(&mut ZmqConfig),
+    ) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let shm_name = format!("lmc_test_{}_{number}", std::process::id());
@@ -55,7 +66,8 @@ impl Server {
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let mut config = ServiceConfig::new(hasher);
         service(&mut config);
-        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena)).expect("an engine");
+        let engine = CacheEngine::with_tiers(EngineConfig::default(), Arc::new(arena), lower);
+        let engine = engine.expect("an engine");
         let service = Service::new(config, engine).expect("threads");
         let mut config = ZmqConfig {
             port: 0,
@@ -365,9 +377,14 @@ pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     let status = Request::QueryPrefetchStatus {
         request_id: key.request_id,
     };
-    match client.ask(&status).expect("an answer") {
-        Reply::Int(chunks) => chunks,
-        other => panic!("unexpected {other:?}"),
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        match client.ask(&status).expect("an answer") {
+            Reply::Int(chunks) => return chunks,
+            // Chunks are coming up from a slower tier.
+            Reply::None => assert!(Instant::now() < deadline, "never answered"),
+            other => panic!("unexpected {other:?}"),
+        }
     }
 }
 

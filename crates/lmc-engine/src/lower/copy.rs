@@ -1,0 +1,162 @@
+//! Copies on their way down to a tier.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{StoreItem, Stored};
+use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, Semaphore};
+
+use super::{Shared, count};
+
+/// Chunks of one store.
+const AT_ONCE: usize = 64;
+/// Stores that a tier is given at a time, so that it has the next when one is made durable.
+const STORES: usize = 4;
+/// Time between two looks at whether all copies are down.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// A chunk that is offered to the tiers below.
+#[derive(Debug, Clone)]
+pub(crate) struct OfferItem {
+    pub(crate) key: ChunkKey,
+    pub(crate) parent: Option<ChunkKey>,
+    pub(crate) slot: SealedSlot,
+}
+
+/// The copies that wait for one tier, bounded in bytes. Each holds its chunk's memory until it is
+/// down, also when the chunk is evicted meanwhile.
+#[derive(Debug)]
+pub(super) struct Copies {
+    queue: Mutex<VecDeque<OfferItem>>,
+    arrived: Notify,
+    /// Bytes in the queue and in stores under way.
+    bytes: AtomicU64,
+    max_bytes: u64,
+}
+
+impl Copies {
+    pub(super) fn new(max_bytes: u64) -> Self {
+        Self {
+            queue: Mutex::default(),
+            arrived: Notify::new(),
+            bytes: AtomicU64::new(0),
+            max_bytes,
+        }
+    }
+
+    pub(super) fn queued(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// False when too much is on its way.
+    fn push(&self, item: OfferItem) -> bool {
+        let len = item.slot.len();
+        let fits = |bytes: u64| (bytes + len <= self.max_bytes).then_some(bytes + len);
+        let taken = self
+            .bytes
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        if taken.is_err() {
+            return false;
+        }
+        self.queue.lock().push_back(item);
+        self.arrived.notify_one();
+        true
+    }
+
+    /// The next copies; waits while there are none.
+    async fn next(&self) -> Vec<OfferItem> {
+        loop {
+            {
+                let mut queue = self.queue.lock();
+                let len = queue.len().min(AT_ONCE);
+                if len > 0 {
+                    return queue.drain(..len).collect();
+                }
+            }
+            self.arrived.notified().await;
+        }
+    }
+
+    fn done(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Gives up what has not begun.
+    pub(super) fn drop_queued(&self) {
+        let dropped: VecDeque<OfferItem> = std::mem::take(&mut *self.queue.lock());
+        self.done(dropped.iter().map(|item| item.slot.len()).sum());
+    }
+
+    /// Waits until nothing is on its way. False when the deadline came first.
+    pub(super) async fn idle(&self, deadline: Instant) -> bool {
+        while self.queued() > 0 {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        true
+    }
+}
+
+impl Shared {
+    /// Offers chunks to every tier. Never waits: what is too much is dropped and counted.
+    pub(crate) fn offer(&self, items: &[OfferItem]) {
+        for tier in &self.tiers {
+            for item in items {
+                if !tier.copies.push(item.clone()) {
+                    count(&tier.counters.dropped, 1);
+                }
+            }
+        }
+    }
+}
+
+/// Takes copies down to one tier, for as long as its runtime runs.
+pub(super) async fn serve(shared: Arc<Shared>, number: usize) {
+    let stores = Arc::new(Semaphore::new(STORES));
+    loop {
+        let Ok(permit) = Arc::clone(&stores).acquire_owned().await else {
+            return;
+        };
+        let items = shared.tiers[number].copies.next().await;
+        let shared = Arc::clone(&shared);
+        tokio::spawn(async move {
+            store(&shared, number, items).await;
+            drop(permit);
+        });
+    }
+}
+
+async fn store(shared: &Shared, number: usize, items: Vec<OfferItem>) {
+    let tier = &shared.tiers[number];
+    let lens: Vec<u64> = items.iter().map(|item| item.slot.len()).collect();
+    let item = |OfferItem { key, parent, slot }| {
+        let item = StoreItem::new(key, slot);
+        match parent {
+            Some(parent) => item.with_parent(parent),
+            None => item,
+        }
+    };
+    let items = items.into_iter().map(item).collect();
+    let deadline = Instant::now() + shared.store_deadline;
+    let stored = tier.backend.store(items, deadline).await;
+    let counters = &tier.counters;
+    for (stored, len) in stored.iter().zip(&lens) {
+        match stored {
+            Ok(Stored::Written) => {
+                count(&counters.copied, 1);
+                count(&counters.copied_bytes, *len);
+            }
+            Ok(Stored::Declined) => count(&counters.declined, 1),
+            Ok(_) => {}
+            Err(_) => count(&counters.copy_failed, 1),
+        }
+    }
+    tier.copies.done(lens.iter().sum());
+}

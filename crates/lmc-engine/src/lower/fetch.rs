@@ -1,0 +1,288 @@
+//! Chunks on their way up.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::{LoadItem, Loaded};
+use lmc_backend_local::{InFlight, Leases, OwnerId, TenantId, Write, WriteStart};
+use lmc_key::ChunkKey;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinHandle;
+
+use super::{Lower, Shared, count, now_or_never};
+
+/// Bytes that one permit stands for.
+pub(super) const UNIT: u64 = 4096;
+/// Bytes that are read in one go. A prompt longer than that has several under way.
+const WINDOW: u64 = 64 << 20;
+/// Reads of one prompt under way at a time.
+const WINDOWS: usize = 3;
+/// Time between two looks at a chunk that somebody else is bringing up or writing.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// Where a chunk is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// In DRAM.
+    Dram,
+    /// In a lower tier, with its bytes.
+    Tier { number: usize, len: u64 },
+}
+
+/// A chunk that is read: its place in the prompt, and what it is read into.
+type Load = (usize, InFlight, LoadItem);
+
+/// A part of a prompt that is about to be read.
+struct Part {
+    places: Range<usize>,
+    /// Held until the whole part is leased, so that nothing of it is evicted before.
+    kept: Vec<Leases>,
+    /// What is read from each tier.
+    loads: Vec<Vec<Load>>,
+    /// What somebody else is writing or bringing up.
+    busy: Vec<ChunkKey>,
+}
+
+/// A prompt whose chunks shall come up.
+#[derive(Debug)]
+struct Prompt {
+    owner: OwnerId,
+    tenant: TenantId,
+    keys: Vec<ChunkKey>,
+    /// Where each of `keys` is, from the place on where they begin.
+    sources: Vec<Source>,
+    begin: usize,
+    deadline: Instant,
+    epoch: u64,
+}
+
+impl Lower {
+    /// Where the leading of these keys are. Asks only tiers that know at once; those that do not
+    /// count as not having any.
+    pub(crate) fn locate(&self, keys: &[ChunkKey]) -> Vec<Source> {
+        self.shared.locate(keys)
+    }
+
+    /// Brings chunks up, in the order of the prompt, and calls `done` with the leases of those
+    /// that are in DRAM then, from the first on. `held` are the leases of the first; `sources`
+    /// are those of the keys after them. Over at the fetch deadline with what there is.
+    pub(crate) fn fetch(
+        &self,
+        tenant: TenantId,
+        keys: Vec<ChunkKey>,
+        held: Leases,
+        sources: Vec<Source>,
+        done: impl FnOnce(Leases) + Send + 'static,
+    ) {
+        let shared = Arc::clone(&self.shared);
+        let prompt = Arc::new(Prompt {
+            owner: held.owner(),
+            tenant,
+            begin: held.len(),
+            keys,
+            sources,
+            deadline: Instant::now() + shared.fetch_deadline,
+            epoch: *shared.epoch.read(),
+        });
+        self.runtime()
+            .spawn(async move { done(shared.raise(prompt, held).await) });
+    }
+}
+
+impl Shared {
+    fn locate(&self, keys: &[ChunkKey]) -> Vec<Source> {
+        if keys.is_empty() {
+            return Vec::new();
+        }
+        let local = self.local.contains(keys);
+        let mut found: Vec<Option<Source>> =
+            local.iter().map(|len| len.map(|_| Source::Dram)).collect();
+        let deadline = Instant::now() + self.fetch_deadline;
+        for (number, tier) in self.tiers.iter().enumerate() {
+            let contains = now_or_never(tier.backend.contains(keys, deadline));
+            for (found, contained) in found.iter_mut().zip(contains.unwrap_or_default()) {
+                if let (None, Ok(Some(len))) = (&found, contained) {
+                    *found = Some(Source::Tier { number, len });
+                }
+            }
+        }
+        found.into_iter().map_while(|found| found).collect()
+    }
+
+    async fn raise(self: &Arc<Self>, prompt: Arc<Prompt>, mut held: Leases) -> Leases {
+        let end = (prompt.begin + prompt.sources.len()).min(prompt.keys.len());
+        let mut next = prompt.begin;
+        let mut under_way: VecDeque<(usize, JoinHandle<Leases>)> = VecDeque::new();
+        loop {
+            while under_way.len() < WINDOWS && next < end {
+                let window = prompt.window(next..end, u64::from(self.rising_units) * UNIT);
+                let Some(permit) = self.permit(&prompt, &window, under_way.is_empty()).await else {
+                    break;
+                };
+                let len = window.len();
+                next = window.end;
+                // In the prompt's order: its tail must not take the room of its head.
+                let part = self.prepare(&prompt, window);
+                if part.places.len() < len {
+                    next = end;
+                }
+                let (shared, prompt) = (Arc::clone(self), Arc::clone(&prompt));
+                let task = tokio::spawn(async move {
+                    let leases = shared.read(&prompt, part).await;
+                    drop(permit);
+                    leases
+                });
+                under_way.push_back((len, task));
+            }
+            let Some((len, task)) = under_way.pop_front() else {
+                return held;
+            };
+            let Ok(leases) = task.await else {
+                break;
+            };
+            let whole = leases.len() == len;
+            if held.append(leases).is_err() || !whole {
+                break;
+            }
+        }
+        // What follows a gap is of no use to this prompt.
+        under_way.iter().for_each(|(_, task)| task.abort());
+        held
+    }
+
+    /// The right to bring a part up. `None` when there is none: now, or by the deadline for one
+    /// who waits.
+    async fn permit(
+        &self,
+        prompt: &Prompt,
+        window: &Range<usize>,
+        waits: bool,
+    ) -> Option<OwnedSemaphorePermit> {
+        let units = prompt.bytes(window).div_ceil(UNIT).max(1) as u32;
+        let units = units.min(self.rising_units);
+        let rising = Arc::clone(&self.rising);
+        if !waits {
+            return rising.try_acquire_many_owned(units).ok();
+        }
+        let deadline = tokio::time::Instant::from_std(prompt.deadline);
+        let permit = tokio::time::timeout_at(deadline, rising.acquire_many_owned(units));
+        permit.await.ok()?.ok()
+    }
+
+    /// Leases what is in DRAM of a part of a prompt, and takes room for what is not.
+    fn prepare(&self, prompt: &Prompt, window: Range<usize>) -> Part {
+        // What was in DRAM when the prompt was looked at may have made room for its head.
+        let sources = self.locate(&prompt.keys[window.clone()]);
+        let mut part = Part {
+            places: window.start..window.start + sources.len(),
+            kept: Vec::new(),
+            loads: Vec::new(),
+            busy: Vec::new(),
+        };
+        part.loads.resize_with(self.tiers.len(), Vec::new);
+        for (place, source) in window.clone().zip(sources) {
+            let key = prompt.keys[place];
+            let Source::Tier { number, len } = source else {
+                part.kept.push(self.local.lease_again(prompt.owner, &[key]));
+                continue;
+            };
+            match self
+                .local
+                .begin_write(prompt.owner, prompt.tenant, key, len)
+            {
+                Ok(WriteStart::Reserved(new)) => {
+                    part.loads[number].push((place, new.mark, LoadItem::new(key, new.slot)));
+                }
+                Ok(WriteStart::Present) => {}
+                Ok(WriteStart::Busy) => part.busy.push(key),
+                Err(_) => {
+                    part.places.end = place;
+                    break;
+                }
+            }
+        }
+        part
+    }
+
+    /// Reads a part of a prompt, and leases its leading chunks.
+    async fn read(&self, prompt: &Prompt, part: Part) -> Leases {
+        let Part {
+            places,
+            mut kept,
+            loads,
+            busy,
+        } = part;
+        for (number, loads) in loads.into_iter().enumerate() {
+            if !loads.is_empty() {
+                kept.push(self.load(prompt, number, loads).await);
+            }
+        }
+        for key in &busy {
+            while self.local.is_writing(key) && Instant::now() < prompt.deadline {
+                tokio::time::sleep(LOOK).await;
+            }
+        }
+        // Not a lookup of its own: the one that asked for it was counted.
+        self.local.lease_again(prompt.owner, &prompt.keys[places])
+    }
+
+    /// Reads chunks from one tier and makes them findable.
+    async fn load(&self, prompt: &Prompt, number: usize, loads: Vec<Load>) -> Leases {
+        let tier = &self.tiers[number];
+        let split = |(place, mark, item)| ((place, mark), item);
+        let (marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
+        let loaded = tier.backend.load(items, prompt.deadline).await;
+        let counters = &tier.counters;
+        let mut writes = Vec::with_capacity(marks.len());
+        let mut bytes = 0;
+        for ((place, mark), loaded) in marks.into_iter().zip(loaded) {
+            match loaded {
+                Loaded::Hit(slot) => {
+                    bytes += slot.len();
+                    let parent = prompt.parent(place);
+                    writes.push(Write { mark, parent, slot });
+                }
+                Loaded::Miss(_) => count(&counters.fetch_missed, 1),
+                Loaded::Failed { .. } => count(&counters.fetch_failed, 1),
+            }
+        }
+        // Nothing that was read before everything was forgotten is found after.
+        let epoch = self.epoch.read();
+        if *epoch != prompt.epoch {
+            return self.local.lease_leading(prompt.owner, &[]);
+        }
+        count(&counters.fetched, writes.len() as u64);
+        count(&counters.fetched_bytes, bytes);
+        self.local.commit_leased(prompt.owner, writes).1
+    }
+}
+
+impl Prompt {
+    /// The first part of a range that is read in one go, at most `most` bytes.
+    fn window(&self, range: Range<usize>, most: u64) -> Range<usize> {
+        let most = WINDOW.min(most);
+        let mut bytes = 0;
+        let fits = |place: &usize| {
+            bytes += self.bytes(&(*place..*place + 1));
+            bytes <= most
+        };
+        let len = range.clone().take_while(fits).count().max(1);
+        range.start..range.start + len
+    }
+
+    /// Bytes of a part that come from below.
+    fn bytes(&self, part: &Range<usize>) -> u64 {
+        let sources = &self.sources[part.start - self.begin..part.end - self.begin];
+        let len = |source: &Source| match source {
+            Source::Dram => 0,
+            Source::Tier { len, .. } => *len,
+        };
+        sources.iter().map(len).sum()
+    }
+
+    fn parent(&self, place: usize) -> Option<ChunkKey> {
+        place.checked_sub(1).map(|before| self.keys[before])
+    }
+}

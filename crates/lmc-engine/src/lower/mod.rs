@@ -1,0 +1,331 @@
+//! The tiers below DRAM: what goes down to them and comes up again.
+//!
+//! Everything here happens on threads of its own, behind the caller's back: a store never waits
+//! for a copy, and a lookup is told later what has come up.
+
+mod copy;
+mod fetch;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak, mpsc};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{Backend, Cursor, Health};
+use lmc_backend_local::LocalTier;
+use parking_lot::RwLock;
+use serde::Serialize;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Semaphore;
+
+use crate::TierHealth;
+use crate::config::{EngineConfig, EngineError};
+use copy::Copies;
+pub(crate) use copy::OfferItem;
+pub(crate) use fetch::Source;
+
+/// Keys that are removed from a tier in one go when it is emptied.
+const REMOVE_AT_ONCE: usize = 1024;
+
+/// What a tier below DRAM holds, and what went to and fro.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct LowerStatus {
+    /// Name of the tier.
+    pub tier: String,
+    /// Chunks it holds.
+    pub chunks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes it may hold.
+    pub capacity: Option<u64>,
+    /// Bytes of copies that are on their way down.
+    pub queued_bytes: u64,
+    /// Copies that it has taken.
+    pub copied: u64,
+    /// Their bytes.
+    pub copied_bytes: u64,
+    /// Copies that were dropped because too many were on their way.
+    pub dropped: u64,
+    /// Copies that it did not want, by its admission rule or for want of room.
+    pub declined: u64,
+    /// Copies that failed.
+    pub copy_failed: u64,
+    /// Chunks that came up.
+    pub fetched: u64,
+    /// Their bytes.
+    pub fetched_bytes: u64,
+    /// Chunks that should have come up and were not there, or not as they had been stored.
+    pub fetch_missed: u64,
+    /// Chunks that could not be read, or not in time.
+    pub fetch_failed: u64,
+}
+
+/// What was counted of one tier.
+#[derive(Debug, Default)]
+struct Counters {
+    copied: AtomicU64,
+    copied_bytes: AtomicU64,
+    dropped: AtomicU64,
+    declined: AtomicU64,
+    copy_failed: AtomicU64,
+    fetched: AtomicU64,
+    fetched_bytes: AtomicU64,
+    fetch_missed: AtomicU64,
+    fetch_failed: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+#[derive(Debug)]
+struct Tier {
+    backend: Arc<dyn Backend>,
+    copies: Copies,
+    counters: Counters,
+}
+
+/// What the threads and the engine share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    local: LocalTier,
+    tiers: Vec<Tier>,
+    /// Units of [`fetch::UNIT`] bytes that may come up at a time.
+    rising: Arc<Semaphore>,
+    rising_units: u32,
+    fetch_deadline: Duration,
+    store_deadline: Duration,
+    /// Changes when everything is forgotten: what was read before must not be found after.
+    epoch: RwLock<u64>,
+}
+
+/// The tiers below DRAM, with the threads that serve them.
+pub(crate) struct Lower {
+    shared: Arc<Shared>,
+    /// `None` only while being dropped.
+    runtime: Option<Runtime>,
+}
+
+impl Lower {
+    pub(crate) fn start(
+        local: LocalTier,
+        backends: Vec<Arc<dyn Backend>>,
+        config: &EngineConfig,
+    ) -> Result<Self, EngineError> {
+        let pool = local.pool().usage().capacity;
+        let queue_bytes = config.copy_queue_bytes.unwrap_or(pool / 8);
+        let units = config.fetch_bytes.unwrap_or(pool / 4) / fetch::UNIT;
+        let rising_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
+        let tier = |backend| Tier {
+            backend,
+            copies: Copies::new(queue_bytes),
+            counters: Counters::default(),
+        };
+        let shared = Arc::new(Shared {
+            local,
+            tiers: backends.into_iter().map(tier).collect(),
+            rising: Arc::new(Semaphore::new(rising_units as usize)),
+            rising_units,
+            fetch_deadline: config.fetch_deadline,
+            store_deadline: config.store_deadline,
+            epoch: RwLock::new(0),
+        });
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("lmc-tiers")
+            .enable_time()
+            .build()?;
+        for number in 0..shared.tiers.len() {
+            runtime.spawn(copy::serve(Arc::clone(&shared), number));
+        }
+        Ok(Self {
+            shared,
+            runtime: Some(runtime),
+        })
+    }
+
+    /// Offers chunks to every tier. Never waits: what is too much is dropped and counted.
+    pub(crate) fn offer(&self, items: &[OfferItem]) {
+        self.shared.offer(items);
+    }
+
+    /// For whoever offers chunks and must not keep the tiers alive.
+    pub(crate) fn downgrade(&self) -> Weak<Shared> {
+        Arc::downgrade(&self.shared)
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("it lives as long as this")
+    }
+
+    /// How each tier is.
+    pub(crate) fn health(&self) -> impl Iterator<Item = TierHealth> {
+        self.shared.tiers.iter().map(|tier| TierHealth {
+            tier: tier.backend.name().to_owned(),
+            fault: match tier.backend.health() {
+                Health::Degraded { reason } | Health::Down { reason } => Some(reason),
+                _ => None,
+            },
+        })
+    }
+
+    pub(crate) fn status(&self) -> Vec<LowerStatus> {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let status = |tier: &Tier| {
+            let deadline = Instant::now() + Duration::from_secs(1);
+            let usage = now_or_never(tier.backend.usage(deadline));
+            let usage = usage.and_then(Result::ok).unwrap_or_default();
+            let counters = &tier.counters;
+            LowerStatus {
+                tier: tier.backend.name().to_owned(),
+                chunks: usage.chunks,
+                bytes: usage.bytes,
+                capacity: usage.capacity,
+                queued_bytes: tier.copies.queued(),
+                copied: read(&counters.copied),
+                copied_bytes: read(&counters.copied_bytes),
+                dropped: read(&counters.dropped),
+                declined: read(&counters.declined),
+                copy_failed: read(&counters.copy_failed),
+                fetched: read(&counters.fetched),
+                fetched_bytes: read(&counters.fetched_bytes),
+                fetch_missed: read(&counters.fetch_missed),
+                fetch_failed: read(&counters.fetch_failed),
+            }
+        };
+        self.shared.tiers.iter().map(status).collect()
+    }
+
+    /// Forgets everything that is below, and first does what `above` does. What is being copied
+    /// or read meanwhile is not found afterwards. Waits, at most until the deadline.
+    ///
+    /// How many chunks went from below, and whether all did.
+    pub(crate) fn clear<T>(&self, deadline: Instant, above: impl FnOnce() -> T) -> (T, u64, bool) {
+        let done = {
+            let mut epoch = self.shared.epoch.write();
+            *epoch += 1;
+            self.shared
+                .tiers
+                .iter()
+                .for_each(|tier| tier.copies.drop_queued());
+            above()
+        };
+        let shared = Arc::clone(&self.shared);
+        let cleared = self.wait(deadline, async move { shared.clear(deadline).await });
+        let (removed, all) = cleared.unwrap_or((0, false));
+        (done, removed, all)
+    }
+
+    /// Forgets chunks below; whether each was in any tier. Waits, at most until the deadline.
+    pub(crate) fn remove(&self, keys: &[lmc_key::ChunkKey], deadline: Instant) -> Vec<bool> {
+        let shared = Arc::clone(&self.shared);
+        let asked: Arc<[lmc_key::ChunkKey]> = keys.into();
+        let removed = self.wait(deadline, async move {
+            let mut any = vec![false; asked.len()];
+            for tier in &shared.tiers {
+                let removed = tier.backend.remove(&asked, deadline).await;
+                for (any, removed) in any.iter_mut().zip(removed) {
+                    *any |= removed.unwrap_or(false);
+                }
+            }
+            any
+        });
+        removed.unwrap_or_else(|| vec![false; keys.len()])
+    }
+
+    /// Waits until all copies are down, then closes the tiers. Each that could not, and why.
+    pub(crate) fn close(&self, deadline: Instant) -> Vec<(String, String)> {
+        let shared = Arc::clone(&self.shared);
+        let closed = self.wait(deadline + Duration::from_secs(1), async move {
+            let mut failed = Vec::new();
+            for tier in &shared.tiers {
+                tier.copies.idle(deadline).await;
+                if let Err(error) = tier.backend.close(deadline).await {
+                    failed.push((tier.backend.name().to_owned(), error.to_string()));
+                }
+            }
+            failed
+        });
+        closed.unwrap_or_else(|| vec![("tiers".to_owned(), "not closed in time".to_owned())])
+    }
+
+    /// Runs something on the tiers' threads and waits for it. `None` when it takes too long.
+    fn wait<T: Send + 'static>(
+        &self,
+        deadline: Instant,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let task = self.runtime().spawn(async move {
+            // Whoever waited may have given up.
+            let _ = sender.send(work.await);
+        });
+        let left = deadline.saturating_duration_since(Instant::now());
+        let done = receiver.recv_timeout(left).ok();
+        if done.is_none() {
+            task.abort();
+        }
+        done
+    }
+}
+
+impl Shared {
+    async fn clear(&self, deadline: Instant) -> (u64, bool) {
+        let (mut gone, mut all) = (0, true);
+        for tier in &self.tiers {
+            // What was being copied when the queue was emptied is listed once it is there.
+            all &= tier.copies.idle(deadline).await;
+            let mut cursor = Cursor::START;
+            loop {
+                let page = tier.backend.list(cursor, REMOVE_AT_ONCE, deadline).await;
+                let Ok(page) = page else {
+                    all = false;
+                    break;
+                };
+                let keys: Vec<_> = page.items.iter().map(|item| item.key).collect();
+                for removed in tier.backend.remove(&keys, deadline).await {
+                    gone += u64::from(matches!(removed, Ok(true)));
+                    all &= removed.is_ok();
+                }
+                match page.next {
+                    Some(next) => cursor = next,
+                    None => break,
+                }
+            }
+        }
+        (gone, all)
+    }
+}
+
+impl fmt::Debug for Lower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Lower").field(&self.shared).finish()
+    }
+}
+
+impl Drop for Lower {
+    fn drop(&mut self) {
+        let Some(runtime) = self.runtime.take() else {
+            return;
+        };
+        // The last handle may go on one of the runtime's own threads (a fetch that ends): it
+        // cannot wait there for itself.
+        if tokio::runtime::Handle::try_current().is_ok() {
+            runtime.shutdown_background();
+        } else {
+            runtime.shutdown_timeout(Duration::from_secs(1));
+        }
+    }
+}
+
+/// The outcome of something that need not wait; `None` when it would.
+fn now_or_never<T>(work: impl Future<Output = T>) -> Option<T> {
+    match pin!(work).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(done) => Some(done),
+        Poll::Pending => None,
+    }
+}

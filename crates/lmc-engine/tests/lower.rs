@@ -1,0 +1,332 @@
+//! Tiers below DRAM: what goes down, what comes up, and what a bad tier does to neither.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, check_value, fill_value, test_key};
+use lmc_backend::{Backend, MemoryBackend};
+use lmc_engine::{
+    CacheEngine, CopyDown, EngineConfig, Leases, LowerStatus, OwnerId, Reservation, TenantId,
+    WriteRequest,
+};
+use lmc_key::ChunkKey;
+use lmc_memory::ArenaConfig;
+
+const CHUNK: u64 = 4096;
+const NOBODY: TenantId = TenantId(0);
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A map behind a gate.
+fn gated() -> Arc<Gated<MemoryBackend>> {
+    Arc::new(Gated::new(MemoryBackend::default()))
+}
+
+fn engine_with(
+    chunks: u64,
+    lower: Arc<dyn Backend>,
+    change: impl FnOnce(&mut EngineConfig),
+) -> CacheEngine {
+    let mut config = EngineConfig::default();
+    config.shards = Some(2);
+    config.high_watermark = 1.0;
+    config.low_watermark = 1.0;
+    config.copy_queue_bytes = Some(chunks * CHUNK);
+    change(&mut config);
+    let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
+    CacheEngine::with_tiers(config, Arc::new(arena.unwrap()), vec![lower]).unwrap()
+}
+
+fn engine(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {
+    engine_with(chunks, lower, |_| {})
+}
+
+fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
+    numbers.map(test_key).collect()
+}
+
+/// Stores the chunks of one prompt; how many were new.
+fn write(engine: &CacheEngine, numbers: Range<u64>) -> usize {
+    let first = numbers.start;
+    let request = |n: u64| WriteRequest {
+        key: test_key(n),
+        parent: (n > first).then(|| test_key(n - 1)),
+        tenant: NOBODY,
+        len: CHUNK,
+    };
+    let requests: Vec<_> = numbers.map(request).collect();
+    let mut tickets = Vec::new();
+    for reservation in engine.reserve(OwnerId(1), &requests) {
+        if let Reservation::Reserved(mut ticket) = reservation {
+            let key = ticket.key();
+            fill_value(&key, ticket.bytes_mut());
+            tickets.push(ticket);
+        }
+    }
+    engine.commit(tickets)
+}
+
+/// What a request does: looks up, and waits for what comes up.
+fn fetch(engine: &CacheEngine, owner: u64, keys: Vec<ChunkKey>) -> mpsc::Receiver<Leases> {
+    let held = engine.lookup(OwnerId(owner), &keys);
+    let below = engine.below(&keys[held.len()..]);
+    let (sender, receiver) = mpsc::channel();
+    engine.fetch(NOBODY, keys, held, below, move |leases| {
+        sender.send(leases).expect("somebody waits");
+    });
+    receiver
+}
+
+fn fetched(engine: &CacheEngine, numbers: Range<u64>) -> Leases {
+    let keys = keys(numbers);
+    let leases = fetch(engine, 2, keys.clone());
+    let leases = leases.recv_timeout(PATIENCE).expect("in time");
+    for (slot, key) in leases.iter().zip(&keys) {
+        check_value(key, slot.bytes()).expect("the bytes that were stored");
+    }
+    leases
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn status(engine: &CacheEngine) -> LowerStatus {
+    engine.lower().remove(0)
+}
+
+/// All that was committed so far is down.
+fn settle(engine: &CacheEngine) {
+    until("copies go down", || status(engine).queued_bytes == 0);
+}
+
+fn assert_idle(engine: &CacheEngine) {
+    settle(engine);
+    let usage = engine.usage();
+    assert_eq!((usage.leases, usage.reserved_slots), (0, 0));
+    assert_eq!(usage.used_bytes, usage.chunk_bytes, "no slot is lost");
+}
+
+#[test]
+fn what_left_dram_comes_up_again_with_its_bytes() {
+    let engine = engine(64, Arc::new(MemoryBackend::default()));
+    assert_eq!(write(&engine, 0..10), 10);
+    settle(&engine);
+    assert_eq!((status(&engine).chunks, status(&engine).copied), (10, 10));
+    assert_eq!(engine.clear_dram(true), 10);
+    assert_eq!(engine.leading(&keys(0..12)), 0);
+    assert_eq!(engine.below(&keys(0..12)).len(), 10);
+
+    assert_eq!(fetched(&engine, 0..12).len(), 10);
+    assert_eq!(engine.leading(&keys(0..12)), 10, "it is in DRAM now");
+    let status = status(&engine);
+    assert_eq!((status.fetched, status.fetched_bytes), (10, 10 * CHUNK));
+    assert_eq!(status.copied, 10, "what came up is not copied down again");
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_prompt_that_is_half_in_dram_is_put_together() {
+    let engine = engine(64, Arc::new(MemoryBackend::default()));
+    write(&engine, 0..12);
+    settle(&engine);
+    // The head stays, a piece of the middle too.
+    engine.pin(&keys(0..3));
+    engine.pin(&keys(6..8));
+    engine.clear_dram(false);
+    assert_eq!(fetched(&engine, 0..12).len(), 12);
+    assert_eq!(status(&engine).fetched, 7);
+}
+
+#[test]
+fn two_who_ask_for_the_same_read_it_once() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..16);
+    settle(&engine);
+    engine.clear_dram(true);
+    tier.shut();
+    let first = fetch(&engine, 2, keys(0..16));
+    until("the first reads", || tier.loads() == 16);
+    let second = fetch(&engine, 3, keys(0..16));
+    thread::sleep(Duration::from_millis(20));
+    tier.open();
+    for waits in [first, second] {
+        assert_eq!(waits.recv_timeout(PATIENCE).expect("in time").len(), 16);
+    }
+    assert_eq!(tier.loads(), 16);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_stalled_tier_is_a_miss_after_the_deadline() {
+    let tier = gated();
+    let engine = engine_with(64, Arc::clone(&tier) as _, |config| {
+        config.fetch_deadline = Duration::from_millis(50);
+    });
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.pin(&keys(0..2));
+    engine.clear_dram(false);
+    tier.shut();
+    assert_eq!(fetched(&engine, 0..8).len(), 2, "what DRAM has");
+    assert_eq!(status(&engine).fetch_failed, 6);
+    let health = engine.health();
+    assert_eq!((health[0].tier.as_str(), &health[0].fault), ("dram", &None));
+    assert_eq!(health[1].fault.as_deref(), Some("the gate is shut"));
+    tier.open();
+    assert_eq!(fetched(&engine, 0..8).len(), 8, "and a hit when it is over");
+    engine.unpin(&keys(0..2));
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_full_queue_drops_copies_and_never_a_store() {
+    let tier = gated();
+    let engine = engine_with(64, Arc::clone(&tier) as _, |config| {
+        config.copy_queue_bytes = Some(8 * CHUNK);
+    });
+    tier.shut();
+    assert_eq!(write(&engine, 0..20), 20);
+    assert_eq!(engine.leading(&keys(0..20)), 20);
+    assert_eq!(status(&engine).dropped, 12);
+    assert_eq!(status(&engine).queued_bytes, 8 * CHUNK);
+    tier.open();
+    settle(&engine);
+    assert_eq!(status(&engine).chunks, 8);
+}
+
+#[test]
+fn a_pool_too_small_for_a_prompt_gives_its_head() {
+    let engine = engine(16, Arc::new(MemoryBackend::default()));
+    for part in 0..4 {
+        write(&engine, part * 8..part * 8 + 8);
+        settle(&engine);
+    }
+    assert_eq!(engine.below(&keys(0..32)).len(), 32);
+    let leases = fetched(&engine, 0..32);
+    assert_eq!(leases.len(), 16, "as many as the pool holds");
+    drop(leases);
+    assert_idle(&engine);
+}
+
+#[test]
+fn clearing_forgets_what_is_above_below_and_on_its_way() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.clear_dram(true);
+    // Four are being read and four being copied when all is forgotten.
+    tier.shut();
+    let rising = fetch(&engine, 2, keys(0..4));
+    until("they are read", || tier.loads() == 4);
+    write(&engine, 20..24);
+    let open = {
+        let tier = Arc::clone(&tier);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            tier.open();
+        })
+    };
+    let cleared = engine.clear(true);
+    open.join().expect("it only waits");
+    assert_eq!(cleared.dram, 4);
+    assert!(cleared.complete && cleared.below >= 8, "{cleared:?}");
+    assert_eq!(rising.recv_timeout(PATIENCE).expect("in time").len(), 0);
+    settle(&engine);
+    assert_eq!(engine.leading(&keys(0..8)), 0);
+    assert!(engine.below(&keys(0..8)).is_empty() && engine.below(&keys(20..24)).is_empty());
+    assert_idle(&engine);
+}
+
+#[test]
+fn removing_forgets_a_chunk_in_every_tier() {
+    let engine = engine(64, Arc::new(MemoryBackend::default()));
+    write(&engine, 0..4);
+    settle(&engine);
+    assert_eq!(engine.remove(&keys(1..2)), [true]);
+    engine.clear_dram(true);
+    assert_eq!(engine.below(&keys(0..4)).len(), 1);
+    assert_eq!(engine.remove(&keys(3..5)), [true, false]);
+}
+
+#[test]
+fn written_back_is_what_the_watermark_evicts() {
+    let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config| {
+        config.copy_down = CopyDown::OnEviction;
+        config.high_watermark = 0.75;
+        config.low_watermark = 0.5;
+        config.maintain_every = Duration::from_millis(1);
+    });
+    write(&engine, 0..16);
+    settle(&engine);
+    assert_eq!(status(&engine).chunks, 0, "nothing had to go");
+    write(&engine, 16..30);
+    until("it is evicted", || engine.usage().chunks == 16);
+    settle(&engine);
+    assert_eq!(status(&engine).chunks, 14);
+    assert_eq!(fetched(&engine, 0..16).len(), 16);
+}
+
+#[test]
+fn what_is_found_is_offered_again_where_a_tier_wants_it_twice() {
+    let tier = gated();
+    let engine = engine_with(32, Arc::clone(&tier) as _, |config| {
+        config.copy_down = CopyDown::OnCommitAndHit;
+        config.copy_queue_bytes = Some(2 * CHUNK);
+    });
+    tier.shut();
+    write(&engine, 0..8);
+    tier.open();
+    settle(&engine);
+    assert_eq!((status(&engine).chunks, status(&engine).dropped), (2, 6));
+    for n in 0..8 {
+        drop(engine.lookup(OwnerId(2), &keys(n..n + 1)));
+        settle(&engine);
+    }
+    assert_eq!(status(&engine).chunks, 8);
+}
+
+#[test]
+fn a_tier_full_of_faults_costs_hits_and_nothing_else() {
+    for seed in 0..8 {
+        let tier = Faulty::new(MemoryBackend::default(), Faults::some(), seed);
+        let engine = engine(24, Arc::new(tier));
+        let mut rng = Rng::new(seed);
+        for _ in 0..200 {
+            let start = rng.below(6) * 8;
+            let end = start + 1 + rng.below(8);
+            match rng.below(8) {
+                0..=3 => drop(write(&engine, start..end)),
+                4..=6 => drop(fetched(&engine, start..end)),
+                _ => drop(engine.clear_dram(true)),
+            }
+        }
+        assert_idle(&engine);
+    }
+}
+
+#[test]
+fn an_engine_that_goes_leaves_no_one_waiting() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.clear_dram(true);
+    tier.shut();
+    let rising = fetch(&engine, 2, keys(0..8));
+    until("they are read", || tier.loads() == 8);
+    write(&engine, 20..24);
+    let begun = Instant::now();
+    assert_eq!(engine.close(begun + Duration::from_millis(50)), []);
+    drop(engine);
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert!(rising.recv_timeout(PATIENCE).is_err(), "nobody will call");
+}

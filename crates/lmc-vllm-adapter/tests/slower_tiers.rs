@@ -1,0 +1,249 @@
+//! What engines see of tiers below DRAM.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end, lookup, prompt};
+use lmc_backend::MemoryBackend;
+use lmc_backend::conformance::Gated;
+use lmc_vllm_adapter::{CacheKey, Client, KvEventKind, Operation, Reply, Request};
+
+type Tier = Arc<Gated<MemoryBackend>>;
+
+fn server() -> (Server, Tier) {
+    let tier: Tier = Arc::new(Gated::new(MemoryBackend::default()));
+    let server = Server::over(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, |_| {});
+    (server, tier)
+}
+
+/// All that was stored is below, and nothing of it in DRAM.
+fn sink(server: &Server) {
+    server.eventually("copies are down", |status| {
+        status.lower[0].queued_bytes == 0
+    });
+    server.service.engine().clear_dram(true);
+}
+
+fn named(key: &CacheKey, request: &str) -> CacheKey {
+    CacheKey {
+        request_id: request.to_owned(),
+        worker_id: None,
+        ..key.clone()
+    }
+}
+
+/// Looks up and does not wait for what comes up.
+fn begin_lookup(client: &mut Client, key: &CacheKey) {
+    let reply = client.ask(&Request::Lookup(key.clone()));
+    assert_eq!(reply.expect("an answer"), Reply::None);
+}
+
+fn status(client: &mut Client, request: &str) -> Reply {
+    let request_id = request.to_owned();
+    let status = Request::QueryPrefetchStatus { request_id };
+    client.ask(&status).expect("an answer")
+}
+
+fn wait(request: &str, timeout: f64) -> Request {
+    Request::WaitPrefetchStatus {
+        request_id: request.to_owned(),
+        timeout,
+    }
+}
+
+#[test]
+fn a_prompt_that_left_dram_is_found_and_read_back_byte_for_byte() {
+    let (server, _tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(1, 5 * CHUNK + 3);
+    let key = worker.key("a", &tokens, 0..5);
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    assert_eq!(worker.store(&key), 5);
+    end(&mut scheduler, "a");
+    sink(&server);
+    let key = CacheKey {
+        request_id: "b".to_owned(),
+        ..key
+    };
+    assert_eq!(lookup(&mut scheduler, &key), 5);
+    assert!(worker.retrieve(&key));
+    end(&mut scheduler, "b");
+    server.assert_idle();
+    let status = server.status();
+    assert_eq!(status.lower[0].fetched_bytes, 5 * CHUNK_BYTES as u64);
+    assert_eq!(status.counts.hit_tokens, 5 * CHUNK as u64);
+}
+
+#[test]
+fn while_chunks_come_up_the_answer_is_not_yet_and_no_one_else_waits() {
+    let (server, tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(2, 4 * CHUNK);
+    let key = worker.key("a", &tokens, 0..4);
+    worker.store(&key);
+    sink(&server);
+    tier.shut();
+    begin_lookup(&mut scheduler, &named(&key, "slow"));
+    for _ in 0..3 {
+        assert_eq!(status(&mut scheduler, "slow"), Reply::None);
+    }
+    let other = worker.key("other", &prompt(3, 2 * CHUNK), 0..2);
+    assert_eq!(worker.store(&other), 2);
+    assert_eq!(lookup(&mut scheduler, &other), 2);
+    end(&mut scheduler, "other");
+    assert_eq!(status(&mut scheduler, "slow"), Reply::None);
+    tier.open();
+    let waited = scheduler.ask(&wait("slow", 10.0)).expect("an answer");
+    assert_eq!(waited, Reply::Int(4));
+    assert_eq!(status(&mut scheduler, "slow"), Reply::Int(4));
+    end(&mut scheduler, "slow");
+    server.assert_idle();
+}
+
+#[test]
+fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
+    let (server, tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(4, 3 * CHUNK);
+    let key = worker.key("a", &tokens, 0..3);
+    worker.store(&key);
+    sink(&server);
+    tier.shut();
+    let mut waiting = server.client();
+    let mut scheduler = server.client();
+    begin_lookup(&mut waiting, &named(&key, "a"));
+    let uid = waiting.send(&wait("a", 10.0)).expect("sent");
+    // The wait holds up neither its own connection nor others.
+    assert_eq!(status(&mut scheduler, "a"), Reply::None);
+    tier.open();
+    let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
+    assert_eq!(reply.expect("an answer"), Reply::Int(3));
+    end(&mut scheduler, "a");
+
+    // The request ends while somebody waits for its lookup.
+    sink(&server);
+    tier.shut();
+    begin_lookup(&mut waiting, &named(&key, "b"));
+    let uid = waiting.send(&wait("b", 10.0)).expect("sent");
+    server.eventually("it is read", |_| tier.loads() == 6);
+    end(&mut scheduler, "b");
+    let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
+    assert_eq!(reply.expect("an answer"), Reply::Int(0));
+    tier.open();
+
+    // Its time is over first.
+    server.eventually("it is up", |status| status.lower[0].fetched == 6);
+    sink(&server);
+    tier.shut();
+    begin_lookup(&mut waiting, &named(&key, "c"));
+    let uid = waiting.send(&wait("c", 0.001)).expect("sent");
+    // Handled after it, on the same connection.
+    assert_eq!(status(&mut waiting, "c"), Reply::None);
+    server.service.tick(Instant::now() + Duration::from_secs(1));
+    let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    tier.open();
+    let known = waiting.ask(&wait("unknown", f64::NAN)).expect("an answer");
+    assert_eq!(known, Reply::Int(0));
+    assert_eq!(
+        waiting.ask(&wait("c", 10.0)).expect("an answer"),
+        Reply::Int(3)
+    );
+    end(&mut scheduler, "c");
+    server.assert_idle();
+}
+
+#[test]
+fn every_rank_comes_up_before_a_chunk_counts() {
+    let (server, _tier) = server();
+    let mut ranks: Vec<Worker> = (0..2)
+        .map(|rank| Worker::register_rank(&server, u64::from(rank) + 1, rank, 2, "float32"))
+        .collect();
+    let tokens = prompt(5, 4 * CHUNK);
+    for (rank, chunks) in [(0, 4), (1, 3)] {
+        let key = ranks[rank].key("a", &tokens, 0..chunks);
+        ranks[rank].store(&key);
+    }
+    sink(&server);
+    let mut scheduler = server.client();
+    let key = ranks[0].key("b", &tokens, 0..4);
+    assert_eq!(lookup(&mut scheduler, &key), 3);
+    for rank in &mut ranks {
+        let key = rank.key("b", &tokens, 0..3);
+        assert!(rank.retrieve(&key));
+    }
+    end(&mut scheduler, "b");
+    server.assert_idle();
+}
+
+#[test]
+fn a_later_lookup_of_a_request_takes_the_place_of_one_that_is_coming_up() {
+    let (server, tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(6, 4 * CHUNK);
+    let key = worker.key("a", &tokens, 0..4);
+    worker.store(&key);
+    sink(&server);
+    tier.shut();
+    begin_lookup(&mut scheduler, &named(&key, "again"));
+    server.eventually("it is read", |_| tier.loads() == 4);
+    let other = worker.key("x", &prompt(7, CHUNK), 0..1);
+    worker.store(&other);
+    begin_lookup(&mut scheduler, &named(&other, "again"));
+    assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
+    tier.open();
+    server.eventually("the first is up", |status| status.lower[0].fetched == 4);
+    assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
+    end(&mut scheduler, "again");
+    server.assert_idle();
+}
+
+#[test]
+fn a_clear_forgets_what_is_below() {
+    let (server, _tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(8, 3 * CHUNK);
+    let key = worker.key("a", &tokens, 0..3);
+    worker.store(&key);
+    sink(&server);
+    let clear = scheduler.ask(&Request::Clear { force: false });
+    assert_eq!(clear.expect("an answer"), Reply::None);
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    end(&mut scheduler, "a");
+    server.assert_idle();
+}
+
+#[test]
+fn subscribers_hear_of_chunks_that_come_up_again() {
+    let (server, _tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let mut router = server.client();
+    let tokens = prompt(9, 2 * CHUNK);
+    let key = worker.key("a", &tokens, 0..2);
+    worker.store(&key);
+    sink(&server);
+    assert_eq!(lookup(&mut scheduler, &key), 2);
+    end(&mut scheduler, "a");
+    let subscribe = Request::SubscribeKvEvents {
+        instance_id: 9,
+        model_name: MODEL.to_owned(),
+        cursor: 0,
+        max_events: 100,
+    };
+    let uid = router.send(&subscribe).expect("sent");
+    let reply = router.receive(uid, Operation::SubscribeKvEvents);
+    let Reply::Events(batch) = reply.expect("events") else {
+        panic!("not a batch");
+    };
+    let kinds: Vec<_> = batch.events.iter().map(|event| event.kind).collect();
+    let (stored, removed) = (KvEventKind::Stored, KvEventKind::Removed);
+    assert_eq!(kinds, [stored, stored, removed, removed, stored, stored]);
+    assert_eq!(batch.events[4].tokens[..], tokens[..CHUNK]);
+}
