@@ -16,7 +16,10 @@ const LAYERS: &[(&str, &[&str])] = &[
         "lmc-engine",
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],
     ),
-    ("lmc-vllm-adapter", &["lmc-key", "lmc-memory", "lmc-engine"]),
+    (
+        "lmc-vllm-adapter",
+        &["lmc-key", "lmc-memory", "lmc-backend", "lmc-engine"],
+    ),
     (
         "lmc-server",
         &["lmc-key", "lmc-memory", "lmc-engine", "lmc-vllm-adapter"],

@@ -267,7 +267,8 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         let text = "a tier below memory is out of order or slow and may still have chunks";
         return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
     }
-    let tier = if dram_only { "l1" } else { "all" };
+    let l1_only = dram_only || !http.service.engine().has_lower();
+    let tier = if l1_only { "l1" } else { "all" };
     let below = below.map_or(0, |cleared| cleared.below);
     Json(json!({
         "status": "ok",
