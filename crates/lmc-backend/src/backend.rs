@@ -115,6 +115,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// [`UsageError`].
     fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>>;
 
+    /// What the tier counted since it was made, by names that fit a metric's label. Default:
+    /// nothing.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
     /// How the tier is, from memory: never waits.
     fn health(&self) -> Health;
 

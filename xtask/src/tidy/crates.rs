@@ -13,6 +13,10 @@ const LAYERS: &[(&str, &[&str])] = &[
         &["lmc-key", "lmc-memory", "lmc-backend"],
     ),
     (
+        "lmc-backend-disk",
+        &["lmc-key", "lmc-memory", "lmc-backend"],
+    ),
+    (
         "lmc-engine",
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],
     ),
@@ -22,7 +26,14 @@ const LAYERS: &[(&str, &[&str])] = &[
     ),
     (
         "lmc-server",
-        &["lmc-key", "lmc-memory", "lmc-engine", "lmc-vllm-adapter"],
+        &[
+            "lmc-key",
+            "lmc-memory",
+            "lmc-backend",
+            "lmc-backend-disk",
+            "lmc-engine",
+            "lmc-vllm-adapter",
+        ],
     ),
 ];
 

@@ -6,6 +6,30 @@ use super::tree::Tree;
 /// Files that may hold unsafe code, and what for.
 const EXPECTED: &[(&str, &str)] = &[
     (
+        "crates/lmc-backend-disk/src/volume/aligned.rs",
+        "aligned memory from the allocator",
+    ),
+    (
+        "crates/lmc-backend-disk/src/volume/folder.rs",
+        "a file that is mapped, and a probe with direct I/O",
+    ),
+    (
+        "crates/lmc-backend-disk/src/volume/pool_buffers.rs",
+        "the pool's memory, registered with a ring",
+    ),
+    (
+        "crates/lmc-backend-disk/src/volume/raw.rs",
+        "fallocate, pread, pwrite, statvfs",
+    ),
+    (
+        "crates/lmc-backend-disk/src/volume/threads.rs",
+        "reads and writes between addresses",
+    ),
+    (
+        "crates/lmc-backend-disk/src/volume/uring.rs",
+        "operations are handed to the kernel",
+    ),
+    (
         "crates/lmc-key/src/bytes.rs",
         "tokens as the bytes that are hashed",
     ),

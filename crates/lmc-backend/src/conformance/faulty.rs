@@ -266,6 +266,10 @@ impl<B: Backend> Backend for Faulty<B> {
         })
     }
 
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.inner.counters()
+    }
+
     fn health(&self) -> Health {
         self.inner.health()
     }

@@ -150,6 +150,10 @@ impl<B: Backend> Backend for Gated<B> {
         self.inner.usage(deadline)
     }
 
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.inner.counters()
+    }
+
     fn health(&self) -> Health {
         match self.gate.lock().shut {
             true => Health::Down {

@@ -6,6 +6,7 @@
 mod copy;
 mod fetch;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::pin;
@@ -62,6 +63,8 @@ pub struct LowerStatus {
     pub fetch_missed: u64,
     /// Chunks that could not be read, or not in time.
     pub fetch_failed: u64,
+    /// What the tier itself counted.
+    pub counters: BTreeMap<&'static str, u64>,
 }
 
 /// What was counted of one tier.
@@ -195,6 +198,7 @@ impl Lower {
                 fetched_bytes: read(&counters.fetched_bytes),
                 fetch_missed: read(&counters.fetch_missed),
                 fetch_failed: read(&counters.fetch_failed),
+                counters: tier.backend.counters().into_iter().collect(),
             }
         };
         self.shared.tiers.iter().map(status).collect()

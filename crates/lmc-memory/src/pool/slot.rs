@@ -98,6 +98,12 @@ macro_rules! position {
             pub fn len(&self) -> u64 {
                 self.0.len
             }
+
+            /// Bytes that are taken for the slot: its length and the padding up to the next
+            /// multiple of [`crate::Pool::align`], which belongs to nobody else.
+            pub fn padded_len(&self) -> u64 {
+                self.0.len.next_multiple_of(1 << self.0.pool.align_bits)
+            }
         }
     )*};
 }
@@ -113,7 +119,8 @@ impl ReservedSlot {
 
     /// First byte, for writers that are handed an address.
     ///
-    /// The address is good while the slot is in the state *reserved* or *quarantined*.
+    /// The address is good for [`ReservedSlot::padded_len`] bytes while the slot is in the state
+    /// *reserved* or *quarantined*.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len).as_ptr()
     }
@@ -152,6 +159,12 @@ impl SealedSlot {
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: sealed slots are never written, and this owner keeps the range taken.
         unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
+    }
+
+    /// First byte, for devices that are handed an address. It may be read for
+    /// [`SealedSlot::padded_len`] bytes while a clone of the slot is kept.
+    pub fn as_ptr(&self) -> *const u8 {
+        slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len).as_ptr()
     }
 
     /// How many owners share the slot at this instant, this one included.

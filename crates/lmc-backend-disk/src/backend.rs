@@ -1,0 +1,398 @@
+//! The tier: drives side by side behind the contract.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use lmc_backend::{
+    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, Listed, LoadError,
+    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
+    UsageError,
+};
+use lmc_key::ChunkKey;
+
+use crate::admission::Admission;
+use crate::batch::Batch;
+use crate::counters::{Counters, DiskStats, count};
+use crate::drive::{Drive, Read};
+use crate::format::payload_sum;
+use crate::timer::Timer;
+
+/// Chunks on one or more drives, found again after any kill.
+///
+/// Made by [`crate::DiskConfig::open`]. Chunks are spread over the drives by their hash; a drive
+/// that fails is taken out, its chunks become misses, and it is looked at again from time to
+/// time. [`Backend::store`] answers when a chunk and its place in the index are durable.
+#[derive(Debug)]
+pub struct DiskBackend {
+    drives: Arc<[Drive]>,
+    admission: Option<Admission>,
+    counters: Counters,
+    timer: Timer,
+}
+
+impl DiskBackend {
+    pub(crate) fn new(drives: Vec<Drive>, admission: Option<Admission>) -> io::Result<Self> {
+        Ok(Self {
+            drives: drives.into(),
+            admission,
+            counters: Counters::default(),
+            timer: Timer::start()?,
+        })
+    }
+
+    /// What was counted so far, all drives together.
+    pub fn stats(&self) -> DiskStats {
+        let mut stats = self.counters.read();
+        for drive in self.drives.iter() {
+            stats.add(&drive.stats());
+        }
+        stats
+    }
+
+    /// What all drives hold together.
+    pub fn held(&self) -> Usage {
+        let (mut chunks, mut bytes, mut capacity) = (0, 0, 0);
+        for drive in self.drives.iter() {
+            let usage = drive.usage();
+            chunks += usage.chunks;
+            bytes += usage.bytes;
+            capacity += drive.capacity();
+        }
+        Usage::new(chunks, bytes).with_capacity(capacity)
+    }
+
+    /// How bytes move on each drive, for people: `io_uring, direct I/O`, and so on.
+    pub fn describe(&self) -> Vec<String> {
+        self.drives.iter().map(Drive::describe).collect()
+    }
+
+    /// How each drive is.
+    pub fn drive_health(&self) -> Vec<Health> {
+        self.drives.iter().map(Drive::health).collect()
+    }
+
+    pub(crate) fn drives(&self) -> &[Drive] {
+        &self.drives
+    }
+
+    fn closed(&self) -> bool {
+        self.drives.iter().all(Drive::closed)
+    }
+
+    /// The drive on which new bytes of a key belong: the first in its order that works.
+    fn home(&self, key: &ChunkKey) -> Option<usize> {
+        let hash = key.hash.as_bytes();
+        let hash = u64::from_le_bytes(hash[8..16].try_into().expect("eight bytes of 32"));
+        let count = self.drives.len();
+        let first = hash as usize % count;
+        (0..count)
+            .map(|step| (first + step) % count)
+            .find(|&drive| self.drives[drive].unavailable().is_none())
+    }
+
+    /// The working drive that has a chunk, and the chunk's bytes.
+    fn find(&self, key: &ChunkKey) -> Option<(usize, u64)> {
+        self.drives.iter().enumerate().find_map(|(number, drive)| {
+            drive
+                .find(key)
+                .filter(|_| drive.unavailable().is_none())
+                .map(|len| (number, len))
+        })
+    }
+
+    /// Gives drives that were taken out a chance to come back.
+    fn probe(&self) {
+        self.drives.iter().for_each(Drive::probe);
+    }
+
+    /// Why nothing works, when no drive does.
+    fn all_out(&self) -> Option<lmc_backend::Unavailable> {
+        self.probe();
+        let mut reasons = self.drives.iter().map(Drive::unavailable);
+        let first = reasons.next().flatten();
+        reasons.all(|reason| reason.is_some()).then_some(first)?
+    }
+
+    /// Tells drives of operations that were not answered.
+    fn late(&self, drives: impl Iterator<Item = usize>, since: Instant) {
+        let mut late = vec![0; self.drives.len()];
+        drives.for_each(|drive| late[drive] += 1);
+        for (drive, late) in self.drives.iter().zip(late) {
+            drive.late(late, since.elapsed());
+        }
+    }
+
+    async fn load_all(&self, items: Vec<LoadItem>, deadline: Instant) -> Vec<Loaded> {
+        let begun = Instant::now();
+        if let Some(out) = self.all_out() {
+            let failed = |item: LoadItem| Loaded::Failed {
+                error: LoadError::Unavailable(out.clone()),
+                slot: FailedSlot::Quiet(item.slot),
+            };
+            return items.into_iter().map(failed).collect();
+        }
+        let batch = Batch::new(items.len());
+        let mut on = Vec::with_capacity(items.len());
+        for (place, item) in items.into_iter().enumerate() {
+            if begun >= deadline {
+                let failed = Loaded::Failed {
+                    error: LoadError::Deadline,
+                    slot: FailedSlot::Quiet(item.slot),
+                };
+                batch.answer(place, Read::Done(failed));
+                on.push(0);
+                continue;
+            }
+            // A chunk that nobody has is asked of the first drive, which answers as a drive
+            // does: a miss, or closed.
+            let drive = self.find(&item.key).map_or(0, |(drive, _)| drive);
+            on.push(drive);
+            self.drives[drive].load(item, (Arc::clone(&batch), place));
+        }
+        let late = |_| {
+            Read::Done(Loaded::Failed {
+                error: LoadError::Deadline,
+                slot: FailedSlot::Quarantined,
+            })
+        };
+        let (reads, was_late) = batch.all(&self.timer, deadline, late).await;
+        if was_late {
+            let missing = reads.iter().zip(&on).filter(|(read, _)| {
+                matches!(
+                    read,
+                    Read::Done(Loaded::Failed {
+                        error: LoadError::Deadline,
+                        slot: FailedSlot::Quarantined,
+                    })
+                )
+            });
+            self.late(missing.map(|(_, &drive)| drive), begun);
+        }
+        let verified = reads.into_iter().zip(on);
+        verified
+            .map(|(read, drive)| self.drives[drive].verify(read))
+            .collect()
+    }
+
+    async fn store_all(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Vec<Result<Stored, StoreError>> {
+        let begun = Instant::now();
+        self.probe();
+        let batch = Batch::new(items.len());
+        let mut on = Vec::with_capacity(items.len());
+        for (place, item) in items.into_iter().enumerate() {
+            let (drive, refusal) = match (self.find(&item.key), self.home(&item.key)) {
+                _ if self.closed() => (0, Some(Err(StoreError::Closed))),
+                _ if Instant::now() >= deadline => (0, Some(Err(StoreError::Deadline))),
+                (Some((drive, _)), _) => (drive, Some(Ok(Stored::Present))),
+                (None, None) => {
+                    let out = self.drives[0].unavailable();
+                    let out = out.map_or(Ok(Stored::Declined), |out| Err(out.into()));
+                    (0, Some(out))
+                }
+                (None, Some(home)) => (home, None),
+            };
+            on.push(drive);
+            if let Some(refusal) = refusal {
+                batch.answer(place, refusal);
+                continue;
+            }
+            if self.admission.as_ref().is_some_and(|a| !a.admit(&item.key)) {
+                count(&self.counters.declined_admission, 1);
+                batch.answer(place, Ok(Stored::Declined));
+                continue;
+            }
+            let sum = payload_sum(item.slot.bytes());
+            self.drives[drive].store(item, sum, (Arc::clone(&batch), place));
+        }
+        let late = |_| Err(StoreError::Deadline);
+        let (answers, was_late) = batch.all(&self.timer, deadline, late).await;
+        if was_late {
+            let missing = answers.iter().zip(&on);
+            let missing = missing.filter(|(answer, _)| matches!(answer, Err(StoreError::Deadline)));
+            self.late(missing.map(|(_, &drive)| drive), begun);
+        }
+        answers
+    }
+
+    async fn remove_all(
+        &self,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Result<bool, RemoveError>> {
+        if self.closed() {
+            return keys.iter().map(|_| Err(RemoveError::Closed)).collect();
+        }
+        if Instant::now() >= deadline {
+            return keys.iter().map(|_| Err(RemoveError::Deadline)).collect();
+        }
+        if let Some(out) = self.all_out() {
+            return keys.iter().map(|_| Err(out.clone().into())).collect();
+        }
+        // Each drive is asked: one that was out may have kept an older copy.
+        let count = self.drives.len();
+        let batch = Batch::new(keys.len() * count);
+        for (place, key) in keys.iter().enumerate() {
+            for (number, drive) in self.drives.iter().enumerate() {
+                drive.remove(key, (Arc::clone(&batch), place * count + number));
+            }
+        }
+        let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
+        answers
+            .chunks(count)
+            .map(|answers| {
+                if answers.iter().any(Option::is_none) {
+                    return Err(RemoveError::Deadline);
+                }
+                Ok(answers.contains(&Some(true)))
+            })
+            .collect()
+    }
+}
+
+impl Backend for DiskBackend {
+    fn name(&self) -> &str {
+        "disk"
+    }
+
+    fn contains<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        _deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+        let closed = self.closed();
+        let out = self.all_out();
+        let found = move |key| match (closed, &out) {
+            (true, _) => Err(LookupError::Closed),
+            (false, Some(out)) => Err(out.clone().into()),
+            (false, None) => Ok(self.find(key).map(|(_, len)| len)),
+        };
+        Box::pin(std::future::ready(keys.iter().map(found).collect()))
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
+        Box::pin(self.load_all(items, deadline))
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+        Box::pin(self.store_all(items, deadline))
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+        Box::pin(self.remove_all(keys, deadline))
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, ListError>> {
+        if self.closed() {
+            return Box::pin(std::future::ready(Err(ListError::Closed)));
+        }
+        // A place: drive, segment, block. One more than it, so that 0 lies before all.
+        let raw = cursor.raw();
+        let mut drive = (raw >> 64) as usize;
+        let mut after = (raw as u64)
+            .checked_sub(1)
+            .map(|place| ((place >> 32) as u32, place as u32));
+        let mut page = Page::default();
+        while drive < self.drives.len() && page.items.len() < limit {
+            let room = limit - page.items.len();
+            let found = self.drives[drive].list(after, room);
+            after = found
+                .last()
+                .map(|last| (last.place.segment, last.place.block));
+            let items = found.iter().map(|found| Listed::new(found.key, found.len));
+            page.items.extend(items);
+            if found.len() < room {
+                drive += 1;
+                after = None;
+            }
+        }
+        page.next = (drive < self.drives.len()).then(|| {
+            let place = after.map_or(0, |(segment, block)| {
+                (u64::from(segment) << 32 | u64::from(block)) + 1
+            });
+            Cursor::from_raw((drive as u128) << 64 | u128::from(place))
+        });
+        Box::pin(std::future::ready(Ok(page)))
+    }
+
+    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+        let usage = match self.closed() {
+            true => Err(UsageError::Closed),
+            false => Ok(self.held()),
+        };
+        Box::pin(std::future::ready(usage))
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.stats().named()
+    }
+
+    fn health(&self) -> Health {
+        if self.closed() {
+            return Health::Down {
+                reason: "closed".to_owned(),
+            };
+        }
+        self.probe();
+        let each: Vec<Health> = self.drive_health();
+        let faults = each
+            .iter()
+            .enumerate()
+            .filter_map(|(number, health)| match health {
+                Health::Degraded { reason } | Health::Down { reason } => {
+                    Some(format!("drive {number}: {reason}"))
+                }
+                _ => None,
+            });
+        let reason = faults.collect::<Vec<_>>().join("; ");
+        if each
+            .iter()
+            .all(|health| matches!(health, Health::Down { .. }))
+        {
+            return Health::Down { reason };
+        }
+        match reason.is_empty() {
+            true => Health::Ready,
+            false => Health::Degraded { reason },
+        }
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+        Box::pin(async move {
+            let batch = Batch::new(self.drives.len());
+            for number in 0..self.drives.len() {
+                let (drives, ended) = (Arc::clone(&self.drives), Arc::clone(&batch));
+                // Stopping waits for the drive, so it has a thread of its own.
+                let thread = thread::Builder::new().name("lmc-disk-close".to_owned());
+                let spawned = thread.spawn(move || {
+                    let result = drives[number].stop(true);
+                    ended.answer(number, result.map_err(CloseError::Io));
+                });
+                if let Err(error) = spawned {
+                    batch.answer(number, Err(CloseError::Io(error)));
+                }
+            }
+            let late = |_| Err(CloseError::Deadline);
+            let (ended, _) = batch.all(&self.timer, deadline, late).await;
+            ended.into_iter().collect()
+        })
+    }
+}

@@ -1,0 +1,75 @@
+//! What the tier counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
+
+        /// What a disk tier counted since it was opened.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct DiskStats { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counters {
+            pub(crate) fn read(&self) -> DiskStats {
+                DiskStats { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+
+        impl DiskStats {
+            /// Each by its name.
+            pub fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),*]
+            }
+
+            pub(crate) fn add(&mut self, other: &Self) {
+                $(self.$name += other.$name;)*
+            }
+        }
+    };
+}
+
+counters! {
+    /// Chunks written and acknowledged.
+    written,
+    /// Their bytes.
+    written_bytes,
+    /// Chunks read, verified and handed over.
+    read,
+    /// Their bytes.
+    read_bytes,
+    /// Chunks asked for that were not there.
+    missed,
+    /// Chunks whose header was not theirs or was damaged: a miss, and the place is retired.
+    bad_headers,
+    /// Chunks whose bytes did not match their checksum: a miss, and the place is retired.
+    bad_payloads,
+    /// Chunks not kept, because too much was waiting to be written.
+    declined_busy,
+    /// Chunks not kept, because they were offered for the first time.
+    declined_admission,
+    /// Reads that failed.
+    read_errors,
+    /// Writes and syncs that failed.
+    write_errors,
+    /// Operations that had no answer by their deadline.
+    late,
+    /// Chunks that went with a segment that was given up.
+    evicted,
+    /// Segments given up.
+    evicted_segments,
+    /// Chunks removed by name.
+    removed,
+    /// Groups of changes made durable together.
+    commits,
+    /// Checkpoints of the index.
+    checkpoints,
+    /// Times that the drive was taken out.
+    taken_out,
+}
+
+pub(crate) fn count(counter: &AtomicU64, by: u64) {
+    counter.fetch_add(by, Ordering::Relaxed);
+}

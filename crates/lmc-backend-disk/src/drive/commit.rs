@@ -1,0 +1,293 @@
+//! The log: what was written is made durable in groups, and from time to time a checkpoint.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use lmc_backend::{StoreError, Stored};
+use lmc_key::ChunkKey;
+use tracing::{info, warn};
+
+use super::{Change, Ready, Shared, State, Stop, again};
+use crate::counters::count;
+use crate::format::{
+    BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
+    frame_len,
+};
+use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};
+use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
+
+#[derive(Debug)]
+pub(super) struct Log {
+    pub(super) file: FileId,
+    pub(super) tail: Tail,
+}
+
+impl Shared {
+    /// The log's thread: makes changes durable in groups until the drive stops.
+    pub(super) fn commit_all(self: Arc<Self>, mut log: Log) -> io::Result<()> {
+        loop {
+            let (changes, stop) = self.next_changes();
+            if stop == Stop::AtOnce {
+                self.give_up(changes);
+                return Ok(());
+            }
+            if changes.is_empty() {
+                // Either all is over and in order, or it is time to try the log again.
+                let renewed = self.new_log(log.tail.log + 1);
+                if stop == Stop::Orderly {
+                    return renewed.map(drop);
+                }
+                if let Ok(renewed) = renewed {
+                    info!("the disk index can be written again");
+                    log = renewed;
+                    *self.reason.lock() = None;
+                    self.read_only.store(false, Ordering::Release);
+                }
+                continue;
+            }
+            self.commit(&mut log, changes);
+        }
+    }
+
+    /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
+    fn next_changes(&self) -> (Vec<Change>, Stop) {
+        let mut state = self.state.lock();
+        loop {
+            let State { queue, writing, .. } = &mut *state;
+            let over = match queue.stop {
+                Stop::No => false,
+                Stop::Orderly => writing.is_empty(),
+                Stop::AtOnce => true,
+            };
+            if over || !queue.changes.is_empty() {
+                return (std::mem::take(&mut queue.changes), queue.stop);
+            }
+            if !self.read_only.load(Ordering::Acquire) {
+                self.work.wait(&mut state);
+            } else if self
+                .work
+                .wait_for(&mut state, self.settings.probe_every)
+                .timed_out()
+            {
+                return (Vec::new(), Stop::No);
+            }
+        }
+    }
+
+    /// Ends without a trace: nothing that waits was acknowledged.
+    fn give_up(self: &Arc<Self>, changes: Vec<Change>) {
+        for change in changes {
+            if let Change::Put(Ready { put, .. }) = change {
+                self.store_ended(&put.key, put.len, |_| Err(StoreError::Closed));
+            }
+        }
+    }
+
+    /// Makes changes durable: first the bytes of chunks, then the log, then what others see.
+    fn commit(self: &Arc<Self>, log: &mut Log, changes: Vec<Change>) {
+        count(&self.counters.commits, 1);
+        let (changes, failed) = self.sync_segments(changes);
+        for (put, error) in failed {
+            self.write_failed(&put, &error);
+            self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(&error))));
+        }
+        // What one frame holds is applied before the next is written: that may begin a new log,
+        // whose checkpoint must know of it.
+        let mut changes = changes.into_iter();
+        loop {
+            let group: Vec<Change> = changes.by_ref().take(MAX_FRAME_RECORDS).collect();
+            if group.is_empty() {
+                return;
+            }
+            let logged = self.log_changes(log, &group);
+            for change in group {
+                match change {
+                    Change::Put(ready) => self.committed(&ready.put, &logged),
+                    // A removal that is not durable is not acknowledged: its deadline comes.
+                    Change::Other(_, Some((batch, place))) if logged.is_ok() => {
+                        batch.answer(place, Some(true));
+                    }
+                    Change::Other(..) => {}
+                }
+            }
+        }
+    }
+
+    fn log_changes(&self, log: &mut Log, changes: &[Change]) -> io::Result<()> {
+        let records: Vec<Record> = {
+            // What was removed meanwhile is not put: its removal may stand before it.
+            let state = self.state.lock();
+            let doomed =
+                |key: &ChunkKey| state.writing.get(key).is_some_and(|writing| writing.doomed);
+            let record = |change: &Change| match change {
+                Change::Put(ready) => (!doomed(&ready.put.key)).then_some(Record::Put(ready.put)),
+                Change::Other(record, _) => Some(*record),
+            };
+            changes.iter().filter_map(record).collect()
+        };
+        if records.is_empty() {
+            return Ok(());
+        }
+        let logged = self.append(log, &records);
+        if let Err(error) = &logged {
+            count(&self.counters.write_errors, 1);
+            self.read_only.store(true, Ordering::Release);
+            let reason = format!("the index log cannot be written: {error}");
+            warn!(reason, "nothing new is kept on a drive until this is over");
+            *self.reason.lock() = Some((reason, Instant::now()));
+        }
+        logged
+    }
+
+    fn committed(self: &Arc<Self>, put: &PutRecord, logged: &io::Result<()>) {
+        if let Err(error) = logged {
+            self.write_failed(put, error);
+            return self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(error))));
+        }
+        {
+            let mut state = self.state.lock();
+            state.index.leave(put.place.segment);
+            let doomed = state
+                .writing
+                .get(&put.key)
+                .is_some_and(|writing| writing.doomed);
+            if !doomed {
+                state.index.apply(&Record::Put(*put));
+            }
+        }
+        count(&self.counters.written, 1);
+        count(&self.counters.written_bytes, put.len);
+        self.failures.store(0, Ordering::Relaxed);
+        self.store_ended(&put.key, put.len, |joined| {
+            Ok(match joined {
+                false => Stored::Written,
+                true => Stored::Present,
+            })
+        });
+    }
+
+    /// Syncs the segments that chunks were written to. What could not be synced comes back.
+    fn sync_segments(&self, changes: Vec<Change>) -> (Vec<Change>, Vec<(PutRecord, io::Error)>) {
+        let mut files: Vec<FileId> = changes
+            .iter()
+            .filter_map(|change| match change {
+                Change::Put(ready) => Some(ready.file),
+                Change::Other(..) => None,
+            })
+            .collect();
+        files.sort_unstable();
+        files.dedup();
+        let mut failed: Vec<(FileId, io::Error)> = Vec::new();
+        for file in files {
+            if let Err(error) = self.wait_for(vec![(Kind::Sync, file, 0, None)]) {
+                failed.push((file, error));
+            }
+        }
+        if failed.is_empty() {
+            return (changes, Vec::new());
+        }
+        let (mut synced, mut lost) = (Vec::new(), Vec::new());
+        for change in changes {
+            match change {
+                Change::Put(ready) => match failed.iter().find(|(file, _)| *file == ready.file) {
+                    Some((_, error)) => lost.push((ready.put, again(error))),
+                    None => synced.push(Change::Put(ready)),
+                },
+                other => synced.push(other),
+            }
+        }
+        (synced, lost)
+    }
+
+    /// Appends a frame to the log, or to a new one when it is full or in an unknown state.
+    fn append(&self, log: &mut Log, records: &[Record]) -> io::Result<()> {
+        let len = frame_len(records.len()) as u64;
+        let full = log.tail.offset + len > self.settings.log_bytes;
+        if full || self.read_only.load(Ordering::Acquire) {
+            *log = self.new_log(log.tail.log + 1)?;
+            self.read_only.store(false, Ordering::Release);
+        }
+        let mut frame = AlignedBuf::new(len);
+        let Tail {
+            log: number,
+            offset,
+            sequence,
+        } = log.tail;
+        encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
+        self.wait_for(vec![(Kind::Write, log.file, offset, Some(frame))])?;
+        self.wait_for(vec![(Kind::Sync, log.file, 0, None)])?;
+        log.tail.offset += len;
+        log.tail.sequence += 1;
+        Ok(())
+    }
+
+    /// Begins a new log and a checkpoint for it; then older ones go.
+    pub(super) fn new_log(&self, number: u64) -> io::Result<Log> {
+        // What an attempt that failed has left would be taken for frames.
+        let name = log_name(number);
+        if self.volume.list()?.contains(&name) {
+            self.volume.remove(&name)?;
+        }
+        let file = self.volume.open(&name, Some(self.settings.log_bytes))?;
+        self.volume.sync_names()?;
+        self.checkpoint(number)?;
+        for old in checkpoint_numbers(&self.volume.list()?) {
+            if old < number {
+                self.volume.remove(&checkpoint_name(old))?;
+            }
+        }
+        for old in log_numbers(&self.volume.list()?) {
+            if old < number {
+                self.volume.remove(&log_name(old))?;
+            }
+        }
+        self.volume.sync_names()?;
+        count(&self.counters.checkpoints, 1);
+        Ok(Log {
+            file,
+            tail: Tail {
+                log: number,
+                offset: 0,
+                sequence: 0,
+            },
+        })
+    }
+
+    /// Writes the index as it is now.
+    fn checkpoint(&self, log: u64) -> io::Result<()> {
+        let records = self.state.lock().index.snapshot();
+        let len = (records.len() * RECORD_LEN).next_multiple_of(BLOCK_LEN) as u64;
+        if self.volume.list()?.iter().any(|name| name == UNFINISHED) {
+            self.volume.remove(UNFINISHED)?;
+        }
+        let file = self.volume.open(UNFINISHED, Some(BLOCK + len))?;
+        let mut sum = xxhash_rust::xxh3::Xxh3Default::new();
+        let mut at = BLOCK;
+        const PART: usize = 8192;
+        for part in records.chunks(PART) {
+            let mut bytes = AlignedBuf::new((part.len() * RECORD_LEN) as u64);
+            for (record, place) in part.iter().zip(bytes.chunks_exact_mut(RECORD_LEN)) {
+                record.encode(place);
+            }
+            sum.update(&bytes);
+            let len = bytes.len() as u64;
+            self.wait_for(vec![(Kind::Write, file, at, Some(bytes))])?;
+            at += len;
+        }
+        let mut head = AlignedBuf::new(BLOCK);
+        CheckpointHeader {
+            drive_id: self.header.drive_id,
+            log,
+            records: records.len() as u64,
+            body_sum: sum.digest(),
+        }
+        .encode(&mut head);
+        self.wait_for(vec![(Kind::Write, file, 0, Some(head))])?;
+        self.wait_for(vec![(Kind::Sync, file, 0, None)])?;
+        self.volume.close(file);
+        self.volume.rename(UNFINISHED, &checkpoint_name(log))?;
+        self.volume.sync_names()
+    }
+}

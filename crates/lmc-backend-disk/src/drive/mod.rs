@@ -1,0 +1,513 @@
+//! One drive at work: chunks are written beside each other, made durable in groups, read back
+//! and checked.
+
+mod commit;
+mod load;
+mod store;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{Health, StoreError, StoreItem, Stored, Unavailable};
+use lmc_key::ChunkKey;
+use parking_lot::{Condvar, Mutex};
+use tracing::{info, warn};
+
+use crate::batch::Batch;
+use crate::counters::{Counters, count};
+use crate::format::{DriveHeader, PutRecord, Record, VERSION};
+use crate::index::{Index, IndexUsage, Segment};
+use crate::inspect::{DriveStatus, SegmentStatus};
+use crate::log::{log_name, segment_name};
+use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
+use commit::Log;
+pub(crate) use load::Read;
+
+/// Failures in a row after which a drive is taken out.
+const FAILURES: u32 = 3;
+/// A batch that waits this long for a drive tells of a stall; a shorter one only of an impatient
+/// caller.
+const STALL: Duration = Duration::from_millis(500);
+/// How long a thread of the drive waits for one of its own operations.
+const OWN_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How a drive is run. The public face is [`crate::DiskConfig`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DriveSettings {
+    /// Bytes that all files together may take.
+    pub(crate) capacity: u64,
+    /// Bytes that are left free on the file system.
+    pub(crate) keep_free: u64,
+    /// Bytes of each log.
+    pub(crate) log_bytes: u64,
+    /// Bytes that may be on their way to the drive; beyond, stores are declined.
+    pub(crate) max_writing: u64,
+    /// Time between two looks at a drive that was taken out.
+    pub(crate) probe_every: Duration,
+}
+
+/// A chunk that was written and waits to be made durable.
+#[derive(Debug)]
+struct Ready {
+    put: PutRecord,
+    file: FileId,
+}
+
+/// Somebody who waits for a chunk to be durable.
+type StoreWaiter = (Arc<Batch<Result<Stored, StoreError>>>, usize);
+type RemoveWaiter = (Arc<Batch<Option<bool>>>, usize);
+
+/// A chunk on its way.
+#[derive(Debug, Default)]
+struct Writing {
+    /// It was removed meanwhile: it will not be found.
+    doomed: bool,
+    first: Option<StoreWaiter>,
+    /// Others who want to store the same.
+    others: Vec<StoreWaiter>,
+    /// Stores that came after the removal: they begin when this one is over.
+    again: Vec<(StoreItem, u64, StoreWaiter)>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Changes to log, in their order, and chunks to make durable before.
+    changes: Vec<Change>,
+    stop: Stop,
+}
+
+#[derive(Debug)]
+enum Change {
+    Put(Ready),
+    Other(Record, Option<RemoveWaiter>),
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Stop {
+    #[default]
+    No,
+    /// Write what is queued, make a checkpoint, end.
+    Orderly,
+    /// End.
+    AtOnce,
+}
+
+#[derive(Debug)]
+struct State {
+    index: Index,
+    /// The open file of each segment.
+    files: Vec<Option<FileId>>,
+    writing: HashMap<ChunkKey, Writing>,
+    queue: Queue,
+    closed: bool,
+    /// Files of segments that are there.
+    segments_made: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Drive {
+    shared: Arc<Shared>,
+    committer: Mutex<Option<JoinHandle<io::Result<()>>>>,
+    /// Says to other processes that the folder is in use, until the drive is gone.
+    _lock: Option<File>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    volume: Arc<dyn Volume>,
+    header: DriveHeader,
+    header_file: FileId,
+    settings: DriveSettings,
+    state: Mutex<State>,
+    /// The queue has something, or the drive shall stop.
+    work: Condvar,
+    /// Held while room is looked for, so that files grow one at a time.
+    room: Mutex<()>,
+    counters: Counters,
+    writing_bytes: AtomicU64,
+    failures: AtomicU32,
+    out: AtomicBool,
+    /// Why the drive is out, or nothing can be written.
+    reason: Mutex<Option<(String, Instant)>>,
+    /// The log cannot be written: nothing new is kept until it can.
+    read_only: AtomicBool,
+}
+
+impl Drive {
+    /// Runs a drive whose index was recovered.
+    pub(crate) fn start(
+        volume: Arc<dyn Volume>,
+        header: DriveHeader,
+        recovered: crate::log::Recovered,
+        made: &[u32],
+        settings: DriveSettings,
+        lock: Option<File>,
+    ) -> io::Result<Self> {
+        let mut index = recovered.index;
+        index.set_made(made);
+        let mut files = Vec::new();
+        for &segment in made {
+            let at = segment as usize;
+            if files.len() <= at {
+                files.resize(at + 1, None);
+            }
+            files[at] = Some(volume.open(&segment_name(segment), None)?);
+        }
+        let header_file = volume.open(HEADER_NAME, None)?;
+        let shared = Arc::new(Shared {
+            header,
+            header_file,
+            settings,
+            state: Mutex::new(State {
+                index,
+                files,
+                writing: HashMap::new(),
+                queue: Queue::default(),
+                closed: false,
+                segments_made: made.len() as u64,
+            }),
+            work: Condvar::new(),
+            room: Mutex::new(()),
+            counters: Counters::default(),
+            writing_bytes: AtomicU64::new(0),
+            failures: AtomicU32::new(0),
+            out: AtomicBool::new(false),
+            reason: Mutex::new(None),
+            read_only: AtomicBool::new(false),
+            volume,
+        });
+        let log = match recovered.tail {
+            Some(tail) => Log {
+                file: shared
+                    .volume
+                    .open(&log_name(tail.log), Some(settings.log_bytes))?,
+                tail,
+            },
+            None => shared.new_log(recovered.next_log)?,
+        };
+        let for_thread = Arc::clone(&shared);
+        let committer = thread::Builder::new()
+            .name("lmc-disk-log".to_owned())
+            .spawn(move || for_thread.commit_all(log))?;
+        Ok(Self {
+            shared,
+            committer: Mutex::new(Some(committer)),
+            _lock: lock,
+        })
+    }
+
+    pub(crate) fn find(&self, key: &ChunkKey) -> Option<u64> {
+        let state = self.shared.state.lock();
+        state.index.find(key).map(|found| found.len)
+    }
+
+    pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
+        self.shared.state.lock().index.list(after, limit)
+    }
+
+    pub(crate) fn usage(&self) -> IndexUsage {
+        self.shared.state.lock().index.usage()
+    }
+
+    /// Bytes of segments that it may have.
+    pub(crate) fn capacity(&self) -> u64 {
+        self.shared.max_segments() * self.shared.header.segment_bytes
+    }
+
+    pub(crate) fn stats(&self) -> crate::DiskStats {
+        let mut stats = self.shared.counters.read();
+        let usage = self.usage();
+        (stats.evicted, stats.evicted_segments) = (usage.evicted_chunks, usage.evicted_segments);
+        stats
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        self.shared.volume.describe()
+    }
+
+    pub(crate) fn inspect(&self) -> DriveStatus {
+        let shared = &self.shared;
+        let state = shared.state.lock();
+        let usage = state.index.usage();
+        let segment = |(number, segment): (u32, &Segment)| {
+            let (chunks, bytes) = segment.live();
+            SegmentStatus {
+                number,
+                generation: segment.generation,
+                used_bytes: u64::from(segment.used_blocks()) * BLOCK,
+                chunks: chunks.into(),
+                bytes,
+                active: state.index.is_active(number),
+            }
+        };
+        DriveStatus {
+            version: VERSION,
+            drive_id: shared.header.drive_id,
+            created: shared.header.created,
+            segment_bytes: shared.header.segment_bytes,
+            chunks: usage.chunks,
+            bytes: usage.bytes,
+            segments: state.index.segments().map(segment).collect(),
+        }
+    }
+
+    /// The chunks of one segment.
+    pub(crate) fn chunks_of(&self, segment: u32) -> Vec<PutRecord> {
+        let mut found = Vec::new();
+        let mut after = segment.checked_sub(1).map(|before| (before, u32::MAX));
+        loop {
+            let page = self.list(after, 1024);
+            let of_segment = page.iter().filter(|put| put.place.segment == segment);
+            let before = found.len();
+            found.extend(of_segment.copied());
+            match page.last() {
+                Some(last) if found.len() - before == page.len() => {
+                    after = Some((last.place.segment, last.place.block));
+                }
+                _ => return found,
+            }
+        }
+    }
+
+    /// Gives the file of an empty segment back to the file system. False when it is not empty.
+    pub(crate) fn give_back(&self, segment: u32) -> io::Result<bool> {
+        let shared = &self.shared;
+        let _no_one_makes_one = shared.room.lock();
+        let file = {
+            let mut state = shared.state.lock();
+            if !state.index.unmake(segment) {
+                return Ok(false);
+            }
+            state.segments_made -= 1;
+            state.files[segment as usize].take()
+        };
+        if let Some(file) = file {
+            shared.volume.close(file);
+        }
+        shared.volume.remove(&segment_name(segment))?;
+        shared.volume.sync_names()?;
+        Ok(true)
+    }
+
+    /// Why the drive is not to be used, if it is not.
+    pub(crate) fn unavailable(&self) -> Option<Unavailable> {
+        if !self.shared.out.load(Ordering::Acquire) {
+            return None;
+        }
+        let reason = self.shared.reason.lock();
+        let reason = reason.as_ref().map_or("taken out", |(reason, _)| reason);
+        Some(Unavailable {
+            reason: reason.to_owned(),
+        })
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        if let Some(Unavailable { reason }) = self.unavailable() {
+            return Health::Down { reason };
+        }
+        if self.shared.read_only.load(Ordering::Acquire) {
+            let reason = self.shared.reason.lock();
+            let reason = reason
+                .as_ref()
+                .map_or("it cannot be written", |(reason, _)| reason);
+            return Health::Degraded {
+                reason: reason.to_owned(),
+            };
+        }
+        Health::Ready
+    }
+
+    /// Starts to store a chunk; the answer goes to `waiter`. `sum` is that of its bytes.
+    pub(crate) fn store(&self, item: StoreItem, sum: u64, waiter: StoreWaiter) {
+        self.shared.store(item, sum, waiter);
+    }
+
+    /// Removes a chunk; the answer, when the removal is durable, goes to `waiter`.
+    pub(crate) fn remove(&self, key: &ChunkKey, waiter: RemoveWaiter) {
+        let shared = &self.shared;
+        let mut state = shared.state.lock();
+        let there = state.index.remove(key);
+        if let Some(writing) = state.writing.get_mut(key) {
+            writing.doomed = true;
+        } else if !there {
+            drop(state);
+            return waiter.0.answer(waiter.1, Some(false));
+        }
+        count(&shared.counters.removed, u64::from(there));
+        if !there {
+            // Not there yet: there is nothing to wait for, but the log must tell of both.
+            waiter.0.answer(waiter.1, Some(false));
+        }
+        let waiter = there.then_some(waiter);
+        let change = Change::Other(Record::Remove { key: *key }, waiter);
+        state.queue.changes.push(change);
+        drop(state);
+        shared.work.notify_one();
+    }
+
+    /// Whether removals can be made durable.
+    pub(crate) fn closed(&self) -> bool {
+        self.shared.state.lock().closed
+    }
+
+    /// Notes that operations had no answer by their deadline, for which they had so long.
+    pub(crate) fn late(&self, operations: u64, waited: Duration) {
+        count(&self.shared.counters.late, operations);
+        if operations > 0 && waited >= STALL {
+            self.shared.failed(&format!("no answer in {waited:.1?}"));
+        }
+    }
+
+    /// Looks whether a drive that was taken out answers again.
+    pub(crate) fn probe(&self) {
+        self.shared.probe();
+    }
+
+    /// Ends: with `orderly`, after all is durable and a checkpoint was made.
+    pub(crate) fn stop(&self, orderly: bool) -> io::Result<()> {
+        {
+            let mut state = self.shared.state.lock();
+            state.closed = true;
+            state.queue.stop = match orderly {
+                true => Stop::Orderly,
+                false => Stop::AtOnce,
+            };
+        }
+        self.shared.work.notify_all();
+        let Some(committer) = self.committer.lock().take() else {
+            return Ok(());
+        };
+        let ended = committer.join();
+        self.shared.volume.stop();
+        let left: Vec<_> = {
+            let mut state = self.shared.state.lock();
+            state.queue.changes.clear();
+            state.writing.drain().map(|(_, writing)| writing).collect()
+        };
+        for Writing {
+            first,
+            others,
+            again,
+            ..
+        } in left
+        {
+            let again = again.into_iter().map(|(.., waiter)| waiter);
+            for (batch, place) in first.into_iter().chain(others).chain(again) {
+                batch.answer(place, Err(StoreError::Closed));
+            }
+        }
+        ended.unwrap_or_else(|_| Err(io::Error::other("the log's thread failed")))
+    }
+}
+
+impl Drop for Drive {
+    fn drop(&mut self) {
+        // Like a kill: what was acknowledged is durable, and the next start finds it.
+        let _ = self.stop(false);
+    }
+}
+
+/// Name of the file that says what the folder is.
+pub(crate) const HEADER_NAME: &str = "drive";
+
+impl Shared {
+    /// Something failed. Several times in a row take the drive out.
+    fn failed(&self, what: &str) {
+        if self.failures.fetch_add(1, Ordering::Relaxed) + 1 < FAILURES {
+            return;
+        }
+        if !self.out.swap(true, Ordering::AcqRel) {
+            count(&self.counters.taken_out, 1);
+            warn!(reason = what, "a drive is taken out");
+            *self.reason.lock() = Some((what.to_owned(), Instant::now()));
+        }
+    }
+
+    /// Reads the drive's first block; when that works, the drive is in again.
+    fn probe(self: &Arc<Self>) {
+        if !self.out.load(Ordering::Acquire) {
+            return;
+        }
+        {
+            let mut reason = self.reason.lock();
+            let Some((_, last)) = reason.as_mut() else {
+                return;
+            };
+            if last.elapsed() < self.settings.probe_every {
+                return;
+            }
+            *last = Instant::now();
+        }
+        let shared = Arc::clone(self);
+        self.volume.submit(vec![Op {
+            kind: Kind::Read,
+            file: self.header_file,
+            offset: 0,
+            len: BLOCK,
+            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
+            done: Box::new(move |done| {
+                let right = match (done.result, done.buf) {
+                    (Ok(()), Some(Buf::Own(block))) => {
+                        DriveHeader::decode(&block).is_ok_and(|header| header == shared.header)
+                    }
+                    _ => false,
+                };
+                if right {
+                    info!("a drive is back");
+                    shared.failures.store(0, Ordering::Relaxed);
+                    *shared.reason.lock() = None;
+                    shared.out.store(false, Ordering::Release);
+                }
+            }),
+        }]);
+    }
+
+    fn wait_for(&self, ops: Vec<OwnOp>) -> io::Result<()> {
+        wait_for(&*self.volume, ops)
+    }
+}
+
+/// An operation of the drive's own: what, on which file, where, with which bytes.
+type OwnOp = (Kind, FileId, u64, Option<AlignedBuf>);
+
+/// Carries out operations and waits for them.
+pub(crate) fn wait_for(volume: &dyn Volume, ops: Vec<OwnOp>) -> io::Result<()> {
+    let (sender, receiver) = mpsc::channel();
+    let count = ops.len();
+    let ops = ops.into_iter().map(|(kind, file, offset, buf)| {
+        let sender = sender.clone();
+        Op {
+            kind,
+            file,
+            offset,
+            len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
+            buf: buf.map(Buf::Own),
+            // Whoever waited may have given up.
+            done: Box::new(move |done| drop(sender.send(done.result))),
+        }
+    });
+    volume.submit(ops.collect());
+    let deadline = Instant::now() + OWN_PATIENCE;
+    let mut result = Ok(());
+    for _ in 0..count {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match receiver.recv_timeout(left) {
+            Ok(ended) => result = result.and(ended),
+            Err(_) => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+    result
+}
+
+/// The same error for another who waits.
+fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}

@@ -1,0 +1,525 @@
+//! Every structure on a drive, byte by byte. Little-endian; docs/disk-format.md has the pictures.
+//!
+//! Pure: bytes in, values out. Everything read is checked before it is believed, and carries an
+//! XXH3 checksum over itself.
+
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use thiserror::Error;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::volume::BLOCK;
+
+/// The format that is written, and the newest that is read.
+pub(crate) const VERSION: u32 = 1;
+/// A block, as a length in memory.
+pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
+
+const DRIVE_MAGIC: [u8; 8] = *b"LMCDRIVE";
+const CHUNK_MAGIC: [u8; 8] = *b"LMCCHUNK";
+const FRAME_MAGIC: [u8; 8] = *b"LMCFRAME";
+const CHECKPOINT_MAGIC: [u8; 8] = *b"LMCCHKPT";
+
+/// Where the checksum of a block lies: in its last eight bytes.
+const SUM_AT: usize = BLOCK_LEN - 8;
+/// Bytes of a record in a frame and in a checkpoint.
+pub(crate) const RECORD_LEN: usize = 128;
+/// Bytes before the first record of a frame.
+const FRAME_HEAD: usize = 64;
+
+/// Why bytes are not the structure that was expected.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub(crate) enum FormatError {
+    /// They do not begin as it does.
+    #[error("this is no {what}")]
+    Magic { what: &'static str },
+    /// A later version.
+    #[error(
+        "{what} has version {found}, this lmc reads up to {VERSION}: use the lmc that wrote it, or a newer one"
+    )]
+    Version { what: &'static str, found: u32 },
+    /// The checksum is wrong.
+    #[error("{what} is damaged: its checksum is wrong")]
+    Damaged { what: &'static str },
+    /// The checksum is right and a field is not.
+    #[error("{what} has an impossible {field}")]
+    Field {
+        what: &'static str,
+        field: &'static str,
+    },
+}
+
+/// Blocks of a number of bytes.
+pub(crate) fn blocks(bytes: u64) -> u64 {
+    bytes.div_ceil(BLOCK)
+}
+
+/// The checksum of a chunk's bytes.
+pub(crate) fn payload_sum(bytes: &[u8]) -> u64 {
+    xxh3_64(bytes)
+}
+
+struct Writer<'a> {
+    out: &'a mut [u8],
+    at: usize,
+}
+
+impl<'a> Writer<'a> {
+    fn new(out: &'a mut [u8]) -> Self {
+        Self { out, at: 0 }
+    }
+
+    fn put(&mut self, bytes: &[u8]) {
+        self.out[self.at..self.at + bytes.len()].copy_from_slice(bytes);
+        self.at += bytes.len();
+    }
+
+    fn u16(&mut self, value: u16) {
+        self.put(&value.to_le_bytes());
+    }
+
+    fn u32(&mut self, value: u32) {
+        self.put(&value.to_le_bytes());
+    }
+
+    fn u64(&mut self, value: u64) {
+        self.put(&value.to_le_bytes());
+    }
+
+    fn key(&mut self, key: &ChunkKey) {
+        self.put(key.space.as_bytes());
+        self.put(key.hash.as_bytes());
+        self.u16(key.kv_rank);
+        self.u16(key.group);
+        self.u32(0);
+    }
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let array = self.bytes[self.at..self.at + N].try_into();
+        self.at += N;
+        array.expect("the slice has this length")
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+
+    fn key(&mut self) -> ChunkKey {
+        let (space, hash) = (SpaceId::new(self.array()), ChunkHash::new(self.array()));
+        let (kv_rank, group) = (self.u16(), self.u16());
+        self.u32();
+        ChunkKey {
+            space,
+            kv_rank,
+            group,
+            hash,
+        }
+    }
+}
+
+/// Closes a block with its checksum.
+fn sum_block(block: &mut [u8]) {
+    let sum = xxh3_64(&block[..SUM_AT]);
+    block[SUM_AT..BLOCK_LEN].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Checks what all structures begin with: magic, checksum of the whole (`sum` says how it is
+/// made), version.
+fn check_head(
+    block: &[u8],
+    magic: [u8; 8],
+    what: &'static str,
+    intact: impl FnOnce() -> bool,
+) -> Result<(), FormatError> {
+    if block[..8] != magic {
+        return Err(FormatError::Magic { what });
+    }
+    // A version is believed before the checksum: a later one may have another.
+    let version = u32::from_le_bytes(block[8..12].try_into().expect("four bytes"));
+    if version > VERSION {
+        return Err(FormatError::Version {
+            what,
+            found: version,
+        });
+    }
+    if !intact() {
+        return Err(FormatError::Damaged { what });
+    }
+    if version == 0 {
+        return Err(FormatError::Field {
+            what,
+            field: "version",
+        });
+    }
+    Ok(())
+}
+
+fn block_intact(block: &[u8]) -> bool {
+    let sum = u64::from_le_bytes(block[SUM_AT..BLOCK_LEN].try_into().expect("eight bytes"));
+    xxh3_64(&block[..SUM_AT]) == sum
+}
+
+/// What a drive's folder is: the one block of its file `drive`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DriveHeader {
+    /// Made at random when the folder was made; every chunk on the drive carries it.
+    pub(crate) drive_id: [u8; 16],
+    /// Bytes of each segment file.
+    pub(crate) segment_bytes: u64,
+    /// Seconds from 1970 to the folder's making.
+    pub(crate) created: u64,
+}
+
+impl DriveHeader {
+    pub(crate) fn encode(&self, block: &mut [u8]) {
+        block[..BLOCK_LEN].fill(0);
+        let mut w = Writer::new(block);
+        w.put(&DRIVE_MAGIC);
+        w.u32(VERSION);
+        w.u32(0);
+        w.put(&self.drive_id);
+        w.u64(self.segment_bytes);
+        w.u64(self.created);
+        sum_block(block);
+    }
+
+    pub(crate) fn decode(block: &[u8]) -> Result<Self, FormatError> {
+        let what = "folder of a drive";
+        check_head(block, DRIVE_MAGIC, what, || block_intact(block))?;
+        let mut r = Reader::new(&block[16..]);
+        let this = Self {
+            drive_id: r.array(),
+            segment_bytes: r.u64(),
+            created: r.u64(),
+        };
+        let whole = this.segment_bytes.is_multiple_of(BLOCK);
+        if !whole || this.segment_bytes < 2 * BLOCK || blocks(this.segment_bytes) > 1 << 32 {
+            return Err(FormatError::Field {
+                what,
+                field: "segment size",
+            });
+        }
+        Ok(this)
+    }
+}
+
+/// The block before a chunk's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ChunkHeader {
+    pub(crate) drive_id: [u8; 16],
+    pub(crate) key: ChunkKey,
+    /// Hash of the chunk before it in its prompt, in the same space, rank and group.
+    pub(crate) parent: Option<ChunkHash>,
+    pub(crate) place: Place,
+    /// Bytes of the chunk.
+    pub(crate) len: u64,
+    pub(crate) payload_sum: u64,
+}
+
+/// Where a chunk lies, and in which use of its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub(crate) segment: u32,
+    /// The block of its header, from the start of the segment.
+    pub(crate) block: u32,
+    /// How often the segment had been used before it was written.
+    pub(crate) generation: u64,
+}
+
+impl ChunkHeader {
+    pub(crate) fn encode(&self, block: &mut [u8]) {
+        block[..BLOCK_LEN].fill(0);
+        let mut w = Writer::new(block);
+        w.put(&CHUNK_MAGIC);
+        w.u32(VERSION);
+        w.u32(u32::from(self.parent.is_some()));
+        w.put(&self.drive_id);
+        w.u64(self.place.generation);
+        w.u32(self.place.segment);
+        w.u32(self.place.block);
+        w.u64(self.len);
+        w.u64(self.payload_sum);
+        w.key(&self.key);
+        w.put(self.parent.unwrap_or(ChunkHash::new([0; 32])).as_bytes());
+        sum_block(block);
+    }
+
+    pub(crate) fn decode(block: &[u8]) -> Result<Self, FormatError> {
+        let what = "header of a chunk";
+        check_head(block, CHUNK_MAGIC, what, || block_intact(block))?;
+        let mut r = Reader::new(&block[12..]);
+        let flags = r.u32();
+        let drive_id = r.array();
+        let generation = r.u64();
+        let place = Place {
+            segment: r.u32(),
+            block: r.u32(),
+            generation,
+        };
+        let (len, payload_sum) = (r.u64(), r.u64());
+        let key = r.key();
+        let parent = ChunkHash::new(r.array());
+        if flags > 1 {
+            return Err(FormatError::Field {
+                what,
+                field: "flag",
+            });
+        }
+        Ok(Self {
+            drive_id,
+            key,
+            parent: (flags == 1).then_some(parent),
+            place,
+            len,
+            payload_sum,
+        })
+    }
+}
+
+/// A change of the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Record {
+    /// A chunk is there.
+    Put(PutRecord),
+    /// A chunk was removed by name.
+    Remove { key: ChunkKey },
+    /// A segment is written anew from its start: whatever an earlier use left in it is gone.
+    Begin { segment: u32, generation: u64 },
+}
+
+/// What the index knows of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PutRecord {
+    pub(crate) key: ChunkKey,
+    pub(crate) place: Place,
+    pub(crate) len: u64,
+    pub(crate) payload_sum: u64,
+}
+
+const PUT: u32 = 1;
+const REMOVE: u32 = 2;
+const BEGIN: u32 = 3;
+
+impl Record {
+    pub(crate) fn encode(&self, out: &mut [u8]) {
+        out[..RECORD_LEN].fill(0);
+        let mut w = Writer::new(out);
+        match self {
+            Self::Put(put) => {
+                w.u32(PUT);
+                w.u32(put.place.segment);
+                w.u32(put.place.block);
+                w.u32(0);
+                w.u64(put.place.generation);
+                w.u64(put.len);
+                w.u64(put.payload_sum);
+                w.key(&put.key);
+            }
+            Self::Remove { key } => {
+                w.u32(REMOVE);
+                w.at = 40;
+                w.key(key);
+            }
+            Self::Begin {
+                segment,
+                generation,
+            } => {
+                w.u32(BEGIN);
+                w.u32(*segment);
+                w.u64(0);
+                w.u64(*generation);
+            }
+        }
+    }
+
+    /// None for a kind that this version does not know.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut r = Reader::new(bytes);
+        let kind = r.u32();
+        let (segment, block) = (r.u32(), r.u32());
+        r.u32();
+        let generation = r.u64();
+        let (len, payload_sum) = (r.u64(), r.u64());
+        let key = r.key();
+        match kind {
+            PUT => Some(Self::Put(PutRecord {
+                key,
+                place: Place {
+                    segment,
+                    block,
+                    generation,
+                },
+                len,
+                payload_sum,
+            })),
+            REMOVE => Some(Self::Remove { key }),
+            BEGIN => Some(Self::Begin {
+                segment,
+                generation,
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// Most records of one frame: a frame stays below a mebibyte.
+pub(crate) const MAX_FRAME_RECORDS: usize = ((1 << 20) - FRAME_HEAD) / RECORD_LEN;
+
+/// Bytes of a frame of so many records.
+pub(crate) fn frame_len(records: usize) -> usize {
+    (FRAME_HEAD + records * RECORD_LEN).next_multiple_of(BLOCK_LEN)
+}
+
+/// Writes a frame: records that become true together. `out` is [`frame_len`] bytes.
+pub(crate) fn encode_frame(
+    drive_id: &[u8; 16],
+    log: u64,
+    sequence: u64,
+    records: &[Record],
+    out: &mut [u8],
+) {
+    let out = &mut out[..frame_len(records.len())];
+    out.fill(0);
+    let mut w = Writer::new(out);
+    w.put(&FRAME_MAGIC);
+    w.u32(VERSION);
+    w.u32(records.len() as u32);
+    w.put(drive_id);
+    w.u64(log);
+    w.u64(sequence);
+    // 48: checksum of the frame with these eight bytes zero. 56: nothing.
+    for (record, place) in records
+        .iter()
+        .zip(out[FRAME_HEAD..].chunks_exact_mut(RECORD_LEN))
+    {
+        record.encode(place);
+    }
+    let sum = xxh3_64(out);
+    out[48..56].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Reads the frame at the front of `bytes`: its records and its length. The log ends where this
+/// fails: with zeroes, a frame that was torn, or what an older log left there.
+pub(crate) fn decode_frame(
+    drive_id: &[u8; 16],
+    log: u64,
+    sequence: u64,
+    bytes: &[u8],
+    records: &mut Vec<Record>,
+) -> Result<usize, FormatError> {
+    let what = "frame of the index log";
+    let field = |field| FormatError::Field { what, field };
+    if bytes.len() < BLOCK_LEN {
+        return Err(FormatError::Magic { what });
+    }
+    let mut frame_bytes = None;
+    check_head(bytes, FRAME_MAGIC, what, || {
+        let mut r = Reader::new(&bytes[12..]);
+        let count = r.u32() as usize;
+        if count > MAX_FRAME_RECORDS || frame_len(count) > bytes.len() {
+            return false;
+        }
+        let len = frame_len(count);
+        frame_bytes = Some((len, count));
+        let sum = u64::from_le_bytes(bytes[48..56].try_into().expect("eight bytes"));
+        let mut head = [0; FRAME_HEAD];
+        head.copy_from_slice(&bytes[..FRAME_HEAD]);
+        head[48..56].fill(0);
+        let mut hash = xxhash_rust::xxh3::Xxh3Default::new();
+        hash.update(&head);
+        hash.update(&bytes[FRAME_HEAD..len]);
+        hash.digest() == sum
+    })?;
+    let (len, count) = frame_bytes.ok_or(FormatError::Damaged { what })?;
+    let mut r = Reader::new(&bytes[16..]);
+    if r.array::<16>() != *drive_id {
+        return Err(field("drive"));
+    }
+    if (r.u64(), r.u64()) != (log, sequence) {
+        return Err(field("place in the log"));
+    }
+    let places = bytes[FRAME_HEAD..len].chunks_exact(RECORD_LEN).take(count);
+    let before = records.len();
+    for place in places {
+        let Some(record) = Record::decode(place) else {
+            records.truncate(before);
+            return Err(field("record"));
+        };
+        records.push(record);
+    }
+    Ok(len)
+}
+
+/// The first block of a checkpoint. After it come the segments' records ([`Record::Begin`]) and
+/// the chunks' ([`Record::Put`]), without gaps, padded to a whole block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CheckpointHeader {
+    pub(crate) drive_id: [u8; 16],
+    /// The log whose frames follow on this checkpoint.
+    pub(crate) log: u64,
+    pub(crate) records: u64,
+    /// XXH3-64 of all that follows the first block.
+    pub(crate) body_sum: u64,
+}
+
+impl CheckpointHeader {
+    pub(crate) fn encode(&self, block: &mut [u8]) {
+        block[..BLOCK_LEN].fill(0);
+        let mut w = Writer::new(block);
+        w.put(&CHECKPOINT_MAGIC);
+        w.u32(VERSION);
+        w.u32(0);
+        w.put(&self.drive_id);
+        w.u64(self.log);
+        w.u64(self.records);
+        w.u64(self.body_sum);
+        sum_block(block);
+    }
+
+    /// Reads a whole checkpoint: its header, and the bytes of its records.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), FormatError> {
+        let what = "checkpoint of the index";
+        if bytes.len() < BLOCK_LEN {
+            return Err(FormatError::Magic { what });
+        }
+        check_head(bytes, CHECKPOINT_MAGIC, what, || block_intact(bytes))?;
+        let mut r = Reader::new(&bytes[16..]);
+        let this = Self {
+            drive_id: r.array(),
+            log: r.u64(),
+            records: r.u64(),
+            body_sum: r.u64(),
+        };
+        let body = &bytes[BLOCK_LEN..];
+        let len = this.records.checked_mul(RECORD_LEN as u64);
+        let Some(len) = len.filter(|&len| len <= body.len() as u64) else {
+            return Err(FormatError::Field {
+                what,
+                field: "number of records",
+            });
+        };
+        let padded = (len as usize).next_multiple_of(BLOCK_LEN).min(body.len());
+        if xxh3_64(&body[..padded]) != this.body_sum {
+            return Err(FormatError::Damaged { what });
+        }
+        Ok((this, &body[..len as usize]))
+    }
+}

@@ -1,0 +1,214 @@
+//! The index log and its checkpoints: which files there are, how they are read at the start.
+//!
+//! `checkpoint-N` holds the index as it was when `log-N` began; `log-N`, `log-N+1`, … follow on
+//! it. A log ends at the first frame that is not whole. Files are made under other names and
+//! renamed when they are whole, and older ones go only after newer ones are durable.
+
+use std::io;
+
+use tracing::debug;
+
+use crate::format::{BLOCK_LEN, CheckpointHeader, FormatError, RECORD_LEN, Record, decode_frame};
+use crate::index::Index;
+use crate::volume::Volume;
+
+/// Where the next frame goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tail {
+    pub(crate) log: u64,
+    pub(crate) offset: u64,
+    pub(crate) sequence: u64,
+}
+
+/// What recovery found.
+#[derive(Debug)]
+pub(crate) struct Recovered {
+    pub(crate) index: Index,
+    /// The end of the newest log, if it can be written on. None wants a new log, for which
+    /// `next_log` is free.
+    pub(crate) tail: Option<Tail>,
+    pub(crate) next_log: u64,
+    /// What a person should know of: damage, with what it means.
+    pub(crate) notes: Vec<String>,
+}
+
+pub(crate) fn log_name(number: u64) -> String {
+    format!("log-{number:016x}")
+}
+
+pub(crate) fn checkpoint_name(number: u64) -> String {
+    format!("checkpoint-{number:016x}")
+}
+
+pub(crate) fn segment_name(number: u32) -> String {
+    format!("segment-{number:08x}")
+}
+
+/// Name of a checkpoint that is still being written.
+pub(crate) const UNFINISHED: &str = "checkpoint.unfinished";
+
+fn numbers(names: &[String], prefix: &str, digits: usize) -> Vec<u64> {
+    let number = |name: &String| {
+        let hex = name.strip_prefix(prefix)?;
+        (hex.len() == digits).then(|| u64::from_str_radix(hex, 16).ok())?
+    };
+    let mut found: Vec<u64> = names.iter().filter_map(number).collect();
+    found.sort_unstable();
+    found
+}
+
+pub(crate) fn log_numbers(names: &[String]) -> Vec<u64> {
+    numbers(names, "log-", 16)
+}
+
+pub(crate) fn checkpoint_numbers(names: &[String]) -> Vec<u64> {
+    numbers(names, "checkpoint-", 16)
+}
+
+pub(crate) fn segment_numbers(names: &[String]) -> Vec<u32> {
+    let found = numbers(names, "segment-", 8);
+    found.into_iter().map(|number| number as u32).collect()
+}
+
+fn refused(error: FormatError) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, error)
+}
+
+/// Reads the newest checkpoint that is whole and the logs that follow on it.
+///
+/// # Errors
+/// Files that cannot be read, and files of a later version, which must not be taken for damage.
+pub(crate) fn recover(
+    volume: &dyn Volume,
+    names: &[String],
+    drive_id: &[u8; 16],
+    segment_bytes: u64,
+) -> io::Result<Recovered> {
+    let (logs, checkpoints) = (log_numbers(names), checkpoint_numbers(names));
+    let newest = logs.iter().chain(&checkpoints).max().copied();
+    let mut recovered = Recovered {
+        index: Index::new(segment_bytes),
+        tail: None,
+        next_log: newest.map_or(0, |newest| newest + 1),
+        notes: Vec::new(),
+    };
+    let mut from = None;
+    for &number in checkpoints.iter().rev() {
+        match read_checkpoint(volume, number, drive_id, segment_bytes)? {
+            Ok(index) => {
+                recovered.index = index;
+                from = Some(number);
+                break;
+            }
+            Err(error) => recovered
+                .notes
+                .push(format!("{}: {error}", checkpoint_name(number))),
+        }
+    }
+    // Without a checkpoint the logs tell everything only from the very first on.
+    let Some(from) = from.or_else(|| logs.first().copied().filter(|&first| first == 0)) else {
+        if newest.is_some() {
+            let note = "the index is lost; its chunks are forgotten".to_owned();
+            recovered.notes.push(note);
+        }
+        return Ok(recovered);
+    };
+    let mut number = from;
+    while logs.binary_search(&number).is_ok() {
+        let end = replay(volume, number, drive_id, &mut recovered.index)?;
+        recovered.tail = end.clean.then_some(end.tail);
+        if !end.clean {
+            let name = log_name(number);
+            let frames = end.tail.sequence;
+            let note = format!("{name}: ends in something else than room after {frames} frames");
+            recovered.notes.push(note);
+        }
+        number += 1;
+    }
+    // A log that is missing between others, or in front: what came after it is not known.
+    if logs.last().is_some_and(|&last| last >= number) {
+        let note = format!(
+            "{} is missing; what came after it is forgotten",
+            log_name(number)
+        );
+        recovered.notes.push(note);
+        recovered.tail = None;
+    }
+    Ok(recovered)
+}
+
+fn read_checkpoint(
+    volume: &dyn Volume,
+    number: u64,
+    drive_id: &[u8; 16],
+    segment_bytes: u64,
+) -> io::Result<Result<Index, FormatError>> {
+    let bytes = volume.read_all(&checkpoint_name(number))?;
+    let (header, body) = match CheckpointHeader::decode((*bytes).as_ref()) {
+        Ok(whole) => whole,
+        Err(error @ FormatError::Version { .. }) => return Err(refused(error)),
+        Err(error) => return Ok(Err(error)),
+    };
+    let what = "checkpoint of the index";
+    if header.drive_id != *drive_id || header.log != number {
+        let field = "drive or number";
+        return Ok(Err(FormatError::Field { what, field }));
+    }
+    let mut index = Index::new(segment_bytes);
+    index.expect(header.records as usize);
+    for bytes in body.chunks_exact(RECORD_LEN) {
+        if !Record::decode(bytes).is_some_and(|record| index.apply(&record)) {
+            let field = "record";
+            return Ok(Err(FormatError::Field { what, field }));
+        }
+    }
+    Ok(Ok(index))
+}
+
+struct End {
+    tail: Tail,
+    /// Whether nothing but zeroes follows.
+    clean: bool,
+}
+
+fn replay(
+    volume: &dyn Volume,
+    number: u64,
+    drive_id: &[u8; 16],
+    index: &mut Index,
+) -> io::Result<End> {
+    let bytes = volume.read_all(&log_name(number))?;
+    let bytes: &[u8] = (*bytes).as_ref();
+    let (mut at, mut sequence) = (0, 0);
+    let mut records = Vec::new();
+    loop {
+        records.clear();
+        match decode_frame(drive_id, number, sequence, &bytes[at..], &mut records) {
+            Ok(len) => {
+                for record in &records {
+                    if !index.apply(record) {
+                        // A checkpoint is made while the log goes on, so it may know of a later
+                        // use of the segment; after damage, of an earlier one. Either way the
+                        // chunk is not there, and nothing else is wrong.
+                        debug!(
+                            ?record,
+                            "a change of the disk index does not fit and is skipped"
+                        );
+                    }
+                }
+                at += len;
+                sequence += 1;
+            }
+            Err(error @ FormatError::Version { .. }) => return Err(refused(error)),
+            Err(_) => break,
+        }
+    }
+    let rest = &bytes[at..];
+    let tail = Tail {
+        log: number,
+        offset: at as u64,
+        sequence,
+    };
+    let clean = rest.iter().all(|&byte| byte == 0) && rest.len().is_multiple_of(BLOCK_LEN);
+    Ok(End { tail, clean })
+}

@@ -1,0 +1,236 @@
+//! The drive dies at every point of a script; what was acknowledged is there afterwards.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{
+    Conformance, Guarantee, Rng, block_on, check_value, fill_value, test_key,
+};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+use super::SimVolume;
+use crate::backend::DiskBackend;
+use crate::config::open_drive;
+use crate::drive::DriveSettings;
+
+pub(super) const SETTINGS: DriveSettings = DriveSettings {
+    capacity: 64 << 20,
+    keep_free: 0,
+    // Small, so that scripts meet its end.
+    log_bytes: 16 << 10,
+    max_writing: 64 << 20,
+    probe_every: Duration::from_millis(1),
+};
+pub(super) const SEGMENT: u64 = 128 << 10;
+
+pub(super) fn open(
+    volume: &Arc<SimVolume>,
+    settings: DriveSettings,
+) -> std::io::Result<DiskBackend> {
+    let (drive, _) = open_drive(Arc::clone(volume) as _, SEGMENT, settings, None)?;
+    DiskBackend::new(vec![drive], None)
+}
+
+pub(super) fn pool() -> Pool {
+    let arena = ArenaConfig::anonymous(8 << 20).build().expect("memory");
+    Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool")
+}
+
+pub(super) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(10)
+}
+
+/// Bytes of the chunk of a number.
+pub(super) fn len(number: u64) -> u64 {
+    100 + number.wrapping_mul(2_654_435_761) % 20_000
+}
+
+pub(super) fn item(pool: &Pool, number: u64) -> StoreItem {
+    let key = test_key(number);
+    let mut slot = pool.reserve(len(number)).expect("room");
+    fill_value(&key, slot.bytes_mut());
+    StoreItem::new(key, slot.written().seal())
+}
+
+/// Loads a chunk. Whether it was there; its bytes are checked.
+pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
+    let key = test_key(number);
+    let slot = pool.reserve(len(number)).expect("room");
+    let loaded = block_on(tier.load(vec![LoadItem::new(key, slot)], soon())).pop();
+    match loaded.expect("one answer") {
+        Loaded::Hit(slot) => {
+            check_value(&key, slot.bytes()).expect("the bytes of this key");
+            true
+        }
+        Loaded::Miss(_) => false,
+        Loaded::Failed { error, .. } => panic!("{error}"),
+    }
+}
+
+/// What a script was told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Told {
+    Stored,
+    Removed,
+    /// An operation on it failed.
+    Unsure,
+}
+
+/// Stores and removes by a seed until something fails or the script is over.
+fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTreeMap<u64, Told>) {
+    let mut rng = Rng::new(seed);
+    for _ in 0..steps {
+        let first = rng.below(40);
+        let numbers: Vec<u64> = (first..first + 1 + rng.below(5)).collect();
+        if rng.below(4) > 0 {
+            let items = numbers.iter().map(|&number| item(pool, number)).collect();
+            let answers = block_on(tier.store(items, soon()));
+            for (number, answer) in numbers.iter().zip(answers) {
+                match answer {
+                    Ok(Stored::Written | Stored::Present) => told.insert(*number, Told::Stored),
+                    // After the crash nothing can be written.
+                    Ok(_) | Err(_) => told.insert(*number, Told::Unsure),
+                };
+            }
+        } else {
+            let keys: Vec<_> = numbers.iter().map(|&number| test_key(number)).collect();
+            // A removal that cannot be made durable is not answered.
+            let patience = Instant::now() + Duration::from_millis(50);
+            let answers = block_on(tier.remove(&keys, patience));
+            for (number, answer) in numbers.iter().zip(answers) {
+                match answer {
+                    Ok(_) => told.insert(*number, Told::Removed),
+                    Err(_) => told.insert(*number, Told::Unsure),
+                };
+            }
+        }
+        if told.values().any(|&told| told == Told::Unsure) {
+            return;
+        }
+    }
+}
+
+fn check(tier: &DiskBackend, pool: &Pool, told: &BTreeMap<u64, Told>, evicts: bool) {
+    for number in 0..50 {
+        let there = is_there(tier, pool, number);
+        match told.get(&number) {
+            Some(Told::Stored) if !evicts => assert!(there, "chunk {number} is lost"),
+            Some(Told::Removed) => assert!(!there, "chunk {number} is back"),
+            None => assert!(!there, "chunk {number} was never stored"),
+            Some(Told::Stored | Told::Unsure) => {}
+        }
+    }
+}
+
+/// Crashes after `events`, opens again, checks, goes on, and opens once more. False when the
+/// script was over before.
+fn crash(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> bool {
+    let evicts = settings.capacity < SETTINGS.capacity;
+    let pool = pool();
+    let volume = SimVolume::new(u64::MAX);
+    volume.crash_after(events);
+    let mut told = BTreeMap::new();
+    let mut crashed = true;
+    match open(&volume, settings) {
+        Ok(tier) => {
+            script(&tier, &pool, seed, steps, &mut told);
+            crashed = told.values().any(|&told| told == Told::Unsure);
+            if !crashed {
+                crashed = block_on(tier.close(soon())).is_err();
+            }
+        }
+        Err(_) => assert!(told.is_empty()),
+    }
+    let volume = volume.after_crash(seed ^ events);
+    let tier = open(&volume, settings).expect("a crash leaves nothing that cannot be opened");
+    check(&tier, &pool, &told, evicts);
+    // Life goes on after a crash, and the next start finds all of it.
+    told.retain(|&number, told| {
+        if *told == Told::Unsure {
+            *told = match is_there(&tier, &pool, number) {
+                true => Told::Stored,
+                false => Told::Removed,
+            };
+        }
+        true
+    });
+    script(&tier, &pool, !seed, 4, &mut told);
+    check(&tier, &pool, &told, evicts);
+    drop(tier);
+    let volume = volume.after_crash(seed.wrapping_add(events));
+    let tier = open(&volume, settings).expect("it opens again");
+    check(&tier, &pool, &told, evicts);
+    drop(tier);
+    assert_eq!(pool.usage().used, 0, "no slot is lost");
+    crashed
+}
+
+#[test]
+fn a_short_script_survives_a_crash_at_every_point() {
+    for seed in 0..3 {
+        let mut events = 0;
+        while crash(events, seed, 12, SETTINGS) {
+            events += 1;
+        }
+        assert!(events > 60, "the script met {events} points to crash at");
+    }
+}
+
+#[test]
+fn a_drive_that_is_full_survives_a_crash_at_every_point() {
+    let settings = DriveSettings {
+        capacity: 3 * SEGMENT + SEGMENT / 2,
+        ..SETTINGS
+    };
+    let mut events = 0;
+    while crash(events, 7, 25, settings) {
+        events += 1;
+    }
+    assert!(events > 100, "the script met {events} points to crash at");
+}
+
+#[test]
+fn long_scripts_survive_crashes_at_random_points() {
+    let seed = std::env::var("LMC_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok());
+    let seed: u64 = seed.unwrap_or_else(|| u64::from(std::process::id()));
+    println!("seed {seed}: LMC_SEED={seed} runs it again");
+    let mut rng = Rng::new(seed);
+    for _ in 0..60 {
+        let (events, script) = (rng.below(1500), rng.next_u64());
+        let full = DriveSettings {
+            capacity: 4 * SEGMENT,
+            ..SETTINGS
+        };
+        let settings = if rng.below(2) == 0 { SETTINGS } else { full };
+        crash(events, script, 150, settings);
+    }
+}
+
+#[test]
+fn it_keeps_the_contract() {
+    let kit = Conformance::new(Guarantee::Exact);
+    let settings = DriveSettings {
+        capacity: 16 * kit.bytes_needed(),
+        log_bytes: 64 << 10,
+        ..SETTINGS
+    };
+    let tier = open(&SimVolume::new(u64::MAX), settings).expect("a new drive");
+    let tally = kit.run(&tier);
+    assert!(tally.hits > 100 && tally.removed > 20, "{tally:?}");
+}
+
+#[test]
+fn it_keeps_the_contract_when_it_is_full() {
+    let settings = DriveSettings {
+        capacity: 4 * SEGMENT,
+        ..SETTINGS
+    };
+    let tier = open(&SimVolume::new(u64::MAX), settings).expect("a new drive");
+    let tally = Conformance::new(Guarantee::Lossy).run(&tier);
+    assert!(tally.hits > 50, "{tally:?}");
+    assert!(tier.stats().evicted > 0);
+}

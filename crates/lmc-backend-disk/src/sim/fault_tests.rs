@@ -1,0 +1,307 @@
+//! What a drive may do to the tier: err, stall, lie, lose files. Each is a miss and a counter.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{block_on, test_key};
+use lmc_backend::{Backend, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored};
+
+use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, len, open, pool, soon};
+use super::{Fault, SimVolume};
+use crate::backend::DiskBackend;
+use crate::config::open_drive;
+use crate::format::{FormatError, VERSION};
+use crate::volume::{BLOCK, Kind};
+
+/// A drive with chunks 0 to 9 on it, closed in order.
+fn filled() -> Arc<SimVolume> {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let items = (0..10).map(|number| item(&pool, number)).collect();
+    let answers = block_on(tier.store(items, soon()));
+    assert!(
+        answers
+            .iter()
+            .all(|answer| matches!(answer, Ok(Stored::Written)))
+    );
+    block_on(tier.close(soon())).expect("closed in order");
+    volume
+}
+
+fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration) -> Loaded {
+    let slot = pool.reserve(len(number)).expect("room");
+    let item = LoadItem::new(test_key(number), slot);
+    let mut loaded = block_on(tier.load(vec![item], Instant::now() + wait));
+    loaded.pop().expect("one answer")
+}
+
+#[test]
+fn a_flipped_bit_anywhere_in_a_header_is_a_miss_for_good() {
+    let pool = pool();
+    // The fields end at byte 176; then come zeroes, and the checksum.
+    let bytes = (0..176).chain([1000, 4087]).chain(4088..4096);
+    for byte in bytes {
+        let volume = filled();
+        let segment = volume.names("segment-").remove(0);
+        volume.alter(&segment, |data| data[byte] ^= 1 << (byte % 8));
+        let tier = open(&volume, SETTINGS).expect("only a chunk is damaged");
+        assert!(!is_there(&tier, &pool, 0), "byte {byte}");
+        let stats = tier.stats();
+        assert_eq!(
+            (stats.bad_headers, stats.bad_payloads),
+            (1, 0),
+            "byte {byte}"
+        );
+        assert!((1..10).all(|number| is_there(&tier, &pool, number)));
+        block_on(tier.close(soon())).expect("closed in order");
+        drop(tier);
+        // It was forgotten, so nobody stumbles over it again, and it can be stored anew.
+        let tier = open(&volume, SETTINGS).expect("as before");
+        assert!(!is_there(&tier, &pool, 0));
+        assert_eq!(tier.stats().bad_headers, 0);
+        let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        assert!(is_there(&tier, &pool, 0));
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_chunks_bytes_is_a_miss() {
+    let pool = pool();
+    for at in [0, 1, len(0) / 2, len(0) - 1] {
+        let volume = filled();
+        let segment = volume.names("segment-").remove(0);
+        volume.alter(&segment, |data| data[(BLOCK + at) as usize] ^= 0x10);
+        let tier = open(&volume, SETTINGS).expect("only a chunk is damaged");
+        assert!(!is_there(&tier, &pool, 0));
+        assert_eq!(tier.stats().bad_payloads, 1);
+    }
+}
+
+#[test]
+fn bytes_of_an_earlier_use_of_a_segment_are_a_miss() {
+    let volume = filled();
+    let pool = pool();
+    let segment = volume.names("segment-").remove(0);
+    // The whole chunk 1 in the place of chunk 0: whole, and of another key.
+    let from = (BLOCK + len(0).next_multiple_of(BLOCK)) as usize;
+    let size = (BLOCK + len(1).next_multiple_of(BLOCK)) as usize;
+    volume.alter(&segment, |data| data.copy_within(from..from + size, 0));
+    let tier = open(&volume, SETTINGS).expect("only a chunk is damaged");
+    assert!(!is_there(&tier, &pool, 0));
+    assert_eq!(tier.stats().bad_headers, 1);
+}
+
+#[test]
+fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Read, Fault::Error(libc::EIO));
+    for _ in 0..3 {
+        let Loaded::Failed {
+            error: LoadError::Io(_),
+            slot: FailedSlot::Quiet(_),
+        } = load(&tier, &pool, 0, Duration::from_secs(5))
+        else {
+            panic!("an error of the drive");
+        };
+    }
+    assert!(matches!(tier.health(), Health::Down { .. }));
+    let out = load(&tier, &pool, 0, Duration::from_secs(5));
+    let unavailable = matches!(
+        out,
+        Loaded::Failed {
+            error: LoadError::Unavailable(_),
+            ..
+        }
+    );
+    assert!(unavailable, "{out:?}");
+    assert!(block_on(tier.contains(&[test_key(0)], soon()))[0].is_err());
+    let stats = tier.stats();
+    assert_eq!((stats.read_errors, stats.taken_out), (3, 1));
+    volume.thaw();
+    let deadline = soon();
+    while tier.health() != Health::Ready {
+        assert!(Instant::now() < deadline, "{:?}", tier.health());
+        thread::sleep(Duration::from_millis(2));
+    }
+    assert!(
+        (0..10).all(|number| is_there(&tier, &pool, number)),
+        "nothing was forgotten"
+    );
+    drop(out);
+    drop(tier);
+    assert_eq!(pool.usage().used, 0);
+}
+
+#[test]
+fn a_drive_that_stalls_costs_the_deadline_and_no_slot() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Read, Fault::Stall);
+    let started = Instant::now();
+    let Loaded::Failed {
+        error: LoadError::Deadline,
+        slot: FailedSlot::Quarantined,
+    } = load(&tier, &pool, 0, Duration::from_millis(30))
+    else {
+        panic!("the deadline passes");
+    };
+    assert!(started.elapsed() < Duration::from_secs(3));
+    assert_eq!(tier.stats().late, 1);
+    assert_ne!(
+        pool.usage().used,
+        0,
+        "the drive may still write to the slot"
+    );
+    volume.thaw();
+    assert_eq!(pool.usage().used, 0, "now it has answered");
+    assert!(is_there(&tier, &pool, 0));
+    // A batch that waits long for nothing tells of a drive that is gone.
+    volume.fault(Kind::Read, Fault::Stall);
+    for _ in 0..3 {
+        drop(load(&tier, &pool, 0, Duration::from_millis(510)));
+    }
+    assert!(matches!(tier.health(), Health::Down { .. }));
+    volume.thaw();
+}
+
+#[test]
+fn writes_that_fail_lose_only_themselves() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    for kind in [Kind::Write, Kind::Sync] {
+        volume.fault(kind, Fault::Error(libc::EIO));
+        let stored = block_on(tier.store(vec![item(&pool, 20)], soon()));
+        assert!(matches!(stored[..], [Err(StoreError::Io(_))]), "{stored:?}");
+        volume.thaw();
+        assert!(!is_there(&tier, &pool, 20));
+    }
+    let deadline = soon();
+    loop {
+        let stored = block_on(tier.store(vec![item(&pool, 20)], soon()));
+        match stored[..] {
+            [Ok(Stored::Written)] => break,
+            _ => assert!(Instant::now() < deadline, "{stored:?}"),
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    drop(tier);
+    let tier = open(&volume, SETTINGS).expect("after the faults");
+    assert!(
+        (0..10)
+            .chain([20])
+            .all(|number| is_there(&tier, &pool, number))
+    );
+}
+
+#[test]
+fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let stored = block_on(tier.store(vec![item(&pool, 30)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    // A removal writes to the log and to nothing else.
+    volume.fault(Kind::Write, Fault::Error(libc::EIO));
+    let patience = Instant::now() + Duration::from_millis(50);
+    let removed = block_on(tier.remove(&[test_key(30)], patience));
+    assert!(removed[0].is_err(), "it is not durable");
+    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    let stored = block_on(tier.store(vec![item(&pool, 31)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Declined)]), "{stored:?}");
+    assert!(is_there(&tier, &pool, 0), "what is there is read");
+    volume.thaw();
+    let deadline = soon();
+    while tier.health() != Health::Ready {
+        assert!(Instant::now() < deadline, "{:?}", tier.health());
+        thread::sleep(Duration::from_millis(2));
+    }
+    let stored = block_on(tier.store(vec![item(&pool, 31)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    drop(tier);
+    let tier = open(&volume, SETTINGS).expect("after the faults");
+    assert!(is_there(&tier, &pool, 31) && !is_there(&tier, &pool, 30));
+}
+
+#[test]
+fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
+    // Room for the fixed files and two segments, where the tier was promised many.
+    let volume = SimVolume::new(2 * SEGMENT + (64 << 10));
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    for number in 0..60 {
+        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    }
+    assert!(tier.stats().evicted > 0);
+    assert!(is_there(&tier, &pool, 59));
+    assert_eq!(tier.health(), Health::Ready);
+}
+
+#[test]
+fn files_that_are_gone_or_damaged_cost_their_chunks_and_nothing_else() {
+    let pool = pool();
+    let count = |volume: &Arc<SimVolume>| {
+        let tier = open(volume, SETTINGS).expect("it opens all the same");
+        let there = (0..10)
+            .filter(|&number| is_there(&tier, &pool, number))
+            .count();
+        let stored = block_on(tier.store(vec![item(&pool, 40)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+        assert!(is_there(&tier, &pool, 40));
+        there
+    };
+    let volume = filled();
+    volume.lose(&volume.names("segment-")[0]);
+    assert!(count(&volume) < 10);
+    for name in ["checkpoint-", "log-"] {
+        let volume = filled();
+        let file = volume.names(name).remove(0);
+        volume.lose(&file);
+        let there = count(&volume);
+        assert_eq!(there, if name == "log-" { 10 } else { 0 }, "without {name}");
+        for at in [0, 9, 20, 40, 4096, 4200] {
+            let volume = filled();
+            volume.alter(&file, |data| {
+                if let Some(byte) = data.get_mut(at) {
+                    *byte ^= 0x40;
+                }
+            });
+            // A version that is damaged looks like a later one, which must not be touched.
+            let Ok(tier) = open(&volume, SETTINGS) else {
+                assert_eq!(at, 9);
+                continue;
+            };
+            drop(tier);
+            count(&volume);
+        }
+    }
+}
+
+#[test]
+fn what_a_later_version_wrote_is_refused_and_left_alone() {
+    for name in ["drive", "checkpoint-"] {
+        let volume = filled();
+        let file = volume.names(name).remove(0);
+        volume.alter(&file, |data| {
+            data[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes())
+        });
+        let before = volume.events();
+        let error = open_drive(Arc::clone(&volume) as _, SEGMENT, SETTINGS, None);
+        let error = error.expect_err("a later version");
+        let text = error.to_string();
+        assert!(text.contains("version 2"), "{text}");
+        let source = error.get_ref().and_then(|source| source.downcast_ref());
+        assert!(matches!(
+            source,
+            Some(FormatError::Version { found: 2, .. })
+        ));
+        assert_eq!(volume.events(), before, "nothing was written");
+    }
+}

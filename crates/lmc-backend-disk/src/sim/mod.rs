@@ -1,0 +1,346 @@
+//! A drive that can crash and err, for tests: the same seam as the real one.
+
+mod crash_tests;
+mod fault_tests;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use lmc_backend::conformance::Rng;
+use parking_lot::Mutex;
+
+use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume};
+
+/// What is torn and what is kept of a write in a crash.
+const SECTOR: usize = 512;
+
+#[derive(Clone, Debug, Default)]
+struct Inode {
+    /// What reads see.
+    data: Vec<u8>,
+    /// What is there after a crash, but for what was written since the last sync.
+    durable: Vec<u8>,
+    /// Sectors written since the last sync.
+    unsynced: Vec<usize>,
+}
+
+#[derive(Clone, Debug)]
+enum NameChange {
+    Make(String, u32),
+    Rename(String, String),
+    Remove(String),
+}
+
+fn change_names(names: &mut BTreeMap<String, u32>, change: &NameChange) {
+    match change {
+        NameChange::Make(name, inode) => {
+            names.insert(name.clone(), *inode);
+        }
+        NameChange::Rename(from, to) => {
+            if let Some(inode) = names.remove(from) {
+                names.insert(to.clone(), inode);
+            }
+        }
+        NameChange::Remove(name) => {
+            names.remove(name);
+        }
+    }
+}
+
+/// A fault that operations of one kind meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The operation ends with this error and does nothing.
+    Error(i32),
+    /// It is not answered until [`SimVolume::thaw`].
+    Stall,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    inodes: Vec<Inode>,
+    names: BTreeMap<String, u32>,
+    durable_names: BTreeMap<String, u32>,
+    unsynced_names: Vec<NameChange>,
+    /// Writes, syncs and changes of names so far.
+    events: u64,
+    /// After so many events the machine is dead: nothing is written and nothing is answered well.
+    crash_after: Option<u64>,
+    faults: Vec<(Kind, Fault)>,
+    stalled: Vec<Op>,
+    room: u64,
+}
+
+/// A drive in memory.
+#[derive(Debug)]
+pub(crate) struct SimVolume(Mutex<State>);
+
+fn dead() -> io::Error {
+    io::Error::other("the machine is dead")
+}
+
+impl State {
+    /// Counts an event. False when the machine is dead.
+    fn event(&mut self) -> bool {
+        if self.crash_after.is_some_and(|last| self.events >= last) {
+            return false;
+        }
+        self.events += 1;
+        true
+    }
+
+    fn change_name(&mut self, change: NameChange) -> io::Result<()> {
+        if !self.event() {
+            return Err(dead());
+        }
+        change_names(&mut self.names, &change);
+        self.unsynced_names.push(change);
+        Ok(())
+    }
+
+    fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
+        let fault = self.faults.iter().find(|(kind, _)| *kind == op.kind);
+        if let Some((_, Fault::Error(code))) = fault {
+            return Err(io::Error::from_raw_os_error(*code));
+        }
+        let at = op.offset as usize;
+        let range = at..at + op.len as usize;
+        assert!(op.offset.is_multiple_of(BLOCK) && op.len.is_multiple_of(BLOCK));
+        let alive = op.kind == Kind::Read || self.event();
+        if !alive || self.crash_after.is_some_and(|last| self.events > last) {
+            return Err(dead());
+        }
+        let inode = &mut self.inodes[op.file.0 as usize];
+        if op.kind != Kind::Sync && range.end > inode.data.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        match (op.kind, op.buf.as_mut()) {
+            (Kind::Sync, None) => {
+                for sector in inode.unsynced.drain(..) {
+                    let range = sector * SECTOR..(sector + 1) * SECTOR;
+                    inode.durable[range.clone()].copy_from_slice(&inode.data[range]);
+                }
+            }
+            (Kind::Read, Some(Buf::Own(into))) => {
+                into[..range.len()].copy_from_slice(&inode.data[range]);
+            }
+            (Kind::Read, Some(Buf::Into(slot))) => {
+                let len = slot.len() as usize;
+                slot.bytes_mut().copy_from_slice(&inode.data[at..at + len]);
+            }
+            (Kind::Write, Some(Buf::Own(from))) => {
+                inode.data[range.clone()].copy_from_slice(&from[..range.len()]);
+                inode
+                    .unsynced
+                    .extend(range.start / SECTOR..range.end / SECTOR);
+            }
+            (Kind::Write, Some(Buf::From(slot))) => {
+                let len = slot.len() as usize;
+                inode.data[at..at + len].copy_from_slice(slot.bytes());
+                inode
+                    .unsynced
+                    .extend(range.start / SECTOR..range.end / SECTOR);
+            }
+            (kind, buf) => panic!("{kind:?} with {buf:?}"),
+        }
+        Ok(())
+    }
+}
+
+impl SimVolume {
+    pub(crate) fn new(room: u64) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(State {
+            room,
+            ..State::default()
+        })))
+    }
+
+    /// Lets the machine die after so many more writes, syncs and changes of names.
+    pub(crate) fn crash_after(&self, events: u64) {
+        let mut state = self.0.lock();
+        state.crash_after = Some(state.events + events);
+    }
+
+    pub(crate) fn events(&self) -> u64 {
+        self.0.lock().events
+    }
+
+    /// The drive after the crash: what was synced, and of the rest some sectors and some names,
+    /// by chance.
+    pub(crate) fn after_crash(&self, seed: u64) -> Arc<Self> {
+        let state = self.0.lock();
+        let mut rng = Rng::new(seed);
+        let mut inodes = state.inodes.clone();
+        // Some crashes keep everything, some nothing, most some.
+        let keep = rng.below(5) * 25;
+        for inode in &mut inodes {
+            for sector in std::mem::take(&mut inode.unsynced) {
+                if rng.below(100) < keep {
+                    let range = sector * SECTOR..(sector + 1) * SECTOR;
+                    inode.durable[range.clone()].copy_from_slice(&inode.data[range]);
+                }
+            }
+            inode.data = inode.durable.clone();
+        }
+        let mut names = state.durable_names.clone();
+        let kept = rng.below(state.unsynced_names.len() as u64 + 1) as usize;
+        for change in &state.unsynced_names[..kept] {
+            change_names(&mut names, change);
+        }
+        Arc::new(Self(Mutex::new(State {
+            inodes,
+            durable_names: names.clone(),
+            names,
+            room: state.room,
+            ..State::default()
+        })))
+    }
+
+    /// Operations of a kind meet a fault from now on.
+    pub(crate) fn fault(&self, kind: Kind, fault: Fault) {
+        self.0.lock().faults.push((kind, fault));
+    }
+
+    /// No more faults; what stalled is carried out.
+    pub(crate) fn thaw(&self) {
+        let stalled = {
+            let mut state = self.0.lock();
+            state.faults.clear();
+            std::mem::take(&mut state.stalled)
+        };
+        self.submit(stalled);
+    }
+
+    /// Files whose names begin so.
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
+        let state = self.0.lock();
+        state
+            .names
+            .keys()
+            .filter(|name| name.starts_with(prefix))
+            .cloned()
+            .collect()
+    }
+
+    /// Changes a file's bytes behind the tier's back.
+    pub(crate) fn alter(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.0.lock();
+        let inode = state.names[name] as usize;
+        let inode = &mut state.inodes[inode];
+        change(&mut inode.data);
+        inode.durable = inode.data.clone();
+    }
+
+    /// Removes a file behind the tier's back.
+    pub(crate) fn lose(&self, name: &str) {
+        let mut state = self.0.lock();
+        state.names.remove(name);
+        state.durable_names.remove(name);
+    }
+}
+
+impl Volume for SimVolume {
+    fn list(&self) -> io::Result<Vec<String>> {
+        Ok(self.0.lock().names.keys().cloned().collect())
+    }
+
+    fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>> {
+        let state = self.0.lock();
+        let inode = state.names.get(name).ok_or(io::ErrorKind::NotFound)?;
+        Ok(Box::new(state.inodes[*inode as usize].data.clone()))
+    }
+
+    fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId> {
+        let mut state = self.0.lock();
+        let known = state.names.get(name).copied();
+        let inode = match (known, make) {
+            (Some(inode), _) => inode,
+            (None, None) => return Err(io::ErrorKind::NotFound.into()),
+            (None, Some(_)) => {
+                state.inodes.push(Inode::default());
+                let inode = state.inodes.len() as u32 - 1;
+                state.change_name(NameChange::Make(name.to_owned(), inode))?;
+                inode
+            }
+        };
+        let taken: usize = state
+            .names
+            .values()
+            .map(|&i| state.inodes[i as usize].data.len())
+            .sum();
+        let room = state.room.saturating_sub(taken as u64);
+        let file = &mut state.inodes[inode as usize];
+        let len = make.unwrap_or(0) as usize;
+        if len > file.data.len() {
+            if (len - file.data.len()) as u64 > room {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            file.data.resize(len, 0);
+            file.durable.resize(len, 0);
+        }
+        Ok(FileId(inode))
+    }
+
+    fn close(&self, _file: FileId) {}
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let change = NameChange::Rename(from.to_owned(), to.to_owned());
+        self.0.lock().change_name(change)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.0
+            .lock()
+            .change_name(NameChange::Remove(name.to_owned()))
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        let mut state = self.0.lock();
+        if !state.event() {
+            return Err(dead());
+        }
+        state.unsynced_names.clear();
+        state.durable_names = state.names.clone();
+        Ok(())
+    }
+
+    fn free(&self) -> io::Result<u64> {
+        let state = self.0.lock();
+        let taken: usize = state
+            .names
+            .values()
+            .map(|&i| state.inodes[i as usize].data.len())
+            .sum();
+        Ok(state.room.saturating_sub(taken as u64))
+    }
+
+    fn submit(&self, ops: Vec<Op>) {
+        for mut op in ops {
+            let result = {
+                let mut state = self.0.lock();
+                let stalls = (op.kind, Fault::Stall);
+                if state.faults.contains(&stalls) {
+                    state.stalled.push(op);
+                    continue;
+                }
+                state.carry_out(&mut op)
+            };
+            let Op { buf, done, .. } = op;
+            done(Done { buf, result });
+        }
+    }
+
+    fn describe(&self) -> String {
+        "simulated".to_owned()
+    }
+
+    fn stop(&self) {
+        let stalled = std::mem::take(&mut self.0.lock().stalled);
+        for op in stalled {
+            let result = Err(io::Error::other("stopped"));
+            let Op { buf, done, .. } = op;
+            done(Done { buf, result });
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! A thread that knows what time it is, for futures that need no runtime.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+
+/// Something whose time can be up.
+pub(crate) trait Expire: Send + Sync {
+    /// The deadline came. Must not wait for anything.
+    fn expire(&self);
+}
+
+#[derive(Debug)]
+pub(crate) struct Timer {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    watched: BinaryHeap<Reverse<Watched>>,
+    number: u64,
+    stopped: bool,
+}
+
+struct Watched {
+    deadline: Instant,
+    /// Tells those of one instant apart.
+    number: u64,
+    what: Weak<dyn Expire>,
+}
+
+impl fmt::Debug for Watched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.deadline)
+    }
+}
+
+impl PartialEq for Watched {
+    fn eq(&self, other: &Self) -> bool {
+        (self.deadline, self.number) == (other.deadline, other.number)
+    }
+}
+
+impl Eq for Watched {}
+
+impl PartialOrd for Watched {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Watched {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.deadline, self.number).cmp(&(other.deadline, other.number))
+    }
+}
+
+impl Timer {
+    pub(crate) fn start() -> io::Result<Self> {
+        let shared = Arc::<Shared>::default();
+        let for_thread = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("lmc-disk-timer".to_owned())
+            .spawn(move || run(&for_thread))?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// Calls [`Expire::expire`] at the deadline if it is still there.
+    pub(crate) fn watch(&self, deadline: Instant, what: Weak<dyn Expire>) {
+        let mut state = self.shared.state.lock();
+        state.number += 1;
+        let number = state.number;
+        let first = state.watched.peek().map(|Reverse(first)| first.deadline);
+        state.watched.push(Reverse(Watched {
+            deadline,
+            number,
+            what,
+        }));
+        if first.is_none_or(|first| deadline < first) {
+            self.shared.wake.notify_one();
+        }
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        self.shared.state.lock().stopped = true;
+        self.shared.wake.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // What expires does not panic.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(shared: &Shared) {
+    let mut state = shared.state.lock();
+    while !state.stopped {
+        let Some(Reverse(first)) = state.watched.peek() else {
+            shared.wake.wait(&mut state);
+            continue;
+        };
+        let deadline = first.deadline;
+        if Instant::now() < deadline {
+            shared.wake.wait_until(&mut state, deadline);
+            continue;
+        }
+        let Some(Reverse(due)) = state.watched.pop() else {
+            continue;
+        };
+        drop(state);
+        if let Some(what) = due.what.upgrade() {
+            what.expire();
+        }
+        state = shared.state.lock();
+    }
+}

@@ -1,0 +1,112 @@
+//! What the engines have in common.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::FileId;
+use super::task::{Task, stopped};
+
+/// How long a stop waits for what the kernel has.
+pub(super) const STOP_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Moves the bytes of tasks on threads of its own.
+pub(super) trait Engine: fmt::Debug + Send + Sync {
+    /// Starts tasks. Each is ended on a thread of the engine, or by [`end_aside`] after the stop.
+    fn submit(&self, tasks: Vec<Task>);
+
+    /// Says that no task of this file will come any more.
+    fn forget(&self, file: FileId);
+
+    /// Its name and number of threads.
+    fn name(&self) -> String;
+
+    /// What else there is to say, beginning with a comma, or nothing.
+    fn details(&self) -> String;
+
+    /// Ends everything; waits for it unless called on a thread of the engine.
+    fn stop(&self);
+}
+
+/// Ends tasks that came after the stop, on a thread: whoever submits may hold locks that the
+/// callbacks take.
+pub(super) fn end_aside(tasks: Vec<Task>) {
+    if tasks.is_empty() {
+        return;
+    }
+    // Where no thread can be had the tasks are dropped here, which ends them too.
+    let _ = thread::Builder::new()
+        .name("lmc-disk-ended".to_owned())
+        .spawn(move || {
+            for task in tasks {
+                task.end(Err(stopped()));
+            }
+        });
+}
+
+/// Threads that can be waited for with a deadline.
+#[derive(Debug, Default)]
+pub(super) struct Crew {
+    left: Arc<(Mutex<usize>, Condvar)>,
+    handles: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// Counts a thread out, also when it panics.
+struct CountOut(Arc<(Mutex<usize>, Condvar)>);
+
+impl Drop for CountOut {
+    fn drop(&mut self) {
+        *self.0.0.lock() -= 1;
+        self.0.1.notify_all();
+    }
+}
+
+impl Crew {
+    pub(super) fn spawn(
+        &self,
+        name: String,
+        run: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        *self.left.0.lock() += 1;
+        let count_out = CountOut(Arc::clone(&self.left));
+        let handle = thread::Builder::new().name(name).spawn(move || {
+            // Moved in, and dropped after all that `run` holds.
+            let _count_out = count_out;
+            run();
+        })?;
+        self.handles.lock().push(handle);
+        Ok(())
+    }
+
+    /// Waits until all have ended; false if they have not in that time. A caller that is one of
+    /// them does not wait: it ends after the call.
+    pub(super) fn wait(&self, patience: Duration) -> bool {
+        let me = thread::current().id();
+        if self
+            .handles
+            .lock()
+            .iter()
+            .any(|handle| handle.thread().id() == me)
+        {
+            return true;
+        }
+        let until = Instant::now() + patience;
+        let mut left = self.left.0.lock();
+        while *left > 0 {
+            if self.left.1.wait_until(&mut left, until).timed_out() {
+                return *left == 0;
+            }
+        }
+        drop(left);
+        let handles = std::mem::take(&mut *self.handles.lock());
+        for handle in handles {
+            // A panic there was printed, and its tasks were ended as it unwound.
+            let _ = handle.join();
+        }
+        true
+    }
+}

@@ -1,0 +1,344 @@
+//! A volume on a real directory.
+
+use std::collections::HashMap;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use lmc_memory::Arena;
+use memmap2::{Advice, Mmap};
+use parking_lot::Mutex;
+
+use super::engine::Engine;
+use super::task::{OpenFile, Task};
+use super::threads::Threads;
+use super::uring::Uring;
+use super::{AlignedBuf, BLOCK, FileId, Op, Volume, raw};
+
+/// Names of files that were made to try direct I/O out and whose maker was killed.
+const PROBE: &str = ".lmc-probe-";
+
+/// Which engine moves the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum EngineChoice {
+    /// io_uring where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// Threads that read and write.
+    Threads,
+}
+
+/// How a folder is used.
+#[derive(Clone, Debug)]
+pub(crate) struct FolderConfig {
+    /// Default: [`EngineChoice::Auto`].
+    pub(crate) engine: EngineChoice,
+    /// The most operations that the kernel has at a time (io_uring), from 1 to 4096.
+    /// Default: 64.
+    pub(crate) depth: u32,
+    /// Threads of the thread engine, at least 1. Default: 8.
+    pub(crate) threads: usize,
+    /// The pool's memory, to be registered with the ring once its prefault is through; an arena
+    /// without prefault is made present by that. Default: none.
+    pub(crate) arena: Option<Arc<Arena>>,
+}
+
+impl Default for FolderConfig {
+    fn default() -> Self {
+        Self {
+            engine: EngineChoice::Auto,
+            depth: 64,
+            threads: 8,
+            arena: None,
+        }
+    }
+}
+
+/// A directory whose files go past the page cache where the file system can do that.
+#[derive(Debug)]
+pub(crate) struct FolderVolume {
+    path: PathBuf,
+    /// Kept open to sync the names.
+    dir: File,
+    direct: bool,
+    engine: Box<dyn Engine>,
+    /// Why it is not the engine that was wanted; empty if it is.
+    instead: String,
+    files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
+    next_id: AtomicU32,
+}
+
+impl FolderVolume {
+    /// Opens a directory that exists and can be written to, and starts the engine.
+    pub(crate) fn open(path: &Path, config: FolderConfig) -> io::Result<Self> {
+        // Kept absolute: the process may change its directory.
+        let path = fs::canonicalize(path)?;
+        let dir = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECTORY)
+            .open(&path)?;
+        let direct = can_do_direct(&path)?;
+        let FolderConfig {
+            engine,
+            depth,
+            threads,
+            arena,
+        } = config;
+        let (engine, instead): (Box<dyn Engine>, _) = match engine {
+            EngineChoice::Threads => (Box::new(Threads::start(threads)?), String::new()),
+            EngineChoice::Uring => (Box::new(Uring::start(depth, arena)?), String::new()),
+            EngineChoice::Auto => match Uring::start(depth, arena) {
+                Ok(uring) => (Box::new(uring), String::new()),
+                Err(error) => (
+                    Box::new(Threads::start(threads)?),
+                    format!(" (io_uring: {error})"),
+                ),
+            },
+        };
+        Ok(Self {
+            path,
+            dir,
+            direct,
+            engine,
+            instead,
+            files: Mutex::new(HashMap::new()),
+            next_id: AtomicU32::new(0),
+        })
+    }
+
+    /// The path of a file, if the name is one.
+    fn at(&self, name: &str) -> io::Result<PathBuf> {
+        if matches!(name, "" | "." | "..") || name.contains(['/', '\0']) {
+            let why = format!("{name:?} is not the name of a file in a folder");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        Ok(self.path.join(name))
+    }
+
+    /// Opens or makes (but never both) a file, past the page cache where that works.
+    fn open_file(&self, path: &Path, make: bool) -> io::Result<OpenFile> {
+        let open = |flags| {
+            OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create_new(make)
+                .mode(0o600)
+                .custom_flags(flags | libc::O_NOFOLLOW)
+                .open(path)
+        };
+        let (file, direct) = if self.direct {
+            match open(libc::O_DIRECT) {
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (open(0)?, false),
+                opened => (opened?, true),
+            }
+        } else {
+            (open(0)?, false)
+        };
+        if !file.metadata()?.is_file() {
+            let why = format!("{} is not a regular file", path.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        Ok(OpenFile::new(file, direct))
+    }
+
+    /// Makes a file with room for `len` bytes, or gives an existing one that room.
+    fn make_file(&self, path: &Path, len: u64) -> io::Result<OpenFile> {
+        let (file, is_new) = match self.open_file(path, true) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                (self.open_file(path, false)?, false)
+            }
+            made => (made?, true),
+        };
+        if let Err(error) = take_room(&file.file, len) {
+            if is_new {
+                // The error that matters is the one that is at hand.
+                let _ = fs::remove_file(path);
+            }
+            return Err(error);
+        }
+        Ok(file)
+    }
+}
+
+fn take_room(file: &File, len: u64) -> io::Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    match raw::fallocate(file, len) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+            if file.metadata()?.len() < len {
+                file.set_len(len)?;
+            }
+            Ok(())
+        }
+        taken => taken,
+    }
+}
+
+/// Whether a block can be written and read past the page cache in this directory. Other errors
+/// than a refusal of that are errors.
+fn can_do_direct(path: &Path) -> io::Result<bool> {
+    let file = probe_file(path)?;
+    let tried = raw::set_direct(&file).and_then(|()| {
+        let mut block = AlignedBuf::new(BLOCK);
+        let at = block.as_mut_ptr();
+        // SAFETY: a block of memory that lives during the call.
+        unsafe { raw::pwrite(file.as_raw_fd(), at, BLOCK, 0) }?;
+        // SAFETY: as above, and borrowed mutably.
+        unsafe { raw::pread(file.as_raw_fd(), at, BLOCK, 0) }
+    });
+    match tried {
+        Ok(_) => Ok(true),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(false),
+            // A full drive took the flag, and that is all there is to know.
+            Some(libc::ENOSPC | libc::EDQUOT) => Ok(true),
+            _ => Err(error),
+        },
+    }
+}
+
+/// A file without a name.
+fn probe_file(path: &Path) -> io::Result<File> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    if let Ok(file) = options.clone().custom_flags(libc::O_TMPFILE).open(path) {
+        return Ok(file);
+    }
+    // Not every file system has that; a name for a moment, then.
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let path = path.join(format!("{PROBE}{}-{count}", std::process::id()));
+    let file = options
+        .create(true)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&path)?;
+    fs::remove_file(&path)?;
+    Ok(file)
+}
+
+impl Volume for FolderVolume {
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            // Names that are not text are not ours.
+            let Ok(name) = entry.file_name().into_string() else {
+                continue;
+            };
+            let is_file = match entry.file_type() {
+                Ok(kind) => kind.is_file(),
+                // Removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+                Err(error) => return Err(error),
+            };
+            if is_file && !name.starts_with(PROBE) {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>> {
+        let path = self.at(name)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path)?;
+        let about = file.metadata()?;
+        if !about.is_file() {
+            let why = format!("{} is not a regular file", path.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        if about.len() == 0 {
+            return Ok(Box::new([]));
+        }
+        // SAFETY: nobody writes or cuts the file: the caller says so of this process, and the
+        // lock on the directory keeps other servers away.
+        let map = unsafe { Mmap::map(&file) }?;
+        // A sector that cannot be read is an error here. Met by a touch it would be a SIGBUS.
+        match map.advise(Advice::PopulateRead) {
+            Ok(()) => Ok(Box::new(map)),
+            // Kernels before 5.14 cannot do that, nor can every file system be mapped so.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Ok(Box::new(fs::read(&path)?))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId> {
+        let path = self.at(name)?;
+        let file = match make {
+            Some(len) => self.make_file(&path, len)?,
+            None => self.open_file(&path, false)?,
+        };
+        let id = FileId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        self.files.lock().insert(id, Arc::new(file));
+        Ok(id)
+    }
+
+    fn close(&self, file: FileId) {
+        let Some(open) = self.files.lock().remove(&file) else {
+            return;
+        };
+        // In this order: an operation that comes late then leaves no trace in the engine.
+        open.set_closed();
+        self.engine.forget(file);
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        fs::rename(self.at(from)?, self.at(to)?)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        fs::remove_file(self.at(name)?)
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        self.dir.sync_all()
+    }
+
+    fn free(&self) -> io::Result<u64> {
+        raw::free_bytes(&self.path)
+    }
+
+    fn submit(&self, ops: Vec<Op>) {
+        if ops.is_empty() {
+            return;
+        }
+        let files = self.files.lock();
+        let tasks: Vec<_> = ops
+            .into_iter()
+            .map(|op| {
+                let file = files.get(&op.file).cloned();
+                Task::new(op, file)
+            })
+            .collect();
+        drop(files);
+        self.engine.submit(tasks);
+    }
+
+    fn describe(&self) -> String {
+        let way = if self.direct {
+            "direct I/O"
+        } else {
+            "page cache"
+        };
+        let (name, details) = (self.engine.name(), self.engine.details());
+        format!("{name}{}, {way}{details}", self.instead)
+    }
+
+    fn stop(&self) {
+        self.engine.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests;

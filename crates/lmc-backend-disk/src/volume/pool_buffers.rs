@@ -1,0 +1,125 @@
+//! The pool's memory, registered with a ring: the kernel then looks its pages up once, not at
+//! every operation.
+
+use std::io;
+use std::sync::Arc;
+
+use io_uring::Submitter;
+use lmc_memory::Arena;
+
+/// Bytes of a registered part: the most that the kernel takes.
+const PART: u64 = 1 << 30;
+
+/// How far the registration is.
+#[derive(Debug)]
+enum State {
+    /// Nothing to register, or not begun.
+    Idle,
+    /// An empty table is there, to be filled part by part.
+    Filling,
+    Whole,
+    Refused,
+}
+
+/// An arena in parts, of which the first `registered` can be named to the ring.
+///
+/// Must be dropped after the ring: the kernel knows the addresses until then.
+#[derive(Debug)]
+pub(super) struct PoolBuffers {
+    arena: Option<Arc<Arena>>,
+    parts: u64,
+    registered: u64,
+    state: State,
+}
+
+impl PoolBuffers {
+    pub(super) fn new(arena: Option<Arc<Arena>>) -> Self {
+        let parts = arena
+            .as_ref()
+            .map_or(0, |arena| (arena.len() as u64).div_ceil(PART));
+        Self {
+            arena,
+            parts,
+            registered: 0,
+            state: State::Idle,
+        }
+    }
+
+    /// Registers the next part, if it is time to. Something to tell the user comes back once.
+    ///
+    /// A part at a time, since each takes a while and operations wait meanwhile. Not before the
+    /// prefault is through: registering makes all pages present, and would do so on this one
+    /// thread.
+    pub(super) fn advance(&mut self, submitter: &Submitter<'_>) -> Option<String> {
+        if matches!(self.state, State::Whole | State::Refused) {
+            return None;
+        }
+        let arena = Arc::clone(self.arena.as_ref()?);
+        if matches!(self.state, State::Idle) {
+            let prefault = arena.prefault_progress();
+            if let Some(error) = prefault.error {
+                return Some(self.refused(&format!("its pages are not all present: {error}")));
+            }
+            if prefault.done < prefault.total {
+                return None;
+            }
+        }
+        match self.register(&arena, submitter) {
+            Err(error) => Some(self.refused(&error.to_string())),
+            Ok(()) if self.registered == self.parts => {
+                self.state = State::Whole;
+                Some("pool registered".to_owned())
+            }
+            Ok(()) => None,
+        }
+    }
+
+    fn register(&mut self, arena: &Arena, submitter: &Submitter<'_>) -> io::Result<()> {
+        if matches!(self.state, State::Idle) {
+            let parts = u32::try_from(self.parts).map_err(|_| io::ErrorKind::InvalidInput)?;
+            if submitter.register_buffers_sparse(parts).is_err() {
+                // Kernels before 5.19 know no empty table: all at once, then.
+                let all: Vec<_> = (0..self.parts).map(|part| span(arena, part)).collect();
+                // SAFETY: all of it is the arena's mapping, which lives until after the ring.
+                unsafe { submitter.register_buffers(&all) }?;
+                self.registered = self.parts;
+                return Ok(());
+            }
+            self.state = State::Filling;
+        }
+        let next = [span(arena, self.registered)];
+        // SAFETY: a part of the arena's mapping, which lives until after the ring.
+        unsafe { submitter.register_buffers_update(self.registered as u32, &next, None) }?;
+        self.registered += 1;
+        Ok(())
+    }
+
+    fn refused(&mut self, why: &str) -> String {
+        self.state = State::Refused;
+        match self.registered {
+            0 => format!("pool not registered: {why}"),
+            some => format!("pool registered up to {some} of {} GiB: {why}", self.parts),
+        }
+    }
+
+    /// The number of the registered part that the memory lies in, if it lies in one.
+    pub(super) fn index_of(&self, at: *const u8, len: u64) -> Option<u16> {
+        let arena = self.arena.as_ref()?;
+        let from = (at as u64).checked_sub(arena.base_ptr().as_ptr() as u64)?;
+        let last = from.checked_add(len)?.checked_sub(1)?;
+        let part = from / PART;
+        if last >= arena.len() as u64 || part != last / PART || part >= self.registered {
+            return None;
+        }
+        u16::try_from(part).ok()
+    }
+}
+
+/// Where a part lies.
+fn span(arena: &Arena, part: u64) -> libc::iovec {
+    let from = part * PART;
+    libc::iovec {
+        iov_base: arena.base_ptr().as_ptr().wrapping_add(from as usize).cast(),
+        iov_len: (arena.len() as u64 - from).min(PART) as usize,
+    }
+}

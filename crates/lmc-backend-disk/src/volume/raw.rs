@@ -1,0 +1,101 @@
+//! System calls that the standard library does not offer.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// Reads at an offset, up to `len` bytes.
+///
+/// # Safety
+/// `at` is good for writing `len` bytes, and nobody else touches them during the call.
+pub(super) unsafe fn pread(fd: RawFd, at: *mut u8, len: u64, offset: u64) -> io::Result<u64> {
+    // SAFETY: the memory is good by the caller's promise.
+    let bytes = unsafe { libc::pread(fd, at.cast(), len as usize, offset as libc::off_t) };
+    u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
+}
+
+/// Writes at an offset, up to `len` bytes.
+///
+/// # Safety
+/// `at` is good for reading `len` bytes, and nobody writes to them during the call.
+pub(super) unsafe fn pwrite(fd: RawFd, at: *const u8, len: u64, offset: u64) -> io::Result<u64> {
+    // SAFETY: the memory is good by the caller's promise.
+    let bytes = unsafe { libc::pwrite(fd, at.cast(), len as usize, offset as libc::off_t) };
+    u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
+}
+
+/// Takes room for the first `len` bytes of a file, and makes it at least that long.
+pub(super) fn fallocate(file: &File, len: u64) -> io::Result<()> {
+    let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    loop {
+        // SAFETY: a call on an open descriptor, without memory.
+        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// Sends an open file past the page cache from now on.
+pub(super) fn set_direct(file: &File) -> io::Result<()> {
+    // SAFETY: a call on an open descriptor, without memory.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_DIRECT) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Bytes that a user may still take on the file system of `path`.
+pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let mut stat = MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: a terminated string, and room for the one struct that is filled in.
+    if unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so it filled the struct in.
+    let stat = unsafe { stat.assume_init() };
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Wakes a thread that waits on a ring.
+#[derive(Debug)]
+pub(super) struct Wake(OwnedFd);
+
+impl Wake {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: a call without memory.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new and nobody else's.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    pub(super) fn ring(&self) {
+        let one = 1u64.to_ne_bytes();
+        // The one error there can be is a full counter, and then it rings already.
+        // SAFETY: eight bytes that live during the call.
+        let _ = unsafe { libc::write(self.fd(), one.as_ptr().cast(), one.len()) };
+    }
+
+    /// Makes it quiet until the next ring.
+    pub(super) fn clear(&self) {
+        let mut count = [0u8; 8];
+        // The one error there can be is that it did not ring.
+        // SAFETY: eight bytes that live during the call.
+        let _ = unsafe { libc::read(self.fd(), count.as_mut_ptr().cast(), count.len()) };
+    }
+}

@@ -1,0 +1,450 @@
+//! One operation on its way through an engine, and what its next step is: no IO in here.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, Op};
+
+/// The most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
+pub(super) const MAX_LEN: u64 = 1 << 30;
+
+/// How often an operation that moves nothing is asked for again.
+const MAX_ATTEMPTS: u32 = 16;
+
+/// The longest pause between two attempts.
+const MAX_PAUSE: Duration = Duration::from_millis(64);
+
+/// A file as the engines see it. Open for as long as a task holds it.
+#[derive(Debug)]
+pub(super) struct OpenFile {
+    pub(super) file: File,
+    /// Whether it goes past the page cache.
+    pub(super) direct: bool,
+    closed: AtomicBool,
+}
+
+impl OpenFile {
+    pub(super) fn new(file: File, direct: bool) -> Self {
+        Self {
+            file,
+            direct,
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Says that nobody will ask for it again.
+    pub(super) fn set_closed(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+/// What becomes of a task after the kernel has answered.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// It has ended.
+    End(io::Result<()>),
+    /// The rest is asked for at once.
+    Again,
+    /// It is asked for again after a pause.
+    Later(Duration),
+}
+
+/// An operation with its file and its progress. Its end is told exactly once: whoever drops it
+/// untold tells that the volume has stopped.
+pub(super) struct Task {
+    kind: Kind,
+    id: FileId,
+    /// The file, or why the operation is refused.
+    file: io::Result<Arc<OpenFile>>,
+    offset: u64,
+    len: u64,
+    /// Bytes that are through.
+    moved: u64,
+    /// Attempts since something moved.
+    attempts: u32,
+    buf: Option<Buf>,
+    done: Option<OnDone>,
+}
+
+impl fmt::Debug for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            kind,
+            id,
+            offset,
+            len,
+            moved,
+            ..
+        } = self;
+        write!(
+            f,
+            "{kind:?} of {len} bytes at {offset} of file {}, {moved} moved",
+            id.0
+        )
+    }
+}
+
+impl Task {
+    /// Takes an operation on. One that is refused is a task too, so that its end is told on the
+    /// engine's thread like any other.
+    pub(super) fn new(mut op: Op, file: Option<Arc<OpenFile>>) -> Self {
+        let file = check(&mut op).and_then(|()| {
+            file.ok_or_else(|| {
+                io::Error::new(io::ErrorKind::NotFound, format!("{op:?}: it is not open"))
+            })
+        });
+        let Op {
+            kind,
+            file: id,
+            offset,
+            len,
+            buf,
+            done,
+        } = op;
+        Self {
+            kind,
+            id,
+            file,
+            offset,
+            len,
+            moved: 0,
+            attempts: 0,
+            buf,
+            done: Some(done),
+        }
+    }
+
+    /// The task if it may run; a refused one is ended here.
+    pub(super) fn unless_refused(mut self) -> Option<Self> {
+        let Err(error) = &mut self.file else {
+            return Some(self);
+        };
+        let error = std::mem::replace(error, stopped());
+        self.end(Err(error));
+        None
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    pub(super) fn id(&self) -> FileId {
+        self.id
+    }
+
+    pub(super) fn file(&self) -> &OpenFile {
+        self.file.as_ref().expect("a refused task never runs")
+    }
+
+    /// Where in the file the rest begins.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset + self.moved
+    }
+
+    /// Bytes of the rest.
+    pub(super) fn left(&self) -> u64 {
+        self.len - self.moved
+    }
+
+    /// First byte of the memory for the rest, good for [`Self::left`] bytes while the task
+    /// lives. A write only reads there.
+    pub(super) fn memory(&mut self) -> *mut u8 {
+        let start = match self.buf.as_mut().expect("reads and writes have a buffer") {
+            Buf::Own(buf) => buf.as_mut_ptr(),
+            Buf::Into(slot) => slot.as_mut_ptr(),
+            Buf::From(slot) => slot.as_ptr().cast_mut(),
+        };
+        start.wrapping_add(self.moved as usize)
+    }
+
+    /// Takes the kernel's answer, in bytes.
+    pub(super) fn step(&mut self, answer: io::Result<u64>) -> Step {
+        let bytes = match answer {
+            Err(error) if is_passing(&error) => return self.pause(error),
+            Err(error) => return Step::End(Err(error)),
+            Ok(_) if self.kind == Kind::Sync => return Step::End(Ok(())),
+            Ok(bytes) => bytes.min(self.left()),
+        };
+        let moved = self.moved + bytes;
+        if moved == self.len {
+            return Step::End(Ok(()));
+        }
+        // Past the page cache only whole blocks can be asked for: what came of a broken block
+        // is moved again. At the end of the file that moves nothing.
+        let kept = if self.file().direct {
+            moved - moved % BLOCK
+        } else {
+            moved
+        };
+        if kept > self.moved {
+            self.moved = kept;
+            self.attempts = 0;
+            return Step::Again;
+        }
+        match self.kind {
+            Kind::Read => Step::End(Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                format!(
+                    "the file ends after {moved} of the {} bytes to read",
+                    self.len
+                ),
+            ))),
+            _ if bytes == 0 => Step::End(Err(io::Error::new(
+                io::ErrorKind::WriteZero,
+                format!("only {moved} of {} bytes were written", self.len),
+            ))),
+            _ => self.pause(io::Error::from(io::ErrorKind::WriteZero)),
+        }
+    }
+
+    fn pause(&mut self, error: io::Error) -> Step {
+        if self.attempts == MAX_ATTEMPTS {
+            return Step::End(Err(error));
+        }
+        let pause = Duration::from_millis(1 << self.attempts.min(20)).min(MAX_PAUSE);
+        self.attempts += 1;
+        Step::Later(pause)
+    }
+
+    /// Tells the end, with the buffer.
+    pub(super) fn end(mut self, result: io::Result<()>) {
+        self.tell(result);
+    }
+
+    /// Tells the end of a task that the kernel may still be busy with. The buffer is leaked on
+    /// purpose: memory that is lost is better than memory that changes under its next owner.
+    pub(super) fn abandon(mut self, error: io::Error) {
+        match self.buf.take() {
+            Some(Buf::Into(slot)) => drop(slot.quarantine()),
+            quiet_or_read => {
+                let _leaked = ManuallyDrop::new(quiet_or_read);
+            }
+        }
+        self.tell(Err(error));
+    }
+
+    fn tell(&mut self, result: io::Result<()>) {
+        let Some(done) = self.done.take() else { return };
+        let buf = self.buf.take();
+        // A panic there was printed; it is the asker's, and must not end the engine's thread.
+        let told = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
+        if told.is_err() {
+            tracing::error!("a callback of the disk tier panicked at the end of {self:?}");
+        }
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.tell(Err(stopped()));
+    }
+}
+
+/// What an operation ends with after the stop.
+pub(super) fn stopped() -> io::Error {
+    io::Error::new(io::ErrorKind::NotConnected, "the volume has stopped")
+}
+
+/// Whether an error is one that goes away by itself.
+pub(super) fn is_passing(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EAGAIN | libc::EINTR | libc::EBUSY)
+    )
+}
+
+/// Refuses what the kernel would refuse, and what it would take although the memory is too short.
+fn check(op: &mut Op) -> io::Result<()> {
+    let memory = match op.buf.as_mut() {
+        None => None,
+        Some(Buf::Own(buf)) => Some((buf.as_ptr(), buf.len() as u64)),
+        Some(Buf::Into(slot)) => Some((slot.as_mut_ptr().cast_const(), slot.padded_len())),
+        Some(Buf::From(slot)) => Some((slot.as_ptr(), slot.padded_len())),
+    };
+    let fits = match op.kind {
+        Kind::Sync => op.buf.is_none() && op.len == 0,
+        Kind::Read => matches!(op.buf, Some(Buf::Own(_) | Buf::Into(_))),
+        Kind::Write => matches!(op.buf, Some(Buf::Own(_) | Buf::From(_))),
+    };
+    let end = op.offset.checked_add(op.len);
+    let why = match memory {
+        _ if !fits => match op.kind {
+            Kind::Sync => "a sync has no buffer and no length".to_owned(),
+            Kind::Read => "a read needs own memory or a reserved slot".to_owned(),
+            Kind::Write => "a write needs own memory or a sealed slot".to_owned(),
+        },
+        None => return Ok(()),
+        Some(_) if op.len == 0 || op.len > MAX_LEN => {
+            "the length must be between one block and 1 GiB".to_owned()
+        }
+        Some(_) if !op.len.is_multiple_of(BLOCK) || !op.offset.is_multiple_of(BLOCK) => {
+            "offset and length must be whole blocks".to_owned()
+        }
+        Some(_) if end.is_none_or(|end| end > i64::MAX as u64) => {
+            "the end is beyond what a file can have".to_owned()
+        }
+        Some((at, _)) if !(at.addr() as u64).is_multiple_of(BLOCK) => {
+            "the memory must begin at a whole block".to_owned()
+        }
+        Some((_, room)) if op.len > room => format!("the buffer has only {room} bytes"),
+        Some(_) => return Ok(()),
+    };
+    let why = format!("{op:?}: {why}");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, why))
+}
+
+/// Things to come back to after a pause.
+#[derive(Debug)]
+pub(super) struct Later<T>(Vec<(Instant, T)>);
+
+impl<T> Later<T> {
+    pub(super) fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    pub(super) fn push(&mut self, at: Instant, thing: T) {
+        self.0.push((at, thing));
+    }
+
+    /// What is due at `now`, in the order it came.
+    pub(super) fn take_due(&mut self, now: Instant) -> impl Iterator<Item = T> {
+        self.0
+            .extract_if(.., move |(at, _)| *at <= now)
+            .map(|(_, thing)| thing)
+    }
+
+    /// All, due or not.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = T> {
+        self.0.drain(..).map(|(_, thing)| thing)
+    }
+
+    /// When the next is due.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.0.iter().map(|(at, _)| *at).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::volume::AlignedBuf;
+
+    fn task(kind: Kind, direct: bool, blocks: u64) -> Task {
+        let file = Arc::new(OpenFile::new(File::open("/dev/null").unwrap(), direct));
+        let len = blocks * BLOCK;
+        let buf = (len > 0).then(|| Buf::Own(AlignedBuf::new(len)));
+        let op = Op {
+            kind,
+            file: FileId(0),
+            offset: 2 * BLOCK,
+            len,
+            buf,
+            done: Box::new(drop),
+        };
+        Task::new(op, Some(file)).unless_refused().unwrap()
+    }
+
+    fn errno(error: i32) -> io::Result<u64> {
+        Err(io::Error::from_raw_os_error(error))
+    }
+
+    #[track_caller]
+    fn failed(step: Step) -> io::ErrorKind {
+        match step {
+            Step::End(Err(error)) => error.kind(),
+            other => panic!("{other:?} is no failure"),
+        }
+    }
+
+    #[test]
+    fn short_answers_are_continued_where_whole_blocks_end() {
+        let mut task = task(Kind::Read, true, 8);
+        let start = task.memory();
+        assert!(matches!(task.step(Ok(3 * BLOCK + 5)), Step::Again));
+        assert_eq!((task.offset(), task.left()), (5 * BLOCK, 5 * BLOCK));
+        assert_eq!(task.memory(), start.wrapping_add(3 * BLOCK as usize));
+        assert!(matches!(task.step(Ok(5 * BLOCK)), Step::End(Ok(()))));
+    }
+
+    #[test]
+    fn behind_the_page_cache_they_are_continued_at_any_byte() {
+        let mut task = task(Kind::Write, false, 2);
+        assert!(matches!(task.step(Ok(5)), Step::Again));
+        assert_eq!((task.offset(), task.left()), (2 * BLOCK + 5, 2 * BLOCK - 5));
+        assert!(matches!(task.step(Ok(2 * BLOCK - 5)), Step::End(Ok(()))));
+    }
+
+    #[test]
+    fn a_read_that_moves_no_block_is_at_the_end() {
+        for bytes in [0, 5] {
+            let mut task = task(Kind::Read, true, 2);
+            assert!(matches!(task.step(Ok(BLOCK)), Step::Again));
+            assert_eq!(failed(task.step(Ok(bytes))), io::ErrorKind::UnexpectedEof);
+        }
+    }
+
+    #[test]
+    fn a_write_that_moves_nothing_fails() {
+        assert_eq!(
+            failed(task(Kind::Write, true, 2).step(Ok(0))),
+            io::ErrorKind::WriteZero
+        );
+        let mut partly = task(Kind::Write, true, 2);
+        assert!(matches!(partly.step(Ok(5)), Step::Later(_)));
+        assert_eq!(partly.left(), 2 * BLOCK);
+    }
+
+    #[test]
+    fn passing_errors_are_tried_again_but_not_for_ever() {
+        let mut task = task(Kind::Sync, true, 0);
+        let mut waited = Duration::ZERO;
+        for _ in 0..MAX_ATTEMPTS {
+            let Step::Later(pause) = task.step(errno(libc::EAGAIN)) else {
+                panic!("given up too early");
+            };
+            waited += pause;
+        }
+        assert!(waited < Duration::from_secs(2), "{waited:?}");
+        assert_eq!(
+            failed(task.step(errno(libc::EAGAIN))),
+            io::ErrorKind::WouldBlock
+        );
+    }
+
+    #[test]
+    fn progress_gives_new_attempts_and_other_errors_end() {
+        let mut task = task(Kind::Read, true, 40);
+        for _ in 0..39 {
+            assert!(matches!(task.step(errno(libc::EINTR)), Step::Later(_)));
+            assert!(matches!(task.step(Ok(BLOCK)), Step::Again));
+        }
+        let Step::End(Err(error)) = task.step(errno(libc::EIO)) else {
+            panic!("an error of the drive ends it");
+        };
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    }
+
+    #[test]
+    fn what_is_due_comes_in_order_and_once() {
+        let start = Instant::now();
+        let mut later = Later::new();
+        for (ms, thing) in [(5, 'a'), (9, 'b'), (1, 'c')] {
+            later.push(start + Duration::from_millis(ms), thing);
+        }
+        assert_eq!(later.next(), Some(start + Duration::from_millis(1)));
+        let due: String = later.take_due(start + Duration::from_millis(5)).collect();
+        assert_eq!(due, "ac");
+        assert_eq!(later.take_all().collect::<String>(), "b");
+        assert_eq!(later.next(), None);
+    }
+}

@@ -1,0 +1,178 @@
+//! The engine for where io_uring is forbidden: threads that read and write.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
+use super::task::{Later, Step, Task, stopped};
+use super::{FileId, Kind, raw};
+
+/// Threads named `lmc-disk-{i}` on one queue.
+#[derive(Debug)]
+pub(super) struct Threads {
+    shared: Arc<Shared>,
+    crew: Crew,
+    count: usize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    queue: Mutex<Queue>,
+    more: Condvar,
+}
+
+#[derive(Debug)]
+struct Queue {
+    ready: VecDeque<Task>,
+    later: Later<Task>,
+    stopping: bool,
+}
+
+/// What a thread does next.
+enum Turn {
+    Run(Task),
+    /// Ends a task, since the engine stops.
+    Refuse(Task),
+    Leave,
+}
+
+impl Threads {
+    pub(super) fn start(count: usize) -> io::Result<Self> {
+        let count = count.max(1);
+        let this = Self {
+            shared: Arc::new(Shared {
+                queue: Mutex::new(Queue {
+                    ready: VecDeque::new(),
+                    later: Later::new(),
+                    stopping: false,
+                }),
+                more: Condvar::new(),
+            }),
+            crew: Crew::default(),
+            count,
+        };
+        for i in 0..count {
+            let shared = Arc::clone(&this.shared);
+            this.crew
+                .spawn(format!("lmc-disk-{i}"), move || shared.run())?;
+        }
+        Ok(this)
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        loop {
+            match self.next() {
+                Turn::Run(task) => self.work(task),
+                Turn::Refuse(task) => task.end(Err(stopped())),
+                Turn::Leave => return,
+            }
+        }
+    }
+
+    fn next(&self) -> Turn {
+        let mut queue = self.queue.lock();
+        loop {
+            let Queue {
+                ready,
+                later,
+                stopping,
+            } = &mut *queue;
+            if *stopping {
+                ready.extend(later.take_all());
+                return ready.pop_front().map_or(Turn::Leave, Turn::Refuse);
+            }
+            ready.extend(later.take_due(Instant::now()));
+            if let Some(task) = ready.pop_front() {
+                return Turn::Run(task);
+            }
+            match later.next() {
+                Some(due) => drop(self.more.wait_until(&mut queue, due)),
+                None => self.more.wait(&mut queue),
+            }
+        }
+    }
+
+    fn work(&self, task: Task) {
+        let Some(mut task) = task.unless_refused() else {
+            return;
+        };
+        loop {
+            let answer = call(&mut task);
+            match task.step(answer) {
+                Step::End(result) => return task.end(result),
+                Step::Again => {}
+                Step::Later(pause) => {
+                    self.queue.lock().later.push(Instant::now() + pause, task);
+                    // Whoever waits must wait no longer than that.
+                    self.more.notify_one();
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// One call into the kernel, for all that is left of the task.
+fn call(task: &mut Task) -> io::Result<u64> {
+    let fd = task.file().file.as_raw_fd();
+    let (at, left, offset) = match task.kind() {
+        Kind::Sync => return task.file().file.sync_data().map(|()| 0),
+        Kind::Read | Kind::Write => (task.memory(), task.left(), task.offset()),
+    };
+    match task.kind() {
+        // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed
+        // here; a read has a buffer that nobody else touches.
+        Kind::Read => unsafe { raw::pread(fd, at, left, offset) },
+        // SAFETY: as above; a write's memory is only read.
+        _ => unsafe { raw::pwrite(fd, at, left, offset) },
+    }
+}
+
+impl Engine for Threads {
+    fn submit(&self, tasks: Vec<Task>) {
+        let several = tasks.len() > 1;
+        let mut queue = self.shared.queue.lock();
+        if queue.stopping {
+            drop(queue);
+            return end_aside(tasks);
+        }
+        queue.ready.extend(tasks);
+        drop(queue);
+        if several {
+            self.shared.more.notify_all();
+        } else {
+            self.shared.more.notify_one();
+        }
+    }
+
+    fn forget(&self, _file: FileId) {}
+
+    fn name(&self) -> String {
+        format!("{} threads", self.count)
+    }
+
+    fn details(&self) -> String {
+        String::new()
+    }
+
+    fn stop(&self) {
+        self.shared.queue.lock().stopping = true;
+        self.shared.more.notify_all();
+        if !self.crew.wait(STOP_PATIENCE) {
+            tracing::warn!("threads of the disk tier are still busy; they end by themselves");
+        }
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

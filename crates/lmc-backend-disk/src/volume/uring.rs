@@ -1,0 +1,545 @@
+//! The engine on io_uring: one ring, owned by one thread.
+//!
+//! Whoever submits puts tasks into an inbox and, where the thread sleeps, rings an eventfd that
+//! the ring polls; the thread sleeps in the kernel and nowhere else. Tasks that the kernel has
+//! lie in [`InFlight`] with their buffers until their completion is there.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::mem;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use lmc_memory::Arena;
+use parking_lot::Mutex;
+
+use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
+use super::fixed_files::FixedFiles;
+use super::pool_buffers::PoolBuffers;
+use super::raw::Wake;
+use super::task::{Later, Step, Task, is_passing, stopped};
+use super::{FileId, Kind};
+
+/// Marks the completion of the poll on the eventfd; tasks have their index.
+const WAKE: u64 = u64::MAX;
+
+/// Bounds of the depth.
+const DEPTHS: (u32, u32) = (1, 4096);
+
+/// A ring with its thread, named `lmc-disk-uring`.
+#[derive(Debug)]
+pub(super) struct Uring {
+    shared: Arc<Shared>,
+    crew: Crew,
+    depth: u32,
+}
+
+#[derive(Debug)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    wake: Wake,
+    /// What became of the pool's registration, for people.
+    pool: Mutex<String>,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    messages: VecDeque<Message>,
+    /// The thread sleeps or is about to: ring.
+    asleep: bool,
+    /// Since when it stops.
+    stopping: Option<Instant>,
+}
+
+#[derive(Debug)]
+enum Message {
+    Run(Task),
+    Forget(FileId),
+}
+
+impl Uring {
+    /// Starts a ring with at most `depth` tasks in the kernel, and tries it out.
+    pub(super) fn start(depth: u32, arena: Option<Arc<Arena>>) -> io::Result<Self> {
+        let this = Self {
+            shared: Arc::new(Shared {
+                inbox: Mutex::new(Inbox::default()),
+                wake: Wake::new()?,
+                pool: Mutex::new(String::new()),
+            }),
+            crew: Crew::default(),
+            depth: depth.clamp(DEPTHS.0, DEPTHS.1),
+        };
+        let shared = Arc::clone(&this.shared);
+        let depth = this.depth;
+        let (tell, told) = mpsc::sync_channel(1);
+        this.crew.spawn("lmc-disk-uring".to_owned(), move || {
+            // Made here, since a ring may be told to take orders from its maker only.
+            let ring = match open_ring(depth) {
+                Ok(ring) => ring,
+                Err(error) => return drop(tell.send(Err(error))),
+            };
+            let mut ring = Ring::new(ring, shared, depth, arena);
+            if tell.send(Ok(())).is_err() {
+                return;
+            }
+            if let Err(error) = ring.run() {
+                tracing::error!(
+                    "the io_uring of the disk tier broke: {error}; \
+                     {} operations were under way, their memory is given up",
+                    ring.in_flight.count
+                );
+            }
+        })?;
+        told.recv()
+            .map_err(|_| io::Error::other("the ring's thread ended at once"))??;
+        Ok(this)
+    }
+}
+
+/// A ring that has answered once.
+fn open_ring(depth: u32) -> io::Result<IoUring> {
+    // One more for the poll on the eventfd.
+    let entries = (depth + 1).next_power_of_two();
+    // Completions are then worked off when this thread asks for them, without interrupting it.
+    let mut ring = IoUring::builder()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        .setup_submit_all()
+        .build(entries)
+        .or_else(|_| IoUring::new(entries))?;
+    if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
+        let why = "the kernel is older than 5.11";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+    }
+    let nop = opcode::Nop::new().build();
+    // SAFETY: it names no memory and no file.
+    unsafe { ring.submission().push(&nop) }.expect("an empty queue has room");
+    ring.submit_and_wait(1)?;
+    let answer = ring.completion().next().map(|answer| answer.result());
+    match answer {
+        Some(0..) => Ok(ring),
+        Some(error) => Err(io::Error::from_raw_os_error(-error)),
+        None => Err(io::Error::other("the ring did not answer")),
+    }
+}
+
+/// A task on its way, with its place in the ring's table of files.
+#[derive(Debug)]
+struct Queued {
+    task: Task,
+    place: Option<u32>,
+}
+
+/// Tasks that the kernel has, by the number it knows them by.
+///
+/// Whatever ends the thread, buffers that the kernel may still write to are never freed: what is
+/// in here at its drop is leaked.
+struct InFlight {
+    tasks: Vec<Option<Queued>>,
+    free: Vec<u32>,
+    count: usize,
+}
+
+impl InFlight {
+    fn new(depth: u32) -> Self {
+        Self {
+            tasks: (0..depth).map(|_| None).collect(),
+            free: (0..depth).rev().collect(),
+            count: 0,
+        }
+    }
+
+    /// Takes a task in; there must be room.
+    fn insert(&mut self, queued: Queued) -> (u32, &mut Queued) {
+        let index = self.free.pop().expect("the caller looks for room first");
+        self.count += 1;
+        (index, self.tasks[index as usize].insert(queued))
+    }
+
+    fn remove(&mut self, index: u64) -> Option<Queued> {
+        let queued = self.tasks.get_mut(usize::try_from(index).ok()?)?.take()?;
+        self.free.push(index as u32);
+        self.count -= 1;
+        Some(queued)
+    }
+
+    fn has_room(&self) -> bool {
+        !self.free.is_empty()
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        for queued in self.tasks.drain(..).flatten() {
+            let why = "the drive did not answer before the stop";
+            queued
+                .task
+                .abandon(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+    }
+}
+
+/// What the thread owns. The ring is first, so it goes before the memory it knows of.
+struct Ring {
+    ring: IoUring,
+    pool: PoolBuffers,
+    files: FixedFiles,
+    in_flight: InFlight,
+    /// Tasks for which the kernel has no room yet, in order.
+    waiting: VecDeque<Queued>,
+    later: Later<Queued>,
+    wake_armed: bool,
+    shared: Arc<Shared>,
+    /// Completions that were taken from the ring, kept for its allocation.
+    answers: Vec<(u64, i32)>,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a ring with {} tasks in flight", self.in_flight.count)
+    }
+}
+
+impl Ring {
+    fn new(ring: IoUring, shared: Arc<Shared>, depth: u32, arena: Option<Arc<Arena>>) -> Self {
+        Self {
+            files: FixedFiles::new(&ring.submitter()),
+            ring,
+            pool: PoolBuffers::new(arena),
+            in_flight: InFlight::new(depth),
+            waiting: VecDeque::new(),
+            later: Later::new(),
+            wake_armed: false,
+            shared,
+            answers: Vec::new(),
+        }
+    }
+
+    /// Works until the stop. An error means that the ring is of no use any more.
+    fn run(&mut self) -> io::Result<()> {
+        loop {
+            let stopping = self.take_inbox();
+            self.waiting.extend(self.later.take_due(Instant::now()));
+            let mut until = self.later.next();
+            if let Some(since) = stopping {
+                self.end_all_waiting();
+                if self.in_flight.count == 0 {
+                    return Ok(());
+                }
+                let patience_ends = since + STOP_PATIENCE;
+                if Instant::now() >= patience_ends {
+                    return Err(io::Error::from(io::ErrorKind::TimedOut));
+                }
+                until = Some(patience_ends);
+            }
+            self.register_pool();
+            self.arm_wake();
+            self.fill();
+            self.enter(until)?;
+            self.shared.inbox.lock().asleep = false;
+            self.take_answers()?;
+        }
+    }
+
+    /// Empties the inbox; whoever writes to it from here on wakes the thread.
+    fn take_inbox(&mut self) -> Option<Instant> {
+        let mut inbox = self.shared.inbox.lock();
+        let messages = mem::take(&mut inbox.messages);
+        let stopping = inbox.stopping;
+        inbox.asleep = true;
+        drop(inbox);
+        for message in messages {
+            match message {
+                Message::Forget(id) => self.files.forget(id, &self.ring.submitter()),
+                Message::Run(task) => {
+                    let Some(task) = task.unless_refused() else {
+                        continue;
+                    };
+                    let place = self.files.enter(&task, &self.ring.submitter());
+                    self.waiting.push_back(Queued { task, place });
+                }
+            }
+        }
+        stopping
+    }
+
+    fn end_all_waiting(&mut self) {
+        self.waiting.extend(self.later.take_all());
+        while let Some(queued) = self.waiting.pop_front() {
+            self.end(queued, Err(stopped()));
+        }
+    }
+
+    fn end(&mut self, queued: Queued, result: io::Result<()>) {
+        self.files.leave(queued.place, &self.ring.submitter());
+        queued.task.end(result);
+    }
+
+    fn register_pool(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        if let Some(news) = self.pool.advance(&self.ring.submitter()) {
+            tracing::debug!("io_uring of the disk tier: {news}");
+            *self.shared.pool.lock() = format!(", {news}");
+        }
+    }
+
+    fn arm_wake(&mut self) {
+        if self.wake_armed {
+            return;
+        }
+        let poll = opcode::PollAdd::new(Fd(self.shared.wake.fd()), libc::POLLIN as u32)
+            .build()
+            .user_data(WAKE);
+        // SAFETY: it names no memory, and a file that outlives the ring.
+        unsafe { self.ring.submission().push(&poll) }.expect("the queue has a place for the poll");
+        self.wake_armed = true;
+    }
+
+    /// Gives the kernel what it has room for.
+    fn fill(&mut self) {
+        let mut submission = self.ring.submission();
+        while self.in_flight.has_room() {
+            let Some(queued) = self.waiting.pop_front() else {
+                return;
+            };
+            let (index, queued) = self.in_flight.insert(queued);
+            let entry = entry(queued, &self.pool).user_data(u64::from(index));
+            // SAFETY: the memory and the file belong to the task, which stays in `in_flight`
+            // until the completion is there and is leaked if it never comes.
+            unsafe { submission.push(&entry) }.expect("the queue has a place for every task");
+        }
+    }
+
+    /// Submits, and sleeps until there is a completion or it is time.
+    fn enter(&mut self, until: Option<Instant>) -> io::Result<()> {
+        let entered = match until {
+            None => self.ring.submit_and_wait(1),
+            Some(until) => {
+                // A bit later, so that what is due is due.
+                let pause = until.saturating_duration_since(Instant::now());
+                let time = Timespec::from(pause + Duration::from_micros(1));
+                let args = SubmitArgs::new().timespec(&time);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+        };
+        match entered {
+            Ok(_) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::ETIME) => Ok(()),
+            Err(error) if is_passing(&error) => {
+                // The kernel is short of memory or wants its completions taken first. Without
+                // any to take nothing can move, so nothing is held up by this pause.
+                if self.ring.completion().is_empty() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn take_answers(&mut self) -> io::Result<()> {
+        let mut answers = mem::take(&mut self.answers);
+        answers.extend(
+            self.ring
+                .completion()
+                .map(|answer| (answer.user_data(), answer.result())),
+        );
+        for (index, answer) in answers.drain(..) {
+            let answer = match u64::try_from(answer) {
+                Ok(bytes) => Ok(bytes),
+                Err(_) => Err(io::Error::from_raw_os_error(-answer)),
+            };
+            if index == WAKE {
+                self.woken(answer)?;
+                continue;
+            }
+            let Some(mut queued) = self.in_flight.remove(index) else {
+                return Err(io::Error::other("the kernel answered what was not asked"));
+            };
+            match queued.task.step(answer) {
+                Step::End(result) => self.end(queued, result),
+                Step::Again => self.waiting.push_front(queued),
+                Step::Later(pause) => self.later.push(Instant::now() + pause, queued),
+            }
+        }
+        self.answers = answers;
+        Ok(())
+    }
+
+    fn woken(&mut self, answer: io::Result<u64>) -> io::Result<()> {
+        self.wake_armed = false;
+        self.shared.wake.clear();
+        match answer {
+            Err(error) if !is_passing(&error) => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The kernel's order for what is left of a task.
+fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
+    let task = &mut queued.task;
+    let (fd, flags) = match queued.place {
+        Some(place) => (Fd(place as i32), squeue::Flags::FIXED_FILE),
+        None => (Fd(task.file().file.as_raw_fd()), squeue::Flags::empty()),
+    };
+    let (offset, left) = (task.offset(), task.left());
+    let len = left as u32;
+    let entry = match task.kind() {
+        Kind::Sync => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
+        Kind::Read => {
+            let at = task.memory();
+            match pool.index_of(at, left) {
+                Some(part) => opcode::ReadFixed::new(fd, at, len, part)
+                    .offset(offset)
+                    .build(),
+                None => opcode::Read::new(fd, at, len).offset(offset).build(),
+            }
+        }
+        Kind::Write => {
+            let at = task.memory();
+            match pool.index_of(at, left) {
+                Some(part) => opcode::WriteFixed::new(fd, at, len, part)
+                    .offset(offset)
+                    .build(),
+                None => opcode::Write::new(fd, at, len).offset(offset).build(),
+            }
+        }
+    };
+    entry.flags(flags)
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // Nothing new may come, however the thread ends. Tasks that are dropped end as stopped.
+        let mut inbox = self.shared.inbox.lock();
+        inbox.stopping.get_or_insert_with(Instant::now);
+        let messages = mem::take(&mut inbox.messages);
+        drop(inbox);
+        drop(messages);
+    }
+}
+
+impl Uring {
+    /// Puts messages into the inbox; after the stop they come back.
+    fn send<M: Iterator<Item = Message>>(&self, messages: M) -> Result<(), M> {
+        let mut inbox = self.shared.inbox.lock();
+        if inbox.stopping.is_some() {
+            return Err(messages);
+        }
+        inbox.messages.extend(messages);
+        let ring = mem::take(&mut inbox.asleep);
+        drop(inbox);
+        if ring {
+            self.shared.wake.ring();
+        }
+        Ok(())
+    }
+}
+
+impl Engine for Uring {
+    fn submit(&self, tasks: Vec<Task>) {
+        let Err(back) = self.send(tasks.into_iter().map(Message::Run)) else {
+            return;
+        };
+        let tasks = back.filter_map(|message| match message {
+            Message::Run(task) => Some(task),
+            Message::Forget(_) => None,
+        });
+        end_aside(tasks.collect());
+    }
+
+    fn forget(&self, file: FileId) {
+        // The ring's table is gone after the stop.
+        let _ = self.send([Message::Forget(file)].into_iter());
+    }
+
+    fn name(&self) -> String {
+        "io_uring".to_owned()
+    }
+
+    fn details(&self) -> String {
+        format!(", depth {}{}", self.depth, self.shared.pool.lock())
+    }
+
+    fn stop(&self) {
+        self.shared
+            .inbox
+            .lock()
+            .stopping
+            .get_or_insert_with(Instant::now);
+        self.shared.wake.ring();
+        // The thread gives up by itself; a little more, so that it can.
+        if !self.crew.wait(STOP_PATIENCE + Duration::from_secs(2)) {
+            tracing::warn!("the ring of the disk tier is still busy; it ends by itself");
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+    use super::*;
+    use crate::volume::task::OpenFile;
+    use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Op};
+
+    #[test]
+    fn memory_that_the_kernel_may_still_have_is_never_given_back() {
+        let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build().unwrap());
+        let pool = Pool::new(arena, PoolConfig::default()).unwrap();
+        let into = pool.reserve(BLOCK).unwrap();
+        let from = pool.reserve(BLOCK).unwrap().written().seal();
+        let file = Arc::new(OpenFile::new(
+            std::fs::File::open("/dev/null").unwrap(),
+            false,
+        ));
+        let (tell, told) = mpsc::channel();
+        let mut in_flight = InFlight::new(4);
+        for (kind, buf) in [
+            (Kind::Read, Buf::Into(into)),
+            (Kind::Write, Buf::From(from)),
+            (Kind::Read, Buf::Own(AlignedBuf::new(BLOCK))),
+        ] {
+            let tell = tell.clone();
+            let done = Box::new(move |done: Done| tell.send(done).unwrap());
+            let buf = Some(buf);
+            let op = Op {
+                kind,
+                file: FileId(0),
+                offset: 0,
+                len: BLOCK,
+                buf,
+                done,
+            };
+            let task = Task::new(op, Some(Arc::clone(&file)))
+                .unless_refused()
+                .unwrap();
+            in_flight.insert(Queued { task, place: None });
+        }
+        let quiet = in_flight.remove(1).unwrap();
+        assert!(in_flight.remove(1).is_none() && in_flight.remove(99).is_none());
+        in_flight.insert(quiet);
+        drop(in_flight);
+        for _ in 0..3 {
+            let done = told.try_recv().unwrap();
+            assert!(done.buf.is_none());
+            assert_eq!(done.result.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        }
+        let usage = pool.usage();
+        assert_eq!((usage.slots, usage.quarantined_slots), (2, 1));
+    }
+}

@@ -1,0 +1,433 @@
+//! The tier on a real folder, through its public face.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{
+    Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, test_key,
+};
+use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_disk::{Admit, DiskBackend, DiskConfig, DiskError, DiskIo};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+const MIB: u64 = 1 << 20;
+const CHUNK: u64 = 64 << 10;
+
+/// A folder that goes with the test, on the file system of the build.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("tier-{}-{count}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = fs::remove_dir_all(&path);
+        Self(path)
+    }
+
+    fn config(&self, size: u64) -> DiskConfig {
+        DiskConfig::new([&self.0], size).with_keep_free(0)
+    }
+
+    /// Bytes that its files take on the drive.
+    fn taken(&self) -> u64 {
+        let files = fs::read_dir(&self.0).unwrap();
+        files
+            .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
+            .sum()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn pool(bytes: u64) -> Pool {
+    let arena = ArenaConfig::anonymous(bytes as usize).build().unwrap();
+    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> Vec<Stored> {
+    let item = |n| {
+        let mut slot = pool.reserve(CHUNK).expect("room in the pool");
+        fill_value(&test_key(n), slot.bytes_mut());
+        StoreItem::new(test_key(n), slot.written().seal())
+    };
+    let items = numbers.into_iter().map(item).collect();
+    let stored = block_on(tier.store(items, soon()));
+    stored
+        .into_iter()
+        .map(|stored| stored.expect("a store that works"))
+        .collect()
+}
+
+/// How many of these chunks are read back, each with the bytes that were stored.
+fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> usize {
+    let mut hits = 0;
+    for n in numbers {
+        let slot = pool.reserve(CHUNK).expect("room in the pool");
+        let loaded = block_on(tier.load(vec![LoadItem::new(test_key(n), slot)], soon()));
+        for slot in loaded.into_iter().filter_map(Loaded::hit) {
+            check_value(&test_key(n), slot.seal().bytes()).expect("the bytes that were stored");
+            hits += 1;
+        }
+    }
+    hits
+}
+
+/// Both ways to move bytes, where this machine has both.
+fn engines() -> Vec<DiskIo> {
+    let folder = Folder::new();
+    match folder.config(16 * MIB).with_io(DiskIo::Uring).open() {
+        Ok(_) => vec![DiskIo::Uring, DiskIo::Threads],
+        Err(error) => {
+            println!("skipped: io_uring cannot be used here ({error})");
+            vec![DiskIo::Threads]
+        }
+    }
+}
+
+#[test]
+fn the_contract_holds_on_a_real_folder() {
+    for io in engines() {
+        for guarantee in [Guarantee::Exact, Guarantee::Lossy] {
+            let folder = Folder::new();
+            let kit = Conformance::new(guarantee);
+            // A header takes a block of each chunk's extent.
+            let size = match guarantee {
+                Guarantee::Exact => 16 * kit.bytes_needed() + 64 * MIB,
+                _ => 5 * MIB,
+            };
+            let config = folder.config(size).with_io(io).with_segment_bytes(MIB);
+            let tier = config.open().unwrap();
+            let tally = kit.run(&tier);
+            assert!(tally.hits > 50, "{io:?}: {tally:?}");
+        }
+    }
+}
+
+#[test]
+fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
+    let folders = [Folder::new(), Folder::new()];
+    let paths = folders.iter().map(|folder| &folder.0);
+    let kit = Conformance::new(Guarantee::Exact);
+    let config = DiskConfig::new(paths, 32 * kit.bytes_needed() + 128 * MIB).with_keep_free(0);
+    let tier = config.with_segment_bytes(MIB).open().unwrap();
+    let tally = kit.run(&tier);
+    assert!(tally.hits > 100, "{tally:?}");
+    for folder in &folders {
+        assert!(folder.taken() > MIB, "both drives are used");
+    }
+    let folder = Folder::new();
+    let config = folder.config(64 * MIB).with_segment_bytes(MIB);
+    let faulty = Faulty::new(config.open().unwrap(), Faults::some(), 1);
+    let tally = Conformance::new(Guarantee::Lossy).run(&faulty);
+    assert!(tally.hits > 20 && tally.failures > 50, "{tally:?}");
+}
+
+#[test]
+fn chunks_are_there_again_after_a_stop_and_after_a_kill() {
+    for io in engines() {
+        let (folder, pool) = (Folder::new(), pool(8 * MIB));
+        let config = folder.config(64 * MIB).with_io(io);
+        let tier = config.open().unwrap();
+        store(&tier, &pool, 0..20);
+        block_on(tier.close(soon())).unwrap();
+        drop(tier);
+        let tier = config.open().unwrap();
+        assert_eq!(load(&tier, &pool, 0..20), 20, "{io:?}, after a stop");
+        store(&tier, &pool, 20..40);
+        assert_eq!(
+            block_on(tier.remove(&[test_key(3)], soon()))[0]
+                .as_ref()
+                .ok(),
+            Some(&true)
+        );
+        // Nothing is said to the drive: what was acknowledged is durable all the same.
+        drop(tier);
+        let tier = config.open().unwrap();
+        assert_eq!(load(&tier, &pool, 0..40), 39, "{io:?}, after a kill");
+        assert_eq!(load(&tier, &pool, [3]), 0, "what was removed stays removed");
+        assert_eq!(pool.usage().used, 0);
+    }
+}
+
+#[test]
+fn the_size_is_held_and_the_oldest_give_way() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let size = 24 * MIB;
+    let config = folder.config(size).with_segment_bytes(2 * MIB);
+    let tier = config.open().unwrap();
+    for round in 0..20 {
+        for stored in store(&tier, &pool, round * 64..round * 64 + 64) {
+            assert_eq!(stored, Stored::Written);
+        }
+        assert!(
+            folder.taken() <= size,
+            "{} of {size} in round {round}",
+            folder.taken()
+        );
+    }
+    assert_eq!(
+        load(&tier, &pool, 19 * 64..20 * 64),
+        64,
+        "the newest are there"
+    );
+    assert_eq!(load(&tier, &pool, 0..64), 0, "the oldest are not");
+    let usage = block_on(tier.usage(soon())).unwrap();
+    assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
+    assert!(tier.stats().evicted > 500);
+    drop(tier);
+    // A smaller size is not held at once, but nothing is lost by asking for it.
+    let tier = folder.config(size / 2).open().unwrap();
+    assert_eq!(load(&tier, &pool, 19 * 64..20 * 64), 64);
+}
+
+#[test]
+fn what_is_offered_once_is_not_kept_where_twice_is_asked_for() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let config = folder.config(64 * MIB).with_admission(Admit::SecondTouch);
+    let tier = config.open().unwrap();
+    assert_eq!(store(&tier, &pool, 0..4), [Stored::Declined; 4]);
+    assert_eq!(store(&tier, &pool, 2..4), [Stored::Written; 2]);
+    assert_eq!(load(&tier, &pool, 0..4), 2);
+}
+
+#[test]
+fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
+    let (first, second, pool) = (Folder::new(), Folder::new(), pool(8 * MIB));
+    let config = DiskConfig::new([&first.0, &second.0], 64 * MIB)
+        .with_keep_free(0)
+        .with_probe_every(Duration::from_millis(1));
+    let tier = config.open().unwrap();
+    store(&tier, &pool, 0..40);
+    // Bytes that come back are not those that were written.
+    for file in fs::read_dir(&second.0).unwrap() {
+        let path = file.unwrap().path();
+        if path
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .starts_with("segment")
+        {
+            let len = fs::metadata(&path).unwrap().len();
+            fs::write(&path, vec![0xA5; len as usize]).unwrap();
+        }
+    }
+    let hits = load(&tier, &pool, 0..40);
+    assert!((10..31).contains(&hits), "{hits} of 40");
+    let stats = tier.stats();
+    assert_eq!(stats.bad_headers + stats.bad_payloads, 40 - hits as u64);
+    assert_eq!(
+        load(&tier, &pool, 0..40),
+        hits,
+        "and they are not read again"
+    );
+    assert_eq!(
+        store(&tier, &pool, 0..40)
+            .iter()
+            .filter(|s| **s == Stored::Written)
+            .count(),
+        40 - hits
+    );
+    assert_eq!(load(&tier, &pool, 0..40), 40);
+    assert_eq!(tier.health(), Health::Ready);
+    assert_eq!(pool.usage().used, 0);
+}
+
+#[test]
+fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let config = folder.config(64 * MIB).with_segment_bytes(2 * MIB);
+    let tier = config.open().unwrap();
+    for part in 0..4 {
+        store(&tier, &pool, part * 100..part * 100 + 100);
+    }
+    let kept = |n: &u64| n.is_multiple_of(4);
+    let gone: Vec<_> = (0..400).filter(|n| !kept(n)).map(test_key).collect();
+    let removed = block_on(tier.remove(&gone, soon()));
+    assert!(removed.iter().all(|removed| matches!(removed, Ok(true))));
+    drop(tier);
+    let before = folder.taken();
+
+    let tier = DiskConfig::existing(&folder.0).unwrap().open().unwrap();
+    let inspected = tier.inspect().remove(0);
+    assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
+    assert_eq!(inspected.segment_bytes, 2 * MIB);
+    let mut told = Vec::new();
+    let compact = tier.compact(&pool, 0.5, Duration::from_secs(60), |done, of| {
+        told.push((done, of))
+    });
+    let done = block_on(compact).unwrap();
+    assert_eq!(done.lost, 0);
+    assert!(
+        done.moved > 50 && told.last() == Some(&(done.moved, done.moved)),
+        "{done:?}"
+    );
+    assert!(
+        folder.taken() + done.freed_bytes / 2 < before,
+        "{done:?}, {before} before"
+    );
+    assert_eq!(load(&tier, &pool, (0..400).filter(kept)), 100);
+    drop(tier);
+    let tier = config.open().unwrap();
+    assert_eq!(
+        load(&tier, &pool, (0..400).filter(kept)),
+        100,
+        "after a kill, too"
+    );
+    assert_eq!(load(&tier, &pool, (0..400).filter(|n| !kept(n))), 0);
+    store(&tier, &pool, 500..600);
+    assert_eq!(load(&tier, &pool, 500..600), 100, "and it takes new ones");
+    let nothing = DiskConfig::existing(folder.0.join("nothing"));
+    assert!(matches!(nothing, Err(DiskError::NoDrive { .. })));
+}
+
+fn refused(config: &DiskConfig) -> DiskError {
+    config.open().expect_err("this cannot be opened")
+}
+
+#[test]
+fn what_cannot_be_opened_says_why_and_is_left_alone() {
+    let folder = Folder::new();
+    assert!(matches!(
+        refused(&DiskConfig::new(Vec::<PathBuf>::new(), MIB)),
+        DiskError::NoFolder
+    ));
+    let too_small = refused(&folder.config(MIB));
+    assert!(too_small.to_string().contains("too few"), "{too_small}");
+    assert!(!folder.0.exists());
+
+    // The folder above is missing too: a typing error, more likely than not.
+    let deep = DiskConfig::new([folder.0.join("a/b")], 64 * MIB);
+    let missing = refused(&deep);
+    assert!(matches!(missing, DiskError::Missing { .. }), "{missing}");
+    assert!(
+        missing.to_string().contains("make it, or name another"),
+        "{missing}"
+    );
+
+    fs::write(&folder.0, "a file").unwrap();
+    let file = refused(&folder.config(64 * MIB));
+    assert!(
+        matches!(
+            file,
+            DiskError::Missing { .. } | DiskError::NotWritable { .. }
+        ),
+        "{file}"
+    );
+    assert_eq!(fs::read_to_string(&folder.0).unwrap(), "a file");
+    fs::remove_file(&folder.0).unwrap();
+
+    fs::create_dir(&folder.0).unwrap();
+    fs::write(folder.0.join("thesis.tex"), "years of work").unwrap();
+    let ours = refused(&folder.config(64 * MIB));
+    assert!(matches!(ours, DiskError::NotOurs { .. }), "{ours}");
+    assert!(ours.to_string().contains("name an empty folder"), "{ours}");
+    assert!(folder.0.join("thesis.tex").exists());
+    fs::remove_dir_all(&folder.0).unwrap();
+
+    let space = refused(&folder.config(1 << 50));
+    assert!(matches!(space, DiskError::Space { .. }), "{space}");
+    assert!(space.to_string().contains("ask for less"), "{space}");
+}
+
+#[test]
+fn a_folder_belongs_to_one_at_a_time() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let config = folder.config(64 * MIB);
+    let tier = config.open().unwrap();
+    store(&tier, &pool, 0..4);
+    let locked = refused(&config);
+    assert!(matches!(locked, DiskError::Locked { .. }), "{locked}");
+    let owner = format!("pid {}", std::process::id());
+    assert!(locked.to_string().contains(&owner), "{locked}");
+    assert_eq!(load(&tier, &pool, 0..4), 4, "the one who has it goes on");
+    drop(tier);
+    assert_eq!(load(&config.open().unwrap(), &pool, 0..4), 4);
+}
+
+#[test]
+fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let config = folder.config(64 * MIB);
+    store(&config.open().unwrap(), &pool, 0..4);
+    let path = folder.0.join("drive");
+    let right = fs::read(&path).unwrap();
+    for (at, what) in [(0, "magic"), (8, "version"), (40, "damage")] {
+        let mut bytes = right.clone();
+        bytes[at] ^= 0x40;
+        fs::write(&path, &bytes).unwrap();
+        let error = refused(&config);
+        assert!(matches!(error, DiskError::Format { .. }), "{what}: {error}");
+        assert!(error.to_string().len() > 40, "{what}: {error}");
+    }
+    fs::write(&path, &right).unwrap();
+    assert_eq!(
+        load(&config.open().unwrap(), &pool, 0..4),
+        4,
+        "nothing was lost"
+    );
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_says_so() {
+    let folder = Folder::new();
+    fs::create_dir(&folder.0).unwrap();
+    // Root writes everywhere but on a read-only mount.
+    let script = format!(
+        "mount -t tmpfs -o ro tmpfs {} && exec {} --exact a_read_only_folder --ignored --nocapture",
+        folder.0.display(),
+        std::env::current_exe().unwrap().display()
+    );
+    let run = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+        .env("LMC_TEST_READ_ONLY", &folder.0)
+        .output();
+    match run {
+        Ok(out) if out.status.success() => {}
+        Ok(out) if !String::from_utf8_lossy(&out.stdout).contains("running 1 test") => {
+            let why = String::from_utf8_lossy(&out.stderr).into_owned();
+            println!("skipped: no mount namespace here ({})", why.trim());
+        }
+        Ok(out) => panic!("{}", String::from_utf8_lossy(&out.stdout)),
+        Err(error) => println!("skipped: unshare cannot be run: {error}"),
+    }
+}
+
+#[test]
+#[ignore = "runs inside the mount namespace of a_folder_that_cannot_be_written_says_so"]
+fn a_read_only_folder() {
+    let path = std::env::var_os("LMC_TEST_READ_ONLY").expect("run by the other test");
+    let config = DiskConfig::new([PathBuf::from(path)], 64 * MIB).with_keep_free(0);
+    let error = refused(&config);
+    assert!(matches!(error, DiskError::NotWritable { .. }), "{error}");
+    assert!(error.to_string().contains("read-only"), "{error}");
+}
+
+#[test]
+fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
+    // tmpfs takes direct I/O since Linux 6.6 and refuses it before; either way it is served.
+    let path = PathBuf::from(format!("/dev/shm/lmc_tier_{}", std::process::id()));
+    let config = DiskConfig::new([&path], 32 * MIB).with_keep_free(0);
+    let pool = pool(8 * MIB);
+    let tier = config.open().unwrap();
+    println!("{}", tier.describe().join(", "));
+    store(&tier, &pool, 0..16);
+    drop(tier);
+    let hits = load(&config.open().unwrap(), &pool, 0..16);
+    fs::remove_dir_all(&path).unwrap();
+    assert_eq!(hits, 16);
+}
