@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use lmc_engine::{CacheEngine, EngineConfig, PolicyKind};
+use lmc_engine::{CacheEngine, CopyDown, EngineConfig, PolicyKind};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
 use lmc_memory::{Arena, ArenaConfig, ArenaError, Prefault};
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -18,11 +18,11 @@ use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{
-    EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName, ServeConfig, human_bytes,
-    human_duration,
+    DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName,
+    ServeConfig, human_bytes, human_duration,
 };
 use crate::http::{self, Http};
-use crate::{FreeMemory, choose_pool_size, occupant};
+use crate::{FreeMemory, choose_pool_size, disk, occupant};
 
 /// How LMCache's tools name traffic without a salt.
 pub const DEFAULT_SALT: &str = "_default";
@@ -94,7 +94,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
     let arena = Arc::new(make_arena(config, cores)?);
-    let service = make_service(config, Arc::clone(&arena))?;
+    let service = make_service(config, &arena)?;
     let zmq = ZmqConfig {
         host: config.host.clone(),
         port: config.port,
@@ -158,6 +158,15 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
             Stop::Forced
         }
     };
+    if service.engine().has_lower() {
+        info!("writing what is on its way to disk");
+        let deadline = Instant::now() + config.shutdown_timeout + Duration::from_secs(5);
+        let engine = service.engine().clone();
+        let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
+        for (tier, reason) in closed.unwrap_or_default() {
+            warn!("{tier}: {reason}; what was acknowledged as durable is");
+        }
+    }
     arena.unlink();
     info!(
         "stopped after {:.1} s of service",
@@ -336,7 +345,7 @@ fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
     Ok(arena)
 }
 
-fn make_service(config: &ServeConfig, arena: Arc<Arena>) -> Result<Service> {
+fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let algorithm = match config.hash_algorithm {
         HashName::Blake3 => HashAlgorithm::Blake3,
         HashName::Sha256Cbor => HashAlgorithm::Sha256Cbor,
@@ -354,7 +363,17 @@ fn make_service(config: &ServeConfig, arena: Arc<Arena>) -> Result<Service> {
     engine.high_watermark = config.eviction_watermark;
     let low = config.eviction_watermark - config.eviction_ratio;
     engine.low_watermark = low.max(config.eviction_watermark / 100.0);
-    let engine = CacheEngine::new(engine, arena)?;
+    engine.fetch_deadline = config.disk_read_timeout;
+    engine.copy_down = match (config.disk_write, config.disk_admit) {
+        (DiskWrite::Back, _) => CopyDown::OnEviction,
+        (DiskWrite::Through, DiskAdmit::Always) => CopyDown::OnCommit,
+        (DiskWrite::Through, DiskAdmit::Second) => CopyDown::OnCommitAndHit,
+    };
+    let lower = match config.disk.is_empty() {
+        true => Vec::new(),
+        false => vec![disk::open(config, arena)?],
+    };
+    let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     let mut service = ServiceConfig::new(ChunkHasher::new(algorithm, chunk_size)?);
     service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
     service.null_block_id = config.null_block_id;

@@ -8,6 +8,7 @@ mod bench;
 pub mod cli;
 pub mod config;
 pub mod daemon;
+mod disk;
 pub mod http;
 pub mod metrics;
 mod occupant;

@@ -7,6 +7,7 @@
 
 use std::fmt::Write;
 
+use lmc_engine::LowerStatus;
 use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
 
 /// Of the text exposition format.
@@ -114,6 +115,37 @@ metrics! {
     "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
 }
 
+/// Name, kind, help and value of a tier's metric.
+type TierMetric = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&LowerStatus) -> u64,
+);
+
+/// Metrics of the tiers below memory, with the label `tier`.
+#[rustfmt::skip]
+const TIER_METRICS: &[TierMetric] = &[
+    ("lmc_tier_chunks", "gauge", "Chunks in a tier below memory.", |t| t.chunks),
+    ("lmc_tier_bytes", "gauge", "Their bytes.", |t| t.bytes),
+    ("lmc_tier_capacity_bytes", "gauge", "Bytes that the tier may hold.", |t| t.capacity.unwrap_or(0)),
+    ("lmc_tier_queued_bytes", "gauge", "Bytes on their way to the tier.", |t| t.queued_bytes),
+    ("lmc_tier_copied_chunks_total", "counter", "Chunks that the tier has taken.", |t| t.copied),
+    ("lmc_tier_copied_bytes_total", "counter", "Their bytes.", |t| t.copied_bytes),
+    ("lmc_tier_copies_dropped_total", "counter", "Chunks not copied because too many were on their way.", |t| t.dropped),
+    ("lmc_tier_copies_declined_total", "counter", "Chunks that the tier did not want.", |t| t.declined),
+    ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.copy_failed),
+    ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.fetched),
+    ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.fetched_bytes),
+    ("lmc_tier_fetches_missed_total", "counter", "Chunks that were not there, or not as they had been stored.", |t| t.fetch_missed),
+    ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.fetch_failed),
+];
+/// What a tier itself counted, with the labels `tier` and `what`.
+const TIER_EVENTS: (&str, &str) = (
+    "lmc_tier_events_total",
+    "What a tier itself counted, such as damaged chunks and failed reads.",
+);
+
 /// Metrics by operation, with the label `operation`.
 const OPERATION_SECONDS: &str = "lmc_operation_seconds";
 const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
@@ -136,6 +168,7 @@ pub fn page(status: &ServiceStatus) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name} {value}");
     }
+    tiers(&mut out, &status.lower);
     head(
         &mut out,
         OPERATION_SECONDS,
@@ -156,6 +189,26 @@ pub fn page(status: &ServiceStatus) -> String {
         let _ = writeln!(out, "{OPERATION_REFUSED}{{operation=\"{name}\"}} {refused}");
     }
     out
+}
+
+fn tiers(out: &mut String, tiers: &[LowerStatus]) {
+    if tiers.is_empty() {
+        return;
+    }
+    for (name, kind, help, value) in TIER_METRICS {
+        head(out, name, kind, help);
+        for tier in tiers {
+            let _ = writeln!(out, "{name}{{tier=\"{}\"}} {}", tier.tier, value(tier));
+        }
+    }
+    let (name, help) = TIER_EVENTS;
+    head(out, name, "counter", help);
+    for tier in tiers {
+        for (what, count) in &tier.counters {
+            let tier = &tier.tier;
+            let _ = writeln!(out, "{name}{{tier=\"{tier}\",what=\"{what}\"}} {count}");
+        }
+    }
 }
 
 /// A series' name without its labels.
@@ -214,6 +267,11 @@ pub fn documentation() -> String {
         let labels = labels_of(family(name));
         let _ = writeln!(out, "| `{}` | {kind}{labels} | {help} |", family(name));
     }
+    for (name, kind, help, _) in TIER_METRICS {
+        let _ = writeln!(out, "| `{name}` | {kind}, by `tier` | {help} |");
+    }
+    let (name, help) = TIER_EVENTS;
+    let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
     let _ = writeln!(
         out,
         "| `{OPERATION_SECONDS}` | histogram, by `operation` | Time from the last byte of a request to its answer. |\n\

@@ -1,5 +1,6 @@
-//! Commands that ask a running server: `lmc status`, `lmc clear`, `lmc quota`.
+//! Commands beside a server: `lmc status`, `lmc clear`, `lmc quota`, `lmc disk`.
 
+mod disk;
 mod status;
 
 use std::time::Duration;
@@ -36,7 +37,7 @@ pub(crate) fn commands() -> Vec<Command> {
             .about("Shows what a server holds, for whom, and how fast it answers")
             .args([url(), json()]),
         Command::new("clear")
-            .about("Empties the cache of a server")
+            .about("Empties the cache of a server, in memory and on disk")
             .args([url(), json()])
             .arg(
                 Arg::new("force")
@@ -44,6 +45,7 @@ pub(crate) fn commands() -> Vec<Command> {
                     .action(ArgAction::SetTrue)
                     .help("Also forget what engines hold at this moment."),
             ),
+        disk::command(),
         Command::new("quota")
             .about("Shows and sets how many bytes a tenant (cache_salt) may hold")
             .subcommand_required(true)
@@ -73,8 +75,9 @@ pub(crate) fn commands() -> Vec<Command> {
 pub(crate) fn run(name: &str, matches: &ArgMatches) -> Result<()> {
     let (call, matches) = match name {
         "status" => (Call::get("/status"), matches),
+        "disk" => return disk::run(matches),
         "clear" => {
-            let body = json!({"tier": "l1", "force": matches.get_flag("force")});
+            let body = json!({"tier": "all", "force": matches.get_flag("force")});
             (Call::new("POST", "/cache/clear", Some(body)), matches)
         }
         "quota" => {

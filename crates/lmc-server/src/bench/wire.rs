@@ -46,6 +46,7 @@ impl Encoded {
     pub(crate) fn receive_hits(&self, client: &mut Client) -> Result<Option<u64>> {
         match client.receive(self.uid, self.operation) {
             Ok(Reply::Int(chunks)) => Ok(Some(chunks)),
+            Ok(Reply::None) => Ok(None),
             Ok(Reply::Error(text)) => bail!("the server refused {}: {text}", self.operation),
             Ok(other) => bail!("unexpected answer to {}: {other:?}", self.operation),
             Err(ClientError::Reply { .. }) => Ok(None),

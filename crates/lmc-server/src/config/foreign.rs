@@ -51,7 +51,8 @@ const BLEND: &str = "lmc caches prefixes only; there is no CacheBlend.";
 const P2P: &str = "lmc has no peer-to-peer tier yet; give each node a server of its own.";
 const COORDINATOR: &str =
     "lmc joins no coordinator yet; routers can subscribe to KV events directly.";
-const L2: &str = "lmc has no tier below memory yet; make the pool larger with --l1-size-gb.";
+const L2: &str =
+    "name folders on drives with --disk and --disk-size; lmc takes no adapter by JSON.";
 const TRACES: &str = "lmc exports no OpenTelemetry; scrape /metrics and use --log-format json.";
 const HASH_LOG: &str = "lmc writes no file of hashes; subscribe to KV events instead.";
 

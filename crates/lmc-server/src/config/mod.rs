@@ -14,7 +14,8 @@ pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use parse::{
-    ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode,
+    ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize,
+    SegmentName, TransferMode,
 };
 pub use serve::{Loaded, ServeConfig, print_config};
 pub use setting::{Group, Info, Raw, Setting, Shape};

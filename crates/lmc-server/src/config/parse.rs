@@ -1,5 +1,6 @@
 //! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use lmc_memory::{Demand, SharedName};
@@ -97,6 +98,38 @@ names! {
 }
 
 names! {
+    /// When chunks go to disk.
+    DiskWrite {
+        /// As soon as they are stored.
+        Through = "through" | "write_through",
+        /// When memory evicts them.
+        Back = "back" | "write_back",
+    }
+}
+
+names! {
+    /// Which chunks go to disk.
+    DiskAdmit {
+        /// All.
+        Always = "always",
+        /// Those that are used again.
+        Second = "second" | "second_touch",
+    }
+}
+
+names! {
+    /// How bytes move to and from disk.
+    DiskIoName {
+        /// By io_uring, or by threads where that is forbidden.
+        Auto = "auto",
+        /// By io_uring, or not at all.
+        Uring = "uring" | "io_uring",
+        /// By threads.
+        Threads = "threads",
+    }
+}
+
+names! {
     /// The form of log lines.
     LogFormat {
         /// Lines for people.
@@ -140,6 +173,31 @@ pub(crate) fn eviction_policy(raw: &Raw) -> Result<EvictionPolicy, String> {
             .to_owned());
     }
     choice(raw, EvictionPolicy::parse, EvictionPolicy::NAMES)
+}
+
+pub(crate) fn disk_write(raw: &Raw) -> Result<DiskWrite, String> {
+    choice(raw, DiskWrite::parse, DiskWrite::NAMES)
+}
+
+pub(crate) fn disk_admit(raw: &Raw) -> Result<DiskAdmit, String> {
+    choice(raw, DiskAdmit::parse, DiskAdmit::NAMES)
+}
+
+pub(crate) fn disk_io(raw: &Raw) -> Result<DiskIoName, String> {
+    choice(raw, DiskIoName::parse, DiskIoName::NAMES)
+}
+
+pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
+    let text = raw.text()?.trim();
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
+    let folders: Vec<PathBuf> = text.split(',').map(|part| part.trim().into()).collect();
+    let twice = |at: usize| folders[..at].contains(&folders[at]);
+    if folders.iter().any(|folder| folder.as_os_str().is_empty()) || (0..folders.len()).any(twice) {
+        return Err("expected folders separated by commas, each once, or none".to_owned());
+    }
+    Ok(folders)
 }
 
 pub(crate) fn log_format(raw: &Raw) -> Result<LogFormat, String> {

@@ -6,7 +6,10 @@ use std::time::Duration;
 use lmc_memory::Demand;
 
 use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode};
+use super::parse::{
+    DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName,
+    TransferMode,
+};
 use super::setting::{Group, Raw, Shape};
 use super::settings as s;
 
@@ -37,6 +40,14 @@ pub struct ServeConfig {
     pub eviction_watermark: f64,
     pub eviction_ratio: f64,
     pub quotas: Vec<(String, u64)>,
+    pub disk: Vec<PathBuf>,
+    pub disk_size: PoolSize,
+    pub disk_keep_free: u64,
+    pub disk_write: DiskWrite,
+    pub disk_admit: DiskAdmit,
+    pub disk_read_timeout: Duration,
+    pub disk_io: DiskIoName,
+    pub disk_depth: u32,
     pub read_ttl: Duration,
     pub write_ttl: Duration,
     pub session_ttl: Duration,
@@ -115,6 +126,14 @@ impl ServeConfig {
             eviction_watermark: layers.take(&s::EVICTION_TRIGGER_WATERMARK),
             eviction_ratio: layers.take(&s::EVICTION_RATIO),
             quotas: layers.take(&s::QUOTA),
+            disk: layers.take(&s::DISK),
+            disk_size: layers.take(&s::DISK_SIZE),
+            disk_keep_free: layers.take(&s::DISK_KEEP_FREE).0,
+            disk_write: layers.take(&s::DISK_WRITE),
+            disk_admit: layers.take(&s::DISK_ADMIT),
+            disk_read_timeout: layers.take(&s::DISK_READ_TIMEOUT_SECONDS),
+            disk_io: layers.take(&s::DISK_IO),
+            disk_depth: layers.take(&s::DISK_DEPTH) as u32,
             read_ttl: layers.take(&s::L1_READ_TTL_SECONDS),
             write_ttl: layers.take(&s::L1_WRITE_TTL_SECONDS),
             session_ttl: layers.take(&s::SESSION_TTL_SECONDS),
@@ -157,6 +176,18 @@ impl ServeConfig {
             layers.refuse(
                 &s::SHM_NAME.info,
                 "expected a name or auto: engine-driven transfers go through shared memory",
+            );
+        }
+        if self.disk_write == DiskWrite::Back && self.disk_admit == DiskAdmit::Second {
+            layers.refuse(
+                &s::DISK_ADMIT.info,
+                "expected always with disk_write = back: what is evicted was used as often as it will be",
+            );
+        }
+        if self.disk.is_empty() && self.disk_size != PoolSize::Auto {
+            layers.refuse(
+                &s::DISK_SIZE.info,
+                "expected a folder in --disk beside it: where shall the bytes go?",
             );
         }
         if self.eviction_ratio >= self.eviction_watermark {

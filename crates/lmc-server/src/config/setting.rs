@@ -15,6 +15,8 @@ pub enum Group {
     Pool,
     /// What leaves the pool, and when.
     Eviction,
+    /// The tier of chunks on drives.
+    Disk,
     /// How long things may stay without a sign of life.
     Lifetimes,
     /// The stream of KV events.
@@ -32,6 +34,7 @@ impl Group {
             Self::Identity => "Identity of chunks",
             Self::Pool => "Pool",
             Self::Eviction => "Eviction",
+            Self::Disk => "Disk",
             Self::Lifetimes => "Lifetimes",
             Self::Events => "KV events",
             Self::Log => "Log",

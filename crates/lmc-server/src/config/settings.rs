@@ -3,12 +3,14 @@
 //! Names are those of `lmcache server` where the meaning is the same. A bare number for a size
 //! "in GB" counts in GiB, because that is what LMCache means by it.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use lmc_memory::Demand;
 
 use super::parse::{
-    self, ByteSize, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName, TransferMode,
+    self, ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat,
+    PoolSize, SegmentName, TransferMode,
 };
 use super::setting::{Group, Info, Raw, Setting, Shape};
 
@@ -89,6 +91,24 @@ settings! {
         EVICTION_RATIO: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
         /// Bytes that one cache_salt may hold, as SALT=SIZE, repeatable; _default is traffic without a salt.
         QUOTA: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
+    }
+    Disk {
+        /// Folder for chunks on an NVMe drive, found again after a restart; several drives with commas; none keeps all in memory.
+        DISK: Vec<PathBuf> = "disk", Value "PATH", "none", parse::folders;
+        /// Bytes on all drives together, e.g. 500GiB; auto takes half of what is free on each.
+        DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
+        /// Bytes that each drive's file system keeps free.
+        DISK_KEEP_FREE: ByteSize = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
+        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them).
+        DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
+        /// Which chunks go to disk: always, or second (those that are used again), which spares the drive.
+        DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
+        /// What has not come from disk after this long is a miss, and the engine computes it.
+        DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
+        /// How bytes move: auto (io_uring, or threads where that is forbidden), uring or threads.
+        DISK_IO: DiskIoName = "disk-io", Value "HOW", "auto", parse::disk_io;
+        /// Reads and writes that each drive is given at a time.
+        DISK_DEPTH: usize = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
     }
     Lifetimes {
         /// What a lookup found is held for its engine for this long at most.

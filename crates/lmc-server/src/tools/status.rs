@@ -107,6 +107,23 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
             counts["lookups"]
         ),
     );
+    for tier in status["lower"].as_array().into_iter().flatten() {
+        let capacity = match number(&tier["capacity"]) {
+            0.0 => String::new(),
+            _ => format!(" of {}", bytes(&tier["capacity"])),
+        };
+        line(
+            &text(&tier["tier"]),
+            format!(
+                "{} chunks ({}{capacity}), {} written, {} read, {} on the way",
+                tier["chunks"],
+                bytes(&tier["bytes"]),
+                bytes(&tier["copied_bytes"]),
+                bytes(&tier["fetched_bytes"]),
+                bytes(&tier["queued_bytes"]),
+            ),
+        );
+    }
     for tier in status["tiers"].as_array().into_iter().flatten() {
         if let Some(fault) = tier["fault"].as_str() {
             line("fault", format!("{}: {fault}", text(&tier["tier"])));

@@ -1,0 +1,283 @@
+//! `lmc disk`: looks into the folder of a disk tier while no server uses it.
+
+use std::fmt::Write;
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use indicatif::{ProgressBar, ProgressStyle};
+use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use serde_json::json;
+
+use crate::config::human_bytes;
+
+/// Time for each chunk, or page of a listing.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes that are read at a time.
+const AT_ONCE: u64 = 64 << 20;
+/// Chunks that are listed at a time.
+const PAGE: usize = 4096;
+
+pub(super) fn command() -> Command {
+    let path = || {
+        Arg::new("path")
+            .required(true)
+            .value_name("PATH")
+            .value_parser(clap::value_parser!(PathBuf))
+            .help("The folder that was named with `lmc serve --disk`.")
+    };
+    let json = || {
+        Arg::new("json")
+            .long("json")
+            .action(ArgAction::SetTrue)
+            .help("Print JSON.")
+    };
+    Command::new("disk")
+        .about("Looks into the folder of a disk tier, while no server uses it")
+        .subcommand_required(true)
+        .subcommands([
+            Command::new("inspect")
+                .about("Shows what a folder holds")
+                .args([path(), json()]),
+            Command::new("verify")
+                .about("Reads every chunk and checks every byte; damaged chunks are forgotten")
+                .args([path(), json()]),
+            Command::new("compact")
+                .about("Moves chunks together and gives space back to the file system")
+                .args([path(), json()])
+                .arg(
+                    Arg::new("below")
+                        .long("below")
+                        .value_name("SHARE")
+                        .value_parser(clap::value_parser!(f64))
+                        .default_value("0.5")
+                        .help("Segments filled to less than this share are emptied, 0 to 1."),
+                ),
+        ])
+}
+
+pub(super) fn run(matches: &ArgMatches) -> Result<()> {
+    let (verb, matches) = matches.subcommand().context("disk needs a verb")?;
+    let path: &PathBuf = matches.get_one("path").expect("clap requires it");
+    let tier = DiskConfig::existing(path)?.open()?;
+    let answer = match verb {
+        "inspect" => inspect(&tier),
+        "verify" => verify(&tier)?,
+        "compact" => {
+            let below: f64 = *matches.get_one("below").expect("it has a default");
+            if !(0.0..=1.0).contains(&below) {
+                bail!("--below {below}: expected a share from 0 to 1");
+            }
+            compact(&tier, below)?
+        }
+        other => bail!("unknown verb {other}"),
+    };
+    wait(tier.close(Instant::now() + PATIENCE))?;
+    match matches.get_flag("json") {
+        true => println!("{}", serde_json::to_string_pretty(&answer.1)?),
+        false => print!("{}", answer.0),
+    }
+    match answer.1["damaged"].as_u64() {
+        Some(damaged) if damaged > 0 => Err(anyhow!(
+            "{damaged} chunks were damaged; they are forgotten, and a server computes them anew"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// For people, and as JSON.
+type Answer = (String, serde_json::Value);
+
+fn wait<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    runtime
+        .expect("a runtime without threads needs nothing")
+        .block_on(work)
+}
+
+fn inspect(tier: &DiskBackend) -> Answer {
+    let drives = tier.inspect();
+    let mut out = String::new();
+    for (drive, how) in drives.iter().zip(tier.describe()) {
+        let files = drive.segments.len() as u64 * drive.segment_bytes;
+        let id: String = drive.drive_id.iter().map(|b| format!("{b:02x}")).collect();
+        let age = (UNIX_EPOCH + Duration::from_secs(drive.created)).elapsed();
+        let days = age.map_or(0, |age| age.as_secs() / 86_400);
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            out,
+            "drive      {id}, format {}, made {days} days ago\n\
+             chunks     {} ({})\n\
+             segments   {} of {}, {} in all\n\
+             moved by   {how}\n",
+            drive.version,
+            drive.chunks,
+            human_bytes(drive.bytes),
+            drive.segments.len(),
+            human_bytes(drive.segment_bytes),
+            human_bytes(files),
+        );
+        let _ = write!(out, "{}", filling(drive));
+    }
+    let drives: Vec<_> = drives.iter().map(as_json).collect();
+    (out, json!({"drives": drives}))
+}
+
+/// A picture of how full the segments are.
+fn filling(drive: &DriveStatus) -> String {
+    const WIDTH: usize = 40;
+    const MOST: usize = 32;
+    let mut out = String::from("segment    there of written\n");
+    for segment in drive.segments.iter().take(MOST) {
+        let cells = |bytes: u64| {
+            let share = bytes as f64 / drive.segment_bytes as f64;
+            (share * WIDTH as f64).round() as usize
+        };
+        let live = cells(segment.bytes).min(WIDTH);
+        let used = cells(segment.used_bytes).clamp(live, WIDTH);
+        let _ = writeln!(
+            out,
+            "{:>8}   [{}{}{}] {} chunks, {}{}",
+            segment.number,
+            "#".repeat(live),
+            "-".repeat(used - live),
+            " ".repeat(WIDTH - used),
+            segment.chunks,
+            human_bytes(segment.bytes),
+            if segment.active { ", written to" } else { "" },
+        );
+    }
+    if drive.segments.len() > MOST {
+        let _ = writeln!(
+            out,
+            "           and {} more (--json lists all)",
+            drive.segments.len() - MOST
+        );
+    }
+    out
+}
+
+fn as_json(drive: &DriveStatus) -> serde_json::Value {
+    let id: String = drive.drive_id.iter().map(|b| format!("{b:02x}")).collect();
+    let segment = |s: &lmc_backend_disk::SegmentStatus| {
+        json!({
+            "number": s.number,
+            "generation": s.generation,
+            "used_bytes": s.used_bytes,
+            "chunks": s.chunks,
+            "bytes": s.bytes,
+            "active": s.active,
+        })
+    };
+    json!({
+        "version": drive.version,
+        "drive_id": id,
+        "created": drive.created,
+        "segment_bytes": drive.segment_bytes,
+        "chunks": drive.chunks,
+        "bytes": drive.bytes,
+        "segments": drive.segments.iter().map(segment).collect::<Vec<_>>(),
+    })
+}
+
+fn bar(length: u64, what: &'static str) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} chunks, {per_sec}, {eta} left");
+    let bar = ProgressBar::new(length).with_message(what);
+    bar.set_style(style.expect("a constant template that a test draws"));
+    bar
+}
+
+fn list(tier: &DiskBackend) -> Result<Vec<Listed>> {
+    let (mut found, mut cursor) = (Vec::new(), Cursor::START);
+    loop {
+        let page = wait(tier.list(cursor, PAGE, Instant::now() + PATIENCE))?;
+        found.extend(page.items);
+        match page.next {
+            Some(next) => cursor = next,
+            None => return Ok(found),
+        }
+    }
+}
+
+/// Memory to read into: for the largest chunk, and some more.
+fn pool(largest: u64) -> Result<Pool> {
+    let bytes = AT_ONCE.max(2 * largest).next_multiple_of(4096);
+    let arena = ArenaConfig::anonymous(usize::try_from(bytes)?).build()?;
+    Ok(Pool::new(Arc::new(arena), PoolConfig::default())?)
+}
+
+fn verify(tier: &DiskBackend) -> Result<Answer> {
+    let chunks = list(tier)?;
+    let pool = pool(chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0))?;
+    let bar = bar(chunks.len() as u64, "verifying");
+    let (mut whole, mut damaged, mut unread, mut bytes) = (0u64, 0u64, 0u64, 0u64);
+    let mut rest = &chunks[..];
+    while !rest.is_empty() {
+        let reserve = |chunk: &Listed| Some(LoadItem::new(chunk.key, pool.reserve(chunk.len)?));
+        let items: Vec<LoadItem> = rest.iter().map_while(reserve).collect();
+        let count = items.len();
+        if count == 0 {
+            bail!("no memory to read a chunk of {} bytes into", rest[0].len);
+        }
+        let loaded = wait(tier.load(items, Instant::now() + PATIENCE));
+        for loaded in loaded {
+            match loaded {
+                Loaded::Hit(slot) => {
+                    whole += 1;
+                    bytes += slot.len();
+                }
+                Loaded::Miss(_) => damaged += 1,
+                Loaded::Failed { .. } => unread += 1,
+            }
+        }
+        bar.inc(count as u64);
+        rest = &rest[count..];
+    }
+    bar.finish_and_clear();
+    if unread > 0 {
+        bail!(
+            "{unread} chunks could not be read: look at the drive's own health (dmesg, smartctl)"
+        );
+    }
+    let text = format!(
+        "{whole} chunks are whole ({}), {damaged} were damaged\n",
+        human_bytes(bytes)
+    );
+    Ok((
+        text,
+        json!({"whole": whole, "bytes": bytes, "damaged": damaged}),
+    ))
+}
+
+fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
+    let chunks = list(tier)?;
+    let pool = pool(chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0))?;
+    let bar = bar(chunks.len() as u64, "compacting");
+    let done = wait(tier.compact(&pool, below, PATIENCE, |done, of| {
+        bar.set_length(of);
+        bar.set_position(done);
+    }))?;
+    bar.finish_and_clear();
+    let text = format!(
+        "{} given back ({} segments), {} chunks moved, {} lost\n",
+        human_bytes(done.freed_bytes),
+        done.segments,
+        done.moved,
+        done.lost
+    );
+    Ok((
+        text,
+        json!({
+            "freed_bytes": done.freed_bytes,
+            "segments": done.segments,
+            "moved": done.moved,
+            "lost": done.lost,
+        }),
+    ))
+}
