@@ -1,6 +1,7 @@
 //! Every developer action of lmc, in plain Rust: `cargo xtask --help`.
 
 mod bench;
+mod crash_loop;
 mod fuzz;
 mod output;
 mod steps;
@@ -28,6 +29,10 @@ Every developer action of lmc.
       --seconds N                  for each target, 30 unless given
       --stable                     the seeded mutator, even where libFuzzer is at hand
       --seed N                     with --stable: repeat the run that printed this seed
+  cargo xtask crash-loop           kills the disk tier at random instants, checks what is left
+      --rounds N                   kills, 100 unless given
+      --seed N                     the instants of the run that printed this seed
+      --dir PATH                   a folder on the drive to use, target/crash-loop unless given
   cargo xtask bench serve [ARGS]   lmc against LMCache's server; writes docs/benchmarks.md
 ";
 
@@ -56,6 +61,7 @@ fn run(args: &[String]) -> Result<bool> {
         "test-vllm" => vllm::run(rest),
         "test-cli" => vllm::run_cli(rest),
         "fuzz" => fuzz::run(rest),
+        "crash-loop" => crash_loop::run(rest),
         "bench" => bench::run(rest),
         "help" | "--help" | "-h" => {
             print!("{HELP}");

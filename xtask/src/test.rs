@@ -28,6 +28,7 @@ fn steps(nextest: bool) -> Vec<Step> {
             "cargo test --workspace --doc --no-fail-fast",
         ),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
+        Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
         Step::new("vllm", "cargo xtask test-vllm"),
         Step::new("cli", "cargo xtask test-cli"),
     ]
