@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,8 +149,9 @@ class Engine(Child):
 class Server:
     """The server under test, which can be killed and started again at the same ports."""
 
-    def __init__(self, args):
+    def __init__(self, args, *flags):
         self.args = args
+        self.flags = flags
         self.port, self.http = free_port(), free_port()
         self.child = None
 
@@ -163,7 +165,7 @@ class Server:
             # It has one transfer mode and no shared memory unless asked.
             command += ["--supported-transfer-mode", "auto", "--shm-name", f"lmc-peer-{self.port}"]
         else:
-            command = [self.args.server_bin, "serve", *common]
+            command = [self.args.server_bin, "serve", *common, *self.flags]
         self.child = Child("server", command)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -372,6 +374,42 @@ def server_restart(run):
           eventually(cold_then_warm))
 
 
+def disk_restart(run):
+    """A server with a disk tier is killed and started again: what it knew, it knows."""
+    if run.args.peer:
+        return
+    folder = tempfile.mkdtemp(prefix="lmc-disk-")
+    server = Server(run.args, "--disk", os.path.join(folder, "tier"), "--disk-size", "1GiB")
+
+    def disk():
+        url = f"http://127.0.0.1:{server.http}/status"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)["lmc"]["lower"][0]
+
+    try:
+        server.start()
+        engine = run.engine("disk", port=server.port).ready()
+        run.cold_and_warm("disk", engine, 3)
+        check("disk: every chunk goes down",
+              eventually(lambda: disk()["queued_bytes"] == 0 and disk()["chunks"] == 9),
+              f"{disk()['chunks']} of 9")
+        for how, seed in (("killed", 6), ("stopped", 7)):
+            server.child.kill(signal.SIGKILL if how == "killed" else signal.SIGTERM)
+            server.start()
+            found = disk()["chunks"]
+            # The engine notices that the server is another by what it stores next.
+            eventually(lambda: any(engine.generate(prompts(seed, *LENGTHS))[1]))
+            run.warm(f"disk, server {how} and started again", engine, 3)
+            check(f"disk, server {how}: the chunks came from disk",
+                  found >= 9 and disk()["fetched"] >= 9, f"{found} found, {disk()['fetched']} read")
+        engine.kill()
+        free = eventually(lambda: not any(server.held().values()))
+        check("disk: nothing is held afterwards", free, str(server.held()))
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def wrong_dtype(run):
     """An engine of the same model name in bfloat16 beside one in float32."""
     ids, _ = run.one.generate(prompts(1, *LENGTHS))
@@ -462,7 +500,8 @@ def tensor_parallel(run):
     run.nothing_held("tensor parallel")
 
 
-SCENARIOS = [both_modes, sharing_and_death, server_restart, wrong_dtype, serve, tensor_parallel]
+SCENARIOS = [both_modes, sharing_and_death, server_restart, disk_restart, wrong_dtype, serve,
+             tensor_parallel]
 
 
 def main():
