@@ -34,6 +34,9 @@ Every developer action of lmc.
       --seed N                     the instants of the run that printed this seed
       --dir PATH                   a folder on the drive to use, target/crash-loop unless given
   cargo xtask bench serve [ARGS]   lmc against LMCache's server; writes docs/benchmarks.md
+  cargo xtask bench disk [ARGS]    the disk tier beside fio and LMCache's adapters; the same page
+      --dir PATH                   a folder on the drive to use, target/bench-disk unless given
+      --quick                      a few cells, under a minute; writes nothing
 ";
 
 fn main() -> ExitCode {

@@ -12,10 +12,7 @@ use super::figures::{Figures, Unit};
 use super::server::{Kind, Programs, Server};
 use super::{ceiling, conditions, metrics};
 
-const PAGE: &str = "docs/benchmarks.md";
 const JSON: &str = "docs/benchmarks/serve.json";
-const BEGIN: &str = "<!-- cargo xtask bench serve: begin -->";
-const END: &str = "<!-- cargo xtask bench serve: end -->";
 
 const START: &str = "start until it listens, pool of 2 GiB";
 const IN_SERVER: &str = "lookup of 131,072 tokens, inside the server, p50";
@@ -143,7 +140,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     let text = page(&conditions, &figures, options.rounds);
     println!("{text}");
     if options.write {
-        write_page(&text)?;
+        super::page::write("bench serve", &text)?;
         let value = json!({
             "conditions": conditions.iter().map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
             "rounds": options.rounds,
@@ -338,7 +335,7 @@ fn grouped(number: u64) -> String {
 
 fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize) -> String {
     let mut text = format!(
-        "{BEGIN}\n## lmc serve against LMCache's server\n\n`cargo xtask bench serve`: medians of \
+        "## lmc serve against LMCache's server\n\n`cargo xtask bench serve`: medians of \
          {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
          figures are in [serve.json](benchmarks/serve.json).\n\n"
     );
@@ -353,25 +350,7 @@ fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize) -> Stri
          Every byte retrieved was compared with what was stored, outside the timed part.\n\
          Server and generator share the cores, so rates at 32 clients hold the generator's work too.\n",
     );
-    let _ = writeln!(text, "{END}");
     text
-}
-
-/// Puts the section in place of the one that is there, or at the end.
-fn write_page(section: &str) -> Result<()> {
-    let old = fs::read_to_string(PAGE).context(PAGE)?;
-    let new = match (old.find(BEGIN), old.find(END)) {
-        (Some(begin), Some(end)) if begin < end => {
-            let rest = old[end + END.len()..].trim_start_matches('\n');
-            format!(
-                "{}{section}{}{rest}",
-                &old[..begin],
-                if rest.is_empty() { "" } else { "\n" }
-            )
-        }
-        _ => format!("{}\n\n{section}", old.trim_end()),
-    };
-    fs::write(PAGE, new).context(PAGE)
 }
 
 #[cfg(test)]

@@ -1,0 +1,221 @@
+//! Speed of the tier, for `cargo xtask bench disk`, which runs fio beside it.
+//!
+//! `disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS`: `write`, `read` or `mixed` (half of
+//! each), chunks of CHUNK bytes, DEPTH operations at a time, in a tier that holds BYTES of
+//! chunks. A write counts when it is durable, a read when it is verified.
+//!
+//! `disk_speed fill FOLDER COUNT CHUNK`: stores chunks and closes; with `kill` behind it, dies by
+//! SIGKILL instead. `disk_speed open FOLDER`: opens the folder and says how long that took.
+//!
+//! Prints one line of JSON.
+
+use std::error::Error;
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{Rng, block_on, test_key};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_disk::{DiskBackend, DiskConfig};
+use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig, Prefault};
+use tokio::task::JoinSet;
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn main() -> Result<(), Failure> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args[..] {
+        ["run", folder, what, chunk, depth, bytes, seconds] => {
+            let plan = Plan {
+                folder: folder.to_owned(),
+                what: what.to_owned(),
+                chunk: chunk.parse()?,
+                depth: depth.parse()?,
+                bytes: bytes.parse()?,
+                time: Duration::from_secs_f64(seconds.parse()?),
+            };
+            let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+            runtime.block_on(run(plan))
+        }
+        ["fill", folder, count, chunk] => fill(folder, count.parse()?, chunk.parse()?, false),
+        ["fill", folder, count, chunk, "kill"] => {
+            fill(folder, count.parse()?, chunk.parse()?, true)
+        }
+        ["open", folder] => open(folder),
+        _ => Err(
+            "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS | fill FOLDER COUNT CHUNK \
+                  [kill] | open FOLDER"
+                .into(),
+        ),
+    }
+}
+
+struct Plan {
+    folder: String,
+    what: String,
+    chunk: u64,
+    depth: u64,
+    bytes: u64,
+    time: Duration,
+}
+
+fn arena(bytes: u64) -> Result<Arc<Arena>, Failure> {
+    let arena = ArenaConfig::anonymous(usize::try_from(bytes)?)
+        .with_prefault(Prefault::Background { threads: 2 })
+        .build()?;
+    while arena.prefault_progress().done < arena.prefault_progress().total {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(Arc::new(arena))
+}
+
+fn tier(folder: &str, bytes: u64, arena: &Arc<Arena>) -> Result<Arc<DiskBackend>, Failure> {
+    // Room for what is there twice: segments are given up whole.
+    let config = DiskConfig::new([folder], 2 * bytes + (1 << 30))
+        .with_keep_free(0)
+        .with_segment_bytes(256 << 20)
+        .with_arena(Arc::clone(arena));
+    Ok(Arc::new(config.open()?))
+}
+
+/// CPU seconds of this process so far, kernel threads that work for it included.
+fn cpu_seconds() -> f64 {
+    // In ticks, behind the name, which may hold anything but `)`.
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let fields = stat.rsplit(')').next().unwrap_or_default();
+    let ticks = fields.split_whitespace().skip(11).take(2);
+    let ticks: f64 = ticks.filter_map(|field| field.parse::<f64>().ok()).sum();
+    ticks / 100.0
+}
+
+/// One operation; the bytes that it moved.
+async fn operate(
+    tier: Arc<DiskBackend>,
+    pool: Pool,
+    n: u64,
+    write: bool,
+    len: u64,
+) -> Result<u64, String> {
+    let deadline = Instant::now() + PATIENCE;
+    let slot = pool.reserve(len).ok_or("the pool is too small")?;
+    if write {
+        // Whatever the slot held before: what a chunk is made of costs the drive the same.
+        let item = StoreItem::new(test_key(n), slot.written().seal());
+        match tier.store(vec![item], deadline).await.pop() {
+            Some(Ok(Stored::Written)) => Ok(len),
+            other => Err(format!("store of chunk {n}: {other:?}")),
+        }
+    } else {
+        match tier
+            .load(vec![LoadItem::new(test_key(n), slot)], deadline)
+            .await
+            .pop()
+        {
+            Some(Loaded::Hit(_)) => Ok(len),
+            other => Err(format!("load of chunk {n}: {other:?}")),
+        }
+    }
+}
+
+async fn run(plan: Plan) -> Result<(), Failure> {
+    let _ = fs::remove_dir_all(&plan.folder);
+    let len = plan.chunk;
+    let pool_bytes = (plan.depth + 4) * len.next_multiple_of(4096);
+    let arena = arena(pool_bytes)?;
+    let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
+    // No two blocks of the pool are alike, lest a clever drive saves them once.
+    let mut rng = Rng::new(1);
+    let mut slot = pool.reserve(pool_bytes).ok_or("an empty pool")?;
+    for word in slot.bytes_mut().chunks_exact_mut(8) {
+        word.copy_from_slice(&rng.next_u64().to_le_bytes());
+    }
+    drop(slot);
+    let tier = tier(&plan.folder, plan.bytes, &arena)?;
+    let held = (plan.bytes / len).max(1);
+    let mut work = JoinSet::new();
+    let spawn = |work: &mut JoinSet<_>, n, write| {
+        work.spawn(operate(Arc::clone(&tier), pool.clone(), n, write, len));
+    };
+    let mut next = 0;
+    if plan.what != "write" {
+        while next < held || !work.is_empty() {
+            while (work.len() as u64) < plan.depth && next < held {
+                spawn(&mut work, next, true);
+                next += 1;
+            }
+            work.join_next().await.ok_or("nothing under way")???;
+        }
+    }
+    let (mut bytes, begun, cpu) = (0, Instant::now(), cpu_seconds());
+    let mut over = false;
+    loop {
+        while !over && (work.len() as u64) < plan.depth {
+            let write = match plan.what.as_str() {
+                "write" => true,
+                "read" => false,
+                _ => rng.below(2) == 0,
+            };
+            let n = if write { next } else { rng.below(held) };
+            next += u64::from(write);
+            spawn(&mut work, n, write);
+            // As much is written as the tier shall hold, so that nothing is evicted.
+            over = begun.elapsed() >= plan.time || next >= held + plan.bytes / len;
+        }
+        let Some(done) = work.join_next().await else {
+            break;
+        };
+        bytes += done??;
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    let cpu = cpu_seconds() - cpu;
+    println!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}");
+    tier.close(Instant::now() + PATIENCE).await?;
+    fs::remove_dir_all(&plan.folder)?;
+    Ok(())
+}
+
+fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure> {
+    const AT_ONCE: u64 = 1024;
+    let _ = fs::remove_dir_all(folder);
+    let arena = arena(2 * AT_ONCE * chunk.next_multiple_of(4096))?;
+    let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
+    let tier = tier(
+        folder,
+        count * (chunk.next_multiple_of(4096) + 4096),
+        &arena,
+    )?;
+    for first in (0..count).step_by(AT_ONCE as usize) {
+        let item = |n| {
+            let slot = pool.reserve(chunk)?;
+            Some(StoreItem::new(test_key(n), slot.written().seal()))
+        };
+        let items: Option<Vec<_>> = (first..count.min(first + AT_ONCE)).map(item).collect();
+        let items = items.ok_or("the pool is too small")?;
+        for stored in block_on(tier.store(items, Instant::now() + PATIENCE)) {
+            stored?;
+        }
+    }
+    if kill {
+        // Nothing of this process is put in order.
+        let this = std::process::id().to_string();
+        std::process::Command::new("kill")
+            .args(["-9", &this])
+            .status()?;
+        return Err("still alive".into());
+    }
+    block_on(tier.close(Instant::now() + PATIENCE))?;
+    println!("{{}}");
+    Ok(())
+}
+
+fn open(folder: &str) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let tier = DiskConfig::existing(folder)?.open()?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let chunks = tier.held().chunks;
+    println!("{{\"chunks\": {chunks}, \"seconds\": {seconds}}}");
+    Ok(())
+}

@@ -1,0 +1,485 @@
+//! `cargo xtask bench disk`: the disk tier beside fio on the same file system, its start, and
+//! LMCache's own disk adapters with the same chunks.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{conditions, page};
+use crate::test::succeeds;
+use crate::vllm;
+
+const SECTION: &str = "bench disk";
+const JSON: &str = "docs/benchmarks/disk.json";
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+struct Asked {
+    rounds: usize,
+    seconds: f64,
+    folder: PathBuf,
+    chunks: Vec<u64>,
+    depths: Vec<u64>,
+    bytes: u64,
+    counts: Vec<u64>,
+    dry: bool,
+}
+
+impl Asked {
+    fn parse(args: &[String]) -> Result<Self> {
+        let mut asked = Self {
+            rounds: 3,
+            seconds: 2.0,
+            folder: "target/bench-disk".into(),
+            chunks: vec![256 * KIB, MIB, 4 * MIB, 16 * MIB],
+            depths: vec![1, 8, 64],
+            bytes: 1 << 30,
+            counts: vec![1_000, 10_000, 100_000],
+            dry: false,
+        };
+        let mut args = args.iter();
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().with_context(|| format!("{arg} takes a value"));
+            match arg.as_str() {
+                "--rounds" => asked.rounds = value()?.parse().context("--rounds")?,
+                "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
+                "--dir" => asked.folder = value()?.into(),
+                "--dry-run" => asked.dry = true,
+                "--quick" => {
+                    (asked.rounds, asked.seconds, asked.bytes) = (1, 1.0, 256 << 20);
+                    asked.chunks = vec![MIB];
+                    asked.depths = vec![1, 8];
+                    asked.counts = vec![1_000, 10_000];
+                    asked.dry = true;
+                }
+                other => bail!(
+                    "unknown flag {other:?}, expected --rounds, --seconds, --dir, --dry-run \
+                     (does not write docs) or --quick"
+                ),
+            }
+        }
+        ensure!(asked.rounds > 0, "--rounds takes a number above 0");
+        Ok(asked)
+    }
+}
+
+/// What one run moved.
+#[derive(Clone, Copy)]
+struct Moved {
+    gb_per_s: f64,
+    cpu_s_per_gb: f64,
+}
+
+impl Moved {
+    fn of(bytes: f64, seconds: f64, cpu: f64) -> Self {
+        Self {
+            gb_per_s: bytes / seconds / 1e9,
+            cpu_s_per_gb: cpu / (bytes / 1e9),
+        }
+    }
+}
+
+/// All rounds of each cell, in order of first use.
+#[derive(Default)]
+struct Cells {
+    order: Vec<(String, String)>,
+    values: BTreeMap<(String, String), Vec<Moved>>,
+}
+
+impl Cells {
+    fn add(&mut self, cell: &str, who: &str, moved: Moved) {
+        let key = (cell.to_owned(), who.to_owned());
+        if !self.values.contains_key(&key) {
+            self.order.push(key.clone());
+        }
+        self.values.entry(key).or_default().push(moved);
+    }
+
+    fn median(&self, cell: &str, who: &str, of: impl Fn(&Moved) -> f64) -> Option<f64> {
+        let values = self.values.get(&(cell.to_owned(), who.to_owned()))?;
+        let mut values: Vec<f64> = values.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
+    }
+}
+
+pub(crate) fn run(args: &[String]) -> Result<bool> {
+    let asked = Asked::parse(args)?;
+    set_up_fio()?;
+    let speed = build()?;
+    let _ = fs::remove_dir_all(&asked.folder);
+    fs::create_dir_all(&asked.folder)?;
+    let environment = vllm::environment()?;
+    let conditions = conditions::list(&format!("{environment}/bin/lmcache"));
+    let python = format!("{environment}/bin/python");
+    let mut cells = Cells::default();
+    for round in 1..=asked.rounds {
+        println!("round {round} of {}", asked.rounds);
+        beside_fio(&asked, &speed, &mut cells)?;
+        peers(&asked, &speed, &python, &mut cells)?;
+    }
+    let starts = starts(&asked, &speed)?;
+    let _ = fs::remove_dir_all(&asked.folder);
+    let text = text(&asked, &conditions, &cells, &starts);
+    println!("{text}");
+    if !asked.dry {
+        page::write(SECTION, &text)?;
+        fs::write(
+            JSON,
+            serde_json::to_string_pretty(&as_json(&conditions, &cells, &starts))? + "\n",
+        )?;
+    }
+    Ok(true)
+}
+
+fn set_up_fio() -> Result<()> {
+    if succeeds("fio", &["--version"]) {
+        return Ok(());
+    }
+    let mut command = match succeeds("id", &["-u"]) && is_root() {
+        true => Command::new("apt-get"),
+        false => {
+            let mut command = Command::new("sudo");
+            command.arg("apt-get");
+            command
+        }
+    };
+    println!("==> set up: apt-get install fio");
+    let installed = command.args(["install", "-y", "-q", "fio"]).status()?;
+    ensure!(
+        installed.success(),
+        "fio cannot be installed: install Debian's package fio"
+    );
+    Ok(())
+}
+
+fn is_root() -> bool {
+    let id = Command::new("id").arg("-u").output();
+    id.is_ok_and(|id| id.stdout.starts_with(b"0"))
+}
+
+fn build() -> Result<PathBuf> {
+    let example = ["--package", "lmc-backend-disk", "--example", "disk_speed"];
+    println!("cargo build --release {}", example.join(" "));
+    let built = Command::new("cargo")
+        .args(["build", "--release"])
+        .args(example)
+        .status()?;
+    ensure!(built.success(), "disk_speed cannot be built");
+    let own = std::env::current_exe()?;
+    let target = own.parent().and_then(Path::parent);
+    let target = target.context("xtask lies in a target folder")?;
+    Ok(target.join("release/examples/disk_speed"))
+}
+
+fn named(bytes: u64) -> String {
+    match bytes {
+        bytes if bytes < MIB => format!("{} KiB", bytes / KIB),
+        bytes => format!("{} MiB", bytes / MIB),
+    }
+}
+
+/// Runs a program and reads the last line of its output as JSON.
+fn json_of(command: &mut Command) -> Result<Value> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}{}",
+        text,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let last = text.trim().lines().last().unwrap_or_default();
+    serde_json::from_str(last).with_context(|| format!("{command:?} printed {text}"))
+}
+
+fn ours(asked: &Asked, speed: &Path, what: &str, chunk: u64, depth: u64) -> Result<Moved> {
+    let mut command = Command::new(speed);
+    command.arg("run").arg(asked.folder.join("tier")).arg(what);
+    let numbers = [
+        chunk.to_string(),
+        depth.to_string(),
+        asked.bytes.to_string(),
+    ];
+    command.args(numbers).arg(asked.seconds.to_string());
+    let found = json_of(&mut command)?;
+    let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
+    Ok(Moved::of(
+        number("bytes")?,
+        number("seconds")?,
+        number("cpu_seconds")?,
+    ))
+}
+
+/// fio with the same operations. `synced` makes writes as durable as ours: every so many of them
+/// are followed by an fdatasync, as our writes share one.
+fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Result<Moved> {
+    let rw = match what {
+        "write" => "write",
+        "read" => "randread",
+        _ => "randrw",
+    };
+    let file = asked.folder.join("fio");
+    let mut command = Command::new("fio");
+    command
+        .arg("--name=lmc")
+        .arg(format!("--filename={}", file.display()))
+        .arg(format!("--rw={rw}"))
+        .arg(format!("--bs={chunk}"))
+        .arg(format!("--iodepth={depth}"))
+        .arg(format!("--size={}", 2 * asked.bytes))
+        .arg(format!("--runtime={}", asked.seconds))
+        .args([
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--time_based=0",
+            "--output-format=json",
+        ])
+        .args(["--refill_buffers=0", "--randrepeat=0", "--thread"]);
+    if what != "read" {
+        command.arg(match synced {
+            true => format!("--fdatasync={depth}"),
+            false => "--end_fsync=0".to_owned(),
+        });
+    }
+    if what == "write" {
+        // Into a file that is there and not written to, as our segments are.
+        let _ = fs::remove_file(&file);
+        command.arg("--fallocate=posix");
+    }
+    let output = command.output().context("fio")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "fio: {text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let begin = text.find('{').context("fio printed no JSON")?;
+    let found: Value = serde_json::from_str(&text[begin..])?;
+    let job = &found["jobs"][0];
+    let sum = |name: &str| {
+        let of = |way: &str| job[way][name].as_f64().unwrap_or(0.0);
+        (of("read"), of("write"))
+    };
+    let (read, written) = sum("io_bytes");
+    let (read_ms, write_ms) = sum("runtime");
+    let seconds = read_ms.max(write_ms) / 1e3;
+    let cpu = |name: &str| job[name].as_f64().unwrap_or(0.0) / 100.0 * seconds;
+    Ok(Moved::of(
+        read + written,
+        seconds,
+        cpu("usr_cpu") + cpu("sys_cpu"),
+    ))
+}
+
+fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
+    for what in ["write", "read", "mixed"] {
+        for &chunk in &asked.chunks {
+            for &depth in &asked.depths {
+                let cell = format!("{what}, {}, depth {depth}", named(chunk));
+                cells.add(&cell, "lmc", ours(asked, speed, what, chunk, depth)?);
+                cells.add(&cell, "fio", fio(asked, what, chunk, depth, false)?);
+                if what != "read" {
+                    cells.add(&cell, "fio, synced", fio(asked, what, chunk, depth, true)?);
+                }
+                println!("{cell}: {}", row(cells, &cell));
+            }
+        }
+    }
+    let _ = fs::remove_file(asked.folder.join("fio"));
+    Ok(())
+}
+
+/// LMCache's adapters for files and for a raw device (a file here), with the same chunks.
+fn peers(asked: &Asked, speed: &Path, python: &str, cells: &mut Cells) -> Result<()> {
+    for &chunk in asked.chunks.iter().filter(|&&chunk| chunk >= MIB) {
+        let depth = 8;
+        for what in ["write", "read"] {
+            let cell = format!("race: {what}, {}, {depth} at a time", named(chunk));
+            cells.add(&cell, "lmc", ours(asked, speed, what, chunk, depth)?);
+        }
+        for adapter in ["fs", "raw_block"] {
+            let mut command = Command::new(python);
+            command.arg("xtask/python/disk_peer.py").arg(adapter);
+            command.arg(asked.folder.join(adapter));
+            let count = (asked.bytes / chunk).max(1);
+            command.args([chunk.to_string(), count.to_string(), depth.to_string()]);
+            match json_of(&mut command) {
+                Ok(found) => {
+                    for what in ["write", "read"] {
+                        let cell = format!("race: {what}, {}, {depth} at a time", named(chunk));
+                        let of = |name: &str| found[what][name].as_f64().unwrap_or(f64::NAN);
+                        let moved = Moved::of(of("bytes"), of("seconds"), of("cpu_seconds"));
+                        cells.add(&cell, &format!("LMCache {adapter}"), moved);
+                    }
+                }
+                Err(error) => println!("LMCache's {adapter} did not run: {error:#}"),
+            }
+            let _ = fs::remove_dir_all(asked.folder.join(adapter));
+        }
+    }
+    Ok(())
+}
+
+/// Seconds to open a folder of so many chunks, after a stop and after a kill.
+struct Start {
+    chunks: u64,
+    stopped: f64,
+    killed: f64,
+}
+
+fn starts(asked: &Asked, speed: &Path) -> Result<Vec<Start>> {
+    let folder = asked.folder.join("start");
+    let open = |kill: bool, count: u64| -> Result<f64> {
+        let mut fill = Command::new(speed);
+        fill.arg("fill")
+            .arg(&folder)
+            .args([count.to_string(), "4096".to_owned()]);
+        if kill {
+            fill.arg("kill");
+        }
+        // Ends by SIGKILL where that was asked for.
+        let filled = fill.output()?;
+        ensure!(
+            filled.status.success() != kill,
+            "{}",
+            String::from_utf8_lossy(&filled.stderr)
+        );
+        let mut open = Command::new(speed);
+        let found = json_of(open.arg("open").arg(&folder))?;
+        ensure!(
+            found["chunks"] == count,
+            "{found}: {count} chunks were stored"
+        );
+        found["seconds"].as_f64().context("seconds")
+    };
+    let start = |&count: &u64| {
+        let (stopped, killed) = (open(false, count)?, open(true, count)?);
+        println!(
+            "start with {count} chunks: {stopped:.4} s after a stop, {killed:.4} s after a kill"
+        );
+        Ok(Start {
+            chunks: count,
+            stopped,
+            killed,
+        })
+    };
+    asked.counts.iter().map(start).collect()
+}
+
+fn row(cells: &Cells, cell: &str) -> String {
+    let mut text = String::new();
+    for (_, who) in cells.order.iter().filter(|(known, _)| known == cell) {
+        let speed = cells.median(cell, who, |m| m.gb_per_s).unwrap_or(f64::NAN);
+        let cpu = cells
+            .median(cell, who, |m| m.cpu_s_per_gb)
+            .unwrap_or(f64::NAN);
+        let _ = write!(text, "{who} {speed:.2} GB/s, {cpu:.3} CPU s/GB; ");
+    }
+    text
+}
+
+fn text(asked: &Asked, conditions: &[(&str, String)], cells: &Cells, starts: &[Start]) -> String {
+    let mut text = format!(
+        "## Disk tier beside fio and LMCache's adapters\n\n`cargo xtask bench disk`: medians of {} \
+         round(s) of {} s a cell, ours and fio in turn, on one file system; all figures are in \
+         [disk.json](benchmarks/disk.json).\n\n",
+        asked.rounds, asked.seconds
+    );
+    for (what, value) in conditions {
+        let _ = writeln!(text, "- {what}: {value}");
+    }
+    text.push_str(
+        "\nA write of ours counts when it is durable (its bytes and its place in the index are synced), a \
+         read when its checksum is verified.\n\
+         fio runs io_uring with direct I/O and the same block size and depth; \"synced\" has an fdatasync after \
+         each DEPTH writes, which is how many of ours share one.\n\n\
+         | what | lmc | of fio | of fio, synced | fio | fio, synced | CPU s/GB lmc | CPU s/GB fio |\n\
+         |---|---|---|---|---|---|---|---|\n",
+    );
+    let mut shown: Vec<&str> = Vec::new();
+    for (cell, _) in &cells.order {
+        if shown.contains(&cell.as_str()) || cell.starts_with("race") {
+            continue;
+        }
+        shown.push(cell);
+        let speed = |who: &str| cells.median(cell, who, |m| m.gb_per_s);
+        let cpu = |who: &str| cells.median(cell, who, |m| m.cpu_s_per_gb);
+        let show = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.2} GB/s"));
+        let share = |who: &str| match (speed("lmc"), speed(who)) {
+            (Some(ours), Some(theirs)) => format!("{:.0} %", ours / theirs * 100.0),
+            _ => "–".to_owned(),
+        };
+        let show_cpu = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.3}"));
+        let _ = writeln!(
+            text,
+            "| {cell} | {} | {} | {} | {} | {} | {} | {} |",
+            show(speed("lmc")),
+            share("fio"),
+            share("fio, synced"),
+            show(speed("fio")),
+            show(speed("fio, synced")),
+            show_cpu(cpu("lmc")),
+            show_cpu(cpu("fio")),
+        );
+    }
+    text.push_str("\n| race | lmc | LMCache `fs` | LMCache `raw_block` |\n|---|---|---|---|\n");
+    let mut shown: Vec<&str> = Vec::new();
+    for (cell, _) in &cells.order {
+        let Some(name) = cell.strip_prefix("race: ") else {
+            continue;
+        };
+        if shown.contains(&cell.as_str()) {
+            continue;
+        }
+        shown.push(cell);
+        let speed = |who: &str| match cells.median(cell, who, |m| m.gb_per_s) {
+            Some(value) => format!("{value:.2} GB/s"),
+            None => "–".to_owned(),
+        };
+        let (fs, raw) = (speed("LMCache fs"), speed("LMCache raw_block"));
+        let _ = writeln!(text, "| {name} | {} | {fs} | {raw} |", speed("lmc"));
+    }
+    text.push_str(
+        "\n| start with | after a stop | after a kill | for a million, by the larger |\n|---|---|---|---|\n",
+    );
+    for Start {
+        chunks,
+        stopped,
+        killed,
+    } in starts
+    {
+        let million = stopped.max(*killed) / *chunks as f64 * 1e6;
+        let _ = writeln!(
+            text,
+            "| {chunks} chunks | {:.1} ms | {:.1} ms | {million:.2} s |",
+            stopped * 1e3,
+            killed * 1e3
+        );
+    }
+    text
+}
+
+fn as_json(conditions: &[(&str, String)], cells: &Cells, starts: &[Start]) -> Value {
+    let conditions: BTreeMap<_, _> = conditions.iter().cloned().collect();
+    let cells: Vec<Value> = cells
+        .order
+        .iter()
+        .map(|key| {
+            let values = &cells.values[key];
+            let speeds: Vec<f64> = values.iter().map(|m| m.gb_per_s).collect();
+            let cpus: Vec<f64> = values.iter().map(|m| m.cpu_s_per_gb).collect();
+            json!({"what": key.0, "who": key.1, "gb_per_s": speeds, "cpu_s_per_gb": cpus})
+        })
+        .collect();
+    let starts: Vec<Value> = starts
+        .iter()
+        .map(|s| json!({"chunks": s.chunks, "stopped_s": s.stopped, "killed_s": s.killed}))
+        .collect();
+    json!({"conditions": conditions, "cells": cells, "starts": starts})
+}
