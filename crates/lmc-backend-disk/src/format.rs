@@ -55,7 +55,7 @@ pub(crate) fn blocks(bytes: u64) -> u64 {
 
 /// The checksum of a chunk's bytes.
 pub(crate) fn payload_sum(bytes: &[u8]) -> u64 {
-    xxh3_64(bytes)
+    lmc_memory::checksum(bytes)
 }
 
 struct Writer<'a> {

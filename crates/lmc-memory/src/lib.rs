@@ -26,6 +26,7 @@
 //! ```
 
 mod arena;
+mod checksum;
 mod copy;
 mod dtype;
 mod layout;
@@ -35,6 +36,7 @@ mod shared_name;
 mod sigbus;
 
 pub use arena::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
+pub use checksum::checksum;
 pub use copy::{
     Axis, CopyError, CopyPlan, CopyPool, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv,
     PlanError, PlanRequest, PlaneBase, TensorView,

@@ -50,6 +50,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "looks at memory through the system",
     ),
     (
+        "crates/lmc-memory/src/checksum.rs",
+        "vector instructions, chosen when it runs",
+    ),
+    (
         "crates/lmc-memory/src/copy/raw.rs",
         "copies between addresses",
     ),
