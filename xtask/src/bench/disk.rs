@@ -16,6 +16,9 @@ use crate::vllm;
 
 const SECTION: &str = "bench disk";
 const JSON: &str = "docs/benchmarks/disk.json";
+/// What LMCache's `raw_block` adapter reads and writes with.
+const RAW_BLOCK: &str = "lmcache_rust_raw_block_io==0.5.7rc2";
+const RAW_BLOCK_FOLDER: &str = "target/bench-raw-block";
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
@@ -117,6 +120,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     let environment = vllm::environment()?;
     let conditions = conditions::list(&format!("{environment}/bin/lmcache"));
     let python = format!("{environment}/bin/python");
+    set_up_raw_block(&python)?;
     let mut cells = Cells::default();
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
@@ -141,7 +145,7 @@ fn set_up_fio() -> Result<()> {
     if succeeds("fio", &["--version"]) {
         return Ok(());
     }
-    let mut command = match succeeds("id", &["-u"]) && is_root() {
+    let mut command = match is_root() {
         true => Command::new("apt-get"),
         false => {
             let mut command = Command::new("sudo");
@@ -155,6 +159,19 @@ fn set_up_fio() -> Result<()> {
         installed.success(),
         "fio cannot be installed: install Debian's package fio"
     );
+    Ok(())
+}
+
+/// Without it LMCache's `raw_block` adapter does not start.
+fn set_up_raw_block(python: &str) -> Result<()> {
+    if Path::new(RAW_BLOCK_FOLDER).exists() {
+        return Ok(());
+    }
+    println!("==> set up: pip install {RAW_BLOCK}, in {RAW_BLOCK_FOLDER}");
+    let mut command = Command::new(python);
+    command.args(["-m", "pip", "install", "-q", "--no-deps", "--target"]);
+    let installed = command.args([RAW_BLOCK_FOLDER, RAW_BLOCK]).status()?;
+    ensure!(installed.success(), "{RAW_BLOCK} cannot be installed");
     Ok(())
 }
 
@@ -306,6 +323,7 @@ fn peers(asked: &Asked, speed: &Path, python: &str, cells: &mut Cells) -> Result
         for adapter in ["fs", "raw_block"] {
             let mut command = Command::new(python);
             command.arg("xtask/python/disk_peer.py").arg(adapter);
+            command.env("PYTHONPATH", RAW_BLOCK_FOLDER);
             command.arg(asked.folder.join(adapter));
             let count = (asked.bytes / chunk).max(1);
             command.args([chunk.to_string(), count.to_string(), depth.to_string()]);
