@@ -121,21 +121,22 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     let conditions = conditions::list(&format!("{environment}/bin/lmcache"));
     let python = format!("{environment}/bin/python");
     set_up_raw_block(&python)?;
-    let mut cells = Cells::default();
+    let (mut cells, mut dram) = (Cells::default(), Vec::new());
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
         beside_fio(&asked, &speed, &mut cells)?;
         peers(&asked, &speed, &python, &mut cells)?;
+        dram.push(beside_dram(&asked, &speed)?);
     }
     let starts = starts(&asked, &speed)?;
     let _ = fs::remove_dir_all(&asked.folder);
-    let text = text(&asked, &conditions, &cells, &starts);
+    let text = text(&asked, &conditions, &cells, &dram, &starts);
     println!("{text}");
     if !asked.dry {
         page::write(SECTION, &text)?;
         fs::write(
             JSON,
-            serde_json::to_string_pretty(&as_json(&conditions, &cells, &starts))? + "\n",
+            serde_json::to_string_pretty(&as_json(&conditions, &cells, &dram, &starts))? + "\n",
         )?;
     }
     Ok(true)
@@ -182,10 +183,14 @@ fn is_root() -> bool {
 
 fn build() -> Result<PathBuf> {
     let example = ["--package", "lmc-backend-disk", "--example", "disk_speed"];
+    let example = example
+        .into_iter()
+        .chain(["--package", "lmc-server", "--example"]);
+    let example: Vec<&str> = example.chain(["dram_beside_disk"]).collect();
     println!("cargo build --release {}", example.join(" "));
     let built = Command::new("cargo")
         .args(["build", "--release"])
-        .args(example)
+        .args(&example)
         .status()?;
     ensure!(built.success(), "disk_speed cannot be built");
     let own = std::env::current_exe()?;
@@ -344,6 +349,13 @@ fn peers(asked: &Asked, speed: &Path, python: &str, cells: &mut Cells) -> Result
     Ok(())
 }
 
+/// Lookups in memory while the disk below is idle, and while it is saturated.
+fn beside_dram(asked: &Asked, speed: &Path) -> Result<Value> {
+    let mut command = Command::new(speed.with_file_name("dram_beside_disk"));
+    command.arg(asked.folder.join("dram"));
+    json_of(command.arg(asked.seconds.max(2.0).to_string()))
+}
+
 /// Seconds to open a folder of so many chunks, after a stop and after a kill.
 struct Start {
     chunks: u64,
@@ -402,7 +414,13 @@ fn row(cells: &Cells, cell: &str) -> String {
     text
 }
 
-fn text(asked: &Asked, conditions: &[(&str, String)], cells: &Cells, starts: &[Start]) -> String {
+fn text(
+    asked: &Asked,
+    conditions: &[(&str, String)],
+    cells: &Cells,
+    dram: &[Value],
+    starts: &[Start],
+) -> String {
     let mut text = format!(
         "## Disk tier beside fio and LMCache's adapters\n\n`cargo xtask bench disk`: medians of {} \
          round(s) of {} s a cell, ours and fio in turn, on one file system; all figures are in \
@@ -463,6 +481,23 @@ fn text(asked: &Asked, conditions: &[(&str, String)], cells: &Cells, starts: &[S
         let (fs, raw) = (speed("LMCache fs"), speed("LMCache raw_block"));
         let _ = writeln!(text, "| {name} | {} | {fs} | {raw} |", speed("lmc"));
     }
+    let median = |name: &str| {
+        let mut values: Vec<f64> = dram.iter().filter_map(|d| d[name].as_f64()).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    };
+    let micros = |name: &str| median(name) * 1e6;
+    let _ = writeln!(
+        text,
+        "\n| lookup of 256 chunks in memory | p50 | p99 |\n|---|---|---|\n\
+         | the disk idle | {:.1} µs | {:.1} µs |\n\
+         | {:.2} GB/s coming up from it | {:.1} µs | {:.1} µs |",
+        micros("idle_p50"),
+        micros("idle_p99"),
+        median("gb_per_s"),
+        micros("busy_p50"),
+        micros("busy_p99"),
+    );
     text.push_str(
         "\n| start with | after a stop | after a kill | for a million, by the larger |\n|---|---|---|---|\n",
     );
@@ -483,7 +518,12 @@ fn text(asked: &Asked, conditions: &[(&str, String)], cells: &Cells, starts: &[S
     text
 }
 
-fn as_json(conditions: &[(&str, String)], cells: &Cells, starts: &[Start]) -> Value {
+fn as_json(
+    conditions: &[(&str, String)],
+    cells: &Cells,
+    dram: &[Value],
+    starts: &[Start],
+) -> Value {
     let conditions: BTreeMap<_, _> = conditions.iter().cloned().collect();
     let cells: Vec<Value> = cells
         .order
@@ -499,5 +539,5 @@ fn as_json(conditions: &[(&str, String)], cells: &Cells, starts: &[Start]) -> Va
         .iter()
         .map(|s| json!({"chunks": s.chunks, "stopped_s": s.stopped, "killed_s": s.killed}))
         .collect();
-    json!({"conditions": conditions, "cells": cells, "starts": starts})
+    json!({"conditions": conditions, "cells": cells, "dram": dram, "starts": starts})
 }

@@ -1,0 +1,141 @@
+//! A drive of each version of the format, as it was written then, is opened and read.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem};
+use lmc_backend_disk::{DiskBackend, DiskConfig};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+/// Chunk `n` has so many bytes.
+fn len(n: u64) -> u64 {
+    [1, 4096, 5000, 8191][(n % 4) as usize]
+}
+
+/// What every image holds: the first were stored before a stop (so that a checkpoint tells of
+/// them), the others before a kill (so that only the log does).
+const STOPPED: u64 = 6;
+const ALL: u64 = 10;
+/// Removed, one before the stop and one after it.
+const REMOVED: [u64; 2] = [2, 7];
+
+fn image(version: u32) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/v{version}"))
+}
+
+fn pool() -> Pool {
+    let arena = ArenaConfig::anonymous(1 << 20).build().unwrap();
+    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn copy(from: &Path, to: &Path) {
+    let _ = fs::remove_dir_all(to);
+    fs::create_dir_all(to).unwrap();
+    for file in fs::read_dir(from).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
+
+fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
+    let slot = pool.reserve(len(n)).unwrap();
+    let loaded = block_on(tier.load(vec![LoadItem::new(test_key(n), slot)], soon()));
+    match loaded.into_iter().next() {
+        Some(Loaded::Hit(slot)) => {
+            check_value(&test_key(n), slot.seal().bytes()).unwrap();
+            true
+        }
+        Some(Loaded::Miss(_)) => false,
+        other => panic!("chunk {n}: {other:?}"),
+    }
+}
+
+#[test]
+fn images_of_every_version_are_read_and_written_on() {
+    for version in [1] {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("golden-v{version}"));
+        copy(&image(version), &folder);
+        let pool = pool();
+        let tier = DiskConfig::existing(&folder).unwrap().open().unwrap();
+        let inspected = tier.inspect().remove(0);
+        assert_eq!(inspected.version, version);
+        assert_eq!(inspected.chunks, ALL - REMOVED.len() as u64);
+        for n in 0..ALL {
+            assert_eq!(
+                found(&tier, &pool, n),
+                !REMOVED.contains(&n),
+                "v{version}, chunk {n}"
+            );
+        }
+        assert_eq!(store(&tier, &pool, ALL..ALL + 2), 2, "v{version}");
+        drop(tier);
+        let tier = DiskConfig::existing(&folder).unwrap().open().unwrap();
+        let all = (0..ALL + 2).filter(|&n| found(&tier, &pool, n)).count();
+        assert_eq!(all as u64, ALL + 2 - REMOVED.len() as u64, "v{version}");
+        drop(tier);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+fn store(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) -> usize {
+    let item = |n| {
+        let mut slot = pool.reserve(len(n)).unwrap();
+        fill_value(&test_key(n), slot.bytes_mut());
+        let item = StoreItem::new(test_key(n), slot.written().seal());
+        match n.checked_sub(1) {
+            Some(before) => item.with_parent(test_key(before)),
+            None => item,
+        }
+    };
+    let stored = block_on(tier.store(numbers.map(item).collect(), soon()));
+    stored.into_iter().map(Result::unwrap).count()
+}
+
+#[test]
+#[ignore = "writes the image of the newest version anew: only when the format has changed"]
+fn write_the_image() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("golden-new");
+    let _ = fs::remove_dir_all(&folder);
+    let pool = pool();
+    let open = || {
+        let config = DiskConfig::new([&folder], 4 << 20).with_keep_free(0);
+        config.with_segment_bytes(32 << 10).open().unwrap()
+    };
+    let tier = open();
+    store(&tier, &pool, 0..STOPPED);
+    block_on(tier.remove(&[test_key(REMOVED[0])], soon()));
+    block_on(tier.close(soon())).unwrap();
+    drop(tier);
+    let tier = open();
+    store(&tier, &pool, STOPPED..ALL);
+    block_on(tier.remove(&[test_key(REMOVED[1])], soon()));
+    let version = tier.inspect().remove(0).version;
+    drop(tier);
+    let image = image(version);
+    copy(&folder, &image);
+    fs::remove_file(image.join("lock")).unwrap();
+    // Room that a log has beyond its frames is made again when it is opened.
+    for file in fs::read_dir(&image).unwrap() {
+        let path = file.unwrap().path();
+        let bytes = fs::read(&path).unwrap();
+        let used = bytes
+            .iter()
+            .rposition(|&byte| byte != 0)
+            .map_or(0, |last| last + 1);
+        if path
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .starts_with("log-")
+        {
+            fs::write(&path, &bytes[..used.next_multiple_of(4096)]).unwrap();
+        }
+    }
+}
