@@ -209,15 +209,26 @@ impl Shared {
             *log = self.new_log(log.tail.log + 1)?;
             self.read_only.store(false, Ordering::Release);
         }
-        let mut frame = AlignedBuf::new(len);
         let Tail {
             log: number,
             offset,
             sequence,
         } = log.tail;
-        encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
-        self.wait_for(vec![(Kind::Write, log.file, offset, Some(frame))])?;
-        self.wait_for(vec![(Kind::Sync, log.file, 0, None)])?;
+        let frame = || {
+            let mut frame = AlignedBuf::new(len);
+            encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
+            Some(frame)
+        };
+        let written = self.wait_for(vec![(Kind::WriteDurably, log.file, offset, frame())]);
+        match written.map_err(|error| (error.raw_os_error(), error)) {
+            // A file system that does not know how to do both at once.
+            Err((Some(libc::EOPNOTSUPP | libc::EINVAL), _)) => {
+                self.wait_for(vec![(Kind::Write, log.file, offset, frame())])?;
+                self.wait_for(vec![(Kind::Sync, log.file, 0, None)])?;
+            }
+            Err((_, error)) => return Err(error),
+            Ok(()) => {}
+        }
         log.tail.offset += len;
         log.tail.sequence += 1;
         Ok(())

@@ -100,7 +100,12 @@ impl State {
     }
 
     fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
-        let fault = self.faults.iter().find(|(kind, _)| *kind == op.kind);
+        // A durable write is both, and fails as either does.
+        let parts: &[Kind] = match op.kind {
+            Kind::WriteDurably => &[Kind::Write, Kind::Sync],
+            ref kind => std::slice::from_ref(kind),
+        };
+        let fault = self.faults.iter().find(|(kind, _)| parts.contains(kind));
         if let Some((_, Fault::Error(code))) = fault {
             return Err(io::Error::from_raw_os_error(*code));
         }
@@ -129,11 +134,19 @@ impl State {
                 let len = slot.len() as usize;
                 slot.bytes_mut().copy_from_slice(&inode.data[at..at + len]);
             }
-            (Kind::Write, Some(Buf::Own(from))) => {
+            (Kind::Write | Kind::WriteDurably, Some(Buf::Own(from))) => {
                 inode.data[range.clone()].copy_from_slice(&from[..range.len()]);
-                inode
-                    .unsynced
-                    .extend(range.start / SECTOR..range.end / SECTOR);
+                let sectors = range.start / SECTOR..range.end / SECTOR;
+                inode.unsynced.extend(sectors.clone());
+                if op.kind == Kind::WriteDurably {
+                    // The machine may die in between: then it is a write, and may be torn.
+                    if !self.event() || self.crash_after.is_some_and(|last| self.events > last) {
+                        return Err(dead());
+                    }
+                    let inode = &mut self.inodes[op.file.0 as usize];
+                    inode.durable[range.clone()].copy_from_slice(&inode.data[range]);
+                    inode.unsynced.retain(|sector| !sectors.contains(sector));
+                }
             }
             (Kind::Write, Some(Buf::From(slot))) => {
                 let len = slot.len() as usize;

@@ -50,6 +50,8 @@ pub(crate) enum Kind {
     /// Writes `len` bytes of the buffer at `offset`, all of them or an error; after an error any
     /// part of them may be there.
     Write,
+    /// Writes as [`Kind::Write`] does, and ends when those bytes are durable.
+    WriteDurably,
     /// Makes every write of this file that has ended before durable (`fdatasync`). No buffer.
     Sync,
 }

@@ -28,6 +28,25 @@ pub(super) unsafe fn pwrite(fd: RawFd, at: *const u8, len: u64, offset: u64) -> 
     u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
 }
 
+/// The same, and what was written is durable when it returns.
+///
+/// # Safety
+/// As [`pwrite`].
+pub(super) unsafe fn pwrite_durably(
+    fd: RawFd,
+    at: *const u8,
+    len: u64,
+    offset: u64,
+) -> io::Result<u64> {
+    let part = libc::iovec {
+        iov_base: at.cast_mut().cast(),
+        iov_len: len as usize,
+    };
+    // SAFETY: the memory is good by the caller's promise, and is only read.
+    let bytes = unsafe { libc::pwritev2(fd, &part, 1, offset as libc::off_t, libc::RWF_DSYNC) };
+    u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
+}
+
 /// Takes room for the first `len` bytes of a file, and makes it at least that long.
 pub(super) fn fallocate(file: &File, len: u64) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;

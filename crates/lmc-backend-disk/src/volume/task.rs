@@ -274,14 +274,14 @@ fn check(op: &mut Op) -> io::Result<()> {
     let fits = match op.kind {
         Kind::Sync => op.buf.is_none() && op.len == 0,
         Kind::Read => matches!(op.buf, Some(Buf::Own(_) | Buf::Into(_))),
-        Kind::Write => matches!(op.buf, Some(Buf::Own(_) | Buf::From(_))),
+        Kind::Write | Kind::WriteDurably => matches!(op.buf, Some(Buf::Own(_) | Buf::From(_))),
     };
     let end = op.offset.checked_add(op.len);
     let why = match memory {
         _ if !fits => match op.kind {
             Kind::Sync => "a sync has no buffer and no length".to_owned(),
             Kind::Read => "a read needs own memory or a reserved slot".to_owned(),
-            Kind::Write => "a write needs own memory or a sealed slot".to_owned(),
+            _ => "a write needs own memory or a sealed slot".to_owned(),
         },
         None => return Ok(()),
         Some(_) if op.len == 0 || op.len > MAX_LEN => {

@@ -124,13 +124,15 @@ fn call(task: &mut Task) -> io::Result<u64> {
     let fd = task.file().file.as_raw_fd();
     let (at, left, offset) = match task.kind() {
         Kind::Sync => return task.file().file.sync_data().map(|()| 0),
-        Kind::Read | Kind::Write => (task.memory(), task.left(), task.offset()),
+        _ => (task.memory(), task.left(), task.offset()),
     };
     match task.kind() {
         // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed
         // here; a read has a buffer that nobody else touches.
         Kind::Read => unsafe { raw::pread(fd, at, left, offset) },
         // SAFETY: as above; a write's memory is only read.
+        Kind::WriteDurably => unsafe { raw::pwrite_durably(fd, at, left, offset) },
+        // SAFETY: as above.
         _ => unsafe { raw::pwrite(fd, at, left, offset) },
     }
 }

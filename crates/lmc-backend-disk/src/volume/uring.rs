@@ -403,13 +403,21 @@ fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
                 None => opcode::Read::new(fd, at, len).offset(offset).build(),
             }
         }
-        Kind::Write => {
+        kind @ (Kind::Write | Kind::WriteDurably) => {
             let at = task.memory();
+            let how = match kind {
+                Kind::WriteDurably => libc::RWF_DSYNC,
+                _ => 0,
+            };
             match pool.index_of(at, left) {
                 Some(part) => opcode::WriteFixed::new(fd, at, len, part)
                     .offset(offset)
+                    .rw_flags(how)
                     .build(),
-                None => opcode::Write::new(fd, at, len).offset(offset).build(),
+                None => opcode::Write::new(fd, at, len)
+                    .offset(offset)
+                    .rw_flags(how)
+                    .build(),
             }
         }
     };

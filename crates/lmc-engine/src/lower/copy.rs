@@ -1,6 +1,7 @@
 //! Copies on their way down to a tier.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -32,11 +33,19 @@ pub(crate) struct OfferItem {
 /// down, also when the chunk is evicted meanwhile.
 #[derive(Debug)]
 pub(super) struct Copies {
-    queue: Mutex<VecDeque<OfferItem>>,
+    queue: Mutex<Queue>,
     arrived: Notify,
     /// Bytes in the queue and in stores under way.
     bytes: AtomicU64,
     max_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<OfferItem>,
+    /// Numbers of the stores under way.
+    under_way: BTreeSet<u64>,
+    next_store: u64,
 }
 
 impl Copies {
@@ -63,33 +72,61 @@ impl Copies {
         if taken.is_err() {
             return false;
         }
-        self.queue.lock().push_back(item);
+        self.queue.lock().waiting.push_back(item);
         self.arrived.notify_one();
         true
     }
 
-    /// The next copies; waits while there are none.
-    async fn next(&self) -> Vec<OfferItem> {
+    /// The next copies, which are under way from now on, and the number of their store; waits
+    /// while there are none.
+    async fn next(&self) -> (u64, Vec<OfferItem>) {
         loop {
             {
-                let mut queue = self.queue.lock();
-                let len = queue.len().min(AT_ONCE);
+                let queue = &mut *self.queue.lock();
+                let len = queue.waiting.len().min(AT_ONCE);
                 if len > 0 {
-                    return queue.drain(..len).collect();
+                    queue.next_store += 1;
+                    queue.under_way.insert(queue.next_store);
+                    return (queue.next_store, queue.waiting.drain(..len).collect());
                 }
             }
             self.arrived.notified().await;
         }
     }
 
-    fn done(&self, bytes: u64) {
+    fn give(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn ended(&self, store: u64, bytes: u64) {
+        self.queue.lock().under_way.remove(&store);
+        self.give(bytes);
     }
 
     /// Gives up what has not begun.
     pub(super) fn drop_queued(&self) {
-        let dropped: VecDeque<OfferItem> = std::mem::take(&mut *self.queue.lock());
-        self.done(dropped.iter().map(|item| item.slot.len()).sum());
+        let dropped = mem::take(&mut self.queue.lock().waiting);
+        self.give(dropped.iter().map(|item| item.slot.len()).sum());
+    }
+
+    /// Waits until the stores that are under way now have ended, however many begin meanwhile.
+    /// False when the deadline came first.
+    pub(super) async fn settled(&self, deadline: Instant) -> bool {
+        let newest = self.queue.lock().next_store;
+        let under_way = || {
+            let queue = self.queue.lock();
+            queue
+                .under_way
+                .first()
+                .is_some_and(|&oldest| oldest <= newest)
+        };
+        while under_way() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        true
     }
 
     /// Waits until nothing is on its way. False when the deadline came first.
@@ -124,16 +161,16 @@ pub(super) async fn serve(shared: Arc<Shared>, number: usize) {
         let Ok(permit) = Arc::clone(&stores).acquire_owned().await else {
             return;
         };
-        let items = shared.tiers[number].copies.next().await;
+        let (store_number, items) = shared.tiers[number].copies.next().await;
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
-            store(&shared, number, items).await;
+            store(&shared, number, store_number, items).await;
             drop(permit);
         });
     }
 }
 
-async fn store(shared: &Shared, number: usize, items: Vec<OfferItem>) {
+async fn store(shared: &Shared, number: usize, store_number: u64, items: Vec<OfferItem>) {
     let tier = &shared.tiers[number];
     let lens: Vec<u64> = items.iter().map(|item| item.slot.len()).collect();
     let item = |OfferItem { key, parent, slot }| {
@@ -158,5 +195,5 @@ async fn store(shared: &Shared, number: usize, items: Vec<OfferItem>) {
             Err(_) => count(&counters.copy_failed, 1),
         }
     }
-    tier.copies.done(lens.iter().sum());
+    tier.copies.ended(store_number, lens.iter().sum());
 }

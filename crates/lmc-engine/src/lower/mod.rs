@@ -282,7 +282,7 @@ impl Shared {
         let (mut gone, mut all) = (0, true);
         for tier in &self.tiers {
             // What was being copied when the queue was emptied is listed once it is there.
-            all &= tier.copies.idle(deadline).await;
+            all &= tier.copies.settled(deadline).await;
             let mut cursor = Cursor::START;
             loop {
                 let page = tier.backend.list(cursor, REMOVE_AT_ONCE, deadline).await;

@@ -1,0 +1,343 @@
+//! The real binary with a disk tier: killed, started again, looked into.
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const CHUNK: usize = 256;
+const CHUNKS: usize = 6;
+
+/// A server with a disk tier, killed when dropped.
+struct Server {
+    child: Child,
+    port: u16,
+    http: u16,
+}
+
+fn free_port() -> u16 {
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    socket.local_addr().expect("an address").port()
+}
+
+impl Server {
+    fn start(folder: &Path) -> Self {
+        let (port, http) = (free_port(), free_port());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
+        command
+            .args(["serve", "--l1-size-gb", "64MiB", "--disk-size", "64MiB"])
+            .args([
+                "--port",
+                &port.to_string(),
+                "--http-port",
+                &http.to_string(),
+            ])
+            .args(["--disk-keep-free", "0", "--log-level", "warn", "--disk"])
+            .arg(folder)
+            .env_remove("LMC_CONFIG");
+        let child = command.spawn().expect("the binary starts");
+        let this = Self { child, port, http };
+        let deadline = Instant::now() + DEADLINE;
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(Instant::now() < deadline, "it does not listen");
+            thread::sleep(Duration::from_millis(10));
+        }
+        this
+    }
+
+    fn client(&self) -> Client {
+        let address = SocketAddr::from(([127, 0, 0, 1], self.port));
+        Client::connect(address, DEADLINE).expect("a connection")
+    }
+
+    /// A metric of the disk tier.
+    fn metric(&self, name: &str) -> f64 {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.http)).expect("a connection");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+        let request = "GET /metrics HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\n\r\n";
+        stream.write_all(request.as_bytes()).expect("a request");
+        let mut page = String::new();
+        stream.read_to_string(&mut page).expect("an answer");
+        let series = format!("{name}{{tier=\"disk\"}} ");
+        let line = page.lines().find_map(|line| line.strip_prefix(&series));
+        let line = line.unwrap_or_else(|| panic!("no {series} in {page}"));
+        line.trim().parse().expect("a number")
+    }
+
+    fn eventually(&self, what: &str, done: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + DEADLINE;
+        while !done(self) {
+            assert!(Instant::now() < deadline, "{what}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("a child");
+        self.child.wait().expect("a child");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}", self.port));
+    }
+}
+
+fn register(client: &mut Client) -> String {
+    let reply = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
+        instance_id: 1,
+        model_name: "model".to_owned(),
+        world_size: 1,
+        block_size: 16,
+        num_layers: 2,
+        hidden_dim_size: 8,
+        dtype: "float32".to_owned(),
+        use_mla: false,
+        num_physical_slots: Some(CHUNK as u32),
+    }));
+    match reply.expect("an answer") {
+        Reply::Registered { shm_name, .. } => shm_name,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn key(request: &str) -> CacheKey {
+    CacheKey {
+        model_name: "model".to_owned(),
+        world_size: 1,
+        worker_id: Some(0),
+        token_ids: (0..(CHUNK * CHUNKS) as u32).collect(),
+        start: 0,
+        end: (CHUNK * CHUNKS) as u64,
+        request_id: request.to_owned(),
+        cache_salt: String::new(),
+        num_kv_readers: 1,
+    }
+}
+
+fn bytes_of(chunk: usize, len: u64) -> Vec<u8> {
+    (0..len)
+        .map(|at| (at as usize * 31 + chunk * 7) as u8)
+        .collect()
+}
+
+fn store(client: &mut Client, shm_name: &str) {
+    let request = Request::PrepareStore {
+        key: key("store"),
+        instance_id: 1,
+    };
+    let reply = client.ask(&request).expect("an answer");
+    let Reply::StoreSlots {
+        slots,
+        chunk_indices,
+    } = reply
+    else {
+        panic!("{reply:?}");
+    };
+    assert_eq!(slots.len(), CHUNKS);
+    let pool = OpenOptions::new()
+        .write(true)
+        .open(Path::new("/dev/shm").join(shm_name));
+    let pool = pool.expect("the pool");
+    for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
+        let bytes = bytes_of(chunk as usize, slot.length);
+        pool.write_all_at(&bytes, slot.offset)
+            .expect("inside the pool");
+    }
+    let commit = Request::CommitStore {
+        key: key("store"),
+        instance_id: 1,
+        pickled: 0,
+    };
+    assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+}
+
+/// Looks up and reads back: how many chunks were there, each with its bytes.
+fn retrieve(client: &mut Client, shm_name: &str, request: &str) -> u64 {
+    let lookup = CacheKey {
+        worker_id: None,
+        ..key(request)
+    };
+    let reply = client.ask(&Request::Lookup(lookup)).expect("an answer");
+    assert_eq!(reply, Reply::None);
+    let wait = Request::WaitPrefetchStatus {
+        request_id: request.to_owned(),
+        timeout: 10.0,
+    };
+    let Reply::Int(hits) = client.ask(&wait).expect("an answer") else {
+        panic!("no answer to the lookup");
+    };
+    if hits == 0 {
+        return 0;
+    }
+    let range = CacheKey {
+        end: hits * CHUNK as u64,
+        ..key(request)
+    };
+    let prepare = Request::PrepareRetrieve {
+        key: range,
+        instance_id: 1,
+    };
+    let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
+        panic!("found and not there");
+    };
+    let pool = OpenOptions::new()
+        .read(true)
+        .open(Path::new("/dev/shm").join(shm_name));
+    let pool = pool.expect("the pool");
+    let read = |slot: &SlotDescriptor| {
+        let mut bytes = vec![0; slot.length as usize];
+        pool.read_exact_at(&mut bytes, slot.offset)
+            .expect("inside the pool");
+        bytes
+    };
+    for (chunk, slot) in slots.iter().enumerate() {
+        assert_eq!(read(slot), bytes_of(chunk, slot.length), "chunk {chunk}");
+    }
+    hits
+}
+
+fn lmc(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
+    command
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the binary starts")
+}
+
+/// A folder that goes with the test, on the file system of the build.
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn folder(name: &str) -> Folder {
+    let name = format!("{name}-{}", std::process::id());
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    Folder(path)
+}
+
+#[test]
+fn a_server_that_was_killed_finds_its_chunks_on_disk() {
+    let folder = folder("killed");
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    server.eventually("all goes down", |server| {
+        server.metric("lmc_tier_chunks") == CHUNKS as f64
+    });
+    // While it runs nobody else gets at the folder, and is told who has it.
+    let path = folder.0.to_str().expect("a path of text");
+    let refused = lmc(&["disk", "verify", path]);
+    let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(why.contains(&format!("pid {}", server.child.id())), "{why}");
+    server.kill();
+
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
+    assert_eq!(
+        server.metric("lmc_tier_fetched_chunks_total"),
+        CHUNKS as f64
+    );
+    server.kill();
+
+    let verified = lmc(&["disk", "verify", path, "--json"]);
+    assert!(verified.status.success(), "{verified:?}");
+    let said: serde_json::Value = serde_json::from_slice(&verified.stdout).expect("JSON");
+    assert_eq!(
+        (&said["whole"], &said["damaged"]),
+        (&CHUNKS.into(), &0.into())
+    );
+    let inspected = lmc(&["disk", "inspect", path]);
+    let text = String::from_utf8_lossy(&inspected.stdout).into_owned();
+    assert!(
+        text.contains("6 chunks") && text.contains("written to"),
+        "{text}"
+    );
+    assert!(lmc(&["disk", "compact", path]).status.success());
+}
+
+#[test]
+fn a_damaged_chunk_is_a_miss_and_verify_says_so() {
+    let folder = folder("damaged");
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    server.eventually("all goes down", |server| {
+        server.metric("lmc_tier_chunks") == CHUNKS as f64
+    });
+    server.kill();
+    // One byte in the middle of what is written.
+    let segment = folder.0.join("segment-00000000");
+    let file = OpenOptions::new().read(true).write(true).open(&segment);
+    let file = file.expect("a segment");
+    let at = 4096 + 100;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("a byte");
+    file.write_all_at(&[byte[0] ^ 1], at).expect("a byte");
+    drop(file);
+
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    let hits = retrieve(&mut client, &shm_name, "again");
+    assert!(hits < CHUNKS as u64, "the damaged chunk was found");
+    server.kill();
+    // The server has forgotten it, or was killed before it could say so to the drive.
+    let verify = || lmc(&["disk", "verify", folder.0.to_str().expect("text")]);
+    let first = verify();
+    let text = String::from_utf8_lossy(&first.stdout).into_owned();
+    assert!(text.starts_with("5 chunks are whole"), "{first:?}");
+    assert!(verify().status.success(), "{first:?}");
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
+    let folder = folder("refused");
+    std::fs::create_dir_all(&folder.0).expect("a folder");
+    std::fs::write(folder.0.join("notes.txt"), "mine").expect("a file");
+    let (port, http) = (free_port().to_string(), free_port().to_string());
+    let path = folder.0.to_str().expect("text");
+    let refused = lmc(&[
+        "serve",
+        "--port",
+        &port,
+        "--http-port",
+        &http,
+        "--l1-size-gb",
+        "16MiB",
+        "--disk",
+        path,
+        "--disk-size",
+        "64MiB",
+    ]);
+    let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{why}");
+    assert!(why.contains("name an empty folder"), "{why}");
+    let nothing = lmc(&["disk", "inspect", path]);
+    let why = String::from_utf8_lossy(&nothing.stderr).into_owned();
+    assert!(
+        !nothing.status.success() && why.contains("no chunks of lmc"),
+        "{why}"
+    );
+}
