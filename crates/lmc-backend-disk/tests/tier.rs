@@ -382,19 +382,20 @@ fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
     );
 }
 
-#[test]
-fn a_folder_that_cannot_be_written_says_so() {
+/// Runs another test of this file where the folder is a mount of its own, which needs a mount
+/// namespace; where that cannot be had, says that the test was skipped.
+fn on_a_mount(unshare: &[&str], mount: &str, test: &str) {
     let folder = Folder::new();
     fs::create_dir(&folder.0).unwrap();
-    // Root writes everywhere but on a read-only mount.
     let script = format!(
-        "mount -t tmpfs -o ro tmpfs {} && exec {} --exact a_read_only_folder --ignored --nocapture",
+        "mount {mount} {} && exec {} --exact {test} --ignored --nocapture",
         folder.0.display(),
         std::env::current_exe().unwrap().display()
     );
     let run = Command::new("unshare")
-        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
-        .env("LMC_TEST_READ_ONLY", &folder.0)
+        .args(unshare)
+        .args(["--mount", "sh", "-c", &script])
+        .env("LMC_TEST_MOUNT", &folder.0)
         .output();
     match run {
         Ok(out) if out.status.success() => {}
@@ -407,11 +408,23 @@ fn a_folder_that_cannot_be_written_says_so() {
     }
 }
 
+/// The mount that the test outside has made.
+fn mounted() -> DiskConfig {
+    let path = std::env::var_os("LMC_TEST_MOUNT").expect("run by the other test");
+    DiskConfig::new([PathBuf::from(path)], 64 * MIB).with_keep_free(0)
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_says_so() {
+    // Root writes everywhere but on a read-only mount.
+    let user = ["--user", "--map-root-user"];
+    on_a_mount(&user, "-t tmpfs -o ro tmpfs", "a_read_only_folder");
+}
+
 #[test]
 #[ignore = "runs inside the mount namespace of a_folder_that_cannot_be_written_says_so"]
 fn a_read_only_folder() {
-    let path = std::env::var_os("LMC_TEST_READ_ONLY").expect("run by the other test");
-    let config = DiskConfig::new([PathBuf::from(path)], 64 * MIB).with_keep_free(0);
+    let config = mounted();
     let error = refused(&config);
     assert!(matches!(error, DiskError::NotWritable { .. }), "{error}");
     assert!(error.to_string().contains("read-only"), "{error}");
@@ -419,15 +432,26 @@ fn a_read_only_folder() {
 
 #[test]
 fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
-    // tmpfs takes direct I/O since Linux 6.6 and refuses it before; either way it is served.
-    let path = PathBuf::from(format!("/dev/shm/lmc_tier_{}", std::process::id()));
-    let config = DiskConfig::new([&path], 32 * MIB).with_keep_free(0);
-    let pool = pool(8 * MIB);
-    let tier = config.open().unwrap();
-    println!("{}", tier.describe().join(", "));
-    store(&tier, &pool, 0..16);
-    drop(tier);
-    let hits = load(&config.open().unwrap(), &pool, 0..16);
-    fs::remove_dir_all(&path).unwrap();
-    assert_eq!(hits, 16);
+    // ramfs knows neither direct I/O nor fallocate, nor how much room there is. Only real root
+    // may mount it.
+    on_a_mount(&[], "-t ramfs ramfs", "a_folder_without_direct_io");
+}
+
+#[test]
+#[ignore = "runs inside the mount namespace of a_file_system_without_direct_io_is_served_through_the_page_cache"]
+fn a_folder_without_direct_io() {
+    for io in engines() {
+        let (config, pool) = (mounted().with_io(io), pool(8 * MIB));
+        let tier = config.open().unwrap();
+        let how = tier.describe().remove(0);
+        assert!(
+            !how.contains("direct I/O,") && how.contains("page cache"),
+            "{how}"
+        );
+        store(&tier, &pool, 0..16);
+        drop(tier);
+        let tier = config.open().unwrap();
+        assert_eq!(load(&tier, &pool, 0..16), 16, "{io:?}");
+        block_on(tier.remove(&(0..16).map(test_key).collect::<Vec<_>>(), soon()));
+    }
 }

@@ -81,6 +81,10 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     }
     // SAFETY: the call succeeded, so it filled the struct in.
     let stat = unsafe { stat.assume_init() };
+    if stat.f_blocks == 0 {
+        // A file system that has no size, such as one in memory, does not say.
+        return Ok(u64::MAX >> 1);
+    }
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
