@@ -379,7 +379,8 @@ def disk_restart(run):
     if run.args.peer:
         return
     folder = tempfile.mkdtemp(prefix="lmc-disk-")
-    server = Server(run.args, "--disk", os.path.join(folder, "tier"), "--disk-size", "1GiB")
+    server = Server(run.args, "--disk", os.path.join(folder, "tier"), "--disk-size", "128MiB",
+                    "--disk-keep-free", "0")
 
     def disk():
         url = f"http://127.0.0.1:{server.http}/status"

@@ -23,12 +23,12 @@ use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
-const SIZE: u64 = 6 << 30;
+const SIZE: u64 = 3 << 30;
 /// Chunks are one of these sizes, by their number.
 const SIZES: [u64; 4] = [5_000, 64 << 10, 200_000, 1 << 20];
 const WRITERS: u64 = 4;
 /// Bytes that one run writes before it rests, so that nothing is ever evicted.
-const MOST: u64 = 256 << 20;
+const MOST: u64 = 128 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn Error + Send + Sync>;
