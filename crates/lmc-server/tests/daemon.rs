@@ -249,7 +249,7 @@ fn a_wrong_command_line_ends_with_its_reason_and_code_2() {
     };
     check(&["--prot", "1"], "'--port'");
     check(&["--port", "x"], "expected a port number");
-    check(&["--l2-adapter", "{}"], "--l1-size-gb");
+    check(&["--l2-adapter", "{}"], "--disk-size");
     check(&["--transport", "grpc"], "ZeroMQ only");
     check(&["--config", "/nowhere.toml"], "cannot be read");
     check(&["--eviction-policy", "IsolatedLRU"], "--quota");
