@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
 use lmc_backend_disk::{Admit, DiskConfig, DiskIo, usable_bytes};
 use lmc_memory::Arena;
@@ -30,7 +30,8 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         })
         .with_arena(Arc::clone(arena))
         .open()
-        .context("the disk tier cannot be opened")?;
+        // Its text names the cause already.
+        .map_err(|error| anyhow!("the disk tier cannot be opened: {error}"))?;
     for (path, how) in config.disk.iter().zip(tier.describe()) {
         info!("disk: {} by {how}", path.display());
     }

@@ -64,7 +64,9 @@ pub(super) fn command() -> Command {
 pub(super) fn run(matches: &ArgMatches) -> Result<()> {
     let (verb, matches) = matches.subcommand().context("disk needs a verb")?;
     let path: &PathBuf = matches.get_one("path").expect("clap requires it");
-    let tier = DiskConfig::existing(path)?.open()?;
+    let tier = DiskConfig::existing(path).and_then(|config| config.open());
+    // Its text names the cause already.
+    let tier = tier.map_err(|error| anyhow!("{error}"))?;
     let answer = match verb {
         "inspect" => inspect(&tier),
         "verify" => verify(&tier)?,
