@@ -94,7 +94,7 @@ pub fn documentation() -> String {
          | `GET /metrics` | Prometheus' text format, see [metrics](metrics.md) |\n\
          | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
          | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\
-         | `POST /cache/clear` | empties the pool; `{\"force\": true}` also forgets what engines hold |\n\
+         | `POST /cache/clear` | empties the cache in every tier (`{\"tier\": \"l1\"}`: in memory only); `{\"force\": true}` also forgets what engines hold |\n\
          | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}` |\n\
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
