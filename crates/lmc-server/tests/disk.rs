@@ -89,7 +89,10 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}", self.port));
+        // What a killed server leaves to the next on its port.
+        for end in ["", ".lmc-owner"] {
+            let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}{end}", self.port));
+        }
     }
 }
 
