@@ -517,3 +517,63 @@ fn events_tell_what_was_stored_and_what_went() {
     let removed = removed.expect("eight slots cannot hold 26 chunks");
     assert!(first.events.iter().any(|event| event.hash == removed.hash));
 }
+
+/// Users choose it over HTTP, and the stock scheduler dies of a refusal.
+#[test]
+fn a_request_id_of_any_length_is_served_and_told_from_others() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(77, 2 * CHUNK);
+    let ids = ["a", "b"].map(|end| "x".repeat(60_000) + end);
+    assert_eq!(worker.store(&worker.key(&ids[0], &tokens, 0..2)), 2);
+    assert_eq!(
+        lookup(&mut scheduler, &worker.key(&ids[0], &tokens, 0..2)),
+        2
+    );
+    let other = prompt(78, 2 * CHUNK);
+    assert_eq!(
+        lookup(&mut scheduler, &worker.key(&ids[1], &other, 0..2)),
+        0
+    );
+    let status = Request::QueryPrefetchStatus {
+        request_id: ids[0].clone(),
+    };
+    assert_eq!(scheduler.ask(&status).expect("an answer"), Reply::Int(2));
+    ids.iter().for_each(|id| end(&mut scheduler, id));
+    server.assert_idle();
+}
+
+/// The stock worker unregisters first and ends its copies then.
+#[test]
+fn a_worker_that_unregistered_still_has_its_slots_until_it_commits_or_goes() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut other = Worker::register(&server, 2);
+    let tokens = prompt(79, 2 * CHUNK);
+    let key = worker.key("a", &tokens, 0..2);
+    let (slots, indices) = worker.prepare_store(&key);
+    let unregister = Request::Unregister {
+        instance_id: 1,
+        engine_driven: true,
+    };
+    let reply = worker.client.ask(&unregister);
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    assert_eq!(
+        server.status().usage.reserved_slots,
+        2,
+        "it may still write"
+    );
+    let elsewhere = other.key("b", &prompt(80, 2 * CHUNK), 0..2);
+    assert_eq!(other.store(&elsewhere), 2);
+    worker.fill(&key, &slots, &indices);
+    assert!(other.retrieve(&elsewhere), "the other's bytes are its own");
+    assert!(worker.commit_store(&key));
+    let again = worker.key("c", &prompt(81, CHUNK), 0..1);
+    assert!(
+        worker.prepare_store(&again).0.is_empty(),
+        "it is not registered"
+    );
+    drop(worker);
+    server.assert_idle();
+}

@@ -17,6 +17,8 @@ use crate::protocol::{
 pub(crate) const MAX_TOKENS: usize = 4 << 20;
 /// Most bytes of a model name, a request id or another name.
 pub(crate) const MAX_NAME: usize = 1024;
+/// Longest name of a request, in bytes; above [`MAX_NAME`] it is cut.
+const MAX_REQUEST_ID: usize = 1 << 20;
 /// Most characters of a cache salt, as LMCache has it.
 pub(crate) const MAX_SALT: usize = 128;
 const MAX_BLOCK_IDS: usize = 4 << 20;
@@ -195,15 +197,15 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         },
         Operation::Lookup => Request::Lookup(p.read(0, cache_key)?),
         Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus {
-            request_id: p.read(0, |r| name(r, "request_id"))?,
+            request_id: p.read(0, |r| request_id(r, "request_id"))?,
         },
         Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus {
-            request_id: p.read(0, |r| name(r, "request_id"))?,
+            request_id: p.read(0, |r| request_id(r, "request_id"))?,
             timeout: p.read(1, Reader::float)?,
         },
         Operation::FreeLookupLocks => Request::FreeLookupLocks(p.read(0, cache_key)?),
         Operation::EndSession => Request::EndSession {
-            request_id: p.read(0, |r| name(r, "request_id"))?,
+            request_id: p.read(0, |r| request_id(r, "request_id"))?,
         },
         Operation::PrepareStore => Request::PrepareStore {
             key: p.read(0, cache_key)?,
@@ -317,6 +319,20 @@ fn name(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueErro
     reader.str(what, MAX_NAME).map(str::to_owned)
 }
 
+/// A request's name. Users of an engine choose it over HTTP, at any length, and the stock
+/// scheduler takes a refusal for a failure of its own: a long one is cut and told apart by its
+/// length and checksum.
+fn request_id(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueError> {
+    const KEPT: usize = 128;
+    let text = reader.str(what, MAX_REQUEST_ID)?;
+    if text.len() <= MAX_NAME {
+        return Ok(text.to_owned());
+    }
+    let sum = lmc_memory::checksum(text.as_bytes());
+    let kept: String = text.chars().take(KEPT).collect();
+    Ok(format!("{kept}…{sum:016x}-{}", text.len()))
+}
+
 fn world_size(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
     match reader.number::<u32>("world_size")? {
         size @ 1..=65_535 => Ok(size),
@@ -367,7 +383,7 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
                 range |= 2;
             }
             "request_id" => {
-                key.request_id = name(reader, "request_id")?;
+                key.request_id = request_id(reader, "request_id")?;
                 request = true;
             }
             "cache_salt" => key.cache_salt = salt(reader)?,
@@ -506,7 +522,7 @@ fn block_allocations(reader: &mut Reader<'_>) -> Result<Vec<BlockAllocation>, Va
             };
             for _ in 0..reader.map("record", 64)? {
                 match reader.str("record field", MAX_NAME)? {
-                    "req_id" => record.request_id = name(reader, "req_id")?,
+                    "req_id" => record.request_id = request_id(reader, "req_id")?,
                     "new_block_ids" => record.blocks = count(reader)?,
                     "new_token_ids" => record.tokens = count(reader)?,
                     _ => reader.skip()?,

@@ -284,10 +284,8 @@ impl Service {
         if state.instances.remove(&instance_id).is_some() {
             tracing::info!(instance = instance_id, "worker unregistered");
         }
-        // The worker itself says that it is done, which is proof for its slots.
-        let dropped = take_transfers(&mut state, |key, _| key.instance_id == instance_id);
-        drop(state);
-        self.count_abandoned(&dropped);
+        // Its transfers stay: the stock worker ends its copies only after this is answered. They
+        // go with its commits, or with its connection.
         Reply::None
     }
 
