@@ -19,6 +19,8 @@ const JSON: &str = "docs/benchmarks/disk.json";
 /// What LMCache's `raw_block` adapter reads and writes with.
 const RAW_BLOCK: &str = "lmcache_rust_raw_block_io==0.5.7rc2";
 const RAW_BLOCK_FOLDER: &str = "target/bench-raw-block";
+/// The benchmark's own folder in the one that was named; all in it is removed.
+const OWN_FOLDER: &str = "lmc-bench-disk";
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
@@ -38,7 +40,7 @@ impl Asked {
         let mut asked = Self {
             rounds: 3,
             seconds: 2.0,
-            folder: "target/bench-disk".into(),
+            folder: Path::new("target").join(OWN_FOLDER),
             chunks: vec![256 * KIB, MIB, 4 * MIB, 16 * MIB],
             depths: vec![1, 8, 64],
             bytes: 1 << 30,
@@ -51,7 +53,7 @@ impl Asked {
             match arg.as_str() {
                 "--rounds" => asked.rounds = value()?.parse().context("--rounds")?,
                 "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
-                "--dir" => asked.folder = value()?.into(),
+                "--dir" => asked.folder = Path::new(value()?).join(OWN_FOLDER),
                 "--dry-run" => asked.dry = true,
                 "--quick" => {
                     (asked.rounds, asked.seconds, asked.bytes) = (1, 1.0, 256 << 20);
@@ -67,7 +69,16 @@ impl Asked {
             }
         }
         ensure!(asked.rounds > 0, "--rounds takes a number above 0");
+        ensure!(
+            asked.seconds.is_finite() && asked.seconds >= 0.001,
+            "--seconds takes a number of at least 0.001"
+        );
         Ok(asked)
+    }
+
+    /// Bytes that the run needs at a time: fio's file, the tier beside it, and some to spare.
+    fn room(&self) -> u64 {
+        4 * self.bytes + (2 << 30)
     }
 }
 
@@ -116,9 +127,16 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     set_up_fio()?;
     let speed = build()?;
     let _ = fs::remove_dir_all(&asked.folder);
-    fs::create_dir_all(&asked.folder)?;
+    fs::create_dir_all(&asked.folder)
+        .with_context(|| format!("{} cannot be made", asked.folder.display()))?;
+    let file_system = FileSystem::of(&asked.folder)?;
+    if let Err(refusal) = file_system.fits(asked.room()) {
+        let _ = fs::remove_dir_all(&asked.folder);
+        return Err(refusal);
+    }
     let environment = vllm::environment()?;
-    let conditions = conditions::list(&format!("{environment}/bin/lmcache"));
+    let mut conditions = conditions::list(&format!("{environment}/bin/lmcache"));
+    conditions.push(("file system", file_system.kind));
     let python = format!("{environment}/bin/python");
     set_up_raw_block(&python)?;
     let (mut cells, mut dram) = (Cells::default(), Vec::new());
@@ -140,6 +158,47 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
         )?;
     }
     Ok(true)
+}
+
+/// What the benchmark's folder lies on.
+struct FileSystem {
+    kind: String,
+    free: u64,
+}
+
+impl FileSystem {
+    fn of(folder: &Path) -> Result<Self> {
+        let mut command = Command::new("stat");
+        command.args(["--file-system", "--format=%a %S %T"]);
+        let output = command.arg(folder).output().context("stat")?;
+        Self::parse(&String::from_utf8_lossy(&output.stdout))
+            .with_context(|| format!("{command:?} printed {output:?}"))
+    }
+
+    /// Free blocks, bytes of each, and the type: `10351616 4096 ext2/ext3`.
+    fn parse(text: &str) -> Option<Self> {
+        let mut words = text.split_whitespace();
+        let blocks: u64 = words.next()?.parse().ok()?;
+        let block: u64 = words.next()?.parse().ok()?;
+        Some(Self {
+            kind: words.next()?.to_owned(),
+            free: blocks.checked_mul(block)?,
+        })
+    }
+
+    fn fits(&self, needed: u64) -> Result<()> {
+        ensure!(
+            !["tmpfs", "ramfs"].contains(&self.kind.as_str()),
+            "the folder lies in memory ({}), expected one on a drive: name it with --dir",
+            self.kind
+        );
+        ensure!(
+            self.free >= needed,
+            "expected {needed} free bytes, found {}: free some, or name another folder with --dir",
+            self.free
+        );
+        Ok(())
+    }
 }
 
 fn set_up_fio() -> Result<()> {
