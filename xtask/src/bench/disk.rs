@@ -314,7 +314,8 @@ fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Resul
         .arg(format!("--bs={chunk}"))
         .arg(format!("--iodepth={depth}"))
         .arg(format!("--size={}", 2 * asked.bytes))
-        .arg(format!("--runtime={}", asked.seconds))
+        // It cuts the fraction off a number of seconds.
+        .arg(format!("--runtime={}ms", (asked.seconds * 1e3) as u64))
         .args([
             "--ioengine=io_uring",
             "--direct=1",
@@ -358,8 +359,30 @@ fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Resul
     ))
 }
 
+/// Writes the whole of fio's file. A write cell ends when its time is up, and reads of blocks
+/// that were never written do not reach the drive.
+fn fill_fio(asked: &Asked) -> Result<()> {
+    let file = asked.folder.join("fio");
+    let filled = Command::new("fio")
+        .args(["--name=fill", "--rw=write", "--bs=4m", "--iodepth=8"])
+        .args(["--ioengine=io_uring", "--direct=1", "--output-format=json"])
+        .arg(format!("--filename={}", file.display()))
+        .arg(format!("--size={}", 2 * asked.bytes))
+        .output()
+        .context("fio")?;
+    ensure!(
+        filled.status.success(),
+        "fio: {}",
+        String::from_utf8_lossy(&filled.stderr)
+    );
+    Ok(())
+}
+
 fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
     for what in ["write", "read", "mixed"] {
+        if what == "read" {
+            fill_fio(asked)?;
+        }
         for &chunk in &asked.chunks {
             for &depth in &asked.depths {
                 let cell = format!("{what}, {}, depth {depth}", named(chunk));
