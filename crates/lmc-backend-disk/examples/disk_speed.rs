@@ -4,6 +4,9 @@
 //! each), chunks of CHUNK bytes, DEPTH operations at a time, in a tier that holds BYTES of
 //! chunks. A write counts when it is durable, a read when it is verified.
 //!
+//! `disk_speed race FOLDER CHUNK COUNT DEPTH`: stores COUNT chunks, DEPTH at a time, loads them in
+//! another order, then loads them again, outside the time, and compares every byte.
+//!
 //! `disk_speed fill FOLDER COUNT CHUNK`: stores chunks and closes; with `kill` behind it, dies by
 //! SIGKILL instead. `disk_speed open FOLDER`: opens the folder and says how long that took.
 //!
@@ -17,7 +20,9 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{Rng, block_on, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig};
-use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig, Prefault};
+use lmc_memory::{
+    Arena, ArenaConfig, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,
+};
 use tokio::task::JoinSet;
 
 type Failure = Box<dyn Error + Send + Sync>;
@@ -40,14 +45,18 @@ fn main() -> Result<(), Failure> {
             let runtime = tokio::runtime::Builder::new_current_thread().build()?;
             runtime.block_on(run(plan))
         }
+        ["race", folder, chunk, count, depth] => {
+            let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+            runtime.block_on(race(folder, chunk.parse()?, count.parse()?, depth.parse()?))
+        }
         ["fill", folder, count, chunk] => fill(folder, count.parse()?, chunk.parse()?, false),
         ["fill", folder, count, chunk, "kill"] => {
             fill(folder, count.parse()?, chunk.parse()?, true)
         }
         ["open", folder] => open(folder),
         _ => Err(
-            "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS | fill FOLDER COUNT CHUNK \
-                  [kill] | open FOLDER"
+            "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS | race FOLDER CHUNK COUNT DEPTH \
+                  | fill FOLDER COUNT CHUNK [kill] | open FOLDER"
                 .into(),
         ),
     }
@@ -91,6 +100,26 @@ fn cpu_seconds() -> f64 {
     ticks / 100.0
 }
 
+async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), String> {
+    let item = StoreItem::new(test_key(n), slot);
+    match tier
+        .store(vec![item], Instant::now() + PATIENCE)
+        .await
+        .pop()
+    {
+        Some(Ok(Stored::Written)) => Ok(()),
+        other => Err(format!("store of chunk {n}: {other:?}")),
+    }
+}
+
+async fn load(tier: Arc<DiskBackend>, n: u64, slot: ReservedSlot) -> Result<WrittenSlot, String> {
+    let item = LoadItem::new(test_key(n), slot);
+    match tier.load(vec![item], Instant::now() + PATIENCE).await.pop() {
+        Some(Loaded::Hit(slot)) => Ok(slot),
+        other => Err(format!("load of chunk {n}: {other:?}")),
+    }
+}
+
 /// One operation; the bytes that it moved.
 async fn operate(
     tier: Arc<DiskBackend>,
@@ -99,25 +128,14 @@ async fn operate(
     write: bool,
     len: u64,
 ) -> Result<u64, String> {
-    let deadline = Instant::now() + PATIENCE;
     let slot = pool.reserve(len).ok_or("the pool is too small")?;
     if write {
         // Whatever the slot held before: what a chunk is made of costs the drive the same.
-        let item = StoreItem::new(test_key(n), slot.written().seal());
-        match tier.store(vec![item], deadline).await.pop() {
-            Some(Ok(Stored::Written)) => Ok(len),
-            other => Err(format!("store of chunk {n}: {other:?}")),
-        }
+        store(tier, n, slot.written().seal()).await?;
     } else {
-        match tier
-            .load(vec![LoadItem::new(test_key(n), slot)], deadline)
-            .await
-            .pop()
-        {
-            Some(Loaded::Hit(_)) => Ok(len),
-            other => Err(format!("load of chunk {n}: {other:?}")),
-        }
+        load(tier, n, slot).await?;
     }
+    Ok(len)
 }
 
 async fn run(plan: Plan) -> Result<(), Failure> {
@@ -174,6 +192,85 @@ async fn run(plan: Plan) -> Result<(), Failure> {
     println!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}");
     tier.close(Instant::now() + PATIENCE).await?;
     fs::remove_dir_all(&plan.folder)?;
+    Ok(())
+}
+
+/// Carries out one operation for each number, so many at a time. Seconds and CPU seconds.
+async fn each<F>(
+    numbers: &[u64],
+    depth: usize,
+    start: impl Fn(u64) -> F,
+) -> Result<(f64, f64), Failure>
+where
+    F: Future<Output = Result<(), String>> + Send + 'static,
+{
+    let (begun, cpu) = (Instant::now(), cpu_seconds());
+    let mut numbers = numbers.iter();
+    let mut work = JoinSet::new();
+    loop {
+        while work.len() < depth {
+            let Some(&n) = numbers.next() else { break };
+            work.spawn(start(n));
+        }
+        let Some(done) = work.join_next().await else {
+            return Ok((begun.elapsed().as_secs_f64(), cpu_seconds() - cpu));
+        };
+        done??;
+    }
+}
+
+async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Failure> {
+    let _ = fs::remove_dir_all(folder);
+    let arena = arena((2 * depth + 4) * len.next_multiple_of(4096))?;
+    let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
+    // Chunk n holds what its number modulo DEPTH says, as in disk_peer.py.
+    let data = (0..depth).map(|seed| {
+        let mut slot = pool.reserve(len)?;
+        let mut rng = Rng::new(seed);
+        for word in slot.bytes_mut().chunks_mut(8) {
+            word.copy_from_slice(&rng.next_u64().to_le_bytes()[..word.len()]);
+        }
+        Some(slot.written().seal())
+    });
+    let data: Option<Vec<SealedSlot>> = data.collect();
+    let data = data.ok_or("the pool is too small")?;
+    let of = |n: u64| data[(n % depth) as usize].clone();
+    let tier = tier(folder, count * (len.next_multiple_of(4096) + 4096), &arena)?;
+    let mut numbers: Vec<u64> = (0..count).collect();
+    let at_once = usize::try_from(depth)?;
+    let store = |n| store(Arc::clone(&tier), n, of(n));
+    let written = each(&numbers, at_once, store).await?;
+    let mut rng = Rng::new(1);
+    for place in (1..numbers.len()).rev() {
+        numbers.swap(place, rng.below(place as u64 + 1) as usize);
+    }
+    let load = |n| {
+        let (tier, slot) = (Arc::clone(&tier), pool.reserve(len));
+        async move { load(tier, n, slot.ok_or("the pool is too small")?).await }
+    };
+    let read = each(&numbers, at_once, |n| {
+        let loaded = load(n);
+        async { loaded.await.map(drop) }
+    });
+    let read = read.await?;
+    let compare = |n| {
+        let (loaded, wanted) = (load(n), of(n));
+        async move {
+            match loaded.await?.bytes() == wanted.bytes() {
+                true => Ok(()),
+                false => Err(format!("chunk {n} came back with other bytes")),
+            }
+        }
+    };
+    each(&numbers, at_once, compare).await?;
+    let told = |(seconds, cpu): (f64, f64)| {
+        let bytes = count * len;
+        format!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}")
+    };
+    let (written, read) = (told(written), told(read));
+    println!("{{\"durable\": true, \"write\": {written}, \"read\": {read}}}");
+    tier.close(Instant::now() + PATIENCE).await?;
+    fs::remove_dir_all(folder)?;
     Ok(())
 }
 
