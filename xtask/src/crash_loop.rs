@@ -26,7 +26,7 @@ impl Asked {
         let mut asked = Self {
             rounds: 100,
             seed: now.subsec_nanos().into(),
-            folder: "target/crash-loop".into(),
+            folder: "target".into(),
         };
         let mut args = args.iter();
         while let Some(arg) = args.next() {
@@ -40,6 +40,8 @@ impl Asked {
                 other => bail!("unknown flag {other:?}, expected --rounds, --seed or --dir"),
             }
         }
+        // A folder of its own, as it is removed in the end.
+        asked.folder.push("lmc-crash-loop");
         Ok(asked)
     }
 }

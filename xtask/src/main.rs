@@ -32,7 +32,7 @@ Every developer action of lmc.
   cargo xtask crash-loop           kills the disk tier at random instants, checks what is left
       --rounds N                   kills, 100 unless given
       --seed N                     the instants of the run that printed this seed
-      --dir PATH                   a folder on the drive to use, target/crash-loop unless given
+      --dir PATH                   a folder on the drive to use, target unless given
   cargo xtask bench serve [ARGS]   lmc against LMCache's server; writes docs/benchmarks.md
   cargo xtask bench disk [ARGS]    the disk tier beside fio and LMCache's adapters; the same page
       --dir PATH                   a folder on the drive to use, target/bench-disk unless given

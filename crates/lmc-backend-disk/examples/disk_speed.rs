@@ -10,7 +10,7 @@
 //! `disk_speed fill FOLDER COUNT CHUNK`: stores chunks and closes; with `kill` behind it, dies by
 //! SIGKILL instead. `disk_speed open FOLDER`: opens the folder and says how long that took.
 //!
-//! Prints one line of JSON.
+//! FOLDER is emptied first. Prints one line of JSON.
 
 use std::error::Error;
 use std::fs;

@@ -212,12 +212,13 @@ impl EventLog {
         let log = self.log.lock();
         let next_seq = log.first_seq + log.records.len() as u64;
         // A cursor from before this start (or from the future) cannot be continued.
-        let lost = subscription.cursor + 1 < log.first_seq || subscription.cursor >= next_seq;
+        let lost = subscription.cursor.saturating_add(1) < log.first_seq
+            || subscription.cursor >= next_seq;
         let lost = lost && !(subscription.cursor == 0 && next_seq == 1);
         let from = if lost {
             log.first_seq
         } else {
-            subscription.cursor + 1
+            subscription.cursor.saturating_add(1)
         };
         let mut next_cursor = from - 1;
         let mut events = Vec::new();

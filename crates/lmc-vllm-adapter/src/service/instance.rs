@@ -227,6 +227,8 @@ enum Identity {
         blocks: GroupLayout,
         heads: u64,
         block_tokens: u64,
+        inner_planes: u64,
+        order: KvOrder,
     },
 }
 
@@ -242,20 +244,29 @@ fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), Regist
     if let Some(layouts) = token_ordered {
         return Ok((token_order(&layouts)?, layouts[0].shape()));
     }
-    let mut description = b"lmc layout 1: blocks".to_vec();
+    let mut description = b"lmc layout 2: blocks".to_vec();
     let mut shape = Vec::new();
     for group in groups {
-        let (layout, heads, block_tokens) = match group {
-            Identity::TokenOrder(layout) => (layout, 0, 0),
+        let (layout, within) = match group {
+            Identity::TokenOrder(layout) => (layout, [0; 4]),
             Identity::BlockOrder {
                 blocks,
                 heads,
                 block_tokens,
-            } => (blocks, *heads, *block_tokens),
+                inner_planes,
+                order,
+            } => {
+                let order = match order {
+                    KvOrder::TokensFirst => 1,
+                    KvOrder::HeadsFirst => 2,
+                };
+                (blocks, [*heads, *block_tokens, *inner_planes, order])
+            }
         };
         description.extend_from_slice(&Layout::single(*layout).canonical_bytes());
-        description.extend_from_slice(&heads.to_le_bytes());
-        description.extend_from_slice(&block_tokens.to_le_bytes());
+        for number in within {
+            description.extend_from_slice(&number.to_le_bytes());
+        }
         if shape.is_empty() {
             shape = layout.shape();
         }
@@ -365,14 +376,14 @@ fn describe<'a>(
         ([heads, tokens, size], true) | ([tokens, heads, size], false) => (*heads, *tokens, *size),
         _ => unreachable!("the slice above has two or three axes"),
     };
-    let mut expected = 1;
+    let mut expected = 1u64;
     for axis in (block_axis + 1..shape.len()).rev() {
         if stride[axis] != expected && shape[axis] > 1 {
             return fail(format!(
                 "a block of the KV tensors is not contiguous: shape {shape:?}, stride {stride:?}"
             ));
         }
-        expected *= shape[axis];
+        expected = expected.saturating_mul(shape[axis]);
     }
     let tokens_per_block = match u64::from(group.tokens_per_block) {
         0 => block_tokens,
@@ -425,11 +436,12 @@ impl Described<'_> {
             && self.block_tokens == self.tokens_per_block
             && (self.order == KvOrder::TokensFirst || self.heads == 1);
         if !tokens_adjacent {
-            let (heads, block_tokens) = (self.heads, self.block_tokens);
             return Ok(Identity::BlockOrder {
                 blocks,
-                heads,
-                block_tokens,
+                heads: self.heads,
+                block_tokens: self.block_tokens,
+                inner_planes: self.inner_planes,
+                order: self.order,
             });
         }
         let hidden = u32::try_from(self.heads * self.head_size).map_err(invalid)?;
