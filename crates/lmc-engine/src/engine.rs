@@ -233,6 +233,9 @@ impl CacheEngine {
     pub fn reserve(&self, owner: OwnerId, requests: &[WriteRequest]) -> Vec<Reservation> {
         let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
         self.0.tier.touch(&prompt);
+        // What goes down on eviction is not offered after a clear that forgot it.
+        let lower = self.0.lower.as_ref();
+        let _epoch = lower.map(Lower::epoch);
         let reserve = |request: &WriteRequest| {
             let WriteRequest {
                 key,
@@ -264,15 +267,20 @@ impl CacheEngine {
             return new(&self.0.tier.commit(writes));
         };
         let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
+        // No clear comes in between: neither do these leases keep a chunk from it, nor is a chunk
+        // offered that it has forgotten.
+        let _epoch = lower.epoch();
         let (inserted, leases) = self.0.tier.commit_leased(COPIER, writes);
-        let offers = named.into_iter().zip(leases.iter()).zip(&inserted);
-        let offers = offers.filter(|(_, inserted)| **inserted == Inserted::New);
-        let offer = |(((key, parent), slot), _): (_, &Inserted)| {
-            let slot: &SealedSlot = slot;
+        let found = named.into_iter().zip(&inserted);
+        let found = found.filter(|(_, inserted)| **inserted != Inserted::Cleared);
+        let offers = found.zip(leases.iter());
+        let offers = offers.filter(|((_, inserted), _)| **inserted == Inserted::New);
+        let offer = |(((key, parent), _), slot): (((_, _), &Inserted), &SealedSlot)| {
             let slot = slot.clone();
             OfferItem { key, parent, slot }
         };
         lower.offer(&offers.map(offer).collect::<Vec<_>>());
+        drop(leases);
         new(&inserted)
     }
 
@@ -414,7 +422,12 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
             return;
         };
         inner.tier.pool().recover();
-        while inner.tier.maintain(EVICT_AT_ONCE).more {
+        let more = || {
+            let lower = inner.lower.as_ref();
+            let _epoch = lower.map(Lower::epoch);
+            inner.tier.maintain(EVICT_AT_ONCE).more
+        };
+        while more() {
             thread::yield_now();
         }
     }

@@ -10,7 +10,7 @@ use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, check_value, fill_val
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
     CacheEngine, CopyDown, EngineConfig, Leases, LowerStatus, OwnerId, Reservation, TenantId,
-    WriteRequest,
+    WriteRequest, WriteTicket,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::ArenaConfig;
@@ -47,8 +47,8 @@ fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
     numbers.map(test_key).collect()
 }
 
-/// Stores the chunks of one prompt; how many were new.
-fn write(engine: &CacheEngine, numbers: Range<u64>) -> usize {
+/// Begins to store the chunks of one prompt.
+fn reserve(engine: &CacheEngine, numbers: Range<u64>) -> Vec<WriteTicket> {
     let first = numbers.start;
     let request = |n: u64| WriteRequest {
         key: test_key(n),
@@ -65,7 +65,12 @@ fn write(engine: &CacheEngine, numbers: Range<u64>) -> usize {
             tickets.push(ticket);
         }
     }
-    engine.commit(tickets)
+    tickets
+}
+
+/// Stores the chunks of one prompt; how many were new.
+fn write(engine: &CacheEngine, numbers: Range<u64>) -> usize {
+    engine.commit(reserve(engine, numbers))
 }
 
 /// What a request does: looks up, and waits for what comes up.
@@ -244,6 +249,49 @@ fn clearing_forgets_what_is_above_below_and_on_its_way() {
     assert_eq!(engine.leading(&keys(0..8)), 0);
     assert!(engine.below(&keys(0..8)).is_empty() && engine.below(&keys(20..24)).is_empty());
     assert_idle(&engine);
+}
+
+#[test]
+fn nothing_comes_up_while_all_is_being_forgotten() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.clear_dram(true);
+    // A copy under way keeps the clear from emptying the tier for a while.
+    tier.shut();
+    write(&engine, 20..24);
+    until("they are copied", || status(&engine).queued_bytes > 0);
+    let clearing = {
+        let engine = engine.clone();
+        thread::spawn(move || engine.clear(true))
+    };
+    until("the clear has begun", || {
+        engine.below(&keys(0..8)).is_empty()
+    });
+    let rising = fetch(&engine, 2, keys(0..8));
+    tier.open();
+    assert_eq!(rising.recv_timeout(PATIENCE).expect("in time").len(), 0);
+    assert!(clearing.join().expect("it only waits").complete);
+    assert_eq!(engine.leading(&keys(0..8)), 0);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_write_begun_before_a_clear_is_found_in_no_tier_after_it() {
+    for copy_down in [CopyDown::OnCommit, CopyDown::OnEviction] {
+        let lower = Arc::new(MemoryBackend::default());
+        let engine = engine_with(64, lower, |config| config.copy_down = copy_down);
+        let begun = reserve(&engine, 0..4);
+        engine.clear(false);
+        assert_eq!(engine.commit(begun), 0);
+        settle(&engine);
+        assert_eq!(engine.leading(&keys(0..4)), 0);
+        assert!(engine.below(&keys(0..4)).is_empty());
+        assert_eq!(write(&engine, 0..4), 4, "a write begun after it is");
+        assert_eq!(engine.leading(&keys(0..4)), 4);
+        assert_idle(&engine);
+    }
 }
 
 #[test]

@@ -57,6 +57,7 @@ impl LocalTier {
         let inserted = self.commit(vec![reservation.written(item.parent)]);
         Ok(match inserted[..] {
             [Inserted::Present] => Stored::Present,
+            [Inserted::Cleared] => Stored::Declined,
             _ => Stored::Written,
         })
     }

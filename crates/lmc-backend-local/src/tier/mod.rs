@@ -52,6 +52,8 @@ pub(crate) struct Inner {
     /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
     clock: AtomicU64,
     reservations: AtomicU64,
+    /// How often the tier was cleared.
+    epoch: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn EventSink>>,
     /// Bytes of the pool in use where watermark eviction starts, and where it stops.
@@ -87,6 +89,7 @@ impl LocalTier {
             writes: Owners::default(),
             clock: AtomicU64::new(1),
             reservations: AtomicU64::new(0),
+            epoch: AtomicU64::new(0),
             counters: Counters::default(),
             events: config.events,
             watermarks: (part(config.high), part(config.low)),

@@ -1,6 +1,7 @@
 //! Finding, leasing, pinning, removing, listing.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use lmc_backend::Cursor;
 use lmc_key::ChunkKey;
@@ -172,11 +173,13 @@ impl LocalTier {
         removed
     }
 
-    /// Takes many chunks out at once and says how many. Chunks that come in meanwhile may stay.
+    /// Takes many chunks out at once and says how many. A chunk whose write had begun is not found
+    /// afterwards either; one that begins meanwhile may stay.
     pub fn clear(&self, which: Clear) -> u64 {
         // Locks are held for this many chunks at a time.
         const AT_ONCE: usize = 256;
         let inner = &self.0;
+        inner.epoch.fetch_add(1, Ordering::Relaxed);
         let mut cleared = 0;
         for shard in &inner.shards {
             let mut start = 0;

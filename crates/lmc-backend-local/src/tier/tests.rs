@@ -3,7 +3,7 @@
 //! The model does not predict victims. It learns of them from the events, and checks of each
 //! that it was one that may go; everything else it predicts.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use lmc_backend::Cursor;
@@ -156,6 +156,8 @@ struct Rig {
     /// Leases with the incarnation of each.
     leases: Vec<(Leases, Vec<(ChunkKey, u64)>)>,
     open: Vec<Reservation>,
+    /// Keys of those that were open when the tier was cleared.
+    outdated: BTreeSet<ChunkKey>,
     quotas: BTreeMap<u32, u64>,
     parents_evicted: u64,
     units: u64,
@@ -185,6 +187,7 @@ impl Rig {
             incarnations: 0,
             leases: Vec::new(),
             open: Vec::new(),
+            outdated: BTreeSet::new(),
             quotas: BTreeMap::new(),
             parents_evicted: 0,
             units,
@@ -362,8 +365,11 @@ impl Rig {
 
     fn inserted(&mut self, tenant: TenantId, asked: &[u64], answers: &[Inserted]) {
         for (n, answer) in asked.iter().zip(answers) {
-            let was_there = self.resident.contains_key(&test_key(*n));
-            assert_eq!(*answer == Inserted::Present, was_there);
+            let expected = match self.resident.contains_key(&test_key(*n)) {
+                true => Inserted::Present,
+                false => Inserted::New,
+            };
+            assert_eq!(*answer, expected);
         }
         self.learn(tenant, asked);
     }
@@ -411,8 +417,15 @@ impl Rig {
                 }
                 let reservation = self.open.remove(0);
                 let key = reservation.mark.key();
-                if !commit {
-                    drop(reservation);
+                let outdated = self.outdated.remove(&key);
+                if !commit || outdated {
+                    if commit {
+                        let write = reservation.written(None);
+                        let (answers, leases) = self.tier.commit_leased(OwnerId(0), vec![write]);
+                        assert_eq!((answers, leases.len()), (vec![Inserted::Cleared], 0));
+                    } else {
+                        drop(reservation);
+                    }
                     assert!(!self.tier.is_writing(&key));
                     return;
                 }
@@ -537,6 +550,8 @@ impl Rig {
                 assert_eq!(self.tier.clear(which), (before - left.len()) as u64);
                 self.learn(TenantId(0), &[]);
                 assert_eq!(self.resident.keys().copied().collect::<Vec<_>>(), left);
+                let open = self.open.iter().map(|open| open.mark.key());
+                self.outdated.extend(open);
             }
             Op::Quota { tenant, units } => {
                 let quota = units.map(|units| units * UNIT * self.units);

@@ -26,13 +26,16 @@ pub struct NewChunk {
     pub slot: WrittenSlot,
 }
 
-/// What became of a chunk that was inserted. Either way its key is found by the next lookup.
+/// What became of a chunk that was inserted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inserted {
     /// It is in the index now.
     New,
     /// Its key was there before, with these bytes; the new slot went back to the pool.
     Present,
+    /// The tier was cleared after this write had begun: it is not found, and its slot went back
+    /// to the pool.
+    Cleared,
 }
 
 /// The answer to [`LocalTier::begin_write`].
@@ -76,6 +79,8 @@ pub struct InFlight {
     key: ChunkKey,
     len: u64,
     number: u64,
+    /// How often the tier had been cleared when this write began.
+    epoch: u64,
 }
 
 impl InFlight {
@@ -140,6 +145,7 @@ impl LocalTier {
         let fold = key.fold();
         let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
         let mut shard = inner.shards[inner.shard_of(fold)].lock();
+        let epoch = inner.epoch.load(Ordering::Relaxed);
         if shard.find(fold, &key).is_some() {
             return Ok(WriteStart::Present);
         }
@@ -160,6 +166,7 @@ impl LocalTier {
             key,
             len: 0,
             number,
+            epoch,
         };
         let slot = inner.reserve(len, &mark.tenant)?;
         mark.tenant.begin_write(len);
@@ -176,7 +183,8 @@ impl LocalTier {
     }
 
     /// Makes written chunks findable. One answer for each, in order; a batch is best given in the
-    /// order of the prompt.
+    /// order of the prompt. A write that was begun before [`LocalTier::clear`] is not found after
+    /// it.
     ///
     /// # Panics
     /// When one was begun on another tier: its memory is not of this pool.
@@ -184,7 +192,8 @@ impl LocalTier {
         self.commit_with(writes, None).0
     }
 
-    /// Makes written chunks findable and leases each at once, before anything can evict it.
+    /// Makes written chunks findable and leases each at once, before anything can evict it. The
+    /// leases are those of the chunks that are found, in order.
     ///
     /// # Panics
     /// As [`LocalTier::commit`].
@@ -194,6 +203,7 @@ impl LocalTier {
 
     fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
         let (mut marks, mut chunks) = (Vec::new(), Vec::new());
+        let mut epochs = Vec::new();
         for Write { mark, parent, slot } in writes {
             assert!(
                 Arc::ptr_eq(&mark.tier, self.inner()),
@@ -205,9 +215,10 @@ impl LocalTier {
                 tenant: mark.tenant.id,
                 slot,
             });
+            epochs.push(mark.epoch);
             marks.push(mark);
         }
-        let inserted = self.insert_with(chunks, owner);
+        let inserted = self.insert_with(chunks, owner, &epochs);
         // Only now: no lookup finds the key neither present nor being written.
         drop(marks);
         inserted
@@ -216,18 +227,20 @@ impl LocalTier {
     /// Makes chunks findable that were written without a mark. One answer for each, in order; a
     /// batch is best given in the order of the prompt.
     pub fn insert(&self, chunks: Vec<NewChunk>) -> Vec<Inserted> {
-        self.insert_with(chunks, None).0
+        self.insert_with(chunks, None, &[]).0
     }
 
     /// Makes chunks findable and leases each at once, before anything can evict it.
     pub fn insert_leased(&self, owner: OwnerId, chunks: Vec<NewChunk>) -> (Vec<Inserted>, Leases) {
-        self.insert_with(chunks, Some(owner))
+        self.insert_with(chunks, Some(owner), &[])
     }
 
+    /// `epochs` are those in which the writes began; a chunk without one is of today.
     fn insert_with(
         &self,
         chunks: Vec<NewChunk>,
         owner: Option<OwnerId>,
+        epochs: &[u64],
     ) -> (Vec<Inserted>, Leases) {
         let inner = self.inner();
         let count = chunks.len();
@@ -245,13 +258,20 @@ impl LocalTier {
         let mut names = vec![EntryRef::NONE; count];
         let mut leased: Vec<Option<Leased>> = Vec::new();
         leased.resize_with(count, || None);
-        let mut duplicates = Vec::new();
+        let (mut duplicates, mut cleared) = (Vec::new(), Vec::new());
         let first = inner.stamps(count);
         for (shard, places) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
+            // Under the lock: a clear that this does not see yet has still to come by here.
+            let epoch = inner.epoch.load(Ordering::Relaxed);
             for &place in places {
                 let place = place as usize;
                 let chunk = chunks[place].take().expect("each place comes once");
+                if epochs.get(place).is_some_and(|&begun| begun != epoch) {
+                    inserted[place] = Inserted::Cleared;
+                    cleared.push(chunk.slot);
+                    continue;
+                }
                 let (fold, stamp) = (batch.folds[place], first + (count - 1 - place) as u64);
                 let index = match shard.find(fold, &chunk.key) {
                     Some(index) => {
@@ -275,17 +295,18 @@ impl LocalTier {
             shard.publish();
         }
         inner.counters.duplicates.add(duplicates.len() as u64);
-        drop(duplicates);
+        drop((duplicates, cleared));
         inner.link_all(&names, &lineage);
+        let leased: Vec<_> = leased.into_iter().flatten().collect();
         let owner = match owner {
             Some(owner) => {
-                inner.leases.take(owner, count as u64);
-                inner.counters.leased.add(count as u64);
+                inner.leases.take(owner, leased.len() as u64);
+                inner.counters.leased.add(leased.len() as u64);
                 owner
             }
             None => OwnerId::default(),
         };
-        let leases = Leases::new(inner, owner, leased.into_iter().flatten().collect());
+        let leases = Leases::new(inner, owner, leased);
         // A slot that was reserved without a mark did not count until now.
         for tenant in &tenants {
             if tenant.quota().is_some() {

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lmc_backend::{LoadItem, Loaded};
@@ -93,6 +94,9 @@ impl Lower {
 
 impl Shared {
     fn locate(&self, keys: &[ChunkKey]) -> Vec<Source> {
+        if self.clearing.load(Ordering::SeqCst) > 0 {
+            return Vec::new();
+        }
         // Most prompts that DRAM does not know are known to nobody.
         if keys.is_empty() || (keys.len() > 1 && self.locate(&keys[..1]).is_empty()) {
             return Vec::new();
@@ -174,6 +178,8 @@ impl Shared {
 
     /// Leases what is in DRAM of a part of a prompt, and takes room for what is not.
     fn prepare(&self, prompt: &Prompt, window: Range<usize>) -> Part {
+        // What is evicted for it is not offered after a clear that forgot it.
+        let _epoch = self.epoch.read();
         // What was in DRAM when the prompt was looked at may have made room for its head.
         let sources = self.locate(&prompt.keys[window.clone()]);
         let mut part = Part {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Cursor, Health};
 use lmc_backend_local::LocalTier;
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
@@ -104,6 +104,8 @@ pub(crate) struct Shared {
     store_deadline: Duration,
     /// Changes when everything is forgotten: what was read before must not be found after.
     epoch: RwLock<u64>,
+    /// Clears under way. Meanwhile nothing comes up: what the tiers still have is to be forgotten.
+    clearing: AtomicU64,
 }
 
 /// The tiers below DRAM, with the threads that serve them.
@@ -136,6 +138,7 @@ impl Lower {
             fetch_deadline: config.fetch_deadline,
             store_deadline: config.store_deadline,
             epoch: RwLock::new(0),
+            clearing: AtomicU64::new(0),
         });
         let runtime = Builder::new_multi_thread()
             .worker_threads(2)
@@ -154,6 +157,12 @@ impl Lower {
     /// Offers chunks to every tier. Never waits: what is too much is dropped and counted.
     pub(crate) fn offer(&self, items: &[OfferItem]) {
         self.shared.offer(items);
+    }
+
+    /// While this is held nothing is forgotten. Whoever evicts or commits chunks and offers them
+    /// holds it over both.
+    pub(crate) fn epoch(&self) -> RwLockReadGuard<'_, u64> {
+        self.shared.epoch.read()
     }
 
     /// For whoever offers chunks and must not keep the tiers alive.
@@ -209,6 +218,7 @@ impl Lower {
     ///
     /// How many chunks went from below, and whether all did.
     pub(crate) fn clear<T>(&self, deadline: Instant, above: impl FnOnce() -> T) -> (T, u64, bool) {
+        self.shared.clearing.fetch_add(1, Ordering::SeqCst);
         let done = {
             let mut epoch = self.shared.epoch.write();
             *epoch += 1;
@@ -220,6 +230,7 @@ impl Lower {
         };
         let shared = Arc::clone(&self.shared);
         let cleared = self.wait(deadline, async move { shared.clear(deadline).await });
+        self.shared.clearing.fetch_sub(1, Ordering::SeqCst);
         let (removed, all) = cleared.unwrap_or((0, false));
         (done, removed, all)
     }
