@@ -160,8 +160,12 @@ impl CacheEngine {
 
     /// Leases the leading chunks of a prompt that are in DRAM. They stay until the leases go.
     pub fn lookup(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        let offered = self.0.copy_down == CopyDown::OnCommitAndHit;
+        let lower = self.0.lower.as_ref().filter(|_| offered);
+        // No clear comes between what is found and what is offered.
+        let _epoch = lower.map(Lower::epoch);
         let leases = self.0.tier.lease_leading(owner, keys);
-        if let (Some(lower), CopyDown::OnCommitAndHit) = (&self.0.lower, self.0.copy_down) {
+        if let Some(lower) = lower {
             let offer = |(place, slot): (usize, &SealedSlot)| OfferItem {
                 key: keys[place],
                 parent: place.checked_sub(1).map(|before| keys[before]),
