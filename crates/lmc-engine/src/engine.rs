@@ -393,6 +393,11 @@ impl CacheEngine {
         iter::once(dram).chain(lower).collect()
     }
 
+    /// Chunks that are leased now, each counted for each lease.
+    pub fn leases(&self) -> u64 {
+        self.0.tier.leases()
+    }
+
     /// What is held at this moment.
     pub fn usage(&self) -> EngineUsage {
         let prefaulted = self.arena().prefault_progress().done;

@@ -3,7 +3,9 @@
 mod common;
 
 use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end, lookup, prompt};
-use lmc_vllm_adapter::{CacheKey, KvEventKind, Operation, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
+};
 
 #[test]
 fn a_prompt_that_was_stored_is_found_and_read_back_byte_for_byte() {
@@ -489,7 +491,7 @@ fn events_tell_what_was_stored_and_what_went() {
         max_events: 100,
     };
     let uid = reader.send(&subscribe).expect("sent");
-    let batch = |reader: &mut lmc_vllm_adapter::Client| match reader
+    let batch = |reader: &mut Client| match reader
         .receive(uid, Operation::SubscribeKvEvents)
         .expect("a batch")
     {
@@ -575,5 +577,141 @@ fn a_worker_that_unregistered_still_has_its_slots_until_it_commits_or_goes() {
         "it is not registered"
     );
     drop(worker);
+    server.assert_idle();
+}
+
+fn register(server: &Server, context: EngineDrivenContext) -> Client {
+    let mut client = server.client();
+    let reply = client.ask(&Request::RegisterEngineDriven(context));
+    assert!(matches!(reply, Ok(Reply::Registered { .. })), "{reply:?}");
+    client
+}
+
+#[test]
+fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
+    let server = Server::start();
+    let mut workers: Vec<(Client, CacheKey, u64)> = (0..2)
+        .map(|rank| {
+            let context = EngineDrivenContext {
+                instance_id: 10 + rank,
+                model_name: MODEL.to_owned(),
+                world_size: 2,
+                block_size: 4,
+                num_layers: 2 + rank as u32,
+                hidden_dim_size: 8,
+                dtype: "float32".to_owned(),
+                use_mla: false,
+                num_physical_slots: Some(CHUNK as u32),
+            };
+            let key = CacheKey {
+                model_name: MODEL.to_owned(),
+                world_size: 2,
+                worker_id: Some(rank as u32),
+                token_ids: prompt(8, 3 * CHUNK),
+                start: 0,
+                end: 3 * CHUNK as u64,
+                request_id: "a".to_owned(),
+                cache_salt: String::new(),
+                num_kv_readers: 1,
+            };
+            (register(&server, context), key, 10 + rank)
+        })
+        .collect();
+    let mut scheduler = server.client();
+    let whole = workers[0].1.clone();
+    assert_eq!(lookup(&mut scheduler, &whole), 0);
+    for (number, (client, key, instance_id)) in workers.iter_mut().enumerate() {
+        let (key, instance_id) = (key.clone(), *instance_id);
+        let prepare = Request::PrepareStore {
+            key: key.clone(),
+            instance_id,
+        };
+        let reply = client.ask(&prepare).expect("an answer");
+        assert!(matches!(reply, Reply::StoreSlots { slots, .. } if slots.len() == 3));
+        let commit = Request::CommitStore {
+            key,
+            instance_id,
+            pickled: 0,
+        };
+        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        let both = number == 1;
+        assert_eq!(lookup(&mut scheduler, &whole), if both { 3 } else { 0 });
+    }
+    end(&mut scheduler, "a");
+    server.assert_idle();
+}
+
+#[test]
+fn slots_asked_for_again_on_a_new_connection_outlive_the_old_one() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(12, 2 * CHUNK);
+    let key = worker.key("a", &tokens, 0..2);
+    let (slots, indices) = worker.prepare_store(&key);
+    let old = std::mem::replace(&mut worker.client, server.client());
+    assert_eq!(worker.prepare_store(&key), (slots.clone(), indices.clone()));
+    drop(old);
+    server.eventually("the old connection is over", |status| {
+        status.transport.connections_open == 1
+    });
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    worker.fill(&key, &slots, &indices);
+    assert!(worker.commit_store(&key));
+    assert!(worker.retrieve(&key));
+    server.assert_idle();
+}
+
+#[test]
+fn slots_asked_for_twice_at_once_are_held_once() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut again = server.client();
+    for round in 0..500 {
+        let key = worker.key("a", &prompt(round, 8 * CHUNK), 0..8);
+        let ask = |client: &mut Client| {
+            let key = key.clone();
+            let request = Request::PrepareStore {
+                key,
+                instance_id: 1,
+            };
+            match client.ask(&request).expect("an answer") {
+                Reply::StoreSlots { slots, .. } => slots,
+                other => panic!("unexpected {other:?}"),
+            }
+        };
+        let (first, second) = std::thread::scope(|scope| {
+            let second = scope.spawn(|| ask(&mut again));
+            (ask(&mut worker.client), second.join().expect("an answer"))
+        });
+        // Whoever was told of slots was told of those that are held.
+        let told: std::collections::BTreeSet<u64> = first
+            .iter()
+            .chain(&second)
+            .map(|slot| slot.offset)
+            .collect();
+        let held = server.status().usage.reserved_slots as usize;
+        assert_eq!(told.len(), held, "round {round}");
+        worker.commit_store(&key);
+        assert!(held > 0);
+        server.service.engine().clear(true);
+    }
+    server.assert_idle();
+}
+
+#[test]
+fn a_store_prepared_before_a_clear_is_not_found_after_it() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let key = worker.key("a", &prompt(13, 2 * CHUNK), 0..2);
+    let (slots, indices) = worker.prepare_store(&key);
+    let cleared = scheduler.ask(&Request::Clear { force: false });
+    assert_eq!(cleared.expect("an answer"), Reply::None);
+    worker.fill(&key, &slots, &indices);
+    worker.commit_store(&key);
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    assert_eq!(worker.store(&key), 2);
+    assert_eq!(lookup(&mut scheduler, &key), 2);
+    end(&mut scheduler, "a");
     server.assert_idle();
 }

@@ -114,15 +114,16 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
     sink(&server);
     tier.shut();
     let mut waiting = server.client();
-    let mut scheduler = server.client();
+    let mut other = server.client();
     begin_lookup(&mut waiting, &named(&key, "a"));
     let uid = waiting.send(&wait("a", 10.0)).expect("sent");
-    // The wait holds up neither its own connection nor others.
-    assert_eq!(status(&mut scheduler, "a"), Reply::None);
+    // The wait holds up neither its own connection nor others, whose request this is not.
+    assert_eq!(status(&mut other, "a"), Reply::Int(0));
+    assert_eq!(status(&mut waiting, "a"), Reply::None);
     tier.open();
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(3));
-    end(&mut scheduler, "a");
+    end(&mut waiting, "a");
 
     // The request ends while somebody waits for its lookup.
     sink(&server);
@@ -130,7 +131,7 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
     begin_lookup(&mut waiting, &named(&key, "b"));
     let uid = waiting.send(&wait("b", 10.0)).expect("sent");
     server.eventually("it is read", |_| tier.loads() == 6);
-    end(&mut scheduler, "b");
+    end(&mut waiting, "b");
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(0));
     tier.open();
@@ -153,7 +154,7 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
         waiting.ask(&wait("c", 10.0)).expect("an answer"),
         Reply::Int(3)
     );
-    end(&mut scheduler, "c");
+    end(&mut waiting, "c");
     server.assert_idle();
 }
 

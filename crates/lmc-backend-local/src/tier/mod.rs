@@ -136,6 +136,11 @@ impl LocalTier {
         }
     }
 
+    /// Leases there are now.
+    pub fn leases(&self) -> u64 {
+        self.0.leases.total()
+    }
+
     /// Leases that an owner holds.
     pub fn leases_of(&self, owner: OwnerId) -> u64 {
         self.0.leases.of(owner)

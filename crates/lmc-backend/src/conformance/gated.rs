@@ -22,6 +22,7 @@ pub struct Gated<B> {
     inner: B,
     gate: Arc<Mutex<Gate>>,
     loads: AtomicU64,
+    stores: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -43,6 +44,7 @@ impl<B: Backend> Gated<B> {
             inner,
             gate: Arc::default(),
             loads: AtomicU64::new(0),
+            stores: AtomicU64::new(0),
         }
     }
 
@@ -61,6 +63,11 @@ impl<B: Backend> Gated<B> {
     /// Chunks that loads have asked for so far, at the gate or through it.
     pub fn loads(&self) -> u64 {
         self.loads.load(Ordering::Relaxed)
+    }
+
+    /// Chunks that were to be stored so far, at the gate or through it.
+    pub fn stores(&self) -> u64 {
+        self.stores.load(Ordering::Relaxed)
     }
 
     /// False when the deadline came first.
@@ -121,6 +128,7 @@ impl<B: Backend> Backend for Gated<B> {
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+        self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
         Box::pin(async move {
             if self.pass(deadline).await {
                 return self.inner.store(items, deadline).await;

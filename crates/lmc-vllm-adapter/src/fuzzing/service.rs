@@ -489,6 +489,12 @@ impl Run<'_> {
             }
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
+            // Copies run to their end one after the other, so there is none under way.
+            (Outcome::Quiet(entrance), _) => {
+                let (told, quiet) = std::sync::mpsc::channel();
+                entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
+                quiet.try_recv().expect("no copy is under way");
+            }
             (Outcome::Wait(_), request) => panic!("{request:?} waits, and all is in DRAM"),
             (
                 Outcome::Job(job),

@@ -22,18 +22,25 @@ pub struct ServiceConfig {
     /// Age at which a prepared transfer counts as overdue. It is not taken back by time: the
     /// worker may still be copying. Default: 300 s.
     pub transfer_deadline: Duration,
+    /// Time from a request that the server copies to its end; a copy that has not begun in half of
+    /// it is not made. A worker that has heard nothing for 10 s gives its blocks away. Default:
+    /// 10 s.
+    pub copy_deadline: Duration,
     /// Silence after which a worker that has sent signs of life is removed; zero never does.
     /// Default: 120 s.
     pub reap_timeout: Duration,
     /// The same for a worker that never sent one. Default: 3600 s.
     pub registration_grace: Duration,
     /// Time between the end of a worker's connection and its removal, in which it may come
-    /// back. Default: 10 s.
+    /// back; a stock one looks every 10 s. Default: 30 s.
     pub orphan_grace: Duration,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,
+    /// Chunks that lookups hold at a time, each counted for each rank. Default: 4,194,304, which
+    /// take 128 MiB.
+    pub max_lookup_leases: u64,
     /// Workers at a time. Default: 4,096.
     pub max_instances: usize,
     /// Prepared transfers of one worker. Default: 1,024.
@@ -59,11 +66,13 @@ impl ServiceConfig {
             lookup_lease: Duration::from_secs(300),
             session_ttl: Duration::from_secs(600),
             transfer_deadline: Duration::from_secs(300),
+            copy_deadline: Duration::from_secs(10),
             reap_timeout: Duration::from_secs(120),
             registration_grace: Duration::from_secs(3600),
-            orphan_grace: Duration::from_secs(10),
+            orphan_grace: Duration::from_secs(30),
             kv_event_log_size: 32_768,
             max_sessions: 65_536,
+            max_lookup_leases: 4 << 20,
             max_instances: 4096,
             max_transfers: 1024,
             transfer_threads: 2,

@@ -13,8 +13,8 @@ use tokio::sync::watch;
 use crate::protocol::{EngineDrivenContext, Operation, RegisterKvCache, Reply, Request};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::events::{EventLog, NextBatch, Subscription};
-use crate::service::instance::{Instance, RegisterError};
-use crate::service::job::{Job, Workers};
+use crate::service::instance::{Instance, RegisterError, Transport};
+use crate::service::job::{Job, Lane, Workers};
 use crate::service::session::Wait;
 use crate::service::spaces::Spaces;
 use crate::service::state::State;
@@ -38,6 +38,8 @@ pub(super) struct Shared {
     pub(super) memo: HashMemo,
     pub(super) copies: CopyPool,
     pub(super) workers: Workers,
+    /// Runs clears, one after the other.
+    clears: Workers,
     pub(super) events: Arc<EventLog>,
     pub(super) spaces: Arc<Spaces>,
     pub(super) state: Mutex<State>,
@@ -70,7 +72,8 @@ impl Service {
         let shared = Shared {
             memo: HashMemo::new(config.hash_memo_bytes),
             copies: CopyPool::new(config.copy_threads)?,
-            workers: Workers::start(config.transfer_threads)?,
+            workers: Workers::start("lmc-transfer", config.transfer_threads)?,
+            clears: Workers::start("lmc-clear", 1)?,
             events,
             spaces,
             state: Mutex::default(),
@@ -107,7 +110,7 @@ impl Service {
             Request::RegisterEngineDriven(context) => {
                 self.register_engine_driven(client, &context, now)
             }
-            Request::Unregister { instance_id, .. } => self.unregister(instance_id),
+            Request::Unregister { instance_id, .. } => return self.unregister(instance_id),
             Request::Store {
                 key,
                 instance_id,
@@ -131,16 +134,18 @@ impl Service {
                 );
             }
             Request::Lookup(key) => self.lookup(client, &key, now),
-            Request::QueryPrefetchStatus { request_id } => self.prefetch_status(&request_id, now),
+            Request::QueryPrefetchStatus { request_id } => {
+                self.prefetch_status(client, &request_id, now)
+            }
             Request::WaitPrefetchStatus {
                 request_id,
                 timeout,
-            } => match self.prefetch_status(&request_id, now) {
-                Reply::None => return Outcome::Wait(Wait::new(request_id, timeout, now)),
+            } => match self.prefetch_status(client, &request_id, now) {
+                Reply::None => return Outcome::Wait(Wait::new(client, request_id, timeout, now)),
                 known => known,
             },
-            Request::FreeLookupLocks(key) => self.free_lookup_locks(&key, now),
-            Request::EndSession { request_id } => self.end_session(&request_id),
+            Request::FreeLookupLocks(key) => self.free_lookup_locks(client, &key, now),
+            Request::EndSession { request_id } => self.end_session(client, &request_id),
             Request::PrepareStore { key, instance_id } => {
                 self.prepare_store(client, &key, instance_id, now)
             }
@@ -195,9 +200,11 @@ impl Service {
             engine.clear(force);
             return Outcome::Reply(Reply::None);
         }
-        Outcome::Job(Job::new(move || match engine.clear(force).complete {
-            true => Reply::None,
-            false => refuse("a tier below memory could not forget all it had: see its health"),
+        Outcome::Job(Job::new(Lane::Clear, move || {
+            match engine.clear(force).complete {
+                true => Reply::None,
+                false => refuse("a tier below memory could not forget all it had: see its health"),
+            }
         }))
     }
 
@@ -230,7 +237,7 @@ impl Service {
         self.add_instance(registration.instance_id, instance, Reply::None)
     }
 
-    fn add_instance(
+    pub(super) fn add_instance(
         &self,
         instance_id: u64,
         instance: Result<Instance, RegisterError>,
@@ -259,6 +266,18 @@ impl Service {
             add(&counters.over_limit, 1);
             return refuse("too many workers are registered");
         }
+        if let Some(known) = state.instances.get(&instance_id) {
+            let connected = known.orphaned.is_none() && known.client != instance.client;
+            if connected && known.fingerprint != instance.fingerprint {
+                add(&counters.registrations_refused, 1);
+                return refuse(&format!(
+                    "a worker of another layout is connected under instance_id {instance_id}"
+                ));
+            }
+            if known.fingerprint == instance.fingerprint {
+                instance.ranks.clone_from(&known.ranks);
+            }
+        }
         tracing::info!(
             instance = instance_id,
             model = %instance.model,
@@ -278,15 +297,19 @@ impl Service {
         registered
     }
 
-    fn unregister(&self, instance_id: u64) -> Reply {
+    fn unregister(&self, instance_id: u64) -> Outcome {
         self.shared.events.unsubscribe(instance_id);
-        let mut state = self.shared.state.lock();
-        if state.instances.remove(&instance_id).is_some() {
-            tracing::info!(instance = instance_id, "worker unregistered");
-        }
+        let removed = self.shared.state.lock().instances.remove(&instance_id);
+        let Some(instance) = removed else {
+            return Outcome::Reply(Reply::None);
+        };
+        tracing::info!(instance = instance_id, "worker unregistered");
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
-        // go with its commits, or with its connection.
-        Reply::None
+        // go with its commits, or with its connection. The server's own copies end before.
+        match instance.transport {
+            Transport::EngineDriven => Outcome::Reply(Reply::None),
+            Transport::ServerDriven(_) => Outcome::Quiet(instance.gate.entrance()),
+        }
     }
 
     fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
@@ -302,7 +325,14 @@ impl Service {
         }
         // A worker that this server does not know (it was restarted) registers again only when
         // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
-        let first = state.told_to_register.insert(instance_id, now).is_none();
+        let told = &mut state.told_to_register;
+        let full = told.len() >= self.shared.config.max_instances;
+        if full && !told.contains_key(&instance_id) {
+            // Whichever it is hears "no" once more.
+            let one = told.keys().next().copied();
+            one.map(|one| told.remove(&one));
+        }
+        let first = told.insert(instance_id, now).is_none();
         Reply::Bool(!first)
     }
 
@@ -318,8 +348,11 @@ impl Service {
         self.shared.stats.record_refusal(operation);
     }
 
-    pub(crate) fn run_job(&self, work: Box<dyn FnOnce() + Send>) {
-        self.shared.workers.run(work);
+    pub(crate) fn run_job(&self, lane: Lane, work: Box<dyn FnOnce() + Send>) {
+        match lane {
+            Lane::Copy => self.shared.workers.run(work),
+            Lane::Clear => self.shared.clears.run(work),
+        }
     }
 
     pub(crate) fn watch_events(&self) -> watch::Receiver<u64> {
@@ -362,16 +395,4 @@ impl Service {
 /// A refusal in the form that clients show.
 pub(super) fn refuse(text: &str) -> Reply {
     Reply::Error(format!("lmc: {text}"))
-}
-
-/// Takes the transfers that a condition picks out of the state.
-pub(super) fn take_transfers(
-    state: &mut State,
-    mut pick: impl FnMut(&super::state::TransferKey, &super::state::Transfer) -> bool,
-) -> Vec<super::state::Transfer> {
-    state
-        .transfers
-        .extract_if(|(key, _), transfer| pick(key, transfer))
-        .map(|(_, t)| t)
-        .collect()
 }

@@ -1,5 +1,6 @@
 //! A registered worker: what its chunks look like and how their bytes move.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,6 +14,7 @@ use thiserror::Error;
 
 use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
 use crate::service::ClientId;
+use crate::service::gate::Gate;
 
 /// Why a registration was refused.
 #[derive(Debug, Error)]
@@ -71,6 +73,10 @@ pub(crate) struct Instance {
     pub(crate) shape: Vec<u64>,
     pub(crate) chunk_bytes: u64,
     pub(crate) transport: Transport,
+    /// Stands before copies in its memory.
+    pub(crate) gate: Gate,
+    /// KV ranks that it has moved chunks of; one, as engines are.
+    pub(crate) ranks: BTreeSet<u16>,
     pub(crate) registered: Instant,
     pub(crate) last_seen: Instant,
     /// Whether it ever sent a sign of life; tells how long its silence is tolerated.
@@ -107,11 +113,13 @@ impl Instance {
             client,
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
-            fingerprint: token_order(&[layout])?,
+            fingerprint: token_order(&[layout], &[])?,
             dtype,
             shape: layout.shape(),
             chunk_bytes: layout.chunk_bytes(),
             transport: Transport::EngineDriven,
+            gate: Gate::default(),
+            ranks: BTreeSet::new(),
             registered: now,
             last_seen: now,
             pinged: false,
@@ -164,7 +172,11 @@ impl Instance {
             });
         }
         let dtype = dtype.ok_or_else(|| RegisterError::Invalid("no KV groups".to_owned()))?;
-        let (fingerprint, shape) = identity(&identities)?;
+        let layers: Vec<u32> = groups
+            .iter()
+            .flat_map(|group| group.layer_indices.iter().copied())
+            .collect();
+        let (fingerprint, shape) = identity(&identities, &layers)?;
         Ok(Self {
             owner: OwnerId::default(),
             client,
@@ -175,6 +187,8 @@ impl Instance {
             shape,
             chunk_bytes: end as u64,
             transport: Transport::ServerDriven(copies.into()),
+            gate: Gate::default(),
+            ranks: BTreeSet::new(),
             registered: now,
             last_seen: now,
             pinged: false,
@@ -232,8 +246,12 @@ enum Identity {
     },
 }
 
-/// The fingerprint of a chunk and the shape to show for it.
-fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), RegisterError> {
+/// The fingerprint of a chunk and the shape to show for it. `layers` are the indices of all
+/// groups' layers, in the order in which they lie in a chunk.
+fn identity(
+    groups: &[Identity],
+    layers: &[u32],
+) -> Result<(LayoutFingerprint, Vec<u64>), RegisterError> {
     let token_ordered: Option<Vec<_>> = groups
         .iter()
         .map(|group| match group {
@@ -242,7 +260,7 @@ fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), Regist
         })
         .collect();
     if let Some(layouts) = token_ordered {
-        return Ok((token_order(&layouts)?, layouts[0].shape()));
+        return Ok((token_order(&layouts, layers)?, layouts[0].shape()));
     }
     let mut description = b"lmc layout 2: blocks".to_vec();
     let mut shape = Vec::new();
@@ -271,17 +289,29 @@ fn identity(groups: &[Identity]) -> Result<(LayoutFingerprint, Vec<u64>), Regist
             shape = layout.shape();
         }
     }
+    describe_order(layers, &mut description);
     Ok((LayoutFingerprint::of(&description), shape))
 }
 
-fn token_order(groups: &[GroupLayout]) -> Result<LayoutFingerprint, RegisterError> {
+fn token_order(groups: &[GroupLayout], layers: &[u32]) -> Result<LayoutFingerprint, RegisterError> {
     let mut description = b"lmc layout 1: tokens".to_vec();
     description.extend_from_slice(
         &Layout::new(groups.to_vec())
             .map_err(invalid)?
             .canonical_bytes(),
     );
+    describe_order(layers, &mut description);
     Ok(LayoutFingerprint::of(&description))
+}
+
+/// Which layer comes where, unless each has its own place.
+fn describe_order(layers: &[u32], description: &mut Vec<u8>) {
+    if !layers.iter().copied().eq(0..layers.len() as u32) {
+        description.extend_from_slice(b"layers");
+        for layer in layers {
+            description.extend_from_slice(&layer.to_le_bytes());
+        }
+    }
 }
 
 fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError> {
@@ -345,6 +375,10 @@ fn describe<'a>(
                 ));
             }
         }
+    }
+    let once: BTreeSet<u32> = group.layer_indices.iter().copied().collect();
+    if once.len() < layers.len() {
+        return fail("a KV group names a layer twice".to_owned());
     }
     let Some(first) = layers.first() else {
         return fail("a KV group has no layers".to_owned());
@@ -432,7 +466,10 @@ impl Described<'_> {
     fn identity(&self) -> Result<Identity, RegisterError> {
         let blocks = self.block_layout()?;
         // One token after another, with nothing between: the same bytes as in token order.
-        let tokens_adjacent = self.inner_planes == 1
+        // Bytes of a page may be anything: fp8 pages of DSA end with their scales.
+        let opaque = self.dtype == DType::UInt8;
+        let tokens_adjacent = !opaque
+            && self.inner_planes == 1
             && self.block_tokens == self.tokens_per_block
             && (self.order == KvOrder::TokensFirst || self.heads == 1);
         if !tokens_adjacent {

@@ -8,22 +8,37 @@ use parking_lot::Mutex;
 
 use crate::protocol::Reply;
 
+/// Which threads do a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Those that copy.
+    Copy,
+    /// One of its own, as a slow tier may hold it up for seconds.
+    Clear,
+}
+
 /// Work whose answer comes later.
-pub(crate) struct Job(Box<dyn FnOnce() -> Reply + Send>);
+pub(crate) struct Job {
+    pub(crate) lane: Lane,
+    work: Box<dyn FnOnce() -> Reply + Send>,
+}
 
 impl Job {
-    pub(crate) fn new(work: impl FnOnce() -> Reply + Send + 'static) -> Self {
-        Self(Box::new(work))
+    pub(crate) fn new(lane: Lane, work: impl FnOnce() -> Reply + Send + 'static) -> Self {
+        Self {
+            lane,
+            work: Box::new(work),
+        }
     }
 
     pub(crate) fn run(self) -> Reply {
-        (self.0)()
+        (self.work)()
     }
 }
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Threads `lmc-transfer-{i}` that run jobs in the order in which they came.
+/// Threads `{name}-{i}` that run jobs in the order in which they came.
 ///
 /// They end when the last handle goes. The queue is bounded by what connections may have in
 /// flight.
@@ -33,13 +48,13 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    pub(crate) fn start(threads: usize) -> io::Result<Self> {
+    pub(crate) fn start(name: &str, threads: usize) -> io::Result<Self> {
         let (queue, work) = mpsc::channel::<Work>();
         let work = Arc::new(Mutex::new(work));
         for index in 0..threads.max(1) {
             let work = Arc::clone(&work);
             std::thread::Builder::new()
-                .name(format!("lmc-transfer-{index}"))
+                .name(format!("{name}-{index}"))
                 .spawn(move || {
                     loop {
                         // The lock is held while waiting: one idle thread waits for work, the

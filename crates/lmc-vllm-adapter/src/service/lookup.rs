@@ -16,7 +16,7 @@ use crate::service::events::StoredChunk;
 use crate::service::handle::{Service, refuse};
 use crate::service::instance::Instance;
 use crate::service::session::{Hits, Lookup, RankHold, Session, Wait, Waiter};
-use crate::service::state::{Binding, State};
+use crate::service::state::{Binding, LayoutOf, State};
 use crate::service::stats::add;
 
 /// A range of a prompt in chunks, with the hashes up to its end.
@@ -141,17 +141,18 @@ impl Service {
         };
         let (owner, spaces) = {
             let mut state = shared.state.lock();
-            let full = state.sessions.len() >= shared.config.max_sessions;
-            if full && !state.sessions.contains_key(&key.request_id) {
+            let known = state.sessions.of(client, &key.request_id);
+            let owner = known.map(|session| session.owner);
+            let full = owner.is_none() && state.sessions.len() >= shared.config.max_sessions;
+            if full || shared.engine.leases() >= shared.config.max_lookup_leases {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
+                let before = state.sessions.end(client, &key.request_id);
+                drop(state);
+                drop(before);
                 return Reply::None;
             }
             let spaces = self.candidate_spaces(&state, client, key, &hashed.salt);
-            let owner = state
-                .sessions
-                .get(&key.request_id)
-                .map(|session| session.owner);
             (owner.unwrap_or_else(|| state.new_owner()), spaces)
         };
         if spaces.is_empty() {
@@ -164,23 +165,21 @@ impl Service {
             hashed.chunks.len()
         };
         let mut found = Vec::new();
-        'all: for space in &spaces {
-            for kv_rank in 0..key.world_size as u16 {
-                let mut keys = hashed.keys(space, kv_rank);
-                keys.truncate(reach);
-                let leases = shared.engine.lookup(owner, &keys);
-                let below = shared.engine.below(&keys[leases.len()..]);
-                reach = leases.len() + below.len();
-                found.push(Found {
-                    space: space.id(),
-                    kv_rank,
-                    keys,
-                    leases,
-                    below,
-                });
-                if reach == 0 {
-                    break 'all;
-                }
+        for (space, kv_rank) in &spaces {
+            let mut keys = hashed.keys(space, *kv_rank);
+            keys.truncate(reach);
+            let leases = shared.engine.lookup(owner, &keys);
+            let below = shared.engine.below(&keys[leases.len()..]);
+            reach = leases.len() + below.len();
+            found.push(Found {
+                space: space.id(),
+                kv_rank: *kv_rank,
+                keys,
+                leases,
+                below,
+            });
+            if reach == 0 {
+                break;
             }
         }
         let chunk = u64::from(shared.config.hasher.chunk_size());
@@ -199,12 +198,9 @@ impl Service {
             }
         };
         let mut state = shared.state.lock();
-        let session = state
-            .sessions
-            .entry(key.request_id.clone())
-            .or_insert_with(|| Session::new(owner, client, now));
+        let new = || Session::new(owner, client, now);
+        let session = state.sessions.begin(client, &key.request_id, new);
         session.last_used = now;
-        session.client = client;
         let before = session.set_lookup(lookup);
         drop(state);
         // Leases of an earlier lookup of the request go back without the state being locked.
@@ -279,7 +275,8 @@ impl Service {
         let expires = Instant::now() + shared.config.lookup_lease;
         let waiting = {
             let mut state = shared.state.lock();
-            match state.sessions.get_mut(&rising.request_id) {
+            let session = state.sessions.looking_up(&rising.request_id, rising.number);
+            match session {
                 Some(session) => session.risen(rising.number, hits as u64, holds, expires),
                 None => Err(holds),
             }
@@ -296,7 +293,7 @@ impl Service {
         let waiter = Waiter::new(wait, tell);
         let waits = {
             let mut state = self.shared.state.lock();
-            match state.sessions.get_mut(wait.request_id()) {
+            match state.sessions.of(wait.client, wait.request_id()) {
                 Some(session) => session.wait(waiter),
                 None => Err((waiter, 0)),
             }
@@ -306,37 +303,51 @@ impl Service {
         }
     }
 
-    /// The spaces in which a lookup must find a chunk for it to count.
+    /// The spaces and KV ranks in which a lookup must find a chunk for it to count.
     ///
     /// A scheduler names its model, not its layout. Where workers of one model differ in layout
     /// and it is not known which of them the scheduler drives, only what all of them have is a
-    /// hit: an engine is never promised what it cannot get.
+    /// hit: an engine is never promised what it cannot get. Workers of one engine may differ too
+    /// (stages of a pipeline with more layers and fewer): a rank is asked for in the layouts of
+    /// those that may be of that rank.
     fn candidate_spaces(
         &self,
         state: &State,
         client: ClientId,
         key: &CacheKey,
         salt: &Salt,
-    ) -> Vec<KeySpace> {
+    ) -> Vec<(KeySpace, u16)> {
         let mut layouts = state.layouts(&key.model_name, key.world_size);
         if let Some(Binding::One(bound)) = state.bindings.get(&client)
             && layouts
                 .iter()
-                .any(|instance| instance.fingerprint == *bound)
+                .any(|layout| layout.instance.fingerprint == *bound)
         {
-            layouts.retain(|instance| instance.fingerprint == *bound);
+            layouts.retain(|layout| layout.instance.fingerprint == *bound);
         }
-        layouts
-            .into_iter()
-            .map(|instance| self.space_of(instance, salt))
-            .collect()
+        let ranks = 0..key.world_size as u16;
+        let unknown = |rank: &u16| !layouts.iter().any(|layout| layout.has(*rank));
+        let unknown: Vec<u16> = ranks.clone().filter(unknown).collect();
+        let asked = |layout: &LayoutOf<'_>| {
+            let space = self.space_of(layout.instance, salt);
+            let asked = ranks
+                .clone()
+                .filter(|rank| layout.may_have(*rank) || unknown.contains(rank));
+            asked.map(|rank| (space.clone(), rank)).collect::<Vec<_>>()
+        };
+        layouts.iter().flat_map(asked).collect()
     }
 
     /// Leading chunks found; 0 for a request that never looked up, none while chunks are on
     /// their way up.
-    pub(super) fn prefetch_status(&self, request_id: &str, now: Instant) -> Reply {
+    pub(super) fn prefetch_status(
+        &self,
+        client: ClientId,
+        request_id: &str,
+        now: Instant,
+    ) -> Reply {
         let mut state = self.shared.state.lock();
-        let Some(session) = state.sessions.get_mut(request_id) else {
+        let Some(session) = state.sessions.of(client, request_id) else {
             return Reply::Int(0);
         };
         session.last_used = now;
@@ -347,12 +358,17 @@ impl Service {
         }
     }
 
-    pub(super) fn free_lookup_locks(&self, key: &CacheKey, now: Instant) -> Reply {
+    pub(super) fn free_lookup_locks(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        now: Instant,
+    ) -> Reply {
         let chunk = u64::from(self.shared.config.hasher.chunk_size());
         // A partial chunk at the start goes with its whole chunk, one at the end stays.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
         let mut state = self.shared.state.lock();
-        if let Some(session) = state.sessions.get_mut(&key.request_id) {
+        if let Some(session) = state.sessions.of(client, &key.request_id) {
             session.last_used = now;
             let kv_rank = key.worker_id.map(|rank| rank as u16);
             session.free(kv_rank, chunks, key.num_kv_readers.max(1));
@@ -360,8 +376,8 @@ impl Service {
         Reply::None
     }
 
-    pub(super) fn end_session(&self, request_id: &str) -> Reply {
-        let session = self.shared.state.lock().sessions.remove(request_id);
+    pub(super) fn end_session(&self, client: ClientId, request_id: &str) -> Reply {
+        let session = self.shared.state.lock().sessions.end(client, request_id);
         // The leases go back here, without the state being locked.
         drop(session);
         Reply::None

@@ -4,6 +4,7 @@
 
 mod config;
 mod events;
+mod gate;
 mod handle;
 mod inspect;
 mod instance;
@@ -14,6 +15,8 @@ mod spaces;
 mod state;
 mod stats;
 mod status;
+#[cfg(test)]
+mod tests;
 mod tick;
 mod transfer;
 
@@ -21,6 +24,7 @@ use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
 pub(crate) use events::{NextBatch, Subscription};
+pub(crate) use gate::Entrance;
 pub use handle::Service;
 pub use inspect::InspectError;
 pub(crate) use job::Job;
@@ -64,6 +68,8 @@ pub(crate) enum Outcome {
     Job(Job),
     /// Answer when the lookup that it names is over, see [`Service::wait`].
     Wait(session::Wait),
+    /// Answer with nothing when no copy is under way there any more.
+    Quiet(Entrance),
     /// Answer with a batch whenever there is one and the reader is ready.
     Stream(Subscription),
 }

@@ -1,5 +1,6 @@
 //! What one request of an engine holds, from its lookup to its end.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::mem;
 use std::ops::Range;
@@ -78,20 +79,28 @@ impl RankHold {
     fn held(&self) -> usize {
         self.parts.iter().map(|part| part.leases.len()).sum()
     }
+
+    fn holds(&self, range: &Range<usize>) -> bool {
+        self.parts
+            .iter()
+            .any(|part| part.first < range.end && range.start < part.first + part.leases.len())
+    }
 }
 
 /// A wish to be told the answer to a request's lookup.
 #[derive(Debug)]
 pub(crate) struct Wait {
+    pub(crate) client: ClientId,
     request_id: String,
     until: Instant,
 }
 
 impl Wait {
     /// `timeout` in seconds; one that is no number of seconds is over at once.
-    pub(crate) fn new(request_id: String, timeout: f64, now: Instant) -> Self {
+    pub(crate) fn new(client: ClientId, request_id: String, timeout: f64, now: Instant) -> Self {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
         Self {
+            client,
             request_id,
             until: now + timeout.min(MAX_WAIT),
         }
@@ -229,6 +238,13 @@ impl Session {
         }
     }
 
+    /// Whether this is the request's lookup.
+    fn looks_up(&self, number: u64) -> bool {
+        self.lookup
+            .as_ref()
+            .is_some_and(|lookup| lookup.number == number)
+    }
+
     /// What the lookup came to.
     pub(crate) fn hits(&self) -> Hits {
         match &self.lookup {
@@ -261,15 +277,24 @@ impl Session {
         lookup.waiting.extract_if(.., tired).collect()
     }
 
-    /// One worker has read (or will not read) a range of chunks of its rank.
-    pub(crate) fn reader_done(&mut self, space: SpaceId, kv_rank: u16, chunks: Range<usize>) {
+    /// One worker has read (or will not read) a range of chunks of its rank. Whether any of them
+    /// was held for it.
+    pub(crate) fn reader_done(
+        &mut self,
+        space: SpaceId,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+    ) -> bool {
         let Some(lookup) = &mut self.lookup else {
-            return;
+            return false;
         };
         let of_rank = |hold: &&mut RankHold| hold.space == space && hold.kv_rank == kv_rank;
+        let mut held = false;
         for hold in lookup.holds.iter_mut().filter(of_rank) {
+            held |= hold.holds(chunks);
             hold.release(chunks.clone(), 1);
         }
+        held
     }
 
     /// Nobody will read a range of chunks; of all ranks, or of one.
@@ -299,5 +324,77 @@ impl Session {
         let held = lookup.holds.iter().map(RankHold::held).sum();
         lookup.holds.clear();
         held
+    }
+}
+
+/// The requests under way. A request belongs to the connection that looked it up: two engines may
+/// give theirs one name.
+#[derive(Debug, Default)]
+pub(crate) struct Sessions {
+    by_name: HashMap<String, Vec<Session>>,
+    len: usize,
+}
+
+impl Sessions {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The request of this name that a connection looked up.
+    pub(crate) fn of(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
+        let of_client = |session: &&mut Session| session.client == client;
+        self.named(request_id).iter_mut().find(of_client)
+    }
+
+    /// All requests of this name.
+    pub(crate) fn named(&mut self, request_id: &str) -> &mut [Session] {
+        self.by_name
+            .get_mut(request_id)
+            .map_or(&mut [], Vec::as_mut_slice)
+    }
+
+    /// The request whose lookup has this number.
+    pub(crate) fn looking_up(&mut self, request_id: &str, number: u64) -> Option<&mut Session> {
+        let mut named = self.named(request_id).iter_mut();
+        named.find(|session| session.looks_up(number))
+    }
+
+    /// The request that a connection looks up; it is new when it has not before.
+    pub(crate) fn begin(
+        &mut self,
+        client: ClientId,
+        request_id: &str,
+        new: impl FnOnce() -> Session,
+    ) -> &mut Session {
+        let named = self.by_name.entry(request_id.to_owned()).or_default();
+        let place = named.iter().position(|session| session.client == client);
+        let place = place.unwrap_or_else(|| {
+            self.len += 1;
+            named.push(new());
+            named.len() - 1
+        });
+        &mut named[place]
+    }
+
+    /// Takes the request of this name that a connection looked up.
+    pub(crate) fn end(&mut self, client: ClientId, request_id: &str) -> Option<Session> {
+        let named = self.by_name.get_mut(request_id)?;
+        let place = named.iter().position(|session| session.client == client)?;
+        let ended = named.swap_remove(place);
+        self.len -= 1;
+        if named.is_empty() {
+            self.by_name.remove(request_id);
+        }
+        Some(ended)
+    }
+
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&mut Session) -> bool) {
+        let len = &mut self.len;
+        self.by_name.retain(|_, named| {
+            let before = named.len();
+            named.retain_mut(&mut keep);
+            *len -= before - named.len();
+            !named.is_empty()
+        });
     }
 }

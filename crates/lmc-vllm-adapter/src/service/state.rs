@@ -8,7 +8,7 @@ use lmc_key::{ChunkHash, LayoutFingerprint, SpaceId};
 
 use crate::service::ClientId;
 use crate::service::instance::Instance;
-use crate::service::session::Session;
+use crate::service::session::Sessions;
 
 /// A transfer of one worker: its range of one request, with what the range holds.
 ///
@@ -16,7 +16,6 @@ use crate::service::session::Session;
 /// committed the first; the two must not be taken for one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct TransferKey {
-    pub(crate) instance_id: u64,
     pub(crate) request_id: String,
     pub(crate) model_name: String,
     pub(crate) cache_salt: String,
@@ -81,8 +80,9 @@ pub(crate) enum Binding {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) instances: HashMap<u64, Instance>,
-    pub(crate) sessions: HashMap<String, Session>,
-    pub(crate) transfers: HashMap<(TransferKey, Direction), Transfer>,
+    pub(crate) sessions: Sessions,
+    /// Of each worker, also of one that is not registered any more. None is empty.
+    pub(crate) transfers: HashMap<u64, HashMap<(TransferKey, Direction), Transfer>>,
     pub(crate) bindings: HashMap<ClientId, Binding>,
     /// Workers whose first sign of life after a loss was answered with "no", so that they
     /// register again.
@@ -107,7 +107,7 @@ impl State {
     /// The layouts that workers of this model have, each once. A worker whose connection ended
     /// counts only when no other does: the engine behind it is most likely dead, and what it
     /// lacked or had says nothing about the living.
-    pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<&Instance> {
+    pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
         let (orphaned, connected): (Vec<_>, Vec<_>) = self
             .instances
@@ -119,13 +119,17 @@ impl State {
         } else {
             connected
         };
-        let mut found: Vec<&Instance> = Vec::new();
+        let mut found: Vec<LayoutOf<'_>> = Vec::new();
         for instance in candidates {
-            if found
-                .iter()
-                .all(|known| known.fingerprint != instance.fingerprint)
-            {
-                found.push(instance);
+            let known = found
+                .iter_mut()
+                .find(|known| known.instance.fingerprint == instance.fingerprint);
+            match known {
+                Some(known) => known.workers.push(instance),
+                None => found.push(LayoutOf {
+                    instance,
+                    workers: vec![instance],
+                }),
             }
         }
         found
@@ -133,7 +137,8 @@ impl State {
 
     /// Learns from a worker's transfer which layout the request's scheduler stands for.
     pub(crate) fn bind(&mut self, request_id: &str, fingerprint: LayoutFingerprint) {
-        let Some(session) = self.sessions.get(request_id) else {
+        // Of two requests under one name it is not known whose worker this is.
+        let [session] = self.sessions.named(request_id) else {
             return;
         };
         let binding = self
@@ -147,9 +152,56 @@ impl State {
 
     /// Transfers of one worker.
     pub(crate) fn transfers_of(&self, instance_id: u64) -> usize {
-        self.transfers
-            .keys()
-            .filter(|(key, _)| key.instance_id == instance_id)
-            .count()
+        self.transfers.get(&instance_id).map_or(0, HashMap::len)
+    }
+
+    /// Takes the transfers that a condition picks.
+    pub(crate) fn take_transfers(
+        &mut self,
+        mut pick: impl FnMut(&Transfer) -> bool,
+    ) -> Vec<Transfer> {
+        let mut taken = Vec::new();
+        self.transfers.retain(|_, transfers| {
+            let picked = transfers.extract_if(|_, transfer| pick(transfer));
+            taken.extend(picked.map(|(_, transfer)| transfer));
+            !transfers.is_empty()
+        });
+        taken
+    }
+
+    /// Takes one transfer.
+    pub(crate) fn take_transfer(
+        &mut self,
+        instance_id: u64,
+        id: &(TransferKey, Direction),
+    ) -> Option<Transfer> {
+        let transfers = self.transfers.get_mut(&instance_id)?;
+        let taken = transfers.remove(id);
+        if transfers.is_empty() {
+            self.transfers.remove(&instance_id);
+        }
+        taken
+    }
+}
+
+/// A layout, with the workers that have it.
+#[derive(Debug)]
+pub(crate) struct LayoutOf<'a> {
+    /// One of them.
+    pub(crate) instance: &'a Instance,
+    workers: Vec<&'a Instance>,
+}
+
+impl LayoutOf<'_> {
+    /// Whether a worker of this layout is known to be of this rank.
+    pub(crate) fn has(&self, kv_rank: u16) -> bool {
+        self.workers
+            .iter()
+            .any(|worker| worker.ranks.contains(&kv_rank))
+    }
+
+    /// Whether a worker of this layout may be of this rank: one is, or one has yet to show.
+    pub(crate) fn may_have(&self, kv_rank: u16) -> bool {
+        self.has(kv_rank) || self.workers.iter().any(|worker| worker.ranks.is_empty())
     }
 }

@@ -174,6 +174,8 @@ counters! {
     gather_bytes,
     /// Bytes that the server copied out of the cache.
     scatter_bytes,
+    /// Copies that were not made because their worker was gone or had given up waiting.
+    copies_too_late,
     /// Commits of something that was never prepared, or committed before.
     commits_unknown,
     /// Stores abandoned by a worker that went away.

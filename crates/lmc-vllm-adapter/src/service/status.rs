@@ -180,15 +180,13 @@ impl Service {
             .collect();
         instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
         let count = |direction| {
-            state
-                .transfers
-                .keys()
-                .filter(|(_, d)| *d == direction)
-                .count()
+            let keys = state.transfers.values().flat_map(|of_one| of_one.keys());
+            keys.filter(|(_, d)| *d == direction).count()
         };
         let overdue = state
             .transfers
             .values()
+            .flat_map(|of_one| of_one.values())
             .filter(|transfer| now.saturating_duration_since(transfer.since) >= deadline)
             .count();
         let transfers = TransferStatus {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::protocol::Reply;
-use crate::service::handle::{Service, take_transfers};
+use crate::service::handle::Service;
 use crate::service::state::{Pending, State, Transfer};
 use crate::service::stats::add;
 use crate::service::{ClientId, ConnectionEnd};
@@ -19,7 +19,7 @@ impl Service {
         let mut state = shared.state.lock();
         let mut expired_leases = 0;
         let (mut ended, mut tired) = (Vec::new(), Vec::new());
-        state.sessions.retain(|_, session| {
+        state.sessions.retain(|session| {
             tired.append(&mut session.tired(now));
             if now.saturating_duration_since(session.last_used) < config.session_ttl {
                 expired_leases += session.expire(now);
@@ -71,7 +71,7 @@ impl Service {
         let mut sessions = Vec::new();
         if end == ConnectionEnd::Gone {
             // A scheduler that is gone ends none of its sessions itself.
-            state.sessions.retain(|_, session| {
+            state.sessions.retain(|session| {
                 let keep = session.client != client;
                 if !keep {
                     sessions.push(session.take());
@@ -80,7 +80,7 @@ impl Service {
             });
         }
         let dropped = match end {
-            ConnectionEnd::Gone => take_transfers(&mut state, |_, t| t.client == client),
+            ConnectionEnd::Gone => state.take_transfers(|transfer| transfer.client == client),
             ConnectionEnd::Closed => Vec::new(),
         };
         drop(state);

@@ -1,5 +1,6 @@
 //! Moving chunks between engines and the pool, in both modes.
 
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,9 +11,10 @@ use lmc_memory::{CopyPlan, PlanRequest};
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
 use crate::service::events::StoredChunk;
+use crate::service::gate::{Copying, Entrance};
 use crate::service::handle::{Service, refuse};
 use crate::service::instance::{GroupCopy, Transport};
-use crate::service::job::Job;
+use crate::service::job::{Job, Lane};
 use crate::service::lookup::Hashed;
 use crate::service::state::{Direction, Pending, PendingChunk, Transfer, TransferKey};
 use crate::service::stats::add;
@@ -27,6 +29,7 @@ struct Worker {
     shape: Vec<u64>,
     dtype: &'static str,
     copies: Option<Arc<[GroupCopy]>>,
+    entrance: Entrance,
 }
 
 /// Why a transfer does not take place.
@@ -37,9 +40,8 @@ enum Declined {
     Refused(Reply),
 }
 
-fn transfer_key(key: &CacheKey, instance_id: u64, hashed: &Hashed) -> TransferKey {
+fn transfer_key(key: &CacheKey, hashed: &Hashed) -> TransferKey {
     TransferKey {
-        instance_id,
         request_id: key.request_id.clone(),
         model_name: key.model_name.clone(),
         cache_salt: key.cache_salt.clone(),
@@ -78,6 +80,7 @@ impl Service {
             ))));
         }
         instance.seen(client, now);
+        instance.ranks.insert(worker_id as u16);
         let fingerprint = instance.fingerprint;
         let worker = Worker {
             owner: instance.owner,
@@ -90,9 +93,10 @@ impl Service {
                 Transport::EngineDriven => None,
                 Transport::ServerDriven(copies) => Some(Arc::clone(copies)),
             },
+            entrance: instance.gate.entrance(),
         };
         state.bind(&key.request_id, fingerprint);
-        if let Some(session) = state.sessions.get_mut(&key.request_id) {
+        for session in state.sessions.named(&key.request_id) {
             session.last_used = now;
         }
         Ok((worker, hashed))
@@ -230,57 +234,71 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, instance_id, &hashed), Direction::Store);
-        {
-            let state = self.shared.state.lock();
-            if let Some(Transfer {
-                pending: Pending::Store { space, chunks },
-                ..
-            }) = state.transfers.get(&id)
-            {
-                if *space == worker.space.id() {
-                    // Asked again: the same slots, so that none is held twice.
-                    return store_slots(&worker, chunks);
-                }
-                // The worker has registered another layout since.
+        let id = (transfer_key(key, &hashed), Direction::Store);
+        if let Some(asked_before) = self.held(instance_id, &id, client, &worker) {
+            return asked_before.unwrap_or_else(|| {
                 add(&counters.stores_failed, 1);
-                return nothing;
-            }
-            if state.transfers_of(instance_id) >= self.shared.config.max_transfers {
-                add(&counters.over_limit, 1);
-                add(&counters.stores_failed, 1);
-                return nothing;
-            }
+                nothing
+            });
         }
         let chunks = self.reserve(&worker, &hashed, |_| true);
         if chunks.is_empty() {
             return nothing;
         }
-        let reply = store_slots(&worker, &chunks);
-        let pending = Pending::Store {
-            space: worker.space.id(),
-            chunks,
-        };
-        self.hold(id, client, now, pending);
-        reply
-    }
-
-    /// Keeps a prepared transfer until its worker commits it, or is gone.
-    fn hold(
-        &self,
-        id: (TransferKey, Direction),
-        client: ClientId,
-        since: Instant,
-        pending: Pending,
-    ) {
         let transfer = Transfer {
             client,
-            since,
-            pending,
+            since: now,
+            pending: Pending::Store {
+                space: worker.space.id(),
+                chunks,
+            },
         };
-        let before = self.shared.state.lock().transfers.insert(id, transfer);
-        // Gives slots back, which takes other locks.
-        drop(before);
+        self.hold(instance_id, id, transfer, &worker)
+            .unwrap_or(nothing)
+    }
+
+    /// The answer to a worker that asks again for what it has prepared, or that may not prepare
+    /// more: none inside when it gets nothing.
+    fn held(
+        &self,
+        instance_id: u64,
+        id: &(TransferKey, Direction),
+        client: ClientId,
+        worker: &Worker,
+    ) -> Option<Option<Reply>> {
+        let mut state = self.shared.state.lock();
+        let transfers = state.transfers.get_mut(&instance_id)?;
+        if let Some(transfer) = transfers.get_mut(id) {
+            return Some(transfer.again(client, worker));
+        }
+        let over = transfers.len() >= self.shared.config.max_transfers;
+        over.then(|| {
+            add(&self.shared.stats.service.over_limit, 1);
+            None
+        })
+    }
+
+    /// Keeps a prepared transfer until its worker commits it, or is gone. Its slots; those of the
+    /// first where the worker has prepared it twice at the same time, on two connections.
+    fn hold(
+        &self,
+        instance_id: u64,
+        id: (TransferKey, Direction),
+        transfer: Transfer,
+        worker: &Worker,
+    ) -> Option<Reply> {
+        let mut state = self.shared.state.lock();
+        let transfers = state.transfers.entry(instance_id).or_default();
+        match transfers.entry(id) {
+            Entry::Vacant(place) => Some(slots(worker, &place.insert(transfer).pending)),
+            Entry::Occupied(mut first) => {
+                let reply = first.get_mut().again(transfer.client, worker);
+                drop(state);
+                // Gives slots back that nobody was told of, which takes other locks.
+                drop(transfer);
+                reply
+            }
+        }
     }
 
     /// Takes out the transfer that a worker has prepared and now commits. None when there is
@@ -293,18 +311,18 @@ impl Service {
         now: Instant,
     ) -> Option<Transfer> {
         let hashed = self.hash(key).ok()?;
-        let id = (transfer_key(key, instance_id, &hashed), direction);
+        let id = (transfer_key(key, &hashed), direction);
         let mut state = self.shared.state.lock();
         let registered = state.instances.get_mut(&instance_id).map(|instance| {
             instance.last_seen = now;
             self.space_of(instance, &hashed.salt).id()
         });
-        let prepared = state.transfers.get(&id)?.pending.space();
+        let prepared = state.transfers.get(&instance_id)?.get(&id)?.pending.space();
         // A worker that was removed for its silence may still commit.
         if registered.is_some_and(|registered| registered != prepared) {
             return None;
         }
-        state.transfers.remove(&id)
+        state.take_transfer(instance_id, &id)
     }
 
     pub(super) fn commit_store(
@@ -354,9 +372,12 @@ impl Service {
 
     /// One worker is done with a range that its request's lookup held for it.
     fn reader_done(&self, key: &CacheKey, space: SpaceId, kv_rank: u16, chunks: Range<usize>) {
-        if let Some(session) = self.shared.state.lock().sessions.get_mut(&key.request_id) {
-            session.reader_done(space, kv_rank, chunks);
-        }
+        let mut state = self.shared.state.lock();
+        let named = state.sessions.named(&key.request_id);
+        // Where two engines use one name, each ends with its own count.
+        named
+            .iter_mut()
+            .any(|session| session.reader_done(space, kv_rank, &chunks));
     }
 
     pub(super) fn prepare_retrieve(
@@ -375,45 +396,29 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, instance_id, &hashed), Direction::Retrieve);
-        let over = {
-            let state = self.shared.state.lock();
-            if let Some(Transfer {
-                pending: Pending::Retrieve { space, leases, .. },
-                ..
-            }) = state.transfers.get(&id)
-            {
-                if *space == worker.space.id() {
-                    return Reply::RetrieveSlots(Some(retrieve_slots(&worker, leases)));
-                }
-                // The worker has registered another layout since.
-                add(&counters.retrieves_missed, 1);
-                return Reply::RetrieveSlots(None);
-            }
-            state.transfers_of(instance_id) >= self.shared.config.max_transfers
-        };
-        if over {
-            add(&counters.over_limit, 1);
-        }
-        let leases = if over {
-            None
-        } else {
-            self.acquire(&worker, &hashed)
-        };
-        let Some(leases) = leases else {
+        let id = (transfer_key(key, &hashed), Direction::Retrieve);
+        let first_chunk = hashed.chunks.start;
+        let reply = self
+            .held(instance_id, &id, client, &worker)
+            .unwrap_or_else(|| {
+                let pending = Pending::Retrieve {
+                    space: worker.space.id(),
+                    kv_rank: worker.kv_rank,
+                    first_chunk,
+                    leases: self.acquire(&worker, &hashed)?,
+                };
+                let transfer = Transfer {
+                    client,
+                    since: now,
+                    pending,
+                };
+                self.hold(instance_id, id, transfer, &worker)
+            });
+        reply.unwrap_or_else(|| {
             add(&counters.retrieves_missed, 1);
             self.reader_done(key, worker.space.id(), worker.kv_rank, hashed.chunks);
-            return Reply::RetrieveSlots(None);
-        };
-        let slots = retrieve_slots(&worker, &leases);
-        let pending = Pending::Retrieve {
-            space: worker.space.id(),
-            kv_rank: worker.kv_rank,
-            first_chunk: hashed.chunks.start,
-            leases,
-        };
-        self.hold(id, client, now, pending);
-        Reply::RetrieveSlots(Some(slots))
+            Reply::RetrieveSlots(None)
+        })
     }
 
     pub(super) fn commit_retrieve(&self, key: &CacheKey, instance_id: u64, now: Instant) -> Reply {
@@ -440,6 +445,19 @@ impl Service {
         );
         self.reader_done(key, space, kv_rank, first_chunk..first_chunk + leases.len());
         Reply::Bool(true)
+    }
+
+    /// The right to copy in a worker's memory. None when its registration is over, or when it
+    /// was asked for so long ago that the worker may have given the blocks away.
+    fn may_copy(&self, worker: &Worker, asked: Instant) -> Option<Copying> {
+        let copying = worker
+            .entrance
+            .enter()
+            .filter(|_| asked.elapsed() < self.shared.config.copy_deadline / 2);
+        if copying.is_none() {
+            add(&self.shared.stats.service.copies_too_late, 1);
+        }
+        copying
     }
 
     /// The worker of a request that asks the server to copy, and what is copied.
@@ -478,8 +496,10 @@ impl Service {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let service = self.clone();
-        Outcome::Job(Job::new(move || {
-            let stored = service.store_now(&key, &worker, &hashed, &copies, &block_ids);
+        Outcome::Job(Job::new(Lane::Copy, move || {
+            let stored = service.may_copy(&worker, now).is_some_and(|_copying| {
+                service.store_now(&key, &worker, &hashed, &copies, &block_ids, now)
+            });
             let counters = &service.shared.stats.service;
             add(
                 if stored {
@@ -500,6 +520,7 @@ impl Service {
         hashed: &Hashed,
         copies: &[GroupCopy],
         block_ids: &[Vec<u32>],
+        asked: Instant,
     ) -> bool {
         let counters = &self.shared.stats.service;
         if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
@@ -547,6 +568,11 @@ impl Service {
             &counters.gather_bytes,
             worker.chunk_bytes * chunks.len() as u64,
         );
+        if asked.elapsed() >= self.shared.config.copy_deadline {
+            // The blocks may have been given away while they were read.
+            add(&counters.copies_too_late, 1);
+            return false;
+        }
         self.commit(worker.space.id(), key, chunks);
         true
     }
@@ -571,13 +597,17 @@ impl Service {
             };
         let leases = self.acquire(&worker, &hashed);
         let service = self.clone();
-        Outcome::Job(Job::new(move || {
+        Outcome::Job(Job::new(Lane::Copy, move || {
             let counters = &service.shared.stats.service;
-            let copied = leases
-                .as_ref()
-                .map_or(Err("a chunk is missing".to_owned()), |leases| {
+            let copying = service.may_copy(&worker, now);
+            let copied = match (&leases, &copying) {
+                (Some(leases), Some(_)) => {
                     service.scatter(&worker, leases, &copies, &block_ids, skip_first_n_tokens)
-                });
+                }
+                (None, _) => Err("a chunk is missing".to_owned()),
+                (_, None) => Err("its worker does not wait for it any more".to_owned()),
+            };
+            drop(copying);
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
                     add(&counters.retrieves, 1);
@@ -641,21 +671,34 @@ impl Service {
     }
 }
 
-fn store_slots(worker: &Worker, chunks: &[PendingChunk]) -> Reply {
-    Reply::StoreSlots {
-        slots: chunks
-            .iter()
-            .map(|chunk| Service::descriptor(worker, chunk.ticket.offset(), chunk.ticket.len()))
-            .collect(),
-        chunk_indices: chunks.iter().map(|chunk| chunk.index as u64).collect(),
+impl Transfer {
+    /// The slots once more, so that none is held twice; none when the worker has registered
+    /// another layout since. They go with the connection that asked last.
+    fn again(&mut self, client: ClientId, worker: &Worker) -> Option<Reply> {
+        if self.pending.space() != worker.space.id() {
+            return None;
+        }
+        self.client = client;
+        Some(slots(worker, &self.pending))
     }
 }
 
-fn retrieve_slots(worker: &Worker, leases: &Leases) -> Vec<SlotDescriptor> {
-    leases
-        .iter()
-        .map(|slot| Service::descriptor(worker, slot.offset(), slot.len()))
-        .collect()
+/// Where a worker finds the slots of a prepared transfer.
+fn slots(worker: &Worker, pending: &Pending) -> Reply {
+    let at = |offset, len| Service::descriptor(worker, offset, len);
+    match pending {
+        Pending::Store { chunks, .. } => Reply::StoreSlots {
+            slots: chunks
+                .iter()
+                .map(|chunk| at(chunk.ticket.offset(), chunk.ticket.len()))
+                .collect(),
+            chunk_indices: chunks.iter().map(|chunk| chunk.index as u64).collect(),
+        },
+        Pending::Retrieve { leases, .. } => {
+            let slots = leases.iter().map(|slot| at(slot.offset(), slot.len()));
+            Reply::RetrieveSlots(Some(slots.collect()))
+        }
+    }
 }
 
 /// Checks that there are block ids for each group and chunk.

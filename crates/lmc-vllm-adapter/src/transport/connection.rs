@@ -237,17 +237,24 @@ impl Connection {
                     }
                     Outcome::Job(job) => {
                         let answer = self.defer(uid, operation, asked, started);
-                        self.service.run_job(Box::new(move || {
-                            // A bug in a copy must not leave the client waiting, nor take the
-                            // thread with it.
-                            let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
-                            let failed = "lmc: the copy failed inside the server";
-                            answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
-                        }));
+                        self.service.run_job(
+                            job.lane,
+                            Box::new(move || {
+                                // A bug in a copy must not leave the client waiting, nor take the
+                                // thread with it.
+                                let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
+                                let failed = "lmc: the copy failed inside the server";
+                                answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
+                            }),
+                        );
                     }
                     Outcome::Wait(wait) => {
                         let answer = self.defer(uid, operation, asked, started);
                         self.service.wait(&wait, Box::new(answer));
+                    }
+                    Outcome::Quiet(entrance) => {
+                        let answer = self.defer(uid, operation, asked, started);
+                        entrance.when_quiet(Box::new(move || answer(Reply::None)));
                     }
                     Outcome::Stream(subscription) => {
                         self.subscribe(uid, operation, subscription);
