@@ -112,13 +112,12 @@ impl Connection {
             if stopping && self.in_flight == 0 && self.output.is_empty() {
                 return ConnectionEnd::Closed;
             }
-            // A peer that owes us something (the rest of a message, the acceptance of an
-            // answer) gets a deadline; one that is merely silent does not.
-            let owes = !self.decoder.is_ready()
-                || self.decoder.in_message()
-                || !self.input.is_empty()
-                || !self.output.is_empty();
             let may_read = !stopping && self.may_read();
+            // A peer that owes us something (the rest of a message, the acceptance of an
+            // answer) gets a deadline; one that is merely silent, or waits for us, does not.
+            let owes_input =
+                !self.decoder.is_ready() || self.decoder.in_message() || !self.input.is_empty();
+            let owes = !self.output.is_empty() || (may_read && owes_input);
             let interest = match (may_read, self.output.is_empty()) {
                 (true, true) => Some(Interest::READABLE),
                 (true, false) => Some(Interest::READABLE | Interest::WRITABLE),
