@@ -5,7 +5,8 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{CHUNK, Server, Worker, prompt};
+use bytes::Bytes;
+use common::{CHUNK, MODEL, Server, Worker, prompt};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_vllm_adapter::{
@@ -67,4 +68,61 @@ fn a_peer_whose_requests_wait_for_the_server_owes_nothing() {
     let answer = client.receive(54, Operation::Noop);
     assert_eq!(answer.expect("an answer"), Reply::Text("OK".to_owned()));
     assert_eq!(server.status().transport.stalled, 0);
+}
+
+fn subscribe(instance_id: u64) -> Request {
+    Request::SubscribeKvEvents {
+        instance_id,
+        model_name: MODEL.to_owned(),
+        cursor: 0,
+        max_events: 10,
+    }
+}
+
+fn acknowledge(client: &mut Client, uid: u64) {
+    let frames = [
+        Bytes::from(vec![uid as u8]),
+        Bytes::new(),
+        Bytes::from_static(b"ack"),
+    ];
+    client.send_frames(&frames).expect("sent");
+}
+
+fn batch(client: &mut Client, uid: u64) -> Reply {
+    client
+        .receive(uid, Operation::SubscribeKvEvents)
+        .expect("an answer")
+}
+
+/// The end of a stream was told only to readers that had acknowledged the last batch, and those
+/// who had not were left waiting for ever.
+#[test]
+fn a_stream_that_ends_before_the_acknowledgement_is_told() {
+    let server = Server::start();
+    let mut client = server.client();
+    let uid = client.send(&subscribe(1)).expect("sent");
+    assert!(matches!(batch(&mut client, uid), Reply::Events(_)));
+    let unregister = Request::Unregister {
+        instance_id: 1,
+        engine_driven: true,
+    };
+    server.client().ask(&unregister).expect("an answer");
+    assert_eq!(batch(&mut client, uid), Reply::None);
+    assert_eq!(server.status().events.subscribers, 0);
+}
+
+/// The stock client throws away a batch that it has not read when the stream ends, and the batch
+/// that says that there is no log is the one that keeps it from subscribing again.
+#[test]
+fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
+    let server = Server::with(1 << 20, |config| config.kv_event_log_size = 0, |_| {});
+    let mut client = server.client();
+    let uid = client.send(&subscribe(1)).expect("sent");
+    assert!(matches!(batch(&mut client, uid), Reply::Events(batch) if !batch.enabled));
+    let noop = client.send(&Request::Noop).expect("sent");
+    let next = client.receive_frames().expect("an answer");
+    assert_eq!(next[0], vec![noop as u8], "not yet the end");
+    acknowledge(&mut client, uid);
+    assert_eq!(batch(&mut client, uid), Reply::None);
+    assert_eq!(server.status().events.subscribers, 0);
 }

@@ -41,6 +41,9 @@ struct Stream {
     subscription: Subscription,
     /// Whether the reader has asked for the next batch.
     credit: bool,
+    /// Whether the last batch said that there is no log. A reader that hears of the end before
+    /// it has read that one (the stock client throws it away then) would subscribe again.
+    last: bool,
 }
 
 pub(super) struct Connection {
@@ -124,7 +127,7 @@ impl Connection {
                 (false, false) => Some(Interest::WRITABLE),
                 (false, true) => None,
             };
-            let streaming = self.streams.values().any(|stream| stream.credit);
+            let streaming = !self.streams.is_empty();
             let look_again = interest.is_some() && waiting_since.elapsed() < LOOK_AGAIN;
             let stalled = waiting_since + self.config.peer_timeout;
             tokio::select! {
@@ -304,11 +307,13 @@ impl Connection {
             operation: operation.clone(),
             subscription,
             credit: true,
+            last: false,
         };
         self.streams.insert(uid.clone(), stream);
     }
 
-    /// Sends a batch on each stream whose reader is ready and that has one.
+    /// Sends a batch on each stream whose reader is ready and that has one, and the end on each
+    /// that is over, ready or not.
     fn pump_streams(&mut self) {
         if self.streams.is_empty() {
             return;
@@ -317,21 +322,20 @@ impl Connection {
         self.events.borrow_and_update();
         let mut answers = Vec::new();
         self.streams.retain(|uid, stream| {
-            if !stream.credit {
-                return !self.service.subscription_ended(&stream.subscription);
+            if stream.credit
+                && let NextBatch::Batch(batch) = self.service.next_batch(&mut stream.subscription)
+            {
+                stream.credit = false;
+                stream.last = !batch.enabled;
+                answers.push((uid.clone(), stream.operation.clone(), Reply::Events(batch)));
             }
-            match self.service.next_batch(&mut stream.subscription) {
-                NextBatch::Nothing => true,
-                NextBatch::Batch(batch) => {
-                    stream.credit = false;
-                    answers.push((uid.clone(), stream.operation.clone(), Reply::Events(batch)));
-                    true
-                }
-                NextBatch::End => {
-                    answers.push((uid.clone(), stream.operation.clone(), Reply::None));
-                    false
-                }
+            let waits = stream.last && !stream.credit;
+            if waits || !self.service.subscription_ended(&stream.subscription) {
+                return true;
             }
+            self.service.forget_subscription(&stream.subscription);
+            answers.push((uid.clone(), stream.operation.clone(), Reply::None));
+            false
         });
         for (uid, operation, reply) in answers {
             self.answer(&uid, &operation, &reply);
