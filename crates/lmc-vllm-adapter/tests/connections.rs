@@ -126,3 +126,44 @@ fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
     assert_eq!(batch(&mut client, uid), Reply::None);
     assert_eq!(server.status().events.subscribers, 0);
 }
+
+/// A subscription that was refused for being one too many had been entered before, ended that of
+/// another reader, and was never forgotten.
+#[test]
+fn a_refused_subscription_changes_nothing() {
+    let server = Server::start();
+    let mut reader = server.client();
+    let uid = reader.send(&subscribe(1000)).expect("sent");
+    assert!(matches!(batch(&mut reader, uid), Reply::Events(_)));
+    acknowledge(&mut reader, uid);
+    let mut client = server.client();
+    for instance in 0..64 {
+        let uid = client.send(&subscribe(instance)).expect("sent");
+        assert!(matches!(batch(&mut client, uid), Reply::Events(_)));
+    }
+    for instance in (64..128).chain([1000]) {
+        let answer = client.call(&subscribe(instance)).expect("an answer");
+        assert!(matches!(answer, Reply::Error(_)), "{answer:?}");
+    }
+    assert_eq!(server.status().events.subscribers, 65);
+    drop(client);
+    server.eventually("its readers are forgotten", |s| s.events.subscribers == 1);
+    let mut worker = Worker::register(&server, 1);
+    worker.store(&worker.key("a", &prompt(1, CHUNK), 0..1));
+    assert!(matches!(batch(&mut reader, uid), Reply::Events(batch) if batch.events.len() == 1));
+}
+
+/// A stream under a number that was in use replaced the one before it, which was never forgotten.
+#[test]
+fn a_stream_that_is_replaced_is_forgotten() {
+    let server = Server::start();
+    let mut client = server.client();
+    for instance in 0..100 {
+        let frames = encode_request_frames(7, &subscribe(instance));
+        client.send_encoded(&frames).expect("sent");
+    }
+    client.send(&Request::Noop).expect("sent");
+    server.eventually("the last one stands", |s| s.events.subscribers == 1);
+    drop(client);
+    server.eventually("nobody reads", |s| s.events.subscribers == 0);
+}

@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, watch};
 use tracing::debug;
 
 use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
-use crate::protocol::{Operation, Reply, decode_request};
+use crate::protocol::{Operation, Reply, Request, decode_request};
 use crate::service::{ClientId, ConnectionEnd, NextBatch, Outcome, Service, Subscription};
 use crate::transport::router::ZmqConfig;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
@@ -230,40 +230,59 @@ impl Connection {
         let started = Instant::now();
         match decode_request(operation, payloads) {
             Err(error) => self.refuse(uid, operation, &error),
-            Ok(request) => {
-                let asked = request.operation();
-                match self.service.handle(self.client, request, started) {
-                    Outcome::Reply(reply) => {
-                        self.answer(uid, operation, &reply);
-                        self.service.record(asked, &reply, started.elapsed());
-                    }
-                    Outcome::Job(job) => {
-                        let answer = self.defer(uid, operation, asked, started);
-                        self.service.run_job(
-                            job.lane,
-                            Box::new(move || {
-                                // A bug in a copy must not leave the client waiting, nor take the
-                                // thread with it.
-                                let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
-                                let failed = "lmc: the copy failed inside the server";
-                                answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
-                            }),
-                        );
-                    }
-                    Outcome::Wait(wait) => {
-                        let answer = self.defer(uid, operation, asked, started);
-                        self.service.wait(&wait, Box::new(answer));
-                    }
-                    Outcome::Quiet(entrance) => {
-                        let answer = self.defer(uid, operation, asked, started);
-                        entrance.when_quiet(Box::new(move || answer(Reply::None)));
-                    }
-                    Outcome::Stream(subscription) => {
-                        self.subscribe(uid, operation, subscription);
-                        self.service.record(asked, &Reply::None, started.elapsed());
-                    }
-                }
+            Ok(request) => self.request(uid, operation, request, started),
+        }
+    }
+
+    fn request(&mut self, uid: &Bytes, operation: &Bytes, request: Request, started: Instant) {
+        let asked = request.operation();
+        let outcome = match self.turned_away(uid, asked) {
+            Some(reply) => Outcome::Reply(reply),
+            None => self.service.handle(self.client, request, started),
+        };
+        match outcome {
+            Outcome::Reply(reply) => {
+                self.answer(uid, operation, &reply);
+                self.service.record(asked, &reply, started.elapsed());
             }
+            Outcome::Job(job) => {
+                let answer = self.defer(uid, operation, asked, started);
+                let lane = job.lane;
+                let work = move || {
+                    // A bug in a copy must not leave the client waiting, nor take the thread
+                    // with it.
+                    let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
+                    let failed = "lmc: the copy failed inside the server";
+                    answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
+                };
+                self.service.run_job(lane, Box::new(work));
+            }
+            Outcome::Wait(wait) => {
+                let answer = self.defer(uid, operation, asked, started);
+                self.service.wait(&wait, Box::new(answer));
+            }
+            Outcome::Quiet(entrance) => {
+                let answer = self.defer(uid, operation, asked, started);
+                entrance.when_quiet(Box::new(move || answer(Reply::None)));
+            }
+            Outcome::Stream(subscription) => {
+                self.subscribe(uid, operation, subscription);
+                self.service.record(asked, &Reply::None, started.elapsed());
+            }
+        }
+    }
+
+    /// What is answered to a request that this connection has no room for.
+    fn turned_away(&self, uid: &Bytes, asked: Operation) -> Option<Reply> {
+        match asked {
+            // A stream under a number that is in use takes the place of the one before it.
+            Operation::SubscribeKvEvents
+                if self.streams.len() >= MAX_STREAMS && !self.streams.contains_key(uid) =>
+            {
+                let text = format!("lmc: more than {MAX_STREAMS} event streams on one connection");
+                Some(Reply::Error(text))
+            }
+            _ => None,
         }
     }
 
@@ -298,18 +317,15 @@ impl Connection {
     }
 
     fn subscribe(&mut self, uid: &Bytes, operation: &Bytes, subscription: Subscription) {
-        if self.streams.len() >= MAX_STREAMS {
-            let text = format!("lmc: more than {MAX_STREAMS} event streams on one connection");
-            self.answer(uid, operation, &Reply::Error(text));
-            return;
-        }
         let stream = Stream {
             operation: operation.clone(),
             subscription,
             credit: true,
             last: false,
         };
-        self.streams.insert(uid.clone(), stream);
+        if let Some(replaced) = self.streams.insert(uid.clone(), stream) {
+            self.service.forget_subscription(&replaced.subscription);
+        }
     }
 
     /// Sends a batch on each stream whose reader is ready and that has one, and the end on each
