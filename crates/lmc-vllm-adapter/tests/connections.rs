@@ -3,12 +3,17 @@
 mod common;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::{CHUNK, MODEL, Server, Worker, prompt};
-use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
+use lmc_backend::{
+    Backend, BoxFuture, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError,
+    MemoryBackend, Page, RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
+};
+use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, Operation, Reply, Request, ZmqConfig, encode_request_frames,
 };
@@ -166,4 +171,114 @@ fn a_stream_that_is_replaced_is_forgotten() {
     server.eventually("the last one stands", |s| s.events.subscribers == 1);
     drop(client);
     server.eventually("nobody reads", |s| s.events.subscribers == 0);
+}
+
+/// A tier whose lookups panic when it is told to.
+#[derive(Debug, Default)]
+struct Panicking {
+    inner: MemoryBackend,
+    armed: AtomicBool,
+}
+
+impl Backend for Panicking {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn contains<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+        assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
+        self.inner.contains(keys, deadline)
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
+        self.inner.load(items, deadline)
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+        self.inner.store(items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+        self.inner.remove(keys, deadline)
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, ListError>> {
+        self.inner.list(cursor, limit, deadline)
+    }
+
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+        self.inner.usage(deadline)
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+        self.inner.close(deadline)
+    }
+}
+
+/// A panic in a handler took the connection's task with it: the peer heard nothing, its slots
+/// stayed held and its connection stayed counted.
+#[test]
+fn a_panic_in_a_handler_is_answered_and_leaves_nothing_behind() {
+    let tier = Arc::new(Panicking::default());
+    let server = Server::over(
+        vec![Arc::clone(&tier) as _],
+        1 << 20,
+        |_| {},
+        |zmq| {
+            zmq.max_connections = 1;
+        },
+    );
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    tier.armed.store(true, Ordering::Relaxed);
+    let lookup = Request::Lookup(CacheKey {
+        worker_id: None,
+        token_ids: prompt(2, 2 * CHUNK),
+        ..key
+    });
+    let answer = worker.client.call(&lookup).expect("an answer");
+    assert!(matches!(answer, Reply::Error(_)), "{answer:?}");
+    let noop = worker.client.ask(&Request::Noop).expect("served");
+    assert_eq!(noop, Reply::Text("OK".to_owned()));
+    drop(worker);
+    server.assert_idle();
+    server.eventually("closed", |s| s.transport.connections_open == 0);
+    server.client();
+}
+
+/// Connections that the stop's deadline cut off were never reported, as those whose task
+/// panicked were not.
+#[test]
+fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
+    let (server, tier, key) = shut_off(|zmq| zmq.stop_timeout = Duration::from_millis(50));
+    let mut client = server.client();
+    begin_lookup(&mut client, &key);
+    client.send(&wait()).expect("sent");
+    client.ask(&Request::Noop).expect("an answer");
+    let service = server.service.clone();
+    drop(server);
+    assert_eq!(service.status(Instant::now()).transport.connections_open, 0);
+    tier.open();
 }

@@ -94,14 +94,6 @@ impl Connection {
 
     /// Serves until the peer goes, breaks a rule, stalls, or the server stops.
     pub(super) async fn run(mut self) -> ConnectionEnd {
-        let end = self.serve().await;
-        for stream in self.streams.values() {
-            self.service.forget_subscription(&stream.subscription);
-        }
-        end
-    }
-
-    async fn serve(&mut self) -> ConnectionEnd {
         let mut waiting_since = Instant::now();
         loop {
             let moved = match self.step() {
@@ -238,7 +230,14 @@ impl Connection {
         let asked = request.operation();
         let outcome = match self.turned_away(uid, asked) {
             Some(reply) => Outcome::Reply(reply),
-            None => self.service.handle(self.client, request, started),
+            None => {
+                // A bug in a handler must not leave the client waiting, nor take what else the
+                // connection has under way with it.
+                let handle = || self.service.handle(self.client, request, started);
+                let failed =
+                    || Reply::Error("lmc: the request failed inside the server".to_owned());
+                catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::Reply(failed()))
+            }
         };
         match outcome {
             Outcome::Reply(reply) => {
@@ -403,5 +402,13 @@ impl Connection {
             }
         }
         Ok(moved)
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        for stream in self.streams.values() {
+            self.service.forget_subscription(&stream.subscription);
+        }
     }
 }

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
-use crate::service::{ClientId, Service};
+use crate::service::{ClientId, ConnectionEnd, Service};
 use crate::transport::connection::Connection;
 use crate::transport::zmtp::Limits;
 
@@ -129,23 +129,12 @@ impl ZmqServer {
                 counters.connections_refused.fetch_add(1, Ordering::Relaxed);
                 continue;
             }
-            open.fetch_add(1, Ordering::Relaxed);
             counters
                 .connections_accepted
                 .fetch_add(1, Ordering::Relaxed);
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
-            let task = serve(
-                stream,
-                client,
-                self.service.clone(),
-                Arc::clone(&config),
-                stop.clone(),
-            );
-            let open = Arc::clone(&open);
-            connections.spawn(async move {
-                task.await;
-                open.fetch_sub(1, Ordering::Relaxed);
-            });
+            let place = Place::take(client, self.service.clone(), Arc::clone(&open));
+            connections.spawn(serve(stream, place, Arc::clone(&config), stop.clone()));
         }
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(config.stop_timeout, drained)
@@ -157,21 +146,51 @@ impl ZmqServer {
     }
 }
 
-async fn serve(
-    stream: TcpStream,
+/// The place of a connection among those that are open. Its end is reported and counted when
+/// this is dropped, also by a panic or by the stop's deadline.
+struct Place {
     client: ClientId,
     service: Service,
+    taken: Arc<AtomicUsize>,
+    end: ConnectionEnd,
+}
+
+impl Place {
+    fn take(client: ClientId, service: Service, taken: Arc<AtomicUsize>) -> Self {
+        taken.fetch_add(1, Ordering::Relaxed);
+        let counters = service.transport_counters();
+        counters.connections_open.fetch_add(1, Ordering::Relaxed);
+        Self {
+            client,
+            service,
+            taken,
+            // What has not ended by itself was ended by this side.
+            end: ConnectionEnd::Closed,
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let (client, end) = (self.client, self.end);
+        debug!(%client, ?end, "connection ended");
+        self.service.client_gone(client, end, Instant::now());
+        let counters = self.service.transport_counters();
+        counters.connections_open.fetch_sub(1, Ordering::Relaxed);
+        self.taken.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+async fn serve(
+    stream: TcpStream,
+    mut place: Place,
     config: Arc<ZmqConfig>,
     stop: watch::Receiver<bool>,
 ) {
     // Answers are small and awaited; waiting to fill a segment would only delay them.
     let _ = stream.set_nodelay(true);
-    let open = service.transport_counters();
-    open.connections_open.fetch_add(1, Ordering::Relaxed);
-    let end = Connection::new(stream, client, service.clone(), config, stop)
+    let service = place.service.clone();
+    place.end = Connection::new(stream, place.client, service, config, stop)
         .run()
         .await;
-    debug!(%client, ?end, "connection ended");
-    open.connections_open.fetch_sub(1, Ordering::Relaxed);
-    service.client_gone(client, end, Instant::now());
 }
