@@ -282,3 +282,59 @@ fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
     assert_eq!(service.status(Instant::now()).transport.connections_open, 0);
     tier.open();
 }
+
+/// A frame of 1 GiB is announced, which no peer may send.
+const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
+
+/// A peer that broke a rule was closed at once, and what it held was never given back, not even
+/// when it died: one client could empty the pool.
+#[test]
+fn what_a_cut_off_peer_holds_comes_back_with_its_death_and_not_before() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    worker.client.send_encoded(&TOO_LONG).expect("sent");
+    server.eventually("cut off", |s| s.transport.broken == 1);
+    // What it still sends is taken off its hands, and not answered.
+    let noops = encode_request_frames(9, &Request::Noop).repeat(1 << 20);
+    worker.client.send_encoded(&noops).expect("sent");
+    let status = server.status();
+    assert_eq!(status.usage.reserved_slots, 2, "it may still be copying");
+    assert_eq!(status.transport.connections_open, 1, "it counts");
+    drop(worker);
+    server.assert_idle();
+    server.eventually("closed", |s| s.transport.connections_open == 0);
+}
+
+#[test]
+fn what_a_stalled_peer_holds_comes_back_with_its_death_and_not_before() {
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| zmq.peer_timeout = Duration::from_millis(500),
+    );
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    // Half a frame.
+    worker.client.send_encoded(&[0, 200, 1]).expect("sent");
+    server.eventually("cut off", |s| s.transport.stalled == 1);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    drop(worker);
+    server.assert_idle();
+}
+
+#[test]
+fn a_cut_off_peer_does_not_hold_up_the_stop() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    worker.client.send_encoded(&TOO_LONG).expect("sent");
+    server.eventually("cut off", |s| s.transport.broken == 1);
+    let started = Instant::now();
+    drop(server);
+    assert!(started.elapsed() < Duration::from_secs(3));
+}

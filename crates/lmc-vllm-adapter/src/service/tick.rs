@@ -1,5 +1,6 @@
 //! What happens by itself: time passes, connections end.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::protocol::Reply;
@@ -88,6 +89,13 @@ impl Service {
             self.shared.events.unsubscribe(instance_id);
         }
         self.count_abandoned(&dropped);
+    }
+
+    /// Whether the workers of a connection have slots that they may be copying into or out of.
+    pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
+        let state = self.shared.state.lock();
+        let mut transfers = state.transfers.values().flat_map(HashMap::values);
+        transfers.any(|transfer| transfer.client == client)
     }
 
     pub(super) fn count_abandoned(&self, dropped: &[Transfer]) {

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use tokio::io::Interest;
+use tokio::io::{AsyncReadExt, Interest};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, watch};
 use tracing::debug;
@@ -26,6 +26,8 @@ const GROW_CHUNK: usize = 1 << 20;
 /// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
 /// takes tens of microseconds; other connections are served in between.
 const LOOK_AGAIN: Duration = Duration::from_micros(50);
+/// Bytes taken at a time from a peer that is not served any more.
+const SCRAP: usize = 4 << 10;
 /// Event streams of one connection.
 const MAX_STREAMS: usize = 64;
 
@@ -46,8 +48,8 @@ struct Stream {
     last: bool,
 }
 
-pub(super) struct Connection {
-    stream: TcpStream,
+pub(super) struct Connection<'a> {
+    stream: &'a TcpStream,
     client: ClientId,
     service: Service,
     config: Arc<ZmqConfig>,
@@ -62,9 +64,9 @@ pub(super) struct Connection {
     events: watch::Receiver<u64>,
 }
 
-impl Connection {
+impl<'a> Connection<'a> {
     pub(super) fn new(
-        stream: TcpStream,
+        stream: &'a TcpStream,
         client: ClientId,
         service: Service,
         config: Arc<ZmqConfig>,
@@ -405,10 +407,34 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for Connection<'_> {
     fn drop(&mut self) {
         for stream in self.streams.values() {
             self.service.forget_subscription(&stream.subscription);
         }
+    }
+}
+
+/// Takes what a peer sends off its hands, unread and unanswered, until it goes or the server
+/// stops.
+///
+/// The peer is not told. ZeroMQ answers the end of a connection by ending its own side and
+/// connecting anew, and an end that was asked for proves nothing about the process behind it.
+pub(super) async fn outlast(
+    mut stream: TcpStream,
+    service: &Service,
+    mut stop: watch::Receiver<bool>,
+) -> ConnectionEnd {
+    let counters = service.transport_counters();
+    let mut scrap = vec![0; SCRAP];
+    loop {
+        let read = tokio::select! {
+            read = stream.read(&mut scrap) => read,
+            _ = stop.wait_for(|&stop| stop) => return ConnectionEnd::Closed,
+        };
+        match read {
+            Ok(0) | Err(_) => return ConnectionEnd::Gone,
+            Ok(read) => counters.bytes_in.fetch_add(read as u64, Ordering::Relaxed),
+        };
     }
 }

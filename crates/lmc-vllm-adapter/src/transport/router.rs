@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use crate::service::{ClientId, ConnectionEnd, Service};
-use crate::transport::connection::Connection;
+use crate::transport::connection::{Connection, outlast};
 use crate::transport::zmtp::Limits;
 
 /// How the server listens and what it grants to each peer.
@@ -189,8 +189,14 @@ async fn serve(
 ) {
     // Answers are small and awaited; waiting to fill a segment would only delay them.
     let _ = stream.set_nodelay(true);
-    let service = place.service.clone();
-    place.end = Connection::new(stream, place.client, service, config, stop)
-        .run()
-        .await;
+    let (client, service) = (place.client, place.service.clone());
+    let connection = Connection::new(&stream, client, service.clone(), config, stop.clone());
+    place.end = match connection.run().await {
+        // Its end is the proof that its slots may be given to others, so it is waited for.
+        ConnectionEnd::Closed if service.holds_slots(client) => {
+            debug!(%client, "waiting for the end of a peer that holds slots");
+            outlast(stream, &service, stop).await
+        }
+        end => end,
+    };
 }
