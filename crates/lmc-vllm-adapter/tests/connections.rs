@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{CHUNK, MODEL, Server, Worker, prompt};
+use common::{CHUNK, MODEL, Segment, Server, Worker, prompt};
 use lmc_backend::conformance::Gated;
 use lmc_backend::{
     Backend, BoxFuture, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError,
@@ -15,7 +15,8 @@ use lmc_backend::{
 };
 use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
-    CacheKey, Client, ClientError, Operation, Reply, Request, ZmqConfig, encode_request_frames,
+    CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
+    Reply, Request, TensorMeta, ZmqConfig, encode_request_frames,
 };
 
 type Tier = Arc<Gated<MemoryBackend>>;
@@ -337,4 +338,91 @@ fn a_cut_off_peer_does_not_hold_up_the_stop() {
     let started = Instant::now();
     drop(server);
     assert!(started.elapsed() < Duration::from_secs(3));
+}
+
+/// Registers an engine whose memory the server copies, of one layer `[16, 4, 8]`.
+fn register(client: &mut Client, instance_id: u64) -> Segment {
+    let name = format!("lmcache_conn_{}_{instance_id}", std::process::id());
+    let nbytes = 16 * 4 * 8 * 4;
+    let segment = Segment::new(&name, nbytes);
+    client
+        .ask(&Request::RegisterKvCache(Box::new(RegisterKvCache {
+            instance_id,
+            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
+                shm_name: format!("/{name}"),
+                nbytes: nbytes as u64,
+                tensor: TensorMeta {
+                    dtype: "float32".to_owned(),
+                    stride: vec![32, 8, 1],
+                    shape: vec![16, 4, 8],
+                    storage_offset: 0,
+                },
+            })],
+            model_name: MODEL.to_owned(),
+            world_size: 1,
+            engine_type: "vllm".to_owned(),
+            kv_layout: Some("NHD".to_owned()),
+            groups: vec![EngineGroup {
+                layer_indices: vec![0],
+                tokens_per_block: 4,
+                sw_size_tokens: -1,
+                ..EngineGroup::default()
+            }],
+        })))
+        .expect("registered");
+    segment
+}
+
+/// With as many copies under way as allowed the connection was not read, so signs of life were
+/// answered only after the copies; the stock client gives up its retrieves after ten seconds.
+#[test]
+fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
+    let (server, tier, key) = shut_off(|zmq| zmq.max_in_flight = 2);
+    let mut client = server.client();
+    begin_lookup(&mut client, &key);
+    let _segment = register(&mut client, 2);
+    let waits = [(); 2].map(|()| client.send(&wait()).expect("sent"));
+    let ping = Request::Ping {
+        instance_id: Some(2),
+    };
+    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    let key = CacheKey {
+        model_name: MODEL.to_owned(),
+        world_size: 1,
+        worker_id: Some(0),
+        token_ids: prompt(7, CHUNK),
+        start: 0,
+        end: CHUNK as u64,
+        request_id: "x".to_owned(),
+        cache_salt: String::new(),
+        num_kv_readers: 1,
+    };
+    let block_ids = vec![vec![1, 2, 3, 4]];
+    let store = Request::Store {
+        key: key.clone(),
+        instance_id: 2,
+        block_ids: block_ids.clone(),
+    };
+    let retrieve = Request::Retrieve {
+        key,
+        instance_id: 2,
+        block_ids,
+        skip_first_n_tokens: 0,
+    };
+    for copy in [&store, &retrieve] {
+        let declined = client.ask(copy).expect("an answer");
+        assert_eq!(declined, Reply::Transferred(false));
+    }
+    let counts = server.status().counts;
+    assert_eq!((counts.stores_failed, counts.retrieves_missed), (1, 1));
+    assert_eq!(counts.over_limit, 2);
+    tier.open();
+    for uid in waits {
+        let answer = client.receive(uid, Operation::WaitPrefetchStatus);
+        assert_eq!(answer.expect("an answer"), Reply::Int(2));
+    }
+    for copy in [&store, &retrieve] {
+        let done = client.ask(copy).expect("an answer");
+        assert_eq!(done, Reply::Transferred(true));
+    }
 }

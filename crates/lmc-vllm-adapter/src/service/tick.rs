@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::protocol::Reply;
+use crate::protocol::{Operation, Reply};
 use crate::service::handle::Service;
 use crate::service::state::{Pending, State, Transfer};
 use crate::service::stats::add;
@@ -96,6 +96,17 @@ impl Service {
         let state = self.shared.state.lock();
         let mut transfers = state.transfers.values().flat_map(HashMap::values);
         transfers.any(|transfer| transfer.client == client)
+    }
+
+    /// Answers a copy that is not begun because its connection has too much under way.
+    pub(crate) fn decline_copy(&self, asked: Operation) -> Reply {
+        let counters = &self.shared.stats.service;
+        add(&counters.over_limit, 1);
+        match asked {
+            Operation::Store => add(&counters.stores_failed, 1),
+            _ => add(&counters.retrieves_missed, 1),
+        }
+        Reply::Transferred(false)
     }
 
     pub(super) fn count_abandoned(&self, dropped: &[Transfer]) {

@@ -167,7 +167,7 @@ impl<'a> Connection<'a> {
     }
 
     fn may_read(&self) -> bool {
-        self.in_flight < self.config.max_in_flight && self.output.len() < self.config.max_unread
+        self.in_flight < self.config.most_in_flight() && self.output.len() < self.config.max_unread
     }
 
     /// Handles one message of the input. False when the input holds no whole one.
@@ -282,6 +282,13 @@ impl<'a> Connection<'a> {
             {
                 let text = format!("lmc: more than {MAX_STREAMS} event streams on one connection");
                 Some(Reply::Error(text))
+            }
+            // Read on and declined: a sign of life behind it must not wait for the copies
+            // before it.
+            Operation::Store | Operation::Retrieve
+                if self.in_flight >= self.config.max_in_flight =>
+            {
+                Some(self.service.decline_copy(asked))
             }
             _ => None,
         }

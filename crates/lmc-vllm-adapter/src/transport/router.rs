@@ -26,8 +26,8 @@ pub struct ZmqConfig {
     pub limits: Limits,
     /// Connections at a time; more are closed at once and counted. Default: 1024.
     pub max_connections: usize,
-    /// Requests of one connection that may be under way; beyond it the connection is not read
-    /// until one is answered. Default: 256.
+    /// Requests of one connection that may be under way. Beyond it copies are declined at once;
+    /// at twice as many the connection is not read until one is answered. Default: 256.
     pub max_in_flight: usize,
     /// Bytes of answers that one connection may leave unread before it is not read any more.
     /// Default: 16 MiB.
@@ -51,6 +51,13 @@ impl Default for ZmqConfig {
             peer_timeout: Duration::from_secs(30),
             stop_timeout: Duration::from_secs(5),
         }
+    }
+}
+
+impl ZmqConfig {
+    /// Requests of one connection that are ever under way, of whatever kind.
+    pub(super) fn most_in_flight(&self) -> usize {
+        self.max_in_flight.saturating_mul(2)
     }
 }
 
