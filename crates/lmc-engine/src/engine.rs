@@ -190,6 +190,13 @@ impl CacheEngine {
         Below(lower.map_or_else(Vec::new, |lower| lower.locate(keys)))
     }
 
+    /// Longest that [`Self::fetch`] takes: [`EngineConfig::fetch_deadline`]; zero without tiers
+    /// below DRAM.
+    pub fn fetch_deadline(&self) -> Duration {
+        let lower = self.0.lower.as_ref();
+        lower.map_or(Duration::ZERO, Lower::fetch_deadline)
+    }
+
     /// Brings chunks of a prompt up from the tiers below, in its order, and then calls `done`
     /// with the leases of the leading ones that are in DRAM, on a thread of the engine's own.
     ///
@@ -307,11 +314,13 @@ impl CacheEngine {
     /// back with the last lease. Which of them were there. Waits for the tiers below, at most
     /// ten seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
-        let mut removed = self.0.tier.remove(keys);
-        if let Some(lower) = &self.0.lower {
-            let below = lower.remove(keys, Instant::now() + FORGET_DEADLINE);
-            removed.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
-        }
+        let above = || self.0.tier.remove(keys);
+        let Some(lower) = &self.0.lower else {
+            return above();
+        };
+        let deadline = Instant::now() + FORGET_DEADLINE;
+        let (mut removed, below) = lower.remove(keys, deadline, above);
+        removed.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
         removed
     }
 

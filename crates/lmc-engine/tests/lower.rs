@@ -306,6 +306,27 @@ fn removing_forgets_a_chunk_in_every_tier() {
 }
 
 #[test]
+fn a_removed_chunk_does_not_come_back_from_a_copy_on_its_way() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    tier.shut();
+    write(&engine, 0..1);
+    until("the copy is under way", || tier.stores() == 1);
+    let open = {
+        let tier = Arc::clone(&tier);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            tier.open();
+        })
+    };
+    assert_eq!(engine.remove(&keys(0..1)), [true]);
+    open.join().expect("it only waits");
+    settle(&engine);
+    assert!(engine.below(&keys(0..1)).is_empty());
+    assert_idle(&engine);
+}
+
+#[test]
 fn written_back_is_what_the_watermark_evicts() {
     let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config| {
         config.copy_down = CopyDown::OnEviction;

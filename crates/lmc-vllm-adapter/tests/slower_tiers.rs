@@ -159,6 +159,30 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
 }
 
 #[test]
+fn a_lookup_whose_chunks_never_come_up_is_a_miss_in_the_end() {
+    let (server, tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let key = worker.key("a", &prompt(10, 2 * CHUNK), 0..2);
+    worker.store(&key);
+    sink(&server);
+    tier.shut();
+    begin_lookup(&mut scheduler, &named(&key, "a"));
+    let uid = scheduler.send(&wait("a", 600.0)).expect("sent");
+    assert_eq!(status(&mut scheduler, "a"), Reply::None);
+    let late = Instant::now() + Duration::from_secs(21);
+    server.service.tick(late);
+    let reply = scheduler.receive(uid, Operation::WaitPrefetchStatus);
+    assert_eq!(reply.expect("an answer"), Reply::Int(0));
+    assert_eq!(status(&mut scheduler, "a"), Reply::Int(0));
+    tier.open();
+    server.eventually("they are up", |status| status.lower[0].fetched == 2);
+    assert_eq!(status(&mut scheduler, "a"), Reply::Int(0), "it was told so");
+    end(&mut scheduler, "a");
+    server.assert_idle();
+}
+
+#[test]
 fn every_rank_comes_up_before_a_chunk_counts() {
     let (server, _tier) = server();
     let mut ranks: Vec<Worker> = (0..2)

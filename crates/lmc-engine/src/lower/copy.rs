@@ -1,6 +1,6 @@
 //! Copies on their way down to a tier.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -106,6 +106,17 @@ impl Copies {
     /// Gives up what has not begun.
     pub(super) fn drop_queued(&self) {
         let dropped = mem::take(&mut self.queue.lock().waiting);
+        self.give(dropped.iter().map(|item| item.slot.len()).sum());
+    }
+
+    /// Gives up what has not begun of some chunks.
+    pub(super) fn drop_queued_of(&self, keys: &HashSet<ChunkKey>) {
+        let mut queue = self.queue.lock();
+        let of_keys = |item: &OfferItem| keys.contains(&item.key);
+        let waiting = mem::take(&mut queue.waiting);
+        let (dropped, kept): (VecDeque<_>, _) = waiting.into_iter().partition(of_keys);
+        queue.waiting = kept;
+        drop(queue);
         self.give(dropped.iter().map(|item| item.slot.len()).sum());
     }
 

@@ -235,13 +235,30 @@ impl Lower {
         (done, removed, all)
     }
 
-    /// Forgets chunks below; whether each was in any tier. Waits, at most until the deadline.
-    pub(crate) fn remove(&self, keys: &[lmc_key::ChunkKey], deadline: Instant) -> Vec<bool> {
+    /// Forgets chunks below, and first does what `above` does; whether each was in any tier. What
+    /// is being copied or read meanwhile is not found afterwards. Waits, at most until the
+    /// deadline.
+    pub(crate) fn remove<T>(
+        &self,
+        keys: &[lmc_key::ChunkKey],
+        deadline: Instant,
+        above: impl FnOnce() -> T,
+    ) -> (T, Vec<bool>) {
+        let done = {
+            let mut epoch = self.shared.epoch.write();
+            *epoch += 1;
+            let removed = keys.iter().copied().collect();
+            let tiers = self.shared.tiers.iter();
+            tiers.for_each(|tier| tier.copies.drop_queued_of(&removed));
+            above()
+        };
         let shared = Arc::clone(&self.shared);
         let asked: Arc<[lmc_key::ChunkKey]> = keys.into();
         let removed = self.wait(deadline, async move {
             let mut any = vec![false; asked.len()];
             for tier in &shared.tiers {
+                // What was being copied is there once its store has ended.
+                tier.copies.settled(deadline).await;
                 let removed = tier.backend.remove(&asked, deadline).await;
                 for (any, removed) in any.iter_mut().zip(removed) {
                     *any |= removed.unwrap_or(false);
@@ -249,7 +266,12 @@ impl Lower {
             }
             any
         });
-        removed.unwrap_or_else(|| vec![false; keys.len()])
+        (done, removed.unwrap_or_else(|| vec![false; keys.len()]))
+    }
+
+    /// Time that a prompt has to come up.
+    pub(crate) fn fetch_deadline(&self) -> Duration {
+        self.shared.fetch_deadline
     }
 
     /// Waits until all copies are down, then closes the tiers. Each that could not, and why.

@@ -189,7 +189,8 @@ impl Service {
         let expires = now + shared.config.lookup_lease;
         let number = shared.lookups.fetch_add(1, Ordering::Relaxed);
         let lookup = match rises {
-            true => Lookup::rising(number, expires),
+            // No engine waits longer for a tier, whatever became of it.
+            true => Lookup::rising(number, now + 2 * shared.engine.fetch_deadline()),
             false => {
                 let hold = |found: Found| found.hold(reach, key.num_kv_readers);
                 let holds = found.drain(..).map(hold).collect();

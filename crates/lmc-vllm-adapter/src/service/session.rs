@@ -228,7 +228,7 @@ impl Session {
         expires: Instant,
     ) -> Result<Vec<Waiter>, Vec<RankHold>> {
         match &mut self.lookup {
-            Some(lookup) if lookup.number == number => {
+            Some(lookup) if lookup.number == number && lookup.hits.is_none() => {
                 lookup.hits = Some(hits);
                 lookup.holds = holds;
                 lookup.expires = expires;
@@ -316,14 +316,20 @@ impl Session {
         self.lookup.take()
     }
 
-    /// Ends the leases when their time is over. How many there were.
-    pub(crate) fn expire(&mut self, now: Instant) -> usize {
-        let Some(lookup) = self.lookup.as_mut().filter(|lookup| lookup.expires <= now) else {
-            return 0;
-        };
+    /// Ends what a lookup holds when its time is over: how many leases, and the lookup that held
+    /// them, for where nothing is locked. One whose chunks have not come up by then has no hits.
+    pub(crate) fn expire(&mut self, now: Instant) -> Option<(usize, Lookup)> {
+        let lookup = self
+            .lookup
+            .as_mut()
+            .filter(|lookup| lookup.expires <= now)?;
+        if lookup.hits.is_some() && lookup.holds.is_empty() {
+            return None;
+        }
         let held = lookup.holds.iter().map(RankHold::held).sum();
-        lookup.holds.clear();
-        held
+        let hits = lookup.hits.unwrap_or(0);
+        let over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires);
+        Some((held, mem::replace(lookup, over)))
     }
 }
 

@@ -19,11 +19,14 @@ impl Service {
         let config = &shared.config;
         let mut state = shared.state.lock();
         let mut expired_leases = 0;
-        let (mut ended, mut tired) = (Vec::new(), Vec::new());
+        let (mut ended, mut expired, mut tired) = (Vec::new(), Vec::new(), Vec::new());
         state.sessions.retain(|session| {
             tired.append(&mut session.tired(now));
             if now.saturating_duration_since(session.last_used) < config.session_ttl {
-                expired_leases += session.expire(now);
+                if let Some((leases, lookup)) = session.expire(now) {
+                    expired_leases += leases;
+                    expired.push(lookup);
+                }
                 return true;
             }
             ended.push(session.take());
@@ -37,6 +40,8 @@ impl Service {
             .told_to_register
             .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
         drop(state);
+        // Those who wait for one hear that there is nothing.
+        drop(expired);
         tired
             .into_iter()
             .for_each(|waiter| waiter.tell(Reply::None));
