@@ -7,7 +7,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use lmc_vllm_adapter::{Client, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply,
+    Request, TensorMeta,
+};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -305,4 +308,72 @@ fn the_tools_ask_a_running_server() {
     assert_eq!(nobody.status.code(), Some(1));
     let text = String::from_utf8_lossy(&nobody.stderr).into_owned();
     assert!(text.contains("is `lmc serve` running"), "{text}");
+}
+
+/// Registers an engine of one layer `[blocks, tokens, size]` whose memory the server copies.
+fn register_memory(client: &mut Client, shm_name: &str) {
+    let registration = RegisterKvCache {
+        instance_id: 1,
+        kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
+            shm_name: format!("/{shm_name}"),
+            nbytes: 4 * 256 * 4 * 4,
+            tensor: TensorMeta {
+                dtype: "float32".to_owned(),
+                shape: vec![4, 256, 4],
+                stride: vec![256 * 4, 4, 1],
+                storage_offset: 0,
+            },
+        })],
+        model_name: "m".to_owned(),
+        world_size: 1,
+        engine_type: "vllm".to_owned(),
+        kv_layout: None,
+        groups: vec![EngineGroup {
+            layer_indices: vec![0],
+            tokens_per_block: 256,
+            sw_size_tokens: -1,
+            ..EngineGroup::default()
+        }],
+    };
+    let registered = client.ask(&Request::RegisterKvCache(Box::new(registration)));
+    assert_eq!(registered.expect("an answer"), Reply::None);
+}
+
+#[test]
+fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
+    let (port, http) = (free_port(), free_port());
+    let daemon = Daemon::start(port, http);
+    let mut client = engines(port);
+    let memory = format!("lmcache_kv_daemon_{}", std::process::id());
+    let path = Path::new("/dev/shm").join(&memory);
+    std::fs::write(&path, vec![1; 4 * 256 * 4 * 4]).expect("room in /dev/shm");
+    register_memory(&mut client, &memory);
+    let store = |request_id: &str| Request::Store {
+        key: CacheKey {
+            model_name: "m".to_owned(),
+            world_size: 1,
+            worker_id: Some(0),
+            token_ids: (0..256).collect(),
+            start: 0,
+            end: 256,
+            request_id: request_id.to_owned(),
+            cache_salt: String::new(),
+            num_kv_readers: 1,
+        },
+        instance_id: 1,
+        block_ids: vec![vec![2]],
+    };
+    daemon.signal(libc::SIGSTOP);
+    let uid = client.send(&store("before")).expect("sent");
+    // Longer than the server thinks that the worker waits with patience.
+    std::thread::sleep(Duration::from_millis(5500));
+    daemon.signal(libc::SIGCONT);
+    let reply = client.receive(uid, Operation::Store).expect("an answer");
+    assert_eq!(reply, Reply::Transferred(false));
+    let deadline = Instant::now() + DEADLINE;
+    while client.ask(&store("after")).expect("an answer") != Reply::Transferred(true) {
+        assert!(Instant::now() < deadline, "it never goes on");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::fs::remove_file(&path).expect("it is ours");
 }

@@ -60,6 +60,15 @@ pub enum ConnectionEnd {
     Closed,
 }
 
+/// Why a copy is not begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NotCopied {
+    /// Its connection has too much under way.
+    NoRoom,
+    /// Its worker may have given up waiting for it.
+    TooLate,
+}
+
 /// What becomes of a request.
 pub(crate) enum Outcome {
     /// Answer this.

@@ -7,7 +7,7 @@ use crate::protocol::{Operation, Reply};
 use crate::service::handle::Service;
 use crate::service::state::{Pending, State, Transfer};
 use crate::service::stats::add;
-use crate::service::{ClientId, ConnectionEnd};
+use crate::service::{ClientId, ConnectionEnd, NotCopied};
 
 /// How long the "no" to an unknown worker's sign of life is remembered.
 const TOLD_TTL: Duration = Duration::from_secs(600);
@@ -63,7 +63,7 @@ impl Service {
     ///
     /// When the peer ended it, the slots that its workers had prepared come back: the process
     /// that was copying is gone. When this side ended it they stay held, because the process
-    /// may still be copying; a commit or an unregistration gives them back.
+    /// may still be copying; a commit gives them back.
     pub fn client_gone(&self, client: ClientId, end: ConnectionEnd, now: Instant) {
         let mut state = self.shared.state.lock();
         state.bindings.remove(&client);
@@ -103,10 +103,13 @@ impl Service {
         transfers.any(|transfer| transfer.client == client)
     }
 
-    /// Answers a copy that is not begun because its connection has too much under way.
-    pub(crate) fn decline_copy(&self, asked: Operation) -> Reply {
+    /// Answers a copy that is not begun.
+    pub(crate) fn decline_copy(&self, asked: Operation, why: NotCopied) -> Reply {
         let counters = &self.shared.stats.service;
-        add(&counters.over_limit, 1);
+        match why {
+            NotCopied::NoRoom => add(&counters.over_limit, 1),
+            NotCopied::TooLate => add(&counters.copies_too_late, 1),
+        }
         match asked {
             Operation::Store => add(&counters.stores_failed, 1),
             _ => add(&counters.retrieves_missed, 1),

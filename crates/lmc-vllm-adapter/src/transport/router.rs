@@ -13,6 +13,7 @@ use tracing::{debug, warn};
 
 use crate::service::{ClientId, ConnectionEnd, Service};
 use crate::transport::connection::{Connection, outlast};
+use crate::transport::pulse::{BEAT, Pulse};
 use crate::transport::zmtp::Limits;
 
 /// How the server listens and what it grants to each peer.
@@ -27,7 +28,7 @@ pub struct ZmqConfig {
     /// Connections at a time; more are closed at once and counted. Default: 1024.
     pub max_connections: usize,
     /// Requests of one connection that may be under way. Beyond it copies are declined at once;
-    /// at twice as many the connection is not read until one is answered. Default: 256.
+    /// at twice as many the connection is not read until one is answered. Default: 1024.
     pub max_in_flight: usize,
     /// Bytes of answers that one connection may leave unread before it is not read any more.
     /// Default: 16 MiB.
@@ -46,7 +47,7 @@ impl Default for ZmqConfig {
             port: 5555,
             limits: Limits::default(),
             max_connections: 1024,
-            max_in_flight: 256,
+            max_in_flight: 1024,
             max_unread: 16 << 20,
             peer_timeout: Duration::from_secs(30),
             stop_timeout: Duration::from_secs(5),
@@ -116,8 +117,15 @@ impl ZmqServer {
         let config = Arc::new(self.config);
         let open = Arc::new(AtomicUsize::new(0));
         let mut connections = JoinSet::new();
+        let patience = self.service.config().copy_deadline / 2;
+        let pulse = Arc::new(Pulse::new(patience, Instant::now()));
+        let mut beats = tokio::time::interval(BEAT);
         loop {
             let accepted = tokio::select! {
+                _ = beats.tick() => {
+                    pulse.beat(Instant::now());
+                    continue;
+                }
                 accepted = self.listener.accept() => accepted,
                 Some(_) = connections.join_next() => continue,
                 _ = stop.wait_for(|&stop| stop) => break,
@@ -141,7 +149,8 @@ impl ZmqServer {
                 .fetch_add(1, Ordering::Relaxed);
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
             let place = Place::take(client, self.service.clone(), Arc::clone(&open));
-            connections.spawn(serve(stream, place, Arc::clone(&config), stop.clone()));
+            let (config, pulse) = (Arc::clone(&config), Arc::clone(&pulse));
+            connections.spawn(serve(stream, place, config, pulse, stop.clone()));
         }
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(config.stop_timeout, drained)
@@ -192,12 +201,20 @@ async fn serve(
     stream: TcpStream,
     mut place: Place,
     config: Arc<ZmqConfig>,
+    pulse: Arc<Pulse>,
     stop: watch::Receiver<bool>,
 ) {
     // Answers are small and awaited; waiting to fill a segment would only delay them.
     let _ = stream.set_nodelay(true);
     let (client, service) = (place.client, place.service.clone());
-    let connection = Connection::new(&stream, client, service.clone(), config, stop.clone());
+    let connection = Connection::new(
+        &stream,
+        client,
+        service.clone(),
+        config,
+        pulse,
+        stop.clone(),
+    );
     place.end = match connection.run().await {
         // Its end is the proof that its slots may be given to others, so it is waited for.
         ConnectionEnd::Closed if service.holds_slots(client) => {
