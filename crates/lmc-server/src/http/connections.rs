@@ -17,6 +17,10 @@ const MAX_CONNECTIONS: usize = 128;
 /// Longest time from the start of a connection, or the end of an answer, to the end of the next
 /// request's head.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
+/// Longest life of a connection; a client that wants more connects again.
+const LIFE: Duration = Duration::from_secs(300);
+/// Longest time to end a connection: for the answer under way, and for the client to take it.
+const END_DEADLINE: Duration = Duration::from_secs(12);
 /// Bytes of a request's head.
 const MAX_HEAD: usize = 16 << 10;
 
@@ -63,15 +67,18 @@ async fn connection(stream: TcpStream, router: Router, mut stopped: watch::Recei
     let first = tokio::select! {
         ended = connection.as_mut() => Some(ended),
         _ = stopped.wait_for(|&stop| stop) => None,
+        () = tokio::time::sleep(LIFE) => None,
     };
     let ended = match first {
-        Some(ended) => ended,
+        Some(ended) => Ok(ended),
         None => {
             connection.as_mut().graceful_shutdown();
-            connection.await
+            tokio::time::timeout(END_DEADLINE, connection).await
         }
     };
-    if let Err(error) = ended {
-        debug!(%error, "an HTTP connection broke");
+    match ended {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => debug!(%error, "an HTTP connection broke"),
+        Err(_) => debug!("an HTTP client does not take its answer"),
     }
 }

@@ -23,7 +23,8 @@ use crate::config::{Loaded, SegmentName};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
-const NO_L2: &str = "no L2 adapters configured: lmc keeps chunks in memory only";
+const NO_L2: &str =
+    "no L2 adapters configured: the tiers below memory are set with --disk, and listed by /status";
 
 pub(super) fn routes() -> Router<Arc<Http>> {
     Router::new()
@@ -172,8 +173,7 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
         "chunk_size": status.chunk_size,
         "hash_algorithm": status.hash_algorithm,
         "active_sessions": status.sessions.sessions,
-        // A lookup is answered at once, so none is ever under way.
-        "active_prefetch_jobs": 0,
+        "active_prefetch_jobs": status.sessions.rising,
         "storage_manager": {
             "is_healthy": healthy,
             "l1_manager": l1,

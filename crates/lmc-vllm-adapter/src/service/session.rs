@@ -346,6 +346,12 @@ impl Sessions {
         self.len
     }
 
+    /// Those whose lookup has no answer yet.
+    pub(crate) fn rising(&self) -> usize {
+        let all = self.by_name.values().flatten();
+        all.filter(|session| session.hits() == Hits::Rising).count()
+    }
+
     /// The request of this name that a connection looked up.
     pub(crate) fn of(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
         let of_client = |session: &&mut Session| session.client == client;

@@ -46,6 +46,8 @@ pub struct InstanceStatus {
 pub struct SessionStatus {
     /// Sessions.
     pub sessions: usize,
+    /// Those whose chunks are coming up from a slower tier.
+    pub rising: usize,
 }
 
 /// The transfers that workers have prepared and not committed.
@@ -130,7 +132,7 @@ impl Service {
             hash_algorithm: shared.config.hasher.algorithm().to_string(),
             uptime_seconds: now.saturating_duration_since(shared.started).as_secs_f64(),
             instances,
-            sessions: SessionStatus { sessions },
+            sessions,
             transfers,
             tiers: shared.engine.health(),
             lower: shared.engine.lower(),
@@ -153,7 +155,7 @@ impl Service {
         }
     }
 
-    fn registered(&self, now: Instant) -> (Vec<InstanceStatus>, usize, TransferStatus) {
+    fn registered(&self, now: Instant) -> (Vec<InstanceStatus>, SessionStatus, TransferStatus) {
         let deadline = self.shared.config.transfer_deadline;
         let state = self.shared.state.lock();
         let mut instances: Vec<_> = state
@@ -194,7 +196,11 @@ impl Service {
             retrieves: count(Direction::Retrieve),
             overdue,
         };
-        (instances, state.sessions.len(), transfers)
+        let sessions = SessionStatus {
+            sessions: state.sessions.len(),
+            rising: state.sessions.rising(),
+        };
+        (instances, sessions, transfers)
     }
 
     /// The tenants that were ever named, with their numbers in the engine.
