@@ -49,8 +49,6 @@ fn wait() -> Request {
     }
 }
 
-/// A peer filled its share of requests under way, sent more in the same breath, and was cut off
-/// as stalled: what it had sent whole counted as owed.
 #[test]
 fn a_peer_whose_requests_wait_for_the_server_owes_nothing() {
     let (server, tier, key) = shut_off(|zmq| {
@@ -100,8 +98,6 @@ fn batch(client: &mut Client, uid: u64) -> Reply {
         .expect("an answer")
 }
 
-/// The end of a stream was told only to readers that had acknowledged the last batch, and those
-/// who had not were left waiting for ever.
 #[test]
 fn a_stream_that_ends_before_the_acknowledgement_is_told() {
     let server = Server::start();
@@ -133,8 +129,6 @@ fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
     assert_eq!(server.status().events.subscribers, 0);
 }
 
-/// A subscription that was refused for being one too many had been entered before, ended that of
-/// another reader, and was never forgotten.
 #[test]
 fn a_refused_subscription_changes_nothing() {
     let server = Server::start();
@@ -159,7 +153,6 @@ fn a_refused_subscription_changes_nothing() {
     assert!(matches!(batch(&mut reader, uid), Reply::Events(batch) if batch.events.len() == 1));
 }
 
-/// A stream under a number that was in use replaced the one before it, which was never forgotten.
 #[test]
 fn a_stream_that_is_replaced_is_forgotten() {
     let server = Server::start();
@@ -237,8 +230,6 @@ impl Backend for Panicking {
     }
 }
 
-/// A panic in a handler took the connection's task with it: the peer heard nothing, its slots
-/// stayed held and its connection stayed counted.
 #[test]
 fn a_panic_in_a_handler_is_answered_and_leaves_nothing_behind() {
     let tier = Arc::new(Panicking::default());
@@ -269,8 +260,6 @@ fn a_panic_in_a_handler_is_answered_and_leaves_nothing_behind() {
     server.client();
 }
 
-/// Connections that the stop's deadline cut off were never reported, as those whose task
-/// panicked were not.
 #[test]
 fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
     let (server, tier, key) = shut_off(|zmq| zmq.stop_timeout = Duration::from_millis(50));
@@ -287,8 +276,6 @@ fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
 /// A frame of 1 GiB is announced, which no peer may send.
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
-/// A peer that broke a rule was closed at once, and what it held was never given back, not even
-/// when it died: one client could empty the pool.
 #[test]
 fn what_a_cut_off_peer_holds_comes_back_with_its_death_and_not_before() {
     let server = Server::start();
@@ -373,8 +360,7 @@ fn register(client: &mut Client, instance_id: u64) -> Segment {
     segment
 }
 
-/// With as many copies under way as allowed the connection was not read, so signs of life were
-/// answered only after the copies; the stock client gives up its retrieves after ten seconds.
+/// The stock client gives up its retrieves when a sign of life has no answer for ten seconds.
 #[test]
 fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
     let (server, tier, key) = shut_off(|zmq| zmq.max_in_flight = 2);
