@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             tickets.push(ticket);
         }
     }
-    println!("stored {} chunks", engine.commit(tickets));
+    println!("stored {} chunks", engine.commit(tickets).len());
     let found = engine.lookup(OwnerId(2), &keys);
     println!(
         "found {} of {} chunks, {} bytes each",

@@ -266,16 +266,15 @@ impl CacheEngine {
         requests.iter().map(reserve).collect()
     }
 
-    /// Makes written chunks findable, at once and for everybody. How many of them are new.
+    /// Makes written chunks findable, at once and for everybody. One answer for each, in order.
     ///
     /// # Panics
     /// When a ticket is another engine's.
-    pub fn commit(&self, tickets: Vec<WriteTicket>) -> usize {
+    pub fn commit(&self, tickets: Vec<WriteTicket>) -> Vec<Inserted> {
         let writes: Vec<_> = tickets.into_iter().map(WriteTicket::written).collect();
-        let new = |inserted: &[Inserted]| inserted.iter().filter(|&&i| i == Inserted::New).count();
         let at_once = self.0.copy_down != CopyDown::OnEviction;
         let Some(lower) = self.0.lower.as_ref().filter(|_| at_once) else {
-            return new(&self.0.tier.commit(writes));
+            return self.0.tier.commit(writes);
         };
         let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
         // No clear comes in between: neither do these leases keep a chunk from it, nor is a chunk
@@ -292,7 +291,13 @@ impl CacheEngine {
         };
         lower.offer(&offers.map(offer).collect::<Vec<_>>());
         drop(leases);
-        new(&inserted)
+        inserted
+    }
+
+    /// How often everything was forgotten. What was reserved while this has not changed since
+    /// some moment, and only that, was reserved without a clear since that moment.
+    pub fn clears(&self) -> u64 {
+        self.0.tier.clears()
     }
 
     /// Gives reservations back unwritten; the same as dropping them.

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{
-    CacheEngine, EngineConfig, EventSink, OwnerId, PolicyKind, RemovedEvent, Reservation,
+    CacheEngine, EngineConfig, EventSink, Inserted, OwnerId, PolicyKind, RemovedEvent, Reservation,
     StoredEvent, TenantId, WriteRequest, WriteTicket,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
@@ -83,7 +83,8 @@ fn reserved(engine: &CacheEngine, requests: &[WriteRequest]) -> Vec<WriteTicket>
 fn write(engine: &CacheEngine, requests: &[WriteRequest]) -> usize {
     let mut tickets = reserved(engine, requests);
     tickets.iter_mut().for_each(fill);
-    engine.commit(tickets)
+    let inserted = engine.commit(tickets);
+    inserted.iter().filter(|i| **i == Inserted::New).count()
 }
 
 fn assert_idle(engine: &CacheEngine) {
@@ -142,7 +143,7 @@ fn a_chunk_is_reserved_once_and_not_found_before_it_is_committed() {
         .collect();
     let last = tickets.pop().expect("two were reserved");
     tickets.iter_mut().for_each(fill);
-    assert_eq!(engine.commit(tickets), 1);
+    assert_eq!(engine.commit(tickets), [Inserted::New]);
     assert_eq!(engine.leading(&keys(0..2)), 1);
     // What is given back unwritten is free again, and was never there.
     engine.abort(vec![last]);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, check_value, fill_value, test_key};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, CopyDown, EngineConfig, Leases, LowerStatus, OwnerId, Reservation, TenantId,
-    WriteRequest, WriteTicket,
+    CacheEngine, CopyDown, EngineConfig, Inserted, Leases, LowerStatus, OwnerId, Reservation,
+    TenantId, WriteRequest, WriteTicket,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::ArenaConfig;
@@ -70,7 +70,8 @@ fn reserve(engine: &CacheEngine, numbers: Range<u64>) -> Vec<WriteTicket> {
 
 /// Stores the chunks of one prompt; how many were new.
 fn write(engine: &CacheEngine, numbers: Range<u64>) -> usize {
-    engine.commit(reserve(engine, numbers))
+    let inserted = engine.commit(reserve(engine, numbers));
+    inserted.iter().filter(|i| **i == Inserted::New).count()
 }
 
 /// What a request does: looks up, and waits for what comes up.
@@ -284,7 +285,7 @@ fn a_write_begun_before_a_clear_is_found_in_no_tier_after_it() {
         let engine = engine_with(64, lower, |config| config.copy_down = copy_down);
         let begun = reserve(&engine, 0..4);
         engine.clear(false);
-        assert_eq!(engine.commit(begun), 0);
+        assert_eq!(engine.commit(begun), [Inserted::Cleared; 4]);
         settle(&engine);
         assert_eq!(engine.leading(&keys(0..4)), 0);
         assert!(engine.below(&keys(0..4)).is_empty());

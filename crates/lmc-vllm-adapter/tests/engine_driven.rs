@@ -642,21 +642,18 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
 }
 
 #[test]
-fn slots_asked_for_again_on_a_new_connection_outlive_the_old_one() {
+fn a_worker_is_served_on_one_connection_at_a_time() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(12, 2 * CHUNK);
     let key = worker.key("a", &tokens, 0..2);
-    let (slots, indices) = worker.prepare_store(&key);
+    assert_eq!(worker.store(&key), 2);
     let old = std::mem::replace(&mut worker.client, server.client());
-    assert_eq!(worker.prepare_store(&key), (slots.clone(), indices.clone()));
+    assert_eq!(worker.prepare_retrieve(&key), None);
     drop(old);
     server.eventually("the old connection is over", |status| {
         status.transport.connections_open == 1
     });
-    assert_eq!(server.status().usage.reserved_slots, 2);
-    worker.fill(&key, &slots, &indices);
-    assert!(worker.commit_store(&key));
     assert!(worker.retrieve(&key));
     server.assert_idle();
 }

@@ -136,6 +136,11 @@ impl LocalTier {
         }
     }
 
+    /// How often the tier was cleared.
+    pub fn clears(&self) -> u64 {
+        self.0.epoch.load(Ordering::Acquire)
+    }
+
     /// Leases there are now.
     pub fn leases(&self) -> u64 {
         self.0.leases.total()

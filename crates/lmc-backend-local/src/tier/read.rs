@@ -179,7 +179,7 @@ impl LocalTier {
         // Locks are held for this many chunks at a time.
         const AT_ONCE: usize = 256;
         let inner = &self.0;
-        inner.epoch.fetch_add(1, Ordering::Relaxed);
+        inner.epoch.fetch_add(1, Ordering::AcqRel);
         let mut cleared = 0;
         for shard in &inner.shards {
             let mut start = 0;

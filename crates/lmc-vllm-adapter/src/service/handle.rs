@@ -267,11 +267,13 @@ impl Service {
             return refuse("too many workers are registered");
         }
         if let Some(known) = state.instances.get(&instance_id) {
-            let connected = known.orphaned.is_none() && known.client != instance.client;
-            if connected && known.fingerprint != instance.fingerprint {
+            if !known.belongs_to(instance.client) {
+                // Two processes may well have one id where it is made of their pids. Copies for
+                // one would land in the other's memory.
                 add(&counters.registrations_refused, 1);
                 return refuse(&format!(
-                    "a worker of another layout is connected under instance_id {instance_id}"
+                    "another worker is connected under instance_id {instance_id}: \
+                     ids must differ between workers of one server"
                 ));
             }
             if known.fingerprint == instance.fingerprint {
@@ -319,8 +321,10 @@ impl Service {
         };
         let mut state = self.shared.state.lock();
         if let Some(instance) = state.instances.get_mut(&instance_id) {
-            instance.seen(client, now);
-            instance.pinged = true;
+            if instance.belongs_to(client) {
+                instance.seen(client, now);
+                instance.pinged = true;
+            }
             return Reply::Bool(true);
         }
         // A worker that this server does not know (it was restarted) registers again only when

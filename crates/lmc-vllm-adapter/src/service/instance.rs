@@ -209,6 +209,11 @@ impl Instance {
         }
     }
 
+    /// Whether it may be heard of on this connection: its own, or any when its own is over.
+    pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
+        self.client == client || self.orphaned.is_some()
+    }
+
     /// The worker was heard of, on this connection.
     pub(crate) fn seen(&mut self, client: ClientId, now: Instant) {
         self.client = client;

@@ -144,7 +144,7 @@ impl Service {
             let known = state.sessions.of(client, &key.request_id);
             let owner = known.map(|session| session.owner);
             let full = owner.is_none() && state.sessions.len() >= shared.config.max_sessions;
-            if full || shared.engine.leases() >= shared.config.max_lookup_leases {
+            if full || self.holds_too_much(&mut state, client) {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
                 let before = state.sessions.end(client, &key.request_id);
@@ -210,6 +210,16 @@ impl Service {
             self.raise(key, &hashed, number, reach, found);
         }
         Reply::None
+    }
+
+    /// Whether a connection may hold no more chunks: all together hold as many as they may, or half
+    /// of that, and this one a quarter.
+    fn holds_too_much(&self, state: &mut State, client: ClientId) -> bool {
+        let (max, held) = (
+            self.shared.config.max_lookup_leases,
+            self.shared.engine.leases(),
+        );
+        held >= max || (held >= max / 2 && state.sessions.held_by(client) >= max / 4)
     }
 
     /// Brings up what only slower tiers have. The lookup is answered when all ranks are done.

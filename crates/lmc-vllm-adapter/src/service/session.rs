@@ -238,6 +238,11 @@ impl Session {
         }
     }
 
+    fn held(&self) -> u64 {
+        let holds = self.lookup.iter().flat_map(|lookup| &lookup.holds);
+        holds.map(|hold| hold.held() as u64).sum()
+    }
+
     /// Whether this is the request's lookup.
     fn looks_up(&self, number: u64) -> bool {
         self.lookup
@@ -350,6 +355,13 @@ impl Sessions {
     pub(crate) fn rising(&self) -> usize {
         let all = self.by_name.values().flatten();
         all.filter(|session| session.hits() == Hits::Rising).count()
+    }
+
+    /// Chunks that the lookups of a connection hold.
+    pub(crate) fn held_by(&self, client: ClientId) -> u64 {
+        let all = self.by_name.values().flatten();
+        let own = all.filter(|session| session.client == client);
+        own.map(Session::held).sum()
     }
 
     /// The request of this name that a connection looked up.

@@ -136,14 +136,25 @@ impl State {
     }
 
     /// Learns from a worker's transfer which layout the request's scheduler stands for.
-    pub(crate) fn bind(&mut self, request_id: &str, fingerprint: LayoutFingerprint) {
-        // Of two requests under one name it is not known whose worker this is.
-        let [session] = self.sessions.named(request_id) else {
+    pub(crate) fn bind(
+        &mut self,
+        client: ClientId,
+        request_id: &str,
+        fingerprint: LayoutFingerprint,
+    ) {
+        let named = self.sessions.named(request_id);
+        let scheduler = match named {
+            // Of several requests under one name that of the worker's own connection is meant,
+            // where the worker is the scheduler too; else it is not known which.
+            [_, _, ..] => named.iter().find(|session| session.client == client),
+            _ => named.first(),
+        };
+        let Some(scheduler) = scheduler else {
             return;
         };
         let binding = self
             .bindings
-            .entry(session.client)
+            .entry(scheduler.client)
             .or_insert(Binding::One(fingerprint));
         if *binding != Binding::One(fingerprint) {
             *binding = Binding::Several;

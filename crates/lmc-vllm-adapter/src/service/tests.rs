@@ -260,22 +260,26 @@ fn two_requests_of_one_name_each_have_their_own_hits() {
 
 #[test]
 fn lookups_hold_no_more_than_they_may() {
-    let service = service(|config| config.max_lookup_leases = 4);
+    let service = service(|config| config.max_lookup_leases = 8);
     let memory = Memory::new();
     memory.register(&service);
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
     for request in ["a", "b"] {
         assert_eq!(found(&service, 1, request, 2), Reply::Int(2));
     }
+    // Half are taken, and all of them by this one.
     assert_eq!(found(&service, 1, "c", 2), Reply::Int(0));
+    assert_eq!(found(&service, 2, "c", 2), Reply::Int(2));
+    assert_eq!(found(&service, 3, "c", 2), Reply::Int(2));
+    assert_eq!(found(&service, 4, "c", 2), Reply::Int(0), "all are taken");
     // Not even the hits of an earlier lookup, of other tokens perhaps.
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
-    assert_eq!(found(&service, 1, "c", 2), Reply::Int(2));
-    assert_eq!(service.status(Instant::now()).counts.over_limit, 2);
+    assert_eq!(found(&service, 4, "c", 2), Reply::Int(2));
+    assert_eq!(service.status(Instant::now()).counts.over_limit, 3);
 }
 
 #[test]
-fn a_worker_of_another_layout_does_not_take_over_a_connected_one() {
+fn nobody_takes_over_the_number_of_a_connected_worker() {
     let service = service(|_| {});
     let register = |hidden_dim_size| {
         Request::RegisterEngineDriven(EngineDrivenContext {
@@ -303,13 +307,15 @@ fn a_worker_of_another_layout_does_not_take_over_a_connected_one() {
         service.add_instance(1, instance, Reply::None)
     };
     assert_eq!(registered(1, 4), Reply::None);
-    assert_eq!(registered(2, 4), Reply::None, "it has connected again");
-    let Reply::Error(text) = registered(3, 8) else {
-        panic!("another layout, and the first is connected");
-    };
-    assert!(text.contains("instance_id 1"), "{text}");
-    service.client_gone(client(2), ConnectionEnd::Gone, Instant::now());
-    assert_eq!(registered(3, 8), Reply::None);
+    assert_eq!(registered(1, 4), Reply::None, "it describes itself again");
+    for hidden in [4, 8] {
+        let Reply::Error(text) = registered(2, hidden) else {
+            panic!("the first is connected");
+        };
+        assert!(text.contains("instance_id 1"), "{text}");
+    }
+    service.client_gone(client(1), ConnectionEnd::Gone, Instant::now());
+    assert_eq!(registered(2, 8), Reply::None);
 }
 
 #[test]

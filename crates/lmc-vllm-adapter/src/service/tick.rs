@@ -75,16 +75,14 @@ impl Service {
             }
         }
         let mut sessions = Vec::new();
-        if end == ConnectionEnd::Gone {
-            // A scheduler that is gone ends none of its sessions itself.
-            state.sessions.retain(|session| {
-                let keep = session.client != client;
-                if !keep {
-                    sessions.push(session.take());
-                }
-                keep
-            });
-        }
+        // A request belongs to its connection: on another nobody can end it.
+        state.sessions.retain(|session| {
+            let keep = session.client != client;
+            if !keep {
+                sessions.push(session.take());
+            }
+            keep
+        });
         let dropped = match end {
             ConnectionEnd::Gone => state.take_transfers(|transfer| transfer.client == client),
             ConnectionEnd::Closed => Vec::new(),

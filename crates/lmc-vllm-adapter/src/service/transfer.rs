@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Leases, OwnerId, Reservation, TenantId, WriteRequest};
-use lmc_key::{KeySpace, SpaceId};
+use lmc_engine::{Inserted, Leases, OwnerId, Reservation, TenantId, WriteRequest};
+use lmc_key::{ChunkHash, KeySpace, SpaceId};
 use lmc_memory::{CopyPlan, PlanRequest};
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
@@ -30,6 +30,14 @@ struct Worker {
     dtype: &'static str,
     copies: Option<Arc<[GroupCopy]>>,
     entrance: Entrance,
+}
+
+/// When a store was asked for.
+#[derive(Clone, Copy)]
+struct Asked {
+    at: Instant,
+    /// How often everything had been forgotten by then.
+    clears: u64,
 }
 
 /// Why a transfer does not take place.
@@ -79,6 +87,9 @@ impl Service {
                 instance.model, instance.world_size, key.model_name, key.world_size
             ))));
         }
+        if !instance.belongs_to(client) {
+            return Err(Declined::Unregistered);
+        }
         instance.seen(client, now);
         instance.ranks.insert(worker_id as u16);
         let fingerprint = instance.fingerprint;
@@ -95,7 +106,7 @@ impl Service {
             },
             entrance: instance.gate.entrance(),
         };
-        state.bind(&key.request_id, fingerprint);
+        state.bind(client, &key.request_id, fingerprint);
         for session in state.sessions.named(&key.request_id) {
             session.last_used = now;
         }
@@ -186,9 +197,15 @@ impl Service {
         add(&counters.stored_chunks, tickets.len() as u64);
         add(&counters.stored_bytes, bytes);
         let model = shared.spaces.name(space, &key.model_name);
+        let hashes: Vec<ChunkHash> = events.iter().map(|event| event.hash).collect();
         // Announced first, so that no removal is told before it.
         shared.events.stored(&model, events);
-        shared.engine.commit(tickets);
+        let inserted = shared.engine.commit(tickets);
+        for (hash, inserted) in hashes.into_iter().zip(inserted) {
+            if inserted == Inserted::Cleared {
+                shared.events.removed(&model, hash);
+            }
+        }
     }
 
     /// Tokens of a chunk, for the event that announces it.
@@ -371,13 +388,23 @@ impl Service {
     }
 
     /// One worker is done with a range that its request's lookup held for it.
-    fn reader_done(&self, key: &CacheKey, space: SpaceId, kv_rank: u16, chunks: Range<usize>) {
+    fn reader_done(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        space: SpaceId,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+    ) {
         let mut state = self.shared.state.lock();
         let named = state.sessions.named(&key.request_id);
-        // Where two engines use one name, each ends with its own count.
-        named
-            .iter_mut()
-            .any(|session| session.reader_done(space, kv_rank, &chunks));
+        let mut done = |own| {
+            let sessions = named.iter_mut();
+            let mut sessions = sessions.filter(|session| (session.client == client) == own);
+            sessions.any(|session| session.reader_done(space, kv_rank, chunks))
+        };
+        // Where several looked up under one name, each ends with its own count.
+        let _ = done(true) || done(false);
     }
 
     pub(super) fn prepare_retrieve(
@@ -416,7 +443,8 @@ impl Service {
             });
         reply.unwrap_or_else(|| {
             add(&counters.retrieves_missed, 1);
-            self.reader_done(key, worker.space.id(), worker.kv_rank, hashed.chunks);
+            let space = worker.space.id();
+            self.reader_done(client, key, space, worker.kv_rank, &hashed.chunks);
             Reply::RetrieveSlots(None)
         })
     }
@@ -424,7 +452,10 @@ impl Service {
     pub(super) fn commit_retrieve(&self, key: &CacheKey, instance_id: u64, now: Instant) -> Reply {
         let counters = &self.shared.stats.service;
         let transfer = self.take_prepared(key, instance_id, Direction::Retrieve, now);
-        let Some(Transfer { pending, .. }) = transfer else {
+        let Some(Transfer {
+            client, pending, ..
+        }) = transfer
+        else {
             add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
@@ -443,7 +474,8 @@ impl Service {
             &counters.retrieved_bytes,
             leases.iter().map(|slot| slot.len()).sum(),
         );
-        self.reader_done(key, space, kv_rank, first_chunk..first_chunk + leases.len());
+        let chunks = first_chunk..first_chunk + leases.len();
+        self.reader_done(client, key, space, kv_rank, &chunks);
         Reply::Bool(true)
     }
 
@@ -496,9 +528,13 @@ impl Service {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let service = self.clone();
+        let asked = Asked {
+            at: now,
+            clears: self.shared.engine.clears(),
+        };
         Outcome::Job(Job::new(Lane::Copy, move || {
             let stored = service.may_copy(&worker, now).is_some_and(|_copying| {
-                service.store_now(&key, &worker, &hashed, &copies, &block_ids, now)
+                service.store_now(&key, &worker, &hashed, &copies, &block_ids, asked)
             });
             let counters = &service.shared.stats.service;
             add(
@@ -520,7 +556,7 @@ impl Service {
         hashed: &Hashed,
         copies: &[GroupCopy],
         block_ids: &[Vec<u32>],
-        asked: Instant,
+        asked: Asked,
     ) -> bool {
         let counters = &self.shared.stats.service;
         if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
@@ -541,6 +577,10 @@ impl Service {
             .count();
         add(&counters.chunks_null, absent as u64);
         let mut chunks = self.reserve(worker, hashed, whole);
+        if self.shared.engine.clears() != asked.clears {
+            // The blocks are of before the clear, and the slots may not be.
+            return false;
+        }
         if chunks.is_empty() {
             return true;
         }
@@ -568,7 +608,7 @@ impl Service {
             &counters.gather_bytes,
             worker.chunk_bytes * chunks.len() as u64,
         );
-        if asked.elapsed() >= self.shared.config.copy_deadline {
+        if asked.at.elapsed() >= self.shared.config.copy_deadline {
             // The blocks may have been given away while they were read.
             add(&counters.copies_too_late, 1);
             return false;
@@ -622,7 +662,8 @@ impl Service {
             if let (Err(text), Some(_)) = (&copied, &leases) {
                 service.warn_throttled(&format!("retrieve of {}: {text}", key.request_id));
             }
-            service.reader_done(&key, worker.space.id(), worker.kv_rank, hashed.chunks);
+            let space = worker.space.id();
+            service.reader_done(client, &key, space, worker.kv_rank, &hashed.chunks);
             Reply::Transferred(copied.is_ok())
         }))
     }

@@ -151,7 +151,12 @@ impl<'a> Connection<'a> {
                 () = tokio::task::yield_now(), if look_again => {}
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
-                    return ConnectionEnd::Closed;
+                    if !self.service.holds_slots(self.client) {
+                        return ConnectionEnd::Closed;
+                    }
+                    // Its end is to be waited for anyway, and it may go on before: an engine
+                    // that stood still for a while is served as before.
+                    waiting_since = Instant::now();
                 }
             }
         }

@@ -333,16 +333,21 @@ impl Worker {
         slots.len()
     }
 
+    pub(crate) fn prepare_retrieve(&mut self, key: &CacheKey) -> Option<Vec<SlotDescriptor>> {
+        let request = Request::PrepareRetrieve {
+            key: key.clone(),
+            instance_id: self.instance_id,
+        };
+        match self.client.ask(&request).expect("an answer") {
+            Reply::RetrieveSlots(slots) => slots,
+            other => panic!("unexpected {other:?}"),
+        }
+    }
+
     /// Retrieves a range and checks every byte. False when it was a miss.
     pub(crate) fn retrieve(&mut self, key: &CacheKey) -> bool {
         let instance_id = self.instance_id;
-        let request = Request::PrepareRetrieve {
-            key: key.clone(),
-            instance_id,
-        };
-        let Reply::RetrieveSlots(slots) = self.client.ask(&request).expect("an answer") else {
-            panic!("not an answer to prepare_retrieve");
-        };
+        let slots = self.prepare_retrieve(key);
         if let Some(slots) = &slots {
             for (index, slot) in slots.iter().enumerate() {
                 let chunk = key.start as usize / CHUNK + index;
