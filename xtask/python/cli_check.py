@@ -71,7 +71,7 @@ def bench(tools, port, mode):
     args = ["bench", "server", "--rpc-url", f"tcp://127.0.0.1:{port}", "--mode", "cpu",
             "--transfer-mode", mode, "--num-tokens", "512", "--num-blocks", "128",
             "--kvcache-shape-spec", "(2,128,16,2,64):float32:4",
-            "--start", "0", "--end", "6", "--interval", "1"]
+            "--start", "0", "--end", "6", "--interval", "2"]
     # The second mode must not find what the first has stored.
     urllib.request.urlopen(urllib.request.Request(
         f"{tools.url}/cache/clear", data=b'{"tier": "l1", "force": true}', method="POST",

@@ -492,8 +492,23 @@ impl Shard {
         }
     }
 
+    /// Takes the mark off: what is being written is not findable when it is done.
+    pub(crate) fn void_write(&mut self, key: &ChunkKey) {
+        self.writing.remove(key);
+    }
+
+    /// Takes all marks off.
+    pub(crate) fn void_writes(&mut self) {
+        self.writing.clear();
+    }
+
     pub(crate) fn is_writing(&self, key: &ChunkKey) -> bool {
         self.writing.contains_key(key)
+    }
+
+    /// Whether the mark of this reservation is still on.
+    pub(crate) fn holds_write(&self, key: &ChunkKey, reservation: u64) -> bool {
+        self.writing.get(key) == Some(&reservation)
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -162,8 +162,8 @@ impl CacheEngine {
     pub fn lookup(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let offered = self.0.copy_down == CopyDown::OnCommitAndHit;
         let lower = self.0.lower.as_ref().filter(|_| offered);
-        // No clear comes between what is found and what is offered.
-        let _epoch = lower.map(Lower::epoch);
+        // Nothing is forgotten between its finding and its offer.
+        let _held = lower.map(Lower::hold);
         let leases = self.0.tier.lease_leading(owner, keys);
         if let Some(lower) = lower {
             let offer = |(place, slot): (usize, &SealedSlot)| OfferItem {
@@ -244,9 +244,6 @@ impl CacheEngine {
     pub fn reserve(&self, owner: OwnerId, requests: &[WriteRequest]) -> Vec<Reservation> {
         let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
         self.0.tier.touch(&prompt);
-        // What goes down on eviction is not offered after a clear that forgot it.
-        let lower = self.0.lower.as_ref();
-        let _epoch = lower.map(Lower::epoch);
         let reserve = |request: &WriteRequest| {
             let WriteRequest {
                 key,
@@ -279,7 +276,7 @@ impl CacheEngine {
         let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
         // No clear comes in between: neither do these leases keep a chunk from it, nor is a chunk
         // offered that it has forgotten.
-        let _epoch = lower.epoch();
+        let _held = lower.hold();
         let (inserted, leases) = self.0.tier.commit_leased(COPIER, writes);
         let found = named.into_iter().zip(&inserted);
         let found = found.filter(|(_, inserted)| **inserted != Inserted::Cleared);
@@ -447,7 +444,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         inner.tier.pool().recover();
         let more = || {
             let lower = inner.lower.as_ref();
-            let _epoch = lower.map(Lower::epoch);
+            let _held = lower.map(Lower::hold);
             inner.tier.maintain(EVICT_AT_ONCE).more
         };
         while more() {

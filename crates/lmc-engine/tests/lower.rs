@@ -400,3 +400,100 @@ fn an_engine_that_goes_leaves_no_one_waiting() {
     assert!(begun.elapsed() < Duration::from_secs(5));
     assert!(rising.recv_timeout(PATIENCE).is_err(), "nobody will call");
 }
+
+#[test]
+fn what_comes_up_while_it_is_removed_is_not_found_afterwards() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..1);
+    settle(&engine);
+    engine.clear_dram(true);
+    // A copy under way, of something else, keeps the removal waiting.
+    tier.shut();
+    write(&engine, 20..21);
+    until("the copy is under way", || tier.stores() == 2);
+    let removing = {
+        let engine = engine.clone();
+        thread::spawn(move || engine.remove(&keys(0..1)))
+    };
+    thread::sleep(Duration::from_millis(100));
+    let rising = fetch(&engine, 2, keys(0..1));
+    thread::sleep(Duration::from_millis(100));
+    tier.open();
+    let came_up = rising.recv_timeout(PATIENCE).expect("in time").len();
+    removing.join().expect("it only waits");
+    assert_eq!(
+        (engine.leading(&keys(0..1)), engine.below(&keys(0..1)).len()),
+        (0, 0),
+        "removed, and back in DRAM; {came_up} came up"
+    );
+}
+
+#[test]
+fn removing_one_chunk_costs_other_prompts_nothing() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    write(&engine, 20..21);
+    settle(&engine);
+    engine.clear_dram(true);
+    tier.shut();
+    let rising = fetch(&engine, 2, keys(0..8));
+    until("it reads", || tier.loads() == 8);
+    let removing = {
+        let engine = engine.clone();
+        thread::spawn(move || engine.remove(&keys(20..21)))
+    };
+    thread::sleep(Duration::from_millis(100));
+    tier.open();
+    removing.join().expect("it only waits");
+    assert_eq!(rising.recv_timeout(PATIENCE).expect("in time").len(), 8);
+}
+
+#[test]
+fn everything_at_once_ends_and_serves_right_bytes() {
+    for copy_down in [
+        CopyDown::OnCommit,
+        CopyDown::OnCommitAndHit,
+        CopyDown::OnEviction,
+    ] {
+        let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config| {
+            config.copy_down = copy_down;
+            config.high_watermark = 0.8;
+            config.low_watermark = 0.5;
+            config.maintain_every = Duration::from_millis(1);
+            config.fetch_deadline = Duration::from_millis(200);
+        });
+        let (told, done) = mpsc::channel();
+        for number in 0..6u64 {
+            let (engine, told) = (engine.clone(), told.clone());
+            thread::spawn(move || {
+                let end = Instant::now() + Duration::from_secs(1);
+                let mut round = number;
+                while Instant::now() < end {
+                    round += 7;
+                    let first = (round * 5) % 60;
+                    match number {
+                        0 => drop(engine.clear(round % 2 == 0)),
+                        1 => drop(engine.remove(&keys(first..first + 3))),
+                        2 | 3 => drop(write(&engine, first..first + 6)),
+                        _ => {
+                            let keys = keys(first..first + 6);
+                            let leases = fetch(&engine, number, keys.clone());
+                            let leases = leases.recv_timeout(PATIENCE).expect("in time");
+                            for (slot, key) in leases.iter().zip(&keys) {
+                                check_value(key, slot.bytes()).expect("its bytes");
+                            }
+                        }
+                    }
+                }
+                told.send(number).expect("somebody waits");
+            });
+        }
+        for _ in 0..6 {
+            done.recv_timeout(PATIENCE).expect("no deadlock");
+        }
+        until("all at rest", || engine.usage().leases == 0);
+        assert_idle(&engine);
+    }
+}

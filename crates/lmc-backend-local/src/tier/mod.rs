@@ -53,7 +53,7 @@ pub(crate) struct Inner {
     clock: AtomicU64,
     reservations: AtomicU64,
     /// How often the tier was cleared.
-    epoch: AtomicU64,
+    clears: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn EventSink>>,
     /// Bytes of the pool in use where watermark eviction starts, and where it stops.
@@ -89,7 +89,7 @@ impl LocalTier {
             writes: Owners::default(),
             clock: AtomicU64::new(1),
             reservations: AtomicU64::new(0),
-            epoch: AtomicU64::new(0),
+            clears: AtomicU64::new(0),
             counters: Counters::default(),
             events: config.events,
             watermarks: (part(config.high), part(config.low)),
@@ -138,7 +138,7 @@ impl LocalTier {
 
     /// How often the tier was cleared.
     pub fn clears(&self) -> u64 {
-        self.0.epoch.load(Ordering::Acquire)
+        self.0.clears.load(Ordering::Acquire)
     }
 
     /// Leases there are now.

@@ -155,18 +155,26 @@ impl LocalTier {
     }
 
     /// Makes chunks unfindable; `true` for each that was there. What is leased gives its memory
-    /// back with its last lease. A key that is being written is not touched: it may be committed
-    /// afterwards.
+    /// back with its last lease. A chunk whose write had begun is not found afterwards either.
     pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let inner = &self.0;
         let mut removed = vec![false; keys.len()];
         let mut taken = Vec::new();
-        inner.visit(keys, |shard, index, place| {
-            let entry = shard.take(index);
-            inner.account(&entry, Removal::Removed);
-            removed[place] = true;
-            taken.push(entry);
-        });
+        let batch = inner.batch(keys.iter().copied());
+        for (shard, places) in batch.shards() {
+            let mut shard = inner.shards[shard].lock();
+            for &place in places {
+                let place = place as usize;
+                shard.void_write(&keys[place]);
+                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
+                    let entry = shard.take(index);
+                    inner.account(&entry, Removal::Removed);
+                    removed[place] = true;
+                    taken.push(entry);
+                }
+            }
+            shard.publish();
+        }
         for entry in taken {
             inner.bury(entry);
         }
@@ -179,10 +187,11 @@ impl LocalTier {
         // Locks are held for this many chunks at a time.
         const AT_ONCE: usize = 256;
         let inner = &self.0;
-        inner.epoch.fetch_add(1, Ordering::AcqRel);
+        inner.clears.fetch_add(1, Ordering::AcqRel);
         let mut cleared = 0;
         for shard in &inner.shards {
             let mut start = 0;
+            shard.lock().void_writes();
             loop {
                 let mut taken = Vec::new();
                 let mut locked = shard.lock();

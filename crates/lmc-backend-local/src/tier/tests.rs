@@ -3,7 +3,7 @@
 //! The model does not predict victims. It learns of them from the events, and checks of each
 //! that it was one that may go; everything else it predicts.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use lmc_backend::Cursor;
@@ -148,6 +148,13 @@ struct Chunk {
     pins: u32,
 }
 
+/// A reservation that was left open.
+struct Open {
+    reservation: Reservation,
+    /// Whether its key was forgotten since.
+    void: bool,
+}
+
 struct Rig {
     tier: LocalTier,
     log: Arc<Log>,
@@ -155,9 +162,7 @@ struct Rig {
     incarnations: u64,
     /// Leases with the incarnation of each.
     leases: Vec<(Leases, Vec<(ChunkKey, u64)>)>,
-    open: Vec<Reservation>,
-    /// Keys of those that were open when the tier was cleared.
-    outdated: BTreeSet<ChunkKey>,
+    open: Vec<Open>,
     quotas: BTreeMap<u32, u64>,
     parents_evicted: u64,
     units: u64,
@@ -187,7 +192,6 @@ impl Rig {
             incarnations: 0,
             leases: Vec::new(),
             open: Vec::new(),
-            outdated: BTreeSet::new(),
             quotas: BTreeMap::new(),
             parents_evicted: 0,
             units,
@@ -343,7 +347,8 @@ impl Rig {
 
     fn begin(&mut self, owner: u64, tenant: TenantId, n: u64) -> Option<Reservation> {
         let (key, len) = (test_key(n), self.len(n));
-        let open = self.open.iter().any(|open| open.mark.key() == key);
+        let writes = |open: &Open| !open.void && open.reservation.mark.key() == key;
+        let open = self.open.iter().any(writes);
         let started = self.tier.begin_write(OwnerId(owner), tenant, key, len);
         let was_there = self.resident.contains_key(&key);
         self.learn(tenant, &[]);
@@ -409,16 +414,18 @@ impl Rig {
             }
             Op::Open { key, tenant } => {
                 let reservation = self.begin(8, TenantId(tenant), key);
-                self.open.extend(reservation);
+                self.open.extend(reservation.map(|reservation| Open {
+                    reservation,
+                    void: false,
+                }));
             }
             Op::Close { commit } => {
                 if self.open.is_empty() {
                     return;
                 }
-                let reservation = self.open.remove(0);
+                let Open { reservation, void } = self.open.remove(0);
                 let key = reservation.mark.key();
-                let outdated = self.outdated.remove(&key);
-                if !commit || outdated {
+                if !commit || void {
                     if commit {
                         let write = reservation.written(None);
                         let (answers, leases) = self.tier.commit_leased(OwnerId(0), vec![write]);
@@ -426,7 +433,8 @@ impl Rig {
                     } else {
                         drop(reservation);
                     }
-                    assert!(!self.tier.is_writing(&key));
+                    let again = |open: &Open| !open.void && open.reservation.mark.key() == key;
+                    assert_eq!(self.tier.is_writing(&key), self.open.iter().any(again));
                     return;
                 }
                 let n = (0..KEYS).find(|&n| test_key(n) == key).unwrap();
@@ -535,6 +543,9 @@ impl Rig {
                     .map(|key| self.resident.contains_key(key))
                     .collect();
                 assert_eq!(self.tier.remove(&keys), there);
+                for open in &mut self.open {
+                    open.void |= keys.contains(&open.reservation.mark.key());
+                }
                 self.learn(TenantId(0), &[]);
             }
             Op::Clear { all } => {
@@ -550,8 +561,7 @@ impl Rig {
                 assert_eq!(self.tier.clear(which), (before - left.len()) as u64);
                 self.learn(TenantId(0), &[]);
                 assert_eq!(self.resident.keys().copied().collect::<Vec<_>>(), left);
-                let open = self.open.iter().map(|open| open.mark.key());
-                self.outdated.extend(open);
+                self.open.iter_mut().for_each(|open| open.void = true);
             }
             Op::Quota { tenant, units } => {
                 let quota = units.map(|units| units * UNIT * self.units);
@@ -612,7 +622,8 @@ impl Rig {
             let usage = self.tier.tenant_usage(tenant);
             assert_eq!(usage.bytes, bytes.get(&tenant).copied().unwrap_or(0));
             assert_eq!(usage.quota, self.quotas.get(&tenant.0).copied());
-            let open = self.open.iter().filter(|open| open.mark.tenant() == tenant);
+            let open = self.open.iter().map(|open| &open.reservation);
+            let open = open.filter(|open| open.mark.tenant() == tenant);
             assert_eq!(usage.writing, open.map(|open| open.slot.len()).sum::<u64>());
         }
         let usage = self.tier.usage();

@@ -33,8 +33,8 @@ pub enum Inserted {
     New,
     /// Its key was there before, with these bytes; the new slot went back to the pool.
     Present,
-    /// The tier was cleared after this write had begun: it is not found, and its slot went back
-    /// to the pool.
+    /// Its key was removed, or the tier cleared, after this write had begun: it is not found, and
+    /// its slot went back to the pool.
     Cleared,
 }
 
@@ -79,8 +79,6 @@ pub struct InFlight {
     key: ChunkKey,
     len: u64,
     number: u64,
-    /// How often the tier had been cleared when this write began.
-    epoch: u64,
 }
 
 impl InFlight {
@@ -145,7 +143,6 @@ impl LocalTier {
         let fold = key.fold();
         let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
         let mut shard = inner.shards[inner.shard_of(fold)].lock();
-        let epoch = inner.epoch.load(Ordering::Relaxed);
         if shard.find(fold, &key).is_some() {
             return Ok(WriteStart::Present);
         }
@@ -166,7 +163,6 @@ impl LocalTier {
             key,
             len: 0,
             number,
-            epoch,
         };
         let slot = inner.reserve(len, &mark.tenant)?;
         mark.tenant.begin_write(len);
@@ -183,8 +179,8 @@ impl LocalTier {
     }
 
     /// Makes written chunks findable. One answer for each, in order; a batch is best given in the
-    /// order of the prompt. A write that was begun before [`LocalTier::clear`] is not found after
-    /// it.
+    /// order of the prompt. A write that was begun before [`LocalTier::clear`], or before the
+    /// [`LocalTier::remove`] of its key, is not found after it.
     ///
     /// # Panics
     /// When one was begun on another tier: its memory is not of this pool.
@@ -203,7 +199,7 @@ impl LocalTier {
 
     fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
         let (mut marks, mut chunks) = (Vec::new(), Vec::new());
-        let mut epochs = Vec::new();
+        let mut numbers = Vec::new();
         for Write { mark, parent, slot } in writes {
             assert!(
                 Arc::ptr_eq(&mark.tier, self.inner()),
@@ -215,10 +211,10 @@ impl LocalTier {
                 tenant: mark.tenant.id,
                 slot,
             });
-            epochs.push(mark.epoch);
+            numbers.push(mark.number);
             marks.push(mark);
         }
-        let inserted = self.insert_with(chunks, owner, &epochs);
+        let inserted = self.insert_with(chunks, owner, &numbers);
         // Only now: no lookup finds the key neither present nor being written.
         drop(marks);
         inserted
@@ -235,12 +231,12 @@ impl LocalTier {
         self.insert_with(chunks, Some(owner), &[])
     }
 
-    /// `epochs` are those in which the writes began; a chunk without one is of today.
+    /// `numbers` are those of the marks; a chunk that has none needs none.
     fn insert_with(
         &self,
         chunks: Vec<NewChunk>,
         owner: Option<OwnerId>,
-        epochs: &[u64],
+        numbers: &[u64],
     ) -> (Vec<Inserted>, Leases) {
         let inner = self.inner();
         let count = chunks.len();
@@ -262,12 +258,11 @@ impl LocalTier {
         let first = inner.stamps(count);
         for (shard, places) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
-            // Under the lock: a clear that this does not see yet has still to come by here.
-            let epoch = inner.epoch.load(Ordering::Relaxed);
             for &place in places {
                 let place = place as usize;
                 let chunk = chunks[place].take().expect("each place comes once");
-                if epochs.get(place).is_some_and(|&begun| begun != epoch) {
+                let number = numbers.get(place);
+                if number.is_some_and(|&number| !shard.holds_write(&chunk.key, number)) {
                     inserted[place] = Inserted::Cleared;
                     cleared.push(chunk.slot);
                     continue;

@@ -56,7 +56,6 @@ struct Prompt {
     sources: Vec<Source>,
     begin: usize,
     deadline: Instant,
-    epoch: u64,
 }
 
 impl Lower {
@@ -85,7 +84,6 @@ impl Lower {
             keys,
             sources,
             deadline: Instant::now() + shared.fetch_deadline,
-            epoch: *shared.epoch.read(),
         });
         self.runtime()
             .spawn(async move { done(shared.raise(prompt, held).await) });
@@ -97,6 +95,12 @@ impl Shared {
         if self.clearing.load(Ordering::SeqCst) > 0 {
             return Vec::new();
         }
+        let keys = {
+            let removing = self.removing.lock();
+            let removed = |key: &ChunkKey| removing.iter().any(|set| set.contains(key));
+            let first = (!removing.is_empty()).then(|| keys.iter().position(removed));
+            &keys[..first.flatten().unwrap_or(keys.len())]
+        };
         // Most prompts that DRAM does not know are known to nobody.
         if keys.is_empty() || (keys.len() > 1 && self.locate(&keys[..1]).is_empty()) {
             return Vec::new();
@@ -178,8 +182,6 @@ impl Shared {
 
     /// Leases what is in DRAM of a part of a prompt, and takes room for what is not.
     fn prepare(&self, prompt: &Prompt, window: Range<usize>) -> Part {
-        // What is evicted for it is not offered after a clear that forgot it.
-        let _epoch = self.epoch.read();
         // What was in DRAM when the prompt was looked at may have made room for its head.
         let sources = self.locate(&prompt.keys[window.clone()]);
         let mut part = Part {
@@ -255,13 +257,9 @@ impl Shared {
                 Loaded::Failed { .. } => count(&counters.fetch_failed, 1),
             }
         }
-        // Nothing that was read before everything was forgotten is found after.
-        let epoch = self.epoch.read();
-        if *epoch != prompt.epoch {
-            return self.local.lease_leading(prompt.owner, &[]);
-        }
         count(&counters.fetched, writes.len() as u64);
         count(&counters.fetched_bytes, bytes);
+        // What was forgotten meanwhile is not found.
         self.local.commit_leased(prompt.owner, writes).1
     }
 }

@@ -6,7 +6,7 @@
 mod copy;
 mod fetch;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::future::Future;
 use std::pin::pin;
@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Cursor, Health};
 use lmc_backend_local::LocalTier;
-use parking_lot::{RwLock, RwLockReadGuard};
+use lmc_key::ChunkKey;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
@@ -102,10 +103,12 @@ pub(crate) struct Shared {
     rising_units: u32,
     fetch_deadline: Duration,
     store_deadline: Duration,
-    /// Changes when everything is forgotten: what was read before must not be found after.
-    epoch: RwLock<u64>,
+    /// Written while DRAM and the queues of copies forget: nobody offers what they no longer have.
+    forgetting: RwLock<()>,
     /// Clears under way. Meanwhile nothing comes up: what the tiers still have is to be forgotten.
     clearing: AtomicU64,
+    /// Chunks that are being removed. Nor do those come up.
+    removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
 }
 
 /// The tiers below DRAM, with the threads that serve them.
@@ -137,8 +140,9 @@ impl Lower {
             rising_units,
             fetch_deadline: config.fetch_deadline,
             store_deadline: config.store_deadline,
-            epoch: RwLock::new(0),
+            forgetting: RwLock::new(()),
             clearing: AtomicU64::new(0),
+            removing: Mutex::default(),
         });
         let runtime = Builder::new_multi_thread()
             .worker_threads(2)
@@ -159,10 +163,10 @@ impl Lower {
         self.shared.offer(items);
     }
 
-    /// While this is held nothing is forgotten. Whoever evicts or commits chunks and offers them
+    /// While this is held nothing is forgotten. Whoever offers what was found, committed or evicted
     /// holds it over both.
-    pub(crate) fn epoch(&self) -> RwLockReadGuard<'_, u64> {
-        self.shared.epoch.read()
+    pub(crate) fn hold(&self) -> RwLockReadGuard<'_, ()> {
+        self.shared.forgetting.read()
     }
 
     /// For whoever offers chunks and must not keep the tiers alive.
@@ -220,8 +224,7 @@ impl Lower {
     pub(crate) fn clear<T>(&self, deadline: Instant, above: impl FnOnce() -> T) -> (T, u64, bool) {
         self.shared.clearing.fetch_add(1, Ordering::SeqCst);
         let done = {
-            let mut epoch = self.shared.epoch.write();
-            *epoch += 1;
+            let _alone = self.shared.forgetting.write();
             self.shared
                 .tiers
                 .iter()
@@ -240,21 +243,21 @@ impl Lower {
     /// deadline.
     pub(crate) fn remove<T>(
         &self,
-        keys: &[lmc_key::ChunkKey],
+        keys: &[ChunkKey],
         deadline: Instant,
         above: impl FnOnce() -> T,
     ) -> (T, Vec<bool>) {
+        let removed: Arc<HashSet<ChunkKey>> = Arc::new(keys.iter().copied().collect());
+        self.shared.removing.lock().push(Arc::clone(&removed));
         let done = {
-            let mut epoch = self.shared.epoch.write();
-            *epoch += 1;
-            let removed = keys.iter().copied().collect();
+            let _alone = self.shared.forgetting.write();
             let tiers = self.shared.tiers.iter();
             tiers.for_each(|tier| tier.copies.drop_queued_of(&removed));
             above()
         };
         let shared = Arc::clone(&self.shared);
-        let asked: Arc<[lmc_key::ChunkKey]> = keys.into();
-        let removed = self.wait(deadline, async move {
+        let asked: Arc<[ChunkKey]> = keys.into();
+        let below = self.wait(deadline, async move {
             let mut any = vec![false; asked.len()];
             for tier in &shared.tiers {
                 // What was being copied is there once its store has ended.
@@ -266,7 +269,9 @@ impl Lower {
             }
             any
         });
-        (done, removed.unwrap_or_else(|| vec![false; keys.len()]))
+        let over = |set: &Arc<_>| Arc::ptr_eq(set, &removed);
+        self.shared.removing.lock().retain(|set| !over(set));
+        (done, below.unwrap_or_else(|| vec![false; keys.len()]))
     }
 
     /// Time that a prompt has to come up.
