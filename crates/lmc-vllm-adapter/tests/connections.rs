@@ -412,3 +412,46 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
         assert_eq!(done, Reply::Transferred(true));
     }
 }
+
+/// A worker's process is stopped for a while in the middle of a message (docker pause, SIGSTOP) and
+/// goes on. A stock client never connects anew by itself while its socket is open.
+#[test]
+fn a_worker_that_stalled_and_goes_on_is_served_again() {
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| zmq.peer_timeout = Duration::from_millis(500),
+    );
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    worker.prepare_store(&key);
+    let ping = encode_request_frames(
+        9,
+        &Request::Ping {
+            instance_id: Some(1),
+        },
+    );
+    let (first, rest) = ping.split_at(ping.len() / 2);
+    worker.client.send_encoded(first).expect("sent");
+    server.eventually("it stalls", |s| s.transport.stalled == 1);
+    worker.client.send_encoded(rest).expect("sent");
+    let answer = worker.client.receive(9, Operation::Ping);
+    assert_eq!(answer.expect("an answer"), Reply::Bool(true));
+}
+
+/// What the engine behind a cut-off connection lacked says nothing about the living.
+#[test]
+fn a_cut_off_worker_does_not_count_as_connected() {
+    let server = Server::start();
+    let mut cut = Worker::register_rank(&server, 1, 0, 1, "float16");
+    let key = cut.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    cut.prepare_store(&key);
+    cut.client.send_encoded(&TOO_LONG).expect("sent");
+    server.eventually("cut off", |s| s.transport.broken == 1);
+    std::thread::sleep(Duration::from_millis(100));
+    let mut worker = Worker::register(&server, 2);
+    let key = worker.key("b", &prompt(2, 2 * CHUNK), 0..2);
+    assert_eq!(worker.store(&key), 2);
+    let mut scheduler = server.client();
+    assert_eq!(common::lookup(&mut scheduler, &key), 2);
+}

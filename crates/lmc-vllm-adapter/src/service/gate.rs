@@ -1,7 +1,8 @@
-//! Copies in a worker's memory, and their end when the worker goes.
+//! Copies in a worker's memory: for whom they are made, and their end when the worker goes.
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -9,10 +10,13 @@ type Then = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Inside {
-    closed: bool,
+    /// Number of the registration whose copies are let in.
+    open: u64,
     copies: usize,
     /// What happens when the last copy is over.
     then: Vec<Then>,
+    /// When the worker was last answered a sign of life. As long as it is, it waits for copies.
+    answered: Option<Instant>,
 }
 
 /// Lets copies into the memory of a registered worker. Dropping it lets no more in; it goes with
@@ -21,27 +25,53 @@ struct Inside {
 pub(crate) struct Gate(Entrance);
 
 impl Gate {
+    /// The gate of a worker that registers again: this one lets no more in, and copies that are
+    /// under way count for that one too.
+    pub(crate) fn next(&self) -> Self {
+        let inside = Arc::clone(&self.0.inside);
+        let mut locked = inside.lock();
+        locked.open += 1;
+        let registration = locked.open;
+        drop(locked);
+        Self(Entrance {
+            inside,
+            registration,
+        })
+    }
+
     /// Where copies come in.
     pub(crate) fn entrance(&self) -> Entrance {
         self.0.clone()
+    }
+
+    /// The worker was answered a sign of life.
+    pub(crate) fn answered(&self, now: Instant) {
+        self.0.inside.lock().answered = Some(now);
     }
 }
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        self.0.0.lock().closed = true;
+        let mut inside = self.0.inside.lock();
+        if inside.open == self.0.registration {
+            inside.open += 1;
+        }
     }
 }
 
 /// The way into a worker's memory, for as long as the worker is registered.
 #[derive(Clone, Default)]
-pub(crate) struct Entrance(Arc<Mutex<Inside>>);
+pub(crate) struct Entrance {
+    inside: Arc<Mutex<Inside>>,
+    registration: u64,
+}
 
 impl Entrance {
-    /// The right to copy; none when the worker is not registered any more.
-    pub(crate) fn enter(&self) -> Option<Copying> {
-        let mut inside = self.0.lock();
-        if inside.closed {
+    /// The right to make a copy that was asked for at `asked`. None when the worker is not
+    /// registered any more, or has heard nothing for `patience`.
+    pub(crate) fn enter(&self, asked: Instant, patience: Duration) -> Option<Copying> {
+        let mut inside = self.inside.lock();
+        if inside.open != self.registration || inside.gave_up(asked, patience) {
             return None;
         }
         inside.copies += 1;
@@ -50,7 +80,7 @@ impl Entrance {
 
     /// Does something as soon as no copy is under way: now, or where the last one ends.
     pub(crate) fn when_quiet(&self, then: Then) {
-        let mut inside = self.0.lock();
+        let mut inside = self.inside.lock();
         if inside.copies > 0 {
             inside.then.push(then);
             return;
@@ -60,9 +90,16 @@ impl Entrance {
     }
 }
 
+impl Inside {
+    fn gave_up(&self, asked: Instant, patience: Duration) -> bool {
+        let heard = self.answered.map_or(asked, |answered| answered.max(asked));
+        heard.elapsed() >= patience
+    }
+}
+
 impl fmt::Debug for Entrance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inside = self.0.lock();
+        let inside = self.inside.lock();
         write!(f, "Entrance({} copies)", inside.copies)
     }
 }
@@ -71,9 +108,16 @@ impl fmt::Debug for Entrance {
 #[derive(Debug)]
 pub(crate) struct Copying(Entrance);
 
+impl Copying {
+    /// Whether the worker has heard nothing for `patience`.
+    pub(crate) fn is_given_up(&self, asked: Instant, patience: Duration) -> bool {
+        self.0.inside.lock().gave_up(asked, patience)
+    }
+}
+
 impl Drop for Copying {
     fn drop(&mut self) {
-        let mut inside = self.0.0.lock();
+        let mut inside = self.0.inside.lock();
         inside.copies -= 1;
         let then = match inside.copies {
             0 => std::mem::take(&mut inside.then),
@@ -90,14 +134,23 @@ mod tests {
 
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    fn enter(entrance: &Entrance) -> Option<Copying> {
+        entrance.enter(Instant::now(), PATIENCE)
+    }
+
     #[test]
     fn a_closed_gate_lets_nobody_in_and_tells_when_the_last_is_out() {
         let gate = Gate::default();
         let entrance = gate.entrance();
-        let (first, second) = (entrance.enter(), entrance.enter());
-        assert!(first.is_some() && second.is_some());
+        let first = enter(&entrance);
+        let again = gate.next();
         drop(gate);
-        assert!(entrance.enter().is_none());
+        assert!(first.is_some() && enter(&entrance).is_none());
+        let second = enter(&again.entrance());
+        assert!(second.is_some(), "it is registered again");
+        drop(again);
         let told = Arc::new(AtomicUsize::new(0));
         let tell = || {
             let told = Arc::clone(&told);
@@ -106,11 +159,20 @@ mod tests {
             })
         };
         entrance.when_quiet(tell());
-        drop(first);
-        assert_eq!(told.load(Ordering::Relaxed), 0);
         drop(second);
+        assert_eq!(told.load(Ordering::Relaxed), 0, "the first is under way");
+        drop(first);
         assert_eq!(told.load(Ordering::Relaxed), 1);
         entrance.when_quiet(tell());
         assert_eq!(told.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_worker_that_is_answered_waits() {
+        let gate = Gate::default();
+        let long_ago = Instant::now() - 2 * PATIENCE;
+        assert!(gate.entrance().enter(long_ago, PATIENCE).is_none());
+        gate.answered(Instant::now() - PATIENCE / 2);
+        assert!(gate.entrance().enter(long_ago, PATIENCE).is_some());
     }
 }

@@ -15,6 +15,7 @@ use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::events::{EventLog, NextBatch, Subscription};
 use crate::service::instance::{Instance, RegisterError, Transport};
 use crate::service::job::{Job, Lane, Workers};
+use crate::service::pulse::Pulse;
 use crate::service::session::Wait;
 use crate::service::spaces::Spaces;
 use crate::service::state::State;
@@ -44,6 +45,7 @@ pub(super) struct Shared {
     pub(super) spaces: Arc<Spaces>,
     pub(super) state: Mutex<State>,
     pub(super) stats: Stats,
+    pub(super) pulse: Pulse,
     pub(super) started: Instant,
     /// Numbers lookups.
     pub(super) lookups: AtomicU64,
@@ -78,6 +80,7 @@ impl Service {
             spaces,
             state: Mutex::default(),
             stats: Stats::new(),
+            pulse: Pulse::new(config.copy_deadline / 2, Instant::now()),
             started: Instant::now(),
             lookups: AtomicU64::new(0),
             last_warning: AtomicU64::new(0),
@@ -232,6 +235,14 @@ impl Service {
         registration: &RegisterKvCache,
         now: Instant,
     ) -> Reply {
+        if registration.engine_type != "vllm" {
+            add(&self.shared.stats.service.registrations_refused, 1);
+            return refuse(&format!(
+                "the layout of engine {:?} is not known to this server, which copies for vllm \
+                 only: let the engine copy, with lmcache.mp.mp_transfer_mode=engine_driven",
+                registration.engine_type
+            ));
+        }
         let chunk_size = self.shared.config.hasher.chunk_size();
         let instance = Instance::server_driven(registration, client, chunk_size, now);
         self.add_instance(registration.instance_id, instance, Reply::None)
@@ -276,6 +287,7 @@ impl Service {
                      ids must differ between workers of one server"
                 ));
             }
+            instance.gate = known.gate.next();
             if known.fingerprint == instance.fingerprint {
                 instance.ranks.clone_from(&known.ranks);
             }
@@ -324,6 +336,10 @@ impl Service {
             if instance.belongs_to(client) {
                 instance.seen(client, now);
                 instance.pinged = true;
+                // One that waited in a socket is answered to a worker that has given up.
+                if self.shared.pulse.is_steady(now) {
+                    instance.gate.answered(now);
+                }
             }
             return Reply::Bool(true);
         }

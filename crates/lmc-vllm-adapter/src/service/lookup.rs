@@ -336,14 +336,15 @@ impl Service {
         {
             layouts.retain(|layout| layout.instance.fingerprint == *bound);
         }
-        let ranks = 0..key.world_size as u16;
-        let unknown = |rank: &u16| !layouts.iter().any(|layout| layout.has(*rank));
-        let unknown: Vec<u16> = ranks.clone().filter(unknown).collect();
+        let world_size = key.world_size as u16;
+        let stages = |layout: &&LayoutOf<'_>| !layout.is_whole(world_size);
+        // Ranks that no stage is known to be of may be of any of them.
+        let known = |rank| layouts.iter().filter(stages).any(|stage| stage.has(rank));
+        let known: Vec<bool> = (0..world_size).map(known).collect();
         let asked = |layout: &LayoutOf<'_>| {
             let space = self.space_of(layout.instance, salt);
-            let asked = ranks
-                .clone()
-                .filter(|rank| layout.may_have(*rank) || unknown.contains(rank));
+            let of_layout = |rank: &u16| layout.may_have(*rank) || !known[usize::from(*rank)];
+            let asked = (0..world_size).filter(of_layout);
             asked.map(|rank| (space.clone(), rank)).collect::<Vec<_>>()
         };
         layouts.iter().flat_map(asked).collect()

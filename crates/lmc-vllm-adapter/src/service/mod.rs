@@ -10,6 +10,7 @@ mod inspect;
 mod instance;
 mod job;
 mod lookup;
+mod pulse;
 mod session;
 mod spaces;
 mod state;
@@ -58,15 +59,6 @@ pub enum ConnectionEnd {
     Gone,
     /// This side closed it: the peer may live on and still be copying.
     Closed,
-}
-
-/// Why a copy is not begun.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NotCopied {
-    /// Its connection has too much under way.
-    NoRoom,
-    /// Its worker may have given up waiting for it.
-    TooLate,
 }
 
 /// What becomes of a request.

@@ -79,12 +79,6 @@ impl RankHold {
     fn held(&self) -> usize {
         self.parts.iter().map(|part| part.leases.len()).sum()
     }
-
-    fn holds(&self, range: &Range<usize>) -> bool {
-        self.parts
-            .iter()
-            .any(|part| part.first < range.end && range.start < part.first + part.leases.len())
-    }
 }
 
 /// A wish to be told the answer to a request's lookup.
@@ -282,24 +276,15 @@ impl Session {
         lookup.waiting.extract_if(.., tired).collect()
     }
 
-    /// One worker has read (or will not read) a range of chunks of its rank. Whether any of them
-    /// was held for it.
-    pub(crate) fn reader_done(
-        &mut self,
-        space: SpaceId,
-        kv_rank: u16,
-        chunks: &Range<usize>,
-    ) -> bool {
+    /// One worker has read (or will not read) a range of chunks of its rank.
+    pub(crate) fn reader_done(&mut self, space: SpaceId, kv_rank: u16, chunks: &Range<usize>) {
         let Some(lookup) = &mut self.lookup else {
-            return false;
+            return;
         };
         let of_rank = |hold: &&mut RankHold| hold.space == space && hold.kv_rank == kv_rank;
-        let mut held = false;
         for hold in lookup.holds.iter_mut().filter(of_rank) {
-            held |= hold.holds(chunks);
             hold.release(chunks.clone(), 1);
         }
-        held
     }
 
     /// Nobody will read a range of chunks; of all ranks, or of one.

@@ -104,23 +104,13 @@ impl State {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model have, each once. A worker whose connection ended
-    /// counts only when no other does: the engine behind it is most likely dead, and what it
-    /// lacked or had says nothing about the living.
+    /// The layouts that workers of this model have, each once. One whose workers' connections all
+    /// ended counts only when there is no other: the engine behind it is most likely dead, and
+    /// what it lacked or had says nothing about the living.
     pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
-        let (orphaned, connected): (Vec<_>, Vec<_>) = self
-            .instances
-            .values()
-            .filter(of_model)
-            .partition(|instance| instance.orphaned.is_some());
-        let candidates = if connected.is_empty() {
-            orphaned
-        } else {
-            connected
-        };
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
-        for instance in candidates {
+        for instance in self.instances.values().filter(of_model) {
             let known = found
                 .iter_mut()
                 .find(|known| known.instance.fingerprint == instance.fingerprint);
@@ -131,6 +121,13 @@ impl State {
                     workers: vec![instance],
                 }),
             }
+        }
+        let connected = |layout: &LayoutOf<'_>| {
+            let mut workers = layout.workers.iter();
+            workers.any(|worker| worker.orphaned.is_none())
+        };
+        if found.iter().any(connected) {
+            found.retain(connected);
         }
         found
     }
@@ -214,5 +211,10 @@ impl LayoutOf<'_> {
     /// Whether a worker of this layout may be of this rank: one is, or one has yet to show.
     pub(crate) fn may_have(&self, kv_rank: u16) -> bool {
         self.has(kv_rank) || self.workers.iter().any(|worker| worker.ranks.is_empty())
+    }
+
+    /// Whether its workers are an engine by themselves: each rank is one of theirs.
+    pub(crate) fn is_whole(&self, world_size: u16) -> bool {
+        (0..world_size).all(|rank| self.has(rank))
     }
 }

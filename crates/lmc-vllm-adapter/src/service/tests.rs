@@ -382,6 +382,10 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     // More than there are threads that copy.
     run(Request::Clear { force: true });
     run(Request::Clear { force: true });
+    while service.engine().clears() == 0 {
+        assert!(Instant::now() < deadline, "the clear never begins");
+        std::thread::yield_now();
+    }
     run(store(1));
     let next = || answers.recv_timeout(Duration::from_secs(5));
     assert_eq!(next(), Ok((Lane::Copy, Reply::Transferred(true))));
@@ -389,4 +393,412 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     for _ in 0..2 {
         assert_eq!(next(), Ok((Lane::Clear, Reply::None)));
     }
+}
+
+fn clear(service: &Service) {
+    reply(service, 9, Request::Clear { force: true });
+}
+
+#[test]
+fn a_store_that_was_asked_for_before_a_clear_is_not_found_after_it() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.fill(7);
+    memory.register(&service);
+    // It waits for a thread that copies.
+    let queued = job(&service, store(1), Instant::now());
+    clear(&service);
+    queued.run();
+    assert_eq!(found(&service, 2, "b", 2), Reply::Int(0), "old weights");
+}
+
+#[test]
+fn what_a_clear_kept_from_being_found_is_not_announced() {
+    let service = service(|_| {});
+    let now = Instant::now();
+    let context = EngineDrivenContext {
+        instance_id: 1,
+        model_name: MODEL.to_owned(),
+        world_size: 1,
+        block_size: 4,
+        num_layers: 1,
+        hidden_dim_size: 4,
+        dtype: "float32".to_owned(),
+        use_mla: true,
+        num_physical_slots: Some(CHUNK as u32),
+    };
+    let instance = instance::Instance::engine_driven(&context, client(1), CHUNK as u32, now);
+    assert_eq!(service.add_instance(1, instance, Reply::None), Reply::None);
+    let prepare = Request::PrepareStore {
+        key: key("a", 2),
+        instance_id: 1,
+    };
+    let Reply::StoreSlots { slots, .. } = reply(&service, 1, prepare) else {
+        panic!("no slots")
+    };
+    assert_eq!(slots.len(), 2);
+    clear(&service);
+    let commit = Request::CommitStore {
+        key: key("a", 2),
+        instance_id: 1,
+        pickled: 0,
+    };
+    reply(&service, 1, commit);
+    assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
+    // A router that follows the events.
+    let events = &service.shared.events;
+    let mut subscription = events.subscribe(77, MODEL.to_owned(), 0, 100);
+    let NextBatch::Batch(batch) = events.next(&mut subscription) else {
+        panic!("no batch")
+    };
+    let mut there = std::collections::BTreeSet::new();
+    for event in batch.events {
+        match event.kind {
+            crate::protocol::KvEventKind::Stored => there.insert(event.hash),
+            crate::protocol::KvEventKind::Removed => there.remove(&event.hash),
+        };
+    }
+    assert_eq!(there.len(), 0, "chunks that a router believes to be here");
+}
+
+#[test]
+fn two_workers_of_one_number_and_layout_keep_their_memory_apart() {
+    // SGLang's worker takes its pid for its number, and every container has a pid 1.
+    let service = service(|_| {});
+    let (first, second) = (Memory::new(), Memory::new());
+    first.fill(7);
+    second.fill(9);
+    first.register(&service);
+    let request = Request::RegisterKvCache(Box::new(second.registration()));
+    let _ = reply(&service, 2, request);
+    // The first goes on: it was told nothing.
+    let stored = reply(&service, 1, store(1));
+    second.fill(0);
+    let retrieved = reply(&service, 1, retrieve(1));
+    let theirs = second.block(5);
+    assert!(
+        theirs.iter().all(|&byte| byte == 0),
+        "{stored:?}, {retrieved:?}: what the first retrieved lies in the memory of the second"
+    );
+    if stored == Reply::Transferred(true) && retrieved == Reply::Transferred(true) {
+        assert!(first.block(5).iter().all(|&byte| byte == 7), "wrong bytes");
+    }
+}
+
+#[test]
+fn a_connection_that_was_closed_leaves_no_binding() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    for scheduler in 10..20 {
+        found(&service, scheduler, &format!("r{scheduler}"), 2);
+        service.client_gone(client(scheduler), ConnectionEnd::Closed, Instant::now());
+        let mut late = store(1);
+        if let Request::Store { key, .. } = &mut late {
+            key.request_id = format!("r{scheduler}");
+        }
+        reply(&service, 1, late);
+    }
+    service.tick(Instant::now() + Duration::from_secs(3600));
+    assert_eq!(service.status(Instant::now()).sessions.sessions, 0);
+    assert_eq!(service.shared.state.lock().bindings.len(), 0);
+}
+
+#[test]
+fn sessions_that_nobody_can_reach_any_more_hold_nothing() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
+    assert_eq!(found(&service, 2, "r", 2), Reply::Int(2));
+    // Its connection breaks a rule; ZeroMQ connects it anew, under another number.
+    service.client_gone(client(2), ConnectionEnd::Closed, Instant::now());
+    let end = Request::EndSession {
+        request_id: "r".to_owned(),
+    };
+    reply(&service, 3, end);
+    let status = service.status(Instant::now());
+    assert_eq!(
+        (status.sessions.sessions, service.engine().leases()),
+        (0, 0)
+    );
+}
+
+#[test]
+fn one_client_does_not_take_the_lookups_of_all_others() {
+    let service = service(|config| {
+        config.max_lookup_leases = 4;
+        config.max_sessions = 4;
+    });
+    let memory = Memory::new();
+    memory.register(&service);
+    assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
+    for request in ["a", "b", "c", "d"] {
+        found(&service, 66, request, 2);
+    }
+    assert_eq!(found(&service, 2, "theirs", 2), Reply::Int(2));
+}
+
+#[test]
+fn ranks_that_all_look_up_are_bound_to_their_layout() {
+    // SGLang's MP connector: each rank has a connection of its own, looks up, stores and
+    // retrieves on it, all under one request's name.
+    let service = service(|_| {});
+    let memory = Memory::new();
+    let mut registration = memory.registration();
+    registration.world_size = 2;
+    for rank in 0..2 {
+        registration.instance_id = 1 + rank;
+        let request = Request::RegisterKvCache(Box::new(registration.clone()));
+        assert_eq!(reply(&service, 1 + rank, request), Reply::None);
+    }
+    // Another engine of the model, of another layout.
+    let mut other = registration.clone();
+    for tensor in &mut other.kv_caches {
+        let KvDescriptor::CpuShm(shm) = tensor else {
+            unreachable!("made above")
+        };
+        shm.tensor.dtype = "int32".to_owned();
+    }
+    for rank in 0..2 {
+        other.instance_id = 11 + rank;
+        let request = Request::RegisterKvCache(Box::new(other.clone()));
+        assert_eq!(reply(&service, 11 + rank, request), Reply::None);
+    }
+    let of = |request: &str, rank: u64| CacheKey {
+        world_size: 2,
+        worker_id: Some(rank as u32),
+        ..key(request, 2)
+    };
+    let hits = |request: &str, client: u64| {
+        let lookup = CacheKey {
+            worker_id: None,
+            ..of(request, 0)
+        };
+        assert_eq!(
+            reply(&service, client, Request::Lookup(lookup)),
+            Reply::None
+        );
+        let request_id = request.to_owned();
+        reply(
+            &service,
+            client,
+            Request::QueryPrefetchStatus { request_id },
+        )
+    };
+    for rank in 0..2 {
+        assert_eq!(hits("a", 1 + rank), Reply::Int(0));
+    }
+    for rank in 0..2 {
+        let store = Request::Store {
+            key: of("a", rank),
+            instance_id: 1 + rank,
+            block_ids: vec![vec![3, 4]],
+        };
+        assert_eq!(reply(&service, 1 + rank, store), Reply::Transferred(true));
+    }
+    for rank in 0..2 {
+        assert_eq!(hits("b", 1 + rank), Reply::Int(2));
+    }
+}
+
+#[test]
+fn a_rank_that_is_away_for_a_moment_still_counts() {
+    let service = service(|_| {});
+    let memory = Memory::new();
+    let register = |instance_id: u64, dtype: &str| {
+        let mut registration = memory.registration();
+        registration.world_size = 2;
+        registration.instance_id = instance_id;
+        for tensor in &mut registration.kv_caches {
+            let KvDescriptor::CpuShm(shm) = tensor else {
+                unreachable!("made above")
+            };
+            shm.tensor.dtype = dtype.to_owned();
+        }
+        let request = Request::RegisterKvCache(Box::new(registration));
+        assert_eq!(reply(&service, instance_id, request), Reply::None);
+    };
+    // Two engines of two ranks each; one connection a worker.
+    for instance_id in [1, 2] {
+        register(instance_id, "float32");
+    }
+    for instance_id in [11, 12] {
+        register(instance_id, "int32");
+    }
+    let of = |request: &str, rank: u32| CacheKey {
+        world_size: 2,
+        worker_id: Some(rank),
+        ..key(request, 2)
+    };
+    let copy = |instance_id: u64, rank: u32, stores: bool| {
+        let (key, block_ids) = (of("w", rank), vec![vec![3, 4]]);
+        let request = match stores {
+            true => Request::Store {
+                key,
+                instance_id,
+                block_ids,
+            },
+            false => Request::Retrieve {
+                key,
+                instance_id,
+                block_ids,
+                skip_first_n_tokens: 0,
+            },
+        };
+        reply(&service, instance_id, request)
+    };
+    let hits = |request: &str| {
+        let lookup = CacheKey {
+            worker_id: None,
+            ..of(request, 0)
+        };
+        assert_eq!(reply(&service, 50, Request::Lookup(lookup)), Reply::None);
+        let request_id = request.to_owned();
+        reply(&service, 50, Request::QueryPrefetchStatus { request_id })
+    };
+    // The first engine's rank 1 has nothing of it (it was evicted, say), all others have.
+    assert_eq!(copy(2, 1, false), Reply::Transferred(false));
+    for (instance_id, rank) in [(1, 0), (11, 0), (12, 1)] {
+        assert_eq!(copy(instance_id, rank, true), Reply::Transferred(true));
+    }
+    assert_eq!(
+        hits("before"),
+        Reply::Int(0),
+        "rank 1 of the first engine lacks it"
+    );
+    // Its socket connects anew.
+    service.client_gone(client(2), ConnectionEnd::Gone, Instant::now());
+    let promised = hits("meanwhile");
+    reply(
+        &service,
+        3,
+        Request::Ping {
+            instance_id: Some(2),
+        },
+    );
+    let got = copy(2, 1, false);
+    assert!(
+        promised == Reply::Int(0) || got == Reply::Transferred(true),
+        "promised {promised:?}, got {got:?}"
+    );
+}
+
+#[test]
+fn a_retrieve_whose_worker_is_answered_meanwhile_is_made() {
+    // A stock worker gives up after a sign of life that was not answered for 10 s, and not
+    // before mq_timeout (300 s) otherwise; a failed retrieve ends the request by default.
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
+    let asked = Instant::now() - Duration::from_secs(6);
+    let queued = job(&service, retrieve(1), asked);
+    let ping = Request::Ping {
+        instance_id: Some(1),
+    };
+    assert_eq!(reply(&service, 1, ping), Reply::Bool(true));
+    assert_eq!(queued.run(), Reply::Transferred(true));
+}
+
+#[test]
+fn one_request_does_not_give_back_what_another_of_its_name_holds() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    let mut other = memory.registration();
+    other.instance_id = 2;
+    let request = Request::RegisterKvCache(Box::new(other));
+    assert_eq!(reply(&service, 2, request), Reply::None);
+    assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
+    // Both schedulers call their request "a".
+    assert_eq!(found(&service, 21, "a", 2), Reply::Int(2));
+    assert_eq!(found(&service, 22, "a", 2), Reply::Int(2));
+    // That of the second is served and ends.
+    assert_eq!(reply(&service, 2, retrieve(2)), Reply::Transferred(true));
+    let request_id = "a".to_owned();
+    reply(&service, 22, Request::EndSession { request_id });
+    assert_eq!(
+        service.engine().leases(),
+        2,
+        "the first still waits for its own"
+    );
+}
+
+#[test]
+fn an_engine_whose_layout_is_not_known_is_refused_where_the_server_would_copy() {
+    // SGLang's MP connector on CPU: K and V of each layer are `[slots, heads, head size]`, a page
+    // is one token, and no groups are named. 2 heads of 2 elements here.
+    const TOKENS: u64 = BLOCKS * CHUNK;
+    let (service, memory) = (service(|_| {}), Memory::new());
+    let mut registration = memory.registration();
+    registration.engine_type = "sglang".to_owned();
+    registration.groups.clear();
+    for tensor in &mut registration.kv_caches {
+        let KvDescriptor::CpuShm(shm) = tensor else {
+            unreachable!("made above")
+        };
+        shm.tensor.shape = vec![TOKENS, 2, 2];
+        shm.tensor.stride = vec![4, 2, 1];
+    }
+    let request = Request::RegisterKvCache(Box::new(registration));
+    let Reply::Error(text) = reply(&service, 1, request) else {
+        panic!("its blocks are not those of vLLM");
+    };
+    assert!(
+        text.contains("\"sglang\"") && text.contains("engine_driven"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_copy_of_an_earlier_registration_ends_before_the_unregistration_is_acknowledged() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    let copying = service.shared.state.lock().instances[&1]
+        .gate
+        .entrance()
+        .enter(Instant::now(), Duration::from_secs(5));
+    assert!(copying.is_some(), "a long copy is under way");
+    memory.register(&service);
+    let unregister = Request::Unregister {
+        instance_id: 1,
+        engine_driven: false,
+    };
+    let (told, quiet) = std::sync::mpsc::channel();
+    match service.handle(client(1), unregister, Instant::now()) {
+        Outcome::Quiet(entrance) => {
+            entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
+        }
+        _ => told.send(()).expect("it is awaited"),
+    }
+    assert!(quiet.try_recv().is_err(), "it still writes");
+    drop(copying);
+}
+
+#[test]
+fn what_was_asked_for_while_the_server_stood_still_is_not_given() {
+    let (service, memory) = (service(|_| {}), Memory::new());
+    memory.register(&service);
+    assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
+    let start = Instant::now();
+    service.beat(start);
+    let late = start + Duration::from_secs(6);
+    let key = key("a", 2);
+    let requests = [
+        store(1),
+        retrieve(1),
+        Request::PrepareStore {
+            key: key.clone(),
+            instance_id: 1,
+        },
+        Request::PrepareRetrieve {
+            key,
+            instance_id: 1,
+        },
+    ];
+    for request in requests {
+        let declined = match service.handle(client(1), request.clone(), late) {
+            Outcome::Reply(Reply::Transferred(false) | Reply::RetrieveSlots(None)) => true,
+            Outcome::Reply(Reply::StoreSlots { slots, .. }) => slots.is_empty(),
+            _ => false,
+        };
+        assert!(declined, "{request:?}");
+    }
+    assert_eq!(service.status(late).counts.copies_too_late, 4);
 }

@@ -7,7 +7,7 @@ use crate::protocol::{Operation, Reply};
 use crate::service::handle::Service;
 use crate::service::state::{Pending, State, Transfer};
 use crate::service::stats::add;
-use crate::service::{ClientId, ConnectionEnd, NotCopied};
+use crate::service::{ClientId, ConnectionEnd};
 
 /// How long the "no" to an unknown worker's sign of life is remembered.
 const TOLD_TTL: Duration = Duration::from_secs(600);
@@ -101,13 +101,16 @@ impl Service {
         transfers.any(|transfer| transfer.client == client)
     }
 
-    /// Answers a copy that is not begun.
-    pub(crate) fn decline_copy(&self, asked: Operation, why: NotCopied) -> Reply {
+    /// Notes that the process runs. To be called about twice a second by whoever reads requests
+    /// from sockets; one who calls it never has them counted as read at once.
+    pub(crate) fn beat(&self, now: Instant) {
+        self.shared.pulse.beat(now);
+    }
+
+    /// Answers a copy that is not begun because its connection has too much under way.
+    pub(crate) fn decline_copy(&self, asked: Operation) -> Reply {
         let counters = &self.shared.stats.service;
-        match why {
-            NotCopied::NoRoom => add(&counters.over_limit, 1),
-            NotCopied::TooLate => add(&counters.copies_too_late, 1),
-        }
+        add(&counters.over_limit, 1);
         match asked {
             Operation::Store => add(&counters.stores_failed, 1),
             _ => add(&counters.retrieves_missed, 1),

@@ -32,18 +32,19 @@ struct Worker {
     entrance: Entrance,
 }
 
-/// When a store was asked for.
-#[derive(Clone, Copy)]
-struct Asked {
-    at: Instant,
+/// A store that is made, and when it was asked for.
+struct Granted {
+    copying: Copying,
+    asked: Instant,
     /// How often everything had been forgotten by then.
     clears: u64,
 }
 
 /// Why a transfer does not take place.
 enum Declined {
-    /// The worker is not registered: not an error, it may have outlived the server.
-    Unregistered,
+    /// The worker is not registered on its connection (it may have outlived the server), or may
+    /// have given up waiting: not an error.
+    NotServed,
     /// The request is wrong.
     Refused(Reply),
 }
@@ -74,12 +75,16 @@ impl Service {
                 "worker_id is missing: whose piece is it?",
             )));
         };
+        if !self.shared.pulse.is_steady(now) {
+            add(&self.shared.stats.service.copies_too_late, 1);
+            return Err(Declined::NotServed);
+        }
         let hashed = self.hash(key).map_err(Declined::Refused)?;
         let mut state = self.shared.state.lock();
         let instance = state
             .instances
             .get_mut(&instance_id)
-            .ok_or(Declined::Unregistered)?;
+            .ok_or(Declined::NotServed)?;
         if instance.model.as_str() != key.model_name || instance.world_size != key.world_size {
             return Err(Declined::Refused(refuse(&format!(
                 "worker {instance_id} registered model {} with world size {}, \
@@ -88,7 +93,7 @@ impl Service {
             ))));
         }
         if !instance.belongs_to(client) {
-            return Err(Declined::Unregistered);
+            return Err(Declined::NotServed);
         }
         instance.seen(client, now);
         instance.ranks.insert(worker_id as u16);
@@ -245,7 +250,7 @@ impl Service {
         let (worker, hashed) = match self.worker(client, key, instance_id, now) {
             Ok(found) => found,
             // "Nothing to write": the worker goes on, and nothing was promised.
-            Err(Declined::Unregistered) => {
+            Err(Declined::NotServed) => {
                 add(&counters.stores_failed, 1);
                 return nothing;
             }
@@ -398,13 +403,15 @@ impl Service {
     ) {
         let mut state = self.shared.state.lock();
         let named = state.sessions.named(&key.request_id);
-        let mut done = |own| {
-            let sessions = named.iter_mut();
-            let mut sessions = sessions.filter(|session| (session.client == client) == own);
-            sessions.any(|session| session.reader_done(space, kv_rank, chunks))
+        // Where several looked up under one name, and none of them on the worker's connection, it
+        // is not known whose chunks these are: they are held until the request ends.
+        let session = match named {
+            [only] => Some(only),
+            _ => named.iter_mut().find(|session| session.client == client),
         };
-        // Where several looked up under one name, each ends with its own count.
-        let _ = done(true) || done(false);
+        if let Some(session) = session {
+            session.reader_done(space, kv_rank, chunks);
+        }
     }
 
     pub(super) fn prepare_retrieve(
@@ -417,7 +424,7 @@ impl Service {
         let counters = &self.shared.stats.service;
         let (worker, hashed) = match self.worker(client, key, instance_id, now) {
             Ok(found) => found,
-            Err(Declined::Unregistered) => {
+            Err(Declined::NotServed) => {
                 add(&counters.retrieves_missed, 1);
                 return Reply::RetrieveSlots(None);
             }
@@ -482,10 +489,8 @@ impl Service {
     /// The right to copy in a worker's memory. None when its registration is over, or when it
     /// was asked for so long ago that the worker may have given the blocks away.
     fn may_copy(&self, worker: &Worker, asked: Instant) -> Option<Copying> {
-        let copying = worker
-            .entrance
-            .enter()
-            .filter(|_| asked.elapsed() < self.shared.config.copy_deadline / 2);
+        let patience = self.shared.config.copy_deadline / 2;
+        let copying = worker.entrance.enter(asked, patience);
         if copying.is_none() {
             add(&self.shared.stats.service.copies_too_late, 1);
         }
@@ -521,20 +526,22 @@ impl Service {
         let (worker, hashed, copies) =
             match self.copied_worker(client, &key, instance_id, "store", now) {
                 Ok(found) => found,
-                Err(Declined::Unregistered) => {
+                Err(Declined::NotServed) => {
                     add(&self.shared.stats.service.stores_failed, 1);
                     return Outcome::Reply(Reply::Transferred(false));
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let service = self.clone();
-        let asked = Asked {
-            at: now,
-            clears: self.shared.engine.clears(),
-        };
+        let clears = self.shared.engine.clears();
         Outcome::Job(Job::new(Lane::Copy, move || {
-            let stored = service.may_copy(&worker, now).is_some_and(|_copying| {
-                service.store_now(&key, &worker, &hashed, &copies, &block_ids, asked)
+            let stored = service.may_copy(&worker, now).is_some_and(|copying| {
+                let granted = Granted {
+                    copying,
+                    asked: now,
+                    clears,
+                };
+                service.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
             });
             let counters = &service.shared.stats.service;
             add(
@@ -556,7 +563,7 @@ impl Service {
         hashed: &Hashed,
         copies: &[GroupCopy],
         block_ids: &[Vec<u32>],
-        asked: Asked,
+        granted: &Granted,
     ) -> bool {
         let counters = &self.shared.stats.service;
         if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
@@ -577,7 +584,7 @@ impl Service {
             .count();
         add(&counters.chunks_null, absent as u64);
         let mut chunks = self.reserve(worker, hashed, whole);
-        if self.shared.engine.clears() != asked.clears {
+        if self.shared.engine.clears() != granted.clears {
             // The blocks are of before the clear, and the slots may not be.
             return false;
         }
@@ -608,7 +615,8 @@ impl Service {
             &counters.gather_bytes,
             worker.chunk_bytes * chunks.len() as u64,
         );
-        if asked.at.elapsed() >= self.shared.config.copy_deadline {
+        let deadline = self.shared.config.copy_deadline;
+        if granted.copying.is_given_up(granted.asked, deadline) {
             // The blocks may have been given away while they were read.
             add(&counters.copies_too_late, 1);
             return false;
@@ -629,7 +637,7 @@ impl Service {
         let (worker, hashed, copies) =
             match self.copied_worker(client, &key, instance_id, "retrieve", now) {
                 Ok(found) => found,
-                Err(Declined::Unregistered) => {
+                Err(Declined::NotServed) => {
                     add(&self.shared.stats.service.retrieves_missed, 1);
                     return Outcome::Reply(Reply::Transferred(false));
                 }

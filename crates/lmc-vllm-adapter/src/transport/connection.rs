@@ -14,10 +14,7 @@ use tracing::debug;
 
 use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
 use crate::protocol::{Operation, Reply, Request, decode_request};
-use crate::service::{
-    ClientId, ConnectionEnd, NextBatch, NotCopied, Outcome, Service, Subscription,
-};
-use crate::transport::pulse::Pulse;
+use crate::service::{ClientId, ConnectionEnd, NextBatch, Outcome, Service, Subscription};
 use crate::transport::router::ZmqConfig;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 
@@ -56,7 +53,6 @@ pub(super) struct Connection<'a> {
     client: ClientId,
     service: Service,
     config: Arc<ZmqConfig>,
-    pulse: Arc<Pulse>,
     stop: watch::Receiver<bool>,
     decoder: Decoder,
     input: BytesMut,
@@ -74,7 +70,6 @@ impl<'a> Connection<'a> {
         client: ClientId,
         service: Service,
         config: Arc<ZmqConfig>,
-        pulse: Arc<Pulse>,
         stop: watch::Receiver<bool>,
     ) -> Self {
         let mut output = BytesMut::with_capacity(4096);
@@ -88,7 +83,6 @@ impl<'a> Connection<'a> {
             service,
             decoder: Decoder::new(config.limits),
             config,
-            pulse,
             stop,
             input: BytesMut::new(),
             output,
@@ -241,7 +235,7 @@ impl<'a> Connection<'a> {
 
     fn request(&mut self, uid: &Bytes, operation: &Bytes, request: Request, started: Instant) {
         let asked = request.operation();
-        let outcome = match self.turned_away(uid, asked, started) {
+        let outcome = match self.turned_away(uid, asked) {
             Some(reply) => Outcome::Reply(reply),
             None => {
                 // A bug in a handler must not leave the client waiting, nor take what else the
@@ -284,9 +278,8 @@ impl<'a> Connection<'a> {
         }
     }
 
-    /// What is answered to a request that this connection has no room for, or whose sender may
-    /// have given up waiting for it.
-    fn turned_away(&self, uid: &Bytes, asked: Operation, now: Instant) -> Option<Reply> {
+    /// What is answered to a request that this connection has no room for.
+    fn turned_away(&self, uid: &Bytes, asked: Operation) -> Option<Reply> {
         match asked {
             // A stream under a number that is in use takes the place of the one before it.
             Operation::SubscribeKvEvents
@@ -300,10 +293,7 @@ impl<'a> Connection<'a> {
             Operation::Store | Operation::Retrieve
                 if self.in_flight >= self.config.max_in_flight =>
             {
-                Some(self.service.decline_copy(asked, NotCopied::NoRoom))
-            }
-            Operation::Store | Operation::Retrieve if !self.pulse.is_steady(now) => {
-                Some(self.service.decline_copy(asked, NotCopied::TooLate))
+                Some(self.service.decline_copy(asked))
             }
             _ => None,
         }

@@ -1,7 +1,6 @@
 //! ZeroMQ on tokio: a ROUTER socket that bounds everything a peer can make it hold.
 
 mod connection;
-mod pulse;
 mod router;
 mod zmtp;
 

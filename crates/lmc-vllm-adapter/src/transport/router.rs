@@ -13,8 +13,10 @@ use tracing::{debug, warn};
 
 use crate::service::{ClientId, ConnectionEnd, Service};
 use crate::transport::connection::{Connection, outlast};
-use crate::transport::pulse::{BEAT, Pulse};
 use crate::transport::zmtp::Limits;
+
+/// Time between signs of the process's own life.
+const BEAT: Duration = Duration::from_millis(500);
 
 /// How the server listens and what it grants to each peer.
 #[derive(Debug, Clone)]
@@ -117,13 +119,11 @@ impl ZmqServer {
         let config = Arc::new(self.config);
         let open = Arc::new(AtomicUsize::new(0));
         let mut connections = JoinSet::new();
-        let patience = self.service.config().copy_deadline / 2;
-        let pulse = Arc::new(Pulse::new(patience, Instant::now()));
         let mut beats = tokio::time::interval(BEAT);
         loop {
             let accepted = tokio::select! {
                 _ = beats.tick() => {
-                    pulse.beat(Instant::now());
+                    self.service.beat(Instant::now());
                     continue;
                 }
                 accepted = self.listener.accept() => accepted,
@@ -149,8 +149,7 @@ impl ZmqServer {
                 .fetch_add(1, Ordering::Relaxed);
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
             let place = Place::take(client, self.service.clone(), Arc::clone(&open));
-            let (config, pulse) = (Arc::clone(&config), Arc::clone(&pulse));
-            connections.spawn(serve(stream, place, config, pulse, stop.clone()));
+            connections.spawn(serve(stream, place, Arc::clone(&config), stop.clone()));
         }
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(config.stop_timeout, drained)
@@ -201,24 +200,17 @@ async fn serve(
     stream: TcpStream,
     mut place: Place,
     config: Arc<ZmqConfig>,
-    pulse: Arc<Pulse>,
     stop: watch::Receiver<bool>,
 ) {
     // Answers are small and awaited; waiting to fill a segment would only delay them.
     let _ = stream.set_nodelay(true);
     let (client, service) = (place.client, place.service.clone());
-    let connection = Connection::new(
-        &stream,
-        client,
-        service.clone(),
-        config,
-        pulse,
-        stop.clone(),
-    );
+    let connection = Connection::new(&stream, client, service.clone(), config, stop.clone());
     place.end = match connection.run().await {
         // Its end is the proof that its slots may be given to others, so it is waited for.
         ConnectionEnd::Closed if service.holds_slots(client) => {
             debug!(%client, "waiting for the end of a peer that holds slots");
+            service.client_gone(client, ConnectionEnd::Closed, Instant::now());
             outlast(stream, &service, stop).await
         }
         end => end,

@@ -3,8 +3,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time between beats.
-pub(super) const BEAT: Duration = Duration::from_millis(500);
 /// Time after it went on in which what had arrived meanwhile is read.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
@@ -13,14 +11,14 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Pulse {
     started: Instant,
-    /// Milliseconds after `started`.
+    /// Milliseconds after `started`, plus one; 0 before the first beat.
     last: AtomicU64,
     caught_up: AtomicU64,
     patience: Duration,
 }
 
 impl Pulse {
-    /// `patience` without a beat is standing still.
+    /// `patience` without a beat is standing still; before the first one nothing is.
     pub(super) fn new(patience: Duration, now: Instant) -> Self {
         Self {
             started: now,
@@ -35,8 +33,8 @@ impl Pulse {
     }
 
     fn still(&self, now: Duration) -> bool {
-        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
-        now.saturating_sub(last) > self.patience
+        let last = self.last.load(Ordering::Relaxed).checked_sub(1);
+        last.is_some_and(|last| now.saturating_sub(Duration::from_millis(last)) > self.patience)
     }
 
     pub(super) fn beat(&self, now: Instant) {
@@ -45,7 +43,8 @@ impl Pulse {
             let caught_up = (now + CATCH_UP).as_millis() as u64;
             self.caught_up.store(caught_up, Ordering::Relaxed);
         }
-        self.last.store(now.as_millis() as u64, Ordering::Relaxed);
+        let last = now.as_millis() as u64 + 1;
+        self.last.store(last, Ordering::Relaxed);
     }
 
     /// Whether a request that is read now was sent a moment ago.
@@ -65,6 +64,7 @@ mod tests {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let pulse = Pulse::new(Duration::from_secs(5), start);
+        assert!(pulse.is_steady(at(100_000)), "nobody beats");
         for beat in 1..=20 {
             pulse.beat(at(500 * beat));
             assert!(pulse.is_steady(at(500 * beat)));
