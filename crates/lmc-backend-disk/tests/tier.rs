@@ -196,6 +196,26 @@ fn the_size_is_held_and_the_oldest_give_way() {
 }
 
 #[test]
+fn logs_that_are_over_give_their_room_back() {
+    for io in engines() {
+        let (folder, pool) = (Folder::new(), pool(8 * MIB));
+        let tier = folder.config(32 * MIB).with_io(io).open().unwrap();
+        for n in 0..400 {
+            store(&tier, &pool, [n]);
+        }
+        assert!(tier.stats().checkpoints > 4, "logs were over");
+        let path = fs::canonicalize(&folder.0).unwrap();
+        let open = fs::read_dir("/proc/self/fd").unwrap();
+        let open = open.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok());
+        let deleted: Vec<_> = open
+            .filter(|file| file.starts_with(&path))
+            .filter(|file| file.to_string_lossy().ends_with("(deleted)"))
+            .collect();
+        assert!(deleted.is_empty(), "{io:?}: {deleted:?} are held open");
+    }
+}
+
+#[test]
 fn what_is_offered_once_is_not_kept_where_twice_is_asked_for() {
     let (folder, pool) = (Folder::new(), pool(8 * MIB));
     let config = folder.config(64 * MIB).with_admission(Admit::SecondTouch);

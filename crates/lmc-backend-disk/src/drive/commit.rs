@@ -41,7 +41,7 @@ impl Shared {
                 }
                 if let Ok(renewed) = renewed {
                     info!("the disk index can be written again");
-                    log = renewed;
+                    self.volume.close(std::mem::replace(&mut log, renewed).file);
                     *self.reason.lock() = None;
                     self.read_only.store(false, Ordering::Release);
                 }
@@ -206,7 +206,8 @@ impl Shared {
         let len = frame_len(records.len()) as u64;
         let full = log.tail.offset + len > self.settings.log_bytes;
         if full || self.read_only.load(Ordering::Acquire) {
-            *log = self.new_log(log.tail.log + 1)?;
+            let next = self.new_log(log.tail.log + 1)?;
+            self.volume.close(std::mem::replace(log, next).file);
             self.read_only.store(false, Ordering::Release);
         }
         let Tail {
@@ -242,6 +243,23 @@ impl Shared {
             self.volume.remove(&name)?;
         }
         let file = self.volume.open(&name, Some(self.settings.log_bytes))?;
+        if let Err(error) = self.replace_logs_before(number) {
+            self.volume.close(file);
+            return Err(error);
+        }
+        count(&self.counters.checkpoints, 1);
+        Ok(Log {
+            file,
+            tail: Tail {
+                log: number,
+                offset: 0,
+                sequence: 0,
+            },
+        })
+    }
+
+    /// Makes a log's checkpoint, which takes the place of what was before them.
+    fn replace_logs_before(&self, number: u64) -> io::Result<()> {
         self.volume.sync_names()?;
         self.checkpoint(number)?;
         for old in checkpoint_numbers(&self.volume.list()?) {
@@ -254,16 +272,7 @@ impl Shared {
                 self.volume.remove(&log_name(old))?;
             }
         }
-        self.volume.sync_names()?;
-        count(&self.counters.checkpoints, 1);
-        Ok(Log {
-            file,
-            tail: Tail {
-                log: number,
-                offset: 0,
-                sequence: 0,
-            },
-        })
+        self.volume.sync_names()
     }
 
     /// Writes the index as it is now.
@@ -274,6 +283,14 @@ impl Shared {
             self.volume.remove(UNFINISHED)?;
         }
         let file = self.volume.open(UNFINISHED, Some(BLOCK + len))?;
+        let written = self.write_checkpoint(log, file, &records);
+        self.volume.close(file);
+        written?;
+        self.volume.rename(UNFINISHED, &checkpoint_name(log))?;
+        self.volume.sync_names()
+    }
+
+    fn write_checkpoint(&self, log: u64, file: FileId, records: &[Record]) -> io::Result<()> {
         let mut sum = xxhash_rust::xxh3::Xxh3Default::new();
         let mut at = BLOCK;
         const PART: usize = 8192;
@@ -296,9 +313,6 @@ impl Shared {
         }
         .encode(&mut head);
         self.wait_for(vec![(Kind::Write, file, 0, Some(head))])?;
-        self.wait_for(vec![(Kind::Sync, file, 0, None)])?;
-        self.volume.close(file);
-        self.volume.rename(UNFINISHED, &checkpoint_name(log))?;
-        self.volume.sync_names()
+        self.wait_for(vec![(Kind::Sync, file, 0, None)])
     }
 }

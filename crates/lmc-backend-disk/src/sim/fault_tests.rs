@@ -230,6 +230,30 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
 }
 
 #[test]
+fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let before = volume.open_files();
+    for number in 30..60 {
+        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    }
+    assert!(tier.stats().checkpoints > 5, "logs were over");
+    // Segments are opened once and stay open.
+    let segments = volume.names("segment-").len() as u64;
+    assert!(volume.open_files() <= before + segments);
+    volume.fault(Kind::Write, Fault::Error(libc::EIO));
+    let patience = Instant::now() + Duration::from_millis(50);
+    drop(block_on(tier.remove(&[test_key(30)], patience)));
+    let before = volume.open_files();
+    thread::sleep(Duration::from_millis(100));
+    let after = volume.open_files();
+    // A renewal may be under way: a log and its checkpoint.
+    assert!(after <= before + 2, "{before} and {after} files open");
+}
+
+#[test]
 fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
     // Room for the fixed files and two segments, where the tier was promised many.
     let volume = SimVolume::new(2 * SEGMENT + (64 << 10));

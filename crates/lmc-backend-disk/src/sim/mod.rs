@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 
 use lmc_backend::conformance::Rng;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume};
 
@@ -67,14 +67,22 @@ struct State {
     events: u64,
     /// After so many events the machine is dead: nothing is written and nothing is answered well.
     crash_after: Option<u64>,
-    faults: Vec<(Kind, Fault)>,
+    faults: Vec<(&'static str, Kind, Fault)>,
     stalled: Vec<Op>,
     room: u64,
+    /// The least that was ever left of it.
+    least_free: Option<u64>,
+    opened: u64,
+    closed: u64,
 }
 
 /// A drive in memory.
 #[derive(Debug)]
-pub(crate) struct SimVolume(Mutex<State>);
+pub(crate) struct SimVolume {
+    state: Mutex<State>,
+    /// Opening files and syncing names is not answered while this is held.
+    names: Mutex<()>,
+}
 
 fn dead() -> io::Error {
     io::Error::other("the machine is dead")
@@ -99,15 +107,32 @@ impl State {
         Ok(())
     }
 
-    fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
+    /// What an operation meets.
+    fn fault(&self, op: &Op) -> Option<Fault> {
         // A durable write is both, and fails as either does.
         let parts: &[Kind] = match op.kind {
-            Kind::WriteDurably => &[Kind::Write, Kind::Sync],
+            Kind::WriteDurably => &[Kind::WriteDurably, Kind::Write, Kind::Sync],
             ref kind => std::slice::from_ref(kind),
         };
-        let fault = self.faults.iter().find(|(kind, _)| parts.contains(kind));
-        if let Some((_, Fault::Error(code))) = fault {
-            return Err(io::Error::from_raw_os_error(*code));
+        let in_file = |prefix| {
+            let mut names = self.names.iter();
+            names.any(|(name, &inode)| inode == op.file.0 && name.starts_with(prefix))
+        };
+        let meets = |(prefix, kind, _): &&(_, _, _)| parts.contains(kind) && in_file(*prefix);
+        self.faults.iter().find(meets).map(|&(.., fault)| fault)
+    }
+
+    fn free(&self) -> u64 {
+        let taken = self
+            .names
+            .values()
+            .map(|&inode| self.inodes[inode as usize].data.len());
+        self.room.saturating_sub(taken.sum::<usize>() as u64)
+    }
+
+    fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
+        if let Some(Fault::Error(code)) = self.fault(op) {
+            return Err(io::Error::from_raw_os_error(code));
         }
         let at = op.offset as usize;
         let range = at..at + op.len as usize;
@@ -163,26 +188,33 @@ impl State {
 
 impl SimVolume {
     pub(crate) fn new(room: u64) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(State {
+        Self::with_state(State {
             room,
             ..State::default()
-        })))
+        })
+    }
+
+    fn with_state(state: State) -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::new(state),
+            names: Mutex::new(()),
+        })
     }
 
     /// Lets the machine die after so many more writes, syncs and changes of names.
     pub(crate) fn crash_after(&self, events: u64) {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         state.crash_after = Some(state.events + events);
     }
 
     pub(crate) fn events(&self) -> u64 {
-        self.0.lock().events
+        self.state.lock().events
     }
 
     /// The drive after the crash: what was synced, and of the rest some sectors and some names,
     /// by chance.
     pub(crate) fn after_crash(&self, seed: u64) -> Arc<Self> {
-        let state = self.0.lock();
+        let state = self.state.lock();
         let mut rng = Rng::new(seed);
         let mut inodes = state.inodes.clone();
         // Some crashes keep everything, some nothing, most some.
@@ -201,24 +233,72 @@ impl SimVolume {
         for change in &state.unsynced_names[..kept] {
             change_names(&mut names, change);
         }
-        Arc::new(Self(Mutex::new(State {
+        Self::with_state(State {
             inodes,
             durable_names: names.clone(),
             names,
             room: state.room,
             ..State::default()
-        })))
+        })
     }
 
     /// Operations of a kind meet a fault from now on.
     pub(crate) fn fault(&self, kind: Kind, fault: Fault) {
-        self.0.lock().faults.push((kind, fault));
+        self.fault_in("", kind, fault);
+    }
+
+    /// Operations of a kind meet a fault from now on, in files whose names begin so.
+    pub(crate) fn fault_in(&self, prefix: &'static str, kind: Kind, fault: Fault) {
+        self.state.lock().faults.push((prefix, kind, fault));
+    }
+
+    /// Operations that are not answered.
+    pub(crate) fn stalled(&self) -> usize {
+        self.state.lock().stalled.len()
+    }
+
+    /// No more faults; what stalled ends with this error.
+    pub(crate) fn fail_stalled(&self, code: i32) {
+        let stalled = {
+            let mut state = self.state.lock();
+            state.faults.clear();
+            std::mem::take(&mut state.stalled)
+        };
+        for Op { buf, done, .. } in stalled {
+            let result = Err(io::Error::from_raw_os_error(code));
+            done(Done { buf, result });
+        }
+    }
+
+    /// Forgets what was not synced, as a kernel does whose sync failed: the next sync succeeds.
+    pub(crate) fn call_all_synced(&self) {
+        let mut state = self.state.lock();
+        state
+            .inodes
+            .iter_mut()
+            .for_each(|inode| inode.unsynced.clear());
+    }
+
+    /// While the guard lives no file is opened and no name made durable.
+    pub(crate) fn hold_names(&self) -> MutexGuard<'_, ()> {
+        self.names.lock()
+    }
+
+    /// Files that were opened and not closed.
+    pub(crate) fn open_files(&self) -> u64 {
+        let state = self.state.lock();
+        state.opened - state.closed
+    }
+
+    /// The fewest bytes that were ever free.
+    pub(crate) fn least_free(&self) -> u64 {
+        self.state.lock().least_free.unwrap_or(u64::MAX)
     }
 
     /// No more faults; what stalled is carried out.
     pub(crate) fn thaw(&self) {
         let stalled = {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             state.faults.clear();
             std::mem::take(&mut state.stalled)
         };
@@ -227,7 +307,7 @@ impl SimVolume {
 
     /// Files whose names begin so.
     pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
-        let state = self.0.lock();
+        let state = self.state.lock();
         state
             .names
             .keys()
@@ -238,7 +318,7 @@ impl SimVolume {
 
     /// Changes a file's bytes behind the tier's back.
     pub(crate) fn alter(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         let inode = state.names[name] as usize;
         let inode = &mut state.inodes[inode];
         change(&mut inode.data);
@@ -247,7 +327,7 @@ impl SimVolume {
 
     /// Removes a file behind the tier's back.
     pub(crate) fn lose(&self, name: &str) {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         state.names.remove(name);
         state.durable_names.remove(name);
     }
@@ -255,17 +335,18 @@ impl SimVolume {
 
 impl Volume for SimVolume {
     fn list(&self) -> io::Result<Vec<String>> {
-        Ok(self.0.lock().names.keys().cloned().collect())
+        Ok(self.state.lock().names.keys().cloned().collect())
     }
 
     fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>> {
-        let state = self.0.lock();
+        let state = self.state.lock();
         let inode = state.names.get(name).ok_or(io::ErrorKind::NotFound)?;
         Ok(Box::new(state.inodes[*inode as usize].data.clone()))
     }
 
     fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId> {
-        let mut state = self.0.lock();
+        let _not_held = self.names.lock();
+        let mut state = self.state.lock();
         let known = state.names.get(name).copied();
         let inode = match (known, make) {
             (Some(inode), _) => inode,
@@ -277,12 +358,7 @@ impl Volume for SimVolume {
                 inode
             }
         };
-        let taken: usize = state
-            .names
-            .values()
-            .map(|&i| state.inodes[i as usize].data.len())
-            .sum();
-        let room = state.room.saturating_sub(taken as u64);
+        let room = state.free();
         let file = &mut state.inodes[inode as usize];
         let len = make.unwrap_or(0) as usize;
         if len > file.data.len() {
@@ -292,24 +368,30 @@ impl Volume for SimVolume {
             file.data.resize(len, 0);
             file.durable.resize(len, 0);
         }
+        let free = state.free();
+        state.least_free = Some(state.least_free.unwrap_or(free).min(free));
+        state.opened += 1;
         Ok(FileId(inode))
     }
 
-    fn close(&self, _file: FileId) {}
+    fn close(&self, _file: FileId) {
+        self.state.lock().closed += 1;
+    }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let change = NameChange::Rename(from.to_owned(), to.to_owned());
-        self.0.lock().change_name(change)
+        self.state.lock().change_name(change)
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        self.0
+        self.state
             .lock()
             .change_name(NameChange::Remove(name.to_owned()))
     }
 
     fn sync_names(&self) -> io::Result<()> {
-        let mut state = self.0.lock();
+        let _not_held = self.names.lock();
+        let mut state = self.state.lock();
         if !state.event() {
             return Err(dead());
         }
@@ -319,21 +401,14 @@ impl Volume for SimVolume {
     }
 
     fn free(&self) -> io::Result<u64> {
-        let state = self.0.lock();
-        let taken: usize = state
-            .names
-            .values()
-            .map(|&i| state.inodes[i as usize].data.len())
-            .sum();
-        Ok(state.room.saturating_sub(taken as u64))
+        Ok(self.state.lock().free())
     }
 
     fn submit(&self, ops: Vec<Op>) {
         for mut op in ops {
             let result = {
-                let mut state = self.0.lock();
-                let stalls = (op.kind, Fault::Stall);
-                if state.faults.contains(&stalls) {
+                let mut state = self.state.lock();
+                if state.fault(&op) == Some(Fault::Stall) {
                     state.stalled.push(op);
                     continue;
                 }
@@ -349,7 +424,7 @@ impl Volume for SimVolume {
     }
 
     fn stop(&self) {
-        let stalled = std::mem::take(&mut self.0.lock().stalled);
+        let stalled = std::mem::take(&mut self.state.lock().stalled);
         for op in stalled {
             let result = Err(io::Error::other("stopped"));
             let Op { buf, done, .. } = op;
