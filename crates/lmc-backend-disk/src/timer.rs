@@ -103,10 +103,18 @@ impl Drop for Timer {
         self.shared.state.lock().stopped = true;
         self.shared.wake.notify_one();
         if let Some(thread) = self.thread.take() {
-            // What expires does not panic.
-            let _ = thread.join();
+            join(thread);
         }
     }
+}
+
+/// Waits for a thread unless it is the one that calls, which a waker may be: that one ends after
+/// the call. What a thread answers is `None` if it panicked, too.
+pub(crate) fn join<T>(thread: JoinHandle<T>) -> Option<T> {
+    if thread.thread().id() == thread::current().id() {
+        return None;
+    }
+    thread.join().ok()
 }
 
 fn run(shared: &Shared) {
@@ -129,5 +137,38 @@ fn run(shared: &Shared) {
             what.expire();
         }
         state = shared.state.lock();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Drops the last handle of the timer when its time is up, as a waker may.
+    struct Last(Mutex<Option<Timer>>, mpsc::Sender<()>);
+
+    impl Expire for Last {
+        fn expire(&self) {
+            drop(self.0.lock().take());
+            self.1.send(()).expect("somebody waits");
+        }
+    }
+
+    #[test]
+    fn a_timer_may_be_dropped_on_its_own_thread() {
+        let timer = Timer::start().expect("a thread");
+        let (sender, dropped) = mpsc::channel();
+        let last = Arc::new(Last(Mutex::new(None), sender));
+        let what = Arc::downgrade(&last) as Weak<dyn Expire>;
+        {
+            let mut held = last.0.lock();
+            timer.watch(Instant::now(), what);
+            *held = Some(timer);
+        }
+        let dropped = dropped.recv_timeout(Duration::from_secs(10));
+        dropped.expect("the drop did not panic");
     }
 }
