@@ -145,9 +145,10 @@ impl DiskBackend {
                 on.push(0);
                 continue;
             }
-            // A chunk that nobody has is asked of the first drive, which answers as a drive
+            // A chunk that no drive has is asked of one that works, which answers as a drive
             // does: a miss, or closed.
-            let drive = self.find(&item.key).map_or(0, |(drive, _)| drive);
+            let found = self.find(&item.key).map(|(drive, _)| drive);
+            let drive = found.or_else(|| self.home(&item.key)).unwrap_or(0);
             on.push(drive);
             self.drives[drive].load(item, (Arc::clone(&batch), place));
         }
@@ -391,8 +392,18 @@ impl Backend for DiskBackend {
                 }
             }
             let late = |_| Err(CloseError::Deadline);
-            let (ended, _) = batch.all(&self.timer, deadline, late).await;
+            let (ended, was_late) = batch.all(&self.timer, deadline, late).await;
+            if was_late {
+                self.drives.iter().for_each(Drive::give_up);
+            }
             ended.into_iter().collect()
         })
+    }
+}
+
+impl Drop for DiskBackend {
+    fn drop(&mut self) {
+        // A close that nobody waits for any more holds the drives too.
+        self.drives.iter().for_each(Drive::give_up);
     }
 }

@@ -54,6 +54,7 @@ impl Shared {
     /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
     fn next_changes(&self) -> (Vec<Change>, Stop) {
         let mut state = self.state.lock();
+        state.queue.behind = self.read_only.load(Ordering::Acquire);
         loop {
             let State { queue, writing, .. } = &mut *state;
             let over = match queue.stop {
@@ -62,6 +63,7 @@ impl Shared {
                 Stop::AtOnce => true,
             };
             if over || !queue.changes.is_empty() {
+                queue.behind = true;
                 return (std::mem::take(&mut queue.changes), queue.stop);
             }
             if !self.read_only.load(Ordering::Acquire) {
@@ -106,8 +108,8 @@ impl Shared {
                 match change {
                     Change::Put(ready) => self.committed(&ready.put, &logged),
                     // A removal that is not durable is not acknowledged: its deadline comes.
-                    Change::Other(_, Some((batch, place))) if logged.is_ok() => {
-                        batch.answer(place, Some(true));
+                    Change::Other(_, Some(((batch, place), told))) if logged.is_ok() => {
+                        batch.answer(place, Some(told));
                     }
                     Change::Other(..) => {}
                 }

@@ -24,6 +24,7 @@ use crate::format::{DriveHeader, PutRecord, Record, VERSION};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::{log_name, segment_name};
+use crate::timer::join;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use commit::Log;
 pub(crate) use load::Read;
@@ -60,7 +61,8 @@ struct Ready {
 
 /// Somebody who waits for a chunk to be durable.
 type StoreWaiter = (Arc<Batch<Result<Stored, StoreError>>>, usize);
-type RemoveWaiter = (Arc<Batch<Option<bool>>>, usize);
+/// Somebody who waits for a change to be durable.
+type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
 /// A chunk on its way.
 #[derive(Debug, Default)]
@@ -78,13 +80,23 @@ struct Writing {
 struct Queue {
     /// Changes to log, in their order, and chunks to make durable before.
     changes: Vec<Change>,
+    /// The log does not hold all that was taken from here: it is being written, or could not be.
+    behind: bool,
     stop: Stop,
+}
+
+impl Queue {
+    /// Whether a restart would find what is found now.
+    fn is_durable(&self) -> bool {
+        self.changes.is_empty() && !self.behind
+    }
 }
 
 #[derive(Debug)]
 enum Change {
     Put(Ready),
-    Other(Record, Option<RemoveWaiter>),
+    /// With whoever waits for it, and what they are told then.
+    Other(Record, Option<(ChangeWaiter, bool)>),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -328,22 +340,20 @@ impl Drive {
     }
 
     /// Removes a chunk; the answer, when the removal is durable, goes to `waiter`.
-    pub(crate) fn remove(&self, key: &ChunkKey, waiter: RemoveWaiter) {
+    pub(crate) fn remove(&self, key: &ChunkKey, waiter: ChangeWaiter) {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let there = state.index.remove(key);
         if let Some(writing) = state.writing.get_mut(key) {
             writing.doomed = true;
-        } else if !there {
+        } else if !there && state.queue.is_durable() {
             drop(state);
             return waiter.0.answer(waiter.1, Some(false));
         }
+        // A chunk that is not there may still be in the log, or on its way there: that it is not
+        // there is durable after this record.
         count(&shared.counters.removed, u64::from(there));
-        if !there {
-            // Not there yet: there is nothing to wait for, but the log must tell of both.
-            waiter.0.answer(waiter.1, Some(false));
-        }
-        let waiter = there.then_some(waiter);
+        let waiter = Some((waiter, there));
         let change = Change::Other(Record::Remove { key: *key }, waiter);
         state.queue.changes.push(change);
         drop(state);
@@ -368,21 +378,31 @@ impl Drive {
         self.shared.probe();
     }
 
+    /// Lets a stop that is under way, or the next one, end without waiting for anything.
+    pub(crate) fn give_up(&self) {
+        let mut state = self.shared.state.lock();
+        state.closed = true;
+        state.queue.stop = Stop::AtOnce;
+        drop(state);
+        self.shared.work.notify_all();
+    }
+
     /// Ends: with `orderly`, after all is durable and a checkpoint was made.
     pub(crate) fn stop(&self, orderly: bool) -> io::Result<()> {
         {
             let mut state = self.shared.state.lock();
             state.closed = true;
-            state.queue.stop = match orderly {
-                true => Stop::Orderly,
-                false => Stop::AtOnce,
-            };
+            if !orderly {
+                state.queue.stop = Stop::AtOnce;
+            } else if state.queue.stop == Stop::No {
+                state.queue.stop = Stop::Orderly;
+            }
         }
         self.shared.work.notify_all();
         let Some(committer) = self.committer.lock().take() else {
             return Ok(());
         };
-        let ended = committer.join();
+        let ended = join(committer);
         self.shared.volume.stop();
         let left: Vec<_> = {
             let mut state = self.shared.state.lock();
@@ -401,7 +421,7 @@ impl Drive {
                 batch.answer(place, Err(StoreError::Closed));
             }
         }
-        ended.unwrap_or_else(|_| Err(io::Error::other("the log's thread failed")))
+        ended.unwrap_or_else(|| Err(io::Error::other("the log's thread failed")))
     }
 }
 

@@ -240,6 +240,8 @@ impl Shared {
     ) {
         self.writing_bytes.fetch_sub(len, Ordering::Relaxed);
         let ended = self.state.lock().writing.remove(key);
+        // The log's thread may wait for the last of them to stop.
+        self.work.notify_one();
         let Some(Writing {
             first,
             others,

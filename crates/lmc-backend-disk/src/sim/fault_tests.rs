@@ -5,12 +5,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
-use lmc_backend::{Backend, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored};
+use lmc_backend::{
+    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored,
+};
 
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
+use crate::drive::DriveSettings;
 use crate::format::{FormatError, VERSION};
 use crate::volume::{BLOCK, Kind};
 
@@ -35,6 +38,14 @@ fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration
     let item = LoadItem::new(test_key(number), slot);
     let mut loaded = block_on(tier.load(vec![item], Instant::now() + wait));
     loaded.pop().expect("one answer")
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = soon();
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
@@ -227,6 +238,90 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     drop(tier);
     let tier = open(&volume, SETTINGS).expect("after the faults");
     assert!(is_there(&tier, &pool, 31) && !is_there(&tier, &pool, 30));
+}
+
+#[test]
+fn what_is_on_a_drive_that_is_out_is_a_miss() {
+    let (first, second) = (SimVolume::new(u64::MAX), SimVolume::new(u64::MAX));
+    let pool = pool();
+    let settings = DriveSettings {
+        probe_every: Duration::from_secs(60),
+        ..SETTINGS
+    };
+    let drive = |volume: &Arc<SimVolume>| {
+        let opened = open_drive(Arc::clone(volume) as _, SEGMENT, settings, None);
+        opened.expect("a new drive").0
+    };
+    let tier = DiskBackend::new(vec![drive(&first), drive(&second)], None).expect("a tier");
+    let items = (0..20).map(|number| item(&pool, number)).collect();
+    drop(block_on(tier.store(items, soon())));
+    let on_first = |number: &u64| tier.drives()[0].find(&test_key(*number)).is_some();
+    let on_first = (0..20).find(on_first).expect("half of them are there");
+    first.fault(Kind::Read, Fault::Stall);
+    for _ in 0..3 {
+        drop(load(&tier, &pool, on_first, Duration::from_millis(510)));
+    }
+    assert!(tier.drives()[0].unavailable().is_some());
+    let loaded = load(&tier, &pool, on_first, Duration::from_secs(5));
+    assert!(matches!(loaded, Loaded::Miss(_)), "{loaded:?}");
+    first.thaw();
+}
+
+#[test]
+fn a_removal_during_a_store_survives_a_crash() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
+    let patience = || Instant::now() + Duration::from_millis(50);
+    drop(block_on(tier.store(vec![item(&pool, 20)], patience())));
+    assert_eq!(volume.stalled(), 1, "its frame is on the way");
+    let first = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
+    // It is gone, as far as anybody can see, and the log does not know.
+    let second = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
+    // The frame is written, and then the machine dies.
+    volume.crash_after(2);
+    volume.thaw();
+    drop(tier);
+    let tier = open(&volume.after_crash(1), SETTINGS).expect("it opens again");
+    let there = is_there(&tier, &pool, 20);
+    assert!(
+        first.is_err() && second.is_err(),
+        "{first:?} {second:?}, there again: {there}"
+    );
+}
+
+#[test]
+fn closing_ends_when_the_last_write_fails() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Write, Fault::Stall);
+    thread::scope(|scope| {
+        let storing = scope.spawn(|| block_on(tier.store(vec![item(&pool, 20)], soon())));
+        until("the write is under way", || volume.stalled() > 0);
+        let closing = scope.spawn(|| block_on(tier.close(soon())));
+        // Long enough to wait for that write.
+        thread::sleep(Duration::from_millis(50));
+        volume.fail_stalled(libc::EIO);
+        assert!(storing.join().expect("no panic")[0].is_err());
+        closing.join().expect("no panic").expect("closed in order");
+    });
+}
+
+#[test]
+fn a_tier_that_is_dropped_after_a_late_close_is_gone() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Write, Fault::Stall);
+    let patience = || Instant::now() + Duration::from_millis(50);
+    assert!(block_on(tier.store(vec![item(&pool, 20)], patience()))[0].is_err());
+    let closed = block_on(tier.close(patience()));
+    assert!(matches!(closed, Err(CloseError::Deadline)), "{closed:?}");
+    drop(tier);
+    until("its threads end", || Arc::strong_count(&volume) == 1);
+    assert_eq!(pool.usage().used, 0);
 }
 
 #[test]
