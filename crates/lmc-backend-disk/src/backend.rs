@@ -102,7 +102,7 @@ impl DiskBackend {
         })
     }
 
-    /// Gives drives that were taken out a chance to come back.
+    /// Gives drives that failed a chance to come back.
     fn probe(&self) {
         self.drives.iter().for_each(Drive::probe);
     }
@@ -115,13 +115,11 @@ impl DiskBackend {
         reasons.all(|reason| reason.is_some()).then_some(first)?
     }
 
-    /// Tells drives of operations that were not answered.
-    fn late(&self, drives: impl Iterator<Item = usize>, since: Instant) {
+    /// Operations that were not answered, by drive.
+    fn late(&self, drives: impl Iterator<Item = usize>) -> impl Iterator<Item = (&Drive, u64)> {
         let mut late = vec![0; self.drives.len()];
         drives.for_each(|drive| late[drive] += 1);
-        for (drive, late) in self.drives.iter().zip(late) {
-            drive.late(late, since.elapsed());
-        }
+        self.drives.iter().zip(late)
     }
 
     async fn load_all(&self, items: Vec<LoadItem>, deadline: Instant) -> Vec<Loaded> {
@@ -169,7 +167,9 @@ impl DiskBackend {
                     })
                 )
             });
-            self.late(missing.map(|(_, &drive)| drive), begun);
+            for (drive, late) in self.late(missing.map(|(_, &drive)| drive)) {
+                drive.late_reads(late, begun.elapsed());
+            }
         }
         let verified = reads.into_iter().zip(on);
         verified
@@ -216,7 +216,9 @@ impl DiskBackend {
         if was_late {
             let missing = answers.iter().zip(&on);
             let missing = missing.filter(|(answer, _)| matches!(answer, Err(StoreError::Deadline)));
-            self.late(missing.map(|(_, &drive)| drive), begun);
+            for (drive, late) in self.late(missing.map(|(_, &drive)| drive)) {
+                drive.late_writes(late, begun.elapsed());
+            }
         }
         answers
     }

@@ -455,6 +455,12 @@ impl Index {
         true
     }
 
+    /// Which use of a segment is the present one.
+    pub(crate) fn generation(&self, segment: u32) -> u64 {
+        let segment = self.segments.get(segment as usize);
+        segment.map_or(0, |segment| segment.generation)
+    }
+
     pub(crate) fn is_active(&self, segment: u32) -> bool {
         self.active == Some(segment)
     }

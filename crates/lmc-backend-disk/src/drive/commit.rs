@@ -2,14 +2,12 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use lmc_backend::{StoreError, Stored};
 use lmc_key::ChunkKey;
 use tracing::{info, warn};
 
-use super::{Change, Ready, Shared, State, Stop, again};
+use super::{Change, Ready, SegmentFile, Shared, State, Stop, again};
 use crate::counters::count;
 use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
@@ -40,10 +38,8 @@ impl Shared {
                     return renewed.map(drop);
                 }
                 if let Ok(renewed) = renewed {
-                    info!("the disk index can be written again");
                     self.volume.close(std::mem::replace(&mut log, renewed).file);
-                    *self.reason.lock() = None;
-                    self.read_only.store(false, Ordering::Release);
+                    self.log_works();
                 }
                 continue;
             }
@@ -54,7 +50,7 @@ impl Shared {
     /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
     fn next_changes(&self) -> (Vec<Change>, Stop) {
         let mut state = self.state.lock();
-        state.queue.behind = self.read_only.load(Ordering::Acquire);
+        state.queue.behind = self.condition.is_log_broken();
         loop {
             let State { queue, writing, .. } = &mut *state;
             let over = match queue.stop {
@@ -66,7 +62,7 @@ impl Shared {
                 queue.behind = true;
                 return (std::mem::take(&mut queue.changes), queue.stop);
             }
-            if !self.read_only.load(Ordering::Acquire) {
+            if !self.condition.is_log_broken() {
                 self.work.wait(&mut state);
             } else if self
                 .work
@@ -135,17 +131,16 @@ impl Shared {
         let logged = self.append(log, &records);
         if let Err(error) = &logged {
             count(&self.counters.write_errors, 1);
-            self.read_only.store(true, Ordering::Release);
             let reason = format!("the index log cannot be written: {error}");
             warn!(reason, "nothing new is kept on a drive until this is over");
-            *self.reason.lock() = Some((reason, Instant::now()));
+            self.condition.log_failed(reason);
         }
         logged
     }
 
     fn committed(self: &Arc<Self>, put: &PutRecord, logged: &io::Result<()>) {
         if let Err(error) = logged {
-            self.write_failed(put, error);
+            self.state.lock().index.leave(put.place.segment);
             return self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(error))));
         }
         {
@@ -161,7 +156,7 @@ impl Shared {
         }
         count(&self.counters.written, 1);
         count(&self.counters.written_bytes, put.len);
-        self.failures.store(0, Ordering::Relaxed);
+        self.condition.write_works();
         self.store_ended(&put.key, put.len, |joined| {
             Ok(match joined {
                 false => Stored::Written,
@@ -172,18 +167,18 @@ impl Shared {
 
     /// Syncs the segments that chunks were written to. What could not be synced comes back.
     fn sync_segments(&self, changes: Vec<Change>) -> (Vec<Change>, Vec<(PutRecord, io::Error)>) {
-        let mut files: Vec<FileId> = changes
+        let mut segments: Vec<(u32, SegmentFile)> = changes
             .iter()
             .filter_map(|change| match change {
-                Change::Put(ready) => Some(ready.file),
+                Change::Put(ready) => Some((ready.put.place.segment, ready.file)),
                 Change::Other(..) => None,
             })
             .collect();
-        files.sort_unstable();
-        files.dedup();
-        let mut failed: Vec<(FileId, io::Error)> = Vec::new();
-        for file in files {
-            if let Err(error) = self.wait_for(vec![(Kind::Sync, file, 0, None)]) {
+        segments.sort_unstable_by_key(|(segment, file)| (*segment, file.failed_syncs));
+        segments.dedup();
+        let mut failed: Vec<(SegmentFile, io::Error)> = Vec::new();
+        for (segment, file) in segments {
+            if let Err(error) = self.sync_segment(segment, file) {
                 failed.push((file, error));
             }
         }
@@ -203,14 +198,33 @@ impl Shared {
         (synced, lost)
     }
 
+    /// Makes durable what was written to a segment since `file` was looked up.
+    fn sync_segment(&self, segment: u32, file: SegmentFile) -> io::Result<()> {
+        let with_file = |then: fn(&mut SegmentFile)| {
+            let mut state = self.state.lock();
+            let known = state.files.get_mut(segment as usize);
+            let known = known.and_then(Option::as_mut)?;
+            then(known);
+            Some(*known)
+        };
+        if with_file(|_| {}) != Some(file) {
+            return Err(io::Error::other("a sync failed after this was written"));
+        }
+        let synced = self.wait_for(vec![(Kind::Sync, file.id, 0, None)]);
+        if synced.is_err() {
+            with_file(|file| file.failed_syncs += 1);
+        }
+        synced
+    }
+
     /// Appends a frame to the log, or to a new one when it is full or in an unknown state.
     fn append(&self, log: &mut Log, records: &[Record]) -> io::Result<()> {
         let len = frame_len(records.len()) as u64;
         let full = log.tail.offset + len > self.settings.log_bytes;
-        if full || self.read_only.load(Ordering::Acquire) {
+        if full || self.condition.is_log_broken() {
             let next = self.new_log(log.tail.log + 1)?;
             self.volume.close(std::mem::replace(log, next).file);
-            self.read_only.store(false, Ordering::Release);
+            self.log_works();
         }
         let Tail {
             log: number,
@@ -235,6 +249,13 @@ impl Shared {
         log.tail.offset += len;
         log.tail.sequence += 1;
         Ok(())
+    }
+
+    fn log_works(&self) {
+        if self.condition.is_log_broken() {
+            info!("the disk index can be written again");
+            self.condition.log_works();
+        }
     }
 
     /// Begins a new log and a checkpoint for it; then older ones go.

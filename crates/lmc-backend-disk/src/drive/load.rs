@@ -2,7 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded};
 use lmc_memory::ReservedSlot;
@@ -89,7 +88,7 @@ impl Drive {
             let (both, shared, waiter) = (Arc::clone(&both), Arc::clone(shared), waiter.clone());
             Op {
                 kind: Kind::Read,
-                file,
+                file: file.id,
                 offset,
                 len,
                 buf: Some(buf),
@@ -157,13 +156,18 @@ impl Drive {
 }
 
 impl Shared {
-    fn read_ended(&self, found: &PutRecord, ends: &mut Both, waiter: &(Arc<Batch<Read>>, usize)) {
+    fn read_ended(
+        self: &Arc<Self>,
+        found: &PutRecord,
+        ends: &mut Both,
+        waiter: &(Arc<Batch<Read>>, usize),
+    ) {
         self.state.lock().index.leave(found.place.segment);
         let (header, payload, slot) = (ends.header.take(), ends.payload.take(), ends.slot.take());
         let (batch, place) = waiter;
         if let Some(error) = ends.error.take() {
             count(&self.counters.read_errors, 1);
-            self.failed(&format!("reading: {error}"));
+            self.read_failed(*found, format!("reading: {error}"));
             let ((Some(Buf::Into(slot)), _) | (_, Some(slot))) = (payload, slot) else {
                 return;
             };
@@ -173,7 +177,7 @@ impl Shared {
             };
             return batch.answer(*place, Read::Done(failed));
         }
-        self.failures.store(0, Ordering::Relaxed);
+        self.condition.read_works();
         let (Some(Buf::Own(header)), Some(payload)) = (header, payload) else {
             return;
         };
@@ -186,8 +190,8 @@ impl Shared {
         batch.answer(*place, raw);
     }
 
-    /// Forgets a chunk whose bytes are wrong, for good.
-    fn retire(&self, found: &PutRecord) {
+    /// Forgets a chunk whose bytes are wrong or cannot be read, for good.
+    pub(super) fn retire(&self, found: &PutRecord) {
         let mut state = self.state.lock();
         if state.index.retire(found) {
             let record = Record::Remove { key: found.key };

@@ -2,21 +2,21 @@
 //! and checked.
 
 mod commit;
+mod health;
 mod load;
 mod store;
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Health, StoreError, StoreItem, Stored, Unavailable};
+use lmc_backend::{StoreError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::{Condvar, Mutex};
-use tracing::{info, warn};
 
 use crate::batch::Batch;
 use crate::counters::{Counters, count};
@@ -27,13 +27,9 @@ use crate::log::{log_name, segment_name};
 use crate::timer::join;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use commit::Log;
+use health::Condition;
 pub(crate) use load::Read;
 
-/// Failures in a row after which a drive is taken out.
-const FAILURES: u32 = 3;
-/// A batch that waits this long for a drive tells of a stall; a shorter one only of an impatient
-/// caller.
-const STALL: Duration = Duration::from_millis(500);
 /// How long a thread of the drive waits for one of its own operations.
 const OWN_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -56,7 +52,25 @@ pub(crate) struct DriveSettings {
 #[derive(Debug)]
 struct Ready {
     put: PutRecord,
-    file: FileId,
+    file: SegmentFile,
+}
+
+/// The open file of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SegmentFile {
+    id: FileId,
+    /// Syncs of it that failed. The kernel tells of a write that was lost by one of them, and
+    /// the next succeeds: whoever wrote before a failure believes no sync after it.
+    failed_syncs: u32,
+}
+
+impl SegmentFile {
+    fn new(id: FileId) -> Self {
+        Self {
+            id,
+            failed_syncs: 0,
+        }
+    }
 }
 
 /// Somebody who waits for a chunk to be durable.
@@ -113,7 +127,7 @@ enum Stop {
 struct State {
     index: Index,
     /// The open file of each segment.
-    files: Vec<Option<FileId>>,
+    files: Vec<Option<SegmentFile>>,
     writing: HashMap<ChunkKey, Writing>,
     queue: Queue,
     closed: bool,
@@ -142,12 +156,7 @@ struct Shared {
     room: Mutex<()>,
     counters: Counters,
     writing_bytes: AtomicU64,
-    failures: AtomicU32,
-    out: AtomicBool,
-    /// Why the drive is out, or nothing can be written.
-    reason: Mutex<Option<(String, Instant)>>,
-    /// The log cannot be written: nothing new is kept until it can.
-    read_only: AtomicBool,
+    condition: Condition,
 }
 
 impl Drive {
@@ -168,7 +177,8 @@ impl Drive {
             if files.len() <= at {
                 files.resize(at + 1, None);
             }
-            files[at] = Some(volume.open(&segment_name(segment), None)?);
+            let file = volume.open(&segment_name(segment), None)?;
+            files[at] = Some(SegmentFile::new(file));
         }
         let header_file = volume.open(HEADER_NAME, None)?;
         let shared = Arc::new(Shared {
@@ -187,10 +197,7 @@ impl Drive {
             room: Mutex::new(()),
             counters: Counters::default(),
             writing_bytes: AtomicU64::new(0),
-            failures: AtomicU32::new(0),
-            out: AtomicBool::new(false),
-            reason: Mutex::new(None),
-            read_only: AtomicBool::new(false),
+            condition: Condition::default(),
             volume,
         });
         let log = match recovered.tail {
@@ -299,39 +306,11 @@ impl Drive {
             state.files[segment as usize].take()
         };
         if let Some(file) = file {
-            shared.volume.close(file);
+            shared.volume.close(file.id);
         }
         shared.volume.remove(&segment_name(segment))?;
         shared.volume.sync_names()?;
         Ok(true)
-    }
-
-    /// Why the drive is not to be used, if it is not.
-    pub(crate) fn unavailable(&self) -> Option<Unavailable> {
-        if !self.shared.out.load(Ordering::Acquire) {
-            return None;
-        }
-        let reason = self.shared.reason.lock();
-        let reason = reason.as_ref().map_or("taken out", |(reason, _)| reason);
-        Some(Unavailable {
-            reason: reason.to_owned(),
-        })
-    }
-
-    pub(crate) fn health(&self) -> Health {
-        if let Some(Unavailable { reason }) = self.unavailable() {
-            return Health::Down { reason };
-        }
-        if self.shared.read_only.load(Ordering::Acquire) {
-            let reason = self.shared.reason.lock();
-            let reason = reason
-                .as_ref()
-                .map_or("it cannot be written", |(reason, _)| reason);
-            return Health::Degraded {
-                reason: reason.to_owned(),
-            };
-        }
-        Health::Ready
     }
 
     /// Starts to store a chunk; the answer goes to `waiter`. `sum` is that of its bytes.
@@ -363,19 +342,6 @@ impl Drive {
     /// Whether removals can be made durable.
     pub(crate) fn closed(&self) -> bool {
         self.shared.state.lock().closed
-    }
-
-    /// Notes that operations had no answer by their deadline, for which they had so long.
-    pub(crate) fn late(&self, operations: u64, waited: Duration) {
-        count(&self.shared.counters.late, operations);
-        if operations > 0 && waited >= STALL {
-            self.shared.failed(&format!("no answer in {waited:.1?}"));
-        }
-    }
-
-    /// Looks whether a drive that was taken out answers again.
-    pub(crate) fn probe(&self) {
-        self.shared.probe();
     }
 
     /// Lets a stop that is under way, or the next one, end without waiting for anything.
@@ -436,57 +402,6 @@ impl Drop for Drive {
 pub(crate) const HEADER_NAME: &str = "drive";
 
 impl Shared {
-    /// Something failed. Several times in a row take the drive out.
-    fn failed(&self, what: &str) {
-        if self.failures.fetch_add(1, Ordering::Relaxed) + 1 < FAILURES {
-            return;
-        }
-        if !self.out.swap(true, Ordering::AcqRel) {
-            count(&self.counters.taken_out, 1);
-            warn!(reason = what, "a drive is taken out");
-            *self.reason.lock() = Some((what.to_owned(), Instant::now()));
-        }
-    }
-
-    /// Reads the drive's first block; when that works, the drive is in again.
-    fn probe(self: &Arc<Self>) {
-        if !self.out.load(Ordering::Acquire) {
-            return;
-        }
-        {
-            let mut reason = self.reason.lock();
-            let Some((_, last)) = reason.as_mut() else {
-                return;
-            };
-            if last.elapsed() < self.settings.probe_every {
-                return;
-            }
-            *last = Instant::now();
-        }
-        let shared = Arc::clone(self);
-        self.volume.submit(vec![Op {
-            kind: Kind::Read,
-            file: self.header_file,
-            offset: 0,
-            len: BLOCK,
-            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
-            done: Box::new(move |done| {
-                let right = match (done.result, done.buf) {
-                    (Ok(()), Some(Buf::Own(block))) => {
-                        DriveHeader::decode(&block).is_ok_and(|header| header == shared.header)
-                    }
-                    _ => false,
-                };
-                if right {
-                    info!("a drive is back");
-                    shared.failures.store(0, Ordering::Relaxed);
-                    *shared.reason.lock() = None;
-                    shared.out.store(false, Ordering::Release);
-                }
-            }),
-        }]);
-    }
-
     fn wait_for(&self, ops: Vec<OwnOp>) -> io::Result<()> {
         wait_for(&*self.volume, ops)
     }

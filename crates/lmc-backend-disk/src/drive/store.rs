@@ -7,13 +7,14 @@ use std::sync::atomic::Ordering;
 use lmc_backend::{StoreError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
+use tracing::warn;
 
-use super::{Change, Ready, Shared, StoreWaiter, Writing, again};
+use super::{Change, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, RECORD_LEN, blocks};
 use crate::index::{Extent, Room};
 use crate::log::segment_name;
-use crate::volume::{AlignedBuf, BLOCK, Buf, Done, FileId, Kind, Op};
+use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
 
 /// Why there is no room for a chunk.
 #[derive(Clone, Copy)]
@@ -50,7 +51,7 @@ impl Shared {
                 }
                 return;
             } else if self.writing_bytes.load(Ordering::Relaxed) >= self.settings.max_writing
-                || self.read_only.load(Ordering::Acquire)
+                || !self.condition.is_writable()
             {
                 count(&self.counters.declined_busy, 1);
                 Ok(Stored::Declined)
@@ -73,7 +74,7 @@ impl Shared {
     }
 
     /// Finds room for a chunk, and makes a file for it where that is allowed.
-    fn take_room(&self, len: u64) -> Result<(Extent, FileId), NoRoom> {
+    fn take_room(&self, len: u64) -> Result<(Extent, SegmentFile), NoRoom> {
         let _one_at_a_time = self.room.lock();
         let mut may_grow = true;
         loop {
@@ -94,7 +95,7 @@ impl Shared {
                     may_grow = match self.make_segment(segment) {
                         Ok(grown) => grown,
                         Err(error) => {
-                            self.failed(&format!("making {}: {error}", segment_name(segment)));
+                            warn!("making {}: {error}", segment_name(segment));
                             false
                         }
                     };
@@ -144,14 +145,14 @@ impl Shared {
         if state.files.len() <= at {
             state.files.resize(at + 1, None);
         }
-        state.files[at] = Some(file);
+        state.files[at] = Some(SegmentFile::new(file));
         state.segments_made += 1;
         state.index.made(segment);
         Ok(true)
     }
 
     /// Writes a chunk's header and bytes.
-    fn write(self: &Arc<Self>, item: StoreItem, sum: u64, extent: Extent, file: FileId) {
+    fn write(self: &Arc<Self>, item: StoreItem, sum: u64, extent: Extent, file: SegmentFile) {
         let StoreItem {
             key, parent, slot, ..
         } = item;
@@ -187,7 +188,7 @@ impl Shared {
             let (left, shared) = (Arc::clone(&left), Arc::clone(self));
             Op {
                 kind: Kind::Write,
-                file,
+                file: file.id,
                 offset,
                 len,
                 buf: Some(buf),
@@ -225,10 +226,13 @@ impl Shared {
     /// A chunk could not be written or made durable: its place is given up.
     pub(super) fn write_failed(&self, put: &PutRecord, error: &io::Error) {
         count(&self.counters.write_errors, 1);
-        self.failed(&format!("writing: {error}"));
-        let mut state = self.state.lock();
-        state.index.leave(put.place.segment);
-        state.index.close_active(put.place.segment);
+        {
+            let mut state = self.state.lock();
+            state.index.leave(put.place.segment);
+            state.index.close_active(put.place.segment);
+        }
+        self.condition
+            .write_failed(put.place, &format!("writing: {error}"));
     }
 
     /// Answers all who wait for a chunk. The argument is false for the first of them.

@@ -4,14 +4,16 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{block_on, test_key};
+use lmc_backend::conformance::{block_on, fill_value, test_key};
 use lmc_backend::{
-    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored,
+    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, StoreItem,
+    Stored,
 };
 
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
+use crate::batch::Batch;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
 use crate::format::{FormatError, VERSION};
@@ -238,6 +240,160 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     drop(tier);
     let tier = open(&volume, SETTINGS).expect("after the faults");
     assert!(is_there(&tier, &pool, 31) && !is_there(&tier, &pool, 30));
+}
+
+#[test]
+fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Read, Fault::Error(libc::EIO));
+    volume.fault(Kind::Sync, Fault::Error(libc::EIO));
+    for _ in 0..3 {
+        drop(load(&tier, &pool, 0, Duration::from_secs(5)));
+    }
+    let drive = &tier.drives()[0];
+    assert!(matches!(drive.health(), Health::Down { .. }));
+    drive.remove(&test_key(0), (Batch::new(1), 0));
+    thread::sleep(Duration::from_millis(20));
+    volume.thaw();
+    // Nobody looks at the drive while the log's thread finds that it works again.
+    thread::sleep(Duration::from_millis(50));
+    until("it is back", || tier.health() == Health::Ready);
+    assert!(is_there(&tier, &pool, 1));
+}
+
+#[test]
+fn a_place_that_cannot_be_read_is_forgotten_and_costs_nothing_else() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault_in("segment-", Kind::Read, Fault::Error(libc::EIO));
+    let bad = load(&tier, &pool, 0, Duration::from_secs(5));
+    assert!(matches!(bad, Loaded::Failed { .. }), "{bad:?}");
+    for _ in 0..30 {
+        let bad = load(&tier, &pool, 0, Duration::from_secs(5));
+        assert!(matches!(bad, Loaded::Miss(_)), "{bad:?}");
+    }
+    volume.thaw();
+    let stats = tier.stats();
+    assert_eq!((stats.read_errors, stats.taken_out), (1, 0));
+    assert!((1..10).all(|number| is_there(&tier, &pool, number)));
+    drop(bad);
+    block_on(tier.close(soon())).expect("closed in order");
+    drop(tier);
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    assert!(!is_there(&tier, &pool, 0), "for good");
+}
+
+#[test]
+fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    // Chunks of half a segment; all segments are full.
+    let settings = DriveSettings {
+        capacity: 11 * SEGMENT,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    let big = |number| {
+        let key = test_key(number);
+        let mut slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
+        fill_value(&key, slot.bytes_mut());
+        StoreItem::new(key, slot.written().seal())
+    };
+    for number in 0..50 {
+        let stored = block_on(tier.store(vec![big(number)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    }
+    let keys: Vec<_> = (0..50).map(test_key).collect();
+    let there = || {
+        let found = block_on(tier.contains(&keys, soon()));
+        found
+            .iter()
+            .filter(|found| matches!(found, Ok(Some(_))))
+            .count()
+    };
+    let before = there();
+    volume.fault_in("segment-", Kind::Write, Fault::Error(libc::EIO));
+    for number in 100..200 {
+        let stored = block_on(tier.store(vec![big(number)], soon()));
+        assert!(!matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+        let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
+        let item = LoadItem::new(test_key(49), slot);
+        let loaded = block_on(tier.load(vec![item], soon()));
+        assert!(
+            matches!(loaded[..], [Loaded::Hit(_)]),
+            "it is read meanwhile"
+        );
+        thread::sleep(Duration::from_millis(1));
+    }
+    // It takes failures in three segments to know that it is not the place.
+    assert!(
+        there() + 6 >= before,
+        "{before} chunks before, {} after",
+        there()
+    );
+    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    volume.thaw();
+    until("it is taken back", || tier.health() == Health::Ready);
+    let stored = block_on(tier.store(vec![big(300)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+}
+
+#[test]
+fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Write, Fault::Stall);
+    let store = |number| {
+        let patience = Instant::now() + Duration::from_millis(510);
+        block_on(tier.store(vec![item(&pool, number)], patience)).remove(0)
+    };
+    for number in 20..23 {
+        assert!(matches!(store(number), Err(StoreError::Deadline)));
+    }
+    let held = pool.usage().used;
+    for number in 23..40 {
+        let stored = store(number);
+        assert!(matches!(stored, Ok(Stored::Declined)), "{stored:?}");
+        assert!(is_there(&tier, &pool, 0));
+        thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(pool.usage().used, held, "it was given no more");
+    assert_eq!(tier.stats().taken_out, 0);
+    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    volume.thaw();
+    until("it is taken back", || tier.health() == Health::Ready);
+    assert!(matches!(store(50), Ok(Stored::Written)));
+}
+
+#[test]
+fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault_in("segment-", Kind::Sync, Fault::Stall);
+    let (first, second) = thread::scope(|scope| {
+        let first = scope.spawn(|| block_on(tier.store(vec![item(&pool, 20)], soon())));
+        until("its sync is under way", || volume.stalled() > 0);
+        // The second is written, and waits for the next group.
+        let second = scope.spawn(|| block_on(tier.store(vec![item(&pool, 21)], soon())));
+        thread::sleep(Duration::from_millis(50));
+        volume.call_all_synced();
+        volume.fail_stalled(libc::EIO);
+        let ended =
+            |store: thread::ScopedJoinHandle<'_, Vec<_>>| store.join().expect("no panic").remove(0);
+        (ended(first), ended(second))
+    });
+    assert!(matches!(first, Err(StoreError::Io(_))), "{first:?}");
+    assert!(matches!(second, Err(StoreError::Io(_))), "{second:?}");
+    let stored = block_on(tier.store(vec![item(&pool, 22)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    let tier = open(&volume.after_crash(3), SETTINGS).expect("it opens again");
+    assert!(is_there(&tier, &pool, 22));
+    assert!(!is_there(&tier, &pool, 20) && !is_there(&tier, &pool, 21));
 }
 
 #[test]

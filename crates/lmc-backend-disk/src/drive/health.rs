@@ -1,0 +1,301 @@
+//! How a drive is: what failures take away, and what gives it back.
+//!
+//! Three things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
+//! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
+//! what is there is read, nothing is given up for what could not be written anyway, until a write
+//! ends well. And the *log* may not be written, until it is begun anew.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{Health, Unavailable};
+use parking_lot::Mutex;
+use tracing::{info, warn};
+
+use super::{Drive, Shared};
+use crate::counters::count;
+use crate::format::{DriveHeader, Place, PutRecord};
+use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
+
+/// Failures in a row after which a drive is out, or unwritable.
+const FAILURES: u32 = 3;
+/// A batch that waits this long for a drive tells of a stall; a shorter one only of an impatient
+/// caller.
+const STALL: Duration = Duration::from_millis(500);
+
+/// What is wrong with a drive.
+#[derive(Debug, Default)]
+pub(super) struct Condition {
+    /// Whether it is out, for those who ask often.
+    out: AtomicBool,
+    faults: Mutex<Faults>,
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    /// Reads that failed in a row.
+    reads: u32,
+    out: Option<Fault>,
+    /// Writes that failed in a row, in different segments.
+    writes: u32,
+    /// The place of the last of them. No chunk is there.
+    broken: Option<Place>,
+    unwritable: Option<Fault>,
+    /// Why the log cannot be written.
+    log: Option<String>,
+}
+
+#[derive(Debug)]
+struct Fault {
+    reason: String,
+    /// The last look at it.
+    looked: Instant,
+}
+
+impl Fault {
+    fn new(reason: &str) -> Option<Self> {
+        Some(Self {
+            reason: reason.to_owned(),
+            looked: Instant::now(),
+        })
+    }
+
+    /// Whether it is time for another look, which is taken to begin now.
+    fn due(&mut self, every: Duration) -> bool {
+        let due = self.looked.elapsed() >= every;
+        if due {
+            self.looked = Instant::now();
+        }
+        due
+    }
+}
+
+impl Condition {
+    pub(super) fn is_out(&self) -> bool {
+        self.out.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_log_broken(&self) -> bool {
+        self.faults.lock().log.is_some()
+    }
+
+    /// Whether chunks can be written and logged, as far as is known.
+    pub(super) fn is_writable(&self) -> bool {
+        let faults = self.faults.lock();
+        faults.log.is_none() && faults.unwritable.is_none()
+    }
+
+    /// Says what is wrong with the log.
+    pub(super) fn log_failed(&self, reason: String) {
+        self.faults.lock().log = Some(reason);
+    }
+
+    pub(super) fn log_works(&self) {
+        self.faults.lock().log = None;
+    }
+
+    pub(super) fn read_works(&self) {
+        self.faults.lock().reads = 0;
+    }
+
+    /// A chunk was written and is durable.
+    pub(super) fn write_works(&self) {
+        let mut faults = self.faults.lock();
+        faults.writes = 0;
+        faults.broken = None;
+        if faults.unwritable.take().is_some() {
+            info!("a drive can be written again");
+        }
+    }
+
+    /// A chunk could not be written, or not be made durable, at this place.
+    pub(super) fn write_failed(&self, place: Place, what: &str) {
+        let mut faults = self.faults.lock();
+        let again = faults.broken.replace(place);
+        // What was written to one segment at a time fails together.
+        if again.is_none_or(|again| again.segment != place.segment) {
+            faults.count_write(what);
+        }
+    }
+}
+
+impl Faults {
+    fn count_write(&mut self, what: &str) {
+        self.writes += 1;
+        if self.writes >= FAILURES && self.unwritable.is_none() {
+            warn!(
+                reason = what,
+                "nothing new is kept on a drive until it can be written"
+            );
+            self.unwritable = Fault::new(what);
+        }
+    }
+}
+
+impl Shared {
+    fn read_counts_as_failed(&self, what: &str) {
+        let mut faults = self.condition.faults.lock();
+        faults.reads += 1;
+        if faults.reads >= FAILURES && faults.out.is_none() {
+            count(&self.counters.taken_out, 1);
+            warn!(reason = what, "a drive is taken out");
+            faults.out = Fault::new(what);
+            self.condition.out.store(true, Ordering::Release);
+        }
+    }
+
+    /// A chunk could not be read. Either its place is bad, and it is forgotten, or the drive is.
+    pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, what: String) {
+        self.look(move |shared, answers| match answers {
+            true => shared.retire(&found),
+            false => shared.read_counts_as_failed(&what),
+        });
+    }
+
+    /// Reads the drive's first block, and tells whether that works.
+    fn look(self: &Arc<Self>, then: impl FnOnce(&Arc<Self>, bool) + Send + 'static) {
+        let shared = Arc::clone(self);
+        self.volume.submit(vec![Op {
+            kind: Kind::Read,
+            file: self.header_file,
+            offset: 0,
+            len: BLOCK,
+            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
+            done: Box::new(move |done| {
+                let answers = match (done.result, done.buf) {
+                    (Ok(()), Some(Buf::Own(block))) => {
+                        DriveHeader::decode(&block).is_ok_and(|header| header == shared.header)
+                    }
+                    _ => false,
+                };
+                then(&shared, answers);
+            }),
+        }]);
+    }
+
+    fn probe_reads(self: &Arc<Self>) {
+        {
+            let mut faults = self.condition.faults.lock();
+            let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
+            if !faults.out.as_mut().is_some_and(due) {
+                return;
+            }
+        }
+        self.look(|shared, answers| {
+            if !answers {
+                return;
+            }
+            let mut faults = shared.condition.faults.lock();
+            faults.reads = 0;
+            if faults.out.take().is_some() {
+                info!("a drive is back");
+                shared.condition.out.store(false, Ordering::Release);
+            }
+        });
+    }
+
+    /// Writes once more where it failed last, unless something is being written anyway.
+    fn probe_writes(self: &Arc<Self>) {
+        let broken = {
+            let mut faults = self.condition.faults.lock();
+            let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
+            if !faults.unwritable.as_mut().is_some_and(due) {
+                return;
+            }
+            faults.broken
+        };
+        let place = {
+            let mut state = self.state.lock();
+            let place = broken.and_then(|place| {
+                let same = state.index.generation(place.segment) == place.generation;
+                let file = state.files.get(place.segment as usize).copied().flatten();
+                file.filter(|_| same).map(|file| (place, file.id))
+            });
+            match place {
+                Some((place, _)) => state.index.enter(place.segment, false),
+                // What is under way tells how the drive is when it ends.
+                None if !state.writing.is_empty() => return,
+                None => {}
+            }
+            place
+        };
+        match place {
+            Some((place, file)) => self.write_again(Kind::WriteDurably, place, file),
+            // It has answered, and there is no place to try.
+            None => self.condition.write_works(),
+        }
+    }
+
+    fn write_again(self: &Arc<Self>, kind: Kind, place: Place, file: FileId) {
+        let shared = Arc::clone(self);
+        self.volume.submit(vec![Op {
+            kind,
+            file,
+            offset: u64::from(place.block) * BLOCK,
+            len: BLOCK,
+            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
+            done: Box::new(move |done| {
+                let code = done.result.as_ref().map_err(std::io::Error::raw_os_error);
+                // A file system that does not know how to do both at once.
+                let unknown = matches!(code, Err(Some(libc::EOPNOTSUPP | libc::EINVAL)));
+                if unknown && kind == Kind::WriteDurably {
+                    return shared.write_again(Kind::Write, place, file);
+                }
+                shared.state.lock().index.leave(place.segment);
+                if done.result.is_ok() {
+                    shared.condition.write_works();
+                }
+            }),
+        }]);
+    }
+}
+
+impl Drive {
+    /// Why the drive is not to be used, if it is not.
+    pub(crate) fn unavailable(&self) -> Option<Unavailable> {
+        let condition = &self.shared.condition;
+        if !condition.is_out() {
+            return None;
+        }
+        let faults = condition.faults.lock();
+        let reason = faults.out.as_ref()?.reason.clone();
+        Some(Unavailable { reason })
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        let faults = self.shared.condition.faults.lock();
+        let reason = |fault: &Option<Fault>| fault.as_ref().map(|fault| fault.reason.clone());
+        if let Some(reason) = reason(&faults.out) {
+            return Health::Down { reason };
+        }
+        match faults.log.clone().or_else(|| reason(&faults.unwritable)) {
+            Some(reason) => Health::Degraded { reason },
+            None => Health::Ready,
+        }
+    }
+
+    /// Notes that reads had no answer by their deadline, for which they had so long.
+    pub(crate) fn late_reads(&self, reads: u64, waited: Duration) {
+        count(&self.shared.counters.late, reads);
+        if reads > 0 && waited >= STALL {
+            let what = format!("no answer in {waited:.1?}");
+            self.shared.read_counts_as_failed(&what);
+        }
+    }
+
+    /// Notes that writes had no answer by their deadline, for which they had so long.
+    pub(crate) fn late_writes(&self, writes: u64, waited: Duration) {
+        count(&self.shared.counters.late, writes);
+        if writes > 0 && waited >= STALL {
+            let what = format!("nothing was written in {waited:.1?}");
+            self.shared.condition.faults.lock().count_write(&what);
+        }
+    }
+
+    /// Looks whether a drive that failed works again, when it is time for that.
+    pub(crate) fn probe(&self) {
+        self.shared.probe_reads();
+        self.shared.probe_writes();
+    }
+}
