@@ -455,6 +455,33 @@ impl Index {
         true
     }
 
+    /// Whether a segment can be begun without giving one up.
+    pub(crate) fn has_free(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    /// Whether it is time to make another segment: none is free, and half of the one that is
+    /// written to is taken.
+    pub(crate) fn runs_low(&self) -> bool {
+        let active = self.active.map(|active| &self.segments[active as usize]);
+        let half = active.is_some_and(|active| active.used >= self.segment_blocks / 2);
+        half && self.free.is_empty()
+    }
+
+    /// Empties a segment so that its file can be given back, one that holds nothing before one
+    /// that does. With the record that tells of it.
+    pub(crate) fn give_up(&mut self) -> Option<(u32, Record)> {
+        let segment = self.free.pop().or_else(|| self.victim())?;
+        let generation = self.next_generation();
+        let begin = Record::Begin {
+            segment,
+            generation,
+        };
+        self.apply(&begin);
+        self.free.push(segment);
+        Some((segment, begin))
+    }
+
     /// Which use of a segment is the present one.
     pub(crate) fn generation(&self, segment: u32) -> u64 {
         let segment = self.segments.get(segment as usize);

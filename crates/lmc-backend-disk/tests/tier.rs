@@ -190,9 +190,22 @@ fn the_size_is_held_and_the_oldest_give_way() {
     assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
     assert!(tier.stats().evicted > 500);
     drop(tier);
-    // A smaller size is not held at once, but nothing is lost by asking for it.
+    // A smaller size costs nothing at once, and is held as soon as something is written.
     let tier = folder.config(size / 2).open().unwrap();
     assert_eq!(load(&tier, &pool, 19 * 64..20 * 64), 64);
+    for n in 2000..2200 {
+        store(&tier, &pool, [n]);
+    }
+    block_on(tier.close(soon())).unwrap();
+    assert!(folder.taken() <= size / 2, "{} bytes", folder.taken());
+    let held = tier.held();
+    assert!(Some(held.bytes) <= held.capacity, "{held:?}");
+    drop(tier);
+    let tier = folder.config(size / 2).open().unwrap();
+    assert!(
+        load(&tier, &pool, 2150..2200) == 50,
+        "what is newest is there"
+    );
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod commit;
 mod health;
 mod load;
+mod room;
 mod store;
 
 use std::collections::HashMap;
@@ -29,6 +30,7 @@ use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use commit::Log;
 use health::Condition;
 pub(crate) use load::Read;
+use room::{Growth, RoomWork};
 
 /// How long a thread of the drive waits for one of its own operations.
 const OWN_PATIENCE: Duration = Duration::from_secs(30);
@@ -130,6 +132,7 @@ struct State {
     files: Vec<Option<SegmentFile>>,
     writing: HashMap<ChunkKey, Writing>,
     queue: Queue,
+    growth: Growth,
     closed: bool,
     /// Files of segments that are there.
     segments_made: u64,
@@ -139,6 +142,7 @@ struct State {
 pub(crate) struct Drive {
     shared: Arc<Shared>,
     committer: Mutex<Option<JoinHandle<io::Result<()>>>>,
+    room_maker: Mutex<Option<JoinHandle<()>>>,
     /// Says to other processes that the folder is in use, until the drive is gone.
     _lock: Option<File>,
 }
@@ -152,8 +156,7 @@ struct Shared {
     state: Mutex<State>,
     /// The queue has something, or the drive shall stop.
     work: Condvar,
-    /// Held while room is looked for, so that files grow one at a time.
-    room: Mutex<()>,
+    room: RoomWork,
     counters: Counters,
     writing_bytes: AtomicU64,
     condition: Condition,
@@ -190,11 +193,12 @@ impl Drive {
                 files,
                 writing: HashMap::new(),
                 queue: Queue::default(),
+                growth: Growth::default(),
                 closed: false,
                 segments_made: made.len() as u64,
             }),
             work: Condvar::new(),
-            room: Mutex::new(()),
+            room: RoomWork::default(),
             counters: Counters::default(),
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
@@ -213,11 +217,18 @@ impl Drive {
         let committer = thread::Builder::new()
             .name("lmc-disk-log".to_owned())
             .spawn(move || for_thread.commit_all(log))?;
-        Ok(Self {
+        let mut drive = Self {
             shared,
             committer: Mutex::new(Some(committer)),
+            room_maker: Mutex::new(None),
             _lock: lock,
-        })
+        };
+        let for_thread = Arc::clone(&drive.shared);
+        let room_maker = thread::Builder::new()
+            .name("lmc-disk-room".to_owned())
+            .spawn(move || for_thread.make_room())?;
+        *drive.room_maker.get_mut() = Some(room_maker);
+        Ok(drive)
     }
 
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<u64> {
@@ -295,22 +306,7 @@ impl Drive {
 
     /// Gives the file of an empty segment back to the file system. False when it is not empty.
     pub(crate) fn give_back(&self, segment: u32) -> io::Result<bool> {
-        let shared = &self.shared;
-        let _no_one_makes_one = shared.room.lock();
-        let file = {
-            let mut state = shared.state.lock();
-            if !state.index.unmake(segment) {
-                return Ok(false);
-            }
-            state.segments_made -= 1;
-            state.files[segment as usize].take()
-        };
-        if let Some(file) = file {
-            shared.volume.close(file.id);
-        }
-        shared.volume.remove(&segment_name(segment))?;
-        shared.volume.sync_names()?;
-        Ok(true)
+        self.shared.give_back(segment)
     }
 
     /// Starts to store a chunk; the answer goes to `waiter`. `sum` is that of its bytes.
@@ -369,6 +365,10 @@ impl Drive {
             return Ok(());
         };
         let ended = join(committer);
+        self.shared.end_room();
+        if let Some(room_maker) = self.room_maker.lock().take() {
+            join(room_maker);
+        }
         self.shared.volume.stop();
         let left: Vec<_> = {
             let mut state = self.shared.state.lock();

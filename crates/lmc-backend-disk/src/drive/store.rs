@@ -1,4 +1,4 @@
-//! Finding room for chunks, and writing them.
+//! Storing chunks: who waits for what, and writing them.
 
 use std::io;
 use std::sync::Arc;
@@ -7,30 +7,12 @@ use std::sync::atomic::Ordering;
 use lmc_backend::{StoreError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
-use tracing::warn;
 
 use super::{Change, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
 use crate::counters::count;
-use crate::format::{ChunkHeader, PutRecord, RECORD_LEN, blocks};
-use crate::index::{Extent, Room};
-use crate::log::segment_name;
+use crate::format::{ChunkHeader, PutRecord, blocks};
+use crate::index::Extent;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
-
-/// Why there is no room for a chunk.
-#[derive(Clone, Copy)]
-enum NoRoom {
-    Full,
-    TooLarge { max: u64 },
-}
-
-impl NoRoom {
-    fn error(self, len: u64) -> StoreError {
-        match self {
-            Self::Full => StoreError::Full { needed: len },
-            Self::TooLarge { max } => StoreError::TooLarge { max, found: len },
-        }
-    }
-}
 
 impl Shared {
     pub(super) fn store(self: &Arc<Self>, item: StoreItem, sum: u64, waiter: StoreWaiter) {
@@ -63,96 +45,20 @@ impl Shared {
                 state.writing.insert(item.key, writing);
                 self.writing_bytes.fetch_add(len, Ordering::Relaxed);
                 drop(state);
-                match self.take_room(len) {
-                    Ok((extent, file)) => self.write(item, sum, extent, file),
-                    Err(no_room) => self.store_ended(&item.key, len, |_| Err(no_room.error(len))),
-                }
-                return;
+                return self.place(item, sum);
             }
         };
         waiter.0.answer(waiter.1, refusal);
     }
 
-    /// Finds room for a chunk, and makes a file for it where that is allowed.
-    fn take_room(&self, len: u64) -> Result<(Extent, SegmentFile), NoRoom> {
-        let _one_at_a_time = self.room.lock();
-        let mut may_grow = true;
-        loop {
-            let mut state = self.state.lock();
-            may_grow &= state.segments_made < self.max_segments();
-            let room = state.index.take_room(len, may_grow);
-            let extent = match room {
-                Room::Extent(extent) => extent,
-                Room::Begun { extent, begin, .. } => {
-                    state.queue.changes.push(Change::Other(begin, None));
-                    extent
-                }
-                Room::Busy => return Err(NoRoom::Full),
-                Room::TooLarge { max } => return Err(NoRoom::TooLarge { max }),
-                Room::MayGrow => {
-                    let segment = state.index.next_segment();
-                    drop(state);
-                    may_grow = match self.make_segment(segment) {
-                        Ok(grown) => grown,
-                        Err(error) => {
-                            warn!("making {}: {error}", segment_name(segment));
-                            false
-                        }
-                    };
-                    continue;
-                }
-            };
-            let segment = extent.place.segment;
-            let Some(file) = state.files[segment as usize] else {
-                return Err(NoRoom::Full);
-            };
-            state.index.enter(segment, false);
-            return Ok((extent, file));
-        }
-    }
-
-    /// Segments for which there is room within the capacity. Beside each of them there must be
-    /// room for its chunks in two checkpoints (while one is made, the other is there): chunks
-    /// take two blocks or more, so that is at most a 32nd. And for two logs.
-    pub(super) fn max_segments(&self) -> u64 {
-        let segment = self.header.segment_bytes;
-        let fixed = 2 * self.settings.log_bytes + 8 * BLOCK;
-        let each = segment + 2 * RECORD_LEN as u64 * (blocks(segment) / 2 + 1);
-        self.settings.capacity.saturating_sub(fixed) / each
-    }
-
-    /// Makes another segment's file. False when the file system has no room to spare for it.
-    fn make_segment(&self, segment: u32) -> io::Result<bool> {
-        let len = self.header.segment_bytes;
-        if self.volume.free()? < len.saturating_add(self.settings.keep_free) {
-            return Ok(false);
-        }
-        let name = segment_name(segment);
-        let file = match self.volume.open(&name, Some(len)) {
-            Ok(file) => file,
-            Err(error) => {
-                // Half of a file would be counted as a whole one.
-                let _ = self.volume.remove(&name);
-                if error.kind() == io::ErrorKind::StorageFull {
-                    return Ok(false);
-                }
-                return Err(error);
-            }
-        };
-        self.volume.sync_names()?;
-        let mut state = self.state.lock();
-        let at = segment as usize;
-        if state.files.len() <= at {
-            state.files.resize(at + 1, None);
-        }
-        state.files[at] = Some(SegmentFile::new(file));
-        state.segments_made += 1;
-        state.index.made(segment);
-        Ok(true)
-    }
-
     /// Writes a chunk's header and bytes.
-    fn write(self: &Arc<Self>, item: StoreItem, sum: u64, extent: Extent, file: SegmentFile) {
+    pub(super) fn write(
+        self: &Arc<Self>,
+        item: StoreItem,
+        sum: u64,
+        extent: Extent,
+        file: SegmentFile,
+    ) {
         let StoreItem {
             key, parent, slot, ..
         } = item;

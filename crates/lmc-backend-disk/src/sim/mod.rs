@@ -2,6 +2,7 @@
 
 mod crash_tests;
 mod fault_tests;
+mod room_tests;
 
 use std::collections::BTreeMap;
 use std::io;

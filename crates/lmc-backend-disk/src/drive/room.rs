@@ -1,0 +1,294 @@
+//! Room for chunks. Segments are made one ahead of need, and given back where there are too many,
+//! on a thread of the drive's own: a file system may take its time for that, and nobody who
+//! stores waits for it beyond a deadline.
+
+use std::collections::VecDeque;
+use std::io;
+use std::mem;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_backend::{StoreError, StoreItem, Stored};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use tracing::warn;
+
+use super::{Change, SegmentFile, Shared, State};
+use crate::format::{RECORD_LEN, blocks};
+use crate::index::{Extent, Room};
+use crate::log::segment_name;
+use crate::volume::BLOCK;
+
+/// What the thread and those who store tell each other.
+#[derive(Debug, Default)]
+pub(super) struct Growth {
+    /// There may be something to make or to give back.
+    wanted: bool,
+    /// Nothing will be wanted any more.
+    over: bool,
+    /// Chunks, with the sums of their bytes, that wait for a segment.
+    parked: VecDeque<(StoreItem, u64)>,
+    /// No segment could be made. It is tried again from then on.
+    not_before: Option<Instant>,
+}
+
+/// Wakes the thread.
+#[derive(Debug, Default)]
+pub(super) struct RoomWork {
+    wake: Condvar,
+    /// Held while files of segments are made or removed.
+    files: Mutex<()>,
+}
+
+/// What came of looking for room.
+enum Found {
+    Extent(Extent, SegmentFile),
+    /// A segment must be made first.
+    Later,
+    /// There is none, and this is the answer to whoever stores so many bytes.
+    No(fn(u64) -> Result<Stored, StoreError>),
+}
+
+impl Shared {
+    /// Segments for which there is room within the capacity. Beside each of them there must be
+    /// room for its chunks in two checkpoints (while one is made, the other is there): at most a
+    /// 32nd. And for two logs.
+    pub(super) fn max_segments(&self) -> u64 {
+        let fixed = 2 * self.settings.log_bytes + 8 * BLOCK;
+        let each = self.header.segment_bytes + 2 * self.max_record_bytes();
+        self.settings.capacity.saturating_sub(fixed) / each
+    }
+
+    /// Bytes of a segment's records in a checkpoint, at most: chunks take two blocks or more.
+    fn max_record_bytes(&self) -> u64 {
+        RECORD_LEN as u64 * (blocks(self.header.segment_bytes) / 2 + 1)
+    }
+
+    /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
+    /// begin in the order in which they came.
+    pub(super) fn place(self: &Arc<Self>, item: StoreItem, sum: u64) {
+        let mut state = self.state.lock();
+        if state.growth.parked.is_empty() {
+            self.place_first(state, item, sum);
+        } else {
+            state.growth.parked.push_back((item, sum));
+        }
+    }
+
+    /// Starts to write the chunks that waited, up to the first for which there is no segment.
+    fn place_parked(self: &Arc<Self>) {
+        loop {
+            let mut state = self.state.lock();
+            let Some((item, sum)) = state.growth.parked.pop_front() else {
+                return;
+            };
+            if !self.place_first(state, item, sum) {
+                return;
+            }
+        }
+    }
+
+    /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
+    fn place_first(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, State>,
+        item: StoreItem,
+        sum: u64,
+    ) -> bool {
+        let (key, len) = (item.key, item.slot.len());
+        let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
+        let found = if state.growth.over {
+            Found::No(|_| Err(StoreError::Closed))
+        } else if doomed {
+            Found::No(|_| Ok(Stored::Declined))
+        } else {
+            self.take_room(&mut state, len)
+        };
+        match found {
+            Found::Extent(extent, file) => {
+                drop(state);
+                self.write(item, sum, extent, file);
+            }
+            Found::Later => {
+                state.growth.parked.push_front((item, sum));
+                return false;
+            }
+            Found::No(answer) => {
+                drop(state);
+                self.store_ended(&key, len, |_| answer(len));
+            }
+        }
+        true
+    }
+
+    fn take_room(&self, state: &mut State, len: u64) -> Found {
+        let full: fn(u64) -> _ = |needed| Err(StoreError::Full { needed });
+        let may_grow = self.may_grow(state);
+        let extent = match state.index.take_room(len, may_grow) {
+            Room::Extent(extent) => extent,
+            Room::Begun { extent, begin, .. } => {
+                state.queue.changes.push(Change::Other(begin, None));
+                if state.segments_made > self.max_segments() {
+                    self.want_room(state);
+                }
+                extent
+            }
+            Room::MayGrow => {
+                self.want_room(state);
+                return Found::Later;
+            }
+            Room::Busy => return Found::No(full),
+            // Refused before it came here.
+            Room::TooLarge { .. } => return Found::No(full),
+        };
+        let segment = extent.place.segment;
+        let Some(file) = state.files[segment as usize] else {
+            return Found::No(full);
+        };
+        state.index.enter(segment, false);
+        if may_grow && state.index.runs_low() {
+            self.want_room(state);
+        }
+        Found::Extent(extent, file)
+    }
+
+    fn may_grow(&self, state: &State) -> bool {
+        let not_before = state.growth.not_before;
+        state.segments_made < self.max_segments()
+            && not_before.is_none_or(|not_before| Instant::now() >= not_before)
+    }
+
+    fn want_room(&self, state: &mut State) {
+        state.growth.wanted = true;
+        self.room.wake.notify_one();
+    }
+
+    /// Lets the thread end.
+    pub(super) fn end_room(&self) {
+        self.state.lock().growth.over = true;
+        self.room.wake.notify_one();
+    }
+
+    /// The thread: makes and gives back segments until the drive stops.
+    pub(super) fn make_room(self: Arc<Self>) {
+        while self.is_room_wanted() {
+            self.shrink();
+            self.grow();
+            self.place_parked();
+        }
+        // Their slots are free; the drive answers for them.
+        let parked = mem::take(&mut self.state.lock().growth.parked);
+        drop(parked);
+    }
+
+    /// Waits for something to do. False when all is over.
+    fn is_room_wanted(&self) -> bool {
+        let mut state = self.state.lock();
+        loop {
+            if state.growth.over {
+                return false;
+            }
+            if mem::take(&mut state.growth.wanted) {
+                return true;
+            }
+            self.room.wake.wait(&mut state);
+        }
+    }
+
+    /// Makes a segment, if there is none to begin and there may be more.
+    fn grow(&self) {
+        let _one_at_a_time = self.room.files.lock();
+        let segment = {
+            let state = self.state.lock();
+            if state.index.has_free() || !self.may_grow(&state) {
+                return;
+            }
+            state.index.next_segment()
+        };
+        let made = self.make_segment(segment);
+        if let Err(error) = &made {
+            warn!("making {}: {error}", segment_name(segment));
+        }
+        let tried = Instant::now();
+        let again = (!matches!(made, Ok(true))).then(|| tried + self.settings.probe_every);
+        self.state.lock().growth.not_before = again;
+    }
+
+    /// Makes a segment's file. False when the file system has no room to spare for it.
+    fn make_segment(&self, segment: u32) -> io::Result<bool> {
+        let len = self.header.segment_bytes;
+        let segments = self.state.lock().segments_made + 1;
+        // The next log and its checkpoint are made while the present ones are there.
+        let renewal = self.settings.log_bytes + BLOCK + segments * self.max_record_bytes();
+        let needed = len.saturating_add(self.settings.keep_free) + renewal;
+        if self.volume.free()? < needed {
+            return Ok(false);
+        }
+        let name = segment_name(segment);
+        let file = match self.volume.open(&name, Some(len)) {
+            Ok(file) => file,
+            Err(error) => {
+                // Half of a file would be counted as a whole one.
+                let _ = self.volume.remove(&name);
+                if error.kind() == io::ErrorKind::StorageFull {
+                    return Ok(false);
+                }
+                return Err(error);
+            }
+        };
+        if let Err(error) = self.volume.sync_names() {
+            self.volume.close(file);
+            let _ = self.volume.remove(&name);
+            return Err(error);
+        }
+        let mut state = self.state.lock();
+        let at = segment as usize;
+        if state.files.len() <= at {
+            state.files.resize(at + 1, None);
+        }
+        state.files[at] = Some(SegmentFile::new(file));
+        state.segments_made += 1;
+        state.index.made(segment);
+        Ok(true)
+    }
+
+    /// Gives segments back while there are more than the capacity has room for, empty ones first.
+    fn shrink(&self) {
+        loop {
+            let segment = {
+                let mut state = self.state.lock();
+                if state.segments_made <= self.max_segments() {
+                    return;
+                }
+                let Some((segment, begin)) = state.index.give_up() else {
+                    return;
+                };
+                state.queue.changes.push(Change::Other(begin, None));
+                segment
+            };
+            self.work.notify_one();
+            if let Err(error) = self.give_back(segment) {
+                warn!("removing {}: {error}", segment_name(segment));
+                return;
+            }
+        }
+    }
+
+    /// Gives the file of an empty segment back to the file system. False when it is not empty.
+    pub(super) fn give_back(&self, segment: u32) -> io::Result<bool> {
+        let _one_at_a_time = self.room.files.lock();
+        let file = {
+            let mut state = self.state.lock();
+            if !state.index.unmake(segment) {
+                return Ok(false);
+            }
+            state.segments_made -= 1;
+            state.files[segment as usize].take()
+        };
+        if let Some(file) = file {
+            self.volume.close(file.id);
+        }
+        self.volume.remove(&segment_name(segment))?;
+        self.volume.sync_names()?;
+        Ok(true)
+    }
+}

@@ -1,0 +1,111 @@
+//! Room on a drive: who waits for it, and how much of it is taken.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::block_on;
+use lmc_backend::{Backend, Health, StoreError, Stored};
+
+use super::SimVolume;
+use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, open, pool, soon};
+use crate::drive::DriveSettings;
+use crate::volume::BLOCK;
+
+#[test]
+fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let held = volume.hold_names();
+    let begun = Instant::now();
+    let patience = begun + Duration::from_millis(50);
+    let late = block_on(tier.store(vec![item(&pool, 0), item(&pool, 1)], patience));
+    let late = late
+        .iter()
+        .all(|late| matches!(late, Err(StoreError::Deadline)));
+    assert!(late && begun.elapsed() < Duration::from_secs(3));
+    // Whoever has more patience waits, and holds nobody else up.
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| block_on(tier.store(vec![item(&pool, 2)], soon())));
+        assert!(!is_there(&tier, &pool, 3));
+        assert_eq!(tier.health(), Health::Ready);
+        drop(held);
+        let stored = waits.join().expect("no panic");
+        assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    });
+    block_on(tier.close(soon())).expect("closed in order");
+    assert_eq!(pool.usage().used, 0);
+}
+
+#[test]
+fn a_segment_is_made_before_it_is_needed() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let settings = DriveSettings {
+        log_bytes: 1 << 20,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    let active = || {
+        let mut segments = tier.inspect().remove(0).segments.into_iter();
+        segments
+            .find(|segment| segment.active)
+            .map(|segment| segment.number)
+    };
+    let store = |number| block_on(tier.store(vec![item(&pool, number)], soon())).remove(0);
+    let mut numbers = 0..;
+    while volume.names("segment-").len() < 2 {
+        let number = numbers.next().expect("endless");
+        assert!(matches!(store(number), Ok(Stored::Written)));
+        thread::sleep(Duration::from_millis(20));
+    }
+    let (first, held) = (active(), volume.hold_names());
+    assert_eq!(first, Some(0), "it is not full yet");
+    for number in numbers {
+        assert!(matches!(store(number), Ok(Stored::Written)));
+        if active() != first {
+            break;
+        }
+    }
+    drop(held);
+}
+
+#[test]
+fn a_full_file_system_leaves_the_tier_room_for_its_own_log() {
+    let pool = pool();
+    // Header, log, checkpoint and two segments, and nothing for the next log.
+    let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    for number in 0..60 {
+        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        let health = tier.health();
+        assert!(
+            matches!(stored[..], [Ok(Stored::Written)]),
+            "{stored:?}, {health:?}"
+        );
+    }
+    assert!(tier.stats().checkpoints > 3, "logs were over");
+    block_on(tier.close(soon())).expect("closed in order");
+}
+
+#[test]
+fn what_is_kept_free_is_kept_free() {
+    let pool = pool();
+    let keep_free = 64 << 10;
+    let volume = SimVolume::new(3 * SEGMENT + keep_free + (32 << 10));
+    let settings = DriveSettings {
+        keep_free,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    for number in 0..100 {
+        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    }
+    assert!(tier.stats().checkpoints > 3, "logs were over");
+    let least = volume.least_free();
+    assert!(least >= keep_free, "at times only {least} bytes were free");
+    drop(tier);
+    assert_eq!(Arc::strong_count(&volume), 1);
+}
