@@ -6,9 +6,9 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, Listed, LoadError,
-    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
-    UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, Listed,
+    LoadError, LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored,
+    Usage, UsageError,
 };
 use lmc_key::ChunkKey;
 
@@ -256,6 +256,21 @@ impl DiskBackend {
             })
             .collect()
     }
+
+    async fn clear_all(&self, deadline: Instant) -> Result<u64, ClearError> {
+        if self.closed() {
+            return Err(ClearError::Closed);
+        }
+        // Drives that are out, too: they come back.
+        let batch = Batch::new(self.drives.len());
+        let clear = |(number, drive): (usize, &Drive)| drive.clear((Arc::clone(&batch), number));
+        let gone = self.drives.iter().enumerate().map(clear).sum();
+        let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
+        match answers.iter().all(Option::is_some) {
+            true => Ok(gone),
+            false => Err(ClearError::Deadline),
+        }
+    }
 }
 
 impl Backend for DiskBackend {
@@ -296,6 +311,10 @@ impl Backend for DiskBackend {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
         Box::pin(self.remove_all(keys, deadline))
+    }
+
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        Box::pin(self.clear_all(deadline))
     }
 
     fn list(

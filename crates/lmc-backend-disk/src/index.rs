@@ -455,6 +455,43 @@ impl Index {
         true
     }
 
+    /// Forgets every chunk: each segment is begun anew. How many chunks there were, and the
+    /// records that tell of it; there are none only if no segment was ever used.
+    pub(crate) fn clear(&mut self) -> (u64, Vec<Record>) {
+        let gone = self.chunks;
+        self.entries.clear();
+        (self.chunks, self.bytes) = (0, 0);
+        self.active = None;
+        self.free.clear();
+        self.full.clear();
+        let mut generation = self.next_generation();
+        let mut begins = Vec::new();
+        // From the last on, so that the first is taken first.
+        for (number, segment) in self.segments.iter_mut().enumerate().rev() {
+            let number = number as u32;
+            if segment.generation > 0 {
+                *segment = Segment {
+                    generation,
+                    made: segment.made,
+                    busy: segment.busy,
+                    ..Segment::default()
+                };
+                begins.push(Record::Begin {
+                    segment: number,
+                    generation,
+                });
+                generation += 1;
+            }
+            // What is still read or written must not be written over.
+            match (segment.made, segment.busy) {
+                (false, _) => {}
+                (true, 0) => self.free.push(number),
+                (true, _) => self.full.push_front(number),
+            }
+        }
+        (gone, begins)
+    }
+
     /// Whether a segment can be begun without giving one up.
     pub(crate) fn has_free(&self) -> bool {
         !self.free.is_empty()

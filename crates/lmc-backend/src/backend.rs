@@ -7,12 +7,15 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError, Page, RemoveError,
-    StoreError, StoreItem, Stored, Usage, UsageError,
+    ClearError, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError, Page,
+    RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
 };
 
 /// A boxed future that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Keys that the default of [`Backend::clear`] removes in one go.
+const REMOVE_AT_ONCE: usize = 1024;
 
 /// A place that holds chunks below DRAM.
 ///
@@ -27,8 +30,8 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 ///   counter of the implementation), never an error and never data.
 /// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing.
 /// - **Visibility.** What `store` has answered with [`Stored::Written`] is found by the next
-///   operation, until it is removed or evicted; what `remove` has answered `Ok` for is not found
-///   by the next operation.
+///   operation, until it is removed or evicted; what `remove` or `clear` has answered `Ok` for is
+///   not found by the next operation.
 /// - **Cancellation.** A future may be dropped at any point. Slots that something may still write
 ///   to stay with the implementation until that is known to be over; they are never returned
 ///   to their pool before. A dropped `store` or `remove` may or may not take effect.
@@ -95,6 +98,32 @@ pub trait Backend: fmt::Debug + Send + Sync {
         keys: &'a [ChunkKey],
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>>;
+
+    /// Forgets every chunk; how many were there. A chunk whose `store` was begun before is not
+    /// found when that ends after it, whether anybody still waits for that or not. What is
+    /// stored from then on may be there afterwards.
+    ///
+    /// Default: lists all and removes what is listed, which is right for a tier whose stores are
+    /// done when they are begun.
+    ///
+    /// # Errors
+    /// [`ClearError`]; after one, any chunk may or may not be present.
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        Box::pin(async move {
+            let (mut gone, mut cursor) = (0, Cursor::START);
+            loop {
+                let page = self.list(cursor, REMOVE_AT_ONCE, deadline).await?;
+                let keys: Vec<_> = page.items.iter().map(|item| item.key).collect();
+                for removed in self.remove(&keys, deadline).await {
+                    gone += u64::from(removed?);
+                }
+                match page.next {
+                    Some(next) => cursor = next,
+                    None => return Ok(gone),
+                }
+            }
+        })
+    }
 
     /// A page of the chunks that are present, in an order of the tier's own. Starts at
     /// [`Cursor::START`] and goes on from [`Page::next`] until that is `None`. A chunk that is

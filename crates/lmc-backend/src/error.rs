@@ -69,6 +69,8 @@ operation_errors! {
     }
     /// A key that could not be removed.
     RemoveError "removal" {}
+    /// A tier that could not be cleared.
+    ClearError "clearing" {}
     /// A listing that could not be made.
     ListError "listing" {}
     /// A usage that could not be told.
@@ -76,3 +78,20 @@ operation_errors! {
     /// A tier that could not be closed in order.
     CloseError "closing" {}
 }
+
+macro_rules! part_of_clearing {
+    ($($name:ident),*) => {$(
+        impl From<$name> for ClearError {
+            fn from(error: $name) -> Self {
+                match error {
+                    $name::Deadline => Self::Deadline,
+                    $name::Closed => Self::Closed,
+                    $name::Unavailable(why) => Self::Unavailable(why),
+                    $name::Io(error) => Self::Io(error),
+                }
+            }
+        }
+    )*};
+}
+
+part_of_clearing!(ListError, RemoveError);

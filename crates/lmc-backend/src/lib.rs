@@ -42,7 +42,8 @@ pub use backend::{Backend, BoxFuture};
 
 mod error;
 pub use error::{
-    CloseError, ListError, LoadError, LookupError, RemoveError, StoreError, Unavailable, UsageError,
+    ClearError, CloseError, ListError, LoadError, LookupError, RemoveError, StoreError,
+    Unavailable, UsageError,
 };
 
 mod item;

@@ -9,9 +9,9 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, Listed, LoadError,
-    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
-    UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, Listed,
+    LoadError, LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored,
+    Usage, UsageError,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -145,6 +145,18 @@ impl Backend for MemoryBackend {
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
         Box::pin(ready(keys.iter().map(|key| self.remove_one(key)).collect()))
+    }
+
+    fn clear(&self, _deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Box::pin(ready(Err(ClearError::Closed)));
+        }
+        let gone = state.chunks.len() as u64;
+        state.chunks.clear();
+        state.arrivals.clear();
+        state.bytes = 0;
+        Box::pin(ready(Ok(gone)))
     }
 
     fn list(

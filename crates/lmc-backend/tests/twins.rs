@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Conformance, Faults, Faulty, Guarantee};
 use lmc_backend::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem,
-    Loaded, LookupError, MemoryBackend, NoopBackend, Page, RemoveError, StoreError, StoreItem,
-    Stored, Usage, UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
+    LoadItem, Loaded, LookupError, MemoryBackend, NoopBackend, Page, RemoveError, StoreError,
+    StoreItem, Stored, Usage, UsageError,
 };
 use lmc_key::ChunkKey;
 
@@ -59,6 +59,8 @@ enum Lie {
     Short,
     /// It says removed and keeps the chunk.
     Keeps,
+    /// It says cleared and keeps every chunk.
+    KeepsAll,
     /// It lists the first page again and again.
     Loops,
     /// It never returns the slots of loads that miss.
@@ -136,6 +138,16 @@ impl Backend for Liar {
         })
     }
 
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        Box::pin(async move {
+            if self.1 != Lie::KeepsAll {
+                return self.0.clear(deadline).await;
+            }
+            let usage = self.0.usage(deadline).await;
+            Ok(usage.map_or(0, |usage| usage.chunks))
+        })
+    }
+
     fn list(
         &self,
         cursor: Cursor,
@@ -168,6 +180,7 @@ fn the_kit_catches_lies() {
         Lie::Stale,
         Lie::Short,
         Lie::Keeps,
+        Lie::KeepsAll,
         Lie::Loops,
         Lie::Leaks,
     ] {

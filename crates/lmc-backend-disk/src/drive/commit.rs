@@ -93,9 +93,12 @@ impl Shared {
         }
         // What one frame holds is applied before the next is written: that may begin a new log,
         // whose checkpoint must know of it.
+        // A frame fits into an empty log.
+        let records_of_log = (self.settings.log_bytes - BLOCK) as usize / RECORD_LEN;
+        let most = records_of_log.min(MAX_FRAME_RECORDS);
         let mut changes = changes.into_iter();
         loop {
-            let group: Vec<Change> = changes.by_ref().take(MAX_FRAME_RECORDS).collect();
+            let group: Vec<Change> = changes.by_ref().take(most).collect();
             if group.is_empty() {
                 return;
             }

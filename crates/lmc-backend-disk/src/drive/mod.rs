@@ -335,6 +335,36 @@ impl Drive {
         shared.work.notify_one();
     }
 
+    /// Forgets every chunk, also those that are being written. How many were there; that none is
+    /// there any more is durable when the answer goes to `waiter`.
+    pub(crate) fn clear(&self, waiter: ChangeWaiter) -> u64 {
+        let shared = &self.shared;
+        let mut state = shared.state.lock();
+        let mut given_up = Vec::new();
+        for writing in state.writing.values_mut() {
+            writing.doomed = true;
+            given_up.append(&mut writing.again);
+        }
+        let (gone, mut begins) = state.index.clear();
+        let last = begins.pop();
+        let begins = begins.into_iter().map(|begin| Change::Other(begin, None));
+        state.queue.changes.extend(begins);
+        match last {
+            Some(last) => {
+                let last = Change::Other(last, Some((waiter, true)));
+                state.queue.changes.push(last);
+            }
+            None => waiter.0.answer(waiter.1, Some(true)),
+        }
+        drop(state);
+        shared.work.notify_one();
+        count(&shared.counters.removed, gone);
+        for (.., (batch, place)) in given_up {
+            batch.answer(place, Ok(Stored::Declined));
+        }
+        gone
+    }
+
     /// Whether removals can be made durable.
     pub(crate) fn closed(&self) -> bool {
         self.shared.state.lock().closed

@@ -78,10 +78,22 @@ enum Told {
     Unsure,
 }
 
-/// Stores and removes by a seed until something fails or the script is over.
+/// Stores, removes and clears by a seed until something fails or the script is over.
 fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTreeMap<u64, Told>) {
     let mut rng = Rng::new(seed);
     for _ in 0..steps {
+        if rng.below(10) == 0 {
+            let patience = Instant::now() + Duration::from_millis(50);
+            let after = match block_on(tier.clear(patience)) {
+                Ok(_) => Told::Removed,
+                Err(_) => Told::Unsure,
+            };
+            told.values_mut().for_each(|told| *told = after);
+            if after == Told::Unsure {
+                return;
+            }
+            continue;
+        }
         let first = rng.below(40);
         let numbers: Vec<u64> = (first..first + 1 + rng.below(5)).collect();
         if rng.below(4) > 0 {

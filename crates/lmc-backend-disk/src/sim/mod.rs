@@ -1,5 +1,6 @@
 //! A drive that can crash and err, for tests: the same seam as the real one.
 
+mod clear_tests;
 mod crash_tests;
 mod fault_tests;
 mod room_tests;

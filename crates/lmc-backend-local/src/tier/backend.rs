@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_backend::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, Listed, LoadError,
-    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
-    UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, Listed,
+    LoadError, LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored,
+    Usage, UsageError,
 };
 use lmc_key::ChunkKey;
 
@@ -133,6 +133,13 @@ impl Backend for LocalTier {
             }
             Self::remove(self, keys).into_iter().map(Ok).collect()
         })
+    }
+
+    fn clear(&self, _deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        Box::pin(ready(match self.is_closed() {
+            true => Err(ClearError::Closed),
+            false => Ok(Self::clear(self, Clear::All)),
+        }))
     }
 
     fn list(

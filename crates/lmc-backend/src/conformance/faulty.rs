@@ -1,6 +1,7 @@
 //! A tier that errs on purpose.
 
 use std::future::poll_fn;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Instant;
 
@@ -9,9 +10,9 @@ use parking_lot::Mutex;
 
 use super::Rng;
 use crate::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem,
-    Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Unavailable, Usage,
-    UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
+    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Unavailable,
+    Usage, UsageError,
 };
 
 /// How often what goes wrong, in thousandths of the keys.
@@ -48,6 +49,7 @@ pub struct Faulty<B> {
     inner: B,
     faults: Faults,
     rng: Mutex<Rng>,
+    clears: AtomicU64,
 }
 
 /// What happens to one key.
@@ -64,7 +66,12 @@ impl<B: Backend> Faulty<B> {
     /// The same seed gives the same faults to the same operations.
     pub fn new(inner: B, faults: Faults, seed: u64) -> Self {
         let rng = Mutex::new(Rng::new(seed));
-        Self { inner, faults, rng }
+        Self {
+            inner,
+            faults,
+            rng,
+            clears: AtomicU64::new(0),
+        }
     }
 
     /// The tier inside.
@@ -186,8 +193,13 @@ impl<B: Backend> Backend for Faulty<B> {
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+        let clears = self.clears.load(Ordering::SeqCst);
         Box::pin(async move {
             self.delay().await;
+            // What was delayed while all was forgotten is forgotten too.
+            if self.clears.load(Ordering::SeqCst) != clears {
+                return items.iter().map(|_| Ok(Stored::Declined)).collect();
+            }
             let (mut fates, mut through) = (Vec::new(), Vec::new());
             for item in items {
                 fates.push(match self.fate() {
@@ -234,6 +246,22 @@ impl<B: Backend> Backend for Faulty<B> {
             }
             let through = self.inner.remove(&through, deadline).await;
             merge(fates, through)
+        })
+    }
+
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        self.clears.fetch_add(1, Ordering::SeqCst);
+        Box::pin(async move {
+            self.delay().await;
+            match self.fate() {
+                Fate::Error(true) => {
+                    self.inner.clear(deadline).await?;
+                    Err(injected().into())
+                }
+                Fate::Error(false) => Err(injected().into()),
+                Fate::Deadline => Err(ClearError::Deadline),
+                Fate::Miss | Fate::Declined | Fate::Fine => self.inner.clear(deadline).await,
+            }
         })
     }
 

@@ -11,8 +11,9 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::{
-    Backend, BoxFuture, CloseError, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem,
-    Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
+    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
+    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
+    UsageError,
 };
 
 /// Wraps a tier in a gate: while it is shut, loads and stores wait at it, until their deadline at
@@ -23,6 +24,7 @@ pub struct Gated<B> {
     gate: Arc<Mutex<Gate>>,
     loads: AtomicU64,
     stores: AtomicU64,
+    clears: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -45,6 +47,7 @@ impl<B: Backend> Gated<B> {
             gate: Arc::default(),
             loads: AtomicU64::new(0),
             stores: AtomicU64::new(0),
+            clears: AtomicU64::new(0),
         }
     }
 
@@ -129,11 +132,16 @@ impl<B: Backend> Backend for Gated<B> {
         deadline: Instant,
     ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
+        let clears = self.clears.load(Ordering::SeqCst);
         Box::pin(async move {
-            if self.pass(deadline).await {
-                return self.inner.store(items, deadline).await;
+            if !self.pass(deadline).await {
+                return items.iter().map(|_| Err(StoreError::Deadline)).collect();
             }
-            items.iter().map(|_| Err(StoreError::Deadline)).collect()
+            // What waited here while all was forgotten is forgotten too.
+            if self.clears.load(Ordering::SeqCst) != clears {
+                return items.iter().map(|_| Ok(Stored::Declined)).collect();
+            }
+            self.inner.store(items, deadline).await
         })
     }
 
@@ -143,6 +151,11 @@ impl<B: Backend> Backend for Gated<B> {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
         self.inner.remove(keys, deadline)
+    }
+
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+        self.clears.fetch_add(1, Ordering::SeqCst);
+        self.inner.clear(deadline)
     }
 
     fn list(

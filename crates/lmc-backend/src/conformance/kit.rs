@@ -13,8 +13,8 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
-    Backend, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem, Loaded, LookupError,
-    RemoveError, StoreError, StoreItem, Stored, UsageError,
+    Backend, ClearError, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem, Loaded,
+    LookupError, RemoveError, StoreError, StoreItem, Stored, UsageError,
 };
 
 /// What the tier under test promises.
@@ -203,6 +203,7 @@ impl<'a> Run<'a> {
                 80..90 => self.remove().await,
                 90..94 => self.list().await,
                 94..96 => self.usage().await,
+                96 => self.clear().await,
                 _ => self.cancel().await,
             }
         }
@@ -473,6 +474,42 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Forgets everything while a store is under way, which ends or is dropped afterwards.
+    async fn clear(&mut self) {
+        let items = self.items_to_store();
+        let keys: Vec<_> = items.iter().map(|item| item.key).collect();
+        let mut storing = Some(self.backend.store(items, self.deadline()));
+        poll_fn(|context| {
+            let begun = storing.as_mut().map(|store| store.as_mut().poll(context));
+            if begun.is_some_and(|poll| poll.is_ready()) {
+                storing = None;
+            }
+            Poll::Ready(())
+        })
+        .await;
+        match self.backend.clear(self.deadline()).await {
+            Ok(gone) => {
+                let stored = |known: &&Known| **known == Known::Stored;
+                let sure = self.model.values().filter(stored).count() as u64;
+                assert!(!self.exact() || gone >= sure, "{gone} of {sure} are gone");
+                self.tally.removed += gone;
+                self.model.clear();
+            }
+            Err(error) => {
+                assert!(!self.exact(), "clearing: {error}");
+                self.tally.failures += 1;
+                let known = self.model.keys().copied();
+                let unsure = known.chain(keys).map(|key| (key, Known::Unsure));
+                self.model = unsure.collect();
+            }
+        }
+        let waits = self.rng.chance(500);
+        if let Some(storing) = storing.filter(|_| waits) {
+            storing.await;
+        }
+        self.slots_come_back();
+    }
+
     /// Starts an operation and drops it after one poll.
     async fn cancel(&mut self) {
         self.tally.cancelled += 1;
@@ -536,6 +573,9 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "removing from a closed tier: {removed:?}"
         );
+        let cleared = self.backend.clear(deadline).await;
+        let ok = matches!(cleared, Err(ClearError::Closed));
+        assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
         let listed = self.backend.list(Cursor::START, 1, deadline).await;
         let ok = matches!(listed, Err(ListError::Closed));
         assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");

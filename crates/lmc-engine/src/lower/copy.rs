@@ -120,6 +120,11 @@ impl Copies {
         self.give(dropped.iter().map(|item| item.slot.len()).sum());
     }
 
+    /// Whether a tier has been given something that it has not answered, or is about to be.
+    pub(super) fn under_way(&self) -> bool {
+        !self.queue.lock().under_way.is_empty()
+    }
+
     /// Waits until the stores that are under way now have ended, however many begin meanwhile.
     /// False when the deadline came first.
     pub(super) async fn settled(&self, deadline: Instant) -> bool {

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak, mpsc};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, Cursor, Health};
+use lmc_backend::{Backend, Health};
 use lmc_backend_local::LocalTier;
 use lmc_key::ChunkKey;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -28,9 +28,6 @@ use crate::config::{EngineConfig, EngineError};
 use copy::Copies;
 pub(crate) use copy::OfferItem;
 pub(crate) use fetch::Source;
-
-/// Keys that are removed from a tier in one go when it is emptied.
-const REMOVE_AT_ONCE: usize = 1024;
 
 /// What a tier below DRAM holds, and what went to and fro.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -319,25 +316,16 @@ impl Shared {
     async fn clear(&self, deadline: Instant) -> (u64, bool) {
         let (mut gone, mut all) = (0, true);
         for tier in &self.tiers {
-            // What was being copied when the queue was emptied is listed once it is there.
-            all &= tier.copies.settled(deadline).await;
-            let mut cursor = Cursor::START;
-            loop {
-                let page = tier.backend.list(cursor, REMOVE_AT_ONCE, deadline).await;
-                let Ok(page) = page else {
-                    all = false;
-                    break;
-                };
-                let keys: Vec<_> = page.items.iter().map(|item| item.key).collect();
-                for removed in tier.backend.remove(&keys, deadline).await {
-                    gone += u64::from(matches!(removed, Ok(true)));
-                    all &= removed.is_ok();
-                }
-                match page.next {
-                    Some(next) => cursor = next,
-                    None => break,
-                }
+            let under_way = tier.copies.under_way();
+            let mut cleared = tier.backend.clear(deadline).await;
+            gone += *cleared.as_ref().unwrap_or(&0);
+            if under_way {
+                // A copy may have been on its way to the tier, and come there after its clear.
+                all &= tier.copies.settled(deadline).await;
+                cleared = tier.backend.clear(deadline).await;
+                gone += *cleared.as_ref().unwrap_or(&0);
             }
+            all &= cleared.is_ok();
         }
         (gone, all)
     }

@@ -1,0 +1,130 @@
+//! What was stored before a clear is not found after it, however late it ends.
+
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{block_on, test_key};
+use lmc_backend::{Backend, ClearError, StoreError, Stored};
+
+use super::crash_tests::{SETTINGS, is_there, item, open, pool, soon};
+use super::{Fault, SimVolume};
+use crate::format::{Place, PutRecord, Record};
+use crate::index::Index;
+use crate::volume::Kind;
+
+#[test]
+fn a_store_that_was_late_does_not_undo_a_clear() {
+    let late = || Instant::now() + Duration::from_millis(50);
+    // It waits for a file, for its bytes, for their sync, or for the log.
+    for (prefix, kind) in [
+        ("", None),
+        ("segment-", Some(Kind::Write)),
+        ("segment-", Some(Kind::Sync)),
+        ("log-", Some(Kind::WriteDurably)),
+    ] {
+        let volume = SimVolume::new(u64::MAX);
+        let pool = pool();
+        let tier = open(&volume, SETTINGS).expect("a new drive");
+        let held = kind.is_none().then(|| volume.hold_names());
+        if let Some(kind) = kind {
+            let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+            assert!(matches!(stored[..], [Ok(Stored::Written)]));
+            volume.fault_in(prefix, kind, Fault::Stall);
+        }
+        let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
+        assert!(
+            matches!(stored[..], [Err(StoreError::Deadline)]),
+            "{kind:?}"
+        );
+        // Removed and stored once more, which begins when the first is over.
+        drop(block_on(tier.remove(&[test_key(1)], late())));
+        let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
+        assert!(
+            matches!(stored[..], [Err(StoreError::Deadline)]),
+            "{kind:?}"
+        );
+        let cleared = block_on(tier.clear(late()));
+        let durable = matches!(cleared, Ok(0 | 1));
+        assert!(
+            durable || matches!(cleared, Err(ClearError::Deadline)),
+            "{cleared:?}"
+        );
+        assert!(!is_there(&tier, &pool, 0), "it is forgotten at once");
+        drop(held);
+        volume.thaw();
+        block_on(tier.clear(soon())).expect("now the log can be written");
+        block_on(tier.close(soon())).expect("closed in order");
+        drop(tier);
+        assert_eq!(pool.usage().used, 0);
+        let tier = open(&volume, SETTINGS).expect("as it was closed");
+        let stored = block_on(tier.store(vec![item(&pool, 2)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        assert!(
+            !is_there(&tier, &pool, 0) && !is_there(&tier, &pool, 1),
+            "{kind:?}"
+        );
+        assert!(is_there(&tier, &pool, 2));
+    }
+}
+
+#[test]
+fn a_cleared_drive_is_written_from_its_start() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    for round in 0..4 {
+        let numbers = round * 100..round * 100 + 40;
+        for number in numbers.clone() {
+            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        }
+        assert!(numbers.clone().all(|number| is_there(&tier, &pool, number)));
+        assert_eq!(
+            block_on(tier.clear(soon())).expect("a drive that works"),
+            40
+        );
+        assert_eq!((tier.held().chunks, tier.held().bytes), (0, 0));
+        assert!(!numbers.clone().any(|number| is_there(&tier, &pool, number)));
+    }
+    // Forty chunks take some five segments.
+    assert!(volume.names("segment-").len() < 8);
+    let stats = tier.stats();
+    assert_eq!((stats.removed, stats.evicted), (160, 0));
+}
+
+#[test]
+fn a_million_chunks_are_forgotten_at_once() {
+    let mut index = Index::new(1 << 30);
+    let (chunks, of_segment) = (1_000_000, 1_000);
+    for number in 0..chunks {
+        let segment = (number / of_segment) as u32;
+        let generation = u64::from(segment) + 1;
+        if number % of_segment == 0 {
+            index.apply(&Record::Begin {
+                segment,
+                generation,
+            });
+        }
+        let place = Place {
+            segment,
+            block: (number % of_segment) as u32 * 2,
+            generation,
+        };
+        let put = PutRecord {
+            key: test_key(number),
+            place,
+            len: 100,
+            payload_sum: 0,
+        };
+        assert!(index.apply(&Record::Put(put)));
+    }
+    let begun = Instant::now();
+    let (gone, records) = index.clear();
+    let took = begun.elapsed();
+    assert_eq!((gone, records.len()), (chunks, 1_000));
+    assert!(
+        took < Duration::from_millis(100),
+        "{took:?} with the lock held"
+    );
+    assert!((0..chunks).all(|number| index.find(&test_key(number)).is_none()));
+    assert_eq!(index.usage().chunks, 0);
+}
