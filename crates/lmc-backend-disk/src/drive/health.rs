@@ -114,7 +114,8 @@ impl Condition {
         let mut faults = self.faults.lock();
         let again = faults.broken.replace(place);
         // What was written to one segment at a time fails together.
-        if again.is_none_or(|again| again.segment != place.segment) {
+        let use_of = |place: Place| (place.segment, place.generation);
+        if again.is_none_or(|again| use_of(again) != use_of(place)) {
             faults.count_write(what);
         }
     }
