@@ -349,16 +349,21 @@ impl Drive {
         let last = begins.pop();
         let begins = begins.into_iter().map(|begin| Change::Other(begin, None));
         state.queue.changes.extend(begins);
-        match last {
+        let unused = match last {
             Some(last) => {
                 let last = Change::Other(last, Some((waiter, true)));
                 state.queue.changes.push(last);
+                None
             }
-            None => waiter.0.answer(waiter.1, Some(true)),
-        }
+            None => Some(waiter),
+        };
         drop(state);
         shared.work.notify_one();
         count(&shared.counters.removed, gone);
+        // Wakers may do anything, so they are called without the lock.
+        if let Some((batch, place)) = unused {
+            batch.answer(place, Some(true));
+        }
         for (.., (batch, place)) in given_up {
             batch.answer(place, Ok(Stored::Declined));
         }
