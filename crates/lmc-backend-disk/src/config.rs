@@ -1,12 +1,11 @@
 //! How the tier is set up, and opening it.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use lmc_memory::Arena;
 use thiserror::Error;
@@ -14,13 +13,14 @@ use tracing::{info, warn};
 
 use crate::admission::Admission;
 use crate::backend::DiskBackend;
+use crate::claim::{claim, sign};
 use crate::drive::{Drive, DriveSettings, HEADER_NAME};
 use crate::format::{DriveHeader, FormatError, VERSION};
 use crate::log::{Recovered, recover, segment_numbers};
 use crate::volume::{AlignedBuf, BLOCK, EngineChoice, FolderConfig, FolderVolume, Kind, Volume};
 
 /// What a drive's folder is made under before it is whole.
-const UNFINISHED_HEADER: &str = "drive.unfinished";
+pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 /// Least bytes of a drive.
 const MIN_SIZE: u64 = 4 << 20;
 
@@ -107,7 +107,7 @@ pub enum DiskError {
         path: PathBuf,
     },
     /// The folder holds something else.
-    #[error("{path}: holds files and no `{HEADER_NAME}` of lmc; name an empty folder")]
+    #[error("{path}: holds something and no `{HEADER_NAME}` of lmc; name an empty folder")]
     NotOurs {
         /// The folder.
         path: PathBuf,
@@ -294,7 +294,7 @@ impl DiskConfig {
                 source,
             })?;
         }
-        let lock = lock(path)?;
+        let lock = claim(path)?;
         let config = FolderConfig {
             engine: match self.io {
                 DiskIo::Auto => EngineChoice::Auto,
@@ -330,17 +330,13 @@ impl DiskConfig {
             probe_every: self.probe_every,
         };
         let volume = Arc::new(folder) as Arc<dyn Volume>;
-        let (drive, notes) = open_drive(volume, segment_bytes, settings, Some(lock)).map_err(
-            |source| match source.downcast::<NotOurs>() {
-                Ok(NotOurs) => DiskError::NotOurs {
-                    path: path.to_owned(),
-                },
-                Err(source) => DiskError::Format {
-                    path: path.to_owned(),
-                    source,
-                },
-            },
-        )?;
+        let to_sign = lock.try_clone().map_err(io)?;
+        let opened = open_drive(volume, segment_bytes, settings, Some(lock));
+        let (drive, notes) = opened.map_err(|source| DiskError::Format {
+            path: path.to_owned(),
+            source,
+        })?;
+        sign(&to_sign);
         for note in notes {
             warn!(path = %path.display(), "{note}");
         }
@@ -361,11 +357,6 @@ fn default_segment(size: u64) -> u64 {
     // A small drive still has several.
     share.min(size / 4).next_multiple_of(1 << 20)
 }
-
-/// A folder that holds something else.
-#[derive(Debug, Error)]
-#[error("not a folder of lmc")]
-struct NotOurs;
 
 /// Bytes that a folder can take on its file system, with those that it holds already. The folder
 /// need not be there, but one above it must.
@@ -398,49 +389,6 @@ fn held_bytes(path: &Path) -> io::Result<u64> {
     Ok(held)
 }
 
-/// How long a folder may go on being in use.
-const LOCK_PATIENCE: Duration = Duration::from_millis(500);
-/// Name of the file whose lock says that a folder is in use.
-const LOCK: &str = "lock";
-
-/// Takes the folder for this process, until the file is closed.
-fn lock(path: &Path) -> Result<File, DiskError> {
-    let refused = |source| DiskError::NotWritable {
-        path: path.to_owned(),
-        source,
-    };
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path.join(LOCK))
-        .map_err(refused)?;
-    let begun = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => break,
-            Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(error)) => return Err(refused(error)),
-        }
-        // Whoever has it may be on its way out.
-        if begun.elapsed() < LOCK_PATIENCE {
-            thread::sleep(Duration::from_millis(20));
-            continue;
-        }
-        let mut owner = String::new();
-        let _ = (&mut file).take(64).read_to_string(&mut owner);
-        return Err(DiskError::Locked {
-            path: path.to_owned(),
-            owner: owner.trim().to_owned(),
-        });
-    }
-    file.set_len(0)
-        .and_then(|()| write!(file, "pid {}", std::process::id()))
-        .map_err(refused)?;
-    Ok(file)
-}
-
 /// Opens the drive on a volume, or makes it.
 pub(crate) fn open_drive(
     volume: Arc<dyn Volume>,
@@ -450,10 +398,6 @@ pub(crate) fn open_drive(
 ) -> io::Result<(Drive, Vec<String>)> {
     let mut names = volume.list()?;
     if !names.iter().any(|name| name == HEADER_NAME) {
-        let ours = |name: &String| name == LOCK || name == UNFINISHED_HEADER;
-        if !names.iter().all(ours) {
-            return Err(io::Error::other(NotOurs));
-        }
         make_header(&*volume, segment_bytes)?;
         names = volume.list()?;
     }

@@ -13,6 +13,7 @@
 mod admission;
 mod backend;
 mod batch;
+mod claim;
 mod config;
 mod counters;
 mod drive;

@@ -20,7 +20,7 @@ use super::uring::Uring;
 use super::{AlignedBuf, BLOCK, FileId, Op, Volume, raw};
 
 /// Names of files that were made to try direct I/O out and whose maker was killed.
-const PROBE: &str = ".lmc-probe-";
+pub(crate) const PROBE: &str = ".lmc-probe-";
 
 /// Which engine moves the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

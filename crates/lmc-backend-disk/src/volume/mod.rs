@@ -9,7 +9,7 @@ pub(crate) use aligned::AlignedBuf;
 mod engine;
 mod fixed_files;
 mod folder;
-pub(crate) use folder::{EngineChoice, FolderConfig, FolderVolume};
+pub(crate) use folder::{EngineChoice, FolderConfig, FolderVolume, PROBE};
 mod pool_buffers;
 mod raw;
 pub(crate) use raw::free_bytes;

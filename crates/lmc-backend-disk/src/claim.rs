@@ -1,0 +1,101 @@
+//! Taking a folder for this process, if it holds a drive or nothing.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::config::{DiskError, UNFINISHED_HEADER};
+use crate::drive::HEADER_NAME;
+use crate::volume::PROBE;
+
+/// How long a folder may go on being in use.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// Name of the file whose lock says that a folder is in use.
+const LOCK: &str = "lock";
+/// What that file begins with, when anything stands in it.
+const SIGN: &[u8] = b"pid ";
+/// What a file system makes in its topmost folder.
+const OF_THE_FILE_SYSTEM: &str = "lost+found";
+
+/// Takes a folder until the file is closed. What is in it stays as it is; an empty one has the
+/// file `lock` afterwards.
+///
+/// # Errors
+/// [`DiskError::NotOurs`] for a folder that holds something else, before anything is done to it;
+/// [`DiskError::Locked`] and [`DiskError::NotWritable`].
+pub(crate) fn claim(path: &Path) -> Result<File, DiskError> {
+    let refused = |source| DiskError::NotWritable {
+        path: path.to_owned(),
+        source,
+    };
+    if !may_be_ours(path).map_err(refused)? {
+        let path = path.to_owned();
+        return Err(DiskError::NotOurs { path });
+    }
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        // Whoever owns what a link points to has not asked for a lock.
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path.join(LOCK))
+        .map_err(refused)?;
+    let begun = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(refused(error)),
+        }
+        // Whoever has it may be on its way out.
+        if begun.elapsed() < PATIENCE {
+            thread::sleep(Duration::from_millis(20));
+            continue;
+        }
+        let mut owner = String::new();
+        let _ = (&mut file).take(64).read_to_string(&mut owner);
+        return Err(DiskError::Locked {
+            path: path.to_owned(),
+            owner: owner.trim().to_owned(),
+        });
+    }
+}
+
+/// Writes into the lock of a folder that is known to be ours who has it. That is for people, so
+/// a full file system does not matter.
+pub(crate) fn sign(lock: &File) {
+    let name = format!("pid {}", std::process::id());
+    let _ = lock.set_len(0);
+    let _ = lock.write_all_at(name.as_bytes(), 0);
+}
+
+/// Whether a folder holds a drive, or nothing but what the making of one may have left.
+fn may_be_ours(path: &Path) -> io::Result<bool> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        let is_file = entry.file_type()?.is_file();
+        let known = match entry.file_name().to_str() {
+            Some(LOCK) => is_file && is_lock(&entry.path())?,
+            Some(OF_THE_FILE_SYSTEM) => !is_file,
+            Some(name) => is_file && (name == UNFINISHED_HEADER || name.starts_with(PROBE)),
+            None => false,
+        };
+        if !known {
+            // Looked at last: another process may be making the drive.
+            return Ok(path.join(HEADER_NAME).is_file());
+        }
+    }
+    Ok(true)
+}
+
+/// Whether a file is empty or holds what [`sign`] writes.
+fn is_lock(path: &Path) -> io::Result<bool> {
+    let mut begin = Vec::new();
+    let len = SIGN.len() as u64;
+    File::open(path)?.take(len).read_to_end(&mut begin)?;
+    Ok(begin.is_empty() || begin == SIGN)
+}

@@ -1,0 +1,131 @@
+//! What a folder may hold when a tier is opened on it.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+const MIB: u64 = 1 << 20;
+const CHUNK: u64 = 4096;
+const WORDS: &str = "years of work";
+
+/// A folder that goes with the test, on the file system of the build.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("folders-{}-{count}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn config(&self) -> DiskConfig {
+        DiskConfig::new([&self.0], 64 * MIB)
+            .with_keep_free(0)
+            .with_segment_bytes(MIB)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let files = fs::read_dir(&self.0).unwrap();
+        let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        names.collect()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn pool() -> Pool {
+    let arena = ArenaConfig::anonymous(MIB as usize).build().unwrap();
+    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
+    let mut slot = pool.reserve(CHUNK).unwrap();
+    fill_value(&test_key(number), slot.bytes_mut());
+    let item = StoreItem::new(test_key(number), slot.written().seal());
+    let stored = block_on(tier.store(vec![item], soon())).remove(0);
+    assert_eq!(stored.unwrap(), Stored::Written);
+}
+
+/// Whether a chunk is there, with the bytes that were stored.
+fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
+    let slot = pool.reserve(CHUNK).unwrap();
+    let loaded = block_on(tier.load(vec![LoadItem::new(test_key(number), slot)], soon()));
+    let hit = loaded.into_iter().next().and_then(Loaded::hit);
+    hit.is_some_and(|slot| check_value(&test_key(number), slot.seal().bytes()).is_ok())
+}
+
+fn is_refused(folder: &Folder) {
+    let refused = folder.config().open().expect_err("it is not ours");
+    assert!(matches!(refused, DiskError::NotOurs { .. }), "{refused}");
+}
+
+#[test]
+fn a_folder_of_somebody_else_is_left_as_it_is() {
+    let folder = Folder::new();
+    fs::write(folder.at("thesis.tex"), WORDS).unwrap();
+    is_refused(&folder);
+    assert_eq!(folder.names(), ["thesis.tex"]);
+    fs::write(folder.at("lock"), WORDS).unwrap();
+    is_refused(&folder);
+    fs::remove_file(folder.at("thesis.tex")).unwrap();
+    is_refused(&folder);
+    assert_eq!(fs::read_to_string(folder.at("lock")).unwrap(), WORDS);
+
+    let folder = Folder::new();
+    fs::create_dir(folder.at("home-of-somebody")).unwrap();
+    is_refused(&folder);
+    assert_eq!(folder.names(), ["home-of-somebody"]);
+}
+
+#[test]
+fn a_lock_that_is_a_link_is_not_followed() {
+    let (folder, other) = (Folder::new(), Folder::new());
+    let target = other.at("thesis.tex");
+    fs::write(&target, WORDS).unwrap();
+    symlink(&target, folder.at("lock")).unwrap();
+    is_refused(&folder);
+    fs::remove_file(folder.at("lock")).unwrap();
+    drop(folder.config().open().unwrap());
+    fs::remove_file(folder.at("lock")).unwrap();
+    symlink(&target, folder.at("lock")).unwrap();
+    folder.config().open().expect_err("a link is no lock");
+    assert_eq!(fs::read_to_string(&target).unwrap(), WORDS);
+}
+
+#[test]
+fn what_the_making_of_a_drive_leaves_is_no_obstacle() {
+    let (folder, pool) = (Folder::new(), pool());
+    fs::create_dir(folder.at("lost+found")).unwrap();
+    fs::write(folder.at("lock"), "pid 1").unwrap();
+    fs::write(folder.at("drive.unfinished"), "half of it").unwrap();
+    let tier = folder.config().open().unwrap();
+    store(&tier, &pool, 1);
+    let owner = format!("pid {}", std::process::id());
+    assert_eq!(fs::read_to_string(folder.at("lock")).unwrap(), owner);
+    drop(tier);
+    assert!(is_there(&folder.config().open().unwrap(), &pool, 1));
+}
