@@ -16,7 +16,8 @@ use crate::backend::DiskBackend;
 use crate::claim::{claim, sign};
 use crate::drive::{Drive, DriveSettings, HEADER_NAME};
 use crate::format::{DriveHeader, FormatError, VERSION};
-use crate::log::{Recovered, recover, segment_numbers};
+use crate::index::MAX_SEGMENTS;
+use crate::log::{recover, segment_name, segment_numbers};
 use crate::volume::{AlignedBuf, BLOCK, EngineChoice, FolderConfig, FolderVolume, Kind, Volume};
 
 /// What a drive's folder is made under before it is whole.
@@ -142,6 +143,14 @@ pub enum DiskError {
         /// What can be had, with what the folder holds already.
         room: u64,
     },
+    /// Its segments and logs are more files than the process may open.
+    #[error(
+        "{path}: the drive has more files than may be open at a time; raise the limit (ulimit -n)"
+    )]
+    OpenFiles {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The system refused something.
     #[error("{path}: {source}")]
     Io {
@@ -212,7 +221,7 @@ impl DiskConfig {
     }
 
     /// Sets the bytes of a segment, for folders that are made anew. A chunk must fit into one.
-    /// Default: a 64th of the drive's share, 64 MiB to 1 GiB.
+    /// Default: a 64th of the drive's share, 64 MiB to 1 GiB; above 512 GiB, a 512th.
     pub fn with_segment_bytes(mut self, bytes: u64) -> Self {
         self.segment_bytes = Some(bytes);
         self
@@ -312,13 +321,26 @@ impl DiskConfig {
         let held = held_bytes(path).map_err(io)?;
         let free = folder.free().map_err(io)?;
         let room = (free + held).saturating_sub(self.keep_free);
-        if size > room && !self.existing {
-            return Err(DiskError::Space {
-                path: path.to_owned(),
-                size,
-                room,
-            });
-        }
+        let size = match size > room && !self.existing {
+            false => size,
+            // Others have filled the file system since: what is there is worth keeping.
+            true if path.join(HEADER_NAME).is_file() => {
+                let smaller = room.max(held);
+                warn!(
+                    path = %path.display(),
+                    "{size} bytes were asked for, the file system has room for {room}; the drive \
+                     takes up to {smaller} until the next start"
+                );
+                smaller
+            }
+            true => {
+                return Err(DiskError::Space {
+                    path: path.to_owned(),
+                    size,
+                    room,
+                });
+            }
+        };
         let segment_bytes = self.segment_bytes.unwrap_or_else(|| default_segment(size));
         let settings = DriveSettings {
             capacity: size,
@@ -332,9 +354,13 @@ impl DiskConfig {
         let volume = Arc::new(folder) as Arc<dyn Volume>;
         let to_sign = lock.try_clone().map_err(io)?;
         let opened = open_drive(volume, segment_bytes, settings, Some(lock));
-        let (drive, notes) = opened.map_err(|source| DiskError::Format {
-            path: path.to_owned(),
-            source,
+        let (drive, notes) = opened.map_err(|source| {
+            let path = path.to_owned();
+            match source.raw_os_error() {
+                Some(libc::EMFILE) => DiskError::OpenFiles { path },
+                Some(_) => DiskError::Io { path, source },
+                None => DiskError::Format { path, source },
+            }
         })?;
         sign(&to_sign);
         for note in notes {
@@ -354,8 +380,9 @@ impl DiskConfig {
 
 fn default_segment(size: u64) -> u64 {
     let share = (size / 64).clamp(64 << 20, 1 << 30);
-    // A small drive still has several.
-    share.min(size / 4).next_multiple_of(1 << 20)
+    // A small drive still has several. A big one has at most 512: each is an open file.
+    let share = share.min(size / 4).max(size.div_ceil(512));
+    share.next_multiple_of(1 << 20)
 }
 
 /// Bytes that a folder can take on its file system, with those that it holds already. The folder
@@ -403,9 +430,14 @@ pub(crate) fn open_drive(
     }
     let header = volume.read_all(HEADER_NAME)?;
     let header = DriveHeader::decode((*header).as_ref()).map_err(io::Error::other)?;
-    let made = segment_numbers(&names);
-    let recovered: Recovered = recover(&*volume, &names, &header.drive_id, header.segment_bytes)?;
-    let notes = recovered.notes.clone();
+    let mut made = segment_numbers(&names);
+    let mut recovered = recover(&*volume, &names, &header.drive_id, header.segment_bytes)?;
+    let mut notes = std::mem::take(&mut recovered.notes);
+    let possible = made.partition_point(|&number| number < MAX_SEGMENTS);
+    for stray in made.drain(possible..) {
+        let name = segment_name(stray);
+        notes.push(format!("{name}: no segment has that number; left alone"));
+    }
     let drive = Drive::start(volume, header, recovered, &made, settings, lock)?;
     Ok((drive, notes))
 }
@@ -422,7 +454,10 @@ fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let header = DriveHeader {
         drive_id,
-        segment_bytes: segment_bytes.next_multiple_of(BLOCK),
+        // What is no size is refused below.
+        segment_bytes: segment_bytes
+            .checked_next_multiple_of(BLOCK)
+            .unwrap_or(u64::MAX),
         created: now.map_or(0, |now| now.as_secs()),
     };
     let mut block = AlignedBuf::new(BLOCK);
@@ -439,4 +474,20 @@ fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
     volume.close(file);
     volume.rename(UNFINISHED_HEADER, HEADER_NAME)?;
     volume.sync_names()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drive_of_any_size_has_several_segments_and_not_many() {
+        let sizes = (22..50).flat_map(|power| [1u64 << power, (1 << power) + 12_345]);
+        for size in sizes {
+            let segments = size / default_segment(size);
+            assert!((2..=512).contains(&segments), "{segments} of {size} bytes");
+        }
+        // What a size of before has stays as it is.
+        assert_eq!(default_segment(512 << 30), 1 << 30);
+    }
 }

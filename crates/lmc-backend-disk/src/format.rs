@@ -211,7 +211,7 @@ impl DriveHeader {
             created: r.u64(),
         };
         let whole = this.segment_bytes.is_multiple_of(BLOCK);
-        if !whole || this.segment_bytes < 2 * BLOCK || blocks(this.segment_bytes) > 1 << 32 {
+        if !whole || this.segment_bytes < 2 * BLOCK || blocks(this.segment_bytes) >= 1 << 32 {
             return Err(FormatError::Field {
                 what,
                 field: "segment size",

@@ -68,6 +68,9 @@ pub(crate) enum Room {
     TooLarge { max: u64 },
 }
 
+/// Segments that a drive may have. Each is an open file, and a process may usually have as many
+/// of those; a greater number is damage.
+pub(crate) const MAX_SEGMENTS: u32 = 1 << 20;
 /// How many segments that were read from are passed over before one is given up all the same.
 const SECOND_CHANCES: usize = 16;
 
@@ -80,7 +83,7 @@ pub(crate) struct Index {
     active: Option<u32>,
     /// Full segments, the one that was begun first in front.
     full: VecDeque<u32>,
-    /// Segments whose file is there and that hold nothing.
+    /// Segments whose file is there and that hold nothing; the last is used next.
     free: Vec<u32>,
     chunks: u64,
     bytes: u64,
@@ -206,8 +209,7 @@ impl Index {
     }
 
     fn begin(&mut self, segment: u32, generation: u64) -> bool {
-        // A number far beyond the others is a damaged record, not a drive of that size.
-        if segment as usize > self.segments.len() + 1024 {
+        if segment >= MAX_SEGMENTS {
             return false;
         }
         let known = self.segment_mut(segment);
@@ -277,6 +279,8 @@ impl Index {
         // The one begun last has the highest generation: generations count uses of all segments.
         self.active = used.pop();
         self.full = used.into();
+        // The lowest is handed out first.
+        self.free.reverse();
     }
 
     /// The number of the next segment file, when another is wanted.
@@ -307,7 +311,7 @@ impl Index {
         let needed = needed as u32;
         if let Some(active) = self.active {
             let segment = &mut self.segments[active as usize];
-            if segment.used + needed <= self.segment_blocks {
+            if needed <= self.segment_blocks - segment.used {
                 let extent = extent(active, segment, needed);
                 return Room::Extent(extent);
             }
@@ -316,7 +320,7 @@ impl Index {
         }
         let next = match self.free.pop() {
             Some(free) => free,
-            None if may_grow => return Room::MayGrow,
+            None if may_grow && self.next_segment() < MAX_SEGMENTS => return Room::MayGrow,
             None => match self.victim() {
                 Some(victim) => victim,
                 None => return Room::Busy,

@@ -1,7 +1,7 @@
 //! What a folder may hold when a tier is opened on it.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -128,4 +128,57 @@ fn what_the_making_of_a_drive_leaves_is_no_obstacle() {
     assert_eq!(fs::read_to_string(folder.at("lock")).unwrap(), owner);
     drop(tier);
     assert!(is_there(&folder.config().open().unwrap(), &pool, 1));
+}
+
+#[test]
+fn a_size_of_segment_that_cannot_be_is_an_error() {
+    for bytes in [1 << 44, u64::MAX] {
+        let folder = Folder::new();
+        let refused = folder.config().with_segment_bytes(bytes).open();
+        let refused = refused.expect_err("no segment is as large");
+        assert!(refused.to_string().contains("segment size"), "{refused}");
+        assert!(!folder.names().contains(&"drive".to_owned()));
+    }
+}
+
+#[test]
+fn a_segment_that_was_half_made_gets_its_room() {
+    let (folder, pool) = (Folder::new(), pool());
+    drop(folder.config().open().unwrap());
+    fs::write(folder.at("segment-00000000"), []).unwrap();
+    let tier = folder.config().open().unwrap();
+    let segment = fs::metadata(folder.at("segment-00000000")).unwrap();
+    assert_eq!((segment.len(), segment.blocks() * 512), (MIB, MIB));
+    store(&tier, &pool, 1);
+    assert!(is_there(&tier, &pool, 1));
+}
+
+#[test]
+fn a_stray_file_with_the_name_of_a_segment_is_left_alone() {
+    let (folder, pool) = (Folder::new(), pool());
+    store(&folder.config().open().unwrap(), &pool, 1);
+    fs::write(folder.at("segment-ffffffff"), WORDS).unwrap();
+    let tier = folder.config().open().unwrap();
+    assert!(is_there(&tier, &pool, 1));
+    assert_eq!(tier.inspect()[0].segments.len(), 1);
+    let stray = fs::read_to_string(folder.at("segment-ffffffff")).unwrap();
+    assert_eq!(stray, WORDS);
+}
+
+#[test]
+fn a_drive_on_a_file_system_that_others_filled_opens_with_what_it_holds() {
+    let (folder, pool) = (Folder::new(), pool());
+    store(&folder.config().open().unwrap(), &pool, 1);
+    // As if that much was missing.
+    let full = folder.config().with_keep_free(1 << 60);
+    let tier = full.open().unwrap();
+    assert!(is_there(&tier, &pool, 1));
+    store(&tier, &pool, 2);
+    let capacity = tier.held().capacity.unwrap();
+    assert!(capacity < 32 * MIB, "{capacity}");
+    drop(tier);
+    let tier = folder.config().open().unwrap();
+    assert!(is_there(&tier, &pool, 1) && is_there(&tier, &pool, 2));
+    let refused = Folder::new().config().with_keep_free(1 << 60).open();
+    assert!(matches!(refused, Err(DiskError::Space { .. })));
 }

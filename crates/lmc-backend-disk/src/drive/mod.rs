@@ -180,7 +180,7 @@ impl Drive {
             if files.len() <= at {
                 files.resize(at + 1, None);
             }
-            let file = volume.open(&segment_name(segment), None)?;
+            let file = open_segment(&*volume, segment, header.segment_bytes)?;
             files[at] = Some(SegmentFile::new(file));
         }
         let header_file = volume.open(HEADER_NAME, None)?;
@@ -430,6 +430,16 @@ impl Drop for Drive {
     fn drop(&mut self) {
         // Like a kill: what was acknowledged is durable, and the next start finds it.
         let _ = self.stop(false);
+    }
+}
+
+/// Opens a segment that is there. One that a kill has left half made gets the rest of its room;
+/// where there is none, what it holds can be read all the same.
+fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
+    let name = segment_name(segment);
+    match volume.open(&name, Some(bytes)) {
+        Err(error) if error.kind() == io::ErrorKind::StorageFull => volume.open(&name, None),
+        opened => opened,
     }
 }
 

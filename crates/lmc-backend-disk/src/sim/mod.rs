@@ -4,6 +4,7 @@ mod clear_tests;
 mod crash_tests;
 mod fault_tests;
 mod room_tests;
+mod segment_tests;
 
 use std::collections::BTreeMap;
 use std::io;
