@@ -4,23 +4,39 @@
 
 use std::collections::VecDeque;
 
-use hashbrown::HashMap;
+use hashbrown::HashTable;
 use lmc_key::ChunkKey;
-use xxhash_rust::xxh3::Xxh3DefaultBuilder;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::format::{Place, PutRecord, Record, blocks};
 
-/// A chunk that is there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Entry {
-    segment: u32,
+/// A chunk in the list of its segment.
+#[derive(Clone, Copy, Debug)]
+struct Chunk {
+    key: ChunkKey,
     block: u32,
-    /// The lower half of the segment's generation. Where it differs from the segment's, the
-    /// entry is of an earlier use and counts as absent.
-    generation: u32,
-    /// Blocks of the payload, so that an entry has no holes; its exact bytes are `len`.
+    /// Bytes of the payload; 0 once the chunk is gone.
     len: u64,
     payload_sum: u64,
+}
+
+/// Where to find a chunk that is there.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// That of its key.
+    hash: u64,
+    segment: u32,
+    /// Its place in the segment's list.
+    at: u32,
+}
+
+fn hash_of(key: &ChunkKey) -> u64 {
+    let mut bytes = [0; 52];
+    bytes[..16].copy_from_slice(key.space.as_bytes());
+    bytes[16..48].copy_from_slice(key.hash.as_bytes());
+    bytes[48..50].copy_from_slice(&key.kv_rank.to_le_bytes());
+    bytes[50..].copy_from_slice(&key.group.to_le_bytes());
+    xxh3_64(&bytes)
 }
 
 /// A segment's state.
@@ -29,7 +45,9 @@ pub(crate) struct Segment {
     pub(crate) generation: u64,
     /// Blocks from its start that were given out in this use.
     used: u32,
-    /// Chunks of this use that are there, and their bytes.
+    /// Chunks of this use, in the order in which they came.
+    list: Vec<Chunk>,
+    /// Those that are there, and their bytes.
     chunks: u32,
     bytes: u64,
     /// Loads since it was last passed over.
@@ -76,7 +94,8 @@ const SECOND_CHANCES: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Index {
-    entries: HashMap<ChunkKey, Entry, Xxh3DefaultBuilder>,
+    /// One for each chunk that is there.
+    entries: HashTable<Entry>,
     segments: Vec<Segment>,
     segment_blocks: u32,
     /// The segment that is written to, if any.
@@ -89,6 +108,19 @@ pub(crate) struct Index {
     bytes: u64,
     evicted_chunks: u64,
     evicted_segments: u64,
+}
+
+/// Chunks that are told of at a time.
+pub(crate) const SNAPSHOT_PART: usize = 4096;
+
+/// How far the telling of an index has come.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    /// Of each segment when it began.
+    generations: Vec<u64>,
+    /// The segment whose chunks are told of, and the next of them in its list.
+    segment: usize,
+    at: usize,
 }
 
 /// What an [`Index`] holds and did.
@@ -105,7 +137,7 @@ impl Index {
     pub(crate) fn new(segment_bytes: u64) -> Self {
         let segment_blocks = u32::try_from(blocks(segment_bytes)).expect("checked in its header");
         Self {
-            entries: HashMap::with_hasher(Xxh3DefaultBuilder::new()),
+            entries: HashTable::new(),
             segments: Vec::new(),
             segment_blocks,
             active: None,
@@ -126,7 +158,7 @@ impl Index {
 
     /// Takes memory for so many changes that are about to be applied.
     pub(crate) fn expect(&mut self, records: usize) {
-        self.entries.reserve(records);
+        self.entries.reserve(records, |entry| entry.hash);
     }
 
     fn segment_mut(&mut self, segment: u32) -> &mut Segment {
@@ -135,10 +167,6 @@ impl Index {
             self.segments.resize(index + 1, Segment::default());
         }
         &mut self.segments[index]
-    }
-
-    fn live(&self, entry: &Entry) -> bool {
-        self.segments[entry.segment as usize].generation as u32 == entry.generation
     }
 
     /// Applies a change. False when it contradicts what is known (a chunk outside its segment,
@@ -175,15 +203,20 @@ impl Index {
             return false;
         }
         self.remove(&put.key);
+        let known = &mut self.segments[segment as usize];
         let entry = Entry {
+            hash: hash_of(&put.key),
             segment,
+            at: known.list.len() as u32,
+        };
+        known.list.push(Chunk {
+            key: put.key,
             block,
-            generation: generation as u32,
             len: put.len,
             payload_sum: put.payload_sum,
-        };
-        self.entries.insert(put.key, entry);
-        let known = &mut self.segments[segment as usize];
+        });
+        self.entries
+            .insert_unique(entry.hash, entry, |entry| entry.hash);
         known.used = known.used.max(end as u32);
         known.chunks += 1;
         known.bytes += put.len;
@@ -194,17 +227,22 @@ impl Index {
 
     /// Forgets a chunk. Whether it was there.
     pub(crate) fn remove(&mut self, key: &ChunkKey) -> bool {
-        let Some(entry) = self.entries.remove(key) else {
-            return false;
-        };
-        if !self.live(&entry) {
-            return false;
-        }
-        let segment = &mut self.segments[entry.segment as usize];
+        let (hash, segments) = (hash_of(key), &mut self.segments);
+        let found = self.entries.find_entry(hash, |entry| {
+            entry.hash == hash
+                && segments[entry.segment as usize].list[entry.at as usize].key == *key
+        });
+        let Ok(found) = found else { return false };
+        let (entry, _) = found.remove();
+        let segment = &mut segments[entry.segment as usize];
+        let len = std::mem::take(&mut segment.list[entry.at as usize].len);
         segment.chunks -= 1;
-        segment.bytes -= entry.len;
+        segment.bytes -= len;
+        if segment.chunks == 0 {
+            segment.list.clear();
+        }
         self.chunks -= 1;
-        self.bytes -= entry.len;
+        self.bytes -= len;
         true
     }
 
@@ -219,32 +257,27 @@ impl Index {
         if generation == known.generation {
             return true;
         }
-        let (chunks, bytes) = (known.chunks, known.bytes);
-        *known = Segment {
+        let used = Segment {
             generation,
             made: known.made,
             busy: known.busy,
             ..Segment::default()
         };
-        self.chunks -= u64::from(chunks);
-        self.bytes -= bytes;
-        self.evicted_chunks += u64::from(chunks);
-        if chunks > 0 {
-            self.evicted_segments += 1;
-        }
-        // Entries of the earlier use stay in the map until there are as many as live ones.
-        if self.entries.len() as u64 > 2 * self.chunks + 4096 {
-            self.sweep();
+        let before = std::mem::replace(known, used);
+        self.chunks -= u64::from(before.chunks);
+        self.bytes -= before.bytes;
+        self.evicted_chunks += u64::from(before.chunks);
+        self.evicted_segments += u64::from(before.chunks > 0);
+        for (at, chunk) in (0u32..)
+            .zip(&before.list)
+            .filter(|(_, chunk)| chunk.len > 0)
+        {
+            let place = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
+            if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), place) {
+                found.remove();
+            }
         }
         true
-    }
-
-    /// Drops what earlier uses of segments left.
-    fn sweep(&mut self) {
-        let segments = &self.segments;
-        self.entries.retain(|_, entry| {
-            segments[entry.segment as usize].generation as u32 == entry.generation
-        });
     }
 
     /// After recovery: which segment files are there. Those that hold chunks are full, but for
@@ -262,7 +295,6 @@ impl Index {
         for (segment, generation) in lost {
             self.begin(segment, generation);
         }
-        self.sweep();
         let mut used: Vec<u32> = Vec::new();
         self.free.clear();
         for (number, segment) in (0u32..).zip(&self.segments) {
@@ -363,21 +395,16 @@ impl Index {
 
     /// Where a chunk is, if it is there.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
-        let entry = self.entries.get(key).filter(|entry| self.live(entry))?;
-        Some(self.record(key, entry))
-    }
-
-    fn record(&self, key: &ChunkKey, entry: &Entry) -> PutRecord {
-        PutRecord {
-            key: *key,
-            place: Place {
-                segment: entry.segment,
-                block: entry.block,
-                generation: self.segments[entry.segment as usize].generation,
-            },
-            len: entry.len,
-            payload_sum: entry.payload_sum,
-        }
+        let hash = hash_of(key);
+        let place = |entry: &Entry| {
+            let segment = &self.segments[entry.segment as usize];
+            (segment, &segment.list[entry.at as usize])
+        };
+        let found = self.entries.find(hash, |entry| {
+            entry.hash == hash && place(entry).1.key == *key
+        })?;
+        let (segment, chunk) = place(found);
+        Some(segment.record(found.segment, chunk))
     }
 
     /// Forgets a chunk if it is still the one at this place, because its bytes turned out wrong.
@@ -406,37 +433,76 @@ impl Index {
 
     /// The chunks at the lowest places after `after`, at most `limit`, in the order of places.
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
-        let mut found: Vec<(u32, u32, &ChunkKey, &Entry)> = self
-            .entries
-            .iter()
-            .map(|(key, entry)| (entry.segment, entry.block, key, entry))
-            .filter(|&(segment, block, _, entry)| {
-                after.is_none_or(|after| (segment, block) > after) && self.live(entry)
-            })
-            .collect();
-        if found.len() > limit {
-            found.select_nth_unstable_by_key(limit, |&(segment, block, ..)| (segment, block));
-            found.truncate(limit);
+        let mut found = Vec::new();
+        let first = after.map_or(0, |(segment, _)| segment);
+        for (number, segment) in (0u32..).zip(&self.segments).skip(first as usize) {
+            let room = limit - found.len();
+            if room == 0 {
+                break;
+            }
+            if segment.chunks == 0 {
+                continue;
+            }
+            let is_after = |block| after.is_none_or(|after| (number, block) > after);
+            let there = segment.list.iter();
+            let there = there.filter(|chunk| chunk.len > 0 && is_after(chunk.block));
+            let mut there: Vec<&Chunk> = there.collect();
+            if there.len() > room {
+                there.select_nth_unstable_by_key(room, |chunk| chunk.block);
+                there.truncate(room);
+            }
+            there.sort_unstable_by_key(|chunk| chunk.block);
+            found.extend(there.into_iter().map(|chunk| segment.record(number, chunk)));
         }
-        found.sort_unstable_by_key(|&(segment, block, ..)| (segment, block));
         found
-            .into_iter()
-            .map(|(.., key, entry)| self.record(key, entry))
-            .collect()
     }
 
-    /// All there is to know, as records that make it again: segments first.
-    pub(crate) fn snapshot(&self) -> Vec<Record> {
-        let begins = (0u32..)
-            .zip(&self.segments)
-            .filter(|(_, s)| s.generation > 0);
-        let begins = begins.map(|(segment, state)| Record::Begin {
+    /// Begins to tell all there is to know, as records that make it again: those of the segments
+    /// come now, those of the chunks by [`Self::tell`].
+    pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
+        let generations: Vec<u64> = self.segments.iter().map(|s| s.generation).collect();
+        let begun = (0u32..).zip(&generations);
+        let begun = begun.filter(|&(_, &generation)| generation > 0);
+        records.extend(begun.map(|(segment, &generation)| Record::Begin {
             segment,
-            generation: state.generation,
-        });
-        let live = self.entries.iter().filter(|(_, entry)| self.live(entry));
-        let puts = live.map(|(key, entry)| Record::Put(self.record(key, entry)));
-        begins.chain(puts).collect()
+            generation,
+        }));
+        Snapshot {
+            generations,
+            segment: 0,
+            at: 0,
+        }
+    }
+
+    /// Tells the next part of a snapshot, up to [`SNAPSHOT_PART`] records. False when that was
+    /// the last.
+    ///
+    /// Between parts chunks may be removed and segments begun anew: told or not, that is in the
+    /// log that goes on from the snapshot. No chunk may be put meanwhile.
+    pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
+        let mut room = SNAPSHOT_PART;
+        while room > 0 {
+            let Some(&generation) = snapshot.generations.get(snapshot.segment) else {
+                return false;
+            };
+            let segment = &self.segments[snapshot.segment];
+            // What a segment holds since it was begun anew does not belong to this snapshot.
+            let list = match segment.generation == generation {
+                true => segment.list.get(snapshot.at..).unwrap_or_default(),
+                false => &[],
+            };
+            let part = &list[..list.len().min(room)];
+            let number = snapshot.segment as u32;
+            let there = part.iter().filter(|chunk| chunk.len > 0);
+            records.extend(there.map(|chunk| Record::Put(segment.record(number, chunk))));
+            room -= part.len();
+            snapshot.at += part.len();
+            if part.len() == list.len() {
+                snapshot.segment += 1;
+                snapshot.at = 0;
+            }
+        }
+        true
     }
 
     /// The segments whose files are there, by their numbers.
@@ -558,6 +624,19 @@ fn extent(number: u32, segment: &mut Segment, needed: u32) -> Extent {
 }
 
 impl Segment {
+    fn record(&self, number: u32, chunk: &Chunk) -> PutRecord {
+        PutRecord {
+            key: chunk.key,
+            place: Place {
+                segment: number,
+                block: chunk.block,
+                generation: self.generation,
+            },
+            len: chunk.len,
+            payload_sum: chunk.payload_sum,
+        }
+    }
+
     /// Blocks from its start that were given out.
     pub(crate) fn used_blocks(&self) -> u32 {
         self.used
@@ -568,3 +647,6 @@ impl Segment {
         (self.chunks, self.bytes)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use lmc_backend::{StoreError, Stored};
 use lmc_key::ChunkKey;
+use parking_lot::MutexGuard;
 use tracing::{info, warn};
 
 use super::{Change, Ready, SegmentFile, Shared, State, Stop, again};
@@ -13,6 +14,7 @@ use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
     frame_len,
 };
+use crate::index::SNAPSHOT_PART;
 use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};
 use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
 
@@ -301,9 +303,25 @@ impl Shared {
         self.volume.sync_names()
     }
 
+    /// The index as it is now. Those who wait for its lock come in between; nothing is put
+    /// meanwhile, because only the log's thread does that, and this is it.
+    fn snapshot(&self) -> Vec<Record> {
+        let mut records = Vec::new();
+        let mut snapshot = self.state.lock().index.snapshot(&mut records);
+        loop {
+            records.reserve(SNAPSHOT_PART);
+            let state = self.state.lock();
+            let more = state.index.tell(&mut snapshot, &mut records);
+            MutexGuard::unlock_fair(state);
+            if !more {
+                return records;
+            }
+        }
+    }
+
     /// Writes the index as it is now.
     fn checkpoint(&self, log: u64) -> io::Result<()> {
-        let records = self.state.lock().index.snapshot();
+        let records = self.snapshot();
         let len = (records.len() * RECORD_LEN).next_multiple_of(BLOCK_LEN) as u64;
         if self.volume.list()?.iter().any(|name| name == UNFINISHED) {
             self.volume.remove(UNFINISHED)?;

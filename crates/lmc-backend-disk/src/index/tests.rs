@@ -1,0 +1,169 @@
+//! Listing and telling an index, of any size and while it changes.
+
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{Rng, test_key};
+
+use super::*;
+
+const SEGMENT: u64 = 1 << 30;
+
+fn put(number: u64, segment: u32, block: u32, generation: u64) -> Record {
+    Record::Put(PutRecord {
+        key: test_key(number),
+        place: Place {
+            segment,
+            block,
+            generation,
+        },
+        len: 100 + number % 4000,
+        payload_sum: number,
+    })
+}
+
+fn begin(segment: u32, generation: u64) -> Record {
+    Record::Begin {
+        segment,
+        generation,
+    }
+}
+
+/// An index with so many chunks in each of some segments.
+fn filled(segments: u32, each: u32) -> Index {
+    let mut index = Index::new(SEGMENT);
+    index.expect((segments * each) as usize);
+    for segment in 0..segments {
+        let generation = u64::from(segment) + 1;
+        assert!(index.apply(&begin(segment, generation)));
+        for n in 0..each {
+            // Chunks that are written beside each other come in any order.
+            let number = u64::from(segment * each + (n ^ 1));
+            assert!(index.apply(&put(number, segment, 2 * (n ^ 1), generation)));
+        }
+    }
+    index
+}
+
+/// All chunks, page by page.
+fn all(index: &Index, limit: usize) -> Vec<PutRecord> {
+    let (mut found, mut after) = (Vec::new(), None);
+    loop {
+        let page = index.list(after, limit);
+        assert!(page.len() <= limit);
+        let Some(last) = page.last() else {
+            return found;
+        };
+        after = Some((last.place.segment, last.place.block));
+        found.extend(page);
+    }
+}
+
+fn made_of(records: &[Record]) -> Index {
+    let mut index = Index::new(SEGMENT);
+    for record in records {
+        assert!(index.apply(record), "{record:?} does not fit");
+    }
+    index
+}
+
+#[test]
+fn a_listing_goes_through_all_chunks_in_the_order_of_their_places() {
+    let mut index = filled(5, 100);
+    for number in (0..500).filter(|number| number % 7 == 0) {
+        assert!(index.remove(&test_key(number)) && !index.remove(&test_key(number)));
+    }
+    // One is used anew, one is emptied.
+    assert!(index.apply(&begin(1, 6)));
+    assert!(index.apply(&put(1000, 1, 4, 6)));
+    for number in 300..400 {
+        index.remove(&test_key(number));
+    }
+    let numbers = (0..100).chain(200..300).chain(400..500);
+    let mut expected: Vec<u64> = numbers.filter(|number| number % 7 != 0).collect();
+    let at = expected.partition_point(|&number| number < 100);
+    expected.insert(at, 1000);
+    for limit in [1, 3, 64, 100, 10_000] {
+        let found = all(&index, limit);
+        let keys: Vec<_> = found.iter().map(|put| put.key).collect();
+        let expected: Vec<_> = expected.iter().map(|&number| test_key(number)).collect();
+        assert_eq!(keys, expected, "{limit} at a time");
+        assert!(found.iter().all(|put| index.find(&put.key) == Some(*put)));
+    }
+    assert_eq!(index.usage().chunks, expected.len() as u64);
+}
+
+#[test]
+fn what_was_told_makes_the_same_index() {
+    let mut index = filled(40, 1000);
+    for number in (0..40_000).filter(|number| number % 3 == 0) {
+        index.remove(&test_key(number));
+    }
+    let mut records = Vec::new();
+    let mut snapshot = index.snapshot(&mut records);
+    let mut before = records.len();
+    while index.tell(&mut snapshot, &mut records) {
+        assert!(records.len() - before <= SNAPSHOT_PART);
+        before = records.len();
+    }
+    assert_eq!(all(&made_of(&records), 512), all(&index, 512));
+}
+
+/// A checkpoint is written while chunks are removed and segments begun anew. Those changes are in
+/// the log that goes on from it, and both together make what is there in the end.
+#[test]
+fn what_was_told_while_it_changed_makes_the_same_index_with_the_changes() {
+    for seed in 0..20 {
+        let mut rng = Rng::new(seed);
+        let mut index = filled(30, 1000);
+        let mut records = Vec::new();
+        let mut snapshot = index.snapshot(&mut records);
+        let (mut log, mut generation) = (Vec::new(), 31);
+        while index.tell(&mut snapshot, &mut records) {
+            for _ in 0..20 {
+                let change = match rng.below(10) {
+                    0 => {
+                        generation += 1;
+                        begin(rng.below(32) as u32, generation)
+                    }
+                    _ => Record::Remove {
+                        key: test_key(rng.below(30_000)),
+                    },
+                };
+                index.apply(&change);
+                log.push(change);
+            }
+        }
+        let mut again = made_of(&records);
+        for change in &log {
+            assert!(again.apply(change));
+        }
+        assert_eq!(all(&again, 512), all(&index, 512), "seed {seed}");
+        let state = |index: &Index| index.usage().chunks;
+        assert_eq!(state(&again), state(&index), "seed {seed}");
+    }
+}
+
+#[test]
+fn no_page_and_no_part_of_a_million_chunks_takes_long() {
+    let index = filled(1000, 1000);
+    // The fastest of several: others use the machine too.
+    let fastest = |run: &mut dyn FnMut()| {
+        let mut time = |_| {
+            let begun = Instant::now();
+            run();
+            begun.elapsed()
+        };
+        (0..100).map(&mut time).min().expect("a hundred of them")
+    };
+    let page = fastest(&mut || assert_eq!(index.list(Some((500, 500)), 1024).len(), 1024));
+    let mut records = Vec::with_capacity(1_001_000);
+    let begin = fastest(&mut || {
+        records.clear();
+        index.snapshot(&mut records);
+    });
+    let mut snapshot = index.snapshot(&mut records);
+    let part = fastest(&mut || assert!(index.tell(&mut snapshot, &mut records)));
+    println!("a page takes {page:?}, a snapshot's begin {begin:?}, its part {part:?}");
+    let long = Duration::from_millis(1);
+    assert!(page < long && begin < long && part < long);
+}
