@@ -77,6 +77,10 @@ impl DiskBackend {
         &self.drives
     }
 
+    pub(crate) fn timer(&self) -> &Timer {
+        &self.timer
+    }
+
     fn closed(&self) -> bool {
         self.drives.iter().all(Drive::closed)
     }

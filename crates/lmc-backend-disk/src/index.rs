@@ -374,6 +374,15 @@ impl Index {
         }
     }
 
+    /// Whether a chunk of `len` bytes finds room where nothing must be given up or made for it.
+    pub(crate) fn has_spare_room(&self, len: u64) -> bool {
+        let needed = 1 + blocks(len);
+        let active = self.active.map(|active| &self.segments[active as usize]);
+        let left = active.map_or(0, |active| self.segment_blocks - active.used);
+        needed <= u64::from(left)
+            || needed <= u64::from(self.segment_blocks) && !self.free.is_empty()
+    }
+
     /// The oldest full segment that nothing reads or writes and that was not read from lately.
     fn victim(&mut self) -> Option<u32> {
         let mut chances = SECOND_CHANCES;
@@ -510,6 +519,13 @@ impl Index {
         (0u32..)
             .zip(&self.segments)
             .filter(|(_, segment)| segment.made)
+    }
+
+    /// Lets a segment that holds nothing, and that nobody uses, be written to next.
+    pub(crate) fn reuse(&mut self, segment: u32) {
+        if self.unmake(segment) {
+            self.made(segment);
+        }
     }
 
     /// Gives up the file of a segment that holds nothing and that nobody uses. False when it

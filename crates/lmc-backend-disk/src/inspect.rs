@@ -1,11 +1,15 @@
 //! Looking into a tier, and giving its space back.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreError, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use crate::DiskBackend;
+use crate::batch::Batch;
+use crate::drive::Drive;
+use crate::format::PutRecord;
 
 /// One drive at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,8 +55,12 @@ pub struct SegmentStatus {
 pub struct Compacted {
     /// Chunks that were moved.
     pub moved: u64,
-    /// Chunks that were lost: they could not be read, or not be written again.
+    /// Chunks that turned out damaged, and are forgotten.
     pub lost: u64,
+    /// Chunks that stay where they are: they could not be read or written.
+    pub stayed: u64,
+    /// Whether it ended early on a drive, because there was no room to move a chunk to.
+    pub no_room: bool,
     /// Segment files that went.
     pub segments: u64,
     /// Their bytes.
@@ -69,9 +77,9 @@ impl DiskBackend {
     /// and gives the files of empty segments back to the file system.
     ///
     /// Meant for a tier that nobody else uses just then. `pool` must hold the largest chunk. A
-    /// chunk is taken off its old place before it is written to the new one, so that a kill in
-    /// between costs that chunk. `patience` bounds each step; `progress` hears of chunks that
-    /// are done, of how many.
+    /// chunk is at its old place until it is durable at the new one, so that a kill costs
+    /// nothing; nor is a chunk given up to make room for another. `patience` bounds each step;
+    /// `progress` hears of chunks that are done, of how many.
     ///
     /// # Errors
     /// When a file cannot be removed.
@@ -92,14 +100,29 @@ impl DiskBackend {
         let drives = self.inspect();
         let total = drives.iter().flat_map(sparse).map(|s| s.chunks).sum();
         for (status, drive) in drives.iter().zip(self.drives()) {
-            for segment in sparse(status) {
-                for put in drive.chunks_of(segment.number) {
-                    match self.move_chunk(put.key, put.len, pool, patience).await {
-                        true => done.moved += 1,
-                        false => done.lost += 1,
+            // Chunks go to where nothing is and to what was emptied before, so the segments with
+            // least in them come first, and files go last.
+            let mut sparse = sparse(status);
+            sparse.sort_by_key(|segment| segment.bytes);
+            'segments: for segment in &sparse {
+                let mut chunks = drive.chunks_of(segment.number);
+                // Others were moved to where it was empty.
+                chunks.retain(|put| put.place.generation == segment.generation);
+                for put in chunks {
+                    match self.move_chunk(drive, &put, pool, patience).await {
+                        Move::Moved => done.moved += 1,
+                        Move::Lost => done.lost += 1,
+                        Move::Stayed => done.stayed += 1,
+                        Move::NoRoom => {
+                            done.no_room = true;
+                            break 'segments;
+                        }
                     }
-                    progress(done.moved + done.lost, total);
+                    progress(done.moved + done.lost + done.stayed, total);
                 }
+                drive.reuse(segment.number);
+            }
+            for segment in sparse {
                 if drive.give_back(segment.number)? {
                     done.segments += 1;
                     done.freed_bytes += status.segment_bytes;
@@ -111,25 +134,38 @@ impl DiskBackend {
 
     async fn move_chunk(
         &self,
-        key: lmc_key::ChunkKey,
-        len: u64,
+        drive: &Drive,
+        put: &PutRecord,
         pool: &Pool,
         patience: Duration,
-    ) -> bool {
+    ) -> Move {
         let deadline = Instant::now() + patience;
-        let Some(slot) = pool.reserve(len) else {
-            return false;
+        let Some(slot) = pool.reserve(put.len) else {
+            return Move::Stayed;
         };
-        let loaded = self.load(vec![LoadItem::new(key, slot)], deadline).await;
-        let Some(slot) = loaded.into_iter().next().and_then(Loaded::hit) else {
-            return false;
+        let item = LoadItem::new(put.key, slot);
+        let slot = match self.load(vec![item], deadline).await.pop() {
+            Some(Loaded::Hit(slot)) => slot,
+            Some(Loaded::Miss(_)) => return Move::Lost,
+            _ => return Move::Stayed,
         };
-        let removed = self.remove(&[key], deadline).await;
-        if !matches!(removed[..], [Ok(true)]) {
-            return false;
+        let item = StoreItem::new(put.key, slot.seal());
+        let batch = Batch::new(1);
+        drive.relocate(item, put.payload_sum, (Arc::clone(&batch), 0));
+        let late = |_| Err(StoreError::Deadline);
+        let (answers, _) = batch.all(self.timer(), deadline, late).await;
+        match answers[..] {
+            [Ok(Stored::Written)] => Move::Moved,
+            [Err(StoreError::Full { .. })] => Move::NoRoom,
+            _ => Move::Stayed,
         }
-        let item = StoreItem::new(key, slot.seal());
-        let stored = self.store(vec![item], deadline).await;
-        matches!(stored[..], [Ok(_)])
     }
+}
+
+/// What became of a chunk that was to be moved.
+enum Move {
+    Moved,
+    Lost,
+    Stayed,
+    NoRoom,
 }

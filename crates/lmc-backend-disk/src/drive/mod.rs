@@ -4,6 +4,7 @@
 mod commit;
 mod health;
 mod load;
+mod relocate;
 mod room;
 mod store;
 

@@ -151,6 +151,21 @@ impl Shared {
         Found::Extent(extent, file)
     }
 
+    /// Finds room for a chunk that costs no other, and waits for a segment to be made if it must.
+    pub(super) fn take_spare_room(&self, len: u64) -> Option<(Extent, SegmentFile)> {
+        if !self.state.lock().index.has_spare_room(len) {
+            self.grow();
+        }
+        let mut state = self.state.lock();
+        if !state.index.has_spare_room(len) {
+            return None;
+        }
+        match self.take_room(&mut state, len) {
+            Found::Extent(extent, file) => Some((extent, file)),
+            Found::Later | Found::No(_) => None,
+        }
+    }
+
     fn may_grow(&self, state: &State) -> bool {
         let not_before = state.growth.not_before;
         state.segments_made < self.max_segments()

@@ -1,16 +1,18 @@
 //! Segments: how many there are, which is used next, and what is left when they are emptied.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use lmc_backend::conformance::{block_on, fill_value, test_key};
-use lmc_backend::{Backend, StoreItem, Stored};
+use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use super::SimVolume;
-use super::crash_tests::{SETTINGS, pool, soon};
+use super::crash_tests::{SEGMENT, SETTINGS, open, pool, soon};
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
+use crate::inspect::Compacted;
 use crate::volume::BLOCK;
 
 /// Stores a chunk that takes so many blocks with its header.
@@ -66,4 +68,69 @@ fn an_index_that_was_lost_once_is_not_lost_at_each_start() {
     block_on(tier.close(soon())).expect("closed in order");
     let (tier, notes) = open();
     assert_eq!(known(&tier, 0..20), 20, "{notes:?}");
+}
+
+fn compact(tier: &DiskBackend, pool: &Pool) -> std::io::Result<Compacted> {
+    block_on(tier.compact(pool, 0.5, Duration::from_millis(200), |_, _| {}))
+}
+
+#[test]
+fn compacting_a_full_file_system_loses_nothing() {
+    let pool = pool();
+    // Five segments and little more.
+    let volume = SimVolume::new(5 * SEGMENT + (128 << 10) - BLOCK);
+    let settings = DriveSettings {
+        log_bytes: 32 << 10,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    let each = SEGMENT / BLOCK / 8;
+    let all = 5 * each;
+    for number in 0..all {
+        store(&tier, &pool, number, 8);
+    }
+    let gone: Vec<_> = (3 * each..4 * each - 1).map(test_key).collect();
+    let removed = block_on(tier.remove(&gone, soon()));
+    assert!(removed.iter().all(|removed| matches!(removed, Ok(true))));
+    let (kept, segments) = (known(&tier, 0..all), volume.names("segment-").len());
+    let done = compact(&tier, &pool).expect("no error");
+    assert!(done.no_room && done.lost == 0, "{done:?}");
+    assert_eq!(known(&tier, 0..all), kept, "{done:?}");
+    assert_eq!(volume.names("segment-").len(), segments);
+}
+
+#[test]
+fn a_crash_at_any_point_of_compacting_loses_nothing() {
+    let pool = pool();
+    let kept = |number: &u64| number.is_multiple_of(5);
+    let mut events = 0;
+    loop {
+        let volume = SimVolume::new(u64::MAX);
+        let tier = open(&volume, SETTINGS).expect("a new drive");
+        for number in 0..60 {
+            store(&tier, &pool, number, 8);
+        }
+        let gone: Vec<_> = (0..60).filter(|n| !kept(n)).map(test_key).collect();
+        let removed = block_on(tier.remove(&gone, soon()));
+        assert!(removed.iter().all(|removed| matches!(removed, Ok(true))));
+        volume.crash_after(events);
+        let done = compact(&tier, &pool);
+        let whole = done.is_ok_and(|done| done.segments > 1 && done.stayed == 0);
+        let volume = volume.after_crash(events);
+        let tier = open(&volume, SETTINGS).expect("it opens after a crash");
+        for number in (0..60).filter(kept) {
+            let slot = pool.reserve(7 * BLOCK).expect("room");
+            let item = LoadItem::new(test_key(number), slot);
+            let loaded = block_on(tier.load(vec![item], soon())).remove(0);
+            let Loaded::Hit(slot) = loaded else {
+                panic!("chunk {number}, after {events} events: {loaded:?}");
+            };
+            check_value(&test_key(number), slot.bytes()).expect("the bytes of this key");
+        }
+        if whole {
+            break;
+        }
+        events += 1;
+    }
+    assert!(events > 20, "there were {events} points to crash at");
 }

@@ -266,13 +266,25 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
         bar.set_position(done);
     }))?;
     bar.finish_and_clear();
-    let text = format!(
-        "{} given back ({} segments), {} chunks moved, {} lost\n",
+    let mut text = format!(
+        "{} given back ({} segments), {} chunks moved, {} damaged and forgotten\n",
         human_bytes(done.freed_bytes),
         done.segments,
         done.moved,
         done.lost
     );
+    // Writing to a string cannot fail.
+    if done.stayed > 0 {
+        let _ = writeln!(
+            text,
+            "{} chunks stay where they are: they could not be read or written",
+            done.stayed
+        );
+    }
+    if done.no_room {
+        text += "it ended early: the file system has no room to move chunks to; free some, and \
+                 run it again\n";
+    }
     Ok((
         text,
         json!({
@@ -280,6 +292,8 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
             "segments": done.segments,
             "moved": done.moved,
             "lost": done.lost,
+            "stayed": done.stayed,
+            "no_room": done.no_room,
         }),
     ))
 }

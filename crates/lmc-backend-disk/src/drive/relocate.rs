@@ -1,0 +1,47 @@
+//! Moving a chunk to another place on its drive.
+
+use std::sync::atomic::Ordering;
+
+use lmc_backend::{StoreError, StoreItem, Stored};
+
+use super::{Drive, StoreWaiter, Writing};
+
+impl Drive {
+    /// Starts to write a chunk that is there to another place; the answer goes to `waiter`. `sum`
+    /// is that of its bytes. It counts at the new place once that is durable, and until then at
+    /// the old one.
+    ///
+    /// No other chunk is given up for it: without room for it the answer is
+    /// [`StoreError::Full`]. [`Stored::Declined`] when it is not there any more, or is being
+    /// written by somebody else.
+    pub(crate) fn relocate(&self, item: StoreItem, sum: u64, waiter: StoreWaiter) {
+        let shared = &self.shared;
+        let (key, len) = (item.key, item.slot.len());
+        {
+            let mut state = shared.state.lock();
+            if state.closed {
+                return waiter.0.answer(waiter.1, Err(StoreError::Closed));
+            }
+            let there = state.index.find(&key).is_some();
+            let written = state.writing.contains_key(&key);
+            if !there || written || !shared.condition.is_writable() {
+                return waiter.0.answer(waiter.1, Ok(Stored::Declined));
+            }
+            let writing = Writing {
+                first: Some(waiter),
+                ..Writing::default()
+            };
+            state.writing.insert(key, writing);
+        }
+        shared.writing_bytes.fetch_add(len, Ordering::Relaxed);
+        match shared.take_spare_room(len) {
+            Some((extent, file)) => shared.write(item, sum, extent, file),
+            None => shared.store_ended(&key, len, |_| Err(StoreError::Full { needed: len })),
+        }
+    }
+
+    /// Lets chunks be moved to a segment from which all have gone.
+    pub(crate) fn reuse(&self, segment: u32) {
+        self.shared.state.lock().index.reuse(segment);
+    }
+}
