@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::config::{self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, Verdict};
-use crate::{bench, daemon, tools};
+use crate::{bench, daemon, open_files, tools};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -31,6 +31,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    open_files::raise_limit();
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
         Some(("bench", matches)) => return bench::run(matches),

@@ -48,7 +48,7 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         "disk: {} chunks found ({}), room for {}",
         held.chunks,
         human_bytes(held.bytes),
-        human_bytes(size),
+        human_bytes(held.capacity.unwrap_or(size)),
     );
     Ok(Arc::new(tier))
 }

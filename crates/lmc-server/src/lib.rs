@@ -12,6 +12,7 @@ mod disk;
 pub mod http;
 pub mod metrics;
 mod occupant;
+mod open_files;
 mod pool_size;
 mod tools;
 

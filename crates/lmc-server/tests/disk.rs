@@ -30,8 +30,11 @@ fn free_port() -> u16 {
 impl Server {
     fn start(folder: &Path) -> Self {
         let (port, http) = (free_port(), free_port());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
+        // With a limit on open files as low as a shell may set it.
+        let mut command = Command::new("sh");
         command
+            .args(["-c", "ulimit -S -n 64 && exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_lmc"))
             .args(["serve", "--l1-size-gb", "64MiB", "--disk-size", "64MiB"])
             .args([
                 "--port",
@@ -233,6 +236,22 @@ fn folder(name: &str) -> Folder {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&path);
     Folder(path)
+}
+
+#[test]
+fn a_server_may_open_as_many_files_as_the_system_lets_it() {
+    let folder = folder("files");
+    let server = Server::start(&folder.0);
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.child.id()));
+    let limits = limits.expect("the server runs");
+    let line = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"));
+    let numbers: Vec<&str> = line.expect("a limit").split_whitespace().collect();
+    let [.., soft, hard, "files"] = numbers[..] else {
+        panic!("{limits}");
+    };
+    assert_eq!(soft, hard);
 }
 
 #[test]

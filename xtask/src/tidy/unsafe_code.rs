@@ -98,6 +98,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "shared memory as an engine's worker maps it",
     ),
     (
+        "crates/lmc-server/src/open_files.rs",
+        "getrlimit and setrlimit",
+    ),
+    (
         "crates/lmc-server/src/pool_size.rs",
         "sysconf and its friends",
     ),
