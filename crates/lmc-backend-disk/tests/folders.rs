@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -181,4 +182,39 @@ fn a_drive_on_a_file_system_that_others_filled_opens_with_what_it_holds() {
     assert!(is_there(&tier, &pool, 1) && is_there(&tier, &pool, 2));
     let refused = Folder::new().config().with_keep_free(1 << 60).open();
     assert!(matches!(refused, Err(DiskError::Space { .. })));
+}
+
+#[test]
+fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
+    let (folder, pool) = (Folder::new(), pool());
+    let config = folder.config().with_segment_bytes(16 << 10);
+    let tier = config.open().unwrap();
+    (0..200).for_each(|number| store(&tier, &pool, number));
+    drop(tier);
+    let opened = Command::new("sh")
+        .args(["-c", "ulimit -n 64 && exec \"$0\" \"$@\""])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "a_drive_where_few_files_may_be_open"])
+        .args(["--ignored", "--nocapture"])
+        .env("LMC_TEST_FOLDER", &folder.0)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&opened.stdout);
+    assert!(opened.status.success(), "{text}");
+    assert!(text.contains("1 passed"), "{text}");
+    let tier = config.open().unwrap();
+    assert!((0..200).all(|number| is_there(&tier, &pool, number)));
+}
+
+#[test]
+#[ignore = "runs under the limit of a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing"]
+fn a_drive_where_few_files_may_be_open() {
+    let folder = std::env::var_os("LMC_TEST_FOLDER").expect("run by the other test");
+    let refused = DiskConfig::new([folder], 64 * MIB).with_keep_free(0).open();
+    let refused = refused.expect_err("it has a hundred segments");
+    assert!(
+        matches!(refused, DiskError::OpenFiles { .. }),
+        "{refused:?}"
+    );
+    assert!(refused.to_string().contains("ulimit -n"), "{refused}");
 }
