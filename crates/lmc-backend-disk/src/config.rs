@@ -186,28 +186,7 @@ impl DiskConfig {
     /// [`DiskError::NoDrive`], or what else is wrong with the folder.
     pub fn existing(path: impl Into<PathBuf>) -> Result<Self, DiskError> {
         let path = path.into();
-        let bytes = match fs::read(path.join(HEADER_NAME)) {
-            Ok(bytes) => bytes,
-            Err(source) if source.kind() == io::ErrorKind::NotFound => {
-                return Err(DiskError::NoDrive { path });
-            }
-            Err(source) => return Err(DiskError::Io { path, source }),
-        };
-        let whole = bytes.len() as u64 >= BLOCK;
-        let header = match whole {
-            true => DriveHeader::decode(&bytes).map_err(io::Error::other),
-            false => Err(io::ErrorKind::UnexpectedEof.into()),
-        };
-        let header = header.map_err(|source| DiskError::Format {
-            path: path.clone(),
-            source,
-        })?;
-        let held = held_bytes(&path).map_err(|source| DiskError::Io {
-            path: path.clone(),
-            source,
-        })?;
-        // The index takes up to a 32nd beside the chunks, and two logs.
-        let size = held + held / 16 + 3 * header.segment_bytes + (8 << 20);
+        let size = enough_for(&path)?;
         Ok(Self {
             existing: true,
             ..Self::new([path], size).with_keep_free(0)
@@ -325,7 +304,7 @@ impl DiskConfig {
             false => size,
             // Others have filled the file system since: what is there is worth keeping.
             true if path.join(HEADER_NAME).is_file() => {
-                let smaller = room.max(held);
+                let smaller = size.min(room.max(enough_for(path)?));
                 warn!(
                     path = %path.display(),
                     "{size} bytes were asked for, the file system has room for {room}; the drive \
@@ -402,6 +381,34 @@ pub fn usable_bytes(path: &Path) -> io::Result<u64> {
         false => 0,
     };
     Ok(crate::volume::free_bytes(above)? + held)
+}
+
+/// Bytes with which a drive holds what it has, and takes a little more.
+fn enough_for(path: &Path) -> Result<u64, DiskError> {
+    let io = |source| DiskError::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = match fs::read(path.join(HEADER_NAME)) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let path = path.to_owned();
+            return Err(DiskError::NoDrive { path });
+        }
+        Err(error) => return Err(io(error)),
+    };
+    let whole = bytes.len() as u64 >= BLOCK;
+    let header = match whole {
+        true => DriveHeader::decode(&bytes).map_err(io::Error::other),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    };
+    let header = header.map_err(|source| DiskError::Format {
+        path: path.to_owned(),
+        source,
+    })?;
+    let held = held_bytes(path).map_err(io)?;
+    // The index takes up to a 32nd beside the chunks, and two logs.
+    Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
 }
 
 /// Bytes that the folder's own files take already.
