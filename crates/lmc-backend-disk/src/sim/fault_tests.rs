@@ -378,9 +378,10 @@ fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
     let (first, second) = thread::scope(|scope| {
         let first = scope.spawn(|| block_on(tier.store(vec![item(&pool, 20)], soon())));
         until("its sync is under way", || volume.stalled() > 0);
-        // The second is written, and waits for the next group.
+        // The second is written, header and bytes, and waits for the next group.
+        let events = volume.events();
         let second = scope.spawn(|| block_on(tier.store(vec![item(&pool, 21)], soon())));
-        thread::sleep(Duration::from_millis(50));
+        until("it is written", || volume.events() == events + 2);
         volume.call_all_synced();
         volume.fail_stalled(libc::EIO);
         let ended =

@@ -48,23 +48,25 @@ fn a_segment_is_made_before_it_is_needed() {
     };
     let tier = open(&volume, settings).expect("a new drive");
     let active = || {
-        let mut segments = tier.inspect().remove(0).segments.into_iter();
-        segments
-            .find(|segment| segment.active)
-            .map(|segment| segment.number)
+        let segments = tier.inspect().remove(0).segments;
+        let active = segments.into_iter().find(|segment| segment.active);
+        active.expect("something was stored")
     };
     let store = |number| block_on(tier.store(vec![item(&pool, number)], soon())).remove(0);
     let mut numbers = 0..;
-    while volume.names("segment-").len() < 2 {
-        let number = numbers.next().expect("endless");
+    for number in numbers.by_ref() {
         assert!(matches!(store(number), Ok(Stored::Written)));
-        thread::sleep(Duration::from_millis(20));
+        if active().used_bytes >= SEGMENT / 2 {
+            break;
+        }
     }
-    let (first, held) = (active(), volume.hold_names());
-    assert_eq!(first, Some(0), "it is not full yet");
+    while volume.names("segment-").len() < 2 {
+        thread::sleep(Duration::from_millis(1));
+    }
+    let held = volume.hold_names();
     for number in numbers {
         assert!(matches!(store(number), Ok(Stored::Written)));
-        if active() != first {
+        if active().number == 1 {
             break;
         }
     }
