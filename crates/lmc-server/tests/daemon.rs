@@ -93,6 +93,25 @@ impl Daemon {
         assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
     }
 
+    /// Stops all its threads, until SIGCONT.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let deadline = Instant::now() + DEADLINE;
+        let stopped = || {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
+            let mut threads = threads.expect("its threads").flatten();
+            // The state follows the name, which is in brackets.
+            threads.all(|thread| {
+                let stat = std::fs::read_to_string(thread.path().join("stat"));
+                stat.is_ok_and(|stat| stat.contains(") T "))
+            })
+        };
+        while !stopped() {
+            assert!(Instant::now() < deadline, "it does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -363,7 +382,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
         instance_id: 1,
         block_ids: vec![vec![2]],
     };
-    daemon.signal(libc::SIGSTOP);
+    daemon.stop();
     let uid = client.send(&store("before")).expect("sent");
     // Longer than the server thinks that the worker waits with patience.
     std::thread::sleep(Duration::from_millis(5500));
