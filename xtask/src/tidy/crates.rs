@@ -16,6 +16,7 @@ const LAYERS: &[(&str, &[&str])] = &[
         "lmc-backend-disk",
         &["lmc-key", "lmc-memory", "lmc-backend"],
     ),
+    ("lmc-transfer", &["lmc-memory"]),
     (
         "lmc-engine",
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],

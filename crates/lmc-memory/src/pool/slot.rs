@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::{Inner, slot_bytes};
+use crate::Arena;
 
 /// An owner of a slot. The last one gives it back.
 #[derive(Debug)]
@@ -97,6 +98,11 @@ macro_rules! position {
             #[allow(clippy::len_without_is_empty, reason = "a slot is never empty")]
             pub fn len(&self) -> u64 {
                 self.0.len
+            }
+
+            /// The arena that it lies in.
+            pub fn arena(&self) -> &Arc<Arena> {
+                &self.0.pool.arena
             }
 
             /// Bytes that are taken for the slot: its length and the padding up to the next
