@@ -13,6 +13,8 @@ mod blocking;
 mod channel;
 mod checks;
 mod config;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod error;
 mod name;
 mod outcome;

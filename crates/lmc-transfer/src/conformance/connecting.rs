@@ -1,0 +1,318 @@
+//! Handshakes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::side::{PATIENCE, eventually, peer, shortly, soon};
+use super::{Rig, Side};
+use crate::{
+    Address, ChannelConfig, ConnectError, Key, MAX_MESSAGE, OnConnect, PeerId, TransferChannel,
+    block_on,
+};
+
+/// Answers with the name, and how often it was asked; keeps what came.
+type Heard = Arc<Mutex<Vec<(PeerId, Option<Bytes>)>>>;
+
+fn listener(heard: &Heard) -> OnConnect {
+    let heard = Arc::clone(heard);
+    Arc::new(move |peer, message| {
+        let mut heard = heard.lock();
+        heard.push((peer.clone(), message));
+        Some(format!("{peer} was number {}", heard.len()).into())
+    })
+}
+
+/// A side that keeps what it hears.
+fn listening<R: Rig>(rig: &R, id: &str) -> (Side<R::Channel>, Heard) {
+    let heard = Heard::default();
+    let answer = listener(&heard);
+    let side = Side::with(rig, id, 4096, |config| config.on_connect = Some(answer));
+    (side, heard)
+}
+
+fn text(text: &'static str) -> Option<Bytes> {
+    Some(Bytes::from_static(text.as_bytes()))
+}
+
+/// The first connect takes a message each way; both sides know each other; another is nothing.
+pub fn connects_once_with_messages_each_way<R: Rig>(rig: &R) {
+    let (a, heard_by_a) = listening(rig, "a");
+    let (b, heard_by_b) = listening(rig, "b");
+    assert!(!a.channel.is_connected(&b.id) && !b.channel.is_connected(&a.id));
+    let connect = |from: &Side<R::Channel>, to: &Side<R::Channel>, message| {
+        let connecting = from
+            .channel
+            .connect(&to.id, to.channel.address(), message, soon());
+        block_on(connecting).expect("connecting to a peer that is there")
+    };
+    assert_eq!(connect(&a, &b, text("first")), text("a was number 1"));
+    assert!(a.channel.is_connected(&b.id));
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    assert_eq!(connect(&a, &b, text("second")), None);
+    assert_eq!(connect(&b, &a, text("third")), None);
+    assert_eq!(*heard_by_b.lock(), [(a.id.clone(), text("first"))]);
+    assert!(heard_by_a.lock().is_empty());
+    b.works_with(10, &a);
+
+    // No message, and an empty one, are two things.
+    let (c, d) = (Side::new(rig, "c"), Side::new(rig, "d"));
+    assert_eq!(connect(&c, &b, None), text("c was number 2"));
+    assert_eq!(connect(&d, &b, text("")), text("d was number 3"));
+    let heard = [(c.id.clone(), None), (d.id.clone(), text(""))];
+    assert_eq!(heard_by_b.lock()[1..], heard);
+    // A side that has nothing to answer.
+    let nothing = d
+        .channel
+        .connect(&c.id, c.channel.address(), text("?"), soon());
+    assert_eq!(block_on(nothing).expect("connecting"), None);
+    for side in [a, b, c, d] {
+        side.ends();
+    }
+}
+
+/// Many that want the same peer at the same time make one connection.
+pub fn calls_for_the_same_peer_connect_once<R: Rig>(rig: &R) {
+    let (b, heard) = listening(rig, "b");
+    let a = Side::new(rig, "a");
+    let answers = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let connecting = a
+                    .channel
+                    .connect(&b.id, b.channel.address(), text("m"), soon());
+                let answer = block_on(connecting).expect("connecting to a peer that is there");
+                answers.fetch_add(usize::from(answer.is_some()), Ordering::Relaxed);
+                assert!(a.channel.is_connected(&b.id));
+            });
+        }
+    });
+    assert_eq!(heard.lock().len(), 1);
+    assert_eq!(answers.into_inner(), 1);
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
+}
+
+/// Two sides that connect to each other at the same time both succeed.
+pub fn both_sides_connect_at_the_same_time<R: Rig>(rig: &R) {
+    for round in 0..10 {
+        let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+        thread::scope(|scope| {
+            scope.spawn(|| a.connect(&b));
+            scope.spawn(|| b.connect(&a));
+        });
+        a.works_with(round, &b);
+        b.works_with(round, &a);
+        a.ends();
+        b.ends();
+    }
+}
+
+/// A channel has connections to many, each with its own memory.
+pub fn many_peers_are_kept_apart<R: Rig>(rig: &R) {
+    let hub = Side::new(rig, "hub");
+    let others: Vec<_> = (0..6)
+        .map(|n| Side::new(rig, &format!("other-{n}")))
+        .collect();
+    for (n, other) in others.iter().enumerate() {
+        match n % 2 {
+            0 => hub.connect(other),
+            _ => other.connect(&hub),
+        }
+    }
+    let lens = [4096; 4];
+    let kept: Vec<_> = others
+        .iter()
+        .zip(100..)
+        .map(|(other, stamp)| other.objects(stamp, &lens))
+        .collect();
+    for ((other, kept), stamp) in others.iter().zip(&kept).zip(100..) {
+        let filled = hub.read(&lens, other, &other.indices(kept));
+        super::side::check_filled(filled, stamp, lens.len());
+    }
+    drop(kept);
+    for (other, stamp) in others.iter().zip(1000..) {
+        hub.works_with(stamp * 10, other);
+    }
+    hub.ends();
+    for other in others {
+        other.ends();
+    }
+}
+
+/// The longest message goes through, each way; a longer one is refused here.
+pub fn messages_are_as_long_as_allowed<R: Rig>(rig: &R) {
+    let echo: OnConnect = Arc::new(|_, message| message);
+    let b = Side::with(rig, "b", 4096, |config| config.on_connect = Some(echo));
+    let a = Side::new(rig, "a");
+    let mut message = vec![0; MAX_MESSAGE + 1];
+    super::fill_value(1, 1, &mut message);
+    let message = Bytes::from(message);
+    let long = a
+        .channel
+        .connect(&b.id, b.channel.address(), Some(message.clone()), soon());
+    let refused = block_on(long);
+    assert!(
+        matches!(refused, Err(ConnectError::Message { found }) if found == MAX_MESSAGE + 1),
+        "{refused:?}"
+    );
+    assert!(!a.channel.is_connected(&b.id) && !b.channel.is_connected(&a.id));
+    let message = message.slice(1..);
+    let longest = a
+        .channel
+        .connect(&b.id, b.channel.address(), Some(message.clone()), soon());
+    assert_eq!(block_on(longest).expect("connecting"), Some(message));
+    a.ends();
+    b.ends();
+}
+
+/// An address at which another answers than was expected, and an address of another kind.
+pub fn somebody_else_answers<R: Rig>(rig: &R) {
+    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let c = peer("c");
+    let found = block_on(a.channel.connect(&c, b.channel.address(), None, soon()));
+    let Err(ConnectError::WrongPeer { expected, found }) = found else {
+        panic!("connecting to c at the address of b: {found:?}");
+    };
+    assert_eq!((expected, found), (c.clone(), b.id.clone()));
+    assert!(!a.channel.is_connected(&c) && !a.channel.is_connected(&b.id));
+    eventually("b forgets", || !b.channel.is_connected(&a.id));
+
+    let elsewhere = match b.channel.address() {
+        Address::Memory(_) => Address::Unix("/nonexistent/lmc.sock".into()),
+        _ => Address::Memory("b".into()),
+    };
+    let served = block_on(a.channel.connect(&b.id, &elsewhere, None, soon()));
+    assert!(
+        matches!(served, Err(ConnectError::Address { .. })),
+        "{served:?}"
+    );
+    a.connect(&b);
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
+}
+
+/// Only those who know the key are connected, and only they are heard.
+pub fn keys_are_proven<R: Rig>(rig: &R) {
+    let key = |secret: &'static str| Some(Key::new(secret.as_bytes()));
+    let keyed = |key: Option<Key>, heard: &Heard| {
+        let answer = listener(heard);
+        move |config: &mut ChannelConfig| {
+            config.key = key;
+            config.on_connect = Some(answer);
+        }
+    };
+    let heard = Heard::default();
+    let b = Side::with(rig, "b", 4096, keyed(key("open"), &heard));
+    let open = Side::with(rig, "open", 4096, keyed(None, &heard));
+    let wrong = [
+        (key("0pen"), &b),
+        (key(""), &b),
+        (key("open "), &b),
+        (None, &b),
+        (key("open"), &open),
+    ];
+    for (key, to) in wrong {
+        let a = Side::with(rig, "a", 4096, |config| config.key = key.clone());
+        let refused = a.try_connect(to, soon());
+        assert!(
+            matches!(refused, Err(ConnectError::Key)),
+            "{key:?} to {}: {refused:?}",
+            to.id
+        );
+        assert!(!a.channel.is_connected(&to.id));
+        eventually("b forgets", || !to.channel.is_connected(&a.id));
+        a.ends();
+    }
+    assert!(heard.lock().is_empty(), "{heard:?}");
+    let a = Side::with(rig, "a", 4096, |config| config.key = key("open"));
+    a.connect(&b);
+    assert_eq!(heard.lock().len(), 1);
+    a.works_with(1, &b);
+    for side in [a, b, open] {
+        side.ends();
+    }
+}
+
+/// Nobody listens at the address, any more.
+pub fn nobody_answers<R: Rig>(rig: &R) {
+    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let address = b.channel.address().clone();
+    b.ends();
+    let id = peer("b");
+    for deadline in [shortly(), Instant::now()] {
+        let began = Instant::now();
+        let nobody = block_on(a.channel.connect(&id, &address, None, deadline));
+        assert!(
+            matches!(
+                nobody,
+                Err(ConnectError::Deadline { .. } | ConnectError::Io(_))
+            ),
+            "{nobody:?}"
+        );
+        assert!(began.elapsed() < PATIENCE);
+        assert!(!a.channel.is_connected(&id));
+    }
+    let b = Side::new(rig, "b");
+    assert_eq!(b.channel.address(), &address, "the rig keeps addresses");
+    a.connect(&b);
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
+}
+
+/// A peer that takes its time over the answer does not keep the caller beyond its deadline.
+pub fn a_stalled_handshake_ends<R: Rig>(rig: &R) {
+    let stalls = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&stalls);
+    let answer: OnConnect = Arc::new(move |_, _| {
+        if counted.fetch_add(1, Ordering::Relaxed) == 0 {
+            thread::sleep(Duration::from_secs(3));
+        }
+        None
+    });
+    let b = Side::with(rig, "b", 4096, |config| config.on_connect = Some(answer));
+    let a = Side::new(rig, "a");
+    let began = Instant::now();
+    let late = a.try_connect(&b, shortly());
+    assert!(
+        matches!(late, Err(ConnectError::Deadline { .. })),
+        "{late:?}"
+    );
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "it waited for the answer"
+    );
+    assert!(!a.channel.is_connected(&b.id));
+    a.connect(&b);
+    a.works_with(1, &b);
+    assert!(stalls.load(Ordering::Relaxed) >= 1);
+    a.ends();
+    b.ends();
+}
+
+/// A peer too many is refused, until another has gone.
+pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
+    let b = Side::with(rig, "b", 4096, |config| config.max_peers = 1);
+    let (a, c) = (Side::new(rig, "a"), Side::new(rig, "c"));
+    a.connect(&b);
+    let refused = c.try_connect(&b, soon());
+    assert!(
+        matches!(refused, Err(ConnectError::Refused(_))),
+        "{refused:?}"
+    );
+    assert!(!c.channel.is_connected(&b.id) && !b.channel.is_connected(&c.id));
+    a.works_with(1, &b);
+    a.ends();
+    eventually("there is room again", || c.try_connect(&b, soon()).is_ok());
+    c.works_with(1, &b);
+    b.ends();
+    c.ends();
+}

@@ -1,0 +1,275 @@
+//! Closing, dropping, deadlines.
+
+use std::pin::Pin;
+use std::task::{Context, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::ReservedSlot;
+
+use super::side::{
+    PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, pair, peer,
+    shortly, soon,
+};
+use super::{Rig, Rng, Side, check_value};
+use crate::{ConnectError, Index, TransferChannel, TransferError, block_on};
+
+/// Calls on a closed channel begin with the error; peers notice.
+pub fn a_closed_channel<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    let slots = a.slots(&[64]);
+    assert_eq!(block_on(a.channel.close(soon())), Ok(()));
+    assert!(!a.channel.is_connected(&b.id));
+    eventually("the peer notices", || !b.channel.is_connected(&a.id));
+    let channel = &a.channel;
+    let refused = block_on(channel.connect(&b.id, b.channel.address(), None, soon()));
+    assert!(matches!(refused, Err(ConnectError::Closed)), "{refused:?}");
+    let closed = Some(TransferError::Closed);
+    let sent = a.write(1, &[64], &b, &[Index(0)]);
+    assert_eq!((sent.done, sent.error), (0, closed.clone()));
+    let sent = block_on(channel.send(a.objects(1, &[64]), &b.id, 1, soon()));
+    assert_eq!((sent.done, sent.error), (0, closed.clone()));
+    let filled = a.read(&[64], &b, &[Index(0)]);
+    assert_eq!(filled.error, closed);
+    check_untouched(filled.slots, 1);
+    let filled = block_on(channel.receive(slots, &b.id, 1, soon()));
+    assert_eq!(filled.error, closed);
+    check_untouched(filled.slots, 1);
+    let again = block_on(channel.close(soon()));
+    assert!(
+        matches!(again, Ok(()) | Err(TransferError::Closed)),
+        "{again:?}"
+    );
+    // Who connects to it finds nobody.
+    assert!(b.try_connect(&a, shortly()).is_err());
+    a.goes();
+    b.ends();
+}
+
+/// Calls that wait for a peer end when the channel is closed, on both sides.
+pub fn closing_ends_what_is_under_way<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    let began = Instant::now();
+    thread::scope(|scope| {
+        for (tag, end) in [(1, &a), (2, &b)] {
+            let other = if tag == 1 { &b } else { &a };
+            scope.spawn(move || {
+                let sent = end.objects(1, &[4096]);
+                let sent = block_on(end.channel.send(sent, &other.id, tag, soon()));
+                ended(&sent.error, tag == 1);
+                assert_eq!(sent.done, 0);
+            });
+            scope.spawn(move || {
+                let slots = end.slots(&[4096]);
+                let filled = block_on(end.channel.receive(slots, &other.id, 10 + tag, soon()));
+                ended(&filled.error, tag == 1);
+                check_untouched(filled.slots, 1);
+            });
+        }
+        thread::sleep(Duration::from_millis(100));
+        assert_eq!(block_on(a.channel.close(soon())), Ok(()));
+    });
+    assert!(began.elapsed() < PATIENCE / 2, "they waited for deadlines");
+    a.goes();
+    b.ends();
+}
+
+#[track_caller]
+fn ended(error: &Option<TransferError>, closed_here: bool) {
+    let fits = match error {
+        Some(TransferError::Closed) => closed_here,
+        Some(TransferError::PeerGone { quiet, .. }) => !closed_here && *quiet,
+        _ => false,
+    };
+    assert!(fits, "closed here: {closed_here}; {error:?}");
+}
+
+/// A channel that was closed may begin again under its name and address.
+pub fn a_closed_channel_begins_again<R: Rig>(rig: &R) {
+    let b = Side::new(rig, "b");
+    for round in 0..3 {
+        let a = Side::new(rig, "a");
+        match round {
+            1 => b.connect(&a),
+            _ => a.connect(&b),
+        }
+        a.works_with(round * 10, &b);
+        a.ends();
+        let id = peer("a");
+        eventually("the peer notices", || !b.channel.is_connected(&id));
+    }
+    b.ends();
+}
+
+/// A channel that is dropped without being closed ends as well.
+pub fn a_dropped_channel_leaves_nothing<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    a.works_with(1, &b);
+    let id = a.id.clone();
+    a.goes();
+    eventually("the peer notices", || !b.channel.is_connected(&id));
+    let a = Side::new(rig, "a");
+    b.connect(&a);
+    a.works_with(2, &b);
+    a.goes();
+    b.goes();
+}
+
+/// Deadlines that have passed already, and those that pass on the way.
+pub fn deadlines_that_pass<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    let lens = [4 << 20, 100, 4096, 1 << 20];
+    let kept = b.objects(1, &lens);
+    let from = b.indices(&kept);
+    let mut still = Still::default();
+    // Places that may still be written to: the peer's to keep until the connection ends.
+    let mut unsure = Vec::new();
+    let mut missed = 0;
+    for micros in [0, 1, 100, 300, 1000, 2000, 4000, 8000] {
+        let deadline = || Instant::now() + Duration::from_micros(micros);
+        let began = Instant::now();
+        let slots = a.slots(&lens);
+        let filled = block_on(a.channel.read(slots, &b.id, &from, deadline()));
+        let error = filled.error.clone();
+        assert!(
+            matches!(error, None | Some(TransferError::Deadline { .. })),
+            "{error:?}"
+        );
+        missed += usize::from(error.is_some());
+        let done = still.watch(filled.slots, 1);
+        assert!(error.is_some() || done == lens.len());
+
+        let places = b.slots(&lens);
+        let sent = a.write_by(2, &lens, &b, &b.indices(&places), deadline());
+        let error = sent.error;
+        assert!(
+            matches!(error, None | Some(TransferError::Deadline { .. })),
+            "{error:?}"
+        );
+        let mut places = places;
+        let rest = places.split_off(sent.done);
+        let places: Vec<_> = places.into_iter().map(ReservedSlot::written).collect();
+        check_all(2, &places);
+        match error {
+            None => assert!(rest.is_empty()),
+            Some(error) if error.quiet() => rest.into_iter().for_each(|slot| still.keep(slot)),
+            Some(_) => unsure.extend(rest),
+        }
+        assert!(began.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(20));
+        still.check();
+    }
+    assert!(
+        missed >= 1,
+        "nothing is done before a deadline that has passed"
+    );
+    drop(kept);
+    a.memory_is_still();
+    a.works_with(5, &b);
+    a.ends();
+    drop(unsure);
+    b.memory_is_still();
+    b.ends();
+}
+
+/// Polls a future once, waits a little, and drops it.
+fn drop_half_way<F: Future + ?Sized>(mut future: Pin<Box<F>>, rng: &mut Rng) {
+    let mut context = Context::from_waker(Waker::noop());
+    let ready = future.as_mut().poll(&mut context).is_ready();
+    if !ready && rng.chance(800) {
+        thread::sleep(Duration::from_micros(rng.below(2000)));
+    }
+}
+
+/// One-sided calls that are dropped at any point give their slots back when nothing moves any
+/// more, and harm nobody.
+pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    let mut rng = Rng::new(11);
+    let lens = [2 << 20, 1, 70_000];
+    let kept = b.objects(1, &lens);
+    let from = b.indices(&kept);
+    let places = b.slots(&lens);
+    let to = b.indices(&places);
+    for round in 0..40 {
+        let deadline = soon();
+        drop_half_way(
+            a.channel.read(a.slots(&lens), &b.id, &from, deadline),
+            &mut rng,
+        );
+        drop_half_way(
+            a.channel.write(a.objects(2, &lens), &b.id, &to, deadline),
+            &mut rng,
+        );
+        if round % 8 == 7 {
+            a.memory_is_still();
+        }
+    }
+    a.memory_is_still();
+    check_filled(a.read(&lens, &b, &from), 1, lens.len());
+    a.works_with(3, &b);
+    // Nobody touched what lies between.
+    for (place, object) in kept.iter().enumerate() {
+        let checked = check_value(1, place, object.bytes());
+        checked.expect("nobody writes to what is read");
+    }
+    drop((kept, places));
+    a.ends();
+    b.ends();
+}
+
+/// Paired calls that are dropped at any point: as above, and the tag can be used again.
+pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    let mut rng = Rng::new(12);
+    let lens = [1 << 20, 1, 70_000];
+    for tag in 0..20 {
+        // Both are there; one of them goes, at some point.
+        let patience = Instant::now() + Duration::from_millis(300);
+        thread::scope(|scope| {
+            if tag % 2 == 0 {
+                scope.spawn(|| {
+                    let slots = b.slots(&lens);
+                    let filled = block_on(b.channel.receive(slots, &a.id, tag, patience));
+                    Still::default().watch(filled.slots, tag);
+                });
+                let objects = a.objects(tag, &lens);
+                drop_half_way(a.channel.send(objects, &b.id, tag, soon()), &mut rng);
+            } else {
+                scope.spawn(|| {
+                    let objects = a.objects(tag, &lens);
+                    let sent = block_on(a.channel.send(objects, &b.id, tag, patience));
+                    assert!(sent.done == lens.len() || sent.error.is_some());
+                });
+                let slots = b.slots(&lens);
+                drop_half_way(b.channel.receive(slots, &a.id, tag, soon()), &mut rng);
+            }
+        });
+    }
+    // Nobody is there: a receiver that was dropped receives nothing.
+    let receiving = b.channel.receive(b.slots(&lens), &a.id, 100, soon());
+    drop_half_way(receiving, &mut rng);
+    let sent = block_on(a.channel.send(a.objects(3, &lens), &b.id, 100, shortly()));
+    assert_eq!(sent.done, 0);
+    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+    for side in [&a, &b] {
+        side.memory_is_still();
+    }
+    // The tags are free again.
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let sent = block_on(a.channel.send(a.objects(4, &lens), &b.id, 100, soon()));
+            assert_eq!(sent.into_result(), Ok(3));
+        });
+        let filled = block_on(b.channel.receive(b.slots(&lens), &a.id, 100, soon()));
+        check_filled(filled, 4, 3);
+    });
+    let untouched = a.slot(100).written();
+    check_value(POISON, 0, untouched.bytes()).expect("a fresh slot holds poison");
+    drop(untouched);
+    a.ends();
+    b.ends();
+}

@@ -1,0 +1,118 @@
+//! The suite that every channel passes, and what tests of channels are made of.
+//!
+//! [`conformance!`](crate::conformance) makes a test of each property over a [`Rig`], which
+//! knows how to start a kind of channel and how to kill one; [`properties`] gives the same as a
+//! list. Every byte is derived from its stamp, place and length, so a wrong one shows itself.
+
+mod connecting;
+mod dying;
+mod ending;
+mod moving;
+mod pairing;
+mod refusing;
+
+mod rig;
+pub use rig::{Property, Rig};
+
+mod rng;
+pub use rng::Rng;
+
+mod side;
+pub use side::Side;
+
+mod value;
+pub use value::{Mismatch, check_value, fill_value};
+
+/// What tests call; the names are those of [`crate::conformance!`].
+#[doc(hidden)]
+pub mod property {
+    pub use super::connecting::*;
+    pub use super::dying::*;
+    pub use super::ending::*;
+    pub use super::moving::*;
+    pub use super::pairing::*;
+    pub use super::refusing::*;
+}
+
+/// The one list of properties, handed to another macro.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __properties {
+    ($then:ident $($argument:tt)*) => {
+        $crate::$then! {
+            {$($argument)*}
+            connects_once_with_messages_each_way
+            calls_for_the_same_peer_connect_once
+            both_sides_connect_at_the_same_time
+            many_peers_are_kept_apart
+            messages_are_as_long_as_allowed
+            somebody_else_answers
+            keys_are_proven
+            nobody_answers
+            a_stalled_handshake_ends
+            no_more_peers_than_allowed
+            writes_and_reads_of_all_sizes
+            writes_and_reads_of_full_batches
+            empty_batches_are_done_at_once
+            indices_count_in_units_of_the_peer
+            both_directions_from_several_threads
+            the_blocking_form_does_the_same
+            sends_and_receives_of_all_sizes
+            tags_are_kept_apart
+            fewer_objects_than_slots
+            lengths_must_agree
+            nobody_at_the_other_end
+            a_tag_is_used_again
+            slots_of_another_arena
+            slots_between_units
+            numbers_that_do_not_go_together
+            places_outside_the_arena
+            peers_that_are_not_known
+            batches_that_are_too_large
+            a_closed_channel
+            closing_ends_what_is_under_way
+            a_closed_channel_begins_again
+            a_dropped_channel_leaves_nothing
+            deadlines_that_pass
+            dropped_reads_and_writes
+            dropped_sends_and_receives
+            a_dead_peer_is_noticed
+            a_peer_dies_while_it_is_read
+            a_peer_dies_while_it_is_written
+            a_peer_starts_again
+            a_peer_that_started_again_connects
+        }
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __conformance_tests {
+    ({$rig:expr} $($property:ident)*) => {$(
+        #[test]
+        fn $property() {
+            $crate::conformance::property::$property(&$rig);
+        }
+    )*};
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __conformance_list {
+    ({$rig:ty} $($property:ident)*) => {
+        vec![$((stringify!($property), property::$property::<$rig> as Property<$rig>)),*]
+    };
+}
+
+/// One test for each property of a channel. Each makes its own rig with the expression.
+#[macro_export]
+macro_rules! conformance {
+    ($rig:expr) => {
+        $crate::__properties! { __conformance_tests $rig }
+    };
+}
+
+/// Every property by name, for programs that are no test.
+pub fn properties<R: Rig>() -> Vec<(&'static str, Property<R>)> {
+    crate::__properties! { __conformance_list R }
+}

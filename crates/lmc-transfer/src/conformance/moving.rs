@@ -1,0 +1,190 @@
+//! One-sided transfers that go well.
+
+use std::thread;
+use std::time::Instant;
+
+use lmc_memory::ReservedSlot;
+
+use super::side::{check_all, check_filled, eventually, pair, soon, stamp_all};
+use super::{Rig, Rng, Side};
+use crate::{Blocking, MAX_BATCH, TransferChannel, block_on};
+
+/// Lengths around every boundary that a transport may have.
+fn mixed() -> Vec<u64> {
+    let mut lens = vec![3 << 20, 1, 2 << 20];
+    for power in [6, 9, 12, 13, 16, 18, 20] {
+        lens.extend([(1 << power) - 1, 1 << power, (1 << power) + 1]);
+    }
+    lens
+}
+
+/// Lengths from a seed.
+fn random(seed: u64, count: usize, bound: u64) -> Vec<u64> {
+    let mut rng = Rng::new(seed);
+    (0..count).map(|_| 1 + rng.below(bound)).collect()
+}
+
+/// One object, mixed sizes, thousands of objects; from the side that connected and from the other.
+pub fn writes_and_reads_of_all_sizes<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    let batches = [
+        vec![1],
+        vec![4096],
+        vec![8 << 20],
+        mixed(),
+        random(1, 100, 60_000),
+        random(2, 3000, 4096),
+    ];
+    for (lens, stamp) in batches.iter().zip(1..) {
+        a.writes(stamp, lens, &b);
+        a.reads(100 + stamp, lens, &b);
+        b.writes(200 + stamp, lens, &a);
+        b.reads(300 + stamp, lens, &a);
+    }
+    // The neighbours of what is written stay as they are.
+    let mut places = b.slots(&[4096; 9]);
+    stamp_all(400, &mut places);
+    let (places, others): (Vec<_>, Vec<_>) = places
+        .into_iter()
+        .enumerate()
+        .partition(|(place, _)| place % 2 == 0);
+    let others: Vec<_> = others.into_iter().map(|(_, slot)| slot).collect();
+    let sent = a.write(401, &[1, 100, 4000, 4096], &b, &b.indices(&others));
+    assert_eq!(sent.into_result(), Ok(4));
+    for (place, slot) in places {
+        let kept = super::check_value(400, place, slot.written().bytes());
+        kept.expect("nobody wrote to this place");
+    }
+    for ((place, slot), len) in others.into_iter().enumerate().zip([1, 100, 4000, 4096]) {
+        let slot = slot.written();
+        let written = super::check_value(401, place, &slot.bytes()[..len]);
+        written.expect("the object is written");
+        let mut rest = vec![0; 4096];
+        super::fill_value(400, 2 * place + 1, &mut rest);
+        assert_eq!(slot.bytes()[len..], rest[len..], "beyond the object");
+    }
+    a.ends();
+    b.ends();
+}
+
+/// As many objects as a batch may have.
+pub fn writes_and_reads_of_full_batches<R: Rig>(rig: &R) {
+    let small = |id| Side::with(rig, id, 64, |config| config.unit = 64);
+    let (a, b) = (small("a"), small("b"));
+    a.connect(&b);
+    let lens = random(3, MAX_BATCH, 64);
+    a.writes(1, &lens, &b);
+    a.reads(2, &lens, &b);
+    a.ends();
+    b.ends();
+}
+
+/// Batches without objects, with a peer that is there and one that is gone.
+pub fn empty_batches_are_done_at_once<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    let id = b.id.clone();
+    let nothing = || {
+        let deadline = soon();
+        let sent = block_on(a.channel.write(vec![], &id, &[], deadline));
+        assert_eq!(sent.into_result(), Ok(0));
+        let sent = block_on(a.channel.send(vec![], &id, 1, deadline));
+        assert_eq!(sent.into_result(), Ok(0));
+        let filled = block_on(a.channel.read(vec![], &id, &[], deadline));
+        assert!(filled.slots.is_empty() && filled.error.is_none());
+        let filled = block_on(a.channel.receive(vec![], &id, 1, deadline));
+        assert!(filled.slots.is_empty() && filled.error.is_none());
+        assert!(Instant::now() < deadline);
+    };
+    nothing();
+    a.works_with(1, &b);
+    b.ends();
+    eventually("the peer is gone", || !a.channel.is_connected(&id));
+    nothing();
+    a.ends();
+}
+
+/// Sides whose units differ.
+pub fn indices_count_in_units_of_the_peer<R: Rig>(rig: &R) {
+    let a = Side::new(rig, "a");
+    let b = Side::with(rig, "b", 64, |config| config.unit = 64);
+    assert_eq!((a.channel.unit(), b.channel.unit()), (4096, 64));
+    let slots = b.slots(&[64, 1, 200]);
+    let indices: Vec<_> = b.indices(&slots).iter().map(|index| index.0).collect();
+    let places: Vec<_> = slots.iter().map(|slot| slot.offset() / 64).collect();
+    assert_eq!(indices, places);
+    drop(slots);
+    a.connect(&b);
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
+}
+
+/// Several threads on each side, all operations at once.
+pub fn both_directions_from_several_threads<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    thread::scope(|scope| {
+        for (from, to, side) in [(&a, &b, 0), (&b, &a, 1 << 32)] {
+            for thread in 0..3 {
+                scope.spawn(move || {
+                    for round in 0..15 {
+                        let stamp = side + thread * 1000 + round * 10;
+                        let lens = random(stamp, 1 + round as usize, 50_000);
+                        from.writes(stamp, &lens, to);
+                        from.reads(stamp + 1, &lens, to);
+                    }
+                });
+                scope.spawn(move || {
+                    for round in 0..15 {
+                        let tag = side + thread * 100 + round;
+                        let lens = random(tag, 1 + round as usize, 50_000);
+                        let objects = from.objects(tag, &lens);
+                        let sent = block_on(from.channel.send(objects, &to.id, tag, soon()));
+                        assert_eq!(sent.into_result(), Ok(lens.len()));
+                    }
+                });
+                scope.spawn(move || {
+                    for round in 0..15 {
+                        let tag = side + thread * 100 + round;
+                        let lens = random(tag, 1 + round as usize, 50_000);
+                        let slots = to.slots(&lens);
+                        let filled = block_on(to.channel.receive(slots, &from.id, tag, soon()));
+                        check_filled(filled, tag, lens.len());
+                    }
+                });
+            }
+        }
+    });
+    a.ends();
+    b.ends();
+}
+
+/// Every call in its blocking form.
+pub fn the_blocking_form_does_the_same<R: Rig>(rig: &R) {
+    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let (to_b, to_a) = (Blocking::new(&a.channel), Blocking::new(&b.channel));
+    let connected = to_b.connect(&b.id, b.channel.address(), None, soon());
+    assert_eq!(connected.expect("connecting to a peer that is there"), None);
+    eventually("the other side knows too", || b.channel.is_connected(&a.id));
+    let lens = [1, 70_000, 4096];
+    let places = b.slots(&lens);
+    let indices = b.indices(&places);
+    let sent = to_b.write(a.objects(1, &lens), &b.id, &indices, soon());
+    assert_eq!(sent.into_result(), Ok(3));
+    let filled = to_b.read(a.slots(&lens), &b.id, &indices, soon());
+    check_filled(filled, 1, 3);
+    let places: Vec<_> = places.into_iter().map(ReservedSlot::written).collect();
+    check_all(1, &places);
+    drop(places);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let sent = to_a.send(b.objects(2, &lens), &a.id, 9, soon());
+            assert_eq!(sent.into_result(), Ok(3));
+        });
+        check_filled(to_b.receive(a.slots(&lens), &b.id, 9, soon()), 2, 3);
+    });
+    assert_eq!(to_b.close(soon()), Ok(()));
+    a.goes();
+    b.ends();
+}

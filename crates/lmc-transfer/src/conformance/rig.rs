@@ -1,0 +1,33 @@
+//! How the suite starts channels and kills them.
+
+use std::sync::Arc;
+
+use lmc_memory::Arena;
+
+use crate::{ChannelConfig, TransferChannel};
+
+/// A property of channels, checked over a rig.
+///
+/// It panics where it does not hold.
+pub type Property<R> = fn(&R);
+
+/// Starts one kind of channel, and kills it.
+pub trait Rig: Sync {
+    /// The kind.
+    type Channel: TransferChannel;
+
+    /// A channel called `id` over an arena, whose configuration `change` may alter.
+    ///
+    /// The same `id` has the same address each time, so that a channel may be started again where
+    /// an earlier one was killed or closed.
+    fn channel(
+        &self,
+        id: &str,
+        arena: Arc<Arena>,
+        change: impl FnOnce(&mut ChannelConfig),
+    ) -> Self::Channel;
+
+    /// Ends a channel as the death of its process would: peers are told nothing, and it moves no
+    /// byte any more. Calls on it end soon.
+    fn kill(&self, channel: &Self::Channel);
+}
