@@ -34,8 +34,9 @@ pub fn slots_of_another_arena<R: Rig>(rig: &R) {
         slots
     };
     let refused = slots();
-    let refused: Vec<_> = refused.iter().map(|slot| slot as &dyn InArena).collect();
-    assert_eq!(a.channel.indices(&refused), Err(error.clone()));
+    let named: Vec<_> = refused.iter().map(|slot| slot as &dyn InArena).collect();
+    assert_eq!(a.channel.indices(&named), Err(error.clone()));
+    drop(refused);
     let channel = &a.channel;
     let sent = block_on(channel.write(objects(), &b.id, &indices, soon()));
     not_sent(sent, &error);
@@ -130,6 +131,7 @@ pub fn places_outside_the_arena<R: Rig>(rig: &R) {
     // The last byte is inside.
     let filled = a.read(&[4096], &b, &[Index(units - 1)]);
     assert_eq!((filled.done(), filled.error), (1, None));
+    drop(filled.slots);
     a.ends();
     b.ends();
 }
