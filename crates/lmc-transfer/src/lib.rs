@@ -8,6 +8,37 @@
 //!
 //! What is *not* here: who has which chunk and who may read it for how long. A place that a peer
 //! reads must be kept by a lease of whoever embeds this (`lmc-backend-p2p`, `lmc-backend-pd`).
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::{Duration, Instant};
+//! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+//! use lmc_transfer::{Blocking, ChannelConfig, MemoryHub, TransferChannel};
+//!
+//! let hub = MemoryHub::new()?;
+//! let side = |name: &str| -> Result<_, Box<dyn std::error::Error>> {
+//!     let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
+//!     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
+//!     Ok((hub.channel(name, ChannelConfig::new(name.parse()?, arena))?, pool))
+//! };
+//! let ((a, a_pool), (b, b_pool)) = (side("a")?, side("b")?);
+//! let deadline = Instant::now() + Duration::from_secs(5);
+//! let to_b = Blocking::new(&a);
+//! to_b.connect(b.id(), b.address(), None, deadline)?;
+//!
+//! // b says where; a writes there, and reads it back.
+//! let place = b_pool.reserve(5).expect("an empty pool has room");
+//! let indices = b.indices(&[&place])?;
+//! let mut object = a_pool.reserve(5).expect("an empty pool has room");
+//! object.bytes_mut().copy_from_slice(b"hello");
+//! to_b.write(vec![object.written().seal()], b.id(), &indices, deadline).into_result()?;
+//! assert_eq!(place.written().bytes(), b"hello");
+//!
+//! let slot = a_pool.reserve(5).expect("an empty pool has room");
+//! let read = to_b.read(vec![slot], b.id(), &indices, deadline).into_result()?;
+//! assert_eq!(read[0].bytes(), b"hello");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod blocking;
 mod channel;
@@ -16,6 +47,7 @@ mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod error;
+mod memory;
 mod name;
 mod outcome;
 
@@ -24,6 +56,7 @@ pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
 pub use config::{ChannelConfig, Key, OnConnect};
 pub use error::{ConnectError, TransferError};
+pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 pub use outcome::{Filled, Index, Sent, Slot};
 

@@ -90,6 +90,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "a handler for pages that another process took away",
     ),
     (
+        "crates/lmc-transfer/src/memory/raw.rs",
+        "copies between a slot and a place in another arena",
+    ),
+    (
         "crates/lmc-memory/examples/copy_speed.rs",
         "memcpy to compare with",
     ),
