@@ -19,10 +19,15 @@ impl Wake for Unpark {
     }
 }
 
+/// Unparks this thread.
+pub(crate) fn thread_waker() -> Waker {
+    Waker::from(Arc::new(Unpark(thread::current())))
+}
+
 /// Runs a future of a channel on this thread. Not for threads of a runtime.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let waker = thread_waker();
     let mut context = Context::from_waker(&waker);
     loop {
         match future.as_mut().poll(&mut context) {

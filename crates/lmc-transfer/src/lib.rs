@@ -41,12 +41,15 @@
 //! ```
 
 mod blocking;
+mod cell;
 mod channel;
 mod checks;
 mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod error;
+#[cfg(feature = "conformance")]
+mod flaky;
 mod memory;
 mod name;
 mod outcome;
@@ -56,6 +59,8 @@ pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
 pub use config::{ChannelConfig, Key, OnConnect};
 pub use error::{ConnectError, TransferError};
+#[cfg(feature = "conformance")]
+pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 pub use outcome::{Filled, Index, Sent, Slot};

@@ -7,6 +7,10 @@
 mod connecting;
 mod dying;
 mod ending;
+
+mod model;
+pub use model::{Guarantee, RandomTest, Tally};
+
 mod moving;
 mod pairing;
 mod refusing;
@@ -29,6 +33,7 @@ pub mod property {
     pub use super::connecting::*;
     pub use super::dying::*;
     pub use super::ending::*;
+    pub use super::model::random_operations;
     pub use super::moving::*;
     pub use super::pairing::*;
     pub use super::refusing::*;
@@ -81,6 +86,7 @@ macro_rules! __properties {
             a_peer_dies_while_it_is_written
             a_peer_starts_again
             a_peer_that_started_again_connects
+            random_operations
         }
     };
 }

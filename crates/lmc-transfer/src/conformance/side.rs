@@ -211,9 +211,15 @@ impl<C: TransferChannel> Side<C> {
     /// When one does not come back.
     #[track_caller]
     pub fn slots_come_back(&self) {
+        self.slots_come_back_but(0);
+    }
+
+    /// Waits until every slot is back but those that the caller holds.
+    #[track_caller]
+    pub(super) fn slots_come_back_but(&self, held: usize) {
         let back = || {
             let usage = self.pool.usage();
-            usage.slots == 0 && usage.quarantined_slots == 0
+            usage.slots == held as u64 && usage.quarantined_slots == 0
         };
         eventually("every slot comes back", back);
     }
@@ -331,6 +337,11 @@ impl Still {
             }
         }
         written
+    }
+
+    /// How many slots are kept.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
     }
 
     /// Keeps a slot under watch.

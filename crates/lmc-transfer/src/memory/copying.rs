@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
 
-use super::call::Cell;
 use super::raw;
 use super::state::{EndId, State};
+use crate::cell::Cell;
 use crate::{Filled, PeerId, Sent, Slot, TransferError};
 
 /// Bytes that are copied before the next transfer has its turn.
@@ -19,7 +19,7 @@ pub(super) type Delivery = Box<dyn FnOnce() + Send>;
 /// One that called, and waits.
 #[derive(Debug)]
 pub(super) struct Party<T> {
-    /// What [`super::call::Call`] knows it by.
+    /// What the call knows it by.
     pub(super) number: u64,
     pub(super) end: EndId,
     pub(super) peer: EndId,

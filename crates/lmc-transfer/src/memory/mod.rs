@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::{
     Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId,
-    Sent, TransferChannel, TransferError, checks,
+    Sent, TransferChannel, TransferError, cell::Cell, checks,
 };
 
 mod call;
@@ -28,7 +28,7 @@ mod raw;
 mod state;
 mod worker;
 
-use call::{Call, Cell};
+use call::Call;
 use copying::{Copy, Half, Paired, Party};
 use state::{Behind, Closing, Connected, EndId, Handshake, State};
 use worker::{Shared, deliver};
@@ -139,7 +139,7 @@ impl MemoryChannel {
         &self.hub.0.shared
     }
 
-    /// A call of this side that waits for `cell`.
+    /// This side, as the caller of something with a peer.
     fn party<T>(
         &self,
         state: &mut State,
@@ -157,11 +157,11 @@ impl MemoryChannel {
         }
     }
 
-    fn call<T>(&self, party: &Party<T>) -> Call<'_, T> {
+    fn waiting<T>(&self, cell: &Arc<Cell<T>>, number: u64) -> Call<'_, T> {
         Call {
-            cell: Arc::clone(&party.cell),
+            wait: cell.wait(),
             shared: self.shared(),
-            number: party.number,
+            number,
         }
     }
 
@@ -186,11 +186,7 @@ impl MemoryChannel {
             if let Some(handshake) = state.handshakes.iter().find(same) {
                 let handshake = handshake.number;
                 let (number, cell) = (state.number(), Cell::new());
-                let call = Call {
-                    cell: Arc::clone(&cell),
-                    shared: self.shared(),
-                    number,
-                };
+                let call = self.waiting(&cell, number);
                 state.behind.push(Behind {
                     number,
                     handshake,
@@ -237,12 +233,7 @@ impl MemoryChannel {
                     .map_or(deadline, |t| t.min(deadline)),
                 cell: Arc::clone(&cell),
             });
-            let shared = self.shared();
-            let call = Call {
-                cell,
-                shared,
-                number,
-            };
+            let call = self.waiting(&cell, number);
             Ok((Step::Wait(call), Vec::new()))
         };
         let (step, out) = self.shared().with(begin)?;
@@ -260,7 +251,7 @@ impl MemoryChannel {
         let (call, out) = self.shared().with(|state| {
             let (end, ..) = state.peer(self.end, peer)?;
             let party = self.party(state, end, peer, deadline);
-            let call = self.call(&party);
+            let call = self.waiting(&party.cell, party.number);
             let what = what(party);
             Ok((call, state.meet(Half { tag, what })))
         })?;
@@ -280,7 +271,7 @@ impl MemoryChannel {
             let (end, arena, unit) = state.peer(self.end, peer)?;
             let places = checks::places(lens, indices, unit, arena.len() as u64)?;
             let party = self.party(state, end, peer, deadline);
-            let call = self.call(&party);
+            let call = self.waiting(&party.cell, party.number);
             state.copies.push_back(copy(party, arena, places));
             Ok(call)
         })
@@ -446,12 +437,7 @@ impl TransferChannel for MemoryChannel {
                     deadline,
                     cell: Arc::clone(&cell),
                 });
-                let shared = self.shared();
-                let call = Call {
-                    cell,
-                    shared,
-                    number,
-                };
+                let call = self.waiting(&cell, number);
                 (call, out)
             });
             deliver(out);

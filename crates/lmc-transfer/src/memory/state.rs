@@ -9,8 +9,8 @@ use std::time::Instant;
 use bytes::Bytes;
 use lmc_memory::Arena;
 
-use super::call::Cell;
 use super::copying::{Copy, Delivery, Half, Turn};
+use crate::cell::Cell;
 use crate::{ChannelConfig, ConnectError, PeerId, TransferError};
 
 /// One incarnation of a channel.

@@ -1,0 +1,578 @@
+//! Seeded faults around any channel.
+//!
+//! A call without a fault goes to the channel inside as it is. Another runs on a thread of its
+//! own, which keeps its slots to the end.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::pin::pin;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use lmc_memory::{Arena, ReservedSlot, SealedSlot};
+use parking_lot::Mutex;
+
+use crate::blocking::{block_on, thread_waker};
+use crate::cell::Cell;
+use crate::conformance::{Rig, Rng};
+use crate::{
+    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, Sent, Slot,
+    TransferChannel, TransferError,
+};
+
+/// How often what goes wrong, of 1,000 calls each. Default: nothing does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Faults {
+    /// Never reaches the peer: over at the deadline, quiet.
+    pub lost: u16,
+    /// Over at the deadline, and carried out later: slots that are written to are in quarantine
+    /// meanwhile.
+    pub late: u16,
+    /// Begins later.
+    pub slow: u16,
+    /// Only some objects of the batch get through.
+    pub partial: u16,
+    /// The peer or this side dies meanwhile; needs [`Flaky::with_death`].
+    pub death: u16,
+    /// The longest that a late or slow call is put off.
+    pub delay: Duration,
+}
+
+impl Faults {
+    /// Something of everything: half of all calls meet a fault.
+    pub fn some() -> Self {
+        Self {
+            lost: 100,
+            late: 100,
+            slow: 150,
+            partial: 130,
+            death: 20,
+            delay: Duration::from_millis(30),
+        }
+    }
+}
+
+/// Kills the channel of this name, as [`Rig::kill`] does.
+pub type Death = Arc<dyn Fn(&PeerId) + Send + Sync>;
+
+/// A channel with faults; for tests.
+pub struct Flaky<C> {
+    inner: Arc<C>,
+    faults: Faults,
+    death: Option<Death>,
+    rng: Mutex<Rng>,
+}
+
+impl<C: fmt::Debug> fmt::Debug for Flaky<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Flaky")
+            .field("inner", &self.inner)
+            .field("faults", &self.faults)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What befalls a call, with the number that decides on details.
+enum Fate {
+    Fine,
+    Lost,
+    Late(Duration),
+    Slow(Duration),
+    Partial(u64),
+    Death(PeerId, Duration),
+}
+
+impl<C: TransferChannel + 'static> Flaky<C> {
+    /// A channel whose faults the seed decides.
+    pub fn new(inner: C, faults: Faults, seed: u64) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            faults,
+            death: None,
+            rng: Mutex::new(Rng::new(seed)),
+        }
+    }
+
+    /// Lets peers die, and this side. `death` may be called on any thread.
+    pub fn with_death(mut self, death: Death) -> Self {
+        self.death = Some(death);
+        self
+    }
+
+    /// The channel inside.
+    pub fn inner(&self) -> &C {
+        &self.inner
+    }
+
+    fn fate(&self, peer: &PeerId) -> Fate {
+        let mut rng = self.rng.lock();
+        let faults = &self.faults;
+        let mut die = rng.below(1000);
+        let mut is = |per_mille: u16| {
+            let hit = die < u64::from(per_mille);
+            die = die.wrapping_sub(u64::from(per_mille));
+            hit
+        };
+        let fates = [
+            is(faults.lost),
+            is(faults.late),
+            is(faults.slow),
+            is(faults.partial),
+            is(faults.death) && self.death.is_some(),
+        ];
+        let micros = u64::try_from(faults.delay.as_micros()).unwrap_or(u64::MAX);
+        let delay = Duration::from_micros(rng.below(micros.max(1)));
+        match fates {
+            [true, ..] => Fate::Lost,
+            [_, true, ..] => Fate::Late(delay),
+            [_, _, true, ..] => Fate::Slow(delay),
+            [_, _, _, true, _] => Fate::Partial(rng.next_u64()),
+            [.., true] => {
+                let who = if rng.chance(800) { peer } else { self.id() };
+                Fate::Death(who.clone(), delay / 8)
+            }
+            _ => Fate::Fine,
+        }
+    }
+
+    fn run<'a, O: Op>(&'a self, op: O, deadline: Instant) -> BoxFuture<'a, O::Outcome> {
+        let fate = match op.is_empty() {
+            true => Fate::Fine,
+            false => self.fate(op.peer()),
+        };
+        let inner = Arc::clone(&self.inner);
+        if matches!(fate, Fate::Fine) {
+            return Box::pin(async move { op.run(&*inner, deadline).await });
+        }
+        let death = self.death.clone();
+        Box::pin(async move {
+            let cell = Cell::new();
+            let wait = cell.wait();
+            let thread = thread::Builder::new().name("lmc-flaky".to_owned());
+            let spawned =
+                thread.spawn(move || befall(fate, death.as_ref(), &*inner, op, deadline, &cell));
+            spawned.expect("a test has a thread for a fault");
+            wait.await
+        })
+    }
+}
+
+/// What [`Flaky`] can do to an operation.
+trait Op: Send + Sized + 'static {
+    type Outcome: Send + 'static;
+
+    fn peer(&self) -> &PeerId;
+    fn is_empty(&self) -> bool;
+    /// As it should be.
+    fn run<C: TransferChannel>(
+        self,
+        inner: &C,
+        deadline: Instant,
+    ) -> impl Future<Output = Self::Outcome> + Send;
+    /// With some objects only.
+    fn run_partly<C: TransferChannel>(
+        self,
+        inner: &C,
+        deadline: Instant,
+        dice: u64,
+    ) -> impl Future<Output = Self::Outcome> + Send;
+    /// It never began.
+    fn lost(self) -> Self::Outcome;
+    /// It may still be carried out.
+    fn late(&self) -> Self::Outcome;
+}
+
+/// Waits until nobody wants the outcome any more (true), or until an instant (false).
+fn dropped<T>(cell: &Cell<T>, until: Instant) -> bool {
+    let waker = thread_waker();
+    loop {
+        if cell.watch(&waker) {
+            return true;
+        }
+        let Some(left) = until.checked_duration_since(Instant::now()) else {
+            return false;
+        };
+        thread::park_timeout(left);
+    }
+}
+
+/// Runs a future until it is over or nobody wants what it comes to; then it is dropped.
+fn run_wanted<T>(cell: &Cell<T>, future: impl Future<Output = T>, begun: impl FnOnce()) {
+    let mut future = pin!(future);
+    let waker = thread_waker();
+    let mut context = Context::from_waker(&waker);
+    let mut begun = Some(begun);
+    loop {
+        if cell.watch(&waker) {
+            return;
+        }
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(outcome) => return cell.put(outcome),
+            Poll::Pending => match begun.take() {
+                Some(begun) => begun(),
+                None => thread::park(),
+            },
+        }
+    }
+}
+
+fn befall<C: TransferChannel, O: Op>(
+    fate: Fate,
+    death: Option<&Death>,
+    inner: &C,
+    op: O,
+    deadline: Instant,
+    cell: &Cell<O::Outcome>,
+) {
+    match fate {
+        Fate::Fine => run_wanted(cell, op.run(inner, deadline), || {}),
+        Fate::Lost => {
+            dropped(cell, deadline);
+            cell.put(op.lost());
+        }
+        Fate::Late(delay) => {
+            // Nobody can call it back, not even by dropping it.
+            dropped(cell, deadline);
+            cell.put(op.late());
+            thread::sleep(delay);
+            let _ = block_on(op.run(inner, Instant::now() + delay));
+        }
+        Fate::Slow(delay) => {
+            if !dropped(cell, deadline.min(Instant::now() + delay)) {
+                run_wanted(cell, op.run(inner, deadline), || {});
+            }
+        }
+        Fate::Partial(dice) => run_wanted(cell, op.run_partly(inner, deadline, dice), || {}),
+        Fate::Death(who, delay) => {
+            let kill = || {
+                thread::sleep(delay);
+                if let Some(death) = death {
+                    death(&who);
+                }
+            };
+            run_wanted(cell, op.run(inner, deadline), kill);
+        }
+    }
+}
+
+fn injected() -> TransferError {
+    TransferError::Failed {
+        reason: "injected".to_owned(),
+        quiet: true,
+    }
+}
+
+/// Paired, under a tag; or one-sided, at indices.
+#[derive(Clone)]
+enum How {
+    Tag(u64),
+    At(Vec<Index>),
+}
+
+/// Sends or writes.
+struct Out {
+    objects: Vec<SealedSlot>,
+    peer: PeerId,
+    how: How,
+}
+
+impl Op for Out {
+    type Outcome = Sent;
+
+    fn peer(&self) -> &PeerId {
+        &self.peer
+    }
+
+    fn is_empty(&self) -> bool {
+        self.objects.is_empty()
+    }
+
+    async fn run<C: TransferChannel>(self, inner: &C, deadline: Instant) -> Sent {
+        let Self { objects, peer, how } = self;
+        match how {
+            How::Tag(tag) => inner.send(objects, &peer, tag, deadline).await,
+            How::At(at) => inner.write(objects, &peer, &at, deadline).await,
+        }
+    }
+
+    async fn run_partly<C: TransferChannel>(
+        mut self,
+        inner: &C,
+        deadline: Instant,
+        dice: u64,
+    ) -> Sent {
+        let count = Rng::new(dice).below(self.objects.len() as u64) as usize;
+        // A send must be whole: the receiver would take fewer objects for all of them. That it
+        // was is not heard here.
+        if let How::At(at) = &mut self.how {
+            self.objects.truncate(count);
+            at.truncate(count);
+        }
+        let sent = self.run(inner, deadline).await;
+        Sent {
+            done: sent.done.min(count),
+            error: sent.error.or_else(|| Some(injected())),
+        }
+    }
+
+    fn lost(self) -> Sent {
+        Sent::failed(TransferError::Deadline { quiet: true })
+    }
+
+    fn late(&self) -> Sent {
+        Sent::failed(TransferError::Deadline { quiet: false })
+    }
+}
+
+/// Receives or reads.
+struct In {
+    slots: Vec<ReservedSlot>,
+    peer: PeerId,
+    how: How,
+}
+
+impl Op for In {
+    type Outcome = Filled;
+
+    fn peer(&self) -> &PeerId {
+        &self.peer
+    }
+
+    fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    async fn run<C: TransferChannel>(self, inner: &C, deadline: Instant) -> Filled {
+        let Self { slots, peer, how } = self;
+        match how {
+            How::Tag(tag) => inner.receive(slots, &peer, tag, deadline).await,
+            How::At(at) => inner.read(slots, &peer, &at, deadline).await,
+        }
+    }
+
+    async fn run_partly<C: TransferChannel>(
+        self,
+        inner: &C,
+        deadline: Instant,
+        dice: u64,
+    ) -> Filled {
+        if matches!(&self.how, How::At(at) if at.len() != self.slots.len()) {
+            return self.run(inner, deadline).await;
+        }
+        let Self { slots, peer, how } = self;
+        let mut rng = Rng::new(dice);
+        let keep: Vec<_> = slots.iter().map(|_| rng.chance(500)).collect();
+        let (slots, error) = match how {
+            // A receive must have all its slots; what arrived is lost afterwards.
+            How::Tag(tag) => {
+                let filled = inner.receive(slots, &peer, tag, deadline).await;
+                let lose = |(slot, keep)| match (slot, keep) {
+                    (Slot::Written(slot), false) => {
+                        slot.quarantine().release_proven_quiet();
+                        Slot::Quarantined
+                    }
+                    (slot, _) => slot,
+                };
+                let slots = filled.slots.into_iter().zip(keep).map(lose).collect();
+                (slots, filled.error)
+            }
+            How::At(at) => {
+                let (mut through, mut indices) = (Vec::new(), Vec::new());
+                let mut lost = Vec::new();
+                for ((slot, index), keep) in slots.into_iter().zip(at).zip(&keep) {
+                    if *keep {
+                        through.push(slot);
+                        indices.push(index);
+                    } else {
+                        lost.push(slot);
+                    }
+                }
+                let filled = inner.read(through, &peer, &indices, deadline).await;
+                let (mut through, mut lost) = (filled.slots.into_iter(), lost.into_iter());
+                let merged = keep.iter().filter_map(|keep| match keep {
+                    true => through.next(),
+                    false => lost.next().map(Slot::Quiet),
+                });
+                (merged.collect(), filled.error)
+            }
+        };
+        let error = error.or_else(|| Some(injected()));
+        Filled { slots, error }
+    }
+
+    fn lost(self) -> Filled {
+        Filled::untouched(self.slots, TransferError::Deadline { quiet: true })
+    }
+
+    fn late(&self) -> Filled {
+        Filled {
+            slots: self.slots.iter().map(|_| Slot::Quarantined).collect(),
+            error: Some(TransferError::Deadline { quiet: false }),
+        }
+    }
+}
+
+impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn id(&self) -> &PeerId {
+        self.inner.id()
+    }
+
+    fn address(&self) -> &Address {
+        self.inner.address()
+    }
+
+    fn connect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        address: &'a Address,
+        message: Option<Bytes>,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, ConnectError>> {
+        match self.fate(peer) {
+            Fate::Lost | Fate::Partial(_) => {
+                let error = io::Error::new(io::ErrorKind::ConnectionReset, "injected");
+                Box::pin(async move { Err(error.into()) })
+            }
+            // It comes about, and the caller does not hear of it.
+            Fate::Late(_) => Box::pin(async move {
+                self.inner.connect(peer, address, message, deadline).await?;
+                Err(ConnectError::Deadline { peer: peer.clone() })
+            }),
+            Fate::Fine | Fate::Slow(_) | Fate::Death(..) => {
+                self.inner.connect(peer, address, message, deadline)
+            }
+        }
+    }
+
+    fn is_connected(&self, peer: &PeerId) -> bool {
+        self.inner.is_connected(peer)
+    }
+
+    fn unit(&self) -> u64 {
+        self.inner.unit()
+    }
+
+    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        self.inner.indices(slots)
+    }
+
+    fn send<'a>(
+        &'a self,
+        objects: Vec<SealedSlot>,
+        peer: &'a PeerId,
+        tag: u64,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Sent> {
+        let (peer, how) = (peer.clone(), How::Tag(tag));
+        self.run(Out { objects, peer, how }, deadline)
+    }
+
+    fn receive<'a>(
+        &'a self,
+        slots: Vec<ReservedSlot>,
+        peer: &'a PeerId,
+        tag: u64,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        let (peer, how) = (peer.clone(), How::Tag(tag));
+        self.run(In { slots, peer, how }, deadline)
+    }
+
+    fn write<'a>(
+        &'a self,
+        objects: Vec<SealedSlot>,
+        peer: &'a PeerId,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Sent> {
+        let (peer, how) = (peer.clone(), How::At(indices.to_vec()));
+        self.run(Out { objects, peer, how }, deadline)
+    }
+
+    fn read<'a>(
+        &'a self,
+        slots: Vec<ReservedSlot>,
+        peer: &'a PeerId,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        let (peer, how) = (peer.clone(), How::At(indices.to_vec()));
+        self.run(In { slots, peer, how }, deadline)
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), TransferError>> {
+        self.inner.close(deadline)
+    }
+}
+
+/// A rig whose channels meet faults, and die of some.
+pub struct FlakyRig<R: Rig> {
+    inner: Arc<R>,
+    faults: Faults,
+    seeds: Mutex<Rng>,
+    living: Living<R::Channel>,
+}
+
+type Living<C> = Arc<Mutex<HashMap<PeerId, Weak<C>>>>;
+
+impl<R: Rig> fmt::Debug for FlakyRig<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FlakyRig")
+            .field("faults", &self.faults)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<R: Rig> FlakyRig<R> {
+    /// A rig whose faults the seed decides.
+    pub fn new(inner: R, faults: Faults, seed: u64) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            faults,
+            seeds: Mutex::new(Rng::new(seed)),
+            living: Living::default(),
+        }
+    }
+}
+
+impl<R> Rig for FlakyRig<R>
+where
+    R: Rig + Send + 'static,
+    R::Channel: 'static,
+{
+    type Channel = Flaky<R::Channel>;
+
+    fn channel(
+        &self,
+        id: &str,
+        arena: Arc<Arena>,
+        change: impl FnOnce(&mut ChannelConfig),
+    ) -> Self::Channel {
+        let channel = self.inner.channel(id, arena, change);
+        let (rig, living) = (Arc::clone(&self.inner), Arc::clone(&self.living));
+        let death: Death = Arc::new(move |who| {
+            let channel = living.lock().get(who).and_then(Weak::upgrade);
+            if let Some(channel) = channel {
+                rig.kill(&channel);
+            }
+        });
+        let seed = self.seeds.lock().next_u64();
+        let channel = Flaky::new(channel, self.faults, seed).with_death(death);
+        let known = Arc::downgrade(&channel.inner);
+        self.living.lock().insert(channel.id().clone(), known);
+        channel
+    }
+
+    fn kill(&self, channel: &Self::Channel) {
+        self.inner.kill(&channel.inner);
+    }
+}

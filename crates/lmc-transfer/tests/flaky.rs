@@ -1,0 +1,28 @@
+//! Random operations over channels that fail.
+
+mod support;
+use support::MemoryRig;
+
+use lmc_transfer::conformance::{Guarantee, RandomTest};
+use lmc_transfer::{Faults, FlakyRig};
+
+#[test]
+fn a_faulty_channel_never_gives_a_wrong_byte() {
+    for seed in 0..4 {
+        let rig = FlakyRig::new(MemoryRig::new(), Faults::some(), seed);
+        let test = RandomTest::new(Guarantee::Lossy);
+        let tally = test.with_seed(seed).with_rounds(60).run(&rig);
+        let counts = [
+            tally.written,
+            tally.read,
+            tally.received,
+            tally.failed,
+            tally.unquiet,
+            tally.quiet,
+            tally.quarantined,
+            tally.dropped,
+            tally.died,
+        ];
+        assert!(counts.iter().all(|count| *count > 0), "{tally:?}");
+    }
+}
