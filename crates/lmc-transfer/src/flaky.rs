@@ -1,7 +1,8 @@
 //! Seeded faults around any channel.
 //!
 //! A call without a fault goes to the channel inside as it is. Another runs on a thread of its
-//! own, which keeps its slots to the end.
+//! own, which keeps its slots to the end. No call that gets through begins later than it was
+//! made: by then its peer may be another of the same name.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -30,16 +31,16 @@ use crate::{
 pub struct Faults {
     /// Never reaches the peer: over at the deadline, quiet.
     pub lost: u16,
-    /// Over at the deadline, and carried out later: slots that are written to are in quarantine
-    /// meanwhile.
-    pub late: u16,
-    /// Begins later.
+    /// Said to have failed at once, while it is carried out: slots that are written to are in
+    /// quarantine meanwhile.
+    pub unquiet: u16,
+    /// Carried out; the outcome comes later.
     pub slow: u16,
     /// Only some objects of the batch get through.
     pub partial: u16,
     /// The peer or this side dies meanwhile; needs [`Flaky::with_death`].
     pub death: u16,
-    /// The longest that a late or slow call is put off.
+    /// The longest that an outcome or a death is put off.
     pub delay: Duration,
 }
 
@@ -48,7 +49,7 @@ impl Faults {
     pub fn some() -> Self {
         Self {
             lost: 100,
-            late: 100,
+            unquiet: 100,
             slow: 150,
             partial: 130,
             death: 20,
@@ -81,7 +82,7 @@ impl<C: fmt::Debug> fmt::Debug for Flaky<C> {
 enum Fate {
     Fine,
     Lost,
-    Late(Duration),
+    Unquiet,
     Slow(Duration),
     Partial(u64),
     Death(PeerId, Duration),
@@ -120,7 +121,7 @@ impl<C: TransferChannel + 'static> Flaky<C> {
         };
         let fates = [
             is(faults.lost),
-            is(faults.late),
+            is(faults.unquiet),
             is(faults.slow),
             is(faults.partial),
             is(faults.death) && self.death.is_some(),
@@ -129,7 +130,7 @@ impl<C: TransferChannel + 'static> Flaky<C> {
         let delay = Duration::from_micros(rng.below(micros.max(1)));
         match fates {
             [true, ..] => Fate::Lost,
-            [_, true, ..] => Fate::Late(delay),
+            [_, true, ..] => Fate::Unquiet,
             [_, _, true, ..] => Fate::Slow(delay),
             [_, _, _, true, _] => Fate::Partial(rng.next_u64()),
             [.., true] => {
@@ -183,8 +184,8 @@ trait Op: Send + Sized + 'static {
     ) -> impl Future<Output = Self::Outcome> + Send;
     /// It never began.
     fn lost(self) -> Self::Outcome;
-    /// It may still be carried out.
-    fn late(&self) -> Self::Outcome;
+    /// It failed, and is still carried out.
+    fn unquiet(&self) -> Self::Outcome;
 }
 
 /// Waits until nobody wants the outcome any more (true), or until an instant (false).
@@ -235,17 +236,27 @@ fn befall<C: TransferChannel, O: Op>(
             dropped(cell, deadline);
             cell.put(op.lost());
         }
-        Fate::Late(delay) => {
+        Fate::Unquiet => {
+            if cell.is_dropped() {
+                return;
+            }
+            let failed = op.unquiet();
+            let mut running = pin!(op.run(inner, deadline));
+            let waker = thread_waker();
+            let polled = running.as_mut().poll(&mut Context::from_waker(&waker));
+            cell.put(failed);
             // Nobody can call it back, not even by dropping it.
-            dropped(cell, deadline);
-            cell.put(op.late());
-            thread::sleep(delay);
-            let _ = block_on(op.run(inner, Instant::now() + delay));
+            if polled.is_pending() {
+                drop(block_on(running));
+            }
         }
         Fate::Slow(delay) => {
-            if !dropped(cell, deadline.min(Instant::now() + delay)) {
-                run_wanted(cell, op.run(inner, deadline), || {});
-            }
+            let late = |outcome| {
+                dropped(cell, deadline.min(Instant::now() + delay));
+                outcome
+            };
+            let running = async { late(op.run(inner, deadline).await) };
+            run_wanted(cell, running, || {});
         }
         Fate::Partial(dice) => run_wanted(cell, op.run_partly(inner, deadline, dice), || {}),
         Fate::Death(who, delay) => {
@@ -260,10 +271,10 @@ fn befall<C: TransferChannel, O: Op>(
     }
 }
 
-fn injected() -> TransferError {
+fn injected(quiet: bool) -> TransferError {
     TransferError::Failed {
         reason: "injected".to_owned(),
-        quiet: true,
+        quiet,
     }
 }
 
@@ -316,7 +327,7 @@ impl Op for Out {
         let sent = self.run(inner, deadline).await;
         Sent {
             done: sent.done.min(count),
-            error: sent.error.or_else(|| Some(injected())),
+            error: sent.error.or_else(|| Some(injected(true))),
         }
     }
 
@@ -324,8 +335,8 @@ impl Op for Out {
         Sent::failed(TransferError::Deadline { quiet: true })
     }
 
-    fn late(&self) -> Sent {
-        Sent::failed(TransferError::Deadline { quiet: false })
+    fn unquiet(&self) -> Sent {
+        Sent::failed(injected(false))
     }
 }
 
@@ -401,7 +412,7 @@ impl Op for In {
                 (merged.collect(), filled.error)
             }
         };
-        let error = error.or_else(|| Some(injected()));
+        let error = error.or_else(|| Some(injected(true)));
         Filled { slots, error }
     }
 
@@ -409,10 +420,10 @@ impl Op for In {
         Filled::untouched(self.slots, TransferError::Deadline { quiet: true })
     }
 
-    fn late(&self) -> Filled {
+    fn unquiet(&self) -> Filled {
         Filled {
             slots: self.slots.iter().map(|_| Slot::Quarantined).collect(),
-            error: Some(TransferError::Deadline { quiet: false }),
+            error: Some(injected(false)),
         }
     }
 }
@@ -443,7 +454,7 @@ impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
                 Box::pin(async move { Err(error.into()) })
             }
             // It comes about, and the caller does not hear of it.
-            Fate::Late(_) => Box::pin(async move {
+            Fate::Unquiet => Box::pin(async move {
                 self.inner.connect(peer, address, message, deadline).await?;
                 Err(ConnectError::Deadline { peer: peer.clone() })
             }),

@@ -1,10 +1,24 @@
-//! Random operations over channels that fail.
+//! Channels that fail.
 
 mod support;
 use support::MemoryRig;
 
 use lmc_transfer::conformance::{Guarantee, RandomTest};
 use lmc_transfer::{Faults, FlakyRig};
+
+/// With nothing worse than outcomes that come late, a channel is still one.
+mod slow {
+    use super::*;
+
+    fn rig() -> FlakyRig<MemoryRig> {
+        let mut faults = Faults::default();
+        faults.slow = 500;
+        faults.delay = std::time::Duration::from_millis(3);
+        FlakyRig::new(MemoryRig::new(), faults, 1)
+    }
+
+    lmc_transfer::conformance!(rig());
+}
 
 #[test]
 fn a_faulty_channel_never_gives_a_wrong_byte() {

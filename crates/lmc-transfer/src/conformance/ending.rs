@@ -1,6 +1,7 @@
 //! Closing, dropping, deadlines.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -171,6 +172,52 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
     a.ends();
     drop(unsure);
     b.memory_is_still();
+    b.ends();
+}
+
+/// Deadlines that are not meant to pass in a lifetime.
+pub fn deadlines_far_away<R: Rig>(rig: &R) {
+    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let far = Instant::now() + Duration::from_secs(100 * 365 * 86_400);
+    a.try_connect(&b, far).expect("a peer that is there");
+    let lens = [5000, 1];
+    let kept = b.objects(1, &lens);
+    let indices = b.indices(&kept);
+    let read = block_on(a.channel.read(a.slots(&lens), &b.id, &indices, far));
+    check_filled(read, 1, 2);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let sent = block_on(a.channel.send(a.objects(2, &lens), &b.id, 1, far));
+            assert_eq!(sent.into_result(), Ok(2));
+        });
+        let received = b.channel.receive(b.slots(&lens), &a.id, 1, far);
+        check_filled(block_on(received), 2, 2);
+    });
+    drop(kept);
+    assert_eq!(block_on(a.channel.close(far)), Ok(()));
+    a.goes();
+    b.ends();
+}
+
+/// A connect that is dropped at any point is no hindrance to the next.
+pub fn dropped_connects<R: Rig>(rig: &R) {
+    let mut rng = Rng::new(13);
+    let b = Side::with(rig, "b", 4096, |config| {
+        config.on_connect = Some(Arc::new(|_, _| {
+            thread::sleep(Duration::from_millis(1));
+            None
+        }));
+    });
+    for round in 0..15 {
+        let a = Side::new(rig, "a");
+        for _ in 0..3 {
+            let connecting = a.channel.connect(&b.id, b.channel.address(), None, soon());
+            drop_half_way(connecting, &mut rng);
+        }
+        a.connect(&b);
+        a.works_with(10 * round, &b);
+        a.ends();
+    }
     b.ends();
 }
 

@@ -79,6 +79,8 @@ macro_rules! __properties {
             a_closed_channel_begins_again
             a_dropped_channel_leaves_nothing
             deadlines_that_pass
+            deadlines_far_away
+            dropped_connects
             dropped_reads_and_writes
             dropped_sends_and_receives
             a_dead_peer_is_noticed
