@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,8 +10,8 @@ use std::time::{Duration, Instant};
 use lmc_memory::ReservedSlot;
 
 use super::side::{
-    PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, pair, peer,
-    shortly, soon,
+    PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, later, pair,
+    peer, shortly, soon,
 };
 use super::{Rig, Rng, Side, check_value};
 use crate::{ConnectError, Index, TransferChannel, TransferError, block_on};
@@ -75,6 +76,42 @@ pub fn closing_ends_what_is_under_way<R: Rig>(rig: &R) {
     assert!(began.elapsed() < PATIENCE / 2, "they waited for deadlines");
     a.goes();
     b.ends();
+}
+
+/// When a close is over, nothing reads or writes the memory any more, whatever peers do.
+pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
+    for round in 0..15 {
+        let (a, b) = pair(rig);
+        let lens = [2 << 20, 1, 70_000];
+        let mut places = a.slots(&lens);
+        let indices = a.indices(&places);
+        let rounds = AtomicU64::new(0);
+        thread::scope(|scope| {
+            eventually("the other side knows too", || b.channel.is_connected(&a.id));
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    loop {
+                        let sent = b.write(1, &lens, &a, &indices);
+                        rounds.fetch_add(1, Ordering::Relaxed);
+                        match sent.error {
+                            None => assert_eq!(sent.done, lens.len()),
+                            Some(error) => break assert!(error.quiet(), "{error}"),
+                        }
+                    }
+                });
+            }
+            eventually("writes are under way", || {
+                rounds.load(Ordering::Relaxed) > round % 4
+            });
+            assert_eq!(block_on(a.channel.close(soon())), Ok(()));
+            let mut still = Still::default();
+            places.drain(..).for_each(|slot| still.keep(slot));
+            thread::sleep(Duration::from_millis(20));
+            still.check();
+        });
+        a.ends();
+        b.ends();
+    }
 }
 
 #[track_caller]
@@ -211,7 +248,7 @@ pub fn dropped_connects<R: Rig>(rig: &R) {
     for round in 0..15 {
         let a = Side::new(rig, "a");
         for _ in 0..3 {
-            let connecting = a.channel.connect(&b.id, b.channel.address(), None, soon());
+            let connecting = a.channel.connect(&b.id, b.channel.address(), None, later());
             drop_half_way(connecting, &mut rng);
         }
         a.connect(&b);
@@ -241,7 +278,7 @@ pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
     let places = b.slots(&lens);
     let to = b.indices(&places);
     for round in 0..40 {
-        let deadline = soon();
+        let deadline = later();
         drop_half_way(
             a.channel.read(a.slots(&lens), &b.id, &from, deadline),
             &mut rng,
@@ -284,7 +321,7 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
                     Still::default().watch(filled.slots, tag);
                 });
                 let objects = a.objects(tag, &lens);
-                drop_half_way(a.channel.send(objects, &b.id, tag, soon()), &mut rng);
+                drop_half_way(a.channel.send(objects, &b.id, tag, later()), &mut rng);
             } else {
                 scope.spawn(|| {
                     let objects = a.objects(tag, &lens);
@@ -292,12 +329,12 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
                     assert!(sent.done == lens.len() || sent.error.is_some());
                 });
                 let slots = b.slots(&lens);
-                drop_half_way(b.channel.receive(slots, &a.id, tag, soon()), &mut rng);
+                drop_half_way(b.channel.receive(slots, &a.id, tag, later()), &mut rng);
             }
         });
     }
     // Nobody is there: a receiver that was dropped receives nothing.
-    let receiving = b.channel.receive(b.slots(&lens), &a.id, 100, soon());
+    let receiving = b.channel.receive(b.slots(&lens), &a.id, 100, later());
     drop_half_way(receiving, &mut rng);
     let sent = block_on(a.channel.send(a.objects(3, &lens), &b.id, 100, shortly()));
     assert_eq!(sent.done, 0);

@@ -76,6 +76,7 @@ macro_rules! __properties {
             batches_that_are_too_large
             a_closed_channel
             closing_ends_what_is_under_way
+            a_close_ends_all_writing
             a_closed_channel_begins_again
             a_dropped_channel_leaves_nothing
             deadlines_that_pass

@@ -20,6 +20,11 @@ pub(super) fn soon() -> Instant {
     Instant::now() + PATIENCE
 }
 
+/// A deadline that is beyond all patience: what waits for it has not ended by itself.
+pub(super) fn later() -> Instant {
+    Instant::now() + 20 * PATIENCE
+}
+
 /// A deadline that is meant to pass.
 pub(super) fn shortly() -> Instant {
     Instant::now() + Duration::from_millis(200)
@@ -247,6 +252,8 @@ impl<C: TransferChannel> Side<C> {
     pub fn ends(self) {
         let closed = block_on(self.channel.close(soon()));
         closed.expect("a channel closes in time");
+        let left = self.pool.usage();
+        assert_eq!(left.slots, 0, "a closed channel holds slots: {left:?}");
         self.goes();
     }
 

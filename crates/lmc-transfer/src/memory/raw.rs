@@ -23,7 +23,7 @@ pub(super) fn write(object: &SealedSlot, at: usize, arena: &Arena, offset: u64, 
     let from = &object.bytes()[at..at + len];
     let (from, to) = (from.as_ptr(), place(arena, offset, len));
     // SAFETY: both ranges were just checked, and their owners are borrowed for the call; `copy`
-    // allows them to overlap, where a channel is connected to itself.
+    // allows them to overlap, where a channel is connected to itself and names its own object.
     unsafe { ptr::copy(from, to.as_ptr(), len) }
 }
 
