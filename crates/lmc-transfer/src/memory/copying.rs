@@ -221,16 +221,12 @@ impl Copy {
 
     /// Whether it touches the memory of a side.
     pub(super) fn touches(&self, end: EndId) -> bool {
-        let (one, other) = self.ends();
-        one == end || other == end
-    }
-
-    pub(super) fn ends(&self) -> (EndId, EndId) {
-        match &self.work {
+        let (one, other) = match &self.work {
             Work::Write { party, .. } => (party.end, party.peer),
             Work::Read { party, .. } => (party.end, party.peer),
             Work::Pair { sender, .. } => (sender.end, sender.peer),
-        }
+        };
+        one == end || other == end
     }
 
     /// Copies the next piece. No lock is held meanwhile.

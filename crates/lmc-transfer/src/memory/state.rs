@@ -68,8 +68,6 @@ pub(super) struct State {
     pub(super) behind: Vec<Behind>,
     pub(super) halves: Vec<Half>,
     pub(super) copies: VecDeque<Copy>,
-    /// The sides whose memory a piece is being copied of, without the lock.
-    pub(super) copying: Option<(EndId, EndId)>,
     /// Answers of a channel that are being made up, without the lock.
     answering: HashMap<EndId, usize>,
     pub(super) closing: Vec<Closing>,
@@ -254,7 +252,8 @@ impl State {
         (half, out)
     }
 
-    /// Ends what has passed its deadline, and closes that wait for nothing any more.
+    /// Ends what has passed its deadline, and closes that wait for nothing any more. For the
+    /// hub's thread.
     pub(super) fn expire(&mut self, now: Instant) -> Vec<Delivery> {
         let mut out = self.fail_halves(now);
         let late = |handshake: &mut Handshake| handshake.deadline <= now;
@@ -267,7 +266,8 @@ impl State {
             out.push(Box::new(move || behind.cell.put(())));
         }
         for closing in mem::take(&mut self.closing) {
-            let quiet = !self.touches(closing.end);
+            // The thread asks between two pieces, so that none is being copied now.
+            let quiet = !self.copies.iter().any(|copy| copy.touches(closing.end));
             if quiet && !self.answering.contains_key(&closing.end) {
                 out.push(Box::new(move || closing.cell.put(Ok(()))));
             } else if closing.deadline <= now {
@@ -278,12 +278,6 @@ impl State {
             }
         }
         out
-    }
-
-    /// Whether a copy may touch the memory of a side.
-    fn touches(&self, end: EndId) -> bool {
-        let now = self.copying.is_some_and(|(a, b)| a == end || b == end);
-        now || self.copies.iter().any(|copy| copy.touches(end))
     }
 
     /// When [`Self::expire`] is next needed.

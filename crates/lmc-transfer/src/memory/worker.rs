@@ -47,12 +47,10 @@ impl Shared {
             let (copy, over) = state.next_copy(now);
             out.extend(over);
             if let Some(mut copy) = copy {
-                state.copying = Some(copy.ends());
                 MutexGuard::unlocked(&mut state, || {
                     deliver(out);
                     copy.step();
                 });
-                state.copying = None;
                 state.copies.push_back(copy);
                 continue;
             }
