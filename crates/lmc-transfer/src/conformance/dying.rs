@@ -65,7 +65,12 @@ fn lost(error: Option<&TransferError>) {
     assert!(
         matches!(
             error,
-            Some(TransferError::PeerGone { .. } | TransferError::Deadline { .. })
+            Some(
+                TransferError::PeerGone { .. }
+                    | TransferError::Deadline { .. }
+                    // A slow machine: the call began after the death.
+                    | TransferError::UnknownPeer { .. }
+            )
         ),
         "{error:?}"
     );
