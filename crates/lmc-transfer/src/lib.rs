@@ -53,6 +53,7 @@ mod flaky;
 mod memory;
 mod name;
 mod outcome;
+mod socket;
 
 pub use blocking::{Blocking, block_on};
 pub use channel::{BoxFuture, TransferChannel};
@@ -64,6 +65,7 @@ pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 pub use outcome::{Filled, Index, Sent, Slot};
+pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};
 
 /// Objects of one batch at most.
 pub const MAX_BATCH: usize = 65_536;

@@ -1,0 +1,113 @@
+//! How a socket channel is set up.
+
+use std::io;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::SocketChannel;
+use crate::{Address, ChannelConfig};
+
+/// Streams of one connection at most.
+pub(super) const MAX_STREAMS: usize = 64;
+
+/// What a [`SocketChannel`] is made from.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct SocketConfig {
+    /// What every channel is made from.
+    pub channel: ChannelConfig,
+    /// Where to listen: `tcp://HOST:PORT` or `unix:PATH`.
+    pub listen: Address,
+    /// Streams of each connection, 1 to 64; a peer that wants fewer gets fewer. Default: 4.
+    pub streams: usize,
+    /// Threads that move bytes. Default: one for each core, at most 4.
+    pub threads: usize,
+    /// After three times this without a byte a peer is taken for gone. Default: 5 s.
+    pub keepalive: Duration,
+}
+
+/// A socket channel could not be built.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SocketError {
+    /// The address is no socket's.
+    #[error("{0} is no address of a socket: expected tcp://HOST:PORT or unix:PATH")]
+    Address(Address),
+    /// A number that makes no sense.
+    #[error("{name} must be {expected}, found {found}")]
+    Setting {
+        /// What it is called.
+        name: &'static str,
+        /// What it may be.
+        expected: &'static str,
+        /// What it is.
+        found: String,
+    },
+    /// The address could not be bound.
+    #[error("cannot listen at {address}: {error}")]
+    Listen {
+        /// The address.
+        address: Address,
+        /// Why not.
+        error: io::Error,
+    },
+    /// Threads could not be started, or there are no random numbers.
+    #[error("cannot start: {0}")]
+    Start(#[source] io::Error),
+}
+
+impl SocketConfig {
+    /// The defaults.
+    pub fn new(channel: ChannelConfig, listen: Address) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            channel,
+            listen,
+            streams: 4,
+            threads: cores.min(4),
+            keepalive: Duration::from_secs(5),
+        }
+    }
+
+    /// Listens, and starts the threads.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn build(self) -> Result<SocketChannel, SocketError> {
+        let setting = |ok: bool, name, expected, found: String| match ok {
+            true => Ok(()),
+            false => Err(SocketError::Setting {
+                name,
+                expected,
+                found,
+            }),
+        };
+        let unit = self.channel.unit;
+        setting(
+            unit.is_power_of_two(),
+            "unit",
+            "a power of two",
+            unit.to_string(),
+        )?;
+        setting(
+            (1..=MAX_STREAMS).contains(&self.streams),
+            "streams",
+            "1 to 64",
+            self.streams.to_string(),
+        )?;
+        setting(
+            (1..=1024).contains(&self.threads),
+            "threads",
+            "1 to 1024",
+            self.threads.to_string(),
+        )?;
+        setting(
+            self.keepalive >= Duration::from_millis(10),
+            "keepalive",
+            "10 ms or more",
+            format!("{:?}", self.keepalive),
+        )?;
+        SocketChannel::start(self)
+    }
+}

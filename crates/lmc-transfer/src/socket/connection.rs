@@ -1,0 +1,368 @@
+//! A connection to one incarnation of a peer: its streams, what is under way on them, its end.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+
+use lmc_memory::SealedSlot;
+use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval};
+
+use super::endpoint::Socket;
+use super::frame::{Frame, Outcome, Segment};
+use super::inlet::Inlet;
+use super::landing::Target;
+use super::outlet::Outlet;
+use super::rendezvous::{OFFER_ROOM, Rendezvous};
+use super::shared::Shared;
+use crate::{PeerId, TransferError};
+
+/// Requests that one side may have under way on one stream. More break the protocol.
+pub(super) const LANE_ROOM: usize = 64;
+/// Intervals of the keepalive without a byte after which a peer is taken for gone.
+const SILENT_INTERVALS: u32 = 3;
+
+/// Where the streams of a connection lead to.
+#[derive(Debug, Clone)]
+pub(super) struct Remote {
+    pub(super) id: PeerId,
+    pub(super) incarnation: u64,
+    /// Bytes of its arena.
+    pub(super) arena: u64,
+    pub(super) unit: u64,
+    /// Whether it connected to this side.
+    pub(super) incoming: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) remote: Remote,
+    pub(super) lanes: Vec<Lane>,
+    pub(super) rendezvous: Arc<Rendezvous>,
+    /// What this side offers.
+    pub(super) offers: Mutex<HashMap<u64, Offered>>,
+    pub(super) offer_room: Arc<Semaphore>,
+    /// Grows with every byte received.
+    pub(super) heard: AtomicU64,
+    next_id: AtomicU64,
+    next_lane: AtomicUsize,
+    stop: watch::Sender<bool>,
+    end: watch::Sender<Option<End>>,
+}
+
+/// One stream, as the calls see it.
+#[derive(Debug)]
+pub(super) struct Lane {
+    queue: mpsc::UnboundedSender<Outgoing>,
+    /// Requests of this side without an answer; none after the end.
+    pending: Mutex<Option<HashMap<u64, Pending>>>,
+    room: Arc<Semaphore>,
+    /// Requests of the peer without an answer.
+    pub(super) unanswered: AtomicUsize,
+}
+
+/// A request of this side.
+#[derive(Debug)]
+pub(super) struct Pending {
+    /// Where the data goes that is asked for; none for a write.
+    pub(super) target: Option<Arc<Target>>,
+    pub(super) reply: oneshot::Sender<Reply>,
+    pub(super) _room: OwnedSemaphorePermit,
+}
+
+#[derive(Debug)]
+pub(super) enum Reply {
+    /// The data of a read, but for segments that arrived with a wrong checksum.
+    Arrived { bad: Vec<u32>, aborted: bool },
+    /// Of a write, or of a read without data.
+    Outcome(Outcome),
+}
+
+/// Objects that this side offers.
+#[derive(Debug)]
+pub(super) struct Offered {
+    pub(super) objects: Arc<Vec<SealedSlot>>,
+    /// Leading objects that are in place, and why not all.
+    pub(super) finish: oneshot::Sender<(u64, Outcome)>,
+    /// Whether the peer has begun to read them.
+    pub(super) pulled: bool,
+    pub(super) _room: OwnedSemaphorePermit,
+}
+
+/// What is to be sent.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    pub(super) bytes: Vec<u8>,
+    pub(super) payload: Option<Payload>,
+    /// Whether it answers a request of the peer.
+    pub(super) answer: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Payload {
+    pub(super) segments: Vec<Segment>,
+    /// The slots that they lie in, where this side knows them.
+    pub(super) _slots: Option<Arc<Vec<SealedSlot>>>,
+    pub(super) progress: Option<Arc<Progress>>,
+}
+
+/// How far the sending of a write is.
+#[derive(Debug, Default)]
+pub(super) struct Progress(AtomicU8);
+
+impl Progress {
+    const WAITING: u8 = 0;
+    const BEGUN: u8 = 1;
+    const CANCELLED: u8 = 2;
+
+    /// Whether it may begin.
+    pub(super) fn begin(&self) -> bool {
+        let (from, to) = (Self::WAITING, Self::BEGUN);
+        let changed = self
+            .0
+            .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
+        changed.is_ok()
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::CANCELLED
+    }
+
+    /// Breaks it off. Whether it will not even begin.
+    pub(super) fn cancel(&self) -> bool {
+        self.0.swap(Self::CANCELLED, Ordering::AcqRel) == Self::WAITING
+    }
+}
+
+/// How a connection ended.
+#[derive(Debug, Clone)]
+pub(super) struct End {
+    pub(super) reason: String,
+    /// Whether the peer closed it. A peer closes none of its sockets before all that reads from
+    /// them has ended, so from then on nothing of it writes to its memory for us.
+    pub(super) by_peer: bool,
+}
+
+/// Why a stream ended.
+#[derive(Debug)]
+pub(super) enum Gone {
+    /// The peer closed it.
+    Closed,
+    Io(io::Error),
+    /// The peer broke the protocol.
+    Broken(String),
+}
+
+impl From<io::Error> for Gone {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl Connection {
+    /// A connection, and what its streams are to send.
+    pub(super) fn new(
+        remote: Remote,
+        lanes: usize,
+        rendezvous: Arc<Rendezvous>,
+    ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
+        let mut queues = Vec::with_capacity(lanes);
+        let lane = |_| {
+            let (queue, receiver) = mpsc::unbounded_channel();
+            queues.push(receiver);
+            Lane {
+                queue,
+                pending: Mutex::new(Some(HashMap::new())),
+                room: Arc::new(Semaphore::new(LANE_ROOM)),
+                unanswered: AtomicUsize::new(0),
+            }
+        };
+        let connection = Self {
+            remote,
+            lanes: (0..lanes).map(lane).collect(),
+            rendezvous,
+            offers: Mutex::default(),
+            offer_room: Arc::new(Semaphore::new(OFFER_ROOM)),
+            heard: AtomicU64::new(0),
+            next_id: AtomicU64::new(0),
+            next_lane: AtomicUsize::new(0),
+            stop: watch::Sender::new(false),
+            end: watch::Sender::new(None),
+        };
+        (Arc::new(connection), queues)
+    }
+
+    pub(super) fn next_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The stream that a call begins with: another each time.
+    pub(super) fn next_lane(&self) -> usize {
+        self.next_lane.fetch_add(1, Ordering::Relaxed) % self.lanes.len()
+    }
+
+    /// Sends a frame without payload.
+    pub(super) fn say(&self, lane: usize, frame: &Frame) {
+        self.lanes[lane].push(Outgoing {
+            bytes: frame.encode(),
+            payload: None,
+            answer: false,
+        });
+    }
+
+    /// How it ended, if it has.
+    pub(super) fn end(&self) -> Option<End> {
+        self.end.borrow().clone()
+    }
+
+    /// Waits for its end.
+    pub(super) async fn ended(&self) -> End {
+        let mut end = self.end.subscribe();
+        let ended = end.wait_for(Option::is_some).await;
+        let ended = ended.ok().and_then(|end| end.clone());
+        ended.unwrap_or_else(|| End {
+            reason: "the connection is no more".into(),
+            by_peer: false,
+        })
+    }
+
+    /// Asks it to end.
+    pub(super) fn stop(&self) {
+        self.stop.send_replace(true);
+    }
+
+    /// The error of a call that its end interrupted.
+    pub(super) async fn gone(&self, quiet: bool) -> TransferError {
+        let end = self.ended().await;
+        TransferError::PeerGone {
+            peer: self.remote.id.clone(),
+            reason: end.reason,
+            quiet: quiet || end.by_peer,
+        }
+    }
+}
+
+impl Lane {
+    pub(super) fn push(&self, outgoing: Outgoing) {
+        // Nobody listens after the end, which those who wait for answers learn otherwise.
+        let _ = self.queue.send(outgoing);
+    }
+
+    /// Waits for room for a request; none after the end.
+    pub(super) async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.room).acquire_owned().await.ok()
+    }
+
+    /// Sends a request; false after the end.
+    pub(super) fn request(&self, id: u64, pending: Pending, outgoing: Outgoing) -> bool {
+        {
+            let mut requests = self.pending.lock();
+            let Some(requests) = requests.as_mut() else {
+                return false;
+            };
+            requests.insert(id, pending);
+        }
+        self.push(outgoing);
+        true
+    }
+
+    /// Takes a request out, because it is answered or was never sent.
+    pub(super) fn take(&self, id: u64) -> Option<Pending> {
+        self.pending.lock().as_mut()?.remove(&id)
+    }
+}
+
+/// Runs the streams of a connection until it ends, and sees to it that nothing is left of it.
+/// To be called on the runtime.
+pub(super) async fn supervise(
+    shared: Arc<Shared>,
+    connection: Arc<Connection>,
+    sockets: Vec<Socket>,
+    queues: Vec<mpsc::UnboundedReceiver<Outgoing>>,
+) {
+    let unix = sockets.iter().all(Socket::is_unix);
+    // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
+    let sockets: Arc<[Socket]> = sockets.into();
+    let mut tasks = JoinSet::new();
+    for (lane, queue) in queues.into_iter().enumerate() {
+        let inlet = Inlet::new(&shared, &connection, &sockets, lane);
+        tasks.spawn(inlet.run());
+        let outlet = Outlet::new(&shared, &connection, &sockets, lane, queue);
+        tasks.spawn(outlet.run());
+    }
+    let mut stop = connection.stop.subscribe();
+    let keepalive = shared.config.keepalive;
+    let mut ticks = interval(keepalive);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut heard, mut silent) = (0, 0);
+    let end = loop {
+        tokio::select! {
+            biased;
+            _ = stop.wait_for(|stop| *stop) => break End {
+                reason: "this side ended the connection".into(),
+                by_peer: false,
+            },
+            Some(ended) = tasks.join_next() => break match ended {
+                Ok(gone) => end_of(gone, unix, &shared),
+                Err(error) => End { reason: format!("a task failed: {error}"), by_peer: false },
+            },
+            _ = ticks.tick() => {
+                let now = connection.heard.load(Ordering::Relaxed);
+                silent = if now == heard { silent + 1 } else { 0 };
+                heard = now;
+                if silent > SILENT_INTERVALS {
+                    break End {
+                        reason: format!("not a byte in {:?}", keepalive * SILENT_INTERVALS),
+                        by_peer: false,
+                    };
+                }
+                connection.say(0, &Frame::Ping);
+            }
+        }
+    };
+    tasks.shutdown().await;
+    drop(sockets);
+    tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
+    shared.forget(&connection);
+    connection.end.send_replace(Some(end));
+    connection.rendezvous.forget(&connection);
+    connection.offer_room.close();
+    let offers = std::mem::take(&mut *connection.offers.lock());
+    drop(offers);
+    for lane in &connection.lanes {
+        lane.room.close();
+        let requests = lane.pending.lock().take();
+        drop(requests);
+    }
+}
+
+fn end_of(gone: Gone, unix: bool, shared: &Shared) -> End {
+    let closed = |reason: &str| End {
+        reason: reason.into(),
+        by_peer: true,
+    };
+    match gone {
+        Gone::Closed => closed("it closed the connection"),
+        // Only its end can say that of a Unix socket; of TCP anything on the way can.
+        Gone::Io(error) if unix && is_reset(&error) => closed("it closed the connection"),
+        Gone::Io(error) => End {
+            reason: error.to_string(),
+            by_peer: false,
+        },
+        Gone::Broken(what) => {
+            shared.counters.broken.add(1);
+            End {
+                reason: format!("it broke the protocol: {what}"),
+                by_peer: false,
+            }
+        }
+    }
+}
+
+fn is_reset(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    matches!(error.kind(), ConnectionReset | BrokenPipe)
+}

@@ -1,0 +1,189 @@
+//! Sockets, TCP and Unix, as one type.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net as unix;
+use std::path::{Path, PathBuf};
+
+use tokio::io::Interest;
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+
+use super::window::{receive_bytes, send_bytes};
+use crate::Address;
+
+#[derive(Debug)]
+pub(super) enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Socket {
+    /// Connects; none for an address of another kind.
+    pub(super) async fn connect(address: &Address) -> Option<io::Result<Self>> {
+        match address {
+            Address::Tcp { host, port } => {
+                let connected = TcpStream::connect((host.as_str(), *port)).await;
+                Some(connected.and_then(Self::tcp))
+            }
+            Address::Unix(path) => Some(UnixStream::connect(path).await.map(Self::Unix)),
+            Address::Memory(_) => None,
+        }
+    }
+
+    fn tcp(stream: TcpStream) -> io::Result<Self> {
+        // The kernel sizes the buffers of TCP better than a fixed number would.
+        stream.set_nodelay(true)?;
+        Ok(Self::Tcp(stream))
+    }
+
+    pub(super) fn is_unix(&self) -> bool {
+        matches!(self, Self::Unix(_))
+    }
+
+    async fn ready(&self, interest: Interest) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.ready(interest).await,
+            Self::Unix(stream) => stream.ready(interest).await,
+        }?;
+        Ok(())
+    }
+
+    /// Runs `io` on the file descriptor until it does not say "would block".
+    pub(super) async fn when<T>(
+        &self,
+        interest: Interest,
+        mut io: impl FnMut(RawFd) -> io::Result<T>,
+    ) -> io::Result<T> {
+        loop {
+            self.ready(interest).await?;
+            let done = match self {
+                Self::Tcp(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
+                Self::Unix(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
+            };
+            match done.map_err(|error| (error.kind(), error)) {
+                Ok(done) => return Ok(done),
+                Err((io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted, _)) => {}
+                Err((_, error)) => return Err(error),
+            }
+        }
+    }
+
+    /// Fills a buffer.
+    ///
+    /// # Errors
+    /// Also the end of the stream.
+    pub(super) async fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let rest = &mut buffer[done..];
+            match self
+                .when(Interest::READABLE, |fd| receive_bytes(fd, rest))
+                .await?
+            {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => done += n,
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends all of a buffer.
+    pub(super) async fn write_all(&self, buffer: &[u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let rest = &buffer[done..];
+            done += self
+                .when(Interest::WRITABLE, |fd| send_bytes(fd, rest))
+                .await?;
+        }
+        Ok(())
+    }
+}
+
+/// Where a channel is connected to. Takes its Unix socket's name away when dropped.
+#[derive(Debug)]
+pub(super) struct Listener {
+    kind: Kind,
+    address: Address,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Tcp(TcpListener),
+    /// With the file's device and inode, to tell it from another's of the same name.
+    Unix(UnixListener, PathBuf, (u64, u64)),
+}
+
+impl Listener {
+    /// Binds; none for an address of another kind. To be called where a runtime is entered.
+    pub(super) fn bind(address: &Address) -> Option<io::Result<Self>> {
+        match address {
+            Address::Tcp { host, port } => Some(Self::tcp(host, *port)),
+            Address::Unix(path) => Some(Self::unix(path)),
+            Address::Memory(_) => None,
+        }
+    }
+
+    fn tcp(host: &str, port: u16) -> io::Result<Self> {
+        let listener = std::net::TcpListener::bind((host, port))?;
+        listener.set_nonblocking(true)?;
+        let address = Address::Tcp {
+            host: host.to_owned(),
+            port: listener.local_addr()?.port(),
+        };
+        let kind = Kind::Tcp(TcpListener::from_std(listener)?);
+        Ok(Self { kind, address })
+    }
+
+    fn unix(path: &Path) -> io::Result<Self> {
+        remove_stale(path)?;
+        let listener = UnixListener::bind(path)?;
+        let file = fs::symlink_metadata(path)?;
+        let kind = Kind::Unix(listener, path.to_owned(), (file.dev(), file.ino()));
+        let address = Address::Unix(path.to_owned());
+        Ok(Self { kind, address })
+    }
+
+    /// The address, with the port that was chosen.
+    pub(super) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    pub(super) async fn accept(&self) -> io::Result<Socket> {
+        match &self.kind {
+            Kind::Tcp(listener) => listener.accept().await.and_then(|(s, _)| Socket::tcp(s)),
+            Kind::Unix(listener, ..) => listener.accept().await.map(|(s, _)| Socket::Unix(s)),
+        }
+    }
+}
+
+/// Takes away the socket of a process that has ended.
+fn remove_stale(path: &Path) -> io::Result<()> {
+    let Ok(file) = fs::symlink_metadata(path) else {
+        return Ok(());
+    };
+    if !file.file_type().is_socket() {
+        let what = format!("{} is there and no socket", path.display());
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
+    }
+    match unix::UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        _ => {
+            let what = format!("another process listens at {}", path.display());
+            Err(io::Error::new(io::ErrorKind::AddrInUse, what))
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Kind::Unix(_, path, ours) = &self.kind
+            && fs::symlink_metadata(path).is_ok_and(|file| (file.dev(), file.ino()) == *ours)
+        {
+            let _ = fs::remove_file(path);
+        }
+    }
+}

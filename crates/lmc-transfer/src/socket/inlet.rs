@@ -1,0 +1,351 @@
+//! The receiving half of a stream.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use tokio::io::Interest;
+
+use super::connection::{Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply};
+use super::endpoint::Socket;
+use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
+use super::landing::Target;
+use super::rendezvous::Offer;
+use super::shared::Shared;
+use super::window::receive_bytes;
+
+/// Bytes that are read ahead at most, where frames or small pieces may follow.
+const STASH: usize = 16 << 10;
+/// Bytes of a piece from which reading ahead into it costs more than another system call.
+const LARGE: u64 = 16 << 10;
+/// Bytes of what nobody wants that are read at a time.
+const SINK: usize = 64 << 10;
+
+pub(super) struct Inlet {
+    shared: Arc<Shared>,
+    connection: Arc<Connection>,
+    sockets: Arc<[Socket]>,
+    lane: usize,
+    decoder: Decoder,
+    stash: Box<[u8]>,
+    /// What of the stash is not used yet.
+    start: usize,
+    end: usize,
+    sink: Vec<u8>,
+}
+
+/// Where a payload goes.
+#[derive(Clone, Copy)]
+enum Place<'a> {
+    /// To places of the arena that were checked.
+    Arena,
+    /// To slots of a call, while it holds them.
+    Slots(&'a Target),
+    Nowhere,
+}
+
+impl Place<'_> {
+    fn with<T>(self, act: impl FnOnce() -> T) -> Option<T> {
+        match self {
+            Self::Arena => Some(act()),
+            Self::Slots(target) => target.with(act),
+            Self::Nowhere => None,
+        }
+    }
+}
+
+/// How a payload arrived.
+struct Arrival {
+    /// Segments with a wrong checksum.
+    bad: Vec<u32>,
+    /// Whether the sender broke it off.
+    aborted: bool,
+}
+
+impl Inlet {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        connection: &Arc<Connection>,
+        sockets: &Arc<[Socket]>,
+        lane: usize,
+    ) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            connection: Arc::clone(connection),
+            sockets: Arc::clone(sockets),
+            lane,
+            decoder: Decoder::default(),
+            stash: vec![0; STASH].into(),
+            start: 0,
+            end: 0,
+            sink: Vec::new(),
+        }
+    }
+
+    pub(super) async fn run(mut self) -> Gone {
+        loop {
+            if let Err(gone) = self.step().await {
+                return gone;
+            }
+        }
+    }
+
+    /// Serves one frame.
+    async fn step(&mut self) -> Result<(), Gone> {
+        match self.frame().await? {
+            Frame::Ping => {}
+            Frame::Read {
+                id,
+                offer,
+                segments,
+            } => {
+                self.admit()?;
+                let outgoing = self.data(id, offer, segments);
+                self.lane().push(outgoing);
+            }
+            Frame::Data { id } => {
+                let pending = self.lane().take(id);
+                let Some(Pending {
+                    target: Some(target),
+                    reply,
+                    _room,
+                }) = pending
+                else {
+                    return Err(Gone::Broken("data that was not asked for".into()));
+                };
+                let place = Place::Slots(&target);
+                let Arrival { bad, aborted } = self.payload(&target.segments, place).await?;
+                let _ = reply.send(Reply::Arrived { bad, aborted });
+            }
+            Frame::Write { id, segments } => {
+                self.admit()?;
+                let outcome = self.write(&segments).await?;
+                self.lane().push(answer(id, outcome));
+            }
+            Frame::Answer { id, outcome } => {
+                let Some(pending) = self.lane().take(id) else {
+                    return Err(Gone::Broken("an answer without a request".into()));
+                };
+                if pending.target.is_some() && outcome == Outcome::Done {
+                    return Err(Gone::Broken("a read that is done without data".into()));
+                }
+                let _ = pending.reply.send(Reply::Outcome(outcome));
+            }
+            Frame::Offer { id, tag, objects } => {
+                let offer = Offer {
+                    connection: Arc::clone(&self.connection),
+                    id,
+                    objects,
+                };
+                if !self.connection.rendezvous.offer(tag, offer) {
+                    return Err(Gone::Broken("too many offers".into()));
+                }
+            }
+            Frame::Withdraw { id } => self.connection.rendezvous.withdraw(&self.connection, id),
+            Frame::Finish { id, done, outcome } => {
+                let offered = self.connection.offers.lock().remove(&id);
+                if let Some(offered) = offered {
+                    let _ = offered.finish.send((done, outcome));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn lane(&self) -> &Lane {
+        &self.connection.lanes[self.lane]
+    }
+
+    /// Counts a request of the peer.
+    fn admit(&self) -> Result<(), Gone> {
+        self.shared.counters.served.add(1);
+        match self.lane().unanswered.fetch_add(1, Ordering::Relaxed) {
+            n if n < LANE_ROOM => Ok(()),
+            _ => Err(Gone::Broken("too many requests at once".into())),
+        }
+    }
+
+    /// What answers a read.
+    fn data(&self, id: u64, offer: Option<u64>, segments: Vec<Segment>) -> Outgoing {
+        let mut slots = None;
+        if let Some(offer) = offer {
+            let mut offers = self.connection.offers.lock();
+            let Some(offered) = offers.get_mut(&offer) else {
+                return answer(id, Outcome::Withdrawn);
+            };
+            offered.pulled = true;
+            slots = Some(Arc::clone(&offered.objects));
+        }
+        if let Some(refusal) = self.refuse(&segments) {
+            return answer(id, refusal);
+        }
+        Outgoing {
+            bytes: Frame::Data { id }.encode(),
+            payload: Some(Payload {
+                segments,
+                _slots: slots,
+                progress: None,
+            }),
+            answer: true,
+        }
+    }
+
+    /// Takes what a peer writes.
+    async fn write(&mut self, segments: &[Segment]) -> Result<Outcome, Gone> {
+        let refusal = self.refuse(segments);
+        let place = match refusal {
+            Some(_) => Place::Nowhere,
+            None => Place::Arena,
+        };
+        let arrival = self.payload(segments, place).await?;
+        Ok(match (refusal, arrival.bad.first()) {
+            (Some(refusal), _) => refusal,
+            (None, Some(&segment)) => Outcome::Corrupt(segment),
+            (None, None) if arrival.aborted => Outcome::Aborted,
+            (None, None) => Outcome::Done,
+        })
+    }
+
+    /// What to say to a peer that names places outside the arena.
+    fn refuse(&self, segments: &[Segment]) -> Option<Outcome> {
+        let window = &self.shared.window;
+        let outside = segments
+            .iter()
+            .find(|segment| !window.contains(**segment))?;
+        self.shared.counters.refused_requests.add(1);
+        let Segment { offset, len } = outside;
+        let arena = window.arena().len();
+        Some(Outcome::Refused(reason(&format!(
+            "{len} bytes at {offset} lie outside the arena of {arena} bytes"
+        ))))
+    }
+
+    /// The next frame.
+    async fn frame(&mut self) -> Result<Frame, Gone> {
+        loop {
+            let mut input = &self.stash[self.start..self.end];
+            let decoded = self.decoder.feed(&mut input);
+            self.start = self.end - input.len();
+            match decoded {
+                Ok(Some(frame)) => return Ok(frame),
+                Ok(None) => self.more().await?,
+                Err(error) => return Err(Gone::Broken(error.to_string())),
+            }
+        }
+    }
+
+    /// A payload, piece by piece.
+    async fn payload(&mut self, segments: &[Segment], place: Place<'_>) -> Result<Arrival, Gone> {
+        let mut arrival = Arrival {
+            bad: Vec::new(),
+            aborted: false,
+        };
+        let mut pieces = Pieces::of(segments).peekable();
+        while let Some((number, piece)) = pieces.next() {
+            let head = self.piece_head().await?;
+            if head.len == 0 {
+                arrival.aborted = true;
+                break;
+            }
+            if u64::from(head.len) != piece.len {
+                return Err(Gone::Broken("a piece of another length".into()));
+            }
+            let ahead = match pieces.peek() {
+                Some((_, next)) if next.len >= LARGE => PieceHead::LEN,
+                _ => STASH,
+            };
+            self.piece(piece, place, ahead).await?;
+            // While the piece is still in the cache.
+            match place.with(|| self.shared.window.sum(piece)) {
+                Some(sum) if sum == head.sum => {}
+                None => self.shared.counters.discarded.add(1),
+                Some(_) => {
+                    self.shared.counters.corrupt.add(1);
+                    if arrival.bad.last() != Some(&number) {
+                        arrival.bad.push(number);
+                    }
+                }
+            }
+        }
+        Ok(arrival)
+    }
+
+    async fn piece_head(&mut self) -> Result<PieceHead, Gone> {
+        loop {
+            let input = &self.stash[self.start..self.end];
+            if let Some((head, _)) = input.split_first_chunk() {
+                let head = PieceHead::decode(*head);
+                self.start += PieceHead::LEN;
+                return Ok(head);
+            }
+            self.more().await?;
+        }
+    }
+
+    /// The bytes of one piece, and up to so many that follow it.
+    async fn piece(&mut self, piece: Segment, place: Place<'_>, ahead: usize) -> Result<(), Gone> {
+        let stashed = &self.stash[self.start..self.end];
+        let mut done = stashed.len().min(piece.len as usize);
+        place.with(|| self.shared.window.put(piece, &stashed[..done]));
+        self.start += done;
+        while done < piece.len as usize {
+            // The stash is used up, or the piece would be whole.
+            (self.start, self.end) = (0, 0);
+            let rest = Segment {
+                offset: piece.offset + done as u64,
+                len: piece.len - done as u64,
+            };
+            let window = &self.shared.window;
+            let (stash, sink) = (&mut self.stash[..ahead], &mut self.sink);
+            let into = |socket: RawFd| {
+                let received = place.with(|| window.receive(socket, rest, stash));
+                received.unwrap_or_else(|| discard(socket, sink, rest.len))
+            };
+            let socket = &self.sockets[self.lane];
+            let received = socket.when(Interest::READABLE, into).await?;
+            self.heard(received)?;
+            let now = received.min(rest.len as usize);
+            done += now;
+            self.end = received - now;
+        }
+        Ok(())
+    }
+
+    /// Reads at least a byte into the stash.
+    async fn more(&mut self) -> Result<(), Gone> {
+        self.stash.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let free = &mut self.stash[self.end..];
+        let socket = &self.sockets[self.lane];
+        let read = |socket| receive_bytes(socket, free);
+        let received = socket.when(Interest::READABLE, read).await?;
+        self.heard(received)?;
+        self.end += received;
+        Ok(())
+    }
+
+    fn heard(&self, bytes: usize) -> Result<(), Gone> {
+        if bytes == 0 {
+            return Err(Gone::Closed);
+        }
+        self.shared.counters.bytes_in.add(bytes);
+        let heard = &self.connection.heard;
+        heard.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn answer(id: u64, outcome: Outcome) -> Outgoing {
+    Outgoing {
+        bytes: Frame::Answer { id, outcome }.encode(),
+        payload: None,
+        answer: true,
+    }
+}
+
+/// Reads what nobody wants, no more than so many bytes.
+fn discard(socket: RawFd, sink: &mut Vec<u8>, most: u64) -> io::Result<usize> {
+    sink.resize(SINK, 0);
+    receive_bytes(socket, &mut sink[..most.min(SINK as u64) as usize])
+}

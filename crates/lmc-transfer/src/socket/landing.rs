@@ -1,0 +1,79 @@
+//! Slots that a peer's bytes are to land in, and how they are taken back at any time.
+
+use std::sync::Arc;
+
+use lmc_memory::ReservedSlot;
+use parking_lot::Mutex;
+
+use super::frame::Segment;
+
+/// Where the answer to one read goes, while that is allowed.
+///
+/// The kernel copies bytes within a call that does not wait, and that call is made under the
+/// lock. So when [`Target::revoke`] has returned, nothing writes there any more.
+#[derive(Debug)]
+pub(super) struct Target {
+    pub(super) segments: Vec<Segment>,
+    open: Mutex<bool>,
+}
+
+impl Target {
+    /// Does something with the memory, if that is still allowed.
+    pub(super) fn with<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+        let open = self.open.lock();
+        match *open {
+            true => Some(act()),
+            false => None,
+        }
+    }
+
+    fn revoke(&self) {
+        *self.open.lock() = false;
+    }
+}
+
+/// The slots of a call with all that may write to them. Dropping it takes them back.
+#[derive(Debug)]
+pub(super) struct Landing {
+    slots: Vec<ReservedSlot>,
+    targets: Vec<Arc<Target>>,
+}
+
+impl Landing {
+    pub(super) fn new(slots: Vec<ReservedSlot>) -> Self {
+        Self {
+            slots,
+            targets: Vec::new(),
+        }
+    }
+
+    pub(super) fn slots(&self) -> &[ReservedSlot] {
+        &self.slots
+    }
+
+    /// Allows writing to parts of the slots.
+    pub(super) fn open(&mut self, segments: Vec<Segment>) -> Arc<Target> {
+        let target = Arc::new(Target {
+            segments,
+            open: Mutex::new(true),
+        });
+        self.targets.push(Arc::clone(&target));
+        target
+    }
+
+    /// The slots, to which nothing writes any more.
+    pub(super) fn close(mut self) -> Vec<ReservedSlot> {
+        self.revoke();
+        std::mem::take(&mut self.slots)
+    }
+
+    fn revoke(&self) {
+        self.targets.iter().for_each(|target| target.revoke());
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.revoke();
+    }
+}

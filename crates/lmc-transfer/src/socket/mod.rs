@@ -1,0 +1,298 @@
+//! Transfers over sockets, for hosts without anything faster.
+//!
+//! A connection has several streams; a batch is spread over them by bytes. Bytes go from the
+//! arena to the kernel and from the kernel into the arena, with no copy between. Each piece of
+//! 256 KiB has a checksum, made just before it is sent and verified just after it came.
+//!
+//! A slot of a call can be taken back at any time, since only this process writes to it: what
+//! still comes from the peer is then read and thrown away. So nothing waits in quarantine.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use bytes::Bytes;
+use lmc_memory::{ReservedSlot, SealedSlot};
+use parking_lot::Mutex;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::{
+    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, Sent,
+    TransferChannel, TransferError, checks,
+};
+
+mod config;
+mod connection;
+mod endpoint;
+mod frame;
+mod greet;
+mod handshake;
+mod inlet;
+mod landing;
+mod one_sided;
+mod outlet;
+mod paired;
+mod rendezvous;
+mod shared;
+mod spread;
+mod stats;
+mod timer;
+mod window;
+
+pub use config::{SocketConfig, SocketError};
+use endpoint::Listener;
+use shared::{Shared, Stop};
+pub use stats::SocketStats;
+use timer::Timer;
+
+/// A channel over TCP or Unix sockets. Its work is done by threads of its own, named
+/// `lmc-socket…`.
+#[derive(Debug)]
+pub struct SocketChannel {
+    shared: Arc<Shared>,
+    address: Address,
+    /// None after closing.
+    runtime: Mutex<Option<Runtime>>,
+}
+
+impl SocketChannel {
+    fn start(config: SocketConfig) -> Result<Self, SocketError> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(config.threads)
+            .thread_name("lmc-socket")
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(SocketError::Start)?;
+        let listen = config.listen.clone();
+        let listener = {
+            let _entered = runtime.enter();
+            match Listener::bind(&listen) {
+                None => return Err(SocketError::Address(listen)),
+                Some(bound) => bound.map_err(|error| SocketError::Listen {
+                    address: listen,
+                    error,
+                })?,
+            }
+        };
+        let address = listener.address().clone();
+        let incarnation = greet::incarnation().map_err(SocketError::Start)?;
+        let timer = Timer::start().map_err(SocketError::Start)?;
+        let handle = runtime.handle().clone();
+        let shared = Arc::new(Shared::new(config, incarnation, timer, handle));
+        runtime.spawn(greet::accept(Arc::clone(&shared), listener));
+        Ok(Self {
+            shared,
+            address,
+            runtime: Mutex::new(Some(runtime)),
+        })
+    }
+
+    /// What was counted so far.
+    pub fn stats(&self) -> SocketStats {
+        self.shared.counters.read()
+    }
+}
+
+impl Drop for SocketChannel {
+    fn drop(&mut self) {
+        self.shared.close();
+        if let Some(runtime) = self.runtime.get_mut().take() {
+            runtime.shutdown_background();
+        }
+        self.shared.timer.stop();
+    }
+}
+
+impl TransferChannel for SocketChannel {
+    fn kind(&self) -> &'static str {
+        "socket"
+    }
+
+    fn id(&self) -> &PeerId {
+        &self.shared.config.channel.id
+    }
+
+    fn address(&self) -> &Address {
+        &self.address
+    }
+
+    fn connect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        address: &'a Address,
+        message: Option<Bytes>,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, ConnectError>> {
+        Box::pin(self.connect(peer, address, message, deadline))
+    }
+
+    fn is_connected(&self, peer: &PeerId) -> bool {
+        self.shared.connection(peer).is_ok()
+    }
+
+    fn unit(&self) -> u64 {
+        self.shared.config.channel.unit
+    }
+
+    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        checks::indices(self.shared.window.arena(), self.unit(), slots)
+    }
+
+    fn send<'a>(
+        &'a self,
+        objects: Vec<SealedSlot>,
+        peer: &'a PeerId,
+        tag: u64,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Sent> {
+        Box::pin(self.shared.send(objects, peer, tag, deadline))
+    }
+
+    fn receive<'a>(
+        &'a self,
+        slots: Vec<ReservedSlot>,
+        peer: &'a PeerId,
+        tag: u64,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        Box::pin(self.shared.receive(slots, peer, tag, deadline))
+    }
+
+    fn write<'a>(
+        &'a self,
+        objects: Vec<SealedSlot>,
+        peer: &'a PeerId,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Sent> {
+        Box::pin(self.shared.write(objects, peer, indices, deadline))
+    }
+
+    fn read<'a>(
+        &'a self,
+        slots: Vec<ReservedSlot>,
+        peer: &'a PeerId,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        Box::pin(self.shared.read(slots, peer, indices, deadline))
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), TransferError>> {
+        Box::pin(self.close(deadline))
+    }
+}
+
+impl SocketChannel {
+    async fn connect(
+        &self,
+        peer: &PeerId,
+        address: &Address,
+        message: Option<Bytes>,
+        deadline: Instant,
+    ) -> Result<Option<Bytes>, ConnectError> {
+        let shared = &self.shared;
+        if shared.is_closed() {
+            return Err(ConnectError::Closed);
+        }
+        if let Some(found) = message
+            .as_ref()
+            .map(Bytes::len)
+            .filter(|n| *n > MAX_MESSAGE)
+        {
+            return Err(ConnectError::Message { found });
+        }
+        let turn = Turn::new(shared, peer);
+        let connect = async {
+            let _turn = turn.lock.lock().await;
+            if self.is_connected(peer) {
+                return Ok(None);
+            }
+            let (shared, peer) = (Arc::clone(shared), peer.clone());
+            let address = address.clone();
+            let connect = async move { greet::connect(&shared, &peer, &address, message).await };
+            let task = AbortOnDrop(self.shared.runtime.spawn(connect));
+            task.join().await
+        };
+        match shared.within(deadline, connect).await {
+            Ok(connected) => connected,
+            Err(Stop::Closed) => Err(ConnectError::Closed),
+            Err(Stop::Deadline) => Err(ConnectError::Deadline { peer: peer.clone() }),
+        }
+    }
+
+    async fn close(&self, deadline: Instant) -> Result<(), TransferError> {
+        self.shared.close();
+        let Some(runtime) = self.runtime.lock().take() else {
+            return Ok(());
+        };
+        // Waiting for threads is no work for a future, whose thread may be another runtime's.
+        let (done, ended) = oneshot::channel();
+        let timeout = deadline.saturating_duration_since(Instant::now());
+        let end = move || {
+            runtime.shutdown_timeout(timeout);
+            let _ = done.send(());
+        };
+        let thread = thread::Builder::new().name("lmc-socket-end".into());
+        thread
+            .spawn(end)
+            .map_err(|error: io::Error| TransferError::Failed {
+                reason: format!("cannot end the threads: {error}"),
+                quiet: true,
+            })?;
+        let ended = ended.await;
+        if ended.is_err() || Instant::now() >= deadline {
+            return Err(TransferError::Deadline { quiet: true });
+        }
+        self.shared.timer.stop();
+        Ok(())
+    }
+}
+
+/// The right to connect to a peer, one after another.
+struct Turn<'a> {
+    shared: &'a Shared,
+    peer: &'a PeerId,
+    lock: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl<'a> Turn<'a> {
+    fn new(shared: &'a Shared, peer: &'a PeerId) -> Self {
+        let mut turns = shared.turns.lock();
+        let lock = Arc::clone(turns.entry(peer.clone()).or_default());
+        Self { shared, peer, lock }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut turns = self.shared.turns.lock();
+        // The table's and this one.
+        if Arc::strong_count(&self.lock) == 2 {
+            turns.remove(self.peer);
+        }
+    }
+}
+
+/// A task that ends with whoever waits for it.
+struct AbortOnDrop(JoinHandle<Result<Option<Bytes>, ConnectError>>);
+
+impl AbortOnDrop {
+    async fn join(mut self) -> Result<Option<Bytes>, ConnectError> {
+        match (&mut self.0).await {
+            Ok(connected) => connected,
+            Err(error) if error.is_cancelled() => Err(ConnectError::Closed),
+            Err(error) => Err(ConnectError::Library(error.to_string())),
+        }
+    }
+}
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

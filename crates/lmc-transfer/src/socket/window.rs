@@ -1,0 +1,163 @@
+//! The arena as a socket sees it: ranges of it go to the kernel and come from it, by address.
+//!
+//! All ranges are checked against the arena here, whoever named them. Within the arena, who may
+//! write where is decided above: a call writes to slots that it holds reserved, and a peer to
+//! places that it was given. A peer that writes elsewhere is like a device or another process
+//! that does: it may spoil what lies there, which no reader in this process can see as a change
+//! of Rust's own, since the kernel makes it.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use lmc_memory::{Arena, checksum};
+
+use super::frame::Segment;
+
+#[derive(Debug)]
+pub(super) struct Window(Arc<Arena>);
+
+/// Bytes to be sent: of the sender's own scratch, or of the arena.
+#[derive(Debug)]
+pub(super) enum Part {
+    Scratch(Range<usize>),
+    Arena(Segment),
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        match self {
+            Self::Scratch(range) => range.len(),
+            Self::Arena(segment) => segment.len as usize,
+        }
+    }
+}
+
+impl Window {
+    pub(super) fn new(arena: Arc<Arena>) -> Self {
+        Self(arena)
+    }
+
+    pub(super) fn arena(&self) -> &Arc<Arena> {
+        &self.0
+    }
+
+    /// Whether a range lies inside.
+    pub(super) fn contains(&self, segment: Segment) -> bool {
+        let end = segment.offset.checked_add(segment.len);
+        end.is_some_and(|end| end <= self.0.len() as u64)
+    }
+
+    /// First byte of a range.
+    fn at(&self, segment: Segment) -> *mut u8 {
+        assert!(
+            self.contains(segment),
+            "ranges are checked before they are used"
+        );
+        // SAFETY: the range was just checked to lie inside the arena's one mapping.
+        unsafe { self.0.base_ptr().as_ptr().add(segment.offset as usize) }
+    }
+
+    /// Checksum of a range.
+    pub(super) fn sum(&self, segment: Segment) -> u64 {
+        let start = self.at(segment);
+        // SAFETY: mapped for the arena's life and initialised (zero-filled). Nobody writes to it
+        // where the slot is held; where a peer named a place that is being written, against the
+        // rules, the sum is of no value and is found wrong by whoever compares it: nothing else
+        // hangs on these bytes.
+        checksum(unsafe { std::slice::from_raw_parts(start, segment.len as usize) })
+    }
+
+    /// Copies bytes to the start of a range.
+    pub(super) fn put(&self, segment: Segment, bytes: &[u8]) {
+        assert!(bytes.len() as u64 <= segment.len, "no more than fits");
+        let start = self.at(segment);
+        // SAFETY: the range has room for the bytes, and they are the caller's own, so no part of
+        // the arena.
+        unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// Receives into a range and, when that is full, into the stash. Bytes that came in all.
+    pub(super) fn receive(
+        &self,
+        socket: RawFd,
+        segment: Segment,
+        stash: &mut [u8],
+    ) -> io::Result<usize> {
+        let mut parts = [
+            iovec(self.at(segment), segment.len as usize),
+            iovec(stash.as_mut_ptr(), stash.len()),
+        ];
+        receive(socket, &mut parts)
+    }
+
+    /// Sends parts, without the bytes that went before. Bytes that went in all.
+    pub(super) fn send(
+        &self,
+        socket: RawFd,
+        scratch: &[u8],
+        parts: &[Part],
+        mut before: usize,
+    ) -> io::Result<usize> {
+        let mut list = Vec::with_capacity(parts.len());
+        for part in parts {
+            let skipped = before.min(part.len());
+            before -= skipped;
+            let start = match part {
+                Part::Scratch(range) => scratch[range.clone()].as_ptr().cast_mut(),
+                Part::Arena(segment) => self.at(*segment),
+            };
+            if skipped < part.len() {
+                let start = start.wrapping_add(skipped);
+                list.push(iovec(start, part.len() - skipped));
+            }
+        }
+        // SAFETY: an all-zero message is valid: no name, no parts, no control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = list.as_mut_ptr();
+        message.msg_iovlen = list.len() as _;
+        // SAFETY: the parts lie in `scratch` or in the arena, both of which live through the
+        // call; the kernel only reads them.
+        let sent = unsafe { libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) };
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+/// Receives into a buffer.
+pub(super) fn receive_bytes(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
+    receive(socket, &mut [iovec(buffer.as_mut_ptr(), buffer.len())])
+}
+
+/// Sends from a buffer.
+pub(super) fn send_bytes(socket: RawFd, buffer: &[u8]) -> io::Result<usize> {
+    // SAFETY: the kernel reads the buffer, which lives through the call.
+    let sent = unsafe {
+        libc::send(
+            socket,
+            buffer.as_ptr().cast(),
+            buffer.len(),
+            libc::MSG_NOSIGNAL,
+        )
+    };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+fn iovec(start: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec {
+        iov_base: start.cast(),
+        iov_len: len,
+    }
+}
+
+/// The parts are ranges of the arena that were checked, or borrowed mutably by the caller.
+fn receive(socket: RawFd, parts: &mut [libc::iovec]) -> io::Result<usize> {
+    // SAFETY: an all-zero message is valid: no name, no parts, no control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr();
+    message.msg_iovlen = parts.len() as _;
+    // SAFETY: the kernel writes to the parts, all of which are valid for that and live through
+    // the call: see above.
+    let received = unsafe { libc::recvmsg(socket, &mut message, 0) };
+    usize::try_from(received).map_err(|_| io::Error::last_os_error())
+}
