@@ -53,6 +53,12 @@ impl From<HandshakeError> for Failure {
     }
 }
 
+impl From<NotInstalled> for Failure {
+    fn from(why: NotInstalled) -> Self {
+        Self::Refused(Refusal::Other(why.to_string()))
+    }
+}
+
 async fn receive(socket: &Socket) -> Result<Message, Failure> {
     let mut first = [0; PREAMBLE];
     socket.read_exact(&mut first).await?;
@@ -177,8 +183,8 @@ async fn answer(
     };
     let proof = transcript.prove(Label::Welcome, &message);
     let welcome = Message::Welcome { message, proof }.encode();
-    let installed = shared.install(remote, sockets, Some(welcome)).await;
-    installed.map_err(|why| (Failure::Refused(Refusal::Other(format!("{why:?}"))), None))
+    let installed = shared.install(remote, &mut sockets, Some(welcome)).await;
+    installed.map_err(|why| (why.into(), sockets.into_iter().next()))
 }
 
 /// All of it until the connection stands but for the welcome.
@@ -221,6 +227,7 @@ async fn converse(
         return refuse(Refusal::Other("the message is too long".into()));
     }
     transcript.add(&message);
+    shared.would_install(&remote.id)?;
 
     let session: [u8; 16] = random()?;
     transcript.add(&session);
@@ -386,13 +393,10 @@ pub(super) async fn connect(
     if !transcript.holds(Label::Welcome, &message, &proof) {
         return Err(ConnectError::Key);
     }
-    match shared.install(remote, sockets, None).await {
+    match shared.install(remote, &mut sockets, None).await {
         Ok(()) => Ok(message.map(Bytes::from)),
         Err(NotInstalled::Closed) => Err(ConnectError::Closed),
-        Err(NotInstalled::Full) => Err(ConnectError::Refused(format!(
-            "this side has {} peers, all that it may",
-            config.max_peers
-        ))),
+        Err(full @ NotInstalled::Full) => Err(ConnectError::Refused(full.to_string())),
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use thiserror::Error;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -46,9 +47,11 @@ struct Peer {
 }
 
 /// Why a connection is not taken into the table.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 pub(super) enum NotInstalled {
+    #[error("the channel is closed")]
     Closed,
+    #[error("the channel has as many peers as it may")]
     Full,
 }
 
@@ -124,20 +127,33 @@ impl Shared {
         }
     }
 
+    fn has_room(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {
+        peers.contains_key(peer) || peers.len() < self.config.channel.max_peers
+    }
+
+    /// Whether a connection to this peer would be taken into the table now.
+    pub(super) fn would_install(&self, peer: &PeerId) -> Result<(), NotInstalled> {
+        match self.peers.lock().as_ref() {
+            None => Err(NotInstalled::Closed),
+            Some(peers) if self.has_room(peers, peer) => Ok(()),
+            Some(_) => Err(NotInstalled::Full),
+        }
+    }
+
     /// Takes a connection into the table and starts it; `first` goes ahead of all frames. What
-    /// there was of another incarnation, or by the same direction, has ended before.
+    /// there was of another incarnation, or by the same direction, has ended before. The sockets
+    /// stay where it is not taken.
     pub(super) async fn install(
         self: &Arc<Self>,
         remote: Remote,
-        sockets: Vec<Socket>,
+        sockets: &mut Vec<Socket>,
         first: Option<Vec<u8>>,
     ) -> Result<(), NotInstalled> {
         loop {
             let stale = {
                 let mut peers = self.peers.lock();
                 let peers = peers.as_mut().ok_or(NotInstalled::Closed)?;
-                let known = peers.contains_key(&remote.id);
-                if !known && peers.len() >= self.config.channel.max_peers {
+                if !self.has_room(peers, &remote.id) {
                     return Err(NotInstalled::Full);
                 }
                 let stale = take_stale(peers, &remote);
@@ -157,6 +173,7 @@ impl Shared {
                         });
                     }
                     peer.connections.push(Arc::clone(&connection));
+                    let sockets = std::mem::take(sockets);
                     let shared = Arc::clone(self);
                     self.runtime
                         .spawn(supervise(shared, connection, sockets, queues));
