@@ -42,6 +42,9 @@ mod stats;
 mod timer;
 mod window;
 
+#[cfg(test)]
+mod tests;
+
 pub use config::{SocketConfig, SocketError};
 use endpoint::Listener;
 use shared::{Shared, Stop};

@@ -1,0 +1,644 @@
+//! What a peer that keeps no rules can do: a hand-made one, byte by byte.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
+
+use super::frame::{Decoder, Frame, Outcome, PieceHead, Segment};
+use super::handshake::{
+    Label, Message, PREAMBLE, Side, Transcript, VERSION, message_len, preamble,
+};
+use super::{SocketChannel, SocketConfig};
+use crate::{
+    Address, ChannelConfig, ConnectError, Filled, Index, PeerId, Slot, TransferChannel,
+    TransferError, block_on,
+};
+
+fn after(millis: u64) -> Instant {
+    Instant::now() + Duration::from_millis(millis)
+}
+
+fn soon() -> Instant {
+    after(20_000)
+}
+
+fn name(text: &str) -> PeerId {
+    text.parse().expect("a name")
+}
+
+fn local(port: u16) -> Address {
+    let host = "127.0.0.1".to_owned();
+    Address::Tcp { host, port }
+}
+
+fn segment(offset: u64, len: u64) -> Segment {
+    Segment { offset, len }
+}
+
+struct Victim {
+    channel: SocketChannel,
+    pool: Pool,
+}
+
+impl Victim {
+    fn new(change: impl FnOnce(&mut SocketConfig)) -> Self {
+        let arena = ArenaConfig::anonymous(8 << 20).build().expect("8 MiB");
+        let arena = Arc::new(arena);
+        let pool = Pool::new(Arc::clone(&arena), PoolConfig::default()).expect("a pool");
+        let channel = ChannelConfig::new(name("victim"), arena);
+        let mut config = SocketConfig::new(channel, local(0));
+        change(&mut config);
+        let channel = config.build().expect("a free port");
+        Self { channel, pool }
+    }
+
+    fn port(&self) -> u16 {
+        match self.channel.address() {
+            Address::Tcp { port, .. } => *port,
+            other => panic!("{other}"),
+        }
+    }
+
+    fn stream(&self) -> TcpStream {
+        let stream = TcpStream::connect(("127.0.0.1", self.port())).expect("it listens");
+        let time = Some(Duration::from_secs(20));
+        stream.set_read_timeout(time).expect("a timeout");
+        stream
+    }
+
+    fn slot(&self, byte: u8, len: u64) -> ReservedSlot {
+        let mut slot = self.pool.reserve(len).expect("room");
+        slot.bytes_mut().fill(byte);
+        slot
+    }
+
+    fn object(&self, byte: u8, len: u64) -> SealedSlot {
+        self.slot(byte, len).written().seal()
+    }
+
+    #[track_caller]
+    fn eventually(&self, what: &str, so: impl Fn(&Self) -> bool) {
+        let deadline = soon();
+        while !so(self) {
+            assert!(
+                Instant::now() < deadline,
+                "{what}: {:?}",
+                self.channel.stats()
+            );
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Nothing of it is left.
+    fn ends(self) {
+        block_on(self.channel.close(soon())).expect("it closes");
+        assert_eq!(self.pool.usage().slots, 0);
+    }
+}
+
+/// The hand-made peer, on one stream.
+struct Raw {
+    stream: TcpStream,
+    decoder: Decoder,
+    rest: Vec<u8>,
+}
+
+fn hear(stream: &mut TcpStream) -> Message {
+    let mut first = [0; PREAMBLE];
+    stream.read_exact(&mut first).expect("a preamble");
+    let mut bytes = vec![0; message_len(first).expect("our own version")];
+    stream.read_exact(&mut bytes).expect("a message");
+    Message::decode(&bytes).expect("a message that can be parsed")
+}
+
+fn side(id: &str, incarnation: u64) -> Side {
+    Side {
+        id: id.to_owned(),
+        incarnation,
+        arena: 8 << 20,
+        unit: 4096,
+        streams: 1,
+        keyed: false,
+        nonce: [3; 32],
+    }
+}
+
+impl Raw {
+    /// Connects to the victim as `raw`.
+    fn connect(victim: &Victim, incarnation: u64) -> Self {
+        let mut stream = victim.stream();
+        let mine = side("raw", incarnation);
+        let mut said = Transcript::new(None);
+        let to = "victim".to_owned();
+        said.add(&(&mine, &to));
+        let hello = Message::Hello { side: mine, to };
+        stream.write_all(&hello.encode()).expect("sent");
+        let Message::Challenge { side, .. } = hear(&mut stream) else {
+            panic!("a challenge is next");
+        };
+        said.add(&side);
+        let message = None;
+        let proof = said.prove(Label::Proof, &message);
+        let proof = Message::Proof { message, proof };
+        stream.write_all(&proof.encode()).expect("sent");
+        assert!(matches!(hear(&mut stream), Message::Session { .. }));
+        assert!(matches!(hear(&mut stream), Message::Welcome { .. }));
+        let raw = Self {
+            stream,
+            decoder: Decoder::default(),
+            rest: Vec::new(),
+        };
+        assert!(victim.channel.is_connected(&name("raw")));
+        raw
+    }
+
+    fn say(&mut self, frame: &Frame) {
+        self.stream.write_all(&frame.encode()).expect("sent");
+    }
+
+    fn pay(&mut self, bytes: &[u8], sum: u64) {
+        let len = bytes.len() as u32;
+        let head = PieceHead { len, sum }.encode();
+        self.stream.write_all(&head).expect("sent");
+        self.stream.write_all(bytes).expect("sent");
+    }
+
+    /// The next frame that is no ping.
+    fn frame(&mut self) -> Frame {
+        loop {
+            let mut input = &self.rest[..];
+            let frame = self.decoder.feed(&mut input).expect("valid frames");
+            self.rest = input.to_vec();
+            match frame {
+                Some(Frame::Ping) => {}
+                Some(frame) => return frame,
+                None => self.more(),
+            }
+        }
+    }
+
+    fn more(&mut self) {
+        let mut bytes = [0; 4096];
+        let n = self.stream.read(&mut bytes).expect("bytes in time");
+        assert!(n > 0, "the victim hung up");
+        self.rest.extend_from_slice(&bytes[..n]);
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        while self.rest.len() < len {
+            self.more();
+        }
+        let tail = self.rest.split_off(len);
+        std::mem::replace(&mut self.rest, tail)
+    }
+
+    /// Whether the victim has hung up.
+    fn is_refused(mut self) -> bool {
+        let mut bytes = [0; 4096];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+            }
+        }
+    }
+}
+
+/// Starts a read of two objects from the raw peer; the request's id.
+fn reading(
+    victim: &Victim,
+    raw: &mut Raw,
+    deadline: Instant,
+    then: impl FnOnce(&mut Raw, u64),
+) -> Filled {
+    let slots = vec![victim.slot(1, 4096), victim.slot(1, 4096)];
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            let (raw, indices) = (name("raw"), [Index(0), Index(7)]);
+            block_on(victim.channel.read(slots, &raw, &indices, deadline))
+        });
+        let Frame::Read { id, segments, .. } = raw.frame() else {
+            panic!("a read is next");
+        };
+        assert_eq!(segments, [segment(0, 4096), segment(7 * 4096, 4096)]);
+        then(raw, id);
+        read.join().expect("a read does not panic")
+    })
+}
+
+#[test]
+fn what_is_no_handshake_is_refused_counted_and_forgotten() {
+    let victim = Victim::new(|config| {
+        config.channel.handshake_timeout = Duration::from_millis(300);
+    });
+    let hello = Message::Hello {
+        side: side("raw", 1),
+        to: "victim".into(),
+    };
+    let mut odd = side("raw", 1);
+    odd.unit = 3;
+    let odd = Message::Hello {
+        side: odd,
+        to: "victim".into(),
+    };
+    let mut changed = hello.encode();
+    *changed.last_mut().expect("bytes") ^= 1;
+    let join = Message::Join {
+        session: [1; 16],
+        stream: 1,
+        proof: [0; 32],
+    };
+    let cases: &[&[u8]] = &[
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        &preamble(VERSION, u32::MAX),
+        &preamble(VERSION, 0),
+        &preamble(VERSION + 1, 10),
+        &[&preamble(VERSION, 3)[..], &[255; 3]].concat(),
+        // These stall: after nothing, in the midst, after the hello.
+        b"",
+        &hello.encode()[..20],
+        &hello.encode(),
+        &changed,
+        &odd.encode(),
+        &join.encode(),
+        &Message::Welcome {
+            message: None,
+            proof: [0; 32],
+        }
+        .encode(),
+    ];
+    let streams: Vec<_> = cases
+        .iter()
+        .map(|bytes| {
+            let mut stream = victim.stream();
+            stream.write_all(bytes).expect("sent");
+            stream
+        })
+        .collect();
+    for (stream, case) in streams.into_iter().zip(cases) {
+        let raw = Raw {
+            stream,
+            decoder: Decoder::default(),
+            rest: Vec::new(),
+        };
+        assert!(raw.is_refused(), "{case:?}");
+    }
+    let refused = |v: &Victim| v.channel.stats().refused_handshakes == cases.len() as u64;
+    victim.eventually("all are counted", refused);
+    assert!(victim.channel.shared.sessions.lock().is_empty());
+    assert!(!victim.channel.is_connected(&name("raw")));
+    Raw::connect(&victim, 1);
+    victim.ends();
+}
+
+/// More that stall than may be under way: who comes after them waits until they are forgotten.
+#[test]
+fn those_who_stall_keep_nobody_out() {
+    let victim = Victim::new(|config| {
+        config.channel.handshake_timeout = Duration::from_millis(500);
+    });
+    let stalled: Vec<_> = (0..300).map(|_| victim.stream()).collect();
+    let other = Victim::new(|config| config.channel.id = name("other"));
+    let address = victim.channel.address();
+    let to = name("victim");
+    block_on(other.channel.connect(&to, address, None, soon())).expect("they are forgotten");
+    drop(stalled);
+    other.ends();
+    victim.ends();
+}
+
+#[test]
+fn a_side_of_another_version_is_told_ours_and_we_are_told_theirs() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("bound").port();
+    let victim = Victim::new(|_| {});
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().expect("a connection");
+            stream.write_all(&preamble(77, 0)).expect("sent");
+        });
+        let (raw, address) = (name("raw"), local(port));
+        let connected = block_on(victim.channel.connect(&raw, &address, None, soon()));
+        assert!(
+            matches!(
+                connected,
+                Err(ConnectError::Version {
+                    ours: VERSION,
+                    theirs: 77
+                })
+            ),
+            "{connected:?}"
+        );
+    });
+    let mut stream = victim.stream();
+    stream.write_all(&preamble(77, 5)).expect("sent");
+    let mut first = [0; PREAMBLE];
+    stream.read_exact(&mut first).expect("a preamble");
+    assert_eq!(first, preamble(VERSION, 0));
+    drop(stream);
+    victim.ends();
+}
+
+#[test]
+fn places_outside_the_arena_are_refused_on_the_serving_side_too() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let kept = victim.object(5, 4096);
+    let outside = [
+        segment(8 << 20, 1),
+        segment((8 << 20) - 1, 2),
+        segment(u64::MAX - 1, 1),
+        segment(0, (8 << 20) + 1),
+    ];
+    for (id, outside) in (0..).zip(outside) {
+        let inside = segment(kept.offset(), 8);
+        raw.say(&Frame::Read {
+            id,
+            offer: None,
+            segments: vec![inside, outside],
+        });
+        let answer = raw.frame();
+        let refused = matches!(
+            &answer,
+            Frame::Answer { id: found, outcome: Outcome::Refused(_) } if *found == id
+        );
+        assert!(refused, "{answer:?}");
+    }
+    let bytes = [9; 2];
+    raw.say(&Frame::Write {
+        id: 9,
+        segments: vec![segment(kept.offset(), 2), segment((8 << 20) - 1, 2)],
+    });
+    raw.pay(&bytes, checksum(&bytes));
+    raw.pay(&bytes, checksum(&bytes));
+    let answer = raw.frame();
+    assert!(
+        matches!(
+            answer,
+            Frame::Answer {
+                id: 9,
+                outcome: Outcome::Refused(_)
+            }
+        ),
+        "{answer:?}"
+    );
+    assert!(kept.bytes().iter().all(|byte| *byte == 5), "nothing moved");
+    assert_eq!(victim.channel.stats().refused_requests, 5);
+    // What it may read, it reads.
+    raw.say(&Frame::Read {
+        id: 10,
+        offer: None,
+        segments: vec![segment(kept.offset(), 8)],
+    });
+    assert_eq!(raw.frame(), Frame::Data { id: 10 });
+    let head = raw.bytes(PieceHead::LEN).try_into().expect("a head");
+    let sum = checksum(&[5; 8]);
+    assert_eq!(PieceHead::decode(head), PieceHead { len: 8, sum });
+    assert_eq!(raw.bytes(8), [5; 8]);
+    drop(kept);
+    victim.ends();
+}
+
+#[test]
+fn an_object_with_a_wrong_checksum_is_corrupt_both_ways() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let good = [7; 4096];
+    let filled = reading(&victim, &mut raw, soon(), |raw, id| {
+        raw.say(&Frame::Data { id });
+        raw.pay(&good, checksum(&good) ^ 1);
+        raw.pay(&good, checksum(&good));
+    });
+    assert_eq!(filled.error, Some(TransferError::Corrupt { place: 0 }));
+    assert!(matches!(filled.slots[0], Slot::Quiet(_)));
+    match &filled.slots[1] {
+        Slot::Written(slot) => assert_eq!(slot.bytes(), good),
+        other => panic!("{other:?}"),
+    }
+    drop(filled);
+    let place = victim.slot(0, 4096);
+    raw.say(&Frame::Write {
+        id: 3,
+        segments: vec![
+            segment(place.offset(), 10),
+            segment(place.offset() + 10, 10),
+        ],
+    });
+    raw.pay(&good[..10], checksum(&good[..10]));
+    raw.pay(&good[..10], 0);
+    let outcome = Outcome::Corrupt(1);
+    assert_eq!(raw.frame(), Frame::Answer { id: 3, outcome });
+    assert_eq!(victim.channel.stats().corrupt, 2);
+    drop(place);
+    victim.ends();
+}
+
+/// The slots of a read that missed its deadline are used anew, and then the rest of the old
+/// answer comes.
+#[test]
+fn what_comes_after_the_deadline_is_thrown_away() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let bytes = [7; 4096];
+    let filled = reading(&victim, &mut raw, after(300), |raw, id| {
+        raw.say(&Frame::Data { id });
+        let head = PieceHead {
+            len: 4096,
+            sum: checksum(&bytes),
+        };
+        raw.stream.write_all(&head.encode()).expect("sent");
+        raw.stream.write_all(&bytes[..1000]).expect("sent");
+    });
+    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    let mut again = Vec::new();
+    for slot in filled.slots {
+        let Slot::Quiet(mut slot) = slot else {
+            panic!("{slot:?}");
+        };
+        slot.bytes_mut().fill(3);
+        again.push(slot.written());
+    }
+    raw.stream.write_all(&bytes[1000..]).expect("sent");
+    raw.pay(&bytes, checksum(&bytes));
+    let read = |v: &Victim| v.channel.stats().discarded == 2;
+    victim.eventually("the rest is read", read);
+    for slot in &again {
+        assert!(slot.bytes().iter().all(|byte| *byte == 3), "it changed");
+    }
+    drop(again);
+    // The stream is as good as before.
+    let filled = reading(&victim, &mut raw, soon(), |raw, id| {
+        raw.say(&Frame::Data { id });
+        raw.pay(&bytes, checksum(&bytes));
+        raw.pay(&bytes, checksum(&bytes));
+    });
+    assert_eq!((filled.done(), &filled.error), (2, &None));
+    drop(filled);
+    victim.ends();
+}
+
+#[test]
+fn who_breaks_the_protocol_is_hung_up_on() {
+    let victim = Victim::new(|_| {});
+    let wrong: &[Vec<u8>] = &[
+        Frame::Data { id: 5 }.encode(),
+        Frame::Answer {
+            id: 5,
+            outcome: Outcome::Done,
+        }
+        .encode(),
+        [&u32::MAX.to_le_bytes()[..], &[0; 8]].concat(),
+        vec![0; 100],
+        [
+            &Frame::Write {
+                id: 1,
+                segments: vec![segment(0, 10)],
+            }
+            .encode()[..],
+            &PieceHead { len: 11, sum: 0 }.encode(),
+        ]
+        .concat(),
+    ];
+    for (count, bytes) in (1..).zip(wrong) {
+        let mut raw = Raw::connect(&victim, count);
+        raw.stream.write_all(bytes).expect("sent");
+        assert!(raw.is_refused(), "{bytes:?}");
+        let unknown = |v: &Victim| !v.channel.is_connected(&name("raw"));
+        victim.eventually("it is forgotten", unknown);
+        assert_eq!(victim.channel.stats().broken, count);
+    }
+    // Requests without end, none of whose answers is read.
+    let mut raw = Raw::connect(&victim, 99);
+    let read = Frame::Read {
+        id: 1,
+        offer: None,
+        segments: vec![segment(0, 8 << 20); 8],
+    };
+    for _ in 0..200 {
+        if raw.stream.write_all(&read.encode()).is_err() {
+            break;
+        }
+    }
+    let broken = wrong.len() as u64 + 1;
+    victim.eventually("it is hung up on", |v| v.channel.stats().broken == broken);
+    victim.ends();
+}
+
+#[test]
+fn a_silent_peer_is_taken_for_gone() {
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let mut raw = Raw::connect(&victim, 1);
+    let filled = reading(&victim, &mut raw, soon(), |_, _| {});
+    let gone = matches!(
+        filled.error,
+        Some(TransferError::PeerGone { quiet: true, .. })
+    );
+    assert!(gone, "{:?}", filled.error);
+    drop(filled);
+    assert!(!victim.channel.is_connected(&name("raw")));
+    assert!(raw.is_refused());
+    victim.ends();
+}
+
+#[test]
+fn a_new_incarnation_ends_the_old_connection() {
+    let victim = Victim::new(|_| {});
+    let mut old = Raw::connect(&victim, 1);
+    let place = victim.slot(0, 4096);
+    let at = segment(place.offset(), 4096);
+    let write = Frame::Write {
+        id: 1,
+        segments: vec![at],
+    };
+    old.say(&write);
+    let new = Raw::connect(&victim, 2);
+    // What the old one sends now, nobody reads.
+    let head = PieceHead {
+        len: 4096,
+        sum: checksum(&[9; 4096]),
+    };
+    let _ = old.stream.write_all(&head.encode());
+    let _ = old.stream.write_all(&[9; 4096]);
+    assert!(old.is_refused());
+    let place = place.written();
+    assert!(place.bytes().iter().all(|byte| *byte == 0), "the old wrote");
+    assert!(victim.channel.is_connected(&name("raw")));
+    drop((new, place));
+    victim.ends();
+}
+
+/// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
+#[test]
+fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let (to, index) = (name("raw"), [Index(0)]);
+    let large = victim.object(4, 7 << 20);
+    let first = victim.channel.write(vec![large], &to, &index, after(300));
+    let sent = block_on(first);
+    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: false }));
+    // It waits behind the first one.
+    let small = victim.object(6, 4096);
+    let second = victim.channel.write(vec![small], &to, &index, after(100));
+    let sent = block_on(second);
+    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+
+    // The peer goes on: the first is broken off between two pieces, the second never comes.
+    assert!(matches!(raw.frame(), Frame::Write { .. }));
+    let mut received = 0;
+    loop {
+        let head = raw.bytes(PieceHead::LEN).try_into().expect("a head");
+        let head = PieceHead::decode(head);
+        if head.len == 0 {
+            break;
+        }
+        let bytes = raw.bytes(head.len as usize);
+        assert_eq!(checksum(&bytes), head.sum);
+        received += bytes.len();
+    }
+    assert!(received < 7 << 20, "it was not broken off");
+    raw.say(&Frame::Answer {
+        id: 0,
+        outcome: Outcome::Aborted,
+    });
+    let filled = reading(&victim, &mut raw, after(100), |_, _| {});
+    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    drop(filled);
+    victim.eventually("the slots come back", |v| v.pool.usage().slots == 0);
+    drop(raw);
+    victim.ends();
+}
+
+#[test]
+fn addresses_that_cannot_be_listened_at() {
+    let folder = std::env::temp_dir().join(format!("lmc-socket-stale-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let path = folder.join("socket");
+    let build = || {
+        let arena = ArenaConfig::anonymous(4096).build().expect("a page");
+        let config = ChannelConfig::new(name("a"), Arc::new(arena));
+        SocketConfig::new(config, Address::Unix(path.clone())).build()
+    };
+    // Left behind by a process that has ended.
+    drop(std::os::unix::net::UnixListener::bind(&path).expect("bound"));
+    assert!(path.exists());
+    let channel = build().expect("a stale socket is taken away");
+    let taken = build().map(drop).expect_err("somebody listens there");
+    assert!(taken.to_string().contains("another process"), "{taken}");
+    drop(channel);
+    let deadline = soon();
+    while path.exists() {
+        assert!(Instant::now() < deadline, "it takes its socket away");
+        thread::sleep(Duration::from_millis(2));
+    }
+    std::fs::write(&path, "precious").expect("written");
+    let file = build().map(drop).expect_err("it is a file");
+    assert!(file.to_string().contains("no socket"), "{file}");
+    assert_eq!(std::fs::read(&path).expect("still there"), b"precious");
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
