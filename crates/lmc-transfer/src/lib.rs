@@ -50,6 +50,12 @@ pub mod conformance;
 mod error;
 #[cfg(feature = "conformance")]
 mod flaky;
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(
+    test,
+    allow(unreachable_pub, reason = "public only for the fuzz targets")
+)]
+pub mod fuzzing;
 mod memory;
 mod name;
 mod outcome;

@@ -94,6 +94,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "copies between a slot and a place in another arena",
     ),
     (
+        "crates/lmc-transfer/src/socket/window.rs",
+        "sockets receive into the arena and send from it",
+    ),
+    (
         "crates/lmc-memory/examples/copy_speed.rs",
         "memcpy to compare with",
     ),

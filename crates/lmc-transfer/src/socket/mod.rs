@@ -51,6 +51,13 @@ use shared::{Shared, Stop};
 pub use stats::SocketStats;
 use timer::Timer;
 
+/// Any bytes as frames, and as a handshake.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn fuzz(data: &[u8]) {
+    frame::fuzz(data);
+    handshake::fuzz(data);
+}
+
 /// A channel over TCP or Unix sockets. Its work is done by threads of its own, named
 /// `lmc-socket…`.
 #[derive(Debug)]
