@@ -17,26 +17,21 @@ fn start(
     id: &str,
     arena: Arc<Arena>,
     listen: Address,
-) -> impl FnOnce(ChannelChange) -> SocketChannel {
+    change: impl FnOnce(&mut ChannelConfig),
+) -> SocketChannel {
     let id = id.parse().expect("the suite's names are valid");
     let mut config = SocketConfig::new(ChannelConfig::new(id, arena), listen);
-    move |change| {
-        change(&mut config.channel);
-        let deadline = Instant::now() + Duration::from_secs(10);
-        loop {
-            match config.clone().build() {
-                Ok(channel) => return channel,
-                // The one that was killed goes in the background.
-                Err(_) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                Err(error) => panic!("{error}"),
-            }
+    change(&mut config.channel);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        match config.clone().build() {
+            Ok(channel) => return channel,
+            // One that was dropped lets go of its address in the background.
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+            Err(error) => panic!("{error}"),
         }
     }
 }
-
-type ChannelChange<'a> = Box<dyn FnOnce(&mut ChannelConfig) + 'a>;
 
 /// What is left to peers of a process that was killed: closed sockets.
 fn kill(channel: &SocketChannel) {
@@ -62,7 +57,7 @@ impl Rig for Tcp {
         let port = ports.get(id).copied().unwrap_or(0);
         let host = "127.0.0.1".to_owned();
         let listen = Address::Tcp { host, port };
-        let channel = start(id, arena, listen)(Box::new(change));
+        let channel = start(id, arena, listen, change);
         let Address::Tcp { port, .. } = channel.address() else {
             panic!("{}", channel.address());
         };
@@ -117,7 +112,7 @@ impl Rig for Unix {
         change: impl FnOnce(&mut ChannelConfig),
     ) -> SocketChannel {
         let listen = Address::Unix(self.folder.join(id));
-        start(id, arena, listen)(Box::new(change))
+        start(id, arena, listen, change)
     }
 
     fn kill(&self, channel: &SocketChannel) {

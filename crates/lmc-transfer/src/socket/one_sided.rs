@@ -16,6 +16,9 @@ use crate::{Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 /// Time that a peer has, after a write's deadline, to say that it has seen the breaking off.
 const GRACE: Duration = Duration::from_millis(50);
 
+/// Bytes from the start of the arena of the peer at the other end.
+type Places = (Arc<Connection>, Vec<u64>);
+
 /// What became of the objects of a batch.
 struct Tally {
     /// Parts of each object that are not yet in place.
@@ -150,7 +153,7 @@ impl Shared {
         peer: &PeerId,
         indices: &[Index],
         deadline: Instant,
-    ) -> Result<Option<(Arc<Connection>, Vec<u64>)>, TransferError> {
+    ) -> Result<Option<Places>, TransferError> {
         if self.is_closed() {
             return Err(TransferError::Closed);
         }

@@ -197,7 +197,7 @@ impl Raw {
     }
 
     /// Whether the victim has hung up.
-    fn is_refused(mut self) -> bool {
+    fn finds_it_closed(mut self) -> bool {
         let mut bytes = [0; 4096];
         loop {
             match self.stream.read(&mut bytes) {
@@ -232,7 +232,7 @@ fn reading(
 }
 
 #[test]
-fn what_is_no_handshake_is_refused_counted_and_forgotten() {
+fn what_is_no_handshake_finds_it_closed_counted_and_forgotten() {
     let victim = Victim::new(|config| {
         config.channel.handshake_timeout = Duration::from_millis(300);
     });
@@ -286,7 +286,7 @@ fn what_is_no_handshake_is_refused_counted_and_forgotten() {
             decoder: Decoder::default(),
             rest: Vec::new(),
         };
-        assert!(raw.is_refused(), "{case:?}");
+        assert!(raw.finds_it_closed(), "{case:?}");
     }
     let refused = |v: &Victim| v.channel.stats().refused_handshakes == cases.len() as u64;
     victim.eventually("all are counted", refused);
@@ -507,7 +507,7 @@ fn who_breaks_the_protocol_is_hung_up_on() {
     for (count, bytes) in (1..).zip(wrong) {
         let mut raw = Raw::connect(&victim, count);
         raw.stream.write_all(bytes).expect("sent");
-        assert!(raw.is_refused(), "{bytes:?}");
+        assert!(raw.finds_it_closed(), "{bytes:?}");
         let unknown = |v: &Victim| !v.channel.is_connected(&name("raw"));
         victim.eventually("it is forgotten", unknown);
         assert_eq!(victim.channel.stats().broken, count);
@@ -541,7 +541,7 @@ fn a_silent_peer_is_taken_for_gone() {
     assert!(gone, "{:?}", filled.error);
     drop(filled);
     assert!(!victim.channel.is_connected(&name("raw")));
-    assert!(raw.is_refused());
+    assert!(raw.finds_it_closed());
     victim.ends();
 }
 
@@ -564,7 +564,7 @@ fn a_new_incarnation_ends_the_old_connection() {
     };
     let _ = old.stream.write_all(&head.encode());
     let _ = old.stream.write_all(&[9; 4096]);
-    assert!(old.is_refused());
+    assert!(old.finds_it_closed());
     let place = place.written();
     assert!(place.bytes().iter().all(|byte| *byte == 0), "the old wrote");
     assert!(victim.channel.is_connected(&name("raw")));
