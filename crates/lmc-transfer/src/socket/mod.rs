@@ -60,6 +60,9 @@ pub(crate) fn fuzz(data: &[u8]) {
 
 /// A channel over TCP or Unix sockets. Its work is done by threads of its own, named
 /// `lmc-socket…`.
+///
+/// Writes to the same place are not kept in order: one that was not quiet when it ended may
+/// still arrive after a later one.
 #[derive(Debug)]
 pub struct SocketChannel {
     shared: Arc<Shared>,

@@ -16,7 +16,7 @@ use crate::{Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 /// Time that a peer has, after a write's deadline, to say that it has seen the breaking off.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// Bytes from the start of the arena of the peer at the other end.
+/// The connection to a peer, and where objects lie in its arena: bytes from the start.
 type Places = (Arc<Connection>, Vec<u64>);
 
 /// What became of the objects of a batch.
@@ -96,7 +96,7 @@ impl Tally {
 /// Objects that were to be fetched into slots.
 pub(super) struct Fetched {
     pub(super) slots: Vec<ReservedSlot>,
-    /// Leading ones that lie in their slots, and whether each does.
+    /// For each object whether all of it lies in its slot. There may be more slots.
     pub(super) whole: Vec<bool>,
     pub(super) error: Option<TransferError>,
     pub(super) withdrawn: bool,
