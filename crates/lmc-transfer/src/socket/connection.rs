@@ -9,9 +9,9 @@ use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
 
-use super::endpoint::Socket;
+use super::endpoint::{Socket, Sockets};
 use super::frame::{Frame, Outcome, Segment};
 use super::inlet::Inlet;
 use super::landing::Target;
@@ -24,6 +24,8 @@ use crate::{PeerId, TransferError};
 pub(super) const LANE_ROOM: usize = 64;
 /// Intervals of the keepalive without a byte after which a peer is taken for gone.
 const SILENT_INTERVALS: u32 = 3;
+/// Time to find, after an error of a stream, that the peer has closed another or the same.
+const CLOSED_TOO: Duration = Duration::from_millis(100);
 
 /// Where the streams of a connection lead to.
 #[derive(Debug, Clone)]
@@ -35,6 +37,8 @@ pub(super) struct Remote {
     pub(super) unit: u64,
     /// Whether it connected to this side.
     pub(super) incoming: bool,
+    /// Which attempt of the initiator's this is.
+    pub(super) attempt: u64,
 }
 
 #[derive(Debug)]
@@ -285,7 +289,7 @@ pub(super) async fn supervise(
 ) {
     let unix = sockets.iter().all(Socket::is_unix);
     // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
-    let sockets: Arc<[Socket]> = sockets.into();
+    let sockets = Arc::new(Sockets(sockets));
     let mut tasks = JoinSet::new();
     for (lane, queue) in queues.into_iter().enumerate() {
         let inlet = Inlet::new(&shared, &connection, &sockets, lane);
@@ -298,30 +302,37 @@ pub(super) async fn supervise(
     let mut ticks = interval(keepalive);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut heard, mut silent) = (0, 0);
-    let end = loop {
+    let by_us = |reason: String| End {
+        reason,
+        by_peer: false,
+    };
+    let ended = loop {
         tokio::select! {
             biased;
-            _ = stop.wait_for(|stop| *stop) => break End {
-                reason: "this side ended the connection".into(),
-                by_peer: false,
-            },
-            Some(ended) = tasks.join_next() => break match ended {
-                Ok(gone) => end_of(gone, unix, &shared),
-                Err(error) => End { reason: format!("a task failed: {error}"), by_peer: false },
-            },
+            _ = stop.wait_for(|stop| *stop) => {
+                break Err(by_us("this side ended the connection".into()));
+            }
+            Some(ended) = tasks.join_next() => break Ok(ended),
             _ = ticks.tick() => {
                 let now = connection.heard.load(Ordering::Relaxed);
                 silent = if now == heard { silent + 1 } else { 0 };
                 heard = now;
                 if silent > SILENT_INTERVALS {
-                    break End {
-                        reason: format!("not a byte in {:?}", keepalive * SILENT_INTERVALS),
-                        by_peer: false,
-                    };
+                    let time = keepalive * SILENT_INTERVALS;
+                    break Err(by_us(format!("not a byte in {time:?}")));
                 }
                 connection.say(0, &Frame::Ping);
             }
         }
+    };
+    let end = match ended {
+        Err(end) => end,
+        Ok(Err(error)) => by_us(format!("a task failed: {error}")),
+        Ok(Ok(Gone::Io(error))) => {
+            let closed = timeout(CLOSED_TOO, closed_too(&mut tasks)).await;
+            end_of(closed.unwrap_or(Gone::Io(error)), unix, &shared)
+        }
+        Ok(Ok(gone)) => end_of(gone, unix, &shared),
     };
     tasks.shutdown().await;
     drop(sockets);
@@ -336,6 +347,17 @@ pub(super) async fn supervise(
         lane.room.close();
         let requests = lane.pending.lock().take();
         drop(requests);
+    }
+}
+
+/// Waits for a stream on which the peer has said that it closed.
+async fn closed_too(tasks: &mut JoinSet<Gone>) -> Gone {
+    loop {
+        match tasks.join_next().await {
+            Some(Ok(Gone::Closed)) => return Gone::Closed,
+            Some(_) => {}
+            None => std::future::pending().await,
+        }
     }
 }
 

@@ -6,8 +6,10 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net as unix;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Waker};
 
-use tokio::io::Interest;
+use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 use super::window::{receive_bytes, send_bytes};
@@ -99,6 +101,24 @@ impl Socket {
                 .await?;
         }
         Ok(())
+    }
+}
+
+/// All sockets of a connection. When they go, the other side is told by the end of each stream:
+/// closing alone, with bytes unread, would reset TCP connections, which says less.
+#[derive(Debug)]
+pub(super) struct Sockets(pub(super) Vec<Socket>);
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        let mut context = Context::from_waker(Waker::noop());
+        for socket in &mut self.0 {
+            // Is done at once, for both kinds.
+            let _ = match socket {
+                Socket::Tcp(stream) => Pin::new(stream).poll_shutdown(&mut context),
+                Socket::Unix(stream) => Pin::new(stream).poll_shutdown(&mut context),
+            };
+        }
     }
 }
 

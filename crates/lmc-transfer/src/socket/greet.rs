@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use thiserror::Error;
@@ -212,7 +213,7 @@ async fn converse(
 
     let mut transcript = Transcript::new(config.key.as_ref());
     transcript.add(&(&theirs, &to));
-    let side = side(shared, streams)?;
+    let side = side(shared, streams, theirs.attempt)?;
     let proof = transcript.prove(Label::Challenge, &side);
     transcript.add(&side);
     send(socket, &Message::Challenge { side, proof }).await?;
@@ -298,11 +299,12 @@ impl Drop for SessionEntry<'_> {
 }
 
 /// What this side says of itself.
-fn side(shared: &Shared, streams: usize) -> io::Result<Side> {
+fn side(shared: &Shared, streams: usize, attempt: u64) -> io::Result<Side> {
     let config = &shared.config.channel;
     Ok(Side {
         id: config.id.to_string(),
         incarnation: shared.incarnation,
+        attempt,
         arena: config.arena.len() as u64,
         unit: config.unit,
         streams: streams as u16,
@@ -323,6 +325,7 @@ fn remote(theirs: &Side, incoming: bool) -> Option<Remote> {
         arena: theirs.arena,
         unit: theirs.unit,
         incoming,
+        attempt: theirs.attempt,
     })
 }
 
@@ -341,8 +344,9 @@ pub(super) async fn connect(
             address: address.to_string(),
         })
     };
+    let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
     let socket = open().await??;
-    let mine = side(shared, shared.config.streams)?;
+    let mine = side(shared, shared.config.streams, attempt)?;
     let to = peer.to_string();
     let mut transcript = Transcript::new(config.key.as_ref());
     transcript.add(&(&mine, &to));
@@ -358,7 +362,8 @@ pub(super) async fn connect(
         return Err(ConnectError::Key);
     }
     let streams = usize::from(side.streams);
-    let remote = remote(&side, false).filter(|_| streams <= shared.config.streams);
+    let remote = remote(&side, false)
+        .filter(|remote| streams <= shared.config.streams && remote.attempt == attempt);
     let remote = remote.ok_or_else(|| malformed("a side that cannot be connected"))?;
     transcript.add(&side);
 
@@ -396,7 +401,7 @@ pub(super) async fn connect(
     match shared.install(remote, &mut sockets, None).await {
         Ok(()) => Ok(message.map(Bytes::from)),
         Err(NotInstalled::Closed) => Err(ConnectError::Closed),
-        Err(full @ NotInstalled::Full) => Err(ConnectError::Refused(full.to_string())),
+        Err(why) => Err(ConnectError::Refused(why.to_string())),
     }
 }
 

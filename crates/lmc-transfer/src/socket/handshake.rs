@@ -36,6 +36,8 @@ pub(super) struct Side {
     pub(super) id: String,
     /// Random; another one after each start.
     pub(super) incarnation: u64,
+    /// Number of the initiator's attempt: a later one takes the place of an earlier one.
+    pub(super) attempt: u64,
     /// Bytes of its arena.
     pub(super) arena: u64,
     /// Bytes of one step of an index.
@@ -220,6 +222,7 @@ mod tests {
         Side {
             id: id.to_owned(),
             incarnation: 7,
+            attempt: 0,
             arena: 1 << 20,
             unit: 4096,
             streams: 4,

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use tokio::io::Interest;
 
 use super::connection::{Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply};
-use super::endpoint::Socket;
+use super::endpoint::Sockets;
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
 use super::landing::Target;
 use super::rendezvous::Offer;
@@ -25,7 +25,7 @@ const SINK: usize = 64 << 10;
 pub(super) struct Inlet {
     shared: Arc<Shared>,
     connection: Arc<Connection>,
-    sockets: Arc<[Socket]>,
+    sockets: Arc<Sockets>,
     lane: usize,
     decoder: Decoder,
     stash: Box<[u8]>,
@@ -67,7 +67,7 @@ impl Inlet {
     pub(super) fn new(
         shared: &Arc<Shared>,
         connection: &Arc<Connection>,
-        sockets: &Arc<[Socket]>,
+        sockets: &Arc<Sockets>,
         lane: usize,
     ) -> Self {
         Self {
@@ -302,7 +302,7 @@ impl Inlet {
                 let received = place.with(|| window.receive(socket, rest, stash));
                 received.unwrap_or_else(|| discard(socket, sink, rest.len))
             };
-            let socket = &self.sockets[self.lane];
+            let socket = &self.sockets.0[self.lane];
             let received = socket.when(Interest::READABLE, into).await?;
             self.heard(received)?;
             let now = received.min(rest.len as usize);
@@ -317,7 +317,7 @@ impl Inlet {
         self.stash.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         let free = &mut self.stash[self.end..];
-        let socket = &self.sockets[self.lane];
+        let socket = &self.sockets.0[self.lane];
         let read = |socket| receive_bytes(socket, free);
         let received = socket.when(Interest::READABLE, read).await?;
         self.heard(received)?;

@@ -7,7 +7,7 @@ use tokio::io::Interest;
 use tokio::sync::mpsc;
 
 use super::connection::{Connection, Gone, Outgoing, Payload, Progress};
-use super::endpoint::Socket;
+use super::endpoint::Sockets;
 use super::frame::{PIECE, PieceHead, Pieces};
 use super::shared::Shared;
 use super::window::Part;
@@ -18,7 +18,7 @@ const PARTS: usize = 128;
 pub(super) struct Outlet {
     shared: Arc<Shared>,
     connection: Arc<Connection>,
-    sockets: Arc<[Socket]>,
+    sockets: Arc<Sockets>,
     lane: usize,
     queue: mpsc::UnboundedReceiver<Outgoing>,
     /// Headers and heads of what is being sent.
@@ -32,7 +32,7 @@ impl Outlet {
     pub(super) fn new(
         shared: &Arc<Shared>,
         connection: &Arc<Connection>,
-        sockets: &Arc<[Socket]>,
+        sockets: &Arc<Sockets>,
         lane: usize,
         queue: mpsc::UnboundedReceiver<Outgoing>,
     ) -> Self {
@@ -115,7 +115,7 @@ impl Outlet {
         let total = self.scratch.len() + self.gathered as usize;
         let (scratch, parts) = (&self.scratch[..], &self.parts[..]);
         let window = &self.shared.window;
-        let socket = &self.sockets[self.lane];
+        let socket = &self.sockets.0[self.lane];
         let mut done = 0;
         while done < total {
             let send = |fd| window.send(fd, scratch, parts, done);

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -23,6 +24,8 @@ use crate::{PeerId, TransferError};
 pub(super) struct Shared {
     pub(super) config: SocketConfig,
     pub(super) incarnation: u64,
+    /// Connects so far.
+    pub(super) attempts: AtomicU64,
     pub(super) window: Window,
     pub(super) counters: Counters,
     pub(super) timer: Timer,
@@ -53,6 +56,8 @@ pub(super) enum NotInstalled {
     Closed,
     #[error("the channel has as many peers as it may")]
     Full,
+    #[error("a later connection stands already")]
+    Overtaken,
 }
 
 /// Why a wait ended before what it waited for.
@@ -82,6 +87,7 @@ impl Shared {
             window: Window::new(Arc::clone(&config.channel.arena)),
             config,
             incarnation,
+            attempts: AtomicU64::new(0),
             counters: Counters::default(),
             timer,
             runtime,
@@ -153,6 +159,9 @@ impl Shared {
             let stale = {
                 let mut peers = self.peers.lock();
                 let peers = peers.as_mut().ok_or(NotInstalled::Closed)?;
+                if is_overtaken(peers, &remote) {
+                    return Err(NotInstalled::Overtaken);
+                }
                 if !self.has_room(peers, &remote.id) {
                     return Err(NotInstalled::Full);
                 }
@@ -216,6 +225,15 @@ impl Shared {
         let sessions = std::mem::take(&mut *self.sessions.lock());
         drop(sessions);
     }
+}
+
+/// Whether the initiator has given this attempt up and made another since.
+fn is_overtaken(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
+    let peer = peers.get(&new.id);
+    let peer = peer.filter(|peer| peer.incarnation == new.incarnation);
+    peer.into_iter()
+        .flat_map(|peer| &peer.connections)
+        .any(|c| c.remote.incoming == new.incoming && c.remote.attempt > new.attempt)
 }
 
 /// Connections that a new one takes the place of.

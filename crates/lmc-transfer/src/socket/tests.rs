@@ -119,6 +119,7 @@ fn side(id: &str, incarnation: u64) -> Side {
     Side {
         id: id.to_owned(),
         incarnation,
+        attempt: 0,
         arena: 8 << 20,
         unit: 4096,
         streams: 1,
