@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::test::succeeds;
 
-const TARGETS: [&str; 3] = ["zmtp", "request", "service"];
+const TARGETS: [&str; 4] = ["zmtp", "request", "service", "transfer"];
 /// Longest input in bytes; the seeds and the findings so far are far below.
 const MAX_LEN: u32 = 4096;
 
@@ -104,11 +104,15 @@ fn libfuzzer(target: &str, seconds: u32) -> Result<Command> {
     Ok(command)
 }
 
-/// `crates/lmc-vllm-adapter/examples/fuzz.rs`.
+/// `examples/fuzz.rs` of the crate that the target belongs to.
 fn mutator(target: &str, asked: &Asked) -> Command {
+    let package = match target {
+        "transfer" => "lmc-transfer",
+        _ => "lmc-vllm-adapter",
+    };
     let mut command = Command::new("cargo");
     command
-        .args(["run", "--release", "--package", "lmc-vllm-adapter"])
+        .args(["run", "--release", "--package", package])
         .args(["--features", "fuzzing", "--example", "fuzz", "--", target])
         .arg(asked.seconds.to_string())
         .args(asked.seed.map(|seed| seed.to_string()));

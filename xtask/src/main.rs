@@ -25,7 +25,7 @@ Every developer action of lmc.
       --only NAME...               some scenarios only
       --peer lmcache               the same scenarios against LMCache's own server
   cargo xtask test-cli             LMCache's command-line tools and benchmark against `lmc serve`
-  cargo xtask fuzz [TARGET...]     zmtp, request, service; all of them unless some are named
+  cargo xtask fuzz [TARGET...]     zmtp, request, service, transfer; all of them unless some are named
       --seconds N                  for each target, 30 unless given
       --stable                     the seeded mutator, even where libFuzzer is at hand
       --seed N                     with --stable: repeat the run that printed this seed

@@ -63,8 +63,19 @@ impl Arena {
             .unwrap_or_default()
     }
 
-    /// Sees to it that touching a part cannot kill for lack of memory in `/dev/shm`.
-    pub(crate) fn ensure(&self, offset: u64, len: u64) -> Result<(), String> {
+    /// Sees to it that touching a part cannot kill for lack of memory in `/dev/shm`. A pool does
+    /// that for the slots it hands out; whoever touches places that others name does it here.
+    /// Costs next to nothing where it was done before.
+    ///
+    /// # Errors
+    /// Why there is no memory for it, or that it lies outside.
+    pub fn ensure(&self, offset: u64, len: u64) -> Result<(), String> {
+        let inside = offset
+            .checked_add(len)
+            .is_some_and(|end| end <= self.len() as u64);
+        if !inside {
+            return Err(format!("{len} bytes at {offset} lie outside the arena"));
+        }
         self.backing
             .ensure(offset, len)
             .map_err(|error| prefault::explain(&error))

@@ -342,6 +342,56 @@ mod tests {
         ]
     }
 
+    /// With `LMC_WRITE_SEEDS=1` it writes those of the fuzz target anew.
+    #[test]
+    fn the_seeds_of_the_fuzz_target_are_valid_frames() {
+        let segments = vec![Segment {
+            offset: 4096,
+            len: 1 << 20,
+        }];
+        let (id, objects) = (7, segments.clone());
+        let outcome = Outcome::Refused("no".to_owned());
+        let frames = [
+            Frame::Ping,
+            Frame::Read {
+                id,
+                offer: Some(9),
+                segments: segments.clone(),
+            },
+            Frame::Data { id },
+            Frame::Write { id, segments },
+            Frame::Answer {
+                id,
+                outcome: outcome.clone(),
+            },
+            Frame::Offer {
+                id,
+                tag: 3,
+                objects,
+            },
+            Frame::Withdraw { id },
+            Frame::Finish {
+                id,
+                done: 1,
+                outcome,
+            },
+        ];
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = folder.join("../../fuzz/seeds/transfer");
+        let write = std::env::var_os("LMC_WRITE_SEEDS").is_some();
+        for (number, frame) in frames.into_iter().enumerate() {
+            // One step of up to 256 bytes, and the frame.
+            let seed = [&[255][..], &frame.encode()].concat();
+            let path = folder.join(format!("frame-{number}"));
+            if write {
+                std::fs::create_dir_all(&folder).expect("a folder");
+                std::fs::write(&path, &seed).expect("a seed");
+            }
+            assert_eq!(std::fs::read(&path).expect("a seed"), seed, "{frame:?}");
+            fuzz(&seed);
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(500))]
 

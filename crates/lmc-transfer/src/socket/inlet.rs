@@ -207,18 +207,16 @@ impl Inlet {
         })
     }
 
-    /// What to say to a peer that names places outside the arena.
+    /// What to say to a peer that names places outside the arena, or for which there is no memory.
     fn refuse(&self, segments: &[Segment]) -> Option<Outcome> {
-        let window = &self.shared.window;
-        let outside = segments
+        let arena = self.shared.window.arena();
+        // Places that were never handed out may have no memory yet.
+        let touchable = |segment: &Segment| arena.ensure(segment.offset, segment.len);
+        let why_not = segments
             .iter()
-            .find(|segment| !window.contains(**segment))?;
+            .find_map(|segment| touchable(segment).err())?;
         self.shared.counters.refused_requests.add(1);
-        let Segment { offset, len } = outside;
-        let arena = window.arena().len();
-        Some(Outcome::Refused(reason(&format!(
-            "{len} bytes at {offset} lie outside the arena of {arena} bytes"
-        ))))
+        Some(Outcome::Refused(reason(&why_not)))
     }
 
     /// The next frame.

@@ -1,0 +1,10 @@
+//! The fuzz target on a stable toolchain: `… --example fuzz -- transfer SECONDS [SEED]`.
+
+#[path = "../../../fuzz/mutator/mod.rs"]
+mod mutator;
+
+use lmc_transfer::fuzzing;
+
+fn main() {
+    mutator::main(&[("transfer", fuzzing::transfer_frame)]);
+}
