@@ -3,6 +3,7 @@
 mod bench;
 mod crash_loop;
 mod fuzz;
+mod nixl;
 mod output;
 mod steps;
 mod test;
@@ -25,6 +26,8 @@ Every developer action of lmc.
       --only NAME...               some scenarios only
       --peer lmcache               the same scenarios against LMCache's own server
   cargo xtask test-cli             LMCache's command-line tools and benchmark against `lmc serve`
+  cargo xtask test-nixl            NIXL channels on the real library, which it fetches from PyPI
+      --require                    fails where that cannot be had, instead of skipping
   cargo xtask fuzz [TARGET...]     zmtp, request, service, transfer; all of them unless some are named
       --seconds N                  for each target, 30 unless given
       --stable                     the seeded mutator, even where libFuzzer is at hand
@@ -63,6 +66,7 @@ fn run(args: &[String]) -> Result<bool> {
         "tidy" => tidy::run(),
         "test-vllm" => vllm::run(rest),
         "test-cli" => vllm::run_cli(rest),
+        "test-nixl" => nixl::run(rest),
         "fuzz" => fuzz::run(rest),
         "crash-loop" => crash_loop::run(rest),
         "bench" => bench::run(rest),

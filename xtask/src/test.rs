@@ -27,6 +27,7 @@ fn steps(nextest: bool) -> Vec<Step> {
             "doc-examples",
             "cargo test --workspace --doc --no-fail-fast",
         ),
+        Step::new("nixl", "cargo xtask test-nixl"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
         Step::new("vllm", "cargo xtask test-vllm"),
@@ -86,7 +87,8 @@ fn set_up() -> Result<()> {
             bail!("rustup could not add {component}; add it by hand and try again");
         }
     }
-    Ok(())
+    // Lints look at every feature.
+    crate::nixl::build_tools()
 }
 
 /// Whether a command can be run and ends well; what it prints is dropped.

@@ -58,6 +58,8 @@ mod flaky;
 pub mod fuzzing;
 mod memory;
 mod name;
+#[cfg(feature = "nixl")]
+mod nixl;
 mod outcome;
 mod socket;
 
@@ -70,6 +72,8 @@ pub use error::{ConnectError, TransferError};
 pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
+#[cfg(feature = "nixl")]
+pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads};
 pub use outcome::{Filled, Index, Sent, Slot};
 pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};
 

@@ -98,6 +98,14 @@ const EXPECTED: &[(&str, &str)] = &[
         "sockets receive into the arena and send from it",
     ),
     (
+        "crates/lmc-transfer/src/nixl/agent.rs",
+        "the arena as NIXL asks for it",
+    ),
+    (
+        "crates/lmc-transfer/src/nixl/library.rs",
+        "dlopen, and variables that UCX reads",
+    ),
+    (
         "crates/lmc-memory/examples/copy_speed.rs",
         "memcpy to compare with",
     ),

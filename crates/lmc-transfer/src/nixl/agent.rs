@@ -1,0 +1,314 @@
+//! Every call into NIXL.
+//!
+//! A channel has two kinds of agent. The *target* has a progress thread of UCX's, because over
+//! TCP nothing moves unless the side that is written to helps; nobody else calls it, so that
+//! nothing waits for its lock. The *initiator* has none, and belongs to the thread `lmc-nixl`:
+//! its transfers move only inside that thread's calls, quicker than behind a progress thread.
+//! The library's own rule is a lock per agent, taken for the whole of every call.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use lmc_memory::Arena;
+use nixl_sys::{
+    Agent, AgentConfig, Backend, MemType, MemoryRegion, NixlDescriptor, NixlError, NotificationMap,
+    RegistrationHandle, ThreadSync, XferDescList, XferOp, XferRequest, XferStatus,
+};
+
+use super::plan::Part;
+
+/// Time that UCX's progress thread sleeps at most, in µs. Events wake it; with less than 1 it
+/// would never sleep.
+const PROGRESS_DELAY_US: u64 = 1000;
+
+/// What kind of memory an arena is to NIXL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NixlMemory {
+    /// The host's. Default.
+    #[default]
+    Host,
+    /// A GPU's, by its number. Not tested: no machine of ours has one.
+    Gpu(u32),
+}
+
+impl NixlMemory {
+    fn kind(self) -> MemType {
+        match self {
+            Self::Host => MemType::Dram,
+            Self::Gpu(_) => MemType::Vram,
+        }
+    }
+
+    fn device(self) -> u64 {
+        match self {
+            Self::Host => 0,
+            Self::Gpu(device) => device.into(),
+        }
+    }
+}
+
+/// What every agent of a channel is made with.
+#[derive(Clone)]
+pub(super) struct Setup {
+    pub(super) arena: Arc<Arena>,
+    pub(super) memory: NixlMemory,
+    /// NIXL's name of the backend.
+    pub(super) backend: String,
+    pub(super) parameters: Vec<(String, String)>,
+}
+
+/// The arena, as NIXL asks for it.
+#[derive(Debug)]
+struct Region {
+    arena: Arc<Arena>,
+    memory: NixlMemory,
+}
+
+impl MemoryRegion for Region {
+    // SAFETY: whoever calls keeps the region; the agent that registers it does.
+    unsafe fn as_ptr(&self) -> *const u8 {
+        self.arena.base_ptr().as_ptr()
+    }
+
+    fn size(&self) -> usize {
+        self.arena.len()
+    }
+}
+
+impl NixlDescriptor for Region {
+    fn mem_type(&self) -> MemType {
+        self.memory.kind()
+    }
+
+    fn device_id(&self) -> u64 {
+        self.memory.device()
+    }
+}
+
+/// An agent that has registered the arena. Dropping it ends all that it had under way, which
+/// nothing else does; it may take a while.
+pub(super) struct Registered {
+    // In the order in which they must go.
+    registration: RegistrationHandle,
+    agent: Agent,
+    _backend: Backend,
+    region: Region,
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registered")
+            .field(&self.registration)
+            .finish()
+    }
+}
+
+/// Whether the agent makes progress by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Target,
+    Initiator,
+}
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operation {
+    Read,
+    Write,
+}
+
+/// A peer's memory.
+#[derive(Debug, Clone)]
+pub(super) struct Remote {
+    /// Name of its target agent.
+    pub(super) agent: String,
+    /// That agent's own description.
+    pub(super) metadata: Vec<u8>,
+    /// Address of its arena, in its process.
+    pub(super) base: u64,
+    /// Bytes of its arena.
+    pub(super) len: u64,
+    pub(super) memory: NixlMemory,
+}
+
+/// How a request stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    Going,
+    Done,
+    /// It failed. That is no proof that it moves nothing any more: NIXL watches the last of the
+    /// operations that it made, and lets go of the others.
+    Failed,
+}
+
+/// A request that was posted. Dropping it does not stop it.
+pub(super) struct Request(XferRequest);
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Request(..)")
+    }
+}
+
+/// Why a request was not posted.
+#[derive(Debug)]
+pub(super) enum PostError {
+    /// It was never begun.
+    NotBegun(String),
+    /// Some of it may have been.
+    Begun(Request, String),
+}
+
+impl Registered {
+    /// Makes an agent and registers the arena.
+    pub(super) fn new(name: &str, setup: &Setup, role: Role) -> Result<Self, String> {
+        let config = AgentConfig {
+            enable_prog_thread: role == Role::Target,
+            pthr_delay_us: PROGRESS_DELAY_US,
+            thread_sync: ThreadSync::Rw,
+            ..AgentConfig::default()
+        };
+        let fault = |what: &str| {
+            let what = format!("NIXL cannot {what} (its log says more)");
+            move |error: NixlError| format!("{what}: {error}")
+        };
+        let agent = Agent::new_configured(name, &config).map_err(fault("make an agent"))?;
+        let backend = &setup.backend;
+        let (_, mut parameters) = agent
+            .get_plugin_params(backend)
+            .map_err(fault(&format!("load its backend {backend}")))?;
+        for (name, value) in &setup.parameters {
+            parameters
+                .set(name, value)
+                .map_err(fault(&format!("take parameter {name}")))?;
+        }
+        let backend = agent
+            .create_backend(backend, &parameters)
+            .map_err(fault(&format!("start its backend {backend}")))?;
+        let region = Region {
+            arena: Arc::clone(&setup.arena),
+            memory: setup.memory,
+        };
+        let registration = agent
+            .register_memory(&region, None)
+            .map_err(fault("register the arena; for RDMA, see `ulimit -l`"))?;
+        Ok(Self {
+            registration,
+            agent,
+            _backend: backend,
+            region,
+        })
+    }
+
+    /// What a peer needs to reach this agent's memory.
+    pub(super) fn metadata(&self) -> Result<Vec<u8>, String> {
+        let fault = |error| format!("NIXL does not describe its agent: {error}");
+        self.agent.get_local_md().map_err(fault)
+    }
+
+    /// Makes a peer's agent known to this one.
+    pub(super) fn load(&self, remote: &Remote) -> Result<(), String> {
+        let named = named_agent(&remote.metadata);
+        if named.is_some_and(|named| named != remote.agent.as_bytes()) {
+            return Err("the metadata is of another agent".to_owned());
+        }
+        // nixl-sys panics at a name that is not UTF-8, and this one comes from outside.
+        let loaded = catch_unwind(AssertUnwindSafe(|| {
+            self.agent.load_remote_md(&remote.metadata)
+        }));
+        match loaded {
+            Ok(Ok(name)) if name == remote.agent => Ok(()),
+            Ok(Ok(name)) => {
+                self.forget(&name);
+                Err("the metadata is of another agent".to_owned())
+            }
+            Ok(Err(error)) => Err(format!("NIXL refuses the peer's metadata: {error}")),
+            Err(_) => Err("the metadata names no agent".to_owned()),
+        }
+    }
+
+    /// Forgets a peer's agent. What is under way goes on.
+    pub(super) fn forget(&self, agent: &str) {
+        if let Err(error) = self.agent.invalidate_remote_md(agent) {
+            tracing::debug!(agent, %error, "NIXL had not known an agent");
+        }
+    }
+
+    /// Begins a request. The caller has checked that the parts lie in both arenas.
+    pub(super) fn post(
+        &self,
+        operation: Operation,
+        remote: &Remote,
+        parts: &[Part],
+    ) -> Result<(Request, Progress), PostError> {
+        let not_begun = |error: NixlError| PostError::NotBegun(error.to_string());
+        let base = self.region.arena.base_ptr().as_ptr() as usize;
+        let (here, there) = (self.region.memory, remote.memory);
+        let mut local = XferDescList::new(here.kind()).map_err(not_begun)?;
+        let mut far = XferDescList::new(there.kind()).map_err(not_begun)?;
+        for part in parts {
+            let len = part.len as usize;
+            local.add_desc(base + part.local as usize, len, here.device());
+            far.add_desc((remote.base + part.remote) as usize, len, there.device());
+        }
+        let operation = match operation {
+            Operation::Read => XferOp::Read,
+            Operation::Write => XferOp::Write,
+        };
+        let request = self
+            .agent
+            .create_xfer_req(operation, &local, &far, &remote.agent, None)
+            .map_err(not_begun)?;
+        match self.agent.post_xfer_req(&request, None) {
+            Ok(true) => Ok((Request(request), Progress::Going)),
+            Ok(false) => Ok((Request(request), Progress::Done)),
+            Err(error) => Err(PostError::Begun(Request(request), error.to_string())),
+        }
+    }
+
+    /// Moves things on, and says how a request stands.
+    pub(super) fn poll(&self, request: &Request) -> Progress {
+        match self.agent.get_xfer_status(&request.0) {
+            Ok(XferStatus::Success) => Progress::Done,
+            Ok(XferStatus::InProgress) => Progress::Going,
+            Err(_) => Progress::Failed,
+        }
+    }
+
+    /// Moves things on where there is no request, and throws away what peers may have said:
+    /// notifications that nobody takes would pile up.
+    pub(super) fn tend(&self) {
+        let taken = NotificationMap::new()
+            .and_then(|mut said| self.agent.get_notifications(&mut said, None));
+        if let Err(error) = taken {
+            tracing::debug!(%error, "NIXL gives no notifications");
+        }
+    }
+}
+
+/// The agent that metadata is of, as NIXL 1.x writes it: an opening, then fields, each with a
+/// tag, 8 bytes of length and its bytes. None where it is written otherwise; what NIXL itself
+/// reads is asked then. Looked at first, because loading adds to what is known of that agent.
+fn named_agent(metadata: &[u8]) -> Option<&[u8]> {
+    let rest = metadata.strip_prefix(b"nixlSerDes|Agent")?;
+    let (len, rest) = rest.split_first_chunk::<8>()?;
+    rest.get(..usize::try_from(u64::from_le_bytes(*len)).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_of_metadata_is_read_before_it_is_loaded() {
+        let mut metadata = b"nixlSerDes|Agent".to_vec();
+        metadata.extend_from_slice(&3_u64.to_le_bytes());
+        metadata.extend_from_slice(b"a@1|Conns");
+        assert_eq!(named_agent(&metadata), Some(&b"a@1"[..]));
+        assert_eq!(named_agent(&metadata[..20]), None);
+        assert_eq!(named_agent(b"something else"), None);
+        metadata[16..24].fill(0xff);
+        assert_eq!(named_agent(&metadata), None);
+    }
+}

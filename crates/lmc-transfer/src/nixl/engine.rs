@@ -1,0 +1,590 @@
+//! The thread `lmc-nixl`: owns the agents, the transfers and the peers.
+//!
+//! It polls while something is under way, spinning first and then less and less often, and
+//! sleeps otherwise.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{Arena, ReservedSlot, SealedSlot};
+use parking_lot::{Condvar, Mutex, RwLock};
+use tokio::runtime::Runtime;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+mod closing;
+mod talk;
+
+use self::closing::Closing;
+use super::agent::{Registered, Remote};
+use super::control::{Exposures, Link, Seat};
+use super::initiators::{Initiators, SendKey, spawn};
+use super::paired::{Fetching, Paired, Receiving, Sending, Words};
+use super::reach::{NixlReads, Reach};
+use super::transfers::{Batch, SendOver, Step, Transfer};
+use super::wire::{Intro, Message, reason};
+use crate::checks;
+use crate::{ConnectError, Filled, Index, PeerId, Sent, TransferError};
+
+/// Commands that are taken before transfers are looked at again.
+const COMMANDS: usize = 256;
+/// After something moved, the thread spins for this long...
+const SPIN: Duration = Duration::from_micros(50);
+/// ...then it yields, up to this long...
+const YIELD: Duration = Duration::from_millis(1);
+/// ...then it naps, and after that for longer.
+const NAP_AFTER: Duration = Duration::from_millis(20);
+const NAP: Duration = Duration::from_micros(50);
+const LONG_NAP: Duration = Duration::from_millis(1);
+/// Between looks at what was given up.
+const STRAGGLERS: Duration = Duration::from_millis(2);
+/// Between looks when there is nothing to do.
+const IDLE: Duration = Duration::from_millis(100);
+/// What is left of the control plane's tasks has this long to end.
+const RUNTIME: Duration = Duration::from_secs(1);
+
+/// A peer that was connected.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) id: PeerId,
+    pub(super) incarnation: u64,
+    pub(super) unit: u64,
+    pub(super) remote: Remote,
+    /// Whether this side reads its memory by itself.
+    pub(super) direct: bool,
+}
+
+/// A peer as long as it is connected.
+#[derive(Debug)]
+struct Connected {
+    peer: Arc<Peer>,
+    /// More than one where both sides connected at once. None where it has no channel of ours.
+    links: Vec<Link>,
+}
+
+/// What the thread is told.
+pub(super) enum Command {
+    Transfer {
+        batch: Batch,
+        peer: PeerId,
+        indices: Vec<Index>,
+        deadline: Instant,
+    },
+    Send {
+        objects: Vec<SealedSlot>,
+        peer: PeerId,
+        tag: u64,
+        deadline: Instant,
+        reply: oneshot::Sender<Sent>,
+    },
+    Receive {
+        slots: Vec<ReservedSlot>,
+        peer: PeerId,
+        tag: u64,
+        deadline: Instant,
+        reply: oneshot::Sender<Filled>,
+    },
+    Join {
+        intro: Intro,
+        link: Link,
+        reply: oneshot::Sender<Result<(), ConnectError>>,
+    },
+    /// A peer that is no channel of ours.
+    Introduce {
+        peer: Peer,
+        reply: oneshot::Sender<Result<(), ConnectError>>,
+    },
+    Forget {
+        peer: PeerId,
+    },
+    Said {
+        number: u64,
+        message: Message,
+        seat: Seat,
+    },
+    LinkDown {
+        number: u64,
+        fault: String,
+        /// The peer has ended its half.
+        ended: bool,
+    },
+    /// An agent was made, or could not be.
+    Made(Result<Registered, String>),
+    /// An agent has ended; of these sends nothing is under way.
+    Ended {
+        generation: u64,
+        over: Vec<SendKey>,
+    },
+    /// The target's agent has ended.
+    TargetEnded,
+    /// A future was dropped.
+    Look,
+    Close {
+        deadline: Instant,
+        reply: oneshot::Sender<Result<(), TransferError>>,
+    },
+}
+
+/// Tells the thread.
+#[derive(Clone)]
+pub(super) struct Commands(Sender<Command>);
+
+impl Commands {
+    pub(super) fn new() -> (Self, Receiver<Command>) {
+        let (sender, receiver) = mpsc::channel();
+        (Self(sender), receiver)
+    }
+
+    /// Once the thread has ended, what is given is dropped: who waits for an answer sees that.
+    pub(super) fn give(&self, command: Command) {
+        let _ = self.0.send(command);
+    }
+}
+
+/// What others see of the thread's state.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    pub(super) peers: RwLock<HashSet<PeerId>>,
+    /// Whether the thread has ended.
+    pub(super) ended: Mutex<bool>,
+    pub(super) end: Condvar,
+}
+
+/// What the thread owns.
+pub(super) struct Engine {
+    pub(super) commands: Commands,
+    pub(super) received: Receiver<Command>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) max_peers: usize,
+    pub(super) reads: NixlReads,
+    pub(super) reach: Reach,
+    pub(super) target: Option<Registered>,
+    pub(super) arena: Arc<Arena>,
+    pub(super) exposures: Arc<Exposures>,
+    pub(super) initiators: Initiators,
+    pub(super) runtime: Option<Runtime>,
+    pub(super) accepting: AbortHandle,
+    pub(super) state: State,
+}
+
+/// What begins empty.
+#[derive(Default)]
+pub(super) struct State {
+    peers: HashMap<PeerId, Connected>,
+    transfers: Vec<Transfer>,
+    paired: Paired,
+    /// To whom the end of sends is told that were given up, with what of them was done.
+    told: HashMap<SendKey, (Arc<Peer>, u64)>,
+    /// Connections of peers that are gone, with the names of their agents: they end as soon as
+    /// nothing of this side is under way to them.
+    farewells: Vec<(String, Vec<Link>)>,
+    closing: Option<Closing>,
+    last_moved: Option<Instant>,
+    last_tended: Option<Instant>,
+}
+
+impl Engine {
+    /// Lets the thread begin.
+    pub(super) fn start(self) {
+        spawn("lmc-nixl", move || self.run());
+    }
+
+    fn run(mut self) {
+        loop {
+            let mut moved = false;
+            for _ in 0..COMMANDS {
+                let Ok(command) = self.received.try_recv() else {
+                    break;
+                };
+                self.take(command);
+                moved = true;
+            }
+            let now = Instant::now();
+            moved |= self.advance(now);
+            if self.closed(now) {
+                break;
+            }
+            if moved {
+                self.state.last_moved = Some(now);
+            }
+            self.wait(now);
+        }
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(RUNTIME);
+        }
+        let shared = Arc::clone(&self.shared);
+        drop(self);
+        *shared.ended.lock() = true;
+        shared.end.notify_all();
+    }
+
+    /// Sleeps until there may be something to do.
+    fn wait(&mut self, now: Instant) {
+        let still = self
+            .state
+            .last_moved
+            .map_or(Duration::MAX, |moved| now.saturating_duration_since(moved));
+        let polls = !self.state.transfers.is_empty();
+        if still < SPIN {
+            std::hint::spin_loop();
+            return;
+        }
+        if polls && still < YIELD {
+            thread::yield_now();
+            return;
+        }
+        let limit = if polls && still < NAP_AFTER {
+            NAP
+        } else if polls {
+            LONG_NAP
+        } else if self.initiators.has_stragglers() || self.state.closing.is_some() {
+            STRAGGLERS
+        } else {
+            let next = self.state.paired.next_deadline();
+            next.map_or(IDLE, |next| next.saturating_duration_since(now).min(IDLE))
+        };
+        match self.received.recv_timeout(limit) {
+            Ok(command) => {
+                self.take(command);
+                self.state.last_moved = Some(Instant::now());
+            }
+            // This side holds a sender, so that the other error cannot be.
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+        }
+    }
+
+    fn take(&mut self, command: Command) {
+        match command {
+            Command::Transfer {
+                batch,
+                peer,
+                indices,
+                deadline,
+            } => self.transfer(batch, &peer, &indices, deadline),
+            Command::Send {
+                objects,
+                peer,
+                tag,
+                deadline,
+                reply,
+            } => match self.linked(&peer) {
+                Ok(peer) => {
+                    let sending = Sending {
+                        peer,
+                        objects,
+                        reply,
+                        deadline,
+                    };
+                    let mut words = Words::new();
+                    self.state.paired.send(sending, tag, &mut words);
+                    self.say(words);
+                }
+                Err(error) => drop(reply.send(Sent::failed(error))),
+            },
+            Command::Receive {
+                slots,
+                peer,
+                tag,
+                deadline,
+                reply,
+            } => match self.linked(&peer) {
+                Ok(peer) => {
+                    let receiving = Receiving {
+                        peer,
+                        tag,
+                        slots,
+                        reply,
+                        deadline,
+                        writer: None,
+                    };
+                    let mut words = Words::new();
+                    self.state.paired.receive(receiving, &mut words);
+                    self.say(words);
+                }
+                Err(error) => drop(reply.send(Filled::untouched(slots, error))),
+            },
+            Command::Join { intro, link, reply } => {
+                let joined = self.join(intro, link);
+                let _ = reply.send(joined);
+            }
+            Command::Introduce { peer, reply } => {
+                let joined = self.connected(peer, None);
+                let _ = reply.send(joined);
+            }
+            Command::Forget { peer } => self.gone(&peer, "it was to be forgotten", false),
+            Command::Said {
+                number,
+                message,
+                seat,
+            } => {
+                self.heard(number, message);
+                drop(seat);
+            }
+            Command::LinkDown {
+                number,
+                fault,
+                ended,
+            } => self.link_down(number, &fault, ended),
+            Command::Made(made) => self.initiators.made(made),
+            Command::Ended { generation, over } => {
+                self.initiators.ended(generation);
+                over.into_iter().for_each(|send| self.tell_quiet(send));
+            }
+            Command::TargetEnded => {
+                if let Some(closing) = &mut self.state.closing {
+                    closing.target_ended();
+                }
+            }
+            Command::Look => {}
+            Command::Close { deadline, reply } => self.close(deadline, reply),
+        }
+    }
+
+    /// Why no transfer may begin; none where it may.
+    fn peer(&self, peer: &PeerId) -> Result<&Connected, TransferError> {
+        if self.state.closing.is_some() {
+            return Err(TransferError::Closed);
+        }
+        let unknown = || TransferError::UnknownPeer { peer: peer.clone() };
+        self.state.peers.get(peer).ok_or_else(unknown)
+    }
+
+    /// A peer that can be talked to.
+    fn linked(&self, peer: &PeerId) -> Result<Arc<Peer>, TransferError> {
+        let connected = self.peer(peer)?;
+        if connected.links.is_empty() {
+            let reason = "it is no channel, and can only be read and written".to_owned();
+            return Err(TransferError::Refused(reason));
+        }
+        Ok(Arc::clone(&connected.peer))
+    }
+
+    fn transfer(&mut self, batch: Batch, peer: &PeerId, indices: &[Index], deadline: Instant) {
+        let places = self.peer(peer).and_then(|connected| {
+            let (unit, len) = (connected.peer.unit, connected.peer.remote.len);
+            let lens: Vec<u64> = batch.here().into_iter().map(|(_, len)| len).collect();
+            let places = checks::places(lens.into_iter(), indices, unit, len);
+            Ok((Arc::clone(&connected.peer), places?))
+        });
+        match places {
+            Ok((peer, offsets)) => match batch {
+                Batch::Read { slots, reply } if !peer.direct => {
+                    let receiving = Receiving {
+                        peer,
+                        tag: 0,
+                        slots,
+                        reply,
+                        deadline,
+                        writer: None,
+                    };
+                    let mut words = Words::new();
+                    let fetching = Fetching { receiving, offsets };
+                    self.state.paired.fetch(fetching, &mut words);
+                    self.say(words);
+                }
+                batch => {
+                    let transfer = Transfer::new(peer, batch, &offsets, deadline);
+                    self.state.transfers.push(transfer);
+                }
+            },
+            Err(error) => batch.refuse(error),
+        }
+    }
+
+    fn join(&mut self, intro: Intro, link: Link) -> Result<(), ConnectError> {
+        let id = intro.peer.parse();
+        let id: PeerId = id.map_err(|_| ConnectError::Malformed("a peer's name".to_owned()))?;
+        let peer = Peer {
+            id,
+            incarnation: intro.incarnation,
+            unit: intro.unit,
+            remote: intro.remote(),
+            direct: self.reach.reads_from(&intro.reach, self.reads),
+        };
+        self.connected(peer, Some(link))
+    }
+
+    fn connected(&mut self, peer: Peer, link: Option<Link>) -> Result<(), ConnectError> {
+        if self.state.closing.is_some() {
+            return Err(ConnectError::Closed);
+        }
+        if let Some(connected) = self.state.peers.get_mut(&peer.id) {
+            if connected.peer.incarnation == peer.incarnation {
+                connected.links.extend(link);
+                return Ok(());
+            }
+            self.gone(&peer.id, "another has connected under its name", false);
+        }
+        if self.state.peers.len() >= self.max_peers {
+            let full = format!("{} peers are connected already", self.max_peers);
+            return Err(ConnectError::Refused(full));
+        }
+        self.initiators
+            .try_load(&peer.remote)
+            .map_err(ConnectError::Library)?;
+        self.initiators.peer_back(&peer.remote.agent);
+        self.shared.peers.write().insert(peer.id.clone());
+        let connected = Connected {
+            links: link.into_iter().collect(),
+            peer: Arc::new(peer),
+        };
+        self.state
+            .peers
+            .insert(connected.peer.id.clone(), connected);
+        Ok(())
+    }
+
+    fn link_down(&mut self, number: u64, fault: &str, ended: bool) {
+        let its = |link: &Link| link.number == number;
+        let found = self
+            .state
+            .peers
+            .values_mut()
+            .find(|connected| connected.links.iter().any(its));
+        if let Some(connected) = found {
+            connected.links.retain(|link| !its(link));
+            if connected.links.is_empty() {
+                let id = connected.peer.id.clone();
+                self.gone(&id, fault, ended);
+            }
+        }
+    }
+
+    /// Ends all that there is with a peer. `ended`: it has ended the connection itself, so that it
+    /// is dead, or closes and uses its memory for nothing until this side has ended its half.
+    fn gone(&mut self, id: &PeerId, fault: &str, ended: bool) {
+        let Some(connected) = self.state.peers.remove(id) else {
+            return;
+        };
+        tracing::info!(peer = %id, fault, "a peer is gone");
+        self.shared.peers.write().remove(id);
+        let peer = connected.peer;
+        let incarnation = peer.incarnation;
+        let its = |one: &mut Transfer| one.peer.incarnation == incarnation;
+        let transfers: Vec<Transfer> = self.state.transfers.extract_if(.., its).collect();
+        for transfer in transfers {
+            let error = TransferError::PeerGone {
+                peer: id.clone(),
+                reason: fault.to_owned(),
+                quiet: ended,
+            };
+            transfer.end(&mut self.initiators, Some(error), false);
+        }
+        self.state.paired.peer_gone(&peer, fault, Instant::now());
+        self.state
+            .told
+            .retain(|_, (told, _)| told.incarnation != incarnation);
+        self.initiators.peer_gone(&peer.remote.agent);
+        let agent = peer.remote.agent.clone();
+        self.state.farewells.push((agent, connected.links));
+    }
+
+    /// Ends a batch, and tells its receiver where it is a send.
+    fn end(&mut self, transfer: Transfer, error: Option<TransferError>, failed: bool) {
+        let peer = Arc::clone(&transfer.peer);
+        let Some(over) = transfer.end(&mut self.initiators, error, failed) else {
+            return;
+        };
+        let SendOver {
+            send,
+            done,
+            quiet,
+            error,
+        } = over;
+        let done = done as u64;
+        let why = error.map(|error| reason(&error.to_string()));
+        if !quiet {
+            let key = (peer.incarnation, send);
+            self.state.told.insert(key, (Arc::clone(&peer), done));
+        }
+        let over = Message::Over {
+            send,
+            done,
+            quiet,
+            reason: why,
+        };
+        self.say(vec![(peer, over)]);
+    }
+
+    /// Tells the receiver of a send that was given up that nothing of it is under way.
+    fn tell_quiet(&mut self, key: SendKey) {
+        let Some((peer, done)) = self.state.told.remove(&key) else {
+            return;
+        };
+        let (_, send) = key;
+        let over = Message::Over {
+            send,
+            done,
+            quiet: true,
+            reason: None,
+        };
+        self.say(vec![(peer, over)]);
+    }
+
+    fn say(&mut self, words: Words) {
+        for (peer, message) in words {
+            let connected = self.state.peers.get(&peer.id);
+            let connected =
+                connected.filter(|connected| connected.peer.incarnation == peer.incarnation);
+            let said = connected
+                .and_then(|connected| connected.links.first())
+                .is_none_or(|link| link.say(message));
+            if !said {
+                self.gone(&peer.id, "it does not take messages", false);
+            }
+        }
+    }
+
+    /// Looks at everything once. Whether something moved.
+    fn advance(&mut self, now: Instant) -> bool {
+        let mut moved = false;
+        let mut at = 0;
+        while let Some(transfer) = self.state.transfers.get_mut(at) {
+            match transfer.step(&mut self.initiators, now) {
+                Step::Same => at += 1,
+                Step::Moved => {
+                    moved = true;
+                    at += 1;
+                }
+                Step::Done => {
+                    moved = true;
+                    let transfer = self.state.transfers.remove(at);
+                    self.end(transfer, None, false);
+                }
+                Step::Ended { error, broken } => {
+                    moved = true;
+                    let transfer = self.state.transfers.remove(at);
+                    let peer = transfer.peer.id.clone();
+                    self.end(transfer, Some(error), broken);
+                    if broken {
+                        // Other transfers with it end as well: begin anew.
+                        self.gone(&peer, "NIXL's connection to it is broken", false);
+                        at = 0;
+                    }
+                }
+            }
+        }
+        let mut words = Words::new();
+        self.state.paired.tend(now, &mut words);
+        self.say(words);
+        let busy = self.state.transfers.iter().filter_map(|one| one.agent);
+        let over = self.initiators.tend(&busy.collect(), now);
+        over.into_iter().for_each(|send| self.tell_quiet(send));
+        let initiators = &self.initiators;
+        self.state
+            .farewells
+            .retain(|(agent, _)| initiators.may_touch(agent));
+        let tended = self.state.last_tended;
+        if tended.is_none_or(|tended| now >= tended + IDLE) {
+            self.state.last_tended = Some(now);
+            self.initiators.progress();
+            if let Some(target) = &self.target {
+                target.tend();
+            }
+        }
+        moved
+    }
+}

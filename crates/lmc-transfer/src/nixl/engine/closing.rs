@@ -1,0 +1,113 @@
+//! The end of a channel.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_memory::Arena;
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::{Command, Engine, Peer};
+use crate::TransferError;
+use crate::nixl::initiators::spawn;
+use crate::nixl::paired::Words;
+
+/// A channel that closes waits this long for its peers to end their connections.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// What a channel that closes waits for, in this order.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// The end of what is under way, here and to here.
+    Transfers,
+    /// Peers, which are to end their connections by then.
+    Peers(Instant),
+    /// The target's agent.
+    Target,
+    Over,
+}
+
+pub(super) struct Closing {
+    phase: Phase,
+    waiting: Vec<(Instant, oneshot::Sender<Result<(), TransferError>>)>,
+}
+
+/// Arenas of closed channels that a peer may still write to. Over shared memory nothing stops it,
+/// and what came to lie where they were would be changed.
+static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
+
+impl Closing {
+    /// Says that the target's agent has ended.
+    pub(super) fn target_ended(&mut self) {
+        self.phase = Phase::Over;
+    }
+}
+
+impl Engine {
+    pub(super) fn close(
+        &mut self,
+        deadline: Instant,
+        reply: oneshot::Sender<Result<(), TransferError>>,
+    ) {
+        if let Some(closing) = &mut self.state.closing {
+            closing.waiting.push((deadline, reply));
+            return;
+        }
+        let waiting = vec![(deadline, reply)];
+        let phase = Phase::Transfers;
+        self.state.closing = Some(Closing { phase, waiting });
+        self.accepting.abort();
+        for transfer in std::mem::take(&mut self.state.transfers) {
+            // Peers hear of it by the end of their connections.
+            transfer.end(&mut self.initiators, Some(TransferError::Closed), false);
+        }
+        let mut words = Words::new();
+        self.state.paired.close(&mut words);
+        self.say(words);
+        self.shared.peers.write().clear();
+        self.initiators.close();
+    }
+
+    /// Goes on with closing. Whether nothing is left.
+    pub(super) fn closed(&mut self, now: Instant) -> bool {
+        let Some(closing) = &mut self.state.closing else {
+            return false;
+        };
+        match closing.phase {
+            Phase::Transfers if self.initiators.is_over() => {
+                let paired = &self.state.paired;
+                let late = |peer: &Peer| paired.is_late(peer.incarnation);
+                self.state.peers.retain(|_, one| late(&one.peer));
+                if !paired.has_late() {
+                    closing.phase = Phase::Peers(now + FAREWELL);
+                }
+            }
+            Phase::Peers(until) if !self.exposures.are_live() || now >= until => {
+                if !self.exposures.are_over() {
+                    tracing::info!("memory stays mapped: a peer may still write to it");
+                    KEPT.lock().push(Arc::clone(&self.arena));
+                }
+                closing.phase = Phase::Target;
+                let (target, commands) = (self.target.take(), self.commands.clone());
+                spawn("lmc-nixl-end", move || {
+                    drop(target);
+                    commands.give(Command::TargetEnded);
+                });
+            }
+            Phase::Transfers | Phase::Peers(_) | Phase::Target | Phase::Over => {}
+        }
+        let over = closing.phase == Phase::Over;
+        let passed = |one: &mut (Instant, oneshot::Sender<_>)| over || now >= one.0;
+        for (_, reply) in closing.waiting.extract_if(.., passed) {
+            let quiet = false;
+            let outcome = if over {
+                Ok(())
+            } else {
+                Err(TransferError::Deadline { quiet })
+            };
+            // Who has dropped the future wants no answer.
+            let _ = reply.send(outcome);
+        }
+        over
+    }
+}

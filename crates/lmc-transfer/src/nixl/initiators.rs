@@ -1,0 +1,402 @@
+//! Agents that begin transfers, one after the other, and what they may still have under way.
+//!
+//! A request that was given up goes on, and one that failed may: only its success, or the end of
+//! its agent, proves that it moves nothing more. What it touches is a [`Straggler`] until then,
+//! and nothing new begins with its peer, so that no more than that is ever withheld.
+//!
+//! When a request fails, or does not end although its peer is gone, its agent is *retired*:
+//! another is made beside it, and it is ended as soon as no healthy transfer uses it. Not so
+//! while the peer lives, however long it is stopped: over TCP, UCX in a process that comes to a
+//! request of an agent that has ended meanwhile aborts that process.
+
+use std::collections::{HashMap, HashSet};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{QuarantinedSlot, SealedSlot};
+
+use super::agent::{Operation, PostError, Progress, Registered, Remote, Request, Role, Setup};
+use super::engine::{Command, Commands};
+use super::plan::Part;
+
+/// A request whose peer is gone has this long to end by itself.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Before another agent is tried to be made.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// A send: the incarnation of its receiver, and its number.
+pub(super) type SendKey = (u64, u64);
+
+/// Slots that a request may still touch.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// It reads from these.
+    pub(super) sources: Vec<SealedSlot>,
+    /// It writes to these.
+    pub(super) targets: Vec<QuarantinedSlot>,
+    /// The send whose receiver waits for the end of it: the receiver's incarnation, and the
+    /// number.
+    pub(super) send: Option<SendKey>,
+}
+
+impl Kept {
+    /// Gives the slots back: nothing touches them any more.
+    pub(super) fn release_proven_quiet(self) {
+        for slot in self.targets {
+            slot.release_proven_quiet();
+        }
+    }
+}
+
+/// What was given up and may still be under way.
+#[derive(Debug)]
+struct Straggler {
+    requests: Vec<Request>,
+    kept: Kept,
+    /// The peer's agent.
+    agent: String,
+    /// Since when the peer is gone.
+    gone: Option<Instant>,
+    /// A request failed: only the end of this side's agent proves anything.
+    unproven: bool,
+}
+
+#[derive(Debug)]
+struct Initiator {
+    generation: u64,
+    registered: Registered,
+    /// Agents of peers that it knows.
+    loaded: HashSet<String>,
+    /// Agents of peers that it is to forget as soon as nothing uses them.
+    unwanted: HashSet<String>,
+    stragglers: Vec<Straggler>,
+    retired: bool,
+}
+
+/// All of them, the newest last.
+pub(super) struct Initiators {
+    /// What their names begin with.
+    name: String,
+    setup: Setup,
+    commands: Commands,
+    all: Vec<Initiator>,
+    /// Generation of the next.
+    next: u64,
+    /// One is being made, or is to be made then.
+    making: Option<Instant>,
+    made: bool,
+    /// Those that are being ended, by generation, with the agents that they may touch.
+    ending: HashMap<u64, Vec<String>>,
+    closed: bool,
+}
+
+impl Initiators {
+    pub(super) fn new(name: String, setup: Setup, commands: Commands) -> Result<Self, String> {
+        let mut initiators = Self {
+            name,
+            setup,
+            commands,
+            all: Vec::new(),
+            next: 0,
+            making: None,
+            made: true,
+            ending: HashMap::new(),
+            closed: false,
+        };
+        let name = initiators.next_name();
+        let first = Registered::new(&name, &initiators.setup, Role::Initiator)?;
+        initiators.add(first);
+        Ok(initiators)
+    }
+
+    fn next_name(&self) -> String {
+        format!("{}/{}", self.name, self.next)
+    }
+
+    fn add(&mut self, registered: Registered) {
+        self.all.push(Initiator {
+            generation: self.next,
+            registered,
+            loaded: HashSet::new(),
+            unwanted: HashSet::new(),
+            stragglers: Vec::new(),
+            retired: false,
+        });
+        self.next += 1;
+    }
+
+    fn get(&mut self, generation: u64) -> Option<&mut Initiator> {
+        self.all
+            .iter_mut()
+            .find(|initiator| initiator.generation == generation)
+    }
+
+    /// The agent for a new transfer; none while one is being made.
+    pub(super) fn current(&self) -> Option<u64> {
+        let newest = self.all.last()?;
+        (!newest.retired).then_some(newest.generation)
+    }
+
+    /// Begins a request.
+    pub(super) fn post(
+        &mut self,
+        generation: u64,
+        operation: Operation,
+        remote: &Remote,
+        parts: &[Part],
+    ) -> Result<(Request, Progress), PostError> {
+        let Some(initiator) = self.get(generation) else {
+            return Err(PostError::NotBegun("its agent is gone".to_owned()));
+        };
+        initiator.load(remote).map_err(PostError::NotBegun)?;
+        initiator.registered.post(operation, remote, parts)
+    }
+
+    pub(super) fn poll(&mut self, generation: u64, request: &Request) -> Progress {
+        match self.get(generation) {
+            Some(initiator) => initiator.registered.poll(request),
+            None => Progress::Failed,
+        }
+    }
+
+    /// Whether a peer's memory can be reached, as far as is known before the first transfer.
+    pub(super) fn try_load(&mut self, remote: &Remote) -> Result<(), String> {
+        match self.all.last_mut() {
+            Some(newest) if !newest.retired => newest.load(remote),
+            _ => Ok(()),
+        }
+    }
+
+    /// Keeps what may still be under way. `failed`: a request of it has.
+    pub(super) fn keep(
+        &mut self,
+        generation: u64,
+        agent: &str,
+        requests: Vec<Request>,
+        kept: Kept,
+        failed: bool,
+    ) {
+        let Some(initiator) = self.get(generation) else {
+            // An agent ends only after its transfers: there is nothing under way.
+            kept.release_proven_quiet();
+            return;
+        };
+        initiator.stragglers.push(Straggler {
+            requests,
+            kept,
+            agent: agent.to_owned(),
+            gone: None,
+            unproven: failed,
+        });
+        if failed {
+            self.retire(generation);
+        }
+    }
+
+    /// Says that a peer is gone.
+    pub(super) fn peer_gone(&mut self, agent: &str) {
+        for initiator in &mut self.all {
+            if initiator.loaded.contains(agent) {
+                initiator.unwanted.insert(agent.to_owned());
+            }
+            for straggler in &mut initiator.stragglers {
+                if straggler.agent == agent {
+                    straggler.gone.get_or_insert_with(Instant::now);
+                }
+            }
+        }
+    }
+
+    /// Says that the peer of this agent is connected again.
+    pub(super) fn peer_back(&mut self, agent: &str) {
+        for initiator in &mut self.all {
+            initiator.unwanted.remove(agent);
+        }
+    }
+
+    fn retire(&mut self, generation: u64) {
+        if let Some(initiator) = self.get(generation).filter(|one| !one.retired) {
+            initiator.retired = true;
+            tracing::info!(
+                generation,
+                "a NIXL agent is replaced: a transfer did not end"
+            );
+        }
+    }
+
+    /// Looks after all of them. `busy` are the generations that transfers use. Gives the sends
+    /// of which nothing is under way any more.
+    pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) -> Vec<SendKey> {
+        let mut over = Vec::new();
+        for initiator in &mut self.all {
+            initiator.poll_stragglers(&mut over);
+            let late = |straggler: &Straggler| {
+                let gone = straggler.gone.is_some_and(|since| now >= since + PATIENCE);
+                straggler.unproven || gone
+            };
+            if initiator.stragglers.iter().any(late) && !initiator.retired {
+                initiator.retired = true;
+                let generation = initiator.generation;
+                tracing::info!(
+                    generation,
+                    "a NIXL agent is replaced: a transfer did not end"
+                );
+            }
+            initiator.forget_unwanted(busy.contains(&initiator.generation));
+        }
+        let ended = |one: &mut Initiator| one.retired && !busy.contains(&one.generation);
+        for initiator in self.all.extract_if(.., ended) {
+            let touched = initiator.stragglers.iter();
+            let touched = touched.map(|straggler| straggler.agent.clone()).collect();
+            self.ending.insert(initiator.generation, touched);
+            end(initiator, self.commands.clone());
+        }
+        if self.current().is_none() && !self.closed {
+            self.make(now);
+        }
+        over
+    }
+
+    /// Moves on what agents without requests have to do.
+    pub(super) fn progress(&self) {
+        for initiator in &self.all {
+            initiator.registered.tend();
+        }
+    }
+
+    fn make(&mut self, now: Instant) {
+        if self.making.is_some_and(|then| !self.made || now < then) {
+            return;
+        }
+        self.making = Some(now + RETRY);
+        self.made = false;
+        let (name, setup) = (self.next_name(), self.setup.clone());
+        let commands = self.commands.clone();
+        spawn("lmc-nixl-new", move || {
+            let made = Registered::new(&name, &setup, Role::Initiator);
+            commands.give(Command::Made(made));
+        });
+    }
+
+    /// Takes what was made.
+    pub(super) fn made(&mut self, made: Result<Registered, String>) {
+        self.made = true;
+        match made {
+            Ok(registered) => {
+                self.add(registered);
+                if self.closed {
+                    self.close();
+                }
+            }
+            Err(fault) => tracing::warn!(fault, "no other NIXL agent; it is tried again"),
+        }
+    }
+
+    /// An agent has ended.
+    pub(super) fn ended(&mut self, generation: u64) {
+        self.ending.remove(&generation);
+    }
+
+    /// Retires all of them; no other is made.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+        for initiator in &mut self.all {
+            initiator.retired = true;
+        }
+    }
+
+    /// Whether there is none, and none under way.
+    pub(super) fn is_over(&self) -> bool {
+        self.all.is_empty() && self.ending.is_empty() && self.made
+    }
+
+    /// Whether something of this side may be under way to this peer's agent.
+    pub(super) fn may_touch(&self, agent: &str) -> bool {
+        let ending = self.ending.values().flatten();
+        let stragglers = self.all.iter().flat_map(|one| &one.stragglers);
+        let mut touched = stragglers.map(|one| &one.agent).chain(ending);
+        touched.any(|touched| touched == agent)
+    }
+
+    /// Whether requests that were given up must be looked at.
+    pub(super) fn has_stragglers(&self) -> bool {
+        self.all
+            .iter()
+            .any(|initiator| !initiator.stragglers.is_empty() || initiator.retired)
+    }
+}
+
+impl Initiator {
+    fn load(&mut self, remote: &Remote) -> Result<(), String> {
+        if self.loaded.contains(&remote.agent) {
+            return Ok(());
+        }
+        self.registered.load(remote)?;
+        self.loaded.insert(remote.agent.clone());
+        Ok(())
+    }
+
+    fn poll_stragglers(&mut self, over: &mut Vec<SendKey>) {
+        let registered = &self.registered;
+        let proven = |straggler: &mut Straggler| {
+            straggler.requests.retain(|request| {
+                match registered.poll(request) {
+                    Progress::Done => return false,
+                    Progress::Failed => straggler.unproven = true,
+                    Progress::Going => {}
+                }
+                true
+            });
+            straggler.requests.is_empty() && !straggler.unproven
+        };
+        for straggler in self.stragglers.extract_if(.., proven) {
+            over.extend(straggler.kept.send);
+            straggler.kept.release_proven_quiet();
+        }
+    }
+
+    fn forget_unwanted(&mut self, busy: bool) {
+        if busy || self.unwanted.is_empty() {
+            return;
+        }
+        let used: HashSet<&str> = self
+            .stragglers
+            .iter()
+            .map(|straggler| straggler.agent.as_str())
+            .collect();
+        let free: Vec<String> = self
+            .unwanted
+            .iter()
+            .filter(|agent| !used.contains(agent.as_str()))
+            .cloned()
+            .collect();
+        for agent in free {
+            self.registered.forget(&agent);
+            self.loaded.remove(&agent);
+            self.unwanted.remove(&agent);
+        }
+    }
+}
+
+/// Ends an agent, and with it what it had under way, on a thread: it may take a while.
+fn end(initiator: Initiator, commands: Commands) {
+    spawn("lmc-nixl-end", move || {
+        let mut kept = Vec::new();
+        for straggler in initiator.stragglers {
+            drop(straggler.requests);
+            kept.push(straggler.kept);
+        }
+        drop(initiator.registered);
+        let over = kept.iter().filter_map(|kept| kept.send).collect();
+        kept.into_iter().for_each(Kept::release_proven_quiet);
+        let generation = initiator.generation;
+        commands.give(Command::Ended { generation, over });
+    });
+}
+
+/// Runs a thread of this name.
+pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
+    // Without threads, memory is what is out: the process cannot go on in any case.
+    spawned.expect("the system has room for a thread");
+}

@@ -1,0 +1,177 @@
+//! Where NIXL's library is, and how it is loaded.
+
+use std::env;
+use std::ffi::{CStr, CString, OsStr, OsString};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use parking_lot::Mutex;
+
+use crate::ConnectError;
+
+/// The library's file, and its SONAME.
+const NAME: &str = "libnixl_capi.so";
+/// Names the library's file.
+const VARIABLE: &str = "LMC_NIXL_LIBRARY";
+
+/// What UCX and NIXL are told unless the environment says otherwise. They read it when they are
+/// loaded.
+const VARIABLES: [(&str, &str); 4] = [
+    // UCX's module for EFA draws the system's libibverbs and libnl in beside those of the wheel;
+    // where Debian's `ibverbs-providers` is installed, the process then dies at its exit.
+    ("UCX_MODULES", "^efa"),
+    // UCX would print to stdout.
+    ("UCX_LOG_FILE", "stderr"),
+    ("UCX_LOG_LEVEL", "error"),
+    ("NIXL_LOG_LEVEL", "ERROR"),
+];
+
+/// Whether the library is there; guarded, so that it is loaded once.
+static LOADED: Mutex<bool> = Mutex::new(false);
+
+/// Loads the library, from `configured` where that is given. After the first time that it went
+/// well, nothing is done.
+pub(super) fn load(configured: Option<&Path>) -> Result<(), ConnectError> {
+    let mut loaded = LOADED.lock();
+    if *loaded {
+        return Ok(());
+    }
+    for (name, value) in VARIABLES {
+        if env::var_os(name).is_none() {
+            // SAFETY: threads that read the environment through Rust are kept out by the
+            // standard library's lock. Code in C may read it meanwhile; NixlConfig::build says
+            // that the first channel is to be made before such threads begin.
+            unsafe { env::set_var(name, value) };
+        }
+    }
+    let mut faults = Vec::new();
+    let found = candidates(configured, env::var_os(VARIABLE))
+        .into_iter()
+        .any(|path| open(&path).map_err(|fault| faults.push(fault)).is_ok());
+    // Asked before any other call, each of which would abort the process if there is no library;
+    // and only now, because the answer is kept for good.
+    if !found || nixl_sys::is_stub() {
+        return Err(ConnectError::Library(missing(&faults)));
+    }
+    *loaded = true;
+    Ok(())
+}
+
+fn missing(faults: &[String]) -> String {
+    format!(
+        "NIXL's library {NAME} cannot be loaded ({}). Install it with `pip install \
+         nixl-cu12==1.5.1` (it needs no GPU), and name it: library = \
+         \"…/site-packages/.nixl_cu12.mesonpy.libs/{NAME}\" in the configuration of the channel, \
+         or {VARIABLE} in the environment",
+        faults.join("; ")
+    )
+}
+
+/// The places to look at, in order. A place that somebody named is the only one.
+fn candidates(configured: Option<&Path>, variable: Option<OsString>) -> Vec<PathBuf> {
+    if let Some(path) = configured {
+        return vec![path.to_owned()];
+    }
+    if let Some(path) = variable.filter(|path| !path.is_empty()) {
+        return vec![path.into()];
+    }
+    let mut found = vec![PathBuf::from(NAME)];
+    found.extend(python_roots().iter().flat_map(|root| wheels(root)));
+    found
+}
+
+/// Prefixes of the Python that is active: its environment, or that of `python3` in the path.
+fn python_roots() -> Vec<PathBuf> {
+    let named = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .iter()
+        .filter_map(env::var_os);
+    let mut roots: Vec<PathBuf> = named.map(PathBuf::from).collect();
+    let path = env::var_os("PATH").unwrap_or_default();
+    let python = env::split_paths(&path).find(|folder| folder.join("python3").exists());
+    roots.extend(python.and_then(|folder| folder.parent().map(Path::to_owned)));
+    roots
+}
+
+/// Libraries of NIXL's wheels in a Python prefix, the newest CUDA last.
+fn wheels(root: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for python in folders(&root.join("lib"), "python3") {
+        for packages in ["site-packages", "dist-packages"] {
+            found.extend(folders(&python.join(packages), ".nixl_cu"));
+        }
+    }
+    found.sort();
+    found.into_iter().map(|folder| folder.join(NAME)).collect()
+}
+
+/// What a folder holds under names that begin so.
+fn folders(parent: &Path, start: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    let begins = |name: &OsStr| name.as_bytes().starts_with(start.as_bytes());
+    entries
+        .filter(|entry| begins(&entry.file_name()))
+        .map(|entry| entry.path())
+        .collect()
+}
+
+/// Loads a library for good: what nixl-sys opens afterwards by its SONAME is this one.
+fn open(path: &Path) -> Result<(), String> {
+    // The library finds its neighbours from its own place, which is not that of a link to it.
+    let path = match path.is_absolute().then(|| fs::canonicalize(path)) {
+        Some(Ok(real)) => real,
+        Some(Err(_)) | None => path.to_owned(),
+    };
+    let name = CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| format!("{}: a path with a zero byte", path.display()))?;
+    // SAFETY: the name is a C string. The library's constructors run; that NIXL's are sound is
+    // what whoever names the file vouches for.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if !handle.is_null() {
+        return Ok(());
+    }
+    // SAFETY: dlerror gives none or a C string that stands until the next call of this thread.
+    let reason = unsafe {
+        let reason = libc::dlerror();
+        (!reason.is_null()).then(|| CStr::from_ptr(reason).to_string_lossy().into_owned())
+    };
+    Err(reason.unwrap_or_else(|| format!("{}: cannot be opened", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_that_says_how_to_install_it() {
+        let path = Path::new("/nonexistent/libnixl_capi.so");
+        let error = load(Some(path))
+            .expect_err("there is no such file")
+            .to_string();
+        for part in [
+            "/nonexistent/libnixl_capi.so",
+            "pip install nixl-cu12==1.5.1",
+            VARIABLE,
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_place_that_is_named_is_the_only_one() {
+        let configured = candidates(Some(Path::new("/a")), Some("/b".into()));
+        assert_eq!(configured, [PathBuf::from("/a")]);
+        assert_eq!(candidates(None, Some("/b".into())), [PathBuf::from("/b")]);
+        assert_eq!(candidates(None, None)[0], Path::new(NAME));
+        assert_eq!(candidates(None, Some("".into()))[0], Path::new(NAME));
+    }
+
+    #[test]
+    fn wheels_are_found_in_a_python_prefix() {
+        let root = env::temp_dir().join(format!("lmc-nixl-wheels-{}", std::process::id()));
+        let folder = root.join("lib/python3.11/site-packages/.nixl_cu12.mesonpy.libs");
+        fs::create_dir_all(&folder).expect("a folder");
+        assert_eq!(wheels(&root), [folder.join(NAME)]);
+        fs::remove_dir_all(&root).expect("the folder goes");
+    }
+}

@@ -1,0 +1,431 @@
+//! Sends and receives until bytes move: the sender offers, the receiver answers with places as
+//! soon as somebody receives, the sender writes there and says when it is over.
+//!
+//! A receiver's place is known to nobody before that, so that a receive without a sender leaves
+//! its slots untouched. The sender writes because a read over TCP has a third of the speed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{QuarantinedSlot, ReservedSlot, SealedSlot};
+use tokio::sync::oneshot;
+
+use super::engine::Peer;
+use super::wire::{FETCH, Message};
+use crate::{Filled, MAX_BATCH, Sent, Slot, TransferError};
+
+/// Offers of one peer that wait for a receive, at most.
+const MAX_OFFERS: usize = 1024;
+/// Objects in them, at most.
+const MAX_OFFERED: usize = 4 * MAX_BATCH;
+/// After a peer's process has ended, what it had written may still be on its way through this
+/// host's buffers for this long.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// A send that waits for places.
+#[derive(Debug)]
+pub(super) struct Sending {
+    pub(super) peer: Arc<Peer>,
+    pub(super) objects: Vec<SealedSlot>,
+    pub(super) reply: oneshot::Sender<Sent>,
+    pub(super) deadline: Instant,
+}
+
+/// A receive.
+#[derive(Debug)]
+pub(super) struct Receiving {
+    pub(super) peer: Arc<Peer>,
+    pub(super) tag: u64,
+    pub(super) slots: Vec<ReservedSlot>,
+    pub(super) reply: oneshot::Sender<Filled>,
+    pub(super) deadline: Instant,
+    /// Number of the peer's send that writes to the slots, and of its objects.
+    pub(super) writer: Option<(u64, usize)>,
+}
+
+/// A read that the peer is to do.
+#[derive(Debug)]
+pub(super) struct Fetching {
+    pub(super) receiving: Receiving,
+    /// Where the objects lie, in bytes from the start of the peer's arena.
+    pub(super) offsets: Vec<u64>,
+}
+
+/// An offer that nobody receives yet.
+#[derive(Debug)]
+struct Offer {
+    peer: Arc<Peer>,
+    send: u64,
+    tag: u64,
+    lens: Vec<u64>,
+}
+
+/// Slots that a peer's send may still write to.
+#[derive(Debug)]
+struct Late {
+    slots: Vec<QuarantinedSlot>,
+    /// Since when its process is known to have ended.
+    gone: Option<Instant>,
+}
+
+/// What is to be said to a peer.
+pub(super) type Words = Vec<(Arc<Peer>, Message)>;
+
+/// All sends and receives in which no byte of ours moves.
+#[derive(Debug, Default)]
+pub(super) struct Paired {
+    sends: HashMap<u64, Sending>,
+    receives: Vec<Receiving>,
+    offers: Vec<Offer>,
+    /// By the peer's incarnation and the number of its send.
+    late: HashMap<(u64, u64), Late>,
+    /// Reads that wait, because their peer may still write for one that was given up: no more
+    /// than that is ever withheld.
+    held: Vec<Fetching>,
+    next: u64,
+}
+
+impl Paired {
+    /// A number for a send.
+    pub(super) fn send(&mut self, sending: Sending, tag: u64, words: &mut Words) {
+        let send = self.next;
+        self.next += 1;
+        let lens = sending.objects.iter().map(SealedSlot::len).collect();
+        let peer = Arc::clone(&sending.peer);
+        words.push((peer, Message::Offer { send, tag, lens }));
+        self.sends.insert(send, sending);
+    }
+
+    /// The send that a peer has answered, with places for all of its objects.
+    pub(super) fn placed(&mut self, peer: &Peer, send: u64) -> Option<Sending> {
+        self.sent_to(peer, send)
+    }
+
+    fn sent_to(&mut self, peer: &Peer, send: u64) -> Option<Sending> {
+        let theirs = self.sends.get(&send)?.peer.incarnation == peer.incarnation;
+        theirs.then(|| self.sends.remove(&send)).flatten()
+    }
+
+    /// Ends a send that waits for places.
+    pub(super) fn refused(&mut self, peer: &Peer, send: u64, error: TransferError) {
+        if let Some(sending) = self.sent_to(peer, send) {
+            // Here and below: an answer that nobody waits for is dropped, slots and all.
+            let _ = sending.reply.send(Sent::failed(error));
+        }
+    }
+
+    /// Begins a receive.
+    pub(super) fn receive(&mut self, receiving: Receiving, words: &mut Words) {
+        let waits = |offer: &Offer| {
+            offer.peer.incarnation == receiving.peer.incarnation && offer.tag == receiving.tag
+        };
+        match self.offers.iter().position(waits) {
+            Some(at) => {
+                let offer = self.offers.remove(at);
+                self.answer(receiving, offer.send, &offer.lens, words);
+            }
+            None => self.receives.push(receiving),
+        }
+    }
+
+    /// Begins a read that the peer does.
+    pub(super) fn fetch(&mut self, fetching: Fetching, words: &mut Words) {
+        self.held.push(fetching);
+        self.fetch_held(words);
+    }
+
+    fn fetch_held(&mut self, words: &mut Words) {
+        let late = &self.late;
+        let ready = |one: &mut Fetching| {
+            let incarnation = one.receiving.peer.incarnation;
+            !late.keys().any(|(peer, _)| *peer == incarnation)
+        };
+        for fetching in self.held.extract_if(.., ready) {
+            let mut receiving = fetching.receiving;
+            let send = FETCH | self.next;
+            self.next += 1;
+            receiving.writer = Some((send, receiving.slots.len()));
+            let slots = receiving.slots.iter();
+            let fetch = Message::Fetch {
+                send,
+                offsets: fetching.offsets,
+                lens: slots.clone().map(ReservedSlot::len).collect(),
+                places: slots.map(ReservedSlot::offset).collect(),
+            };
+            words.push((Arc::clone(&receiving.peer), fetch));
+            self.receives.push(receiving);
+        }
+    }
+
+    /// Ends reads that wait. Nobody knows of their slots.
+    fn end_held(&mut self, ends: impl Fn(&Receiving) -> Option<TransferError>) {
+        let ended = |one: &mut Fetching| ends(&one.receiving).is_some();
+        for fetching in self.held.extract_if(.., ended) {
+            let receiving = fetching.receiving;
+            if let Some(error) = ends(&receiving) {
+                let filled = Filled::untouched(receiving.slots, error);
+                let _ = receiving.reply.send(filled);
+            }
+        }
+    }
+
+    /// Takes a peer's offer.
+    pub(super) fn offered(
+        &mut self,
+        peer: &Arc<Peer>,
+        send: u64,
+        tag: u64,
+        lens: Vec<u64>,
+        words: &mut Words,
+    ) {
+        let waits = |receiving: &Receiving| {
+            receiving.writer.is_none()
+                && receiving.peer.incarnation == peer.incarnation
+                && receiving.tag == tag
+                && !receiving.reply.is_closed()
+        };
+        if let Some(at) = self.receives.iter().position(waits) {
+            let receiving = self.receives.remove(at);
+            self.answer(receiving, send, &lens, words);
+            return;
+        }
+        let theirs = self
+            .offers
+            .iter()
+            .filter(|offer| offer.peer.incarnation == peer.incarnation);
+        let (count, objects) = theirs.fold((0, lens.len()), |(count, objects), offer| {
+            (count + 1, objects + offer.lens.len())
+        });
+        if count >= MAX_OFFERS || objects > MAX_OFFERED {
+            words.push((Arc::clone(peer), Message::Cancel { send }));
+            return;
+        }
+        self.offers.push(Offer {
+            peer: Arc::clone(peer),
+            send,
+            tag,
+            lens,
+        });
+    }
+
+    /// Gives the places for a peer's objects, if they fit.
+    fn answer(&mut self, mut receiving: Receiving, send: u64, lens: &[u64], words: &mut Words) {
+        let peer = Arc::clone(&receiving.peer);
+        let room = |place: usize| receiving.slots.get(place).map_or(0, ReservedSlot::len);
+        let unfit = (0..lens.len()).find(|place| room(*place) != lens[*place]);
+        if let Some(place) = unfit {
+            let (sent, room) = (lens[place], room(place));
+            let error = TransferError::Length { place, sent, room };
+            let place = place as u64;
+            let message = Message::Unfit {
+                send,
+                place,
+                sent,
+                room,
+            };
+            words.push((peer, message));
+            let filled = Filled::untouched(receiving.slots, error);
+            let _ = receiving.reply.send(filled);
+            return;
+        }
+        let places = receiving.slots[..lens.len()].iter();
+        let offsets = places.map(ReservedSlot::offset).collect();
+        words.push((peer, Message::Places { send, offsets }));
+        receiving.writer = Some((send, lens.len()));
+        self.receives.push(receiving);
+    }
+
+    /// A peer has withdrawn an offer: nothing was written. Who was about to receive it waits on.
+    pub(super) fn withdrawn(&mut self, peer: &Peer, send: u64, words: &mut Words) {
+        if send & FETCH != 0 {
+            return;
+        }
+        let its = |other: &Peer| other.incarnation == peer.incarnation;
+        self.offers
+            .retain(|offer| !(its(&offer.peer) && offer.send == send));
+        let waits = |receiving: &Receiving| {
+            its(&receiving.peer) && receiving.writer.is_some_and(|(writer, _)| writer == send)
+        };
+        if let Some(at) = self.receives.iter().position(waits) {
+            let mut receiving = self.receives.remove(at);
+            receiving.writer = None;
+            self.receive(receiving, words);
+        } else {
+            self.settle((peer.incarnation, send));
+        }
+    }
+
+    /// A peer's send has ended.
+    pub(super) fn over(
+        &mut self,
+        peer: &Peer,
+        send: u64,
+        done: u64,
+        quiet: bool,
+        reason: Option<String>,
+    ) {
+        let its = |other: &Peer| other.incarnation == peer.incarnation;
+        self.offers
+            .retain(|offer| !(its(&offer.peer) && offer.send == send));
+        let waits = |receiving: &Receiving| {
+            its(&receiving.peer) && receiving.writer.is_some_and(|(writer, _)| writer == send)
+        };
+        if let Some(at) = self.receives.iter().position(waits) {
+            let receiving = self.receives.remove(at);
+            let done = usize::try_from(done).unwrap_or(usize::MAX);
+            self.received(receiving, done, quiet, reason);
+        } else if quiet {
+            self.settle((peer.incarnation, send));
+        }
+    }
+
+    fn received(&mut self, receiving: Receiving, done: usize, quiet: bool, reason: Option<String>) {
+        let Some((_, offered)) = receiving.writer else {
+            return;
+        };
+        if done < offered {
+            let reason = reason.unwrap_or_else(|| "the sender gave up".to_owned());
+            let error = TransferError::Failed { reason, quiet };
+            self.give_up(receiving, done, quiet, error);
+            return;
+        }
+        let fill = |(place, slot): (usize, ReservedSlot)| match place < offered {
+            true => Slot::Written(slot.written()),
+            false => Slot::Quiet(slot),
+        };
+        let slots = receiving.slots.into_iter().enumerate().map(fill).collect();
+        let _ = receiving.reply.send(Filled { slots, error: None });
+    }
+
+    /// Ends a receive. The first `done` objects are there; unless it is `quiet`, a peer may write
+    /// to the places of the others.
+    fn give_up(&mut self, receiving: Receiving, done: usize, quiet: bool, error: TransferError) {
+        let (send, offered) = receiving.writer.unwrap_or((0, 0));
+        let mut late = Vec::new();
+        let mut slots = Vec::with_capacity(receiving.slots.len());
+        for (place, slot) in receiving.slots.into_iter().enumerate() {
+            slots.push(if place < done {
+                Slot::Written(slot.written())
+            } else if quiet || place >= offered {
+                Slot::Quiet(slot)
+            } else {
+                late.push(slot.quarantine());
+                Slot::Quarantined
+            });
+        }
+        if !late.is_empty() {
+            let slots = late;
+            let key = (receiving.peer.incarnation, send);
+            self.late.insert(key, Late { slots, gone: None });
+        }
+        let error = Some(error);
+        let _ = receiving.reply.send(Filled { slots, error });
+    }
+
+    /// Ends a receive that somebody may write for already.
+    fn abandon(&mut self, receiving: Receiving, error: TransferError) {
+        let quiet = receiving.writer.is_none();
+        self.give_up(receiving, 0, quiet, error);
+    }
+
+    fn settle(&mut self, key: (u64, u64)) {
+        if let Some(late) = self.late.remove(&key) {
+            for slot in late.slots {
+                slot.release_proven_quiet();
+            }
+        }
+    }
+
+    /// Ends what waits for a peer that is gone.
+    pub(super) fn peer_gone(&mut self, peer: &Peer, reason: &str, now: Instant) {
+        let gone = |quiet| TransferError::PeerGone {
+            peer: peer.id.clone(),
+            reason: reason.to_owned(),
+            quiet,
+        };
+        let its = |other: &Peer| other.incarnation == peer.incarnation;
+        for (_, sending) in self.sends.extract_if(|_, sending| its(&sending.peer)) {
+            let _ = sending.reply.send(Sent::failed(gone(true)));
+        }
+        self.offers.retain(|offer| !its(&offer.peer));
+        self.end_held(|one| its(&one.peer).then(|| gone(true)));
+        let mut ended = Vec::new();
+        ended.extend(self.receives.extract_if(.., |one| its(&one.peer)));
+        for receiving in ended {
+            let quiet = receiving.writer.is_none();
+            self.abandon(receiving, gone(quiet));
+        }
+        for ((incarnation, _), late) in &mut self.late {
+            if *incarnation == peer.incarnation {
+                late.gone.get_or_insert(now);
+            }
+        }
+    }
+
+    /// Ends what is past its deadline or no longer wanted.
+    pub(super) fn tend(&mut self, now: Instant, words: &mut Words) {
+        let ended = |sending: &Sending| now >= sending.deadline || sending.reply.is_closed();
+        for (send, sending) in self.sends.extract_if(|_, sending| ended(sending)) {
+            words.push((sending.peer, Message::Withdraw { send }));
+            let error = TransferError::Deadline { quiet: true };
+            let _ = sending.reply.send(Sent::failed(error));
+        }
+        let ended = |one: &mut Receiving| now >= one.deadline || one.reply.is_closed();
+        let ended: Vec<Receiving> = self.receives.extract_if(.., ended).collect();
+        for receiving in ended {
+            let quiet = receiving.writer.is_none();
+            if let Some((send, _)) = receiving.writer {
+                words.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
+            }
+            self.abandon(receiving, TransferError::Deadline { quiet });
+        }
+        let settled = |late: &Late| late.gone.is_some_and(|since| now >= since + SETTLE);
+        let settled = self.late.iter().filter(|(_, late)| settled(late));
+        let settled: Vec<(u64, u64)> = settled.map(|(key, _)| *key).collect();
+        settled.into_iter().for_each(|key| self.settle(key));
+        self.end_held(|one| {
+            let ended = now >= one.deadline || one.reply.is_closed();
+            ended.then_some(TransferError::Deadline { quiet: true })
+        });
+        self.fetch_held(words);
+    }
+
+    /// Ends all of it, for a channel that closes. Peers hear of it by the end of their
+    /// connections; only those that write are asked to stop.
+    pub(super) fn close(&mut self, words: &mut Words) {
+        for (_, sending) in self.sends.drain() {
+            let _ = sending.reply.send(Sent::failed(TransferError::Closed));
+        }
+        self.offers.clear();
+        self.end_held(|_| Some(TransferError::Closed));
+        for receiving in std::mem::take(&mut self.receives) {
+            if let Some((send, _)) = receiving.writer {
+                words.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
+            }
+            self.abandon(receiving, TransferError::Closed);
+        }
+    }
+
+    /// When something is to be looked at next.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let sends = self.sends.values().map(|sending| sending.deadline);
+        let held = self.held.iter().map(|one| &one.receiving);
+        let receives = self.receives.iter().chain(held).map(|one| one.deadline);
+        let late = self.late.values().filter_map(|late| late.gone);
+        sends
+            .chain(receives)
+            .chain(late.map(|since| since + SETTLE))
+            .min()
+    }
+
+    /// Whether peers may still write to slots of receives that have ended.
+    pub(super) fn has_late(&self) -> bool {
+        !self.late.is_empty()
+    }
+
+    /// Whether this peer may.
+    pub(super) fn is_late(&self, incarnation: u64) -> bool {
+        self.late.keys().any(|(peer, _)| *peer == incarnation)
+    }
+}

@@ -1,0 +1,121 @@
+//! Whether a peer's memory can be read without its help.
+//!
+//! Where UCX has neither RDMA nor shared memory to a peer, it emulates a read: it asks the peer's
+//! UCX to send the bytes. That has a third of the speed of a write; and should the reader die
+//! meanwhile, UCX 1.23 aborts the *peer* (`ucp_request.inl: Fatal: unexpected error: Endpoint
+//! timeout`). There, the reader asks the peer's channel to write instead.
+
+use std::env;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use serde::{Deserialize, Serialize};
+
+/// How objects are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum NixlReads {
+    /// By this side where both have RDMA, or are on one host and may use shared memory; by the
+    /// peer elsewhere. Default.
+    #[default]
+    Auto,
+    /// By this side, with NIXL's read. Over UCX's TCP, a reader that dies takes the process that
+    /// it reads from with it.
+    Direct,
+    /// By the peer, with NIXL's write.
+    ByPeer,
+}
+
+/// What a side can use.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Reach {
+    /// The same for those that may use shared memory with each other; empty for none.
+    pub(super) host: String,
+    /// Whether it has RDMA.
+    pub(super) rdma: bool,
+}
+
+impl Reach {
+    /// What this process can use, with the transports that UCX may.
+    pub(super) fn of_this_process() -> Self {
+        let transports = env::var("UCX_TLS").unwrap_or_default();
+        let shared = allows(&transports, &["cma", "sm", "shm"]);
+        Self {
+            host: shared.then(host).flatten().unwrap_or_default(),
+            rdma: allows(&transports, &["rc", "ud", "dc", "ib"]) && has_rdma(),
+        }
+    }
+
+    /// Whether this side reads from that by itself.
+    pub(super) fn reads_from(&self, other: &Self, reads: NixlReads) -> bool {
+        match reads {
+            NixlReads::Direct => true,
+            NixlReads::ByPeer => false,
+            NixlReads::Auto => {
+                let together = !self.host.is_empty() && self.host == other.host;
+                together || self.rdma && other.rdma
+            }
+        }
+    }
+}
+
+/// Whether UCX's list of transports has one of a family, named by what their names begin with.
+fn allows(transports: &str, families: &[&str]) -> bool {
+    let (list, negated) = match transports.strip_prefix('^') {
+        Some(list) => (list, true),
+        None => (transports, transports.is_empty()),
+    };
+    let named = |name: &str| families.iter().any(|family| name.starts_with(family));
+    let listed = list.split(',').any(|name| named(name) || name == "all");
+    listed != negated
+}
+
+/// This host, as those see it who may copy from and to each other's memory: one kernel, one
+/// namespace of processes, one user.
+fn host() -> Option<String> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let space = fs::read_link("/proc/self/ns/pid").ok()?;
+    let user = fs::metadata("/proc/self").ok()?.uid();
+    Some(format!("{}/{}/{user}", boot.trim(), space.display()))
+}
+
+/// Whether an RDMA device has a port that is up.
+fn has_rdma() -> bool {
+    let entries = |path: std::path::PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
+    entries("/sys/class/infiniband".into())
+        .flat_map(|device| entries(device.path().join("ports")))
+        .filter_map(|port| fs::read_to_string(port.path().join("state")).ok())
+        .any(|state| state.contains("ACTIVE"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_transports_are_read_as_ucx_reads_them() {
+        let shared = ["cma", "sm", "shm"];
+        for list in ["", "all", "tcp,sm", "cma,tcp", "^tcp", "^rc,ud"] {
+            assert!(allows(list, &shared), "{list}");
+        }
+        for list in ["tcp", "tcp,self", "rc,ud", "^sm", "^cma,tcp"] {
+            assert!(!allows(list, &shared), "{list}");
+        }
+        assert!(allows("rc_verbs,self", &["rc", "ud"]) && !allows("tcp", &["rc", "ud"]));
+    }
+
+    #[test]
+    fn memory_is_read_directly_on_one_host_or_over_rdma_on_both() {
+        let side = |host: &str, rdma| Reach {
+            host: host.to_owned(),
+            rdma,
+        };
+        let auto = |a: Reach, b: Reach| a.reads_from(&b, NixlReads::Auto);
+        assert!(auto(side("h", false), side("h", false)));
+        assert!(auto(side("h", true), side("i", true)));
+        assert!(!auto(side("h", true), side("i", false)));
+        assert!(!auto(side("", false), side("", false)));
+        assert!(side("", false).reads_from(&side("", false), NixlReads::Direct));
+        assert!(!side("h", true).reads_from(&side("h", true), NixlReads::ByPeer));
+    }
+}

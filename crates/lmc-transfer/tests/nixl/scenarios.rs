@@ -1,0 +1,772 @@
+//! What NIXL does that others do not: each pitfall, met with a peer in another process.
+
+use std::env;
+use std::future::poll_fn;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::task::Poll;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::ArenaConfig;
+use lmc_transfer::conformance::{Side, check_value, fill_value};
+use lmc_transfer::{
+    Address, ChannelConfig, ConnectError, Index, NixlAgent, NixlChannel, NixlConfig, NixlMemory,
+    PeerId, Slot, TransferChannel, TransferError, block_on,
+};
+
+use crate::support::{NixlRig, SCENARIO};
+
+/// Where the peer's sockets are.
+const FOLDER: &str = "LMC_NIXL_FOLDER";
+/// Bytes of the peer's object, and of its place for one.
+const LARGE: u64 = 9 << 20;
+/// What the peer is called.
+const NAME: &str = "LMC_NIXL_NAME";
+/// How long anything may take that ends by itself.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+type NixlSide = Side<NixlChannel>;
+
+pub(crate) fn run(name: &str) {
+    match name {
+        "peer" => peer(),
+        "missing" => missing(),
+        "dropped" => dropped(),
+        "killed" => killed(),
+        "killed_at_work" => killed_at_work(),
+        "frozen" => frozen(),
+        "frozen_writer" => frozen_writer(),
+        "small" => small(),
+        "left_open" => left_open(),
+        "python" => python(),
+        "idle" => idle(),
+        "strangers" => strangers(),
+        other => panic!("no scenario {other}"),
+    }
+}
+
+/// The other process: an object to be read with stamp 1, a place to be written. It does what it
+/// is told, line by line, until there are no more.
+fn peer() {
+    let folder = env::var_os(FOLDER).expect("the peer is told its folder");
+    let rig = NixlRig::beside(PathBuf::from(folder));
+    let name = env::var(NAME).expect("the peer is told its name");
+    let side = NixlSide::new(&rig, &name);
+    let object = side.objects(1, &[LARGE]);
+    let mut place = Some(side.slot(LARGE));
+    let from = side.indices(&object)[0];
+    let to = side.indices(place.as_slice())[0];
+    println!("SAYS {} {}", from.0, to.0);
+    let me: PeerId = "me".parse().expect("a name");
+    for line in std::io::stdin().lines() {
+        match line.expect("a line of the test").as_str() {
+            "check" => {
+                let written = place.take().expect("checked once").written();
+                check_value(2, 0, written.bytes()).expect("what was written");
+            }
+            "send" => {
+                let deadline = Instant::now() + PATIENCE;
+                let sent = block_on(side.channel.send(object.clone(), &me, 7, deadline));
+                // What became of it, the other side says.
+                println!("it sent {}", sent.done);
+            }
+            // Until it is killed, over and over.
+            busy if ["read", "write", "dabble"].contains(&busy) => {
+                println!("SAYS busy");
+                let small = side.objects(1, &[8, 100, 3000]);
+                loop {
+                    let deadline = Instant::now() + PATIENCE;
+                    if busy == "dabble" {
+                        let at = [2, 4, 6].map(|page| Index(LARGE / 4096 + page));
+                        let sent = block_on(side.channel.write(small.clone(), &me, &at, deadline));
+                        sent.into_result().expect("it is there");
+                        continue;
+                    }
+                    if busy == "read" {
+                        let slots = side.slots(&[LARGE]);
+                        let filled = block_on(side.channel.read(slots, &me, &[Index(0)], deadline));
+                        filled.into_result().expect("it is there");
+                    } else {
+                        let object = object.clone();
+                        let at = [Index(LARGE / 4096)];
+                        let sent = block_on(side.channel.write(object, &me, &at, deadline));
+                        sent.into_result().expect("it is there");
+                    }
+                }
+            }
+            other => panic!("{other}"),
+        }
+        println!("SAYS done");
+    }
+    drop((object, place));
+    side.goes();
+}
+
+/// The test's hold on the other process.
+struct Other {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+    id: PeerId,
+    address: Address,
+    from: [Index; 1],
+    to: [Index; 1],
+}
+
+impl Other {
+    fn start(rig: &NixlRig, name: &str) -> Self {
+        let exe = env::current_exe().expect("the test program has a path");
+        let mut child = Command::new(exe)
+            .args(["--exact", "scenario", "--nocapture", "--test-threads=1"])
+            .env(SCENARIO, "peer")
+            .env(FOLDER, rig.folder())
+            .env(NAME, name)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the test program can be run");
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().expect("it is piped"));
+        let mut other = Self {
+            child,
+            input,
+            output,
+            id: name.parse().expect("a name"),
+            address: Address::Unix(rig.folder().join(name)),
+            from: [Index(0)],
+            to: [Index(0)],
+        };
+        let said = other.says();
+        let (from, to) = said.split_once(' ').expect("two indices");
+        other.from = [Index(from.parse().expect("an index"))];
+        other.to = [Index(to.parse().expect("an index"))];
+        other
+    }
+
+    /// What it says next.
+    fn says(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            let count = self.output.read_line(&mut line).expect("its output");
+            assert!(count > 0, "the peer has ended");
+            if let Some((_, said)) = line.split_once("SAYS ") {
+                return said.trim().to_owned();
+            }
+        }
+    }
+
+    fn told(&mut self, command: &str) {
+        let input = self.input.as_mut().expect("it was not ended");
+        writeln!(input, "{command}").expect("it listens");
+    }
+
+    fn does(&mut self, command: &str) {
+        self.told(command);
+        assert_eq!(self.says(), "done");
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        let sent = Command::new("kill").args([signal, &pid]).status();
+        assert!(sent.expect("kill can be run").success());
+    }
+
+    fn connect(&self, side: &NixlSide) {
+        let deadline = Instant::now() + PATIENCE;
+        let connected = block_on(
+            side.channel
+                .connect(&self.id, &self.address, None, deadline),
+        );
+        connected.expect("the peer is there");
+    }
+
+    /// Reads its object.
+    fn read(&self, side: &NixlSide, limit: Duration) -> lmc_transfer::Filled {
+        let slots = side.slots(&[LARGE]);
+        let deadline = Instant::now() + limit;
+        block_on(side.channel.read(slots, &self.id, &self.from, deadline))
+    }
+
+    fn reads(&self, side: &NixlSide) {
+        let slots = self
+            .read(side, PATIENCE)
+            .into_result()
+            .expect("it is there");
+        check_value(1, 0, slots[0].bytes()).expect("the peer's object");
+    }
+
+    fn write(&self, side: &NixlSide, limit: Duration) -> lmc_transfer::Sent {
+        let objects = side.objects(2, &[LARGE]);
+        let deadline = Instant::now() + limit;
+        block_on(side.channel.write(objects, &self.id, &self.to, deadline))
+    }
+
+    /// Lets it end by itself, which it must do well.
+    fn ends(mut self) {
+        self.input = None;
+        let status = self.child.wait().expect("it is our child");
+        assert!(status.success(), "the peer: {status}");
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have ended long before.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[track_caller]
+fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !so() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn over_tcp() -> bool {
+    env::var("UCX_TLS").is_ok_and(|transports| transports == "tcp")
+}
+
+/// A dropped request goes on: its slots are in quarantine until it is over.
+fn dropped() {
+    let rig = NixlRig::new();
+    let mut other = Other::start(&rig, "peer");
+    let side = NixlSide::new(&rig, "me");
+    other.connect(&side);
+    other.reads(&side);
+    let mut held = 0;
+    for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000] {
+        let (channel, id) = (&side.channel, &other.id);
+        let deadline = Instant::now() + PATIENCE;
+        let mut reading = channel.read(side.slots(&[LARGE]), id, &other.from, deadline);
+        let begun = block_on(poll_fn(|context| {
+            Poll::Ready(reading.as_mut().poll(context))
+        }));
+        if let Poll::Ready(filled) = begun {
+            // This thread was held up for that long.
+            assert_eq!(filled.error, None);
+            continue;
+        }
+        thread::sleep(Duration::from_micros(micros));
+        drop(reading);
+        // Either it was over, or the slots are kept, and go back when it is.
+        eventually("a dropped read is over", || {
+            let usage = side.pool.usage();
+            held = held.max(usage.quarantined_slots);
+            usage.slots == 0
+        });
+        side.memory_is_still();
+    }
+    // Over shared memory all bytes move within one call.
+    assert!(held > 0 || !over_tcp(), "no read was dropped on its way");
+    let objects = side.objects(2, &[LARGE]);
+    let sent =
+        block_on(
+            side.channel
+                .write(objects, &other.id, &other.to, Instant::now() + PATIENCE),
+        );
+    assert_eq!(sent.into_result(), Ok(1));
+    other.does("check");
+    other.ends();
+    side.ends();
+}
+
+/// Peers that are killed, idle or on the way, and begin again under their name and address.
+fn killed() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    for round in 0..4 {
+        let mut other = Other::start(&rig, "peer");
+        other.connect(&side);
+        other.reads(&side);
+        if round > 0 {
+            let writes = round == 2;
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let error = loop {
+                        let error = match writes {
+                            true => other.write(&side, PATIENCE).error,
+                            false => other.read(&side, PATIENCE).error,
+                        };
+                        if let Some(error) = error {
+                            break error;
+                        }
+                    };
+                    let gone = matches!(
+                        error,
+                        TransferError::PeerGone { .. } | TransferError::UnknownPeer { .. }
+                    );
+                    assert!(gone, "{error:?}");
+                });
+                thread::sleep(Duration::from_millis(50));
+                other.signal("-KILL");
+            });
+        } else {
+            other.signal("-KILL");
+        }
+        let _ = other.child.wait();
+        eventually("its death is noticed", || {
+            !side.channel.is_connected(&other.id)
+        });
+        side.memory_is_still();
+    }
+    let mut other = Other::start(&rig, "peer");
+    other.connect(&side);
+    other.reads(&side);
+    let sent = other.write(&side, PATIENCE);
+    assert_eq!(sent.into_result(), Ok(1));
+    other.does("check");
+    other.ends();
+    side.ends();
+}
+
+/// Peers that are killed while they read or write this side's memory.
+fn killed_at_work() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let object = side.objects(1, &[LARGE]);
+    let place = side.slots(&[LARGE]);
+    assert_eq!(side.indices(&object), [Index(0)]);
+    assert_eq!(side.indices(&place), [Index(LARGE / 4096)]);
+    for round in 0..12 {
+        let mut other = Other::start(&rig, "peer");
+        other.connect(&side);
+        other.told(["read", "write", "dabble"][round as usize % 3]);
+        assert_eq!(other.says(), "busy");
+        thread::sleep(Duration::from_millis(20 + round));
+        if round >= 8 {
+            // What it had asked for before is served when nobody is there any more.
+            other.signal("-STOP");
+            thread::sleep(Duration::from_millis(100));
+        }
+        other.signal("-KILL");
+        let _ = other.child.wait();
+        eventually("its death is noticed", || {
+            !side.channel.is_connected(&other.id)
+        });
+    }
+    let other = Other::start(&rig, "peer");
+    other.connect(&side);
+    other.reads(&side);
+    other.ends();
+    check_value(1, 0, object[0].bytes()).expect("nobody writes there");
+    drop((object, place));
+    side.ends();
+}
+
+/// A peer that is stopped: calls end at their deadlines, others are served, and the slots come
+/// back when it goes on, or dies. Over shared memory it is not even needed.
+fn frozen() {
+    let rig = NixlRig::new();
+    let third = Other::start(&rig, "third");
+    let side = NixlSide::new(&rig, "me");
+    third.connect(&side);
+    for dies in [false, true] {
+        let mut other = Other::start(&rig, "peer");
+        other.connect(&side);
+        other.reads(&side);
+        other.signal("-STOP");
+        let began = Instant::now();
+        let filled = other.read(&side, Duration::from_millis(500));
+        if over_tcp() {
+            let quiet = matches!(filled.error, Some(TransferError::Deadline { quiet: false }));
+            assert!(quiet, "{:?}", filled.error);
+            assert!(matches!(filled.slots[..], [Slot::Quarantined]));
+            // One of each kind is withheld at most, however often it is tried.
+            for first in [true, false, false] {
+                let limit = Duration::from_millis(300);
+                let sent = other.write(&side, limit);
+                let error = Some(TransferError::Deadline { quiet: !first });
+                assert_eq!(sent.error, error);
+                let filled = other.read(&side, limit);
+                assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+                assert!(matches!(filled.slots[..], [Slot::Quiet(_)]));
+            }
+            let usage = side.pool.usage();
+            assert_eq!((usage.slots, usage.quarantined_slots), (2, 1));
+        } else {
+            let slots = filled.into_result().expect("one-sided");
+            check_value(1, 0, slots[0].bytes()).expect("the peer's object");
+        }
+        assert!(began.elapsed() < Duration::from_secs(10));
+        third.reads(&side);
+        thread::sleep(Duration::from_secs(2));
+        third.reads(&side);
+        assert_eq!(side.pool.usage().slots, 2 * u64::from(over_tcp()));
+        if dies {
+            other.signal("-KILL");
+            let _ = other.child.wait();
+        } else {
+            other.signal("-CONT");
+        }
+        side.memory_is_still();
+        third.reads(&side);
+        if !dies {
+            other.reads(&side);
+            let sent = other.write(&side, PATIENCE);
+            assert_eq!(sent.into_result(), Ok(1));
+            other.does("check");
+            other.ends();
+        }
+        let id = "peer".parse().expect("a name");
+        eventually("its end is noticed", || !side.channel.is_connected(&id));
+    }
+    third.ends();
+    side.ends();
+}
+
+/// A sender that is stopped while it writes to a receiver: the receiver's slots are in
+/// quarantine until the sender says that it writes no more, or is dead.
+fn frozen_writer() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    for dies in [false, true] {
+        let mut other = Other::start(&rig, "peer");
+        other.connect(&side);
+        let mut caught = false;
+        for round in 0..200 {
+            other.told("send");
+            let deadline = Instant::now() + Duration::from_millis(400);
+            let slots = side.slots(&[LARGE]);
+            let receiving = side.channel.receive(slots, &other.id, 7, deadline);
+            let filled = thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_micros(1000 + 250 * (round % 32)));
+                    other.signal("-STOP");
+                });
+                block_on(receiving)
+            });
+            match &filled.slots[..] {
+                [Slot::Written(slot)] => {
+                    check_value(1, 0, slot.bytes()).expect("the peer's object");
+                }
+                [Slot::Quiet(_)] => assert!(filled.error.is_some()),
+                [Slot::Quarantined] => {
+                    caught = true;
+                    assert_eq!(side.pool.usage().quarantined_slots, 1);
+                    thread::sleep(Duration::from_millis(300));
+                    assert_eq!(side.pool.usage().quarantined_slots, 1, "it may still write");
+                }
+                other => panic!("{other:?}"),
+            }
+            drop(filled);
+            if caught && dies {
+                other.signal("-KILL");
+                break;
+            }
+            other.signal("-CONT");
+            assert_eq!(other.says(), "done");
+            if caught {
+                break;
+            }
+        }
+        println!("caught: {caught}");
+        assert!(caught, "the sender was never stopped on its way");
+        side.slots_come_back();
+        side.memory_is_still();
+        if !dies {
+            other.ends();
+        }
+        let id = "peer".parse().expect("a name");
+        eventually("its end is noticed", || !side.channel.is_connected(&id));
+    }
+    side.ends();
+}
+
+/// Thousands of objects that lie apart, in one batch.
+fn small() {
+    let rig = NixlRig::new();
+    let other = Other::start(&rig, "peer");
+    let side = NixlSide::new(&rig, "me");
+    other.connect(&side);
+    // Pages of the peer's object, every other one, backwards: nothing can be joined.
+    let pages = LARGE / 4096;
+    let indices: Vec<Index> = (0..pages / 2)
+        .rev()
+        .map(|page| Index(other.from[0].0 + 2 * page))
+        .collect();
+    let lens = vec![1000; indices.len()];
+    let deadline = Instant::now() + PATIENCE;
+    let reading = side
+        .channel
+        .read(side.slots(&lens), &other.id, &indices, deadline);
+    let slots = block_on(reading).into_result().expect("they are there");
+    let mut whole = vec![0; LARGE as usize];
+    fill_value(1, 0, &mut whole);
+    assert_eq!(slots.len(), lens.len());
+    for (slot, index) in slots.iter().zip(&indices) {
+        let at = (index.0 - other.from[0].0) as usize * 4096;
+        assert_eq!(slot.bytes(), &whole[at..at + 1000]);
+    }
+    drop(slots);
+    other.ends();
+    side.ends();
+}
+
+/// A process may end while its channel is open and something is under way.
+fn left_open() {
+    let rig = NixlRig::new();
+    let mut other = Other::start(&rig, "peer");
+    let side: &'static NixlSide = Box::leak(Box::new(NixlSide::new(&rig, "me")));
+    other.connect(side);
+    other.reads(side);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = other.read(side, Duration::from_millis(1));
+        });
+    });
+    // Its death must not hold up the peer either.
+    other.input = None;
+    let status = other.child.wait().expect("it is our child");
+    assert!(status.success(), "{status}");
+}
+
+/// CPU time of this process, in seconds.
+fn cpu() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").expect("procfs");
+    let fields: Vec<&str> = stat
+        .rsplit(')')
+        .next()
+        .expect("fields")
+        .split(' ')
+        .collect();
+    let ticks: u64 = fields[12..14]
+        .iter()
+        .map(|ticks| ticks.parse::<u64>().expect("a number"))
+        .sum();
+    // The kernel counts hundredths of a second for processes.
+    ticks as f64 / 100.0
+}
+
+/// Two connected channels with nothing to do take next to no CPU time.
+fn idle() {
+    let rig = NixlRig::with_ports();
+    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
+    a.connect(&b);
+    a.works_with(1, &b);
+    let before = cpu();
+    thread::sleep(Duration::from_secs(4));
+    let spent = cpu() - before;
+    println!("{spent:.2} s of CPU time in 4 s");
+    assert!(spent < 1.0, "{spent} s of CPU time in 4 s");
+    a.ends();
+    b.ends();
+}
+
+/// Connections that are no handshakes are refused and counted, and hold nobody up.
+fn strangers() {
+    let rig = NixlRig::new();
+    let side = NixlSide::with(&rig, "b", 4096, |config| {
+        config.handshake_timeout = Duration::from_secs(1);
+    });
+    let path = rig.folder().join("b");
+    let hello = || {
+        let mut hello = b"lmcn\x01\0\0\0".to_vec();
+        hello.extend_from_slice(&[7; 32]);
+        hello
+    };
+    let mut version = hello();
+    version[4] = 9;
+    let mut giant = hello();
+    giant.extend_from_slice(&[0; 32]);
+    giant.extend_from_slice(&u32::MAX.to_le_bytes());
+    let mut garbage = hello();
+    garbage.extend_from_slice(&[0; 32]);
+    garbage.extend_from_slice(&100_u32.to_le_bytes());
+    garbage.extend_from_slice(&[0xff; 100]);
+    let mut cut = hello();
+    cut.truncate(20);
+    let openings = [
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        version,
+        giant,
+        garbage,
+        cut.clone(),
+    ];
+    for (counted, opening) in (1..).zip(openings) {
+        let mut stream = UnixStream::connect(&path).expect("it listens");
+        stream.write_all(&opening).expect("it reads");
+        if opening == cut {
+            stream.shutdown(Shutdown::Write).expect("a socket");
+        }
+        let mut answer = Vec::new();
+        // It ends the connection, whatever it says before; a reset is an end as well.
+        let _ = stream.read_to_end(&mut answer);
+        eventually("it is counted", || {
+            side.channel.refused_handshakes() == counted
+        });
+    }
+    // Those that say nothing take no place from others.
+    let silent: Vec<UnixStream> = (0..200)
+        .map_while(|_| UnixStream::connect(&path).ok())
+        .collect();
+    let me = NixlSide::new(&rig, "me");
+    me.connect(&side);
+    me.works_with(1, &side);
+    drop(silent);
+
+    // The other way round: who is connected to says nothing, or too much.
+    let mute = rig.folder().join("mute");
+    let listener = UnixListener::bind(&mute).expect("a socket");
+    let id: PeerId = "mute".parse().expect("a name");
+    let address = Address::Unix(mute);
+    let deadline = Instant::now() + Duration::from_millis(300);
+    let connecting = me.channel.connect(&id, &address, None, deadline);
+    let late = block_on(connecting);
+    assert!(
+        matches!(late, Err(ConnectError::Deadline { .. })),
+        "{late:?}"
+    );
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // The first is the connection of the handshake above.
+            let _ = listener.accept();
+            let (mut stream, _) = listener.accept().expect("a connection");
+            stream.write_all(&giant_answer()).expect("it reads");
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let deadline = Instant::now() + PATIENCE;
+        let connecting = me.channel.connect(&id, &address, None, deadline);
+        let refused = block_on(connecting);
+        let malformed = matches!(refused, Err(ConnectError::Malformed(_)));
+        assert!(malformed, "{refused:?}");
+    });
+    me.ends();
+    side.ends();
+}
+
+fn giant_answer() -> Vec<u8> {
+    let mut answer = b"lmcn\x01\0\0\0".to_vec();
+    answer.extend_from_slice(&[7; 32]);
+    answer.extend_from_slice(&[0; 32]);
+    answer.extend_from_slice(&u32::MAX.to_le_bytes());
+    answer
+}
+
+/// Without the library there is an error that says what to do, and no more.
+fn missing() {
+    let arena = ArenaConfig::anonymous(1 << 20).build().expect("a MiB");
+    let id = "a".parse().expect("a name");
+    let address = "tcp://127.0.0.1:0".parse().expect("an address");
+    let config = NixlConfig::new(ChannelConfig::new(id, arena.into()), address);
+    let error = config.build().expect_err("there is no such library");
+    let said = error.to_string();
+    assert!(matches!(error, ConnectError::Library(_)), "{said}");
+    assert!(said.contains("pip install nixl-cu12"), "{said}");
+    assert!(said.contains("/nonexistent/libnixl_capi.so"), "{said}");
+}
+
+/// An agent of NIXL's own Python package reads this side's memory and writes to it, and this side
+/// reads its memory and writes to that.
+fn python() {
+    let Some(python) = env::var_os("LMC_NIXL_PYTHON") else {
+        println!(
+            "skipped: LMC_NIXL_PYTHON names no Python with NIXL; `cargo xtask test-nixl` does"
+        );
+        return;
+    };
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let object = side.objects(1, &[100_000]);
+    let mut place = vec![side.slot(100_000)];
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nixl/agent.py");
+    let mut child = Command::new(python)
+        .arg(script)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python can be run");
+    let mut input = child.stdin.take().expect("it is piped");
+    let mut output = BufReader::new(child.stdout.take().expect("it is piped"));
+    let mut says = || {
+        let mut line = String::new();
+        output.read_line(&mut line).expect("its output");
+        line.trim().to_owned()
+    };
+
+    // Its agent, to us.
+    let said = says();
+    let fields: Vec<&str> = said.split(' ').collect();
+    let [name, base, len, metadata] = fields[..] else {
+        panic!("{said:?}");
+    };
+    let agent = NixlAgent {
+        agent: name.to_owned(),
+        metadata: from_hex(metadata),
+        base: base.parse().expect("an address"),
+        len: len.parse().expect("a length"),
+        memory: NixlMemory::Host,
+    };
+    let id: PeerId = "python".parse().expect("a name");
+    let introduced = side.channel.introduce(id.clone(), agent, 1);
+    block_on(introduced).expect("NIXL takes it");
+
+    // Ours, to it, with the addresses of the object and the place.
+    let ours = side.channel.agent();
+    let at = |offset: u64| ours.base + offset;
+    writeln!(
+        input,
+        "{} {} {} {}",
+        ours.agent,
+        at(object[0].offset()),
+        at(place[0].offset()),
+        to_hex(&ours.metadata)
+    )
+    .expect("it listens");
+
+    // It has read our object into its first 100,000 bytes, and written its next to our place.
+    assert_eq!(says(), "moved");
+    let deadline = || Instant::now() + PATIENCE;
+    let reading = side.channel.read(
+        side.slots(&[100_000, 5]),
+        &id,
+        &[Index(0), Index(100_000)],
+        deadline(),
+    );
+    let slots = block_on(reading).into_result().expect("it is there");
+    check_value(1, 0, slots[0].bytes()).expect("what it read of us");
+    assert_eq!(slots[1].bytes(), [0, 7, 14, 21, 28]);
+    let written = place.remove(0).written();
+    for (at, byte) in written.bytes().iter().enumerate() {
+        assert_eq!(*byte, (at * 7 % 251) as u8, "byte {at}");
+    }
+    // And we write to it.
+    let objects = side.objects(3, &[50_000]);
+    let copy = objects[0].bytes().to_vec();
+    let sent = block_on(side.channel.write(objects, &id, &[Index(3)], deadline()));
+    assert_eq!(sent.into_result(), Ok(1));
+    writeln!(input, "{}", to_hex(&copy)).expect("it listens");
+    assert_eq!(says(), "right");
+
+    // There is no conversation with it, and it can be forgotten.
+    let sent = block_on(side.channel.send(object.clone(), &id, 1, deadline()));
+    assert!(
+        matches!(sent.error, Some(TransferError::Refused(_))),
+        "{sent:?}"
+    );
+    side.channel.forget(&id);
+    eventually("it is forgotten", || !side.channel.is_connected(&id));
+    drop(input);
+    let status = child.wait().expect("it is our child");
+    assert!(status.success(), "{status}");
+    drop((object, place, slots, written));
+    // The arena stays: its address is known to whom we cannot ask.
+    let closed = block_on(side.channel.close(deadline()));
+    closed.expect("nothing is under way");
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Vec<u8> {
+    let byte = |at| u8::from_str_radix(&text[at..at + 2], 16).expect("hex");
+    (0..text.len()).step_by(2).map(byte).collect()
+}

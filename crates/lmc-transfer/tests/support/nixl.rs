@@ -1,0 +1,97 @@
+//! How NIXL channels are started and killed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_memory::Arena;
+use lmc_transfer::conformance::Rig;
+use lmc_transfer::{Address, ChannelConfig, NixlChannel, NixlConfig, TransferChannel, block_on};
+
+/// Names what a process of a test is to do.
+pub(crate) const SCENARIO: &str = "LMC_NIXL_SCENARIO";
+
+/// Whether there is no library; says so where that is.
+pub(crate) fn skipped() -> bool {
+    if std::env::var_os("LMC_NIXL_LIBRARY").is_some() {
+        return false;
+    }
+    println!("skipped: LMC_NIXL_LIBRARY names no library of NIXL; `cargo xtask test-nixl` gets it");
+    true
+}
+
+/// Channels whose control connections are Unix sockets in a folder of their own.
+pub(crate) struct NixlRig {
+    folder: PathBuf,
+    own: bool,
+    tcp: bool,
+}
+
+impl NixlRig {
+    pub(crate) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let next = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("lmc-nixl-{}-{next}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&folder).expect("a folder for sockets");
+        Self {
+            folder,
+            own: true,
+            tcp: false,
+        }
+    }
+
+    /// Whose control connections are of TCP, at ports of their own choice.
+    pub(crate) fn with_ports() -> Self {
+        let mut rig = Self::beside(PathBuf::new());
+        rig.tcp = true;
+        rig
+    }
+
+    /// Over the folder of another process.
+    pub(crate) fn beside(folder: PathBuf) -> Self {
+        Self {
+            folder,
+            own: false,
+            tcp: false,
+        }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+}
+
+impl Drop for NixlRig {
+    fn drop(&mut self) {
+        if self.own {
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+}
+
+impl Rig for NixlRig {
+    type Channel = NixlChannel;
+
+    fn channel(
+        &self,
+        id: &str,
+        arena: Arc<Arena>,
+        change: impl FnOnce(&mut ChannelConfig),
+    ) -> NixlChannel {
+        let address = match self.tcp {
+            true => "tcp://127.0.0.1:0".parse().expect("an address"),
+            false => Address::Unix(self.folder.join(id)),
+        };
+        let mut config = ChannelConfig::new(id.parse().expect("a name of the suite"), arena);
+        change(&mut config);
+        let channel = NixlConfig::new(config, address).build();
+        channel.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn kill(&self, channel: &NixlChannel) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        block_on(channel.close(deadline)).expect("nothing holds it");
+    }
+}
