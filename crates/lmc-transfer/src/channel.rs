@@ -24,9 +24,9 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 ///   an error that says which.
 /// - **Deadlines.** Every call is over soon after its deadline, whatever the peer does.
 /// - **Ownership.** Slots belong to the call. Slots that are read from are kept until nothing
-///   reads them. A slot that is written to comes back as [`Slot::Written`] only with all bytes of
-///   the peer's object; as [`Slot::Quiet`] only when nothing writes to it any more; otherwise the
-///   implementation keeps it in quarantine ([`Slot::Quarantined`]) and gives it back to its pool
+///   reads them. A slot that is written to comes back as [`crate::Slot::Written`] only with all bytes of
+///   the peer's object; as [`crate::Slot::Quiet`] only when nothing writes to it any more; otherwise the
+///   implementation keeps it in quarantine ([`crate::Slot::Quarantined`]) and gives it back to its pool
 ///   on proof: the transport's completion, or the end of what could write.
 /// - **Cancellation.** A future may be dropped at any point: the same holds for its slots.
 /// - **The arena and nothing else.** A peer reaches no byte outside the registered arena.

@@ -1,6 +1,6 @@
 //! The suite that every channel passes, and what tests of channels are made of.
 //!
-//! [`conformance!`](crate::conformance) makes a test of each property over a [`Rig`], which
+//! [`conformance!`](macro@crate::conformance) makes a test of each property over a [`Rig`], which
 //! knows how to start a kind of channel and how to kill one; [`properties`] gives the same as a
 //! list. Every byte is derived from its stamp, place and length, so a wrong one shows itself.
 
