@@ -182,6 +182,8 @@ impl Shared {
 
     /// Leases what is in DRAM of a part of a prompt, and takes room for what is not.
     fn prepare(&self, prompt: &Prompt, window: Range<usize>) -> Part {
+        // What is located now is marked before it can be forgotten, which voids the marks.
+        let _held = self.forgetting.read();
         // What was in DRAM when the prompt was looked at may have made room for its head.
         let sources = self.locate(&prompt.keys[window.clone()]);
         let mut part = Part {

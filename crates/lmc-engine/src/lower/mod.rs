@@ -257,11 +257,14 @@ impl Lower {
         let below = self.wait(deadline, async move {
             let mut any = vec![false; asked.len()];
             for tier in &shared.tiers {
-                // What was being copied is there once its store has ended.
-                tier.copies.settled(deadline).await;
+                let under_way = tier.copies.under_way();
                 let removed = tier.backend.remove(&asked, deadline).await;
                 for (any, removed) in any.iter_mut().zip(removed) {
                     *any |= removed.unwrap_or(false);
+                }
+                // What was being copied is there once its store has ended.
+                if under_way && tier.copies.settled(deadline).await {
+                    let _ = tier.backend.remove(&asked, deadline).await;
                 }
             }
             any
