@@ -445,7 +445,10 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         let more = || {
             let lower = inner.lower.as_ref();
             let _held = lower.map(Lower::hold);
-            inner.tier.maintain(EVICT_AT_ONCE).more
+            let evicted_go_down = inner.copy_down == CopyDown::OnEviction;
+            let lower = lower.filter(|_| evicted_go_down);
+            let leaving = lower.map_or(0, Lower::queued);
+            inner.tier.maintain_besides(EVICT_AT_ONCE, leaving).more
         };
         while more() {
             thread::yield_now();

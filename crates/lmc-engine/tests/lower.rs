@@ -346,6 +346,29 @@ fn written_back_is_what_the_watermark_evicts() {
 }
 
 #[test]
+fn a_slow_tier_makes_memory_give_up_no_more_than_it_must() {
+    let tier = gated();
+    let engine = engine_with(32, Arc::clone(&tier) as _, |config| {
+        config.copy_down = CopyDown::OnEviction;
+        config.high_watermark = 0.75;
+        config.low_watermark = 0.5;
+        config.maintain_every = Duration::from_millis(1);
+    });
+    tier.shut();
+    write(&engine, 0..30);
+    until("some are on their way down", || tier.stores() > 0);
+    thread::sleep(Duration::from_millis(50));
+    assert_eq!(
+        engine.usage().chunks,
+        16,
+        "the others keep their memory until they are down"
+    );
+    tier.open();
+    settle(&engine);
+    assert_eq!(status(&engine).chunks, 14);
+}
+
+#[test]
 fn what_is_found_is_offered_again_where_a_tier_wants_it_twice() {
     let tier = gated();
     let engine = engine_with(32, Arc::clone(&tier) as _, |config| {

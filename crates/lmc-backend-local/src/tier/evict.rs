@@ -96,10 +96,16 @@ impl LocalTier {
     ///
     /// The tenant that uses most of what it is entitled to gives first.
     pub fn maintain(&self, max: usize) -> Maintained {
+        self.maintain_besides(max, 0)
+    }
+
+    /// As [`LocalTier::maintain`], where `leaving` bytes of the pool belong to chunks that were
+    /// evicted and are only being copied: they come back without another eviction.
+    pub fn maintain_besides(&self, max: usize, leaving: u64) -> Maintained {
         let inner = &self.0;
         let (high, low) = inner.watermarks;
         let mut done = Maintained::default();
-        let used = inner.pool.usage().used;
+        let used = inner.pool.usage().used.saturating_sub(leaving);
         // A call that stopped at its bound left the pool between the watermarks.
         if used <= low || (used <= high && !inner.draining.load(Ordering::Relaxed)) {
             inner.draining.store(false, Ordering::Relaxed);

@@ -427,9 +427,12 @@ impl Rig {
                 let key = reservation.mark.key();
                 if !commit || void {
                     if commit {
+                        let tenant = reservation.mark.tenant();
                         let write = reservation.written(None);
                         let (answers, leases) = self.tier.commit_leased(OwnerId(0), vec![write]);
                         assert_eq!((answers, leases.len()), (vec![Inserted::Cleared], 0));
+                        // What came in before it may have to go now.
+                        self.learn(tenant, &[]);
                     } else {
                         drop(reservation);
                     }

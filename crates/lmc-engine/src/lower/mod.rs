@@ -274,6 +274,13 @@ impl Lower {
         (done, below.unwrap_or_else(|| vec![false; keys.len()]))
     }
 
+    /// Bytes of memory that copies hold.
+    pub(crate) fn queued(&self) -> u64 {
+        // One slot may be on its way to several tiers.
+        let queued = self.shared.tiers.iter().map(|tier| tier.copies.queued());
+        queued.max().unwrap_or(0)
+    }
+
     /// Time that a prompt has to come up.
     pub(crate) fn fetch_deadline(&self) -> Duration {
         self.shared.fetch_deadline
