@@ -1,0 +1,412 @@
+//! The side that asks, and checks every byte.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use lmc_memory::{ReservedSlot, WrittenSlot};
+use lmc_transfer::{
+    Address, Blocking, ConnectError, Filled, Index, PeerId, Slot, TransferError, block_on,
+};
+use serde_json::json;
+
+use crate::control::Control;
+use crate::pattern::{self, sizes};
+use crate::serve::greeting;
+use crate::side::{Failure, Flags, SERVER, Side};
+use crate::sweep;
+
+/// Objects of many sizes: one byte, odd ones, whole pages, and one larger than any segment.
+const MIXED: &str = "1,4096,4097*3,65536*4,100000,8,1048576,777777";
+const MESSAGE: &[u8] = b"who is there?";
+
+/// The driver's side, with all that it needs to know of the server.
+pub(crate) struct Drive {
+    pub(crate) flags: Flags,
+    pub(crate) control: Control,
+    pub(crate) side: Side,
+    pub(crate) server: PeerId,
+    address: Address,
+}
+
+type Check = (&'static str, fn(&mut Drive) -> Result<(), Failure>);
+
+/// In this order, as each begins with what the one before it left.
+const CHECKS: [Check; 9] = [
+    ("connect, with a message each way", Drive::connect),
+    ("write, mixed sizes", Drive::write),
+    ("read, mixed sizes", Drive::read),
+    ("read, in another order", Drive::read_in_another_order),
+    ("send and receive, mixed sizes", Drive::paired),
+    ("a thousand small objects", Drive::many),
+    ("mistakes are named, and harm nothing", Drive::mistakes),
+    ("a wrong key is refused", Drive::wrong_key),
+    ("nobody sends: the deadline ends it", Drive::nobody_sends),
+];
+
+/// After the sweep, as they end the server.
+const ENDS: [Check; 2] = [
+    ("the peer starts again at its address", Drive::restart),
+    ("the peer ends in mid-transfer", Drive::end),
+];
+
+/// Runs all checks and the sweep, and prints a line for each. Whether all went well.
+pub(crate) fn drive(flags: &Flags) -> Result<bool, Failure> {
+    let mut control = Control::connect(&flags.address, flags.patience)?;
+    control.set_patience(flags.patience * 2)?;
+    let name = format!("drive-{}", std::process::id());
+    let side = Side::open(flags, &name, control.local()?.ip(), None)?;
+    let address = control.ask("address")?.parse()?;
+    let mut drive = Drive {
+        flags: flags.clone(),
+        control,
+        side,
+        server: SERVER.parse()?,
+        address,
+    };
+    let (mut passed, mut failed) = (0, 0);
+    let mut check = |drive: &mut Drive, (name, check): Check| {
+        let begun = Instant::now();
+        let outcome = check(drive);
+        let ms = begun.elapsed().as_millis() as u64;
+        match outcome {
+            Ok(()) => {
+                passed += 1;
+                println!("{}", json!({"check": name, "ok": true, "ms": ms}));
+            }
+            Err(error) => {
+                failed += 1;
+                let error = error.to_string();
+                println!(
+                    "{}",
+                    json!({"check": name, "ok": false, "ms": ms, "error": error})
+                );
+            }
+        }
+        failed == 0
+    };
+    // What follows a failure would only repeat it.
+    let _ = CHECKS.iter().all(|&each| check(&mut drive, each))
+        && (flags.sweep == 0 || check(&mut drive, ("sweep", sweep::sweep)))
+        && ENDS.iter().all(|&each| check(&mut drive, each))
+        && check(&mut drive, ("close gives everything back", Drive::close));
+    println!(
+        "{}",
+        json!({"done": true, "passed": passed, "failed": failed})
+    );
+    Ok(failed == 0)
+}
+
+fn ensure(holds: bool, or: &str) -> Result<(), Failure> {
+    holds.then_some(()).ok_or_else(|| or.into())
+}
+
+fn indices(text: &str) -> Result<Vec<Index>, Failure> {
+    let index = |text: &str| Ok(Index(text.parse()?));
+    text.split(',').map(index).collect()
+}
+
+fn verify(slots: &[WrittenSlot], seed: u64) -> Result<(), Failure> {
+    for (place, slot) in slots.iter().enumerate() {
+        pattern::check(slot.bytes(), seed, place)?;
+    }
+    Ok(())
+}
+
+impl Drive {
+    pub(crate) fn blocking(&self) -> Blocking<'_> {
+        Blocking::new(&*self.side.channel)
+    }
+
+    pub(crate) fn deadline(&self) -> Instant {
+        Instant::now() + self.flags.patience
+    }
+
+    fn own_name(&self) -> &str {
+        self.side.channel.id().as_str()
+    }
+
+    /// Has the server lay out objects, and tells where.
+    pub(crate) fn offer(&mut self, seed: u64, sizes: &str) -> Result<Vec<Index>, Failure> {
+        indices(&self.control.ask(&format!("offer {seed} {sizes}"))?)
+    }
+
+    /// Has the server make room, and tells where.
+    pub(crate) fn room(&mut self, sizes: &str) -> Result<Vec<Index>, Failure> {
+        indices(&self.control.ask(&format!("room {sizes}"))?)
+    }
+
+    /// Reads into these slots and wants them all written.
+    pub(crate) fn fetch(
+        &self,
+        slots: Vec<ReservedSlot>,
+        from: &[Index],
+    ) -> Result<Vec<WrittenSlot>, Failure> {
+        let filled = self
+            .blocking()
+            .read(slots, &self.server, from, self.deadline());
+        Ok(filled.into_result()?)
+    }
+
+    fn connect(&mut self) -> Result<(), Failure> {
+        let before = self.side.channel.is_connected(&self.server);
+        ensure(!before, "connected before anybody connected")?;
+        let message = Some(Bytes::from_static(MESSAGE));
+        let answer = self.try_connect(message.clone())?;
+        let wanted = Some(Bytes::from(greeting(MESSAGE)));
+        ensure(answer == wanted, "another answer than that to the message")?;
+        ensure(
+            self.side.channel.is_connected(&self.server),
+            "not connected",
+        )?;
+        let knows = self.control.ask(&format!("knows {}", self.own_name()))?;
+        ensure(knows == "true", "the server does not know this side")?;
+        let again = self.try_connect(message)?;
+        ensure(again.is_none(), "connected twice")
+    }
+
+    fn try_connect(&self, message: Option<Bytes>) -> Result<Option<Bytes>, ConnectError> {
+        self.blocking()
+            .connect(&self.server, &self.address, message, self.deadline())
+    }
+
+    fn write(&mut self) -> Result<(), Failure> {
+        let room = self.room(MIXED)?;
+        let objects = self.side.objects(&sizes(MIXED)?, 1)?;
+        let sent = self
+            .blocking()
+            .write(objects, &self.server, &room, self.deadline());
+        ensure(sent.into_result()? == room.len(), "too few were written")?;
+        self.control.ask("verify 1")?;
+        // An empty batch moves nothing.
+        let sent = self
+            .blocking()
+            .write(Vec::new(), &self.server, &[], self.deadline());
+        ensure(sent.into_result()? == 0, "an empty batch moved something")
+    }
+
+    fn read(&mut self) -> Result<(), Failure> {
+        let offered = self.offer(2, MIXED)?;
+        let slots = self.side.room(&sizes(MIXED)?)?;
+        let written = self.fetch(slots, &offered)?;
+        ensure(written.len() == offered.len(), "too few were read")?;
+        verify(&written, 2)
+    }
+
+    fn read_in_another_order(&mut self) -> Result<(), Failure> {
+        let lens = sizes(MIXED)?;
+        let offered = self.offer(3, MIXED)?;
+        let order: Vec<usize> = (0..lens.len()).rev().step_by(2).collect();
+        let from: Vec<Index> = order.iter().map(|&place| offered[place]).collect();
+        let wanted: Vec<u64> = order.iter().map(|&place| lens[place]).collect();
+        let written = self.fetch(self.side.room(&wanted)?, &from)?;
+        for (slot, &place) in written.iter().zip(&order) {
+            pattern::check(slot.bytes(), 3, place)?;
+        }
+        Ok(())
+    }
+
+    fn paired(&mut self) -> Result<(), Failure> {
+        let name = self.own_name().to_owned();
+        let lens = sizes(MIXED)?;
+        self.control.say(&format!("receive {name} 41 {MIXED} 4"))?;
+        let objects = self.side.objects(&lens, 4)?;
+        let sent = self
+            .blocking()
+            .send(objects, &self.server, 41, self.deadline());
+        ensure(sent.into_result()? == lens.len(), "too few were sent")?;
+        let received: usize = self.control.answer()?.parse()?;
+        ensure(received == lens.len(), "too few were received")?;
+        // The other way, with more slots than there are objects.
+        self.offer(5, MIXED)?;
+        self.control.say(&format!("send {name} 42"))?;
+        let mut room = lens.clone();
+        room.extend([4096, 4096]);
+        let slots = self.side.room(&room)?;
+        let Filled { slots, error } =
+            self.blocking()
+                .receive(slots, &self.server, 42, self.deadline());
+        if let Some(error) = error {
+            return Err(error.into());
+        }
+        let (mut written, mut quiet) = (Vec::new(), 0);
+        for slot in slots {
+            match slot {
+                Slot::Written(slot) => written.push(slot),
+                Slot::Quiet(_) => quiet += 1,
+                Slot::Quarantined => return Err("quarantined without an error".into()),
+            }
+        }
+        ensure(
+            (written.len(), quiet) == (lens.len(), 2),
+            "other slots are written than were sent",
+        )?;
+        verify(&written, 5)?;
+        let sent: usize = self.control.answer()?.parse()?;
+        ensure(sent == lens.len(), "the server sent too few")
+    }
+
+    fn many(&mut self) -> Result<(), Failure> {
+        let many = "4096*1000";
+        let room = self.room(many)?;
+        let objects = self.side.objects(&sizes(many)?, 6)?;
+        let sent = self
+            .blocking()
+            .write(objects, &self.server, &room, self.deadline());
+        ensure(sent.into_result()? == 1000, "too few were written")?;
+        self.control.ask("verify 6")?;
+        let offered = self.offer(7, many)?;
+        let slots = self.side.room(&sizes(many)?)?;
+        verify(&self.fetch(slots, &offered)?, 7)
+    }
+
+    fn mistakes(&mut self) -> Result<(), Failure> {
+        let room = self.room("8192*2")?;
+        let deadline = self.deadline();
+        let far = Index(self.flags.arena as u64 / self.side.channel.unit());
+        let stranger: PeerId = "stranger".parse()?;
+        let write = |peer: &PeerId, indices: &[Index]| -> Result<_, Failure> {
+            let objects = self.side.objects(&[8192, 8192], 8)?;
+            let sent = self.blocking().write(objects, peer, indices, deadline);
+            Ok((sent.done, sent.error))
+        };
+        for index in [far, Index(u64::MAX)] {
+            let outcome = write(&self.server, &[room[0], index])?;
+            let named = matches!(
+                outcome,
+                (0, Some(TransferError::OutOfRange { place: 1, .. }))
+            );
+            ensure(named, &format!("beyond the arena: {outcome:?}"))?;
+        }
+        let outcome = write(&self.server, &room[..1])?;
+        let named = matches!(outcome, (0, Some(TransferError::Indices { .. })));
+        ensure(named, &format!("an index too few: {outcome:?}"))?;
+        let outcome = write(&stranger, &room)?;
+        let named = matches!(outcome, (0, Some(TransferError::UnknownPeer { .. })));
+        ensure(named, &format!("an unknown peer: {outcome:?}"))?;
+        // None of these moved a byte, and the channel goes on.
+        let written = self.fetch(self.side.room(&[8192])?, &room[..1])?;
+        ensure(
+            pattern::check(written[0].bytes(), 8, 0).is_err(),
+            "a refused write moved bytes",
+        )?;
+        let outcome = write(&self.server, &room)?;
+        ensure(
+            matches!(outcome, (2, None)),
+            &format!("after mistakes: {outcome:?}"),
+        )?;
+        self.control.ask("verify 8").map(drop)
+    }
+
+    fn wrong_key(&mut self) -> Result<(), Failure> {
+        let host = self.control.local()?.ip();
+        let mut flags = self.flags.clone();
+        flags.arena = 1 << 20;
+        let other = Side::open_with_key(&flags, "intruder", host, None, b"another key")?;
+        let blocking = Blocking::new(&*other.channel);
+        let outcome = blocking.connect(&self.server, &self.address, None, self.deadline());
+        let refused = matches!(outcome, Err(ConnectError::Key | ConnectError::Refused(_)));
+        ensure(refused, &format!("with a wrong key: {outcome:?}"))?;
+        blocking.close(self.deadline())?;
+        let knows = self.control.ask("knows intruder")?;
+        ensure(knows == "false", "the server knows who it refused")
+    }
+
+    fn deadline_passes(&self) -> Result<Filled, Failure> {
+        let begun = Instant::now();
+        let deadline = begun + Duration::from_millis(300);
+        let slots = self.side.room(&[4096])?;
+        let filled = self.blocking().receive(slots, &self.server, 99, deadline);
+        let took = begun.elapsed();
+        ensure(
+            took < self.flags.patience,
+            &format!("a deadline of 300 ms ended after {took:?}"),
+        )?;
+        Ok(filled)
+    }
+
+    fn nobody_sends(&mut self) -> Result<(), Failure> {
+        let filled = self.deadline_passes()?;
+        let named = matches!(filled.error, Some(TransferError::Deadline { .. }));
+        ensure(named && filled.done() == 0, &format!("{filled:?}"))
+    }
+
+    fn restart(&mut self) -> Result<(), Failure> {
+        let offered = self.offer(9, "65536*4")?;
+        self.control.ask("restart")?;
+        self.control = Control::connect(&self.flags.address, self.flags.patience)?;
+        self.control.set_patience(self.flags.patience * 2)?;
+        let address = self.control.ask("address")?.parse()?;
+        ensure(self.address == address, "it listens elsewhere")?;
+        // A transfer finds out, if nothing else has: what was before is gone.
+        let begun = Instant::now();
+        while self.side.channel.is_connected(&self.server) {
+            ensure(
+                begun.elapsed() < self.flags.patience,
+                "the restart is not noticed",
+            )?;
+            let slots = self.side.room(&[65536; 4])?;
+            let filled = self
+                .blocking()
+                .read(slots, &self.server, &offered, self.deadline());
+            ensure(
+                filled.error.is_some(),
+                "the new process served the old one's objects",
+            )?;
+        }
+        let message = Some(Bytes::from_static(MESSAGE));
+        let answer = self.try_connect(message)?;
+        ensure(answer.is_some(), "the new process did not answer")?;
+        self.read()?;
+        self.write()
+    }
+
+    fn end(&mut self) -> Result<(), Failure> {
+        let lens = vec![1 << 20; 8];
+        let offered = self.offer(10, "1048576*8")?;
+        self.control.ask("abort-in 100")?;
+        let begun = Instant::now();
+        loop {
+            let slots = self.side.room(&lens)?;
+            let deadline = self.deadline();
+            let filled = block_on(
+                self.side
+                    .channel
+                    .read(slots, &self.server, &offered, deadline),
+            );
+            ensure(filled.slots.len() == lens.len(), "slots were lost")?;
+            for (place, slot) in filled.slots.iter().enumerate() {
+                if let Slot::Written(slot) = slot {
+                    pattern::check(slot.bytes(), 10, place)?;
+                }
+            }
+            if filled.error.is_some() {
+                break;
+            }
+            ensure(
+                begun.elapsed() < self.flags.patience,
+                "reads from a process that ended go on",
+            )?;
+        }
+        let begun = Instant::now();
+        while self.side.channel.is_connected(&self.server) {
+            ensure(
+                begun.elapsed() < self.flags.patience,
+                "the end is not noticed",
+            )?;
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let sent = self.blocking().write(
+            self.side.objects(&[4096], 11)?,
+            &self.server,
+            &offered[..1],
+            self.deadline(),
+        );
+        ensure(sent.error.is_some(), "a write to nobody went well")
+    }
+
+    fn close(&mut self) -> Result<(), Failure> {
+        self.blocking().close(self.deadline())?;
+        let usage = self.side.pool.usage();
+        ensure(usage.slots == 0, &format!("slots are left: {usage:?}"))
+    }
+}

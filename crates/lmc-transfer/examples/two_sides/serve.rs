@@ -1,0 +1,138 @@
+//! The side that obeys.
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_transfer::{Blocking, InArena, OnConnect, PeerId, TransferChannel};
+use serde_json::json;
+
+use crate::control::Control;
+use crate::pattern;
+use crate::side::{Failure, Flags, SERVER, Side};
+
+/// What the server answers to the message of a peer that connects.
+pub(crate) fn greeting(message: &[u8]) -> Vec<u8> {
+    [b"heard: ", message].concat()
+}
+
+/// Serves one driver, to its end.
+pub(crate) fn serve(flags: &Flags) -> Result<(), Failure> {
+    let listener = TcpListener::bind(&flags.address)?;
+    let local = listener.local_addr()?;
+    let on_connect: OnConnect =
+        Arc::new(|_, message| message.map(|message| Bytes::from(greeting(&message))));
+    let side = Side::open(flags, SERVER, local.ip(), Some(on_connect))?;
+    println!("{}", json!({"ready": local.to_string()}));
+    let (stream, _) = listener.accept()?;
+    // After a restart nobody shall connect to the process that was before.
+    drop(listener);
+    let mut control = Control::new(stream)?;
+    let mut held = Held::default();
+    while let Some(line) = control.hear()? {
+        if line == "restart" {
+            control.say("ok")?;
+            return Err(restart(flags, &local.to_string(), &side));
+        }
+        let answer = match held.obey(&side, flags.patience, &line) {
+            Ok(answer) => format!("ok {answer}"),
+            Err(error) => format!("failed {error}").replace('\n', " "),
+        };
+        control.say(&answer)?;
+    }
+    drop(held);
+    Blocking::new(&*side.channel).close(Instant::now() + flags.patience)?;
+    Ok(())
+}
+
+/// Becomes a new process at the same addresses, as after a crash. Returns only a failure.
+fn restart(flags: &Flags, control: &str, side: &Side) -> Failure {
+    let Ok(program) = std::env::current_exe() else {
+        return "the program does not know its own file".into();
+    };
+    let mut command = Command::new(program);
+    command
+        .args(["serve", control])
+        .args(flags.typed())
+        .args(["--at", &side.channel.address().to_string()]);
+    command.exec().into()
+}
+
+/// What lies ready for the driver.
+#[derive(Default)]
+struct Held {
+    offered: Vec<SealedSlot>,
+    room: Vec<ReservedSlot>,
+}
+
+impl Held {
+    fn obey(&mut self, side: &Side, patience: Duration, line: &str) -> Result<String, Failure> {
+        let words: Vec<&str> = line.split(' ').collect();
+        let channel = &*side.channel;
+        let blocking = Blocking::new(channel);
+        let deadline = Instant::now() + patience;
+        match words[..] {
+            ["address"] => Ok(channel.address().to_string()),
+            ["knows", peer] => Ok(channel.is_connected(&peer.parse()?).to_string()),
+            ["offer", seed, sizes] => {
+                self.offered.clear();
+                self.offered = side.objects(&pattern::sizes(sizes)?, seed.parse()?)?;
+                indices(channel, &self.offered)
+            }
+            ["room", sizes] => {
+                self.room.clear();
+                self.room = side.room(&pattern::sizes(sizes)?)?;
+                indices(channel, &self.room)
+            }
+            ["verify", seed] => {
+                let seed = seed.parse()?;
+                for (place, slot) in self.room.drain(..).enumerate() {
+                    pattern::check(slot.written().bytes(), seed, place)?;
+                }
+                Ok(String::new())
+            }
+            ["forget"] => {
+                *self = Self::default();
+                Ok(side.pool.usage().slots.to_string())
+            }
+            ["send", peer, tag] => {
+                let peer: PeerId = peer.parse()?;
+                let objects = self.offered.clone();
+                let sent = blocking.send(objects, &peer, tag.parse()?, deadline);
+                Ok(sent.into_result()?.to_string())
+            }
+            ["receive", peer, tag, sizes, seed] => {
+                let peer: PeerId = peer.parse()?;
+                let slots = side.room(&pattern::sizes(sizes)?)?;
+                let filled = blocking.receive(slots, &peer, tag.parse()?, deadline);
+                let written = filled.into_result()?;
+                let seed = seed.parse()?;
+                for (place, slot) in written.iter().enumerate() {
+                    pattern::check(slot.bytes(), seed, place)?;
+                }
+                Ok(written.len().to_string())
+            }
+            ["abort-in", ms] => {
+                let life = Duration::from_millis(ms.parse()?);
+                thread::spawn(move || {
+                    thread::sleep(life);
+                    std::process::abort();
+                });
+                Ok(String::new())
+            }
+            _ => Err("no such command".into()),
+        }
+    }
+}
+
+fn indices<S: InArena>(channel: &dyn TransferChannel, slots: &[S]) -> Result<String, Failure> {
+    let slots: Vec<&dyn InArena> = slots.iter().map(|slot| slot as &dyn InArena).collect();
+    let indices = channel.indices(&slots)?;
+    let indices: Vec<String> = indices.iter().map(|index| index.0.to_string()).collect();
+    Ok(indices.join(","))
+}
