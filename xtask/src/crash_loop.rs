@@ -55,7 +55,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
         .args(example)
         .status()?;
     ensure!(built.success(), "the child cannot be built");
-    let child = target_dir()?.join("release/examples/crash");
+    let child = crate::target_dir()?.join("release/examples/crash");
     println!(
         "{} kills in {}, seed {}",
         asked.rounds,
@@ -105,13 +105,6 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     println!("{whole} chunks were acknowledged and found again");
     println!("{} passed, {failed} failed", asked.rounds - failed);
     Ok(failed == 0)
-}
-
-fn target_dir() -> Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    // …/target/debug/xtask
-    let target = own.parent().and_then(Path::parent);
-    Ok(target.context("xtask lies in a target folder")?.to_owned())
 }
 
 fn child(program: &Path, verb: &str, folder: &Path, io: &str) -> Command {

@@ -3,17 +3,25 @@
 mod bench;
 mod crash_loop;
 mod fuzz;
+mod janitor;
+mod multinode;
 mod nixl;
+mod outcomes;
 mod output;
+mod packages;
+mod rdma;
+mod shown;
 mod steps;
 mod test;
 mod tidy;
+mod two_sides;
+mod ucx;
 mod vllm;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 const HELP: &str = "\
 Every developer action of lmc.
@@ -28,6 +36,10 @@ Every developer action of lmc.
   cargo xtask test-cli             LMCache's command-line tools and benchmark against `lmc serve`
   cargo xtask test-nixl            NIXL channels on the real library, which it fetches from PyPI
       --require                    fails where that cannot be had, instead of skipping
+  cargo xtask test-multinode       channels between network namespaces; as root
+  cargo xtask test-rdma [FLAGS]    NIXL over the best RDMA there is, down to soft-RoCE in a guest
+      --level NAME                 one level only; may be given again
+      --list                       the levels, and which of them can be had here
   cargo xtask fuzz [TARGET...]     zmtp, request, service, transfer; all of them unless some are named
       --seconds N                  for each target, 30 unless given
       --stable                     the seeded mutator, even where libFuzzer is at hand
@@ -67,6 +79,8 @@ fn run(args: &[String]) -> Result<bool> {
         "test-vllm" => vllm::run(rest),
         "test-cli" => vllm::run_cli(rest),
         "test-nixl" => nixl::run(rest),
+        "test-multinode" => multinode::run(rest),
+        "test-rdma" => rdma::run(rest),
         "fuzz" => fuzz::run(rest),
         "crash-loop" => crash_loop::run(rest),
         "bench" => bench::run(rest),
@@ -76,6 +90,14 @@ fn run(args: &[String]) -> Result<bool> {
         }
         other => bail!("unknown command {other:?}; `cargo xtask --help` lists them"),
     }
+}
+
+/// The folder that cargo builds into.
+fn target_dir() -> Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    // …/target/debug/xtask
+    let target = own.parent().and_then(Path::parent);
+    Ok(target.context("xtask lies in a target folder")?.to_owned())
 }
 
 /// The folder of the workspace.

@@ -1,6 +1,6 @@
 //! `cargo xtask test-nixl`: NIXL channels on the real library.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -42,6 +42,14 @@ pub(crate) fn build_tools() -> Result<()> {
             "the feature `nixl` of lmc-transfer is built with g++ and libclang, which are not \
              here and cannot be installed: see above"
         ),
+    }
+}
+
+/// NIXL's library, fetched where it is not here yet.
+pub(crate) fn library() -> Result<PathBuf> {
+    match script(&[])? {
+        Got::Ready(folder) => Ok(Path::new(&folder).join("libnixl_capi.so")),
+        Got::NotToBeHad => bail!("PyPI (nixl-cu12==1.5.1) cannot be reached from here"),
     }
 }
 

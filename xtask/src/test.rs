@@ -30,6 +30,12 @@ fn steps(nextest: bool) -> Vec<Step> {
         Step::new("nixl", "cargo xtask test-nixl"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
+        Step::new("multinode", "cargo xtask test-multinode"),
+        // Its namespaces are those of the step before.
+        Step::new(
+            "rdma",
+            "cargo xtask test-rdma --level best --level tcp --level cma",
+        ),
         Step::new("vllm", "cargo xtask test-vllm"),
         Step::new("cli", "cargo xtask test-cli"),
     ]

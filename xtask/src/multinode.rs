@@ -1,0 +1,242 @@
+//! `cargo xtask test-multinode`: the channels between network namespaces, as between two hosts.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use serde_json::Value;
+
+use crate::janitor::Janitor;
+use crate::outcomes::Outcomes;
+use crate::two_sides::{self, End, Report, TwoSides};
+use crate::ucx::{self, Nixl};
+use crate::{packages, shown};
+
+const HOSTS: [&str; 2] = ["10.231.7.1", "10.231.7.2"];
+/// What the slowed link carries, in bytes a second (`tc` writes `1gbit`).
+const RATE: (&str, f64) = ("1gbit", 125e6);
+/// How much quicker than its rate a link may seem: a bucket of tokens is full when a batch begins.
+const SLACK: f64 = 1.25;
+const COMMAND: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(120);
+
+pub(crate) fn run(args: &[String]) -> Result<bool> {
+    ensure!(
+        args.is_empty(),
+        "test-multinode takes no arguments, found {args:?}"
+    );
+    let mut outcomes = Outcomes::default();
+    match possible().and_then(|()| prepare()) {
+        Err(why) => outcomes.skip("namespaces", &why),
+        Ok(()) => {
+            let nixl = Nixl::find();
+            let program = two_sides::build(nixl.is_ok())?;
+            channels(&program, &nixl, &mut outcomes);
+        }
+    }
+    Ok(outcomes.finish())
+}
+
+/// Whether namespaces can be laid here.
+pub(crate) fn possible() -> Result<()> {
+    ensure!(packages::is_root(), "network namespaces need root");
+    packages::obtainable("ip", "iproute2")?;
+    packages::obtainable("tc", "iproute2")
+}
+
+/// Gets what is missing, and lays a namespace to see whether the kernel and whoever contains
+/// this process let it.
+pub(crate) fn prepare() -> Result<()> {
+    packages::install("ip", "iproute2")?;
+    packages::install("tc", "iproute2")?;
+    Namespaces::lay(None)
+        .context("no network namespaces here")
+        .map(drop)
+}
+
+/// The socket channel and NIXL over TCP, each on a quick and on a slowed link.
+pub(crate) fn channels(program: &Path, nixl: &Result<Nixl>, outcomes: &mut Outcomes) {
+    let mut each = |kind: &str, rate: Option<(&str, f64)>, nixl: Option<&Nixl>| {
+        let link = rate.map_or("a veth".to_owned(), |(rate, _)| format!("a veth of {rate}"));
+        let name = format!("{kind} between namespaces over {link}");
+        println!("\n==> {name}");
+        outcomes.ran(&name, between(program, rate, nixl));
+    };
+    for rate in [None, Some(RATE)] {
+        each("socket", rate, None);
+        if let Ok(nixl) = nixl {
+            each("NIXL (UCX tcp)", rate, Some(nixl));
+        }
+    }
+    if let Err(error) = nixl {
+        let why = anyhow!("no NIXL: {error:#}");
+        outcomes.skip("NIXL between namespaces", &why);
+    }
+}
+
+/// Lays two namespaces, runs a side in each, and takes them away.
+fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Result<String> {
+    let namespaces = Namespaces::lay(rate.map(|(rate, _)| rate))?;
+    let kind = if nixl.is_some() { "nixl" } else { "socket" };
+    let name = format!("{kind}-{}", rate.map_or("quick", |(rate, _)| rate));
+    let logs = Path::new("target/test-multinode").join(name);
+    let end = |at: usize, side: &str| {
+        let mut end = End {
+            within: namespaces.within(at),
+            ..End::default()
+        };
+        if let Some(nixl) = nixl {
+            let device = namespaces.device(at);
+            end.variables = nixl.variables("tcp", Some(device), &logs, side);
+        }
+        end
+    };
+    let words = [
+        "--channel",
+        kind,
+        "--sweep-kib",
+        "16384",
+        "--arena-mib",
+        "96",
+    ];
+    let sides = TwoSides {
+        program,
+        host: HOSTS[0],
+        flags: words.map(str::to_owned).to_vec(),
+        server: end(0, "serve"),
+        driver: end(1, "drive"),
+        logs: &logs,
+        limit: LIMIT,
+    };
+    let before = namespaces.crossed()?;
+    let report = sides.run()?;
+    let after = namespaces.crossed()?;
+    print!("{}", report.table());
+    report.verdict()?;
+    let crossed = (after.0 - before.0, after.1 - before.1);
+    if nixl.is_some() {
+        ucx::expect(&std::fs::read_to_string(logs.join("drive.ucx"))?, "tcp/")?;
+    }
+    proven(&report, crossed, rate.map(|(_, bytes)| bytes))
+}
+
+/// Whether the counters of the link, and its rate, bear out that the bytes crossed it.
+fn proven(report: &Report, crossed: (u64, u64), rate: Option<f64>) -> Result<String> {
+    let moved = report.moved();
+    ensure!(moved.0 > 0 && moved.1 > 0, "the sweep moved nothing");
+    ensure!(
+        crossed.0 >= moved.0 && crossed.1 >= moved.1,
+        "{moved:?} bytes were moved, to the server and from it, and {crossed:?} crossed the veth: \
+         they went another way"
+    );
+    let checks = report.passed.len();
+    let [there, back] = [crossed.0, crossed.1].map(|bytes| bytes >> 20);
+    let mut how = format!("{checks} checks; {there} MiB and {back} MiB crossed the veth");
+    if let Some(rate) = rate {
+        let large = report.cells.iter();
+        let large = large.filter(|cell| cell.bytes * cell.batch >= 4 << 20);
+        let quickest = large.map(|cell| cell.gib_per_s * (1u64 << 30) as f64);
+        let quickest = quickest.fold(0.0, f64::max);
+        ensure!(quickest > 0.0, "no batch was large enough to tell the rate");
+        ensure!(
+            quickest <= rate * SLACK,
+            "a batch moved at {quickest:.3e} B/s over a link of {rate:.3e} B/s: it went another way"
+        );
+        how += &format!("; none quicker than {:.0} MB/s", quickest / 1e6);
+    }
+    Ok(how)
+}
+
+/// Two namespaces with a link between them. They go with this.
+struct Namespaces {
+    names: [String; 2],
+    devices: [String; 2],
+    _janitor: Janitor,
+}
+
+impl Namespaces {
+    fn lay(rate: Option<&str>) -> Result<Self> {
+        let own = std::process::id();
+        let names = ["a", "b"].map(|side| format!("lmc{own}{side}"));
+        let devices = ["a", "b"].map(|side| format!("lv{own}{side}"));
+        let mut janitor = Janitor::new()?;
+        for name in &names {
+            janitor.in_the_end(&format!("ip netns del {name}"))?;
+            janitor.in_the_end(&format!("ip netns pids {name} | xargs -r kill -9"))?;
+            ip(&["netns", "add", name])?;
+        }
+        let [a, b] = [0, 1].map(|at| (names[at].as_str(), devices[at].as_str()));
+        ip(&[
+            "link", "add", a.1, "netns", a.0, "type", "veth", "peer", "name", b.1, "netns", b.0,
+        ])?;
+        for ((name, device), host) in [a, b].into_iter().zip(HOSTS) {
+            ip(&[
+                "-n",
+                name,
+                "addr",
+                "add",
+                &format!("{host}/24"),
+                "dev",
+                device,
+            ])?;
+            ip(&["-n", name, "link", "set", "lo", "up"])?;
+            ip(&["-n", name, "link", "set", device, "up"])?;
+            if let Some(rate) = rate {
+                let mut limit = Command::new("ip");
+                limit
+                    .args(["netns", "exec", name, "tc", "qdisc", "add", "dev", device])
+                    .args(["root", "tbf", "rate", rate, "burst", "256kb"])
+                    .args(["latency", "50ms"]);
+                shown::output(&mut limit, COMMAND)?;
+            }
+        }
+        let namespaces = Self {
+            names,
+            devices,
+            _janitor: janitor,
+        };
+        // UCX lists interfaces once, when its backend is made.
+        let begun = Instant::now();
+        while !(namespaces.is_up(0)? && namespaces.is_up(1)?) {
+            ensure!(begun.elapsed() < COMMAND, "the veth does not come up");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(namespaces)
+    }
+
+    fn within(&self, at: usize) -> Vec<String> {
+        let words = ["ip", "netns", "exec", &self.names[at]];
+        words.map(str::to_owned).to_vec()
+    }
+
+    fn device(&self, at: usize) -> &str {
+        &self.devices[at]
+    }
+
+    fn link(&self, at: usize) -> Result<Value> {
+        let mut command = Command::new("ip");
+        command.args(["-n", &self.names[at], "-s", "-j", "link", "show"]);
+        let text = shown::quiet(command.arg(&self.devices[at]), COMMAND)?;
+        let links: Value = serde_json::from_str(&text).context("ip -j speaks JSON")?;
+        Ok(links[0].clone())
+    }
+
+    fn is_up(&self, at: usize) -> Result<bool> {
+        Ok(self.link(at)?["operstate"] == "UP")
+    }
+
+    /// Bytes that came to the server's side of the link, and to the driver's.
+    fn crossed(&self) -> Result<(u64, u64)> {
+        let received = |at| {
+            let bytes = self.link(at)?["stats64"]["rx"]["bytes"].as_u64();
+            bytes.context("ip says nothing of bytes")
+        };
+        Ok((received(0)?, received(1)?))
+    }
+}
+
+fn ip(words: &[&str]) -> Result<()> {
+    let mut command = Command::new("ip");
+    shown::output(command.args(words), COMMAND).map(drop)
+}

@@ -1,0 +1,95 @@
+//! Packages of the distribution, by name: what a step needs and the machine lacks.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::shown;
+use crate::test::succeeds;
+
+const INSTALLING: Duration = Duration::from_secs(300);
+
+/// Whether a program can be found.
+pub(crate) fn found(program: &str) -> bool {
+    succeeds("sh", &["-c", &format!("command -v {program}")])
+}
+
+/// Whether this process may change the machine.
+pub(crate) fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
+}
+
+/// Whether a program is there, or [`install`] may get it. The error says why not.
+pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
+    if found(program) {
+        return Ok(());
+    }
+    if !found("apt-get") {
+        bail!("{program} is missing, and there is no apt-get to install {package} with");
+    }
+    match is_root() {
+        true => Ok(()),
+        false => bail!("{program} is missing: apt-get install {package}"),
+    }
+}
+
+/// Sees to it that a program is there. The error says why it cannot be.
+pub(crate) fn install(program: &str, package: &str) -> Result<()> {
+    if found(program) {
+        return Ok(());
+    }
+    obtainable(program, package)?;
+    let install = || {
+        let mut command = Command::new("apt-get");
+        command
+            .args(["install", "--yes", "--no-install-recommends", package])
+            .env("DEBIAN_FRONTEND", "noninteractive");
+        shown::output(&mut command, INSTALLING)
+    };
+    if install().is_err() {
+        let mut update = Command::new("apt-get");
+        shown::output(update.arg("update"), INSTALLING)?;
+        install()?;
+    }
+    match found(program) {
+        true => Ok(()),
+        false => bail!("{package} is installed, but there is no {program}"),
+    }
+}
+
+/// Takes files out of a package without installing it. Members are patterns of GNU tar, such as
+/// `./boot/vmlinuz-*`.
+pub(crate) fn extract(package: &str, members: &[String], into: &Path) -> Result<()> {
+    if !found("apt-get") || !found("dpkg-deb") {
+        bail!("{package} is a package of Debian, and there is no apt-get here");
+    }
+    let folder = into.join("download");
+    std::fs::create_dir_all(&folder)?;
+    let mut download = Command::new("apt-get");
+    download.args(["download", package]).current_dir(&folder);
+    if shown::output(&mut download, INSTALLING).is_err() && is_root() {
+        let mut update = Command::new("apt-get");
+        shown::output(update.arg("update"), INSTALLING)?;
+        shown::output(&mut download, INSTALLING)?;
+    }
+    let file = std::fs::read_dir(&folder)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| path.extension().is_some_and(|ending| ending == "deb"))
+        .with_context(|| format!("{package} could not be downloaded"))?;
+    let mut unpack = Command::new("sh");
+    unpack
+        .args([
+            "-ec",
+            "dpkg-deb --fsys-tarfile \"$0\" | tar --extract --wildcards \"$@\"",
+        ])
+        .arg(&file)
+        .args(["--directory"])
+        .arg(into)
+        .args(members);
+    shown::output(&mut unpack, INSTALLING)?;
+    std::fs::remove_dir_all(&folder)?;
+    Ok(())
+}

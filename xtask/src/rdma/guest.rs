@@ -1,0 +1,540 @@
+//! QEMU guests with soft-RoCE: real RDMA verbs on a machine that has no device for them.
+//!
+//! A guest is a kernel of the distribution and an initramfs with the two sides, NIXL, and what
+//! they need; nothing is installed but QEMU. It runs in emulation, with or without KVM: that
+//! takes a minute and works everywhere.
+
+use std::fs;
+use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::cpio::Archive;
+use super::devices::Counters;
+use crate::janitor::Janitor;
+use crate::two_sides::{Report, Suite};
+use crate::ucx::{self, Nixl};
+use crate::{packages, shown};
+
+const INIT: &str = include_str!("init.sh");
+/// In the order in which they must be loaded. What a kernel has built in is not among its files.
+const MODULES: [&str; 15] = [
+    "virtio",
+    "virtio_ring",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "failover",
+    "net_failover",
+    "virtio_net",
+    "crc32_generic",
+    "ib_core",
+    "ib_uverbs",
+    "udp_tunnel",
+    "ip6_udp_tunnel",
+    "rdma_rxe",
+    "dummy",
+];
+/// Those without which there is no soft-RoCE.
+const NEEDED: [&str; 2] = ["rdma_rxe", "virtio_net"];
+const PROVIDER: &str = "usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so";
+const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --patience 30 --limit 200";
+/// From the start of a guest to its end; with the whole suite.
+const LIMIT: Duration = Duration::from_secs(360);
+const SUITE_LIMIT: Duration = Duration::from_secs(1500);
+const COMMAND: Duration = Duration::from_secs(60);
+
+/// What runs in guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// Both sides in one guest, then [`PROPERTIES`].
+    One,
+    /// A side in each of two guests, with a link between them.
+    Two,
+    /// The whole suite.
+    Suite,
+}
+
+/// Properties of the suite that an emulated machine has time for.
+const PROPERTIES: &str = "writes_and_reads_of_all_sizes,sends_and_receives_of_all_sizes,\
+     closing_ends_what_is_under_way,a_peer_dies_while_it_is_written,a_peer_starts_again";
+
+/// What a guest boots from.
+pub(crate) struct Guest {
+    kernel: PathBuf,
+    image: PathBuf,
+}
+
+/// What the driver's guest said.
+#[derive(Default)]
+pub(crate) struct Told {
+    pub(crate) report: Report,
+    pub(crate) before: Counters,
+    pub(crate) after: Counters,
+    /// Lines of UCX's log.
+    pub(crate) ucx: String,
+    pub(crate) suite: Suite,
+    device: String,
+    problems: Vec<String>,
+    over: bool,
+}
+
+impl Told {
+    fn line(&mut self, line: &str) -> Result<()> {
+        let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match kind {
+            "@driver" if rest.starts_with('{') => self.report.line(rest)?,
+            "@counter" => {
+                let words: Vec<&str> = rest.split(' ').collect();
+                let [when, name, value] = words[..] else {
+                    bail!("no counter: {line}");
+                };
+                let counters = match when {
+                    "before" => &mut self.before,
+                    _ => &mut self.after,
+                };
+                counters.0.insert(name.to_owned(), value.parse()?);
+            }
+            "@ucx" => self.ucx += &format!("{rest}\n"),
+            "@suite" => self.suite.line(rest),
+            "@suite-ucx" => self.suite.ucx += &format!("{rest}\n"),
+            "@device" => rest.clone_into(&mut self.device),
+            "@problem" | "@stderr" | "@server" => self.problems.push(line.to_owned()),
+            "@over" => self.over = true,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// Where things are kept between runs.
+fn cache() -> Result<PathBuf> {
+    let named = std::env::var_os("LMC_CACHE_DIR").map(PathBuf::from);
+    let home = || Some(Path::new(&std::env::var_os("HOME")?).join(".cache/lmc"));
+    named
+        .or_else(home)
+        .context("neither LMC_CACHE_DIR nor HOME is set")
+}
+
+/// Whether guests can be had here.
+pub(crate) fn possible() -> Result<()> {
+    ensure!(
+        std::env::consts::ARCH == "x86_64",
+        "guests are made for x86_64 only, this is {}",
+        std::env::consts::ARCH
+    );
+    packages::obtainable("qemu-system-x86_64", "qemu-system-x86")?;
+    packages::obtainable("rdma", "iproute2")?;
+    if kept(&cache()?).is_none() {
+        let debian = packages::found("apt-get") && packages::found("dpkg-deb");
+        ensure!(
+            debian,
+            "the guest's kernel comes from Debian, and there is no apt-get here"
+        );
+    }
+    Ok(())
+}
+
+/// Installs and fetches what is missing.
+pub(crate) fn prepare() -> Result<()> {
+    packages::install("qemu-system-x86_64", "qemu-system-x86")?;
+    packages::install("rdma", "iproute2")?;
+    parts().map(drop)
+}
+
+/// The parts that were fetched before.
+fn kept(cache: &Path) -> Option<PathBuf> {
+    let kept = fs::read_dir(cache).ok()?;
+    let kept = kept.filter_map(|entry| Some(entry.ok()?.path()));
+    let whole = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("guest-")
+    };
+    kept.filter(whole).max()
+}
+
+/// The folder with a kernel, its modules, a shell, and the verbs of soft-RoCE; fetched once.
+fn parts() -> Result<PathBuf> {
+    let cache = cache()?;
+    fs::create_dir_all(&cache)?;
+    if let Some(folder) = kept(&cache) {
+        return Ok(folder);
+    }
+    let mut depends = Command::new("apt-cache");
+    let depends = shown::quiet(depends.args(["depends", "linux-image-amd64"]), COMMAND)
+        .context("a guest needs a kernel of Debian's, and apt-cache cannot tell its name")?;
+    let kernel = depends
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Depends: "))
+        .context("apt-cache names no kernel: apt-get update may help")?;
+    let part = cache.join(format!("guest.{}", std::process::id()));
+    let _ = fs::remove_dir_all(&part);
+    fs::create_dir_all(&part)?;
+    let modules = MODULES.map(|module| format!("*/{module}.ko*"));
+    let members = [vec!["./boot/vmlinuz-*".to_owned()], modules.to_vec()].concat();
+    packages::extract(kernel, &members, &part)?;
+    packages::extract("busybox-static", &["*/bin/busybox".to_owned()], &part)?;
+    packages::extract("ibverbs-providers", &[format!("./{PROVIDER}")], &part)?;
+    // Two runs at once fetch the same; one of them is kept.
+    let whole = cache.join(format!("guest-{kernel}"));
+    if fs::rename(&part, &whole).is_err() {
+        fs::remove_dir_all(&part)?;
+    }
+    Ok(whole)
+}
+
+/// All files below a folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        match path.is_dir() {
+            true => files.extend(self::files(&path)?),
+            false => files.push(path),
+        }
+    }
+    Ok(files)
+}
+
+impl Guest {
+    /// Makes the initramfs.
+    pub(crate) fn make(program: &Path, suite: &Path, nixl: &Nixl, folder: &Path) -> Result<Self> {
+        let parts = parts()?;
+        let files = files(&parts)?;
+        let named = |start: &str| {
+            let name = |path: &&PathBuf| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with(start)
+            };
+            files.iter().find(name)
+        };
+        let kernel = named("vmlinuz-").context("the guest's parts hold no kernel")?;
+        let mut archive = Archive::default();
+        for path in ["proc", "sys", "dev", "tmp", "etc/libibverbs.d"] {
+            archive.folder(path);
+        }
+        archive.device("dev/console", 5, 1);
+        archive.device("dev/null", 1, 3);
+        let busybox = named("busybox").context("the guest's parts hold no busybox")?;
+        archive.file("bin/busybox", busybox);
+        let mut order = String::new();
+        for module in MODULES {
+            let Some(file) = named(&format!("{module}.ko")) else {
+                ensure!(
+                    !NEEDED.contains(&module),
+                    "the kernel has no module {module}"
+                );
+                continue;
+            };
+            ensure!(
+                file.extension().is_some_and(|ending| ending == "ko"),
+                "{} is compressed",
+                file.display()
+            );
+            archive.file(&format!("modules/{module}.ko"), file);
+            order += &format!("{module}\n");
+        }
+        archive.text("modules/order", &order);
+        let mut roots = vec![program.to_owned(), suite.to_owned()];
+        for tool in ["ip", "rdma"] {
+            let path = shown::quiet(
+                Command::new("sh").args(["-c", &format!("command -v {tool}")]),
+                COMMAND,
+            )?;
+            let path = PathBuf::from(path.trim());
+            archive.file(&format!("bin/{tool}"), &path);
+            roots.push(path);
+        }
+        archive.file("bin/two_sides", program);
+        archive.file("bin/suite", suite);
+        let library = pack_nixl(&mut archive, nixl, &mut roots)?;
+        pack_libraries(&mut archive, &roots, &wheel(nixl)?)?;
+        // The wheel's libibverbs looks for providers where Red Hat keeps them, so it is told; and
+        // a provider's `libibverbs.so.1` must be the copy that is loaded already.
+        let provider = parts.join(PROVIDER);
+        archive.file(PROVIDER, &provider);
+        let provider = PROVIDER.strip_suffix("-rdmav34.so").expect("it ends so");
+        let verbs = nixl.bundled("libibverbs-")?;
+        archive.link("verbs/libibverbs.so.1", &in_guest(&verbs, &wheel(nixl)?)?);
+        let mut variables = format!(
+            "export LMC_NIXL_LIBRARY={library} LD_LIBRARY_PATH=/verbs IBV_DRIVERS=/{provider}\n\
+             FLAGS='{FLAGS}'\n"
+        );
+        for (name, value) in ucx::told("rc,self", Some("rxe0:1"), "/tmp/ucx") {
+            variables += &format!("export {name}='{value}'\n");
+        }
+        archive.text("variables", &variables);
+        archive.text("init", INIT);
+        let image = folder.join("initramfs.cpio");
+        let file = fs::File::create(&image).with_context(|| image.display().to_string())?;
+        let mut file = BufWriter::new(file);
+        archive.write(&mut file)?;
+        file.flush()?;
+        let kernel = kernel.clone();
+        Ok(Self { kernel, image })
+    }
+
+    /// Boots, and reads what the driver's side says until it is over.
+    pub(crate) fn run(&self, layout: Layout, logs: &Path) -> Result<Told> {
+        let limit = match layout {
+            Layout::Suite => SUITE_LIMIT,
+            Layout::One | Layout::Two => LIMIT,
+        };
+        let deadline = Instant::now() + limit;
+        let mut janitor = Janitor::new()?;
+        let mut told = Told::default();
+        let mut server = None;
+        let mut link = None;
+        if layout == Layout::Two {
+            let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+            let mut running = self.boot(
+                "serve",
+                Some(&format!("listen=127.0.0.1:{port}")),
+                logs,
+                &mut janitor,
+            )?;
+            // The other guest joins when this one listens.
+            running.until(deadline, |line| Ok(line.starts_with("@serving")))?;
+            server = Some(running);
+            link = Some(format!("connect=127.0.0.1:{port}"));
+        }
+        let role = match layout {
+            Layout::One => "both",
+            Layout::Two => "drive",
+            Layout::Suite => "suite",
+        };
+        let mut driver = self.boot(role, link.as_deref(), logs, &mut janitor)?;
+        driver.until(deadline, |line| {
+            let shown = [
+                "@driver", "@suite ", "@device", "@problem", "@stderr", "@server",
+            ];
+            if shown.iter().any(|kind| line.starts_with(kind)) {
+                println!("    {line}");
+            }
+            told.line(line)?;
+            Ok(told.over)
+        })?;
+        drop((driver, server));
+        ensure!(
+            told.over,
+            "the guest ended early; see {}",
+            logs.join(format!("{role}.serial")).display()
+        );
+        Ok(told)
+    }
+
+    fn boot(
+        &self,
+        role: &str,
+        link: Option<&str>,
+        logs: &Path,
+        janitor: &mut Janitor,
+    ) -> Result<Running> {
+        let properties = match role {
+            "both" => PROPERTIES,
+            "suite" => "all",
+            _ => "",
+        };
+        let mut qemu = Command::new("qemu-system-x86_64");
+        qemu.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-m", "1500"])
+            .args(["-smp", if link.is_some() { "1" } else { "2" }])
+            .args([
+                "-display",
+                "none",
+                "-nodefaults",
+                "-serial",
+                "stdio",
+                "-no-reboot",
+            ])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&self.image)
+            .args([
+                "-append",
+                &format!(
+                    "console=ttyS0 panic=-1 quiet lmc.role={role} lmc.properties={properties}"
+                ),
+            ]);
+        if let Some(link) = link {
+            let mac = if role == "serve" { "01" } else { "02" };
+            qemu.args(["-netdev", &format!("socket,id=link,{link}")])
+                .args([
+                    "-device",
+                    &format!("virtio-net-pci,netdev=link,mac=52:54:00:77:00:{mac}"),
+                ]);
+        }
+        println!("$ {}", shown::typed(&qemu));
+        let errors = fs::File::create(logs.join(format!("{role}.qemu")))?;
+        let mut child = qemu
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .context("cannot run qemu-system-x86_64")?;
+        janitor.in_the_end(&format!("kill -9 {}", child.id()))?;
+        let output = child.stdout.take().context("a piped output")?;
+        let mut log = fs::File::create(logs.join(format!("{role}.serial")))?;
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            let mut reader = BufReader::new(output);
+            let mut line = Vec::new();
+            while reader
+                .read_until(b'\n', &mut line)
+                .is_ok_and(|read| read > 0)
+            {
+                let _ = log.write_all(&line);
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                line.clear();
+                if sender.send(text).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Running { child, lines })
+    }
+}
+
+/// A guest that runs. It is ended with this.
+struct Running {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Running {
+    /// Reads lines until one is the last, or there are no more.
+    fn until(
+        &mut self,
+        deadline: Instant,
+        mut is_last: impl FnMut(&str) -> Result<bool>,
+    ) -> Result<()> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    if is_last(&line)? {
+                        return Ok(());
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) => bail!("the guest was not done by its deadline"),
+            }
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        shown::end(&mut self.child);
+    }
+}
+
+/// The folder that the wheel was unpacked in.
+fn wheel(nixl: &Nixl) -> Result<PathBuf> {
+    let wheel = nixl.library().parent().and_then(Path::parent);
+    wheel
+        .context("the library lies in a wheel")?
+        .canonicalize()
+        .context("the wheel is there")
+}
+
+/// Where a file of the wheel lies in the guest; the wheel's folders stay side by side, because
+/// they find each other so.
+fn in_guest(file: &Path, wheel: &Path) -> Result<String> {
+    let file = file.canonicalize()?;
+    let below = file.strip_prefix(wheel)?;
+    Ok(format!("/nixl/{}", below.display()))
+}
+
+/// Adds what NIXL loads by name, and tells where its library lies. What it links to is found
+/// from `roots`.
+fn pack_nixl(archive: &mut Archive, nixl: &Nixl, roots: &mut Vec<PathBuf>) -> Result<String> {
+    let wheel = wheel(nixl)?;
+    let own = nixl.library().parent().context("a folder")?;
+    let needs = nixl.needs()?;
+    let mut loaded = vec![
+        nixl.library().to_owned(),
+        own.join("plugins/libplugin_UCX.so"),
+    ];
+    for module in ["cma", "ib", "ib_mlx5"] {
+        loaded.push(needs.join(format!("ucx/libuct_{module}.so.0.0.0")));
+    }
+    for bundled in ["libibverbs-", "libmlx5-"] {
+        loaded.push(nixl.bundled(bundled)?);
+    }
+    for file in &loaded {
+        archive.file(&in_guest(file, &wheel)?, file);
+    }
+    roots.extend(loaded);
+    in_guest(nixl.library(), &wheel)
+}
+
+/// Adds all libraries that these files link to, and the loader.
+fn pack_libraries(archive: &mut Archive, roots: &[PathBuf], wheel: &Path) -> Result<()> {
+    let linked = shown::quiet(Command::new("ldd").args(roots), COMMAND)?;
+    for line in linked.lines() {
+        let path = line.split_once("=> ").map_or(line, |(_, path)| path).trim();
+        let Some((path, _)) = path.split_once(" (") else {
+            ensure!(!line.contains("not found"), "ldd: {}", line.trim());
+            continue;
+        };
+        if !path.starts_with('/') {
+            continue;
+        }
+        let file = Path::new(path).canonicalize()?;
+        match file.starts_with(wheel) {
+            true => archive.file(&in_guest(&file, wheel)?, &file),
+            false if path.contains("ld-linux") => archive.file("lib64/ld-linux-x86-64.so.2", &file),
+            false => {
+                let name = Path::new(path).file_name().context("a file has a name")?;
+                let name = name.to_string_lossy();
+                archive.file(&format!("lib/x86_64-linux-gnu/{name}"), &file);
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Told {
+    /// What is amiss that the report does not say.
+    pub(crate) fn problems(&self) -> &[String] {
+        &self.problems
+    }
+
+    /// The device, as `rdma link show` names it.
+    pub(crate) fn device(&self) -> &str {
+        &self.device
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_serial_line_carries_report_counters_and_log() {
+        let mut told = Told::default();
+        let text = "[    0.1] a word of the kernel's\n\
+            @device link rxe0/1 state ACTIVE\n\
+            @counter before sent_pkts 1\n\
+            @driver {\"check\":\"read\",\"ok\":true,\"ms\":3}\n\
+            @driver not a result\n\
+            @counter after sent_pkts 900\n\
+            @counter after rcvd_pkts 800\n\
+            @ucx x inter-node cfg#1 rma(rc_verbs/rxe0:1)\n\
+            @over";
+        for line in text.lines() {
+            told.line(line).expect("a line of a guest");
+        }
+        assert!(told.over && told.device.contains("ACTIVE"));
+        assert_eq!(told.report.passed, ["read"]);
+        assert!(told.after.carried(&told.before, (4096, 4096)).is_some());
+        assert!(ucx::expect(&told.ucx, "rma(rc_").is_ok());
+    }
+}
