@@ -45,7 +45,8 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
 
     /// Connects to a peer, once: memory descriptors are exchanged, `message` goes to the peer's
     /// [`crate::OnConnect`], and what that answers comes back. Connected already: nothing is sent,
-    /// and nothing comes back. Afterwards both sides know each other.
+    /// and nothing comes back. Afterwards both sides know each other. A connect that is given up
+    /// or late may have been one for the peer: its message was heard then, and its answer is lost.
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -91,6 +92,9 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     ) -> BoxFuture<'a, Filled>;
 
     /// Writes objects into a peer's arena, at the peer's indices. The peer does nothing.
+    ///
+    /// Writes to the same place have no order: one that ended without being quiet may still arrive
+    /// after a later one.
     fn write<'a>(
         &'a self,
         objects: Vec<SealedSlot>,

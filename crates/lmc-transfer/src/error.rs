@@ -177,6 +177,8 @@ impl TransferError {
             Self::Deadline { quiet }
             | Self::PeerGone { quiet, .. }
             | Self::Failed { quiet, .. } => *quiet,
+            // Bytes of a write that was under way may be on their way still.
+            Self::Closed => false,
             _ => true,
         }
     }
