@@ -114,6 +114,25 @@ impl Peer {
         let status = Command::new("kill").args([signal, &pid]).status();
         assert!(status.expect("kill is there").success());
     }
+
+    /// Stops all its threads, until SIGCONT.
+    fn stop(&self) {
+        self.signal("-STOP");
+        let end = soon();
+        let stopped = || {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
+            let mut threads = threads.expect("its threads").flatten();
+            // The state follows the name, which is in brackets.
+            threads.all(|thread| {
+                let stat = std::fs::read_to_string(thread.path().join("stat"));
+                stat.is_ok_and(|stat| stat.contains(") T "))
+            })
+        };
+        while !stopped() {
+            assert!(Instant::now() < end, "it does not stop");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 impl Drop for Peer {
@@ -170,7 +189,7 @@ fn check(listen: &str) {
         drop(back);
 
         // Frozen: calls end by their deadlines. Then it goes on as if nothing had been.
-        peer.signal("-STOP");
+        peer.stop();
         let late = TransferError::Deadline { quiet: true };
         assert_eq!(read(&channel, &pool, &peer, after(200)), Some(late));
         let write = channel.write(objects(&pool, 9), &id, &aside, after(200));

@@ -59,7 +59,7 @@ impl Place<'_> {
 struct Arrival {
     /// Segments with a wrong checksum.
     bad: Vec<u32>,
-    /// Whether the sender broke it off.
+    /// Whether the sender broke it off, or some of it was not wanted any more.
     aborted: bool,
 }
 
@@ -257,7 +257,10 @@ impl Inlet {
             // While the piece is still in the cache.
             match place.with(|| self.shared.window.sum(piece)) {
                 Some(sum) if sum == head.sum => {}
-                None => self.shared.counters.discarded.add(1),
+                None => {
+                    self.shared.counters.discarded.add(1);
+                    arrival.aborted = true;
+                }
                 Some(_) => {
                     self.shared.counters.corrupt.add(1);
                     if arrival.bad.last() != Some(&number) {
