@@ -263,6 +263,26 @@ impl Shared {
         }
     }
 
+    /// Goes on with the log of the process before.
+    pub(super) fn old_log(&self, tail: Tail) -> io::Result<Log> {
+        self.sync_logs()?;
+        let name = log_name(tail.log);
+        let file = self.volume.open(&name, Some(self.settings.log_bytes))?;
+        Ok(Log { file, tail })
+    }
+
+    /// Makes durable what was found in the logs, and the names of all files: the process before
+    /// may have been killed before it did, and what is written from now on builds on them.
+    fn sync_logs(&self) -> io::Result<()> {
+        for number in log_numbers(&self.volume.list()?) {
+            let file = self.volume.open(&log_name(number), None)?;
+            let synced = self.wait_for(vec![(Kind::Sync, file, 0, None)]);
+            self.volume.close(file);
+            synced?;
+        }
+        self.volume.sync_names()
+    }
+
     /// Begins a new log and a checkpoint for it; then older ones go.
     pub(super) fn new_log(&self, number: u64) -> io::Result<Log> {
         // What an attempt that failed has left would be taken for frames.

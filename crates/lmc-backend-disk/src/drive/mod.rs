@@ -25,10 +25,9 @@ use crate::counters::{Counters, count};
 use crate::format::{DriveHeader, PutRecord, Record, VERSION};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
-use crate::log::{log_name, segment_name};
+use crate::log::segment_name;
 use crate::timer::join;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
-use commit::Log;
 use health::Condition;
 pub(crate) use load::Read;
 use room::{Growth, RoomWork};
@@ -206,12 +205,7 @@ impl Drive {
             volume,
         });
         let log = match recovered.tail {
-            Some(tail) => Log {
-                file: shared
-                    .volume
-                    .open(&log_name(tail.log), Some(settings.log_bytes))?,
-                tail,
-            },
+            Some(tail) => shared.old_log(tail)?,
             None => shared.new_log(recovered.next_log)?,
         };
         let for_thread = Arc::clone(&shared);

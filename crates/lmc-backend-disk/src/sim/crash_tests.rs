@@ -246,3 +246,34 @@ fn it_keeps_the_contract_when_it_is_full() {
     assert!(tally.hits > 50, "{tally:?}");
     assert!(tier.stats().evicted > 0);
 }
+
+/// A process is killed, the next goes on from its files, and then the power fails. What the first
+/// had written and not made durable is what the second builds on.
+#[test]
+fn what_is_acknowledged_after_a_kill_survives_a_power_cut() {
+    let pool = pool();
+    for events in 0..200 {
+        let volume = SimVolume::new(u64::MAX);
+        volume.crash_after(events);
+        let stores = |number: u64, tier: &DiskBackend| {
+            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            matches!(stored[..], [Ok(Stored::Written)])
+        };
+        if let Ok(tier) = open(&volume, SETTINGS)
+            && (0..20).all(|number| stores(number, &tier))
+        {
+            return;
+        }
+        volume.revive();
+        let tier = open(&volume, SETTINGS).expect("it opens after a kill");
+        assert!(stores(90, &tier), "killed after {events} events");
+        for seed in 0..20 {
+            let tier = open(&volume.after_crash(seed), SETTINGS).expect("after the power cut");
+            assert!(
+                is_there(&tier, &pool, 90),
+                "killed after {events} events, seed {seed}"
+            );
+        }
+    }
+    panic!("the script is longer than that");
+}

@@ -210,6 +210,14 @@ impl SimVolume {
         state.crash_after = Some(state.events + events);
     }
 
+    /// Lets the next process begin: the last one died, and the machine lives. What was written is
+    /// there, and is no more durable than it was.
+    pub(crate) fn revive(&self) {
+        let mut state = self.state.lock();
+        state.crash_after = None;
+        state.faults.clear();
+    }
+
     pub(crate) fn events(&self) -> u64 {
         self.state.lock().events
     }
