@@ -333,8 +333,9 @@ impl Index {
     }
 
     /// Finds room for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
-    /// full answers [`Room::MayGrow`] before it gives one up.
-    pub(crate) fn take_room(&mut self, len: u64, may_grow: bool) -> Room {
+    /// full answers [`Room::MayGrow`] before it gives one up. With `victims`, one of these is
+    /// given up if any.
+    pub(crate) fn take_room(&mut self, len: u64, may_grow: bool, victims: Option<&[u32]>) -> Room {
         let needed = 1 + blocks(len);
         if needed > u64::from(self.segment_blocks) {
             let max = self.max_len();
@@ -353,10 +354,16 @@ impl Index {
         let next = match self.free.pop() {
             Some(free) => free,
             None if may_grow && self.next_segment() < MAX_SEGMENTS => return Room::MayGrow,
-            None => match self.victim() {
-                Some(victim) => victim,
-                None => return Room::Busy,
-            },
+            None => {
+                let victim = match victims {
+                    Some(victims) => self.victim_of(victims),
+                    None => self.victim(),
+                };
+                let Some(victim) = victim else {
+                    return Room::Busy;
+                };
+                victim
+            }
         };
         let generation = self.next_generation();
         let begin = Record::Begin {
@@ -400,6 +407,16 @@ impl Index {
             self.full.push_back(candidate);
         }
         None
+    }
+
+    /// The first of these segments that is full and that nothing reads or writes.
+    fn victim_of(&mut self, victims: &[u32]) -> Option<u32> {
+        let at = victims.iter().find_map(|victim| {
+            let idle = self.segments[*victim as usize].busy == 0;
+            let at = self.full.iter().position(|full| full == victim);
+            at.filter(|_| idle)
+        })?;
+        self.full.remove(at)
     }
 
     /// Where a chunk is, if it is there.
@@ -576,6 +593,11 @@ impl Index {
             }
         }
         (gone, begins)
+    }
+
+    /// Whether a segment holds nothing and may be begun at any time.
+    pub(crate) fn is_free(&self, segment: u32) -> bool {
+        self.free.contains(&segment)
     }
 
     /// Whether a segment can be begun without giving one up.

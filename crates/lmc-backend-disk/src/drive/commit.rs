@@ -161,7 +161,7 @@ impl Shared {
         }
         count(&self.counters.written, 1);
         count(&self.counters.written_bytes, put.len);
-        self.condition.write_works();
+        self.condition.chunk_kept();
         self.store_ended(&put.key, put.len, |joined| {
             Ok(match joined {
                 false => Stored::Written,

@@ -2,8 +2,9 @@
 //!
 //! Three things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
-//! what is there is read, nothing is given up for what could not be written anyway, until a write
-//! ends well. And the *log* may not be written, until it is begun anew.
+//! what is there is read, nothing is given up for what could not be written anyway, until as much
+//! as failed can be written; and until a chunk is kept again, only segments that failed are given
+//! up for others. And the *log* may not be written, until it is begun anew.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use tracing::{info, warn};
 
 use super::{Drive, Shared};
 use crate::counters::count;
-use crate::format::{DriveHeader, Place, PutRecord};
+use crate::format::{DriveHeader, Place, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
 /// Failures in a row after which a drive is out, or unwritable.
@@ -39,11 +40,20 @@ struct Faults {
     out: Option<Fault>,
     /// Writes that failed in a row, in different segments.
     writes: u32,
-    /// The place of the last of them. No chunk is there.
-    broken: Option<Place>,
+    /// Where they failed since a chunk was last kept, in different segments, the latest last. No
+    /// chunk is there.
+    broken: Vec<Broken>,
     unwritable: Option<Fault>,
     /// Why the log cannot be written.
     log: Option<String>,
+}
+
+/// Room for a chunk that could not be written or made durable.
+#[derive(Clone, Copy, Debug)]
+struct Broken {
+    place: Place,
+    /// Blocks of the chunk's payload, which follows its header.
+    payload: u64,
 }
 
 #[derive(Debug)]
@@ -100,24 +110,49 @@ impl Condition {
     }
 
     /// A chunk was written and is durable.
-    pub(super) fn write_works(&self) {
+    pub(super) fn chunk_kept(&self) {
+        self.faults.lock().broken.clear();
+        self.write_works();
+    }
+
+    /// A write ended well. That is not to say that there is room for chunks.
+    fn write_works(&self) {
         let mut faults = self.faults.lock();
         faults.writes = 0;
-        faults.broken = None;
         if faults.unwritable.take().is_some() {
             info!("a drive can be written again");
         }
     }
 
     /// A chunk could not be written, or not be made durable, at this place.
-    pub(super) fn write_failed(&self, place: Place, what: &str) {
+    pub(super) fn write_failed(&self, put: &PutRecord, what: &str) {
+        let Place {
+            segment,
+            generation,
+            ..
+        } = put.place;
         let mut faults = self.faults.lock();
-        let again = faults.broken.replace(place);
+        let known = faults
+            .broken
+            .iter()
+            .position(|broken| broken.place.segment == segment);
+        let known = known.map(|at| faults.broken.remove(at));
+        faults.broken.push(Broken {
+            place: put.place,
+            payload: blocks(put.len),
+        });
         // What was written to one segment at a time fails together.
-        let use_of = |place: Place| (place.segment, place.generation);
-        if again.is_none_or(|again| use_of(again) != use_of(place)) {
+        if known.is_none_or(|known| known.place.generation != generation) {
             faults.count_write(what);
         }
+    }
+
+    /// The segments that may be given up for a chunk, the first before the others; None for any.
+    /// Once chunks could not be kept in several, one that has failed is as good as another.
+    pub(super) fn may_give_up(&self) -> Option<Vec<u32>> {
+        let faults = self.faults.lock();
+        let failed = faults.broken.iter().map(|broken| broken.place.segment);
+        (faults.broken.len() >= FAILURES as usize).then(|| failed.collect())
     }
 }
 
@@ -196,25 +231,36 @@ impl Shared {
         });
     }
 
-    /// Writes once more where it failed last, unless something is being written anyway.
+    /// Writes as much as failed once more where it did, each time at another of these places,
+    /// unless something is being written anyway.
     fn probe_writes(self: &Arc<Self>) {
-        let broken = {
+        let places = {
             let mut faults = self.condition.faults.lock();
             let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
             if !faults.unwritable.as_mut().is_some_and(due) {
                 return;
             }
-            faults.broken
+            let places = faults.broken.clone();
+            if !places.is_empty() {
+                faults.broken.rotate_left(1);
+            }
+            places
         };
         let place = {
             let mut state = self.state.lock();
-            let place = broken.and_then(|place| {
-                let same = state.index.generation(place.segment) == place.generation;
-                let file = state.files.get(place.segment as usize).copied().flatten();
-                file.filter(|_| same).map(|file| (place, file.id))
+            let place = places.into_iter().find_map(|broken| {
+                let Place {
+                    segment,
+                    generation,
+                    ..
+                } = broken.place;
+                let file = state.files.get(segment as usize).copied().flatten()?;
+                let same = state.index.generation(segment) == generation;
+                // One that is free may be begun anew while this is written.
+                (same && !state.index.is_free(segment)).then_some((broken, file.id))
             });
             match place {
-                Some((place, _)) => state.index.enter(place.segment, false),
+                Some((broken, _)) => state.index.enter(broken.place.segment, false),
                 // What is under way tells how the drive is when it ends.
                 None if !state.writing.is_empty() => return,
                 None => {}
@@ -222,28 +268,29 @@ impl Shared {
             place
         };
         match place {
-            Some((place, file)) => self.write_again(Kind::WriteDurably, place, file),
+            Some((broken, file)) => self.write_again(Kind::WriteDurably, broken, file),
             // It has answered, and there is no place to try.
             None => self.condition.write_works(),
         }
     }
 
-    fn write_again(self: &Arc<Self>, kind: Kind, place: Place, file: FileId) {
+    fn write_again(self: &Arc<Self>, kind: Kind, broken: Broken, file: FileId) {
         let shared = Arc::clone(self);
+        let len = broken.payload * BLOCK;
         self.volume.submit(vec![Op {
             kind,
             file,
-            offset: u64::from(place.block) * BLOCK,
-            len: BLOCK,
-            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
+            offset: u64::from(broken.place.block + 1) * BLOCK,
+            len,
+            buf: Some(Buf::Own(AlignedBuf::new(len))),
             done: Box::new(move |done| {
                 let code = done.result.as_ref().map_err(std::io::Error::raw_os_error);
                 // A file system that does not know how to do both at once.
                 let unknown = matches!(code, Err(Some(libc::EOPNOTSUPP | libc::EINVAL)));
                 if unknown && kind == Kind::WriteDurably {
-                    return shared.write_again(Kind::Write, place, file);
+                    return shared.write_again(Kind::Write, broken, file);
                 }
-                shared.state.lock().index.leave(place.segment);
+                shared.state.lock().index.leave(broken.place.segment);
                 if done.result.is_ok() {
                     shared.condition.write_works();
                 }

@@ -123,7 +123,9 @@ impl Shared {
     fn take_room(&self, state: &mut State, len: u64) -> Found {
         let full: fn(u64) -> _ = |needed| Err(StoreError::Full { needed });
         let may_grow = self.may_grow(state);
-        let extent = match state.index.take_room(len, may_grow) {
+        let victims = self.condition.may_give_up();
+        let room = state.index.take_room(len, may_grow, victims.as_deref());
+        let extent = match room {
             Room::Extent(extent) => extent,
             Room::Begun { extent, begin, .. } => {
                 state.queue.changes.push(Change::Other(begin, None));

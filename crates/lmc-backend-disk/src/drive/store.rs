@@ -138,7 +138,7 @@ impl Shared {
             state.index.close_active(put.place.segment);
         }
         self.condition
-            .write_failed(put.place, &format!("writing: {error}"));
+            .write_failed(put, &format!("writing: {error}"));
     }
 
     /// Answers all who wait for a chunk. The argument is false for the first of them.

@@ -341,6 +341,68 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
 }
 
+/// A file system that copies on write, or whose files have holes, is full but for a few blocks: a
+/// look that writes a block says nothing of chunks.
+#[test]
+fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let settings = DriveSettings {
+        capacity: 11 * SEGMENT,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    // Four to a segment.
+    let quarter = |number| {
+        let key = test_key(number);
+        let mut slot = pool.reserve(7 * BLOCK).expect("room");
+        fill_value(&key, slot.bytes_mut());
+        StoreItem::new(key, slot.written().seal())
+    };
+    for number in 0..200 {
+        let stored = block_on(tier.store(vec![quarter(number)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    }
+    let there = || {
+        let is_there = |number: &u64| tier.drives()[0].find(&test_key(*number)).is_some();
+        (0..200).filter(is_there).count()
+    };
+    let before = there();
+    volume.fault_in("segment-", Kind::Write, Fault::ErrorIfLong(libc::ENOSPC));
+    for number in 1000..1200 {
+        drop(block_on(tier.store(vec![quarter(number)], soon())));
+        thread::sleep(Duration::from_millis(1));
+    }
+    // It takes failures in three segments to know that it is not the place.
+    assert!(
+        there() + 12 >= before,
+        "{before} chunks before, {} after",
+        there()
+    );
+    volume.thaw();
+    until("it is taken back", || tier.health() == Health::Ready);
+    let stored = block_on(tier.store(vec![quarter(300)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+}
+
+/// Writes failed everywhere for a moment; where the last of them failed they do for good.
+#[test]
+fn one_bad_place_does_not_keep_a_drive_unwritable() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let store = |number| block_on(tier.store(vec![item(&pool, number)], soon())).remove(0);
+    assert!(matches!(store(0), Ok(Stored::Written)));
+    volume.fault_in("segment-", Kind::Write, Fault::Error(libc::EIO));
+    for number in 1..8 {
+        drop(store(number));
+    }
+    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    volume.thaw();
+    volume.fault_in("segment-00000002", Kind::Write, Fault::Error(libc::EIO));
+    until("it is taken back", || tier.health() == Health::Ready);
+}
+
 #[test]
 fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     let volume = filled();

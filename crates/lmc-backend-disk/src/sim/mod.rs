@@ -56,6 +56,8 @@ fn change_names(names: &mut BTreeMap<String, u32>, change: &NameChange) {
 pub(crate) enum Fault {
     /// The operation ends with this error and does nothing.
     Error(i32),
+    /// As [`Self::Error`] for what is longer than a block: there is only a little room left.
+    ErrorIfLong(i32),
     /// It is not answered until [`SimVolume::thaw`].
     Stall,
 }
@@ -134,8 +136,12 @@ impl State {
     }
 
     fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
-        if let Some(Fault::Error(code)) = self.fault(op) {
-            return Err(io::Error::from_raw_os_error(code));
+        match self.fault(op) {
+            Some(Fault::ErrorIfLong(_)) if op.len <= BLOCK => {}
+            Some(Fault::Error(code) | Fault::ErrorIfLong(code)) => {
+                return Err(io::Error::from_raw_os_error(code));
+            }
+            Some(Fault::Stall) | None => {}
         }
         let at = op.offset as usize;
         let range = at..at + op.len as usize;
