@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -406,21 +407,27 @@ fn enough_for(path: &Path) -> Result<u64, DiskError> {
         path: path.to_owned(),
         source,
     })?;
-    let held = held_bytes(path).map_err(io)?;
+    // However little the file system needs for a file that has holes or can be compressed.
+    let lengths = |metadata: &fs::Metadata| metadata.len();
+    let held = bytes_of_files(path, lengths).map_err(io)?;
     // The index takes up to a 32nd beside the chunks, and two logs.
     Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
 }
 
 /// Bytes that the folder's own files take already.
 fn held_bytes(path: &Path) -> io::Result<u64> {
-    let mut held = 0;
+    bytes_of_files(path, |metadata| metadata.blocks() * 512)
+}
+
+fn bytes_of_files(path: &Path, of_file: impl Fn(&fs::Metadata) -> u64) -> io::Result<u64> {
+    let mut bytes = 0;
     for entry in fs::read_dir(path)? {
         let metadata = entry?.metadata()?;
         if metadata.is_file() {
-            held += std::os::unix::fs::MetadataExt::blocks(&metadata) * 512;
+            bytes += of_file(&metadata);
         }
     }
-    Ok(held)
+    Ok(bytes)
 }
 
 /// Opens the drive on a volume, or makes it.

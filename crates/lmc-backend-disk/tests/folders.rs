@@ -218,3 +218,54 @@ fn a_drive_where_few_files_may_be_open() {
     );
     assert!(refused.to_string().contains("ulimit -n"), "{refused}");
 }
+
+/// A file system that compresses, or a copy of a folder that left out what is zero: the files take
+/// less than they are long.
+#[test]
+fn compacting_files_with_holes_gives_no_chunk_up() {
+    let folder = Folder::new();
+    let pool = pool();
+    let tier = folder
+        .config()
+        .with_segment_bytes(256 << 10)
+        .open()
+        .unwrap();
+    // All bytes zero, as an unused layer is.
+    let blank = |number: u64| {
+        let mut slot = pool.reserve(64 << 10).unwrap();
+        slot.bytes_mut().fill(0);
+        StoreItem::new(test_key(number), slot.written().seal())
+    };
+    for number in 0..240 {
+        let stored = block_on(tier.store(vec![blank(number)], soon())).remove(0);
+        assert_eq!(stored.unwrap(), Stored::Written);
+    }
+    // Some segments are emptied to a third.
+    let gone: Vec<_> = (0..60).filter(|n| n % 3 > 0).map(test_key).collect();
+    drop(block_on(tier.remove(&gone, soon())));
+    block_on(tier.close(soon())).unwrap();
+    drop(tier);
+    for name in folder.names() {
+        if name.starts_with("segment-") {
+            let copied = Command::new("cp")
+                .arg("--sparse=always")
+                .args([folder.at(&name), folder.at("copy")])
+                .status();
+            assert!(copied.unwrap().success());
+            fs::rename(folder.at("copy"), folder.at(&name)).unwrap();
+        }
+    }
+    let tier = DiskConfig::existing(&folder.0).unwrap().open().unwrap();
+    let known = || {
+        let keys: Vec<_> = (0..240).map(test_key).collect();
+        let found = block_on(tier.contains(&keys, soon()));
+        let found = found.iter().filter(|found| matches!(found, Ok(Some(_))));
+        found.count()
+    };
+    assert_eq!(known(), 200);
+    let patience = Duration::from_secs(10);
+    let done = block_on(tier.compact(&pool, 0.5, patience, |_, _| {})).unwrap();
+    // What it gave up would go meanwhile.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(known(), 200, "{done:?}");
+}
