@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::{DiskError, UNFINISHED_HEADER};
 use crate::drive::HEADER_NAME;
+use crate::format::DRIVE_MAGIC;
 use crate::volume::PROBE;
 
 /// How long a folder may go on being in use.
@@ -86,16 +87,31 @@ fn may_be_ours(path: &Path) -> io::Result<bool> {
         };
         if !known {
             // Looked at last: another process may be making the drive.
-            return Ok(path.join(HEADER_NAME).is_file());
+            return is_header(&path.join(HEADER_NAME));
         }
     }
     Ok(true)
 }
 
+/// Whether a file is there, is itself no link to somebody's, and begins as a drive's header.
+fn is_header(path: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(about) => Ok(about.is_file() && begin(path, &DRIVE_MAGIC)? == DRIVE_MAGIC),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// Whether a file is empty or holds what [`sign`] writes.
 fn is_lock(path: &Path) -> io::Result<bool> {
-    let mut begin = Vec::new();
-    let len = SIGN.len() as u64;
-    File::open(path)?.take(len).read_to_end(&mut begin)?;
+    let begin = begin(path, SIGN)?;
     Ok(begin.is_empty() || begin == SIGN)
+}
+
+/// The first bytes of a file, as many as these, or fewer if there are no more.
+fn begin(path: &Path, expected: &[u8]) -> io::Result<Vec<u8>> {
+    let mut begin = Vec::new();
+    let len = expected.len() as u64;
+    File::open(path)?.take(len).read_to_end(&mut begin)?;
+    Ok(begin)
 }

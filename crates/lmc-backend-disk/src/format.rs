@@ -14,7 +14,8 @@ pub(crate) const VERSION: u32 = 1;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
-const DRIVE_MAGIC: [u8; 8] = *b"LMCDRIVE";
+/// What the file that says what a folder is begins with.
+pub(crate) const DRIVE_MAGIC: [u8; 8] = *b"LMCDRIVE";
 const CHUNK_MAGIC: [u8; 8] = *b"LMCCHUNK";
 const FRAME_MAGIC: [u8; 8] = *b"LMCFRAME";
 const CHECKPOINT_MAGIC: [u8; 8] = *b"LMCCHKPT";

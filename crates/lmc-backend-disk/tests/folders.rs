@@ -219,6 +219,21 @@ fn a_drive_where_few_files_may_be_open() {
     assert!(refused.to_string().contains("ulimit -n"), "{refused}");
 }
 
+#[test]
+fn a_file_or_a_link_named_drive_is_left_as_it_is_and_nothing_put_beside_it() {
+    let folder = Folder::new();
+    fs::write(folder.at("drive"), WORDS).unwrap();
+    is_refused(&folder);
+    assert_eq!(folder.names(), ["drive"]);
+
+    let other = Folder::new();
+    symlink(folder.at("drive"), other.at("drive")).unwrap();
+    is_refused(&other);
+    assert!(other.at("drive").is_symlink());
+    assert_eq!(other.names(), ["drive"]);
+    assert_eq!(fs::read_to_string(folder.at("drive")).unwrap(), WORDS);
+}
+
 /// A file system that compresses, or a copy of a folder that left out what is zero: the files take
 /// less than they are long.
 #[test]
