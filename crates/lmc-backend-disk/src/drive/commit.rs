@@ -8,7 +8,7 @@ use lmc_key::ChunkKey;
 use parking_lot::MutexGuard;
 use tracing::{info, warn};
 
-use super::{Change, Ready, SegmentFile, Shared, State, Stop, again};
+use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again};
 use crate::counters::count;
 use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
@@ -52,7 +52,9 @@ impl Shared {
     /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
     fn next_changes(&self) -> (Vec<Change>, Stop) {
         let mut state = self.state.lock();
-        state.queue.behind = self.condition.is_log_broken();
+        if !self.condition.is_log_broken() {
+            state.queue.behind = Gone::default();
+        }
         loop {
             let State { queue, writing, .. } = &mut *state;
             let over = match queue.stop {
@@ -61,8 +63,7 @@ impl Shared {
                 Stop::AtOnce => true,
             };
             if over || !queue.changes.is_empty() {
-                queue.behind = true;
-                return (std::mem::take(&mut queue.changes), queue.stop);
+                return (queue.take(), queue.stop);
             }
             if !self.condition.is_log_broken() {
                 self.work.wait(&mut state);
@@ -145,7 +146,12 @@ impl Shared {
 
     fn committed(self: &Arc<Self>, put: &PutRecord, logged: &io::Result<()>) {
         if let Err(error) = logged {
-            self.state.lock().index.leave(put.place.segment);
+            {
+                let mut state = self.state.lock();
+                state.index.leave(put.place.segment);
+                // It may have been written all the same.
+                state.queue.behind.keys.insert(put.key);
+            }
             return self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(error))));
         }
         {

@@ -7,7 +7,7 @@ use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded};
 use lmc_memory::ReservedSlot;
 use parking_lot::Mutex;
 
-use super::{Change, Drive, Shared};
+use super::{Drive, Shared};
 use crate::batch::Batch;
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
@@ -195,7 +195,7 @@ impl Shared {
         let mut state = self.state.lock();
         if state.index.retire(found) {
             let record = Record::Remove { key: found.key };
-            state.queue.changes.push(Change::Other(record, None));
+            state.queue.push(record, None);
             drop(state);
             self.work.notify_one();
         }

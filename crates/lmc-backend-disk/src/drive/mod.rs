@@ -8,9 +8,10 @@ mod relocate;
 mod room;
 mod store;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
+use std::mem;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
@@ -96,15 +97,49 @@ struct Writing {
 struct Queue {
     /// Changes to log, in their order, and chunks to make durable before.
     changes: Vec<Change>,
-    /// The log does not hold all that was taken from here: it is being written, or could not be.
-    behind: bool,
+    /// What they take away.
+    gone: Gone,
+    /// What those take away, or do not bring, that were taken from here and that the log may not
+    /// hold: it is being written, or could not be.
+    behind: Gone,
     stop: Stop,
 }
 
+/// Chunks that are not found, and that a restart might find.
+#[derive(Debug, Default)]
+struct Gone {
+    keys: HashSet<ChunkKey>,
+    /// It may be any chunk: whole segments were begun anew.
+    any: bool,
+}
+
+impl Gone {
+    fn may_be(&self, key: &ChunkKey) -> bool {
+        self.any || self.keys.contains(key)
+    }
+}
+
 impl Queue {
-    /// Whether a restart would find what is found now.
-    fn is_durable(&self) -> bool {
-        self.changes.is_empty() && !self.behind
+    fn push(&mut self, record: Record, waiter: Option<(ChangeWaiter, bool)>) {
+        match record {
+            Record::Remove { key } => drop(self.gone.keys.insert(key)),
+            Record::Begin { .. } => self.gone.any = true,
+            Record::Put(_) => {}
+        }
+        self.changes.push(Change::Other(record, waiter));
+    }
+
+    /// Takes all there is to log.
+    fn take(&mut self) -> Vec<Change> {
+        let gone = mem::take(&mut self.gone);
+        self.behind.keys.extend(gone.keys);
+        self.behind.any |= gone.any;
+        mem::take(&mut self.changes)
+    }
+
+    /// Whether a restart might find a chunk that is not found now.
+    fn may_bring_back(&self, key: &ChunkKey) -> bool {
+        self.gone.may_be(key) || self.behind.may_be(key)
     }
 }
 
@@ -316,16 +351,15 @@ impl Drive {
         let there = state.index.remove(key);
         if let Some(writing) = state.writing.get_mut(key) {
             writing.doomed = true;
-        } else if !there && state.queue.is_durable() {
+        } else if !there && !state.queue.may_bring_back(key) {
             drop(state);
             return waiter.0.answer(waiter.1, Some(false));
         }
         // A chunk that is not there may still be in the log, or on its way there: that it is not
-        // there is durable after this record.
+        // there is durable after this record. Others need none, and wait for nobody.
         count(&shared.counters.removed, u64::from(there));
         let waiter = Some((waiter, there));
-        let change = Change::Other(Record::Remove { key: *key }, waiter);
-        state.queue.changes.push(change);
+        state.queue.push(Record::Remove { key: *key }, waiter);
         drop(state);
         shared.work.notify_one();
     }
@@ -342,12 +376,12 @@ impl Drive {
         }
         let (gone, mut begins) = state.index.clear();
         let last = begins.pop();
-        let begins = begins.into_iter().map(|begin| Change::Other(begin, None));
-        state.queue.changes.extend(begins);
+        for begin in begins {
+            state.queue.push(begin, None);
+        }
         let unused = match last {
             Some(last) => {
-                let last = Change::Other(last, Some((waiter, true)));
-                state.queue.changes.push(last);
+                state.queue.push(last, Some((waiter, true)));
                 None
             }
             None => Some(waiter),

@@ -12,7 +12,7 @@ use lmc_backend::{StoreError, StoreItem, Stored};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
-use super::{Change, SegmentFile, Shared, State};
+use super::{SegmentFile, Shared, State};
 use crate::format::{RECORD_LEN, blocks};
 use crate::index::{Extent, Room};
 use crate::log::segment_name;
@@ -128,7 +128,7 @@ impl Shared {
         let extent = match room {
             Room::Extent(extent) => extent,
             Room::Begun { extent, begin, .. } => {
-                state.queue.changes.push(Change::Other(begin, None));
+                state.queue.push(begin, None);
                 if state.segments_made > self.max_segments() {
                     self.want_room(state);
                 }
@@ -279,7 +279,7 @@ impl Shared {
                 let Some((segment, begin)) = state.index.give_up() else {
                     return;
                 };
-                state.queue.changes.push(Change::Other(begin, None));
+                state.queue.push(begin, None);
                 segment
             };
             self.work.notify_one();

@@ -243,6 +243,35 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
 }
 
 #[test]
+fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
+    let (first, second) = (SimVolume::new(u64::MAX), SimVolume::new(u64::MAX));
+    let pool = pool();
+    let drive = |volume: &Arc<SimVolume>| {
+        let opened = open_drive(Arc::clone(volume) as _, SEGMENT, SETTINGS, None);
+        opened.expect("a new drive").0
+    };
+    let tier = DiskBackend::new(vec![drive(&first), drive(&second)], None).expect("a tier");
+    let items = (0..20).map(|number| item(&pool, number)).collect();
+    drop(block_on(tier.store(items, soon())));
+    let one_of = |drive: usize| {
+        let is_there = |key: &_| tier.drives()[drive].find(key).is_some();
+        let key = (0..20).map(test_key).find(is_there);
+        key.expect("half of them are there")
+    };
+    let (of_first, of_second) = (one_of(0), one_of(1));
+    // The first drive's file system is read-only from now on; a removal there tells.
+    first.fault(Kind::Write, Fault::Error(libc::EROFS));
+    let remove = |key| {
+        let patience = Instant::now() + Duration::from_millis(300);
+        block_on(tier.remove(&[key], patience)).remove(0)
+    };
+    assert!(remove(of_first).is_err(), "it is not durable");
+    assert!(remove(of_first).is_err(), "a restart would find it");
+    let removed = remove(of_second);
+    assert!(matches!(removed, Ok(true)), "{removed:?}");
+}
+
+#[test]
 fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
     let volume = filled();
     let pool = pool();
