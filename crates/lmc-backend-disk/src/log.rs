@@ -18,6 +18,8 @@ pub(crate) struct Tail {
     pub(crate) log: u64,
     pub(crate) offset: u64,
     pub(crate) sequence: u64,
+    /// Bytes of the log's file.
+    pub(crate) bytes: u64,
 }
 
 /// What recovery found.
@@ -208,6 +210,7 @@ fn replay(
         log: number,
         offset: at as u64,
         sequence,
+        bytes: bytes.len() as u64,
     };
     let clean = rest.iter().all(|&byte| byte == 0) && rest.len().is_multiple_of(BLOCK_LEN);
     Ok(End { tail, clean })

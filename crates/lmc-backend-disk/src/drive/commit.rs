@@ -8,7 +8,7 @@ use lmc_key::ChunkKey;
 use parking_lot::MutexGuard;
 use tracing::{info, warn};
 
-use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again};
+use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again, is_full};
 use crate::counters::count;
 use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
@@ -20,8 +20,9 @@ use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
 
 #[derive(Debug)]
 pub(super) struct Log {
-    pub(super) file: FileId,
-    pub(super) tail: Tail,
+    /// None where there was no room for one: the next is begun then.
+    file: Option<FileId>,
+    tail: Tail,
 }
 
 impl Shared {
@@ -35,13 +36,9 @@ impl Shared {
             }
             if changes.is_empty() {
                 // Either all is over and in order, or it is time to try the log again.
-                let renewed = self.new_log(log.tail.log + 1);
+                let renewed = self.renew(&mut log);
                 if stop == Stop::Orderly {
-                    return renewed.map(drop);
-                }
-                if let Ok(renewed) = renewed {
-                    self.volume.close(std::mem::replace(&mut log, renewed).file);
-                    self.log_works();
+                    return renewed;
                 }
                 continue;
             }
@@ -136,12 +133,16 @@ impl Shared {
         }
         let logged = self.append(log, &records);
         if let Err(error) = &logged {
-            count(&self.counters.write_errors, 1);
-            let reason = format!("the index log cannot be written: {error}");
-            warn!(reason, "nothing new is kept on a drive until this is over");
-            self.condition.log_failed(reason);
+            self.log_failed(error);
         }
         logged
+    }
+
+    fn log_failed(&self, error: &io::Error) {
+        count(&self.counters.write_errors, 1);
+        let reason = format!("the index log cannot be written: {error}");
+        warn!(reason, "nothing new is kept on a drive until this is over");
+        self.condition.log_failed(reason);
     }
 
     fn committed(self: &Arc<Self>, put: &PutRecord, logged: &io::Result<()>) {
@@ -231,34 +232,46 @@ impl Shared {
     /// Appends a frame to the log, or to a new one when it is full or in an unknown state.
     fn append(&self, log: &mut Log, records: &[Record]) -> io::Result<()> {
         let len = frame_len(records.len()) as u64;
-        let full = log.tail.offset + len > self.settings.log_bytes;
+        let full = log.tail.offset + len > log.tail.bytes;
         if full || self.condition.is_log_broken() {
-            let next = self.new_log(log.tail.log + 1)?;
-            self.volume.close(std::mem::replace(log, next).file);
-            self.log_works();
+            self.renew(log)?;
         }
         let Tail {
             log: number,
             offset,
             sequence,
+            ..
         } = log.tail;
+        let Some(file) = log.file else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
         let frame = || {
             let mut frame = AlignedBuf::new(len);
             encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
             Some(frame)
         };
-        let written = self.wait_for(vec![(Kind::WriteDurably, log.file, offset, frame())]);
+        let written = self.wait_for(vec![(Kind::WriteDurably, file, offset, frame())]);
         match written.map_err(|error| (error.raw_os_error(), error)) {
             // A file system that does not know how to do both at once.
             Err((Some(libc::EOPNOTSUPP | libc::EINVAL), _)) => {
-                self.wait_for(vec![(Kind::Write, log.file, offset, frame())])?;
-                self.wait_for(vec![(Kind::Sync, log.file, 0, None)])?;
+                self.wait_for(vec![(Kind::Write, file, offset, frame())])?;
+                self.wait_for(vec![(Kind::Sync, file, 0, None)])?;
             }
             Err((_, error)) => return Err(error),
             Ok(()) => {}
         }
         log.tail.offset += len;
         log.tail.sequence += 1;
+        Ok(())
+    }
+
+    /// Goes on in the next log.
+    fn renew(&self, log: &mut Log) -> io::Result<()> {
+        let next = self.new_log(log.tail.log + 1)?;
+        if let Some(file) = std::mem::replace(log, next).file {
+            self.volume.close(file);
+        }
+        self.log_works();
         Ok(())
     }
 
@@ -269,12 +282,39 @@ impl Shared {
         }
     }
 
-    /// Goes on with the log of the process before.
-    pub(super) fn old_log(&self, tail: Tail) -> io::Result<Log> {
+    /// Goes on with the log of the process before, up to the end of its file where there is no
+    /// room for more.
+    pub(super) fn old_log(&self, mut tail: Tail) -> io::Result<Log> {
         self.sync_logs()?;
-        let name = log_name(tail.log);
-        let file = self.volume.open(&name, Some(self.settings.log_bytes))?;
+        let (name, bytes) = (log_name(tail.log), self.settings.log_bytes);
+        let file = match self.volume.open(&name, Some(bytes)) {
+            Err(error) if is_full(&error) => self.volume.open(&name, None)?,
+            opened => {
+                tail.bytes = bytes;
+                opened?
+            }
+        };
+        let file = Some(file);
         Ok(Log { file, tail })
+    }
+
+    /// Begins the first log of this process. Where there is no room for it what is there can be
+    /// read all the same, and it is tried again later, as after any failure.
+    pub(super) fn first_log(&self, number: u64) -> io::Result<Log> {
+        match self.new_log(number) {
+            Err(error) if number > 0 && is_full(&error) => {
+                self.sync_logs()?;
+                self.log_failed(&error);
+                let tail = Tail {
+                    log: number - 1,
+                    offset: 0,
+                    sequence: 0,
+                    bytes: 0,
+                };
+                Ok(Log { file: None, tail })
+            }
+            begun => begun,
+        }
     }
 
     /// Makes durable what was found in the logs, and the names of all files: the process before
@@ -290,24 +330,26 @@ impl Shared {
     }
 
     /// Begins a new log and a checkpoint for it; then older ones go.
-    pub(super) fn new_log(&self, number: u64) -> io::Result<Log> {
+    fn new_log(&self, number: u64) -> io::Result<Log> {
         // What an attempt that failed has left would be taken for frames.
         let name = log_name(number);
         if self.volume.list()?.contains(&name) {
             self.volume.remove(&name)?;
         }
-        let file = self.volume.open(&name, Some(self.settings.log_bytes))?;
+        let bytes = self.settings.log_bytes;
+        let file = self.volume.open(&name, Some(bytes))?;
         if let Err(error) = self.replace_logs_before(number) {
             self.volume.close(file);
             return Err(error);
         }
         count(&self.counters.checkpoints, 1);
         Ok(Log {
-            file,
+            file: Some(file),
             tail: Tail {
                 log: number,
                 offset: 0,
                 sequence: 0,
+                bytes,
             },
         })
     }

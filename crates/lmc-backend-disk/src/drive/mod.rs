@@ -241,7 +241,7 @@ impl Drive {
         });
         let log = match recovered.tail {
             Some(tail) => shared.old_log(tail)?,
-            None => shared.new_log(recovered.next_log)?,
+            None => shared.first_log(recovered.next_log)?,
         };
         let for_thread = Arc::clone(&shared);
         let committer = thread::Builder::new()
@@ -467,9 +467,15 @@ impl Drop for Drive {
 fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
     let name = segment_name(segment);
     match volume.open(&name, Some(bytes)) {
-        Err(error) if error.kind() == io::ErrorKind::StorageFull => volume.open(&name, None),
+        Err(error) if is_full(&error) => volume.open(&name, None),
         opened => opened,
     }
+}
+
+/// Whether the file system has no room, or none for us.
+fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded)
 }
 
 /// Name of the file that says what the folder is.

@@ -12,7 +12,7 @@ use lmc_backend::{StoreError, StoreItem, Stored};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
-use super::{SegmentFile, Shared, State};
+use super::{SegmentFile, Shared, State, is_full};
 use crate::format::{RECORD_LEN, blocks};
 use crate::index::{Extent, Room};
 use crate::log::segment_name;
@@ -246,7 +246,7 @@ impl Shared {
             Err(error) => {
                 // Half of a file would be counted as a whole one.
                 let _ = self.volume.remove(&name);
-                if error.kind() == io::ErrorKind::StorageFull {
+                if is_full(&error) {
                     return Ok(false);
                 }
                 return Err(error);

@@ -17,7 +17,7 @@ use crate::batch::Batch;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
 use crate::format::{FormatError, VERSION};
-use crate::volume::{BLOCK, Kind};
+use crate::volume::{BLOCK, Kind, Volume};
 
 /// A drive with chunks 0 to 9 on it, closed in order.
 fn filled() -> Arc<SimVolume> {
@@ -609,6 +609,45 @@ fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
     assert!(tier.stats().evicted > 0);
     assert!(is_there(&tier, &pool, 59));
     assert_eq!(tier.health(), Health::Ready);
+}
+
+/// A drive whose log must be made anew, because a kill has torn its last frame, or longer, because
+/// a larger tier is asked for, where others have filled the file system since.
+#[test]
+fn a_full_file_system_refuses_no_drive_for_its_log() {
+    let pool = pool();
+    for torn in [true, false] {
+        let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);
+        let tier = open(&volume, SETTINGS).expect("a new drive");
+        for number in 0..5 {
+            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        }
+        drop(tier);
+        if torn {
+            let log = volume.names("log-").pop().expect("a log");
+            volume.alter(&log, |data| {
+                let last = data.len() - 100;
+                data[last] = 1;
+            });
+        }
+        let free = volume.free().expect("known");
+        let others = volume.open("others", Some(free)).expect("room");
+        volume.close(others);
+        let settings = DriveSettings {
+            log_bytes: SETTINGS.log_bytes + if torn { 0 } else { BLOCK },
+            ..SETTINGS
+        };
+        let tier = open(&volume, settings).expect("all chunks are there");
+        assert!((0..5).all(|number| is_there(&tier, &pool, number)));
+        volume.lose("others");
+        until("it can be written", || tier.health() == Health::Ready);
+        let stored = block_on(tier.store(vec![item(&pool, 5)], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+        drop(tier);
+        let tier = open(&volume, settings).expect("after a kill");
+        assert!((0..6).all(|number| is_there(&tier, &pool, number)));
+    }
 }
 
 #[test]
