@@ -6,6 +6,7 @@
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
 //! up for others. And the *log* may not be written, until it is begun anew.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -169,6 +170,13 @@ impl Faults {
     }
 }
 
+/// Whether a read failed for what it read, and not for want of memory or the like.
+fn tells_of_a_place(error: &io::Error) -> bool {
+    let code = error.raw_os_error();
+    let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
+    code.is_some_and(|code| known.contains(&code)) || error.kind() == io::ErrorKind::UnexpectedEof
+}
+
 impl Shared {
     fn read_counts_as_failed(&self, what: &str) {
         let mut faults = self.condition.faults.lock();
@@ -181,12 +189,46 @@ impl Shared {
         }
     }
 
-    /// A chunk could not be read. Either its place is bad, and it is forgotten, or the drive is.
-    pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, what: String) {
+    /// A chunk could not be read. Either its place is bad, and it is forgotten, or the drive is, or
+    /// it was for a moment only.
+    pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, error: &io::Error) {
+        let (what, of_a_place) = (format!("reading: {error}"), tells_of_a_place(error));
         self.look(move |shared, answers| match answers {
-            true => shared.retire(&found),
+            true if of_a_place => shared.read_again(found),
+            true => {}
             false => shared.read_counts_as_failed(&what),
         });
+    }
+
+    /// Reads a chunk a second time, and forgets it when its place cannot be read then either.
+    fn read_again(self: &Arc<Self>, found: PutRecord) {
+        let segment = found.place.segment;
+        let file = {
+            let mut state = self.state.lock();
+            if state.index.find(&found.key) != Some(found) {
+                return;
+            }
+            let Some(file) = state.files.get(segment as usize).copied().flatten() else {
+                return;
+            };
+            state.index.enter(segment, false);
+            file
+        };
+        let shared = Arc::clone(self);
+        let len = (1 + blocks(found.len)) * BLOCK;
+        self.volume.submit(vec![Op {
+            kind: Kind::Read,
+            file: file.id,
+            offset: u64::from(found.place.block) * BLOCK,
+            len,
+            buf: Some(Buf::Own(AlignedBuf::new(len))),
+            done: Box::new(move |done| {
+                shared.state.lock().index.leave(segment);
+                if done.result.is_err_and(|error| tells_of_a_place(&error)) {
+                    shared.retire(&found);
+                }
+            }),
+        }]);
     }
 
     /// Reads the drive's first block, and tells whether that works.
@@ -284,7 +326,7 @@ impl Shared {
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
             done: Box::new(move |done| {
-                let code = done.result.as_ref().map_err(std::io::Error::raw_os_error);
+                let code = done.result.as_ref().map_err(io::Error::raw_os_error);
                 // A file system that does not know how to do both at once.
                 let unknown = matches!(code, Err(Some(libc::EOPNOTSUPP | libc::EINVAL)));
                 if unknown && kind == Kind::WriteDurably {

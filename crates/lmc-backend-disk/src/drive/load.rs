@@ -167,7 +167,7 @@ impl Shared {
         let (batch, place) = waiter;
         if let Some(error) = ends.error.take() {
             count(&self.counters.read_errors, 1);
-            self.read_failed(*found, format!("reading: {error}"));
+            self.read_failed(*found, &error);
             let ((Some(Buf::Into(slot)), _) | (_, Some(slot))) = (payload, slot) else {
                 return;
             };

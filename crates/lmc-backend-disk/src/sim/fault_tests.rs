@@ -316,6 +316,21 @@ fn a_place_that_cannot_be_read_is_forgotten_and_costs_nothing_else() {
 }
 
 #[test]
+fn a_read_for_which_there_was_no_memory_forgets_no_chunk() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault_in("segment-", Kind::Read, Fault::Error(libc::ENOMEM));
+    for _ in 0..5 {
+        let failed = load(&tier, &pool, 0, Duration::from_secs(5));
+        assert!(matches!(failed, Loaded::Failed { .. }), "{failed:?}");
+    }
+    volume.thaw();
+    assert_eq!(tier.health(), Health::Ready);
+    assert!(is_there(&tier, &pool, 0), "it is whole");
+}
+
+#[test]
 fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
