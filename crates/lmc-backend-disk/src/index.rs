@@ -89,6 +89,9 @@ pub(crate) enum Room {
 /// Segments that a drive may have. Each is an open file, and a process may usually have as many
 /// of those; a greater number is damage.
 pub(crate) const MAX_SEGMENTS: u32 = 1 << 20;
+/// The last use of segments that is believed, which leaves room for all that follow on it; a
+/// greater number is damage.
+const MAX_GENERATION: u64 = 1 << 63;
 /// How many segments that were read from are passed over before one is given up all the same.
 const SECOND_CHANCES: usize = 16;
 
@@ -247,7 +250,7 @@ impl Index {
     }
 
     fn begin(&mut self, segment: u32, generation: u64) -> bool {
-        if segment >= MAX_SEGMENTS {
+        if segment >= MAX_SEGMENTS || generation > MAX_GENERATION {
             return false;
         }
         let known = self.segment_mut(segment);
