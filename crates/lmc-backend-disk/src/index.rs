@@ -56,6 +56,8 @@ pub(crate) struct Segment {
     busy: u32,
     /// Whether a file of it exists.
     made: bool,
+    /// All was cleared while it was busy: it is free when it is not any more.
+    cleared: bool,
 }
 
 /// Room that was given to a chunk: its header's block, its payload after it.
@@ -326,7 +328,8 @@ impl Index {
 
     /// Says that a segment's file is there now, empty.
     pub(crate) fn made(&mut self, segment: u32) {
-        self.segment_mut(segment).made = true;
+        let known = self.segment_mut(segment);
+        (known.made, known.cleared) = (true, false);
         self.free.push(segment);
     }
 
@@ -449,7 +452,11 @@ impl Index {
     }
 
     pub(crate) fn leave(&mut self, segment: u32) {
-        self.segments[segment as usize].busy -= 1;
+        let known = &mut self.segments[segment as usize];
+        known.busy -= 1;
+        if known.busy == 0 && known.cleared {
+            self.reuse(segment);
+        }
     }
 
     /// Ends the use of a segment for writing, after a write or a sync of it failed.
@@ -592,7 +599,10 @@ impl Index {
             match (segment.made, segment.busy) {
                 (false, _) => {}
                 (true, 0) => self.free.push(number),
-                (true, _) => self.full.push_front(number),
+                (true, _) => {
+                    segment.cleared = true;
+                    self.full.push_front(number);
+                }
             }
         }
         (gone, begins)

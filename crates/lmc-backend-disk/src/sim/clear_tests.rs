@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
-use lmc_backend::{Backend, ClearError, StoreError, Stored};
+use lmc_backend::{Backend, ClearError, LoadItem, StoreError, Stored};
 
-use super::crash_tests::{SETTINGS, is_there, item, open, pool, soon};
+use super::crash_tests::{SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::format::{Place, PutRecord, Record};
 use crate::index::Index;
@@ -127,4 +127,29 @@ fn a_million_chunks_are_forgotten_at_once() {
     );
     assert!((0..chunks).all(|number| index.find(&test_key(number)).is_none()));
     assert_eq!(index.usage().chunks, 0);
+}
+
+#[test]
+fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    for round in 0..6 {
+        for number in 0..40 {
+            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        }
+        // Each segment is being read.
+        volume.fault_in("segment-", Kind::Read, Fault::Stall);
+        for number in 0..40 {
+            let slot = pool.reserve(len(number)).expect("room");
+            let late = Instant::now() + Duration::from_millis(1);
+            let load = LoadItem::new(test_key(number), slot);
+            drop(block_on(tier.load(vec![load], late)));
+        }
+        block_on(tier.clear(soon())).expect("a drive that works");
+        volume.thaw();
+        let made = volume.names("segment-").len();
+        assert!(made < 10, "{made} segments for forty chunks, round {round}");
+    }
 }
