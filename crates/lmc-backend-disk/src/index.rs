@@ -286,19 +286,24 @@ impl Index {
     }
 
     /// After recovery: which segment files are there. Those that hold chunks are full, but for
-    /// the one that was written to last; the others are free.
-    pub(crate) fn set_made(&mut self, made: &[u32]) {
+    /// the one that was written to last; the others are free. The records that come back tell the
+    /// log of the segments whose files are gone with their chunks.
+    #[must_use = "what they held would come back with the next file of the name"]
+    pub(crate) fn set_made(&mut self, made: &[u32]) -> Vec<Record> {
         for &segment in made {
             self.segment_mut(segment).made = true;
         }
         // Chunks of segments whose file is gone are gone.
-        let lost: Vec<(u32, u64)> = (0u32..)
+        let lost: Vec<Record> = (0u32..)
             .zip(&self.segments)
             .filter(|(_, segment)| !segment.made && segment.chunks > 0)
-            .map(|(number, segment)| (number, segment.generation + 1))
+            .map(|(number, segment)| Record::Begin {
+                segment: number,
+                generation: segment.generation + 1,
+            })
             .collect();
-        for (segment, generation) in lost {
-            self.begin(segment, generation);
+        for begin in &lost {
+            self.apply(begin);
         }
         let mut used: Vec<u32> = Vec::new();
         self.free.clear();
@@ -318,6 +323,7 @@ impl Index {
         self.full = used.into();
         // The lowest is handed out first.
         self.free.reverse();
+        lost
     }
 
     /// The number of the next segment file, when another is wanted.

@@ -208,7 +208,10 @@ impl Drive {
         lock: Option<File>,
     ) -> io::Result<Self> {
         let mut index = recovered.index;
-        index.set_made(made);
+        let mut queue = Queue::default();
+        for begin in index.set_made(made) {
+            queue.push(begin, None);
+        }
         let mut files = Vec::new();
         for &segment in made {
             let at = segment as usize;
@@ -227,7 +230,7 @@ impl Drive {
                 index,
                 files,
                 writing: HashMap::new(),
-                queue: Queue::default(),
+                queue,
                 growth: Growth::default(),
                 closed: false,
                 segments_made: made.len() as u64,

@@ -172,7 +172,7 @@ fn no_page_and_no_part_of_a_million_chunks_takes_long() {
 fn a_generation_after_which_no_other_comes_is_damage() {
     let mut index = Index::new(SEGMENT);
     assert!(!index.apply(&begin(0, u64::MAX)));
-    index.set_made(&[0, 1]);
+    assert_eq!(index.set_made(&[0, 1]), []);
     let room = index.take_room(100, false, None);
     assert!(matches!(room, Room::Begun { .. }), "{room:?}");
 }

@@ -134,3 +134,35 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
     }
     assert!(events > 20, "there were {events} points to crash at");
 }
+
+/// A segment's file was lost, and another made under its name, before a kill.
+#[test]
+fn what_went_with_a_file_does_not_come_back_with_the_next_of_its_name() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let settings = DriveSettings {
+        // All since the start stays in it.
+        log_bytes: 1 << 20,
+        ..SETTINGS
+    };
+    let tier = open(&volume, settings).expect("a new drive");
+    for number in 0..40 {
+        store(&tier, &pool, number, 6);
+    }
+    let key = tier.drives()[0].chunks_of(1)[0].key;
+    drop(tier);
+    volume.lose("segment-00000001");
+    let tier = open(&volume, settings).expect("only its chunks are gone");
+    let removed = block_on(tier.remove(&[key], soon()));
+    assert!(matches!(removed[..], [Ok(false)]), "{removed:?}");
+    for number in 100.. {
+        if !volume.names("segment-00000001").is_empty() {
+            break;
+        }
+        store(&tier, &pool, number, 6);
+    }
+    drop(tier);
+    let tier = open(&volume, settings).expect("after a kill");
+    let found = block_on(tier.contains(&[key], soon()));
+    assert!(matches!(found[..], [Ok(None)]), "it was removed: {found:?}");
+}
