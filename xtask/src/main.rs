@@ -52,6 +52,8 @@ Every developer action of lmc.
   cargo xtask bench disk [ARGS]    the disk tier beside fio and LMCache's adapters; the same page
       --dir PATH                   a folder on the drive to use, target/bench-disk unless given
       --quick                      a few cells, under a minute; writes nothing
+  cargo xtask bench transfer       channels beside iperf3, bare sockets and bare NIXL; the same page
+      --help                       its flags
 ";
 
 fn main() -> ExitCode {

@@ -3,8 +3,15 @@
 use std::fs;
 use std::process::Command;
 
-/// Pairs of what and its value, for the page and the JSON.
+/// Pairs of what and its value, for the page and the JSON, with LMCache's version.
 pub(crate) fn list(lmcache: &str) -> Vec<(&'static str, String)> {
+    let mut list = machine();
+    list.insert(list.len() - 1, ("LMCache", version(lmcache)));
+    list
+}
+
+/// The same without LMCache.
+pub(crate) fn machine() -> Vec<(&'static str, String)> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpus = read("/proc/cpuinfo");
     let field = |name: &str| {
@@ -39,7 +46,6 @@ pub(crate) fn list(lmcache: &str) -> Vec<(&'static str, String)> {
                 .to_owned(),
         ),
         ("lmc", output("git", &["describe", "--always", "--dirty"])),
-        ("LMCache", version(lmcache)),
         ("rustc", output("rustc", &["--version"])),
     ]
 }
@@ -51,7 +57,7 @@ fn version(lmcache: &str) -> String {
     output(&python, &["-c", code])
 }
 
-fn output(program: &str, args: &[&str]) -> String {
+pub(crate) fn output(program: &str, args: &[&str]) -> String {
     let text = Command::new(program).args(args).output();
     let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
     text.ok()

@@ -10,8 +10,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{conditions, page};
-use crate::test::succeeds;
+use super::{conditions, page, set_up};
 use crate::vllm;
 
 const SECTION: &str = "bench disk";
@@ -124,7 +123,7 @@ impl Cells {
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let asked = Asked::parse(args)?;
-    set_up_fio()?;
+    set_up("fio")?;
     let speed = build()?;
     let _ = fs::remove_dir_all(&asked.folder);
     fs::create_dir_all(&asked.folder)
@@ -201,27 +200,6 @@ impl FileSystem {
     }
 }
 
-fn set_up_fio() -> Result<()> {
-    if succeeds("fio", &["--version"]) {
-        return Ok(());
-    }
-    let mut command = match is_root() {
-        true => Command::new("apt-get"),
-        false => {
-            let mut command = Command::new("sudo");
-            command.arg("apt-get");
-            command
-        }
-    };
-    println!("==> set up: apt-get install fio");
-    let installed = command.args(["install", "-y", "-q", "fio"]).status()?;
-    ensure!(
-        installed.success(),
-        "fio cannot be installed: install Debian's package fio"
-    );
-    Ok(())
-}
-
 /// Without it LMCache's `raw_block` adapter does not start.
 fn set_up_raw_block(python: &str) -> Result<()> {
     if Path::new(RAW_BLOCK_FOLDER).exists() {
@@ -233,11 +211,6 @@ fn set_up_raw_block(python: &str) -> Result<()> {
     let installed = command.args([RAW_BLOCK_FOLDER, RAW_BLOCK]).status()?;
     ensure!(installed.success(), "{RAW_BLOCK} cannot be installed");
     Ok(())
-}
-
-fn is_root() -> bool {
-    let id = Command::new("id").arg("-u").output();
-    id.is_ok_and(|id| id.stdout.starts_with(b"0"))
 }
 
 fn build() -> Result<PathBuf> {

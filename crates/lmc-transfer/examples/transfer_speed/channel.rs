@@ -1,0 +1,213 @@
+//! A channel of ours.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{Arena, SealedSlot, WrittenSlot};
+use lmc_transfer::{
+    Address, Blocking, ChannelConfig, Index, PeerId, SocketConfig, TransferChannel,
+};
+
+use crate::keeper::{Keeper, Other};
+use crate::memory::{self, Memory};
+use crate::{Failure, Mover, Shape, Way};
+
+const HERE: &str = "here";
+const THERE: &str = "there";
+
+fn open(who: &str, id: &str, arena: &Arc<Arena>) -> Result<Arc<dyn TransferChannel>, Failure> {
+    let config = ChannelConfig::new(id.parse()?, Arc::clone(arena));
+    let tcp: Address = "tcp://127.0.0.1:0".parse()?;
+    match who.split(':').collect::<Vec<_>>()[..] {
+        ["socket", kind, streams] => {
+            let folder = std::env::temp_dir();
+            let address = match kind {
+                "unix" => Address::Unix(folder.join(format!("lmc-speed-{}", std::process::id()))),
+                _ => tcp,
+            };
+            let mut config = SocketConfig::new(config, address);
+            config.streams = streams.parse()?;
+            Ok(Arc::new(config.build()?))
+        }
+        #[cfg(feature = "nixl")]
+        ["nixl"] => Ok(Arc::new(
+            lmc_transfer::NixlConfig::new(config, tcp).build()?,
+        )),
+        _ => Err(format!("no channel {who:?}").into()),
+    }
+}
+
+/// The longest that one batch is waited for.
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+pub(crate) fn serve(who: &str) -> Result<(), Failure> {
+    let mut keeper = Keeper::new()?;
+    let channel = open(who, THERE, keeper.memory.arena())?;
+    let first = channel.address().to_string();
+    keeper.serve(&first, &mut |keeper, words| match *words {
+        ["tags", from, to] => {
+            receive(keeper, &*channel, from.parse()?, to.parse()?)?;
+            Ok(String::new())
+        }
+        _ => Err("no such word".into()),
+    })?;
+    Ok(Blocking::new(&*channel).close(soon())?)
+}
+
+/// Receives a batch under each tag. While one arrives, the room for the next is waiting.
+fn receive(
+    keeper: &mut Keeper,
+    channel: &dyn TransferChannel,
+    from: u64,
+    to: u64,
+) -> Result<(), Failure> {
+    let here: PeerId = HERE.parse()?;
+    keeper.received.clear();
+    let (memory, shape) = (&keeper.memory, keeper.shape);
+    let every_other = |first: u64| -> Result<Vec<WrittenSlot>, Failure> {
+        let mut last = Vec::new();
+        for tag in (first..to).step_by(2) {
+            drop(last);
+            let slots = memory.again(shape)?;
+            let filled = Blocking::new(channel).receive(slots, &here, tag, soon());
+            last = filled.into_result()?;
+        }
+        Ok(last)
+    };
+    let (even, odd) = thread::scope(|scope| {
+        let odd = scope.spawn(|| every_other(from + 1));
+        (every_other(from), odd.join())
+    });
+    keeper.received = even?;
+    // The last of the two is the one with the last tag; both hold the same bytes.
+    let odd = odd.map_err(|_| "a thread panicked")??;
+    if !odd.is_empty() {
+        keeper.received = odd;
+    }
+    Ok(())
+}
+
+pub(crate) struct Driver {
+    other: Other,
+    channel: Arc<dyn TransferChannel>,
+    there: PeerId,
+    memory: Memory,
+    way: Way,
+    shape: Shape,
+    seed: u64,
+    objects: Vec<SealedSlot>,
+    indices: Vec<Index>,
+    last_read: Vec<WrittenSlot>,
+    tag: u64,
+}
+
+impl Driver {
+    pub(crate) fn start(who: &str) -> Result<Self, Failure> {
+        let (other, address) = Other::start(who)?;
+        let memory = Memory::new()?;
+        let channel = open(who, HERE, memory.arena())?;
+        let there: PeerId = THERE.parse()?;
+        Blocking::new(&*channel).connect(&there, &address.parse()?, None, soon())?;
+        Ok(Self {
+            other,
+            channel,
+            there,
+            memory,
+            way: Way::Write,
+            shape: Shape { count: 0, len: 0 },
+            seed: 0,
+            objects: Vec::new(),
+            indices: Vec::new(),
+            last_read: Vec::new(),
+            tag: 0,
+        })
+    }
+
+    fn write(&self) -> Result<Duration, Failure> {
+        let objects = self.objects.clone();
+        let blocking = Blocking::new(&*self.channel);
+        let started = Instant::now();
+        let sent = blocking.write(objects, &self.there, &self.indices, soon());
+        let time = started.elapsed();
+        sent.into_result()?;
+        Ok(time)
+    }
+
+    fn read(&mut self) -> Result<Duration, Failure> {
+        self.last_read.clear();
+        let slots = self.memory.again(self.shape)?;
+        let blocking = Blocking::new(&*self.channel);
+        let started = Instant::now();
+        let filled = blocking.read(slots, &self.there, &self.indices, soon());
+        let time = started.elapsed();
+        self.last_read = filled.into_result()?;
+        Ok(time)
+    }
+
+    fn send(&mut self) -> Result<Duration, Failure> {
+        let objects = self.objects.clone();
+        let blocking = Blocking::new(&*self.channel);
+        let started = Instant::now();
+        let sent = blocking.send(objects, &self.there, self.tag, soon());
+        let time = started.elapsed();
+        self.tag += 1;
+        sent.into_result()?;
+        Ok(time)
+    }
+}
+
+impl Mover for Driver {
+    fn prepare(&mut self, way: Way, shape: Shape, seed: u64) -> Result<(), Failure> {
+        (self.way, self.shape, self.seed) = (way, shape, seed);
+        self.objects.clear();
+        self.last_read.clear();
+        self.memory.begin();
+        match way {
+            Way::Write | Way::Send => self.objects = self.memory.objects(shape, seed)?,
+            Way::Read => drop(self.memory.room(shape)?),
+        }
+        let unit = self.channel.unit();
+        let offsets = self.other.lay_out(way, shape, seed)?;
+        self.indices = offsets.iter().map(|offset| Index(offset / unit)).collect();
+        Ok(())
+    }
+
+    fn run(&mut self, batches: usize) -> Result<Vec<Duration>, Failure> {
+        match self.way {
+            Way::Write => (0..batches).map(|_| self.write()).collect(),
+            Way::Read => (0..batches).map(|_| self.read()).collect(),
+            Way::Send => {
+                let to = self.tag + batches as u64;
+                self.other.say(&format!("tags {} {to}", self.tag))?;
+                let times: Result<_, _> = (0..batches).map(|_| self.send()).collect();
+                self.other.hear()?;
+                times
+            }
+        }
+    }
+
+    fn verify(&mut self) -> Result<(), Failure> {
+        match self.way {
+            Way::Read => {
+                if self.last_read.len() != self.shape.count {
+                    return Err("too few objects were read".into());
+                }
+                memory::verify(self.last_read.iter().map(WrittenSlot::bytes), self.seed)
+            }
+            Way::Write | Way::Send => self.other.ask("verify").map(drop),
+        }
+    }
+
+    fn other(&self) -> Option<u32> {
+        Some(self.other.id())
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let _ = Blocking::new(&*self.channel).close(soon());
+    }
+}

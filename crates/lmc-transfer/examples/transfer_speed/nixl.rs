@@ -1,0 +1,203 @@
+//! NIXL without a layer of ours: the same agents, memory, descriptors and requests by nixl-sys,
+//! one request for a batch, and a thread that does nothing but ask whether it is done.
+//!
+//! The loader finds the library: `LD_LIBRARY_PATH`. Send is a write here: NIXL has no other.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{Arena, ReservedSlot, SealedSlot};
+use nixl_sys::{
+    Agent, AgentConfig, Backend, MemType, MemoryRegion, NixlDescriptor, RegistrationHandle,
+    ThreadSync, XferDescList, XferOp, XferStatus,
+};
+
+use crate::keeper::{Keeper, Other};
+use crate::memory::{self, Memory};
+use crate::{Failure, Mover, Shape, Way};
+
+/// As in a channel of ours: the side that is written to has a progress thread, which sleeps.
+const PROGRESS_DELAY_US: u64 = 1000;
+
+#[derive(Debug)]
+struct Region(Arc<Arena>);
+
+impl MemoryRegion for Region {
+    // SAFETY: the agent that registers the region keeps it.
+    unsafe fn as_ptr(&self) -> *const u8 {
+        self.0.base_ptr().as_ptr()
+    }
+
+    fn size(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl NixlDescriptor for Region {
+    fn mem_type(&self) -> MemType {
+        MemType::Dram
+    }
+
+    fn device_id(&self) -> u64 {
+        0
+    }
+}
+
+struct Registered {
+    // In the order in which they must go.
+    _registration: RegistrationHandle,
+    agent: Agent,
+    _backend: Backend,
+    region: Region,
+}
+
+impl Registered {
+    fn new(name: &str, arena: &Arc<Arena>, progress: bool) -> Result<Self, Failure> {
+        if nixl_sys::is_stub() {
+            return Err("no libnixl_capi.so where LD_LIBRARY_PATH says".into());
+        }
+        let config = AgentConfig {
+            enable_prog_thread: progress,
+            pthr_delay_us: PROGRESS_DELAY_US,
+            thread_sync: ThreadSync::Rw,
+            ..AgentConfig::default()
+        };
+        let agent = Agent::new_configured(name, &config)?;
+        let (_, parameters) = agent.get_plugin_params("UCX")?;
+        let backend = agent.create_backend("UCX", &parameters)?;
+        let region = Region(Arc::clone(arena));
+        Ok(Self {
+            _registration: agent.register_memory(&region, None)?,
+            agent,
+            _backend: backend,
+            region,
+        })
+    }
+
+    fn base(&self) -> usize {
+        self.region.0.base_ptr().as_ptr() as usize
+    }
+}
+
+pub(crate) fn serve() -> Result<(), Failure> {
+    let mut keeper = Keeper::new()?;
+    let registered = Registered::new("there", keeper.memory.arena(), true)?;
+    let metadata = registered.agent.get_local_md()?;
+    let metadata: Vec<String> = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
+    let first = format!("{} {}", registered.base(), metadata.concat());
+    keeper.serve(&first, &mut |_, _| Err("no such word".into()))
+}
+
+pub(crate) struct Driver {
+    registered: Registered,
+    other: Other,
+    /// Address of the other side's arena.
+    there: usize,
+    memory: Memory,
+    way: Way,
+    shape: Shape,
+    seed: u64,
+    objects: Vec<SealedSlot>,
+    room: Vec<ReservedSlot>,
+    /// Offsets of each object in the arenas, here and there.
+    places: Vec<(usize, usize)>,
+}
+
+impl Driver {
+    pub(crate) fn start() -> Result<Self, Failure> {
+        let (other, first) = Other::start("bare-nixl")?;
+        let (there, metadata) = first.split_once(' ').ok_or("two words")?;
+        let byte = |at| u8::from_str_radix(&metadata[at..at + 2], 16);
+        let metadata = (0..metadata.len()).step_by(2).map(byte);
+        let metadata: Vec<u8> = metadata.collect::<Result<_, _>>()?;
+        let memory = Memory::new()?;
+        let registered = Registered::new("here", memory.arena(), false)?;
+        registered.agent.load_remote_md(&metadata)?;
+        Ok(Self {
+            registered,
+            other,
+            there: there.parse()?,
+            memory,
+            way: Way::Write,
+            shape: Shape { count: 0, len: 0 },
+            seed: 0,
+            objects: Vec::new(),
+            room: Vec::new(),
+            places: Vec::new(),
+        })
+    }
+
+    fn move_once(&self) -> Result<(), Failure> {
+        let mut local = XferDescList::new(MemType::Dram)?;
+        let mut far = XferDescList::new(MemType::Dram)?;
+        let base = self.registered.base();
+        for (here, there) in &self.places {
+            local.add_desc(base + here, self.shape.len, 0);
+            far.add_desc(self.there + there, self.shape.len, 0);
+        }
+        let operation = match self.way {
+            Way::Read => XferOp::Read,
+            Way::Write | Way::Send => XferOp::Write,
+        };
+        let agent = &self.registered.agent;
+        let request = agent.create_xfer_req(operation, &local, &far, "there", None)?;
+        let mut going = agent.post_xfer_req(&request, None)?;
+        while going {
+            going = agent.get_xfer_status(&request)? != XferStatus::Success;
+        }
+        Ok(())
+    }
+}
+
+impl Mover for Driver {
+    fn prepare(&mut self, way: Way, shape: Shape, seed: u64) -> Result<(), Failure> {
+        (self.way, self.shape, self.seed) = (way, shape, seed);
+        self.objects.clear();
+        self.room.clear();
+        self.memory.begin();
+        let here: Vec<u64> = match way {
+            Way::Write | Way::Send => {
+                self.objects = self.memory.objects(shape, seed)?;
+                self.objects.iter().map(SealedSlot::offset).collect()
+            }
+            Way::Read => {
+                self.room = self.memory.room(shape)?;
+                self.room.iter().map(ReservedSlot::offset).collect()
+            }
+        };
+        let there = match way {
+            Way::Send => Way::Write,
+            way => way,
+        };
+        let there = self.other.lay_out(there, shape, seed)?;
+        let places = here.into_iter().zip(there);
+        self.places = places
+            .map(|(here, there)| (here as usize, there as usize))
+            .collect();
+        Ok(())
+    }
+
+    fn run(&mut self, batches: usize) -> Result<Vec<Duration>, Failure> {
+        let timed = |_| {
+            let started = Instant::now();
+            self.move_once()?;
+            Ok(started.elapsed())
+        };
+        (0..batches).map(timed).collect()
+    }
+
+    fn verify(&mut self) -> Result<(), Failure> {
+        match self.way {
+            Way::Read => {
+                let room = std::mem::take(&mut self.room).into_iter();
+                let written: Vec<_> = room.map(ReservedSlot::written).collect();
+                memory::verify(written.iter().map(|slot| slot.bytes()), self.seed)
+            }
+            Way::Write | Way::Send => self.other.ask("verify").map(drop),
+        }
+    }
+
+    fn other(&self) -> Option<u32> {
+        Some(self.other.id())
+    }
+}

@@ -1,0 +1,354 @@
+//! `cargo xtask bench transfer`: channels between two processes beside what they stand on.
+
+mod player;
+mod report;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::{conditions, page, set_up};
+use crate::ucx::Nixl;
+use player::{Player, Sample};
+use report::Report;
+
+const SECTION: &str = "bench transfer";
+const JSON: &str = "docs/benchmarks/transfer.json";
+const LOGS: &str = "target/bench-transfer";
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+const HELP: &str = "\
+Channels between two processes of this machine beside what they stand on, in turn in each round.
+
+  cargo xtask bench transfer
+      --rounds N     3 unless given
+      --seconds N    of each measurement, 1 unless given
+      --only TEXT    pairs whose name holds this: \"TCP\", \"Unix\", \"NIXL\"; writes nothing
+      --dry-run      writes nothing
+      --quick        one round, fewer batches, under two minutes; writes nothing
+
+Writes docs/benchmarks.md and docs/benchmarks/transfer.json. Installs iperf3 where it is not, and
+fetches NIXL's library from PyPI; without that, its rows are left out.
+";
+
+/// Objects of a batch, and bytes of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Batch {
+    count: usize,
+    len: usize,
+}
+
+impl Batch {
+    const fn new(count: usize, len: usize) -> Self {
+        Self { count, len }
+    }
+
+    fn name(self) -> String {
+        let len = match self.len {
+            len if len < KIB => format!("{len} B"),
+            len if len < MIB => format!("{} KiB", len / KIB),
+            len => format!("{} MiB", len / MIB),
+        };
+        match self.count {
+            1 => len,
+            count => format!("{count} × {len}"),
+        }
+    }
+}
+
+const LARGE: [Batch; 3] = [
+    Batch::new(64, MIB),
+    Batch::new(16, 4 * MIB),
+    Batch::new(1024, 64 * KIB),
+];
+const SMALL: [Batch; 3] = [
+    Batch::new(1, 8),
+    Batch::new(1, 4 * KIB),
+    Batch::new(1, 64 * KIB),
+];
+const WAYS: [&str; 3] = ["write", "read", "send"];
+
+/// What a channel's large batches are measured beside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Beside {
+    /// iperf3 with so many streams.
+    Iperf(u32),
+    /// A player of this kind.
+    Player(&'static str),
+}
+
+/// A channel and what it is measured beside.
+struct Pair {
+    name: &'static str,
+    ours: &'static str,
+    beside: Beside,
+    /// What its small transfers are measured beside.
+    small: &'static str,
+    /// The least share of the other's speed that is aimed at.
+    aim: f64,
+    /// For NIXL: what UCX may use, and what it says of itself when it does.
+    ucx: Option<(&'static str, &'static str)>,
+}
+
+const PAIRS: [Pair; 6] = [
+    Pair {
+        name: "TCP, 4 streams",
+        ours: "socket:tcp:4",
+        beside: Beside::Iperf(4),
+        small: "stream:tcp:1",
+        aim: 0.9,
+        ucx: None,
+    },
+    Pair {
+        name: "TCP, 1 stream",
+        ours: "socket:tcp:1",
+        beside: Beside::Iperf(1),
+        small: "stream:tcp:1",
+        aim: 0.9,
+        ucx: None,
+    },
+    Pair {
+        name: "Unix sockets, 4 streams",
+        ours: "socket:unix:4",
+        beside: Beside::Player("stream:unix:4"),
+        small: "stream:unix:1",
+        aim: 0.9,
+        ucx: None,
+    },
+    Pair {
+        name: "Unix sockets, 1 stream",
+        ours: "socket:unix:1",
+        beside: Beside::Player("stream:unix:1"),
+        small: "stream:unix:1",
+        aim: 0.9,
+        ucx: None,
+    },
+    Pair {
+        name: "NIXL, UCX tcp",
+        ours: "nixl",
+        beside: Beside::Player("bare-nixl"),
+        small: "bare-nixl",
+        aim: 0.95,
+        ucx: Some(("tcp", "tcp/lo")),
+    },
+    Pair {
+        name: "NIXL, UCX cma",
+        ours: "nixl",
+        beside: Beside::Player("bare-nixl"),
+        small: "bare-nixl",
+        aim: 0.95,
+        ucx: Some(("tcp,cma,self", "cma/memory")),
+    },
+];
+
+struct Asked {
+    rounds: usize,
+    seconds: f64,
+    large: Vec<Batch>,
+    only: String,
+    dry: bool,
+}
+
+impl Asked {
+    fn parse(args: &[String]) -> Result<Self> {
+        let mut asked = Self {
+            rounds: 3,
+            seconds: 1.0,
+            large: LARGE.to_vec(),
+            only: String::new(),
+            dry: false,
+        };
+        let mut args = args.iter();
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().with_context(|| format!("{arg} takes a value"));
+            match arg.as_str() {
+                "--rounds" => asked.rounds = value()?.parse().context("--rounds")?,
+                "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
+                "--only" => {
+                    asked.only.clone_from(value()?);
+                    asked.dry = true;
+                }
+                "--dry-run" => asked.dry = true,
+                "--quick" => {
+                    (asked.rounds, asked.seconds) = (1, 0.5);
+                    asked.large = LARGE[..1].to_vec();
+                    asked.dry = true;
+                }
+                other => bail!("unknown flag {other:?}; --help lists them"),
+            }
+        }
+        ensure!(asked.rounds > 0, "--rounds takes a number above 0");
+        ensure!(
+            asked.seconds.is_finite() && asked.seconds >= 0.01,
+            "--seconds takes a number of at least 0.01"
+        );
+        Ok(asked)
+    }
+
+    /// Seconds for small transfers, which need fewer to be many.
+    fn seconds_small(&self) -> f64 {
+        self.seconds / 2.0
+    }
+}
+
+pub(super) fn run(args: &[String]) -> Result<bool> {
+    if args == ["--help"] {
+        print!("{HELP}");
+        return Ok(true);
+    }
+    let asked = Asked::parse(args)?;
+    set_up("iperf3")?;
+    let nixl = Nixl::find();
+    if let Err(why) = &nixl {
+        println!("SKIPPED: NIXL: {why:#}");
+    }
+    let program = build(nixl.is_ok())?;
+    let mut report = Report::new(conditions(nixl.as_ref().ok()));
+    for round in 1..=asked.rounds {
+        println!("round {round} of {}", asked.rounds);
+        let asked_for = |pair: &&Pair| pair.name.contains(&asked.only);
+        for pair in PAIRS.iter().filter(asked_for) {
+            if let (Some((tls, transport)), Ok(nixl)) = (pair.ucx, &nixl) {
+                let logs = Path::new(LOGS);
+                let _ = fs::remove_dir_all(logs);
+                fs::create_dir_all(logs)?;
+                let variables = player::nixl_variables(nixl, tls, logs);
+                play(pair, &asked, &program, &variables, &mut report)?;
+                player::expect_transport(logs, transport)?;
+            } else if pair.ucx.is_none() {
+                play(pair, &asked, &program, &[], &mut report)?;
+            }
+        }
+        for (name, who) in [("memcpy", "memcpy"), ("one TCP stream", "stream:tcp:1")] {
+            let mut player = Player::start(&program, who, &[])?;
+            for &batch in &asked.large {
+                let found = player.measure("write", batch, asked.seconds)?;
+                report.ceiling(name, batch, found);
+            }
+        }
+    }
+    let text = report.text(asked.rounds, asked.seconds);
+    println!("{text}");
+    if !asked.dry {
+        page::write(SECTION, &text)?;
+        fs::write(JSON, serde_json::to_string_pretty(&report.json())? + "\n")?;
+    }
+    Ok(true)
+}
+
+/// One round of a pair.
+fn play(
+    pair: &Pair,
+    asked: &Asked,
+    program: &Path,
+    variables: &[(String, String)],
+    report: &mut Report,
+) -> Result<()> {
+    let start = |who| Player::start(program, who, variables);
+    let mut ours = start(pair.ours)?;
+    let mut bare = start(pair.small)?;
+    let mut many = match pair.beside {
+        Beside::Player(who) if who != pair.small => Some(start(who)?),
+        Beside::Player(_) | Beside::Iperf(_) => None,
+    };
+    for &batch in &asked.large {
+        for way in WAYS {
+            let own = ours.measure(way, batch, asked.seconds)?;
+            let other = match pair.beside {
+                Beside::Iperf(streams) => player::iperf(streams, way, batch, asked.seconds)?,
+                Beside::Player(_) => {
+                    let player = many.as_mut().unwrap_or(&mut bare);
+                    player.measure(way, batch, asked.seconds)?
+                }
+            };
+            report.large(pair, way, batch, own, other);
+        }
+    }
+    for batch in SMALL {
+        for way in WAYS {
+            let own = ours.measure(way, batch, asked.seconds_small())?;
+            let other = bare.measure(way, batch, asked.seconds_small())?;
+            report.small(pair, way, batch, own, other);
+        }
+    }
+    report.idle(pair, ours.idle(asked.seconds.max(1.0))?);
+    Ok(())
+}
+
+fn build(with_nixl: bool) -> Result<PathBuf> {
+    let mut build = Command::new("cargo");
+    build.args(["build", "--release", "--package", "lmc-transfer"]);
+    if with_nixl {
+        build.args(["--features", "nixl"]);
+    }
+    build.args(["--example", "transfer_speed"]);
+    println!("$ {}", crate::shown::typed(&build));
+    let built = build.stdin(Stdio::null()).status();
+    let built = built.context("cannot run cargo")?;
+    ensure!(built.success(), "transfer_speed does not build");
+    Ok(crate::target_dir()?.join("release/examples/transfer_speed"))
+}
+
+fn conditions(nixl: Option<&Nixl>) -> Vec<(&'static str, String)> {
+    let mut conditions = conditions::machine();
+    let version = conditions::output("iperf3", &["--version"]);
+    let version = version.lines().next().unwrap_or("unknown").to_owned();
+    conditions.push(("iperf3", version));
+    let nixl = nixl.map_or_else(
+        || "none: its rows are left out".to_owned(),
+        |nixl| {
+            let name = nixl.library().parent().and_then(Path::file_name);
+            let name = name.map(|name| name.to_string_lossy().into_owned());
+            let wheel = "the wheel nixl-cu12 1.5.1, UCX 1.23";
+            match std::env::var_os("LMC_NIXL_LIBRARY") {
+                None => wheel.to_owned(),
+                Some(_) => name.unwrap_or_default(),
+            }
+        },
+    );
+    conditions.push(("NIXL", nixl));
+    conditions
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_checked() {
+        let parse = |text: &str| {
+            let args: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+            Asked::parse(&args)
+        };
+        assert_eq!(parse("--seconds 1.5").expect("valid").seconds, 1.5);
+        for dry in ["--quick", "--only TCP", "--dry-run"] {
+            assert!(parse(dry).expect("valid").dry, "{dry}");
+        }
+        for wrong in [
+            "--rounds 0",
+            "--seconds 0",
+            "--seconds nan",
+            "--only",
+            "--size 1",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn batches_are_named() {
+        let names: Vec<String> = LARGE.iter().chain(&SMALL).map(|b| b.name()).collect();
+        let expected = [
+            "64 × 1 MiB",
+            "16 × 4 MiB",
+            "1024 × 64 KiB",
+            "8 B",
+            "4 KiB",
+            "64 KiB",
+        ];
+        assert_eq!(names, expected);
+    }
+}

@@ -1,0 +1,211 @@
+//! Who moves batches: programs that are asked for one measurement after another.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use super::Batch;
+use crate::ucx::{self, Nixl};
+
+const GIB: f64 = (1 << 30) as f64;
+
+/// One measurement.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Sample {
+    pub(super) gib_per_s: f64,
+    /// Of the side that drives and of the other.
+    pub(super) cpu_s_per_gib: (f64, f64),
+    /// Seconds that a batch took; none where batches are not told apart.
+    pub(super) p50: Option<f64>,
+    pub(super) p99: Option<f64>,
+}
+
+impl Sample {
+    fn new(bytes: f64, seconds: f64, cpu: (f64, f64)) -> Self {
+        let gib = bytes / GIB;
+        Self {
+            gib_per_s: gib / seconds,
+            cpu_s_per_gib: (cpu.0 / gib, cpu.1 / gib),
+            p50: None,
+            p99: None,
+        }
+    }
+}
+
+/// The example `transfer_speed` as one of its kinds, with its other process.
+pub(super) struct Player {
+    child: Child,
+    /// None once it is to end.
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+    who: String,
+}
+
+impl Player {
+    pub(super) fn start(program: &Path, who: &str, variables: &[(String, String)]) -> Result<Self> {
+        let mut command = Command::new(program);
+        command.args(["drive", who]).stdin(Stdio::piped());
+        command.stdout(Stdio::piped());
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
+        let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().context("it is piped")?);
+        let mut player = Self {
+            child,
+            input,
+            output,
+            who: who.to_owned(),
+        };
+        player.hear()?;
+        Ok(player)
+    }
+
+    fn hear(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        ensure!(!line.is_empty(), "{} has ended: see above", self.who);
+        serde_json::from_str(&line).with_context(|| format!("{} said {line:?}", self.who))
+    }
+
+    fn ask(&mut self, line: &str) -> Result<Value> {
+        let input = self.input.as_mut().context("it was told to end")?;
+        writeln!(input, "{line}")?;
+        let answer = self.hear();
+        answer.with_context(|| format!("{} was asked to {line}", self.who))
+    }
+
+    pub(super) fn measure(&mut self, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
+        let Batch { count, len } = batch;
+        let found = self.ask(&format!("move {way} {count} {len} {seconds}"))?;
+        let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
+        let cpu = (number("cpu_here")?, number("cpu_there")?);
+        Ok(Sample {
+            p50: Some(number("p50")?),
+            p99: Some(number("p99")?),
+            ..Sample::new(number("bytes")?, number("seconds")?, cpu)
+        })
+    }
+
+    /// The share of a core that each side uses while nothing is asked of it.
+    pub(super) fn idle(&mut self, seconds: f64) -> Result<(f64, f64)> {
+        let found = self.ask(&format!("idle {seconds}"))?;
+        let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
+        let seconds = number("seconds")?;
+        Ok((
+            number("cpu_here")? / seconds,
+            number("cpu_there")? / seconds,
+        ))
+    }
+}
+
+impl Drop for Player {
+    fn drop(&mut self) {
+        // The end of its input is what tells it to end.
+        drop(self.input.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The environment of players over NIXL. UCX logs to files of this folder.
+pub(super) fn nixl_variables(nixl: &Nixl, tls: &str, logs: &Path) -> Vec<(String, String)> {
+    // `%p` is the number of the process to UCX.
+    let mut variables = nixl.variables(tls, Some("lo"), logs, "%p");
+    // The bare player has nothing that looks for the library.
+    let folder = nixl.library().parent().map(|f| f.display().to_string());
+    variables.push(("LD_LIBRARY_PATH".to_owned(), folder.unwrap_or_default()));
+    variables
+}
+
+/// Checks that UCX used the transport that was meant, by what it logged.
+pub(super) fn expect_transport(logs: &Path, transport: &str) -> Result<()> {
+    let mut said = 0;
+    for entry in fs::read_dir(logs)? {
+        let log = fs::read_to_string(entry?.path())?;
+        if !ucx::configurations(&log).is_empty() {
+            ucx::expect(&log, transport)?;
+            said += 1;
+        }
+    }
+    ensure!(said > 0, "UCX does not say how it reached any peer");
+    Ok(())
+}
+
+/// iperf3 with so many streams, each write of it as long as an object, 1 MiB at most.
+pub(super) fn iperf(streams: u32, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let port = port.to_string();
+    let server = Command::new("iperf3")
+        .args(["-s", "-1", "-p", &port])
+        .stdout(Stdio::null())
+        .spawn()
+        .context("iperf3")?;
+    let _server = Ended(server);
+    let mut client = Command::new("iperf3");
+    client.args(["-c", "127.0.0.1", "-p", &port, "-J"]);
+    client.args(["-P", &streams.to_string()]);
+    client.args(["-l", &batch.len.min(1 << 20).to_string()]);
+    // It takes whole seconds.
+    client.args(["-t", &seconds.ceil().to_string()]);
+    if way == "read" {
+        client.arg("-R");
+    }
+    for _ in 0..50 {
+        let output = client.output().context("iperf3")?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let found: Value = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
+        match found["error"].as_str() {
+            None => return parse_iperf(&found),
+            Some(why) if why.contains("refused") => thread::sleep(Duration::from_millis(100)),
+            Some(why) => bail!("iperf3: {why}"),
+        }
+    }
+    bail!("iperf3's server does not listen")
+}
+
+fn parse_iperf(found: &Value) -> Result<Sample> {
+    let number = |path: &str| {
+        let number = found.pointer(path).and_then(Value::as_f64);
+        number.with_context(|| format!("iperf3 tells no {path}"))
+    };
+    let seconds = number("/end/sum_received/seconds")?;
+    let share = |side: &str| number(&format!("/end/cpu_utilization_percent/{side}_total"));
+    let cpu = |side: &str| Ok::<f64, anyhow::Error>(share(side)? / 100.0 * seconds);
+    let bytes = number("/end/sum_received/bytes")?;
+    Ok(Sample::new(bytes, seconds, (cpu("host")?, cpu("remote")?)))
+}
+
+/// A process that ends with the measurement.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_iperf3_prints_is_read() {
+        let printed = json!({"end": {
+            "sum_received": {"bytes": 4294967296.0, "seconds": 2.0},
+            "cpu_utilization_percent": {"host_total": 50.0, "remote_total": 100.0},
+        }});
+        let sample = parse_iperf(&printed).expect("all of it is there");
+        assert_eq!(sample.gib_per_s, 2.0);
+        assert_eq!(sample.cpu_s_per_gib, (0.25, 0.5));
+        assert!(parse_iperf(&json!({"end": {}})).is_err());
+    }
+}
