@@ -1,15 +1,17 @@
 //! NIXL without a layer of ours: the same agents, memory, descriptors and requests by nixl-sys,
 //! one request for a batch, and a thread that does nothing but ask whether it is done.
 //!
-//! The loader finds the library: `LD_LIBRARY_PATH`. Send is a write here: NIXL has no other.
+//! The loader finds the library: `LD_LIBRARY_PATH`. NIXL knows no send: here it is a notification
+//! each way, as a sender must learn where the receiver has room, and a write that notifies.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
 use nixl_sys::{
-    Agent, AgentConfig, Backend, MemType, MemoryRegion, NixlDescriptor, RegistrationHandle,
-    ThreadSync, XferDescList, XferOp, XferStatus,
+    Agent, AgentConfig, Backend, MemType, MemoryRegion, NixlDescriptor, NotificationMap, OptArgs,
+    RegistrationHandle, ThreadSync, XferDescList, XferOp, XferStatus,
 };
 
 use crate::keeper::{Keeper, Other};
@@ -77,15 +79,58 @@ impl Registered {
     fn base(&self) -> usize {
         self.region.0.base_ptr().as_ptr() as usize
     }
+
+    /// What others need to reach this agent, in hexadecimal digits.
+    fn metadata(&self) -> Result<String, Failure> {
+        let metadata = self.agent.get_local_md()?;
+        Ok(metadata.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    fn load(&self, metadata: &str) -> Result<(), Failure> {
+        let byte = |at| u8::from_str_radix(&metadata[at..at + 2], 16);
+        let metadata: Result<Vec<u8>, _> = (0..metadata.len()).step_by(2).map(byte).collect();
+        self.agent.load_remote_md(&metadata?)?;
+        Ok(())
+    }
+
+    /// Waits for a notification of the other side. `unread` are those that came with others.
+    fn notified(&self, from: &str, unread: &mut usize) -> Result<(), Failure> {
+        let begun = Instant::now();
+        while *unread == 0 {
+            if begun.elapsed() > Duration::from_secs(60) {
+                return Err("no notification came".into());
+            }
+            // What comes is added to a map, so that each look takes a new one.
+            let mut map = NotificationMap::new()?;
+            self.agent.get_notifications(&mut map, None)?;
+            if map.is_empty()? {
+                thread::yield_now();
+            } else {
+                *unread = map.get_notifications_size(from)?;
+            }
+        }
+        *unread -= 1;
+        Ok(())
+    }
 }
 
 pub(crate) fn serve() -> Result<(), Failure> {
     let mut keeper = Keeper::new()?;
     let registered = Registered::new("there", keeper.memory.arena(), true)?;
-    let metadata = registered.agent.get_local_md()?;
-    let metadata: Vec<String> = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
-    let first = format!("{} {}", registered.base(), metadata.concat());
-    keeper.serve(&first, &mut |_, _| Err("no such word".into()))
+    let first = format!("{} {}", registered.base(), registered.metadata()?);
+    keeper.serve(&first, &mut |_, words| match *words {
+        ["know", metadata] => registered.load(metadata).map(|()| String::new()),
+        ["receive", batches] => {
+            let mut unread = 0;
+            for _ in 0..batches.parse()? {
+                registered.notified("here", &mut unread)?;
+                registered.agent.send_notification("here", b"place", None)?;
+                registered.notified("here", &mut unread)?;
+            }
+            Ok(String::new())
+        }
+        _ => Err("no such word".into()),
+    })
 }
 
 pub(crate) struct Driver {
@@ -105,14 +150,12 @@ pub(crate) struct Driver {
 
 impl Driver {
     pub(crate) fn start() -> Result<Self, Failure> {
-        let (other, first) = Other::start("bare-nixl")?;
+        let (mut other, first) = Other::start("bare-nixl")?;
         let (there, metadata) = first.split_once(' ').ok_or("two words")?;
-        let byte = |at| u8::from_str_radix(&metadata[at..at + 2], 16);
-        let metadata = (0..metadata.len()).step_by(2).map(byte);
-        let metadata: Vec<u8> = metadata.collect::<Result<_, _>>()?;
         let memory = Memory::new()?;
         let registered = Registered::new("here", memory.arena(), false)?;
-        registered.agent.load_remote_md(&metadata)?;
+        registered.load(metadata)?;
+        other.ask(&format!("know {}", registered.metadata()?))?;
         Ok(Self {
             registered,
             other,
@@ -140,8 +183,15 @@ impl Driver {
             Way::Write | Way::Send => XferOp::Write,
         };
         let agent = &self.registered.agent;
-        let request = agent.create_xfer_req(operation, &local, &far, "there", None)?;
-        let mut going = agent.post_xfer_req(&request, None)?;
+        let mut options = OptArgs::new()?;
+        if self.way == Way::Send {
+            agent.send_notification("there", b"offer", None)?;
+            self.registered.notified("there", &mut 0)?;
+            options.set_has_notification(true)?;
+            options.set_notification_message(b"over")?;
+        }
+        let request = agent.create_xfer_req(operation, &local, &far, "there", Some(&options))?;
+        let mut going = agent.post_xfer_req(&request, Some(&options))?;
         while going {
             going = agent.get_xfer_status(&request)? != XferStatus::Success;
         }
@@ -178,12 +228,19 @@ impl Mover for Driver {
     }
 
     fn run(&mut self, batches: usize) -> Result<Vec<Duration>, Failure> {
+        if self.way == Way::Send {
+            self.other.say(&format!("receive {batches}"))?;
+        }
         let timed = |_| {
             let started = Instant::now();
             self.move_once()?;
             Ok(started.elapsed())
         };
-        (0..batches).map(timed).collect()
+        let times = (0..batches).map(timed).collect();
+        if self.way == Way::Send {
+            self.other.hear()?;
+        }
+        times
     }
 
     fn verify(&mut self) -> Result<(), Failure> {

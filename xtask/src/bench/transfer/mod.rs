@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::{conditions, page, set_up};
 use crate::ucx::Nixl;
 use player::{Player, Sample};
-use report::Report;
+use report::{Report, Round};
 
 const SECTION: &str = "bench transfer";
 const JSON: &str = "docs/benchmarks/transfer.json";
@@ -85,6 +85,8 @@ struct Pair {
     name: &'static str,
     ours: &'static str,
     beside: Beside,
+    /// What they are measured beside as well.
+    also: Option<&'static str>,
     /// What its small transfers are measured beside.
     small: &'static str,
     /// The least share of the other's speed that is aimed at.
@@ -98,6 +100,7 @@ const PAIRS: [Pair; 6] = [
         name: "TCP, 4 streams",
         ours: "socket:tcp:4",
         beside: Beside::Iperf(4),
+        also: Some("stream:tcp:4"),
         small: "stream:tcp:1",
         aim: 0.9,
         ucx: None,
@@ -106,6 +109,7 @@ const PAIRS: [Pair; 6] = [
         name: "TCP, 1 stream",
         ours: "socket:tcp:1",
         beside: Beside::Iperf(1),
+        also: Some("stream:tcp:1"),
         small: "stream:tcp:1",
         aim: 0.9,
         ucx: None,
@@ -114,6 +118,7 @@ const PAIRS: [Pair; 6] = [
         name: "Unix sockets, 4 streams",
         ours: "socket:unix:4",
         beside: Beside::Player("stream:unix:4"),
+        also: None,
         small: "stream:unix:1",
         aim: 0.9,
         ucx: None,
@@ -122,6 +127,7 @@ const PAIRS: [Pair; 6] = [
         name: "Unix sockets, 1 stream",
         ours: "socket:unix:1",
         beside: Beside::Player("stream:unix:1"),
+        also: None,
         small: "stream:unix:1",
         aim: 0.9,
         ucx: None,
@@ -130,6 +136,7 @@ const PAIRS: [Pair; 6] = [
         name: "NIXL, UCX tcp",
         ours: "nixl",
         beside: Beside::Player("bare-nixl"),
+        also: None,
         small: "bare-nixl",
         aim: 0.95,
         ucx: Some(("tcp", "tcp/lo")),
@@ -138,6 +145,7 @@ const PAIRS: [Pair; 6] = [
         name: "NIXL, UCX cma",
         ours: "nixl",
         beside: Beside::Player("bare-nixl"),
+        also: None,
         small: "bare-nixl",
         aim: 0.95,
         ucx: Some(("tcp,cma,self", "cma/memory")),
@@ -222,12 +230,10 @@ pub(super) fn run(args: &[String]) -> Result<bool> {
                 play(pair, &asked, &program, &[], &mut report)?;
             }
         }
-        for (name, who) in [("memcpy", "memcpy"), ("one TCP stream", "stream:tcp:1")] {
-            let mut player = Player::start(&program, who, &[])?;
-            for &batch in &asked.large {
-                let found = player.measure("write", batch, asked.seconds)?;
-                report.ceiling(name, batch, found);
-            }
+        let mut copier = Player::start(&program, "memcpy", &[])?;
+        for &batch in &asked.large {
+            let found = copier.measure("write", batch, asked.seconds)?;
+            report.ceiling("memcpy", batch, found);
         }
     }
     let text = report.text(asked.rounds, asked.seconds);
@@ -249,29 +255,45 @@ fn play(
 ) -> Result<()> {
     let start = |who| Player::start(program, who, variables);
     let mut ours = start(pair.ours)?;
-    let mut bare = start(pair.small)?;
-    let mut many = match pair.beside {
-        Beside::Player(who) if who != pair.small => Some(start(who)?),
-        Beside::Player(_) | Beside::Iperf(_) => None,
+    let mut beside = match pair.beside {
+        Beside::Player(who) => Some(start(who)?),
+        Beside::Iperf(_) => None,
     };
+    let mut also = pair.also.map(start).transpose()?;
     for &batch in &asked.large {
         for way in WAYS {
             let own = ours.measure(way, batch, asked.seconds)?;
-            let other = match pair.beside {
-                Beside::Iperf(streams) => player::iperf(streams, way, batch, asked.seconds)?,
-                Beside::Player(_) => {
-                    let player = many.as_mut().unwrap_or(&mut bare);
-                    player.measure(way, batch, asked.seconds)?
-                }
+            let other = match (pair.beside, &mut beside) {
+                (Beside::Iperf(streams), _) => player::iperf(streams, way, batch, asked.seconds)?,
+                (_, Some(player)) => player.measure(way, batch, asked.seconds)?,
+                (Beside::Player(who), None) => bail!("{who} was started above"),
             };
-            report.large(pair, way, batch, own, other);
+            let also = also.as_mut();
+            let also = also.map(|player| player.measure(way, batch, asked.seconds));
+            report.large(
+                pair,
+                way,
+                batch,
+                Round {
+                    ours: own,
+                    other,
+                    also: also.transpose()?,
+                },
+            );
         }
     }
+    drop((beside, also));
+    let mut bare = start(pair.small)?;
     for batch in SMALL {
         for way in WAYS {
             let own = ours.measure(way, batch, asked.seconds_small())?;
             let other = bare.measure(way, batch, asked.seconds_small())?;
-            report.small(pair, way, batch, own, other);
+            let round = Round {
+                ours: own,
+                other,
+                also: None,
+            };
+            report.small(pair, way, batch, round);
         }
     }
     report.idle(pair, ours.idle(asked.seconds.max(1.0))?);

@@ -10,30 +10,36 @@ use crate::bench::figures::median;
 /// The most that a small transfer may take more than the bare one, in µs.
 const SMALL_AIM: f64 = 20.0;
 
-/// All rounds of one row: ours, and what it is beside.
+/// One round of a row: ours, and what it is beside.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Round {
+    pub(super) ours: Sample,
+    pub(super) other: Sample,
+    pub(super) also: Option<Sample>,
+}
+
+/// All rounds of one row.
 struct Row {
     pair: &'static str,
     what: String,
     large: bool,
     aim: f64,
-    rounds: Vec<(Sample, Sample)>,
+    rounds: Vec<Round>,
 }
 
 impl Row {
+    /// The median over rounds; of what stands between two, that of what stands between them in
+    /// one round.
+    fn median(&self, of: impl Fn(&Round) -> f64) -> f64 {
+        median(&self.rounds.iter().map(of).collect::<Vec<_>>())
+    }
+
     fn ours(&self, of: impl Fn(&Sample) -> f64) -> f64 {
-        let values: Vec<f64> = self.rounds.iter().map(|(ours, _)| of(ours)).collect();
-        median(&values)
+        self.median(|round| of(&round.ours))
     }
 
     fn other(&self, of: impl Fn(&Sample) -> f64) -> f64 {
-        let values: Vec<f64> = self.rounds.iter().map(|(_, other)| of(other)).collect();
-        median(&values)
-    }
-
-    /// The median over rounds of what stands between the two in one round.
-    fn between(&self, of: impl Fn(&Sample, &Sample) -> f64) -> f64 {
-        let values: Vec<f64> = self.rounds.iter().map(|(a, b)| of(a, b)).collect();
-        median(&values)
+        self.median(|round| of(&round.other))
     }
 }
 
@@ -54,41 +60,27 @@ impl Report {
         }
     }
 
-    pub(super) fn large(
-        &mut self,
-        pair: &Pair,
-        way: &str,
-        batch: Batch,
-        ours: Sample,
-        other: Sample,
-    ) {
+    pub(super) fn large(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
         let what = format!("{way} {}", batch.name());
         println!(
             "{}: {what}: {:.2} GiB/s of {:.2}",
-            pair.name, ours.gib_per_s, other.gib_per_s
+            pair.name, round.ours.gib_per_s, round.other.gib_per_s
         );
-        self.add(pair, what, true, (ours, other));
+        self.add(pair, what, true, round);
     }
 
-    pub(super) fn small(
-        &mut self,
-        pair: &Pair,
-        way: &str,
-        batch: Batch,
-        ours: Sample,
-        other: Sample,
-    ) {
+    pub(super) fn small(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
         let what = format!("{way} {}", batch.name());
         println!(
             "{}: {what}: p50 {:.1} µs beside {:.1} µs",
             pair.name,
-            micros(&ours, |s| s.p50),
-            micros(&other, |s| s.p50)
+            micros(&round.ours, |s| s.p50),
+            micros(&round.other, |s| s.p50)
         );
-        self.add(pair, what, false, (ours, other));
+        self.add(pair, what, false, round);
     }
 
-    fn add(&mut self, pair: &Pair, what: String, large: bool, round: (Sample, Sample)) {
+    fn add(&mut self, pair: &Pair, what: String, large: bool, round: Round) {
         let same = |row: &&mut Row| row.pair == pair.name && row.what == what && row.large == large;
         if let Some(row) = self.rows.iter_mut().find(same) {
             row.rounds.push(round);
@@ -176,12 +168,17 @@ impl Report {
             })
         };
         let row = |row: &Row| {
-            let (ours, other): (Vec<_>, Vec<_>) = row
-                .rounds
-                .iter()
-                .map(|(a, b)| (sample(a), sample(b)))
-                .unzip();
-            json!({"pair": row.pair, "what": row.what, "lmc": ours, "beside": other})
+            let all = |of: fn(&Round) -> Option<Sample>| -> Vec<Value> {
+                let samples = row.rounds.iter().filter_map(of);
+                samples.map(|found| sample(&found)).collect()
+            };
+            json!({
+                "pair": row.pair,
+                "what": row.what,
+                "lmc": all(|round| Some(round.ours)),
+                "beside": all(|round| Some(round.other)),
+                "also": all(|round| round.also),
+            })
         };
         let ceiling = |(name, samples): &(String, Vec<Sample>)| json!({"what": name, "found": samples.iter().map(sample).collect::<Vec<_>>()});
         let idle = |(name, shares): &(&str, Vec<(f64, f64)>)| json!({"pair": name, "cores": shares.iter().map(|s| [s.0, s.1]).collect::<Vec<_>>()});
@@ -214,7 +211,8 @@ an object, its limit of 1 MiB at most. Before version 3.16 one thread serves all
 one byte of answer per batch; no checksum, no places, no deadline.
 - **bare NIXL**: the same agents, registered memory, UCX settings and descriptors by nixl-sys alone; \
 one request for the batch, made, posted, and asked after without a pause, which burns a core; no \
-deadline, and nothing looks after a request that does not end. Its `send` is a write.
+deadline, and nothing looks after a request that does not end. Its `send` is a \
+notification each way, by which the sender learns of the room, and a write that notifies.
 - **memcpy**: one thread, from objects in memory to objects in memory of one process.
 ";
 
@@ -225,15 +223,20 @@ fn pair_text(pair: &Pair, rows: &[&Row]) -> String {
         Beside::Player(_) => "bare sockets, as many".to_owned(),
     };
     let mut text = format!(
-        "\n### {}\n\n| GiB/s | lmc | {beside} | ratio | aim | CPU s/GiB lmc, here + there | of the other |\n\
-         |---|---|---|---|---|---|---|\n",
+        "\n### {}\n\n| GiB/s | lmc | {beside} | ratio | aim | CPU s/GiB lmc, here + there | of the other |",
         pair.name
     );
+    let mut line = "\n|---|---|---|---|---|---|---|".to_owned();
+    if pair.also.is_some() {
+        text.push_str(" bare sockets, as many | ratio | CPU s/GiB |");
+        line.push_str("---|---|---|");
+    }
+    text.push_str(&line);
     for row in rows.iter().filter(|row| row.large) {
-        let ratio = row.between(|ours, other| ours.gib_per_s / other.gib_per_s);
-        let _ = writeln!(
+        let ratio = row.median(|r| r.ours.gib_per_s / r.other.gib_per_s);
+        let _ = write!(
             text,
-            "| {} | {:.2} | {:.2} | {:.0} % | {:.0} %, {} | {:.3} + {:.3} | {:.3} + {:.3} |",
+            "\n| {} | {:.2} | {:.2} | {:.0} % | {:.0} %, {} | {:.3} + {:.3} | {:.3} + {:.3} |",
             row.what,
             row.ours(|s| s.gib_per_s),
             row.other(|s| s.gib_per_s),
@@ -245,6 +248,23 @@ fn pair_text(pair: &Pair, rows: &[&Row]) -> String {
             row.other(|s| s.cpu_s_per_gib.0),
             row.other(|s| s.cpu_s_per_gib.1),
         );
+        if pair.also.is_some() {
+            let also = |of: fn(&Sample) -> f64| {
+                row.median(|round| round.also.as_ref().map_or(f64::NAN, of))
+            };
+            let share = |round: &Round| {
+                let also = round.also.map_or(f64::NAN, |s| s.gib_per_s);
+                round.ours.gib_per_s / also
+            };
+            let _ = write!(
+                text,
+                " {:.2} | {:.0} % | {:.3} + {:.3} |",
+                also(|s| s.gib_per_s),
+                100.0 * row.median(share),
+                also(|s| s.cpu_s_per_gib.0),
+                also(|s| s.cpu_s_per_gib.1),
+            );
+        }
     }
     let bare = match pair.ucx {
         Some(_) => "bare NIXL",
@@ -252,10 +272,10 @@ fn pair_text(pair: &Pair, rows: &[&Row]) -> String {
     };
     let _ = write!(
         text,
-        "\n| µs | lmc p50 | p99 | {bare} p50 | p99 | more | aim |\n|---|---|---|---|---|---|---|\n"
+        "\n\n| µs | lmc p50 | p99 | {bare} p50 | p99 | more | aim |\n|---|---|---|---|---|---|---|\n"
     );
     for row in rows.iter().filter(|row| !row.large) {
-        let more = row.between(|ours, other| micros(ours, |s| s.p50) - micros(other, |s| s.p50));
+        let more = row.median(|r| micros(&r.ours, |s| s.p50) - micros(&r.other, |s| s.p50));
         let _ = writeln!(
             text,
             "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {more:.1} | {SMALL_AIM:.0}, {} |",
@@ -298,13 +318,24 @@ mod tests {
         // Each side's median is 2, but in two rounds of three ours had half of the other's.
         for (ours, other) in [(1.0, 2.0), (2.0, 4.0), (3.0, 1.0)] {
             let batch = Batch::new(64, 1 << 20);
-            report.large(pair, "write", batch, sample(ours, 0.1), sample(other, 0.1));
+            let round = Round {
+                ours: sample(ours, 0.1),
+                other: sample(other, 0.1),
+                also: Some(sample(2.0 * ours, 0.1)),
+            };
+            report.large(pair, "write", batch, round);
         }
-        let batch = Batch::new(1, 8);
-        report.small(pair, "read", batch, sample(1.0, 30e-6), sample(1.0, 9e-6));
+        let round = Round {
+            ours: sample(1.0, 30e-6),
+            other: sample(1.0, 9e-6),
+            also: None,
+        };
+        report.small(pair, "read", Batch::new(1, 8), round);
         let text = report.text(3, 1.0);
         let large = "| write 64 × 1 MiB | 2.00 | 2.00 | 50 % | 90 %, missed | 0.250 + 0.500 |";
         assert!(text.contains(large), "{text}");
+        let also = "| 0.250 + 0.500 | 4.00 | 50 % | 0.250 + 0.500 |\n";
+        assert!(text.contains(also), "{text}");
         let small = "| read 8 B | 30.0 | 60.0 | 9.0 | 18.0 | 21.0 | 20, missed |";
         assert!(text.contains(small), "{text}");
         assert!(!text.contains("### NIXL"), "{text}");
