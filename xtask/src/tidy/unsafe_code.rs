@@ -90,6 +90,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "a handler for pages that another process took away",
     ),
     (
+        "crates/lmc-transfer/examples/transfer_speed/nixl.rs",
+        "NIXL asks where the arena lies",
+    ),
+    (
         "crates/lmc-transfer/src/memory/raw.rs",
         "copies between a slot and a place in another arena",
     ),

@@ -87,6 +87,9 @@ impl Drop for Other {
     }
 }
 
+/// Obeys words that are not of every keeper.
+type Own<'a> = dyn FnMut(&mut Keeper, &[&str]) -> Result<String, Failure> + 'a;
+
 /// What lies in the other process for the one that drives.
 pub(crate) struct Keeper {
     pub(crate) memory: Memory,
@@ -111,11 +114,7 @@ impl Keeper {
     }
 
     /// Obeys lines until there are no more; those that are no word of its own are for `own`.
-    pub(crate) fn serve(
-        &mut self,
-        first: &str,
-        own: &mut dyn FnMut(&mut Self, &[&str]) -> Result<String, Failure>,
-    ) -> Result<(), Failure> {
+    pub(crate) fn serve(&mut self, first: &str, own: &mut Own<'_>) -> Result<(), Failure> {
         println!("{first}");
         for line in std::io::stdin().lock().lines() {
             let line = line?;
@@ -128,11 +127,7 @@ impl Keeper {
         Ok(())
     }
 
-    fn obey(
-        &mut self,
-        words: &[&str],
-        own: &mut dyn FnMut(&mut Self, &[&str]) -> Result<String, Failure>,
-    ) -> Result<String, Failure> {
+    fn obey(&mut self, words: &[&str], own: &mut Own<'_>) -> Result<String, Failure> {
         match *words {
             ["verify"] => {
                 let room = std::mem::take(&mut self.room).into_iter();
