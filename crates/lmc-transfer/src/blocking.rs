@@ -2,9 +2,10 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
@@ -27,13 +28,46 @@ pub(crate) fn thread_waker() -> Waker {
 /// Runs a future of a channel on this thread. Not for threads of a runtime.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
-    let waker = thread_waker();
+    let woken = Arc::new(Woken {
+        thread: thread::current(),
+        woken: AtomicBool::new(false),
+    });
+    let waker = Waker::from(Arc::clone(&woken));
     let mut context = Context::from_waker(&waker);
     loop {
         match future.as_mut().poll(&mut context) {
             Poll::Ready(output) => return output,
-            Poll::Pending => thread::park(),
+            Poll::Pending => woken.wait(),
         }
+    }
+}
+
+/// A thread that waits does not sleep for this long, but gives way to others: a small transfer is
+/// over by then, and to wake a thread takes as long as that transfer.
+const AWAKE: Duration = Duration::from_micros(50);
+
+/// Whether a thread is to look at its future again.
+struct Woken {
+    thread: Thread,
+    woken: AtomicBool,
+}
+
+impl Woken {
+    fn wait(&self) {
+        let begun = Instant::now();
+        while !self.woken.swap(false, Ordering::AcqRel) {
+            match begun.elapsed() < AWAKE {
+                true => thread::yield_now(),
+                false => thread::park(),
+            }
+        }
+    }
+}
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.woken.store(true, Ordering::Release);
+        self.thread.unpark();
     }
 }
 
