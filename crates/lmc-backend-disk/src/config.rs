@@ -270,13 +270,15 @@ impl DiskConfig {
             path: path.to_owned(),
             source,
         };
-        if size < MIN_SIZE {
-            return Err(DiskError::TooSmall {
+        let is_enough = |least| match size < least {
+            true => Err(DiskError::TooSmall {
                 path: path.to_owned(),
                 size,
-                least: MIN_SIZE,
-            });
-        }
+                least,
+            }),
+            false => Ok(()),
+        };
+        is_enough(MIN_SIZE)?;
         if !path.is_dir() {
             fs::create_dir(path).map_err(|source| DiskError::Missing {
                 path: path.to_owned(),
@@ -284,6 +286,10 @@ impl DiskConfig {
             })?;
         }
         let lock = claim(path)?;
+        let header = header_of(path)?;
+        if let Some(header) = &header {
+            is_enough(least_for(header.segment_bytes))?;
+        }
         let config = FolderConfig {
             engine: match self.io {
                 DiskIo::Auto => EngineChoice::Auto,
@@ -304,7 +310,7 @@ impl DiskConfig {
         let size = match size > room && !self.existing {
             false => size,
             // Others have filled the file system since: what is there is worth keeping.
-            true if path.join(HEADER_NAME).is_file() => {
+            true if header.is_some() => {
                 let smaller = size.min(room.max(enough_for(path)?));
                 warn!(
                     path = %path.display(),
@@ -386,17 +392,38 @@ pub fn usable_bytes(path: &Path) -> io::Result<u64> {
 
 /// Bytes with which a drive holds what it has, and takes a little more.
 fn enough_for(path: &Path) -> Result<u64, DiskError> {
-    let io = |source| DiskError::Io {
+    let Some(header) = header_of(path)? else {
+        let path = path.to_owned();
+        return Err(DiskError::NoDrive { path });
+    };
+    // However little the file system needs for a file that has holes or can be compressed.
+    let lengths = |metadata: &fs::Metadata| metadata.len();
+    let held = bytes_of_files(path, lengths).map_err(|source| DiskError::Io {
         path: path.to_owned(),
         source,
-    };
+    })?;
+    // The index takes up to a 32nd beside the chunks, and two logs.
+    Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
+}
+
+/// Least bytes of a drive of such segments: one is written to while another is given up, and the
+/// index stands beside them.
+fn least_for(segment_bytes: u64) -> u64 {
+    let segments = segment_bytes.saturating_mul(2);
+    segments
+        .saturating_add(segments / 16 + (1 << 20))
+        .max(MIN_SIZE)
+}
+
+/// What a folder says of itself, if it holds a drive.
+fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
     let bytes = match fs::read(path.join(HEADER_NAME)) {
         Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => {
             let path = path.to_owned();
-            return Err(DiskError::NoDrive { path });
+            return Err(DiskError::Io { path, source });
         }
-        Err(error) => return Err(io(error)),
     };
     let whole = bytes.len() as u64 >= BLOCK;
     let header = match whole {
@@ -407,11 +434,7 @@ fn enough_for(path: &Path) -> Result<u64, DiskError> {
         path: path.to_owned(),
         source,
     })?;
-    // However little the file system needs for a file that has holes or can be compressed.
-    let lengths = |metadata: &fs::Metadata| metadata.len();
-    let held = bytes_of_files(path, lengths).map_err(io)?;
-    // The index takes up to a 32nd beside the chunks, and two logs.
-    Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
+    Ok(Some(header))
 }
 
 /// Bytes that the folder's own files take already.

@@ -284,3 +284,29 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(known(), 200, "{done:?}");
 }
+
+/// A smaller tier than before is asked for in a folder whose segments are large.
+#[test]
+fn a_size_below_two_segments_of_a_folder_is_refused() {
+    let folder = Folder::new();
+    let pool = pool();
+    let config = |size| {
+        DiskConfig::new([&folder.0], size)
+            .with_keep_free(0)
+            .with_segment_bytes(16 * MIB)
+    };
+    store(&config(64 * MIB).open().unwrap(), &pool, 0);
+    let refused = config(8 * MIB).open().expect_err("a segment takes more");
+    let DiskError::TooSmall { least, .. } = refused else {
+        panic!("{refused}");
+    };
+    let tier = config(least).open().unwrap();
+    assert!(is_there(&tier, &pool, 0));
+    for number in 1..6000 {
+        store(&tier, &pool, number);
+    }
+    let lengths = folder.names().into_iter();
+    let lengths = lengths.map(|name| folder.at(&name).metadata().unwrap().len());
+    let taken: u64 = lengths.sum();
+    assert!(taken <= least, "{taken} of {least} bytes");
+}
