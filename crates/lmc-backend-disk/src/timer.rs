@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -113,6 +113,17 @@ impl Drop for Timer {
 pub(crate) fn join<T>(thread: JoinHandle<T>) -> Option<T> {
     if thread.thread().id() == thread::current().id() {
         return None;
+    }
+    thread.join().ok()
+}
+
+/// As [`join`], but leaves a thread that goes on beyond the deadline to itself.
+pub(crate) fn join_before<T>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
+    while !thread.is_finished() {
+        if Instant::now() >= deadline || thread.thread().id() == thread::current().id() {
+            return None;
+        }
+        thread::sleep(Duration::from_millis(1));
     }
     thread.join().ok()
 }

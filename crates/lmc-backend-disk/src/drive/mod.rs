@@ -27,7 +27,7 @@ use crate::format::{DriveHeader, PutRecord, Record, VERSION};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
-use crate::timer::join;
+use crate::timer::{join, join_before};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
 pub(crate) use load::Read;
@@ -35,6 +35,9 @@ use room::{Growth, RoomWork};
 
 /// How long a thread of the drive waits for one of its own operations.
 const OWN_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a drive that goes waits for its threads.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How a drive is run. The public face is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
@@ -178,8 +181,6 @@ pub(crate) struct Drive {
     shared: Arc<Shared>,
     committer: Mutex<Option<JoinHandle<io::Result<()>>>>,
     room_maker: Mutex<Option<JoinHandle<()>>>,
-    /// Says to other processes that the folder is in use, until the drive is gone.
-    _lock: Option<File>,
 }
 
 #[derive(Debug)]
@@ -195,6 +196,8 @@ struct Shared {
     counters: Counters,
     writing_bytes: AtomicU64,
     condition: Condition,
+    /// Says to others that the folder is in use, until the drive and its threads are gone.
+    _lock: Option<File>,
 }
 
 impl Drive {
@@ -241,6 +244,7 @@ impl Drive {
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
             volume,
+            _lock: lock,
         });
         let log = match recovered.tail {
             Some(tail) => shared.old_log(tail)?,
@@ -254,7 +258,6 @@ impl Drive {
             shared,
             committer: Mutex::new(Some(committer)),
             room_maker: Mutex::new(None),
-            _lock: lock,
         };
         let for_thread = Arc::clone(&drive.shared);
         let room_maker = thread::Builder::new()
@@ -416,7 +419,9 @@ impl Drive {
         self.shared.work.notify_all();
     }
 
-    /// Ends: with `orderly`, after all is durable and a checkpoint was made.
+    /// Ends: with `orderly`, after all is durable and a checkpoint was made. Without, a thread
+    /// that a file system does not answer is left behind, and the folder stays locked until that
+    /// ends.
     pub(crate) fn stop(&self, orderly: bool) -> io::Result<()> {
         {
             let mut state = self.shared.state.lock();
@@ -431,12 +436,25 @@ impl Drive {
         let Some(committer) = self.committer.lock().take() else {
             return Ok(());
         };
-        let ended = join(committer);
-        self.shared.end_room();
-        if let Some(room_maker) = self.room_maker.lock().take() {
-            join(room_maker);
-        }
-        self.shared.volume.stop();
+        let room_maker = self.room_maker.lock().take();
+        let ended = if orderly {
+            let ended = join(committer);
+            self.shared.end_room();
+            room_maker.map(join);
+            self.shared.volume.stop();
+            ended
+        } else {
+            self.shared.end_room();
+            // What the threads wait for ends with it.
+            self.shared.volume.stop();
+            let deadline = Instant::now() + LEAVE_PATIENCE;
+            let ended = join_before(committer, deadline);
+            room_maker.map(|room_maker| join_before(room_maker, deadline));
+            ended
+        };
+        // A room's thread that is left behind does not answer for them any more.
+        let parked = self.shared.take_parked();
+        drop(parked);
         let left: Vec<_> = {
             let mut state = self.shared.state.lock();
             state.queue.changes.clear();

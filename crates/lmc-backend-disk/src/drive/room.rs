@@ -193,8 +193,13 @@ impl Shared {
             self.place_parked();
         }
         // Their slots are free; the drive answers for them.
-        let parked = mem::take(&mut self.state.lock().growth.parked);
+        let parked = self.take_parked();
         drop(parked);
+    }
+
+    /// The chunks that wait for a segment, which nobody will place any more.
+    pub(super) fn take_parked(&self) -> VecDeque<(StoreItem, u64)> {
+        mem::take(&mut self.state.lock().growth.parked)
     }
 
     /// Waits for something to do. False when all is over.

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::block_on;
 use lmc_backend::{Backend, Health, StoreError, Stored};
 
-use super::SimVolume;
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, open, pool, soon};
+use super::{Fault, SimVolume};
 use crate::drive::DriveSettings;
-use crate::volume::BLOCK;
+use crate::volume::{BLOCK, Kind};
 
 #[test]
 fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
@@ -110,4 +110,34 @@ fn what_is_kept_free_is_kept_free() {
     assert!(least >= keep_free, "at times only {least} bytes were free");
     drop(tier);
     assert_eq!(Arc::strong_count(&volume), 1);
+}
+
+/// A tier that goes is like a kill, whatever a file system does.
+#[test]
+fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
+    for stalls in [true, false] {
+        let volume = SimVolume::new(u64::MAX);
+        let pool = pool();
+        let tier = open(&volume, SETTINGS).expect("a new drive");
+        let held = match stalls {
+            true => {
+                volume.fault_in("segment-", Kind::Sync, Fault::Stall);
+                None
+            }
+            false => Some(volume.hold_names()),
+        };
+        let late = Instant::now() + Duration::from_millis(50);
+        drop(block_on(tier.store(vec![item(&pool, 0)], late)));
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            let going = scope.spawn(move || drop(tier));
+            while !going.is_finished() && begun.elapsed() < Duration::from_secs(10) {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let took = begun.elapsed();
+            drop(held);
+            assert!(took < Duration::from_secs(10), "{took:?}");
+        });
+        assert_eq!(pool.usage().used, 0);
+    }
 }
