@@ -346,7 +346,7 @@ impl Index {
 
     /// Finds room for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
     /// full answers [`Room::MayGrow`] before it gives one up. With `victims`, one of these is
-    /// given up if any.
+    /// given up if any, unless their files are all gone.
     pub(crate) fn take_room(&mut self, len: u64, may_grow: bool, victims: Option<&[u32]>) -> Room {
         let needed = 1 + blocks(len);
         if needed > u64::from(self.segment_blocks) {
@@ -367,9 +367,10 @@ impl Index {
             Some(free) => free,
             None if may_grow && self.next_segment() < MAX_SEGMENTS => return Room::MayGrow,
             None => {
+                let is_made = |victim: &u32| self.segments[*victim as usize].made;
                 let victim = match victims {
-                    Some(victims) => self.victim_of(victims),
-                    None => self.victim(),
+                    Some(victims) if victims.iter().any(is_made) => self.victim_of(victims),
+                    _ => self.victim(),
                 };
                 let Some(victim) = victim else {
                     return Room::Busy;
