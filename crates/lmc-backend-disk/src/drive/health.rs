@@ -60,8 +60,10 @@ struct Broken {
 #[derive(Debug)]
 struct Fault {
     reason: String,
-    /// The last look at it.
+    /// When the last look at it began.
     looked: Instant,
+    /// It has not ended.
+    looking: bool,
 }
 
 impl Fault {
@@ -69,16 +71,25 @@ impl Fault {
         Some(Self {
             reason: reason.to_owned(),
             looked: Instant::now(),
+            looking: false,
         })
     }
 
-    /// Whether it is time for another look, which is taken to begin now.
+    /// Whether it is time for another look, which is taken to begin now. There is one at a time: a
+    /// drive that does not answer is not given more and more of them.
     fn due(&mut self, every: Duration) -> bool {
-        let due = self.looked.elapsed() >= every;
+        let due = !self.looking && self.looked.elapsed() >= every;
         if due {
-            self.looked = Instant::now();
+            (self.looked, self.looking) = (Instant::now(), true);
         }
         due
+    }
+
+    /// The look is over, and has changed nothing.
+    fn remains(fault: &mut Option<Self>) {
+        if let Some(fault) = fault {
+            fault.looking = false;
+        }
     }
 }
 
@@ -261,10 +272,10 @@ impl Shared {
             }
         }
         self.look(|shared, answers| {
-            if !answers {
-                return;
-            }
             let mut faults = shared.condition.faults.lock();
+            if !answers {
+                return Fault::remains(&mut faults.out);
+            }
             faults.reads = 0;
             if faults.out.take().is_some() {
                 info!("a drive is back");
@@ -304,7 +315,10 @@ impl Shared {
             match place {
                 Some((broken, _)) => state.index.enter(broken.place.segment, false),
                 // What is under way tells how the drive is when it ends.
-                None if !state.writing.is_empty() => return,
+                None if !state.writing.is_empty() => {
+                    drop(state);
+                    return Fault::remains(&mut self.condition.faults.lock().unwritable);
+                }
                 None => {}
             }
             place
@@ -333,8 +347,9 @@ impl Shared {
                     return shared.write_again(Kind::Write, broken, file);
                 }
                 shared.state.lock().index.leave(broken.place.segment);
-                if done.result.is_ok() {
-                    shared.condition.write_works();
+                match done.result {
+                    Ok(()) => shared.condition.write_works(),
+                    Err(_) => Fault::remains(&mut shared.condition.faults.lock().unwritable),
                 }
             }),
         }]);

@@ -476,6 +476,26 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
 }
 
 #[test]
+fn a_drive_that_does_not_answer_is_given_one_look_at_a_time() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault(Kind::Read, Fault::Stall);
+    for _ in 0..3 {
+        drop(load(&tier, &pool, 0, Duration::from_millis(510)));
+    }
+    assert!(matches!(tier.health(), Health::Down { .. }));
+    for _ in 0..50 {
+        drop(load(&tier, &pool, 0, Duration::from_millis(10)));
+        thread::sleep(Duration::from_millis(2));
+    }
+    // Header and payload of three loads, and the look.
+    assert!(volume.stalled() <= 7, "{} are under way", volume.stalled());
+    volume.thaw();
+    until("it is back", || tier.health() == Health::Ready);
+}
+
+#[test]
 fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
     let volume = filled();
     let pool = pool();
