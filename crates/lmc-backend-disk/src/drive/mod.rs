@@ -355,8 +355,10 @@ impl Drive {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let there = state.index.remove(key);
+        let mut given_up = Vec::new();
         if let Some(writing) = state.writing.get_mut(key) {
             writing.doomed = true;
+            given_up = mem::take(&mut writing.again);
         } else if !there && !state.queue.may_bring_back(key) {
             drop(state);
             return waiter.0.answer(waiter.1, Some(false));
@@ -368,6 +370,9 @@ impl Drive {
         state.queue.push(Record::Remove { key: *key }, waiter);
         drop(state);
         shared.work.notify_one();
+        for (.., (batch, place)) in given_up {
+            batch.answer(place, Ok(Stored::Declined));
+        }
     }
 
     /// Forgets every chunk, also those that are being written. How many were there; that none is

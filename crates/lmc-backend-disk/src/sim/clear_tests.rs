@@ -153,3 +153,25 @@ fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
         assert!(made < 10, "{made} segments for forty chunks, round {round}");
     }
 }
+
+/// A store that waits for the end of one that was removed is removed, too.
+#[test]
+fn a_store_that_waits_for_another_does_not_undo_a_removal() {
+    let late = || Instant::now() + Duration::from_millis(50);
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+    assert!(matches!(stored[..], [Ok(Stored::Written)]));
+    volume.fault_in("segment-", Kind::Write, Fault::Stall);
+    for _ in 0..2 {
+        drop(block_on(tier.store(vec![item(&pool, 1)], late())));
+        let removed = block_on(tier.remove(&[test_key(1)], soon()));
+        assert!(matches!(removed[..], [Ok(_)]), "{removed:?}");
+    }
+    volume.thaw();
+    block_on(tier.close(soon())).expect("all is over then");
+    drop(tier);
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    assert!(is_there(&tier, &pool, 0) && !is_there(&tier, &pool, 1));
+}
