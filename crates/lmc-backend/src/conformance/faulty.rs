@@ -196,13 +196,12 @@ impl<B: Backend> Backend for Faulty<B> {
         let clears = self.clears.load(Ordering::SeqCst);
         Box::pin(async move {
             self.delay().await;
-            // What was delayed while all was forgotten is forgotten too.
-            if self.clears.load(Ordering::SeqCst) != clears {
-                return items.iter().map(|_| Ok(Stored::Declined)).collect();
-            }
+            // What has not reached the tier when all is forgotten is forgotten too.
+            let forgotten = || self.clears.load(Ordering::SeqCst) != clears;
             let (mut fates, mut through) = (Vec::new(), Vec::new());
             for item in items {
                 fates.push(match self.fate() {
+                    _ if forgotten() => Some(Ok(Stored::Declined)),
                     Fate::Error(true) => {
                         self.inner.store(vec![item], deadline).await;
                         Some(Err(injected().into()))
@@ -216,7 +215,10 @@ impl<B: Backend> Backend for Faulty<B> {
                     }
                 });
             }
-            let through = self.inner.store(through, deadline).await;
+            let through = match forgotten() {
+                true => through.iter().map(|_| Ok(Stored::Declined)).collect(),
+                false => self.inner.store(through, deadline).await,
+            };
             self.delay().await;
             merge(fates, through)
         })
