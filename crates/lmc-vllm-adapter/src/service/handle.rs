@@ -80,7 +80,7 @@ impl Service {
             spaces,
             state: Mutex::default(),
             stats: Stats::new(),
-            pulse: Pulse::new(config.copy_deadline / 2, Instant::now()),
+            pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
             lookups: AtomicU64::new(0),
             last_warning: AtomicU64::new(0),

@@ -1,7 +1,8 @@
 //! Notices that the process stood still.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Time after it went on in which what had arrived meanwhile is read.
 const CATCH_UP: Duration = Duration::from_secs(2);
@@ -10,48 +11,48 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 /// signal, a debugger, or for want of CPU) says nothing of its age.
 #[derive(Debug)]
 pub(super) struct Pulse {
-    started: Instant,
-    /// Milliseconds after `started`, plus one; 0 before the first beat.
-    last: AtomicU64,
-    caught_up: AtomicU64,
     patience: Duration,
+    // One lock: a request beside the first beat after standing still sees all of it or nothing.
+    beats: Mutex<Beats>,
+}
+
+#[derive(Debug)]
+struct Beats {
+    last: Option<Instant>,
+    caught_up: Option<Instant>,
+}
+
+impl Beats {
+    fn still(&self, now: Instant, patience: Duration) -> bool {
+        self.last
+            .is_some_and(|last| now.saturating_duration_since(last) > patience)
+    }
 }
 
 impl Pulse {
     /// `patience` without a beat is standing still; before the first one nothing is.
-    pub(super) fn new(patience: Duration, now: Instant) -> Self {
+    pub(super) fn new(patience: Duration) -> Self {
         Self {
-            started: now,
-            last: AtomicU64::new(0),
-            caught_up: AtomicU64::new(0),
             patience,
+            beats: Mutex::new(Beats {
+                last: None,
+                caught_up: None,
+            }),
         }
-    }
-
-    fn since_start(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(self.started)
-    }
-
-    fn still(&self, now: Duration) -> bool {
-        let last = self.last.load(Ordering::Relaxed).checked_sub(1);
-        last.is_some_and(|last| now.saturating_sub(Duration::from_millis(last)) > self.patience)
     }
 
     pub(super) fn beat(&self, now: Instant) {
-        let now = self.since_start(now);
-        if self.still(now) {
-            let caught_up = (now + CATCH_UP).as_millis() as u64;
-            self.caught_up.store(caught_up, Ordering::Relaxed);
+        let mut beats = self.beats.lock();
+        if beats.still(now, self.patience) {
+            beats.caught_up = Some(now + CATCH_UP);
         }
-        let last = now.as_millis() as u64 + 1;
-        self.last.store(last, Ordering::Relaxed);
+        beats.last = Some(now);
     }
 
     /// Whether a request that is read now was sent a moment ago.
     pub(super) fn is_steady(&self, now: Instant) -> bool {
-        let now = self.since_start(now);
-        let caught_up = Duration::from_millis(self.caught_up.load(Ordering::Relaxed));
-        !self.still(now) && now >= caught_up
+        let beats = self.beats.lock();
+        !beats.still(now, self.patience) && beats.caught_up.is_none_or(|caught_up| now >= caught_up)
     }
 }
 
@@ -63,7 +64,7 @@ mod tests {
     fn whoever_stood_still_is_steady_only_when_it_has_caught_up() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let pulse = Pulse::new(Duration::from_secs(5), start);
+        let pulse = Pulse::new(Duration::from_secs(5));
         assert!(pulse.is_steady(at(100_000)), "nobody beats");
         for beat in 1..=20 {
             pulse.beat(at(500 * beat));

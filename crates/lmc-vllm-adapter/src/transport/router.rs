@@ -100,6 +100,8 @@ impl ZmqServer {
             .await
             .map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
+        // The timer's first beat comes late enough to be outrun by a request.
+        service.beat(Instant::now());
         Ok(Self {
             listener,
             address,
