@@ -51,8 +51,9 @@ pub(crate) const UNFINISHED: &str = "checkpoint.unfinished";
 
 fn numbers(names: &[String], prefix: &str, digits: usize) -> Vec<u64> {
     let number = |name: &String| {
-        let hex = name.strip_prefix(prefix)?;
-        (hex.len() == digits).then(|| u64::from_str_radix(hex, 16).ok())?
+        let number = u64::from_str_radix(name.strip_prefix(prefix)?, 16).ok()?;
+        // A name that is not written as ours are is not one of ours.
+        (*name == format!("{prefix}{number:0digits$x}")).then_some(number)
     };
     let mut found: Vec<u64> = names.iter().filter_map(number).collect();
     found.sort_unstable();
@@ -68,8 +69,8 @@ pub(crate) fn checkpoint_numbers(names: &[String]) -> Vec<u64> {
 }
 
 pub(crate) fn segment_numbers(names: &[String]) -> Vec<u32> {
-    let found = numbers(names, "segment-", 8);
-    found.into_iter().map(|number| number as u32).collect()
+    let found = numbers(names, "segment-", 8).into_iter();
+    found.filter_map(|number| number.try_into().ok()).collect()
 }
 
 fn refused(error: FormatError) -> io::Error {
@@ -214,4 +215,25 @@ fn replay(
     };
     let clean = rest.iter().all(|&byte| byte == 0) && rest.len().is_multiple_of(BLOCK_LEN);
     Ok(End { tail, clean })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_ours_are_those_named_as_we_name_them() {
+        let ours = [0, 1, 0xab, u32::MAX].map(segment_name);
+        let others = [
+            "segment-+0000001",
+            "segment-000000AB",
+            "segment-00000001f",
+            "segment-100000000",
+            "segment-1",
+            "segment-",
+            "segments",
+        ];
+        let names: Vec<String> = others.map(str::to_owned).into_iter().chain(ours).collect();
+        assert_eq!(segment_numbers(&names), [0, 1, 0xab, u32::MAX]);
+    }
 }

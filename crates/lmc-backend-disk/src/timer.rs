@@ -103,21 +103,17 @@ impl Drop for Timer {
         self.shared.state.lock().stopped = true;
         self.shared.wake.notify_one();
         if let Some(thread) = self.thread.take() {
-            join(thread);
+            let itself = thread.thread().id() == thread::current().id();
+            if !itself {
+                let _ = thread.join();
+            }
         }
     }
 }
 
-/// Waits for a thread unless it is the one that calls, which a waker may be: that one ends after
-/// the call. What a thread answers is `None` if it panicked, too.
-pub(crate) fn join<T>(thread: JoinHandle<T>) -> Option<T> {
-    if thread.thread().id() == thread::current().id() {
-        return None;
-    }
-    thread.join().ok()
-}
-
-/// As [`join`], but leaves a thread that goes on beyond the deadline to itself.
+/// Waits for a thread, and leaves one that goes on beyond the deadline to itself; also the one that
+/// calls, which a waker may be: that one ends after the call. What a thread answers is `None` if it
+/// panicked, too.
 pub(crate) fn join_before<T>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     while !thread.is_finished() {
         if Instant::now() >= deadline || thread.thread().id() == thread::current().id() {

@@ -27,7 +27,7 @@ use crate::format::{DriveHeader, PutRecord, Record, VERSION};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
-use crate::timer::{join, join_before};
+use crate::timer::join_before;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
 pub(crate) use load::Read;
@@ -424,9 +424,9 @@ impl Drive {
         self.shared.work.notify_all();
     }
 
-    /// Ends: with `orderly`, after all is durable and a checkpoint was made. Without, a thread
-    /// that a file system does not answer is left behind, and the folder stays locked until that
-    /// ends.
+    /// Ends: with `orderly`, after all is durable and a checkpoint was made, unless that is given
+    /// up. A thread that a file system does not answer then is left behind, and the folder stays
+    /// locked until that ends.
     pub(crate) fn stop(&self, orderly: bool) -> io::Result<()> {
         {
             let mut state = self.shared.state.lock();
@@ -442,21 +442,21 @@ impl Drive {
             return Ok(());
         };
         let room_maker = self.room_maker.lock().take();
-        let ended = if orderly {
-            let ended = join(committer);
-            self.shared.end_room();
-            room_maker.map(join);
-            self.shared.volume.stop();
-            ended
-        } else {
-            self.shared.end_room();
+        let me = thread::current().id();
+        let goes_on = || !committer.is_finished() && committer.thread().id() != me;
+        let given_up = || self.shared.state.lock().queue.stop == Stop::AtOnce;
+        while goes_on() && !given_up() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let deadline = Instant::now() + LEAVE_PATIENCE;
+        self.shared.end_room();
+        if !committer.is_finished() {
             // What the threads wait for ends with it.
             self.shared.volume.stop();
-            let deadline = Instant::now() + LEAVE_PATIENCE;
-            let ended = join_before(committer, deadline);
-            room_maker.map(|room_maker| join_before(room_maker, deadline));
-            ended
-        };
+        }
+        let ended = join_before(committer, deadline);
+        room_maker.map(|room_maker| join_before(room_maker, deadline));
+        self.shared.volume.stop();
         // A room's thread that is left behind does not answer for them any more.
         let parked = self.shared.take_parked();
         drop(parked);

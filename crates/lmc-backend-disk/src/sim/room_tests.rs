@@ -141,3 +141,23 @@ fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
         assert_eq!(pool.usage().used, 0);
     }
 }
+
+#[test]
+fn an_orderly_close_leaves_a_thread_behind_that_cannot_make_a_file() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let held = volume.hold_names();
+    let late = Instant::now() + Duration::from_millis(50);
+    let many = (1..40).map(|number| item(&pool, number)).collect();
+    drop(block_on(tier.store(many, late)));
+    let begun = Instant::now();
+    drop(block_on(tier.close(begun + Duration::from_millis(100))));
+    drop(tier);
+    while pool.usage().used > 0 && begun.elapsed() < Duration::from_secs(10) {
+        thread::sleep(Duration::from_millis(1));
+    }
+    let (took, used) = (begun.elapsed(), pool.usage().used);
+    drop(held);
+    assert_eq!(used, 0, "after {took:?}");
+}
