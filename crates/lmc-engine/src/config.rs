@@ -47,8 +47,9 @@ pub enum CopyDown {
     /// When they are committed, and again when they are found: for tiers that take what is
     /// offered a second time.
     OnCommitAndHit,
-    /// When they are evicted above the high watermark. What goes because somebody waits for
-    /// its room is not copied: the copy would hold the very memory that is waited for.
+    /// When they are evicted above the high watermark, and when the engine is closed. What goes
+    /// because somebody waits for its room is not copied: the copy would hold the very memory that
+    /// is waited for.
     OnEviction,
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::Backend;
+use lmc_backend::{Backend, Cursor};
 use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, OwnerId, TenantId, WriteStart,
 };
@@ -58,6 +58,17 @@ pub struct Cleared {
     /// Chunks in the tiers below.
     pub below: u64,
     /// Whether every tier below forgot all it had. If not, one of them is out of order or too
+    /// slow, and may still have some.
+    pub complete: bool,
+}
+
+/// What [`CacheEngine::remove`] forgot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Removed {
+    /// Whether each chunk was there, in order.
+    pub found: Vec<bool>,
+    /// Whether no tier has any of them now. If not, one of the tiers below is out of order or too
     /// slow, and may still have some.
     pub complete: bool,
 }
@@ -313,17 +324,19 @@ impl CacheEngine {
     }
 
     /// Forgets chunks in all tiers. What is leased is unfindable at once and its memory comes
-    /// back with the last lease. Which of them were there. Waits for the tiers below, at most
-    /// ten seconds.
-    pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
+    /// back with the last lease. Waits for the tiers below, at most ten seconds.
+    pub fn remove(&self, keys: &[ChunkKey]) -> Removed {
         let above = || self.0.tier.remove(keys);
         let Some(lower) = &self.0.lower else {
-            return above();
+            return Removed {
+                found: above(),
+                complete: true,
+            };
         };
         let deadline = Instant::now() + FORGET_DEADLINE;
-        let (mut removed, below) = lower.remove(keys, deadline, above);
-        removed.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
-        removed
+        let (mut found, below, complete) = lower.remove(keys, deadline, above);
+        found.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
+        Removed { found, complete }
     }
 
     /// Forgets everything that nobody holds in DRAM; with `force` also what is leased or pinned.
@@ -353,11 +366,40 @@ impl CacheEngine {
         }
     }
 
-    /// Waits until copies are down and closes the tiers below. The tiers that could not be
+    /// Waits until copies are down and closes the tiers below; where only what is evicted goes
+    /// down ([`CopyDown::OnEviction`]), all that DRAM holds goes first. The tiers that could not be
     /// closed by the deadline, and why not.
     pub fn close(&self, deadline: Instant) -> Vec<(String, String)> {
-        let lower = self.0.lower.as_ref();
-        lower.map_or_else(Vec::new, |lower| lower.close(deadline))
+        let Some(lower) = &self.0.lower else {
+            return Vec::new();
+        };
+        if self.0.copy_down == CopyDown::OnEviction {
+            self.copy_all_down(lower, deadline);
+        }
+        lower.close(deadline)
+    }
+
+    /// Offers every chunk to the tiers below, each when there is room for it on the way.
+    fn copy_all_down(&self, lower: &Lower, deadline: Instant) {
+        let tier = &self.0.tier;
+        let mut from = Some(Cursor::START);
+        while let Some(cursor) = from {
+            let (listed, next) = tier.list(cursor, EVICT_AT_ONCE);
+            for chunk in listed {
+                if !lower.wait_for_room(chunk.len, deadline) {
+                    return;
+                }
+                let _held = lower.hold();
+                let leases = tier.lease_again(COPIER, &[chunk.key]);
+                let offer = |slot: &SealedSlot| OfferItem {
+                    key: chunk.key,
+                    parent: None,
+                    slot: slot.clone(),
+                };
+                lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
+            }
+            from = next;
+        }
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.

@@ -37,7 +37,7 @@ mod config;
 pub use config::{CopyDown, EngineConfig, EngineError};
 
 mod engine;
-pub use engine::{Below, CacheEngine, Cleared, TierHealth};
+pub use engine::{Below, CacheEngine, Cleared, Removed, TierHealth};
 
 mod events;
 

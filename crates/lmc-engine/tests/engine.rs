@@ -207,7 +207,7 @@ fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
     let engine = engine(4);
     write(&engine, &prompt(0..4));
     let held = engine.lookup(READER, &keys(0..4));
-    assert_eq!(engine.remove(&keys(2..6)), [true, true, false, false]);
+    assert_eq!(engine.remove(&keys(2..6)).found, [true, true, false, false]);
     assert_eq!(engine.leading(&keys(0..4)), 2);
     assert_eq!(
         engine.clear(true).dram,

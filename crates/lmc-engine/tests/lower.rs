@@ -300,10 +300,10 @@ fn removing_forgets_a_chunk_in_every_tier() {
     let engine = engine(64, Arc::new(MemoryBackend::default()));
     write(&engine, 0..4);
     settle(&engine);
-    assert_eq!(engine.remove(&keys(1..2)), [true]);
+    assert_eq!(engine.remove(&keys(1..2)).found, [true]);
     engine.clear_dram(true);
     assert_eq!(engine.below(&keys(0..4)).len(), 1);
-    assert_eq!(engine.remove(&keys(3..5)), [true, false]);
+    assert_eq!(engine.remove(&keys(3..5)).found, [true, false]);
 }
 
 #[test]
@@ -320,7 +320,7 @@ fn a_removed_chunk_does_not_come_back_from_a_copy_on_its_way() {
             tier.open();
         })
     };
-    assert_eq!(engine.remove(&keys(0..1)), [true]);
+    assert_eq!(engine.remove(&keys(0..1)).found, [true]);
     open.join().expect("it only waits");
     settle(&engine);
     assert!(engine.below(&keys(0..1)).is_empty());
@@ -343,6 +343,33 @@ fn written_back_is_what_the_watermark_evicts() {
     settle(&engine);
     assert_eq!(status(&engine).chunks, 14);
     assert_eq!(fetched(&engine, 0..16).len(), 16);
+}
+
+#[test]
+fn what_is_written_back_goes_down_at_a_close_too() {
+    let write_back = |config: &mut EngineConfig| {
+        config.copy_down = CopyDown::OnEviction;
+        // Room for two at a time.
+        config.copy_queue_bytes = Some(2 * CHUNK);
+    };
+    let engine = engine_with(32, Arc::new(MemoryBackend::default()), write_back);
+    write(&engine, 0..24);
+    let held = engine.lookup(OwnerId(2), &keys(0..4));
+    let failed = engine.close(Instant::now() + Duration::from_secs(20));
+    assert!(failed.is_empty(), "{failed:?}");
+    drop(held);
+    let status = status(&engine);
+    assert_eq!((status.copied, status.dropped), (24, 0));
+    // A tier that takes nothing does not keep a close beyond its deadline.
+    let tier = gated();
+    let engine = engine_with(32, Arc::clone(&tier) as _, write_back);
+    write(&engine, 0..24);
+    tier.shut();
+    let begun = Instant::now();
+    let failed = engine.close(begun + Duration::from_millis(100));
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    tier.open();
+    drop(failed);
 }
 
 #[test]
@@ -469,7 +496,7 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
     };
     thread::sleep(Duration::from_millis(100));
     tier.open();
-    removing.join().expect("it only waits");
+    assert!(removing.join().expect("it only waits").complete);
     assert_eq!(rising.recv_timeout(PATIENCE).expect("in time").len(), 8);
 }
 

@@ -19,7 +19,7 @@ const AT_ONCE: usize = 64;
 /// Stores that a tier is given at a time, so that it has the next when one is made durable.
 const STORES: usize = 4;
 /// Time between two looks at whether all copies are down.
-const LOOK: Duration = Duration::from_millis(1);
+pub(super) const LOOK: Duration = Duration::from_millis(1);
 
 /// A chunk that is offered to the tiers below.
 #[derive(Debug, Clone)]
@@ -60,6 +60,12 @@ impl Copies {
 
     pub(super) fn queued(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Whether so many bytes more may be on their way. More than ever may count as fitting: they
+    /// are dropped, and waiting would not help.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        bytes > self.max_bytes || self.queued() + bytes <= self.max_bytes
     }
 
     /// False when too much is on its way.

@@ -13,6 +13,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak, mpsc};
 use std::task::{Context, Poll, Waker};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Health};
@@ -160,6 +161,19 @@ impl Lower {
         self.shared.offer(items);
     }
 
+    /// Waits until so many bytes more may be on their way to every tier. False when the deadline
+    /// came first.
+    pub(crate) fn wait_for_room(&self, bytes: u64, deadline: Instant) -> bool {
+        let tiers = &self.shared.tiers;
+        while !tiers.iter().all(|tier| tier.copies.has_room(bytes)) {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            thread::sleep(copy::LOOK);
+        }
+        Instant::now() < deadline
+    }
+
     /// While this is held nothing is forgotten. Whoever offers what was found, committed or evicted
     /// holds it over both.
     pub(crate) fn hold(&self) -> RwLockReadGuard<'_, ()> {
@@ -235,15 +249,16 @@ impl Lower {
         (done, removed, all)
     }
 
-    /// Forgets chunks below, and first does what `above` does; whether each was in any tier. What
-    /// is being copied or read meanwhile is not found afterwards. Waits, at most until the
-    /// deadline.
+    /// Forgets chunks below, and first does what `above` does. What is being copied or read
+    /// meanwhile is not found afterwards. Waits, at most until the deadline.
+    ///
+    /// Whether each was in any tier, and whether every tier has forgotten them all.
     pub(crate) fn remove<T>(
         &self,
         keys: &[ChunkKey],
         deadline: Instant,
         above: impl FnOnce() -> T,
-    ) -> (T, Vec<bool>) {
+    ) -> (T, Vec<bool>, bool) {
         let removed: Arc<HashSet<ChunkKey>> = Arc::new(keys.iter().copied().collect());
         self.shared.removing.lock().push(Arc::clone(&removed));
         let done = {
@@ -255,23 +270,26 @@ impl Lower {
         let shared = Arc::clone(&self.shared);
         let asked: Arc<[ChunkKey]> = keys.into();
         let below = self.wait(deadline, async move {
-            let mut any = vec![false; asked.len()];
+            let (mut any, mut all) = (vec![false; asked.len()], true);
             for tier in &shared.tiers {
                 let under_way = tier.copies.under_way();
-                let removed = tier.backend.remove(&asked, deadline).await;
-                for (any, removed) in any.iter_mut().zip(removed) {
-                    *any |= removed.unwrap_or(false);
+                let mut removed = tier.backend.remove(&asked, deadline).await;
+                for (any, removed) in any.iter_mut().zip(&removed) {
+                    *any |= matches!(removed, Ok(true));
                 }
-                // What was being copied is there once its store has ended.
-                if under_way && tier.copies.settled(deadline).await {
-                    let _ = tier.backend.remove(&asked, deadline).await;
+                if under_way {
+                    // What was being copied is there once its store has ended.
+                    all &= tier.copies.settled(deadline).await;
+                    removed = tier.backend.remove(&asked, deadline).await;
                 }
+                all &= removed.iter().all(Result::is_ok);
             }
-            any
+            (any, all)
         });
         let over = |set: &Arc<_>| Arc::ptr_eq(set, &removed);
         self.shared.removing.lock().retain(|set| !over(set));
-        (done, below.unwrap_or_else(|| vec![false; keys.len()]))
+        let (below, all) = below.unwrap_or_else(|| (vec![false; keys.len()], false));
+        (done, below, all)
     }
 
     /// Bytes of memory that copies hold.
