@@ -48,10 +48,15 @@ Every developer action of lmc.
       --rounds N                   kills, 100 unless given
       --seed N                     the instants of the run that printed this seed
       --dir PATH                   a folder on the drive to use, target unless given
-  cargo xtask bench serve [ARGS]   lmc against LMCache's server; writes docs/benchmarks.md
-  cargo xtask bench disk [ARGS]    the disk tier beside fio and LMCache's adapters; the same page
+  cargo xtask bench serve          lmc against LMCache's server; writes docs/benchmarks.md
+      --rounds N --duration S      3 rounds, 1.5 seconds a cell unless given
+      --lmcache PROGRAM            LMCache's `lmcache`, fetched from PyPI unless given
+      --dry-run                    writes nothing
+  cargo xtask bench disk           the disk tier beside fio and LMCache's adapters; the same page
+      --rounds N --seconds S       3 rounds, 2 seconds a cell unless given
       --dir PATH                   a folder on the drive to use, target/bench-disk unless given
       --quick                      a few cells, under a minute; writes nothing
+      --dry-run                    writes nothing
   cargo xtask bench transfer       channels beside iperf3, bare sockets and bare NIXL; the same page
       --help                       its flags
 ";
@@ -75,6 +80,12 @@ fn run(args: &[String]) -> Result<bool> {
         print!("{HELP}");
         return Ok(true);
     };
+    // What has no page of its own is on this one.
+    let own_page = ["test-rdma", "bench"].contains(&command.as_str());
+    if !own_page && rest.iter().any(|arg| arg == "--help" || arg == "-h") {
+        print!("{HELP}");
+        return Ok(true);
+    }
     match command.as_str() {
         "test" | "ci" => test::run(rest),
         "tidy" => tidy::run(),

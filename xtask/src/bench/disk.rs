@@ -206,10 +206,14 @@ fn set_up_raw_block(python: &str) -> Result<()> {
         return Ok(());
     }
     println!("==> set up: pip install {RAW_BLOCK}, in {RAW_BLOCK_FOLDER}");
+    // Under its name only when it is whole.
+    let half_done = format!("{RAW_BLOCK_FOLDER}.new");
+    let _ = fs::remove_dir_all(&half_done);
     let mut command = Command::new(python);
     command.args(["-m", "pip", "install", "-q", "--no-deps", "--target"]);
-    let installed = command.args([RAW_BLOCK_FOLDER, RAW_BLOCK]).status()?;
+    let installed = command.args([&half_done, RAW_BLOCK]).status()?;
     ensure!(installed.success(), "{RAW_BLOCK} cannot be installed");
+    fs::rename(&half_done, RAW_BLOCK_FOLDER)?;
     Ok(())
 }
 

@@ -14,10 +14,15 @@ use std::process::Command;
 
 use anyhow::{Result, bail, ensure};
 
+use crate::HELP;
 use crate::test::succeeds;
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     match args.split_first() {
+        Some((name, rest)) if name != "transfer" && rest.iter().any(|arg| arg == "--help") => {
+            print!("{HELP}");
+            Ok(true)
+        }
         Some((name, rest)) if name == "serve" => serve::run(rest),
         Some((name, rest)) if name == "disk" => disk::run(rest),
         Some((name, rest)) if name == "transfer" => transfer::run(rest),
