@@ -135,7 +135,8 @@ impl DiskBackend {
             };
             return items.into_iter().map(failed).collect();
         }
-        let batch = Batch::new(items.len());
+        // What has been read is checked while the rest is on its way.
+        let batch = Batch::eager(items.len());
         let mut on = Vec::with_capacity(items.len());
         for (place, item) in items.into_iter().enumerate() {
             if begun >= deadline {
@@ -154,31 +155,20 @@ impl DiskBackend {
             on.push(drive);
             self.drives[drive].load(item, (Arc::clone(&batch), place));
         }
-        let late = |_| {
-            Read::Done(Loaded::Failed {
+        let mut missing = Vec::new();
+        let late = |place: usize| {
+            missing.push(on[place]);
+            Loaded::Failed {
                 error: LoadError::Deadline,
                 slot: FailedSlot::Quarantined,
-            })
-        };
-        let (reads, was_late) = batch.all(&self.timer, deadline, late).await;
-        if was_late {
-            let missing = reads.iter().zip(&on).filter(|(read, _)| {
-                matches!(
-                    read,
-                    Read::Done(Loaded::Failed {
-                        error: LoadError::Deadline,
-                        slot: FailedSlot::Quarantined,
-                    })
-                )
-            });
-            for (drive, late) in self.late(missing.map(|(_, &drive)| drive)) {
-                drive.late_reads(late, begun.elapsed());
             }
+        };
+        let look = |place: usize, read| self.drives[on[place]].verify(read);
+        let (loaded, _) = batch.map(&self.timer, deadline, look, late).await;
+        for (drive, late) in self.late(missing.into_iter()) {
+            drive.late_reads(late, begun.elapsed());
         }
-        let verified = reads.into_iter().zip(on);
-        verified
-            .map(|(read, drive)| self.drives[drive].verify(read))
-            .collect()
+        loaded
     }
 
     async fn store_all(
