@@ -133,6 +133,11 @@ impl Shared {
                 None => Outcome::Done,
                 Some(TransferError::Corrupt { place }) => Outcome::Corrupt(*place as u32),
                 Some(TransferError::Deadline { .. }) => Outcome::Aborted,
+                // The connection ends, and that tells the peer.
+                Some(TransferError::Closed | TransferError::PeerGone { .. }) => {
+                    pull.finished = true;
+                    return fetched.into_filled();
+                }
                 Some(error) => Outcome::Refused(reason(&error.to_string())),
             };
             pull.finish(fetched.done(), outcome);
