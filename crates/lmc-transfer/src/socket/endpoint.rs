@@ -11,6 +11,7 @@ use std::task::{Context, Waker};
 
 use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::task::coop::consume_budget;
 
 use super::window::{receive_bytes, send_bytes};
 use crate::Address;
@@ -52,12 +53,14 @@ impl Socket {
         Ok(())
     }
 
-    /// Runs `io` on the file descriptor until it does not say "would block".
+    /// Runs `io` on the file descriptor until it does not say "would block". Now and then it
+    /// gives way to other tasks first: a socket that is always ready would never do so.
     pub(super) async fn when<T>(
         &self,
         interest: Interest,
         mut io: impl FnMut(RawFd) -> io::Result<T>,
     ) -> io::Result<T> {
+        consume_budget().await;
         loop {
             self.ready(interest).await?;
             let done = match self {

@@ -615,6 +615,35 @@ fn a_receiver_that_closes_does_not_refuse() {
     }
 }
 
+/// A peer that never stops sending had a thread of the channel for itself: nobody else was
+/// served, and the channel did not close.
+#[test]
+fn a_peer_that_floods_keeps_nobody_out() {
+    let victim = Victim::new(|config| config.threads = 1);
+    let mut raw = Raw::connect(&victim, 1);
+    let other = Victim::new(|config| config.channel.id = name("other"));
+    let object = victim.object(5, 4096);
+    let indices = victim.channel.indices(&[&object]).expect("its own");
+    let pings = Frame::Ping.encode().repeat(10_000);
+    thread::scope(|scope| {
+        let flood = scope.spawn(move || while raw.stream.write_all(&pings).is_ok() {});
+        thread::sleep(Duration::from_millis(100));
+        let (to, address) = (name("victim"), victim.channel.address());
+        block_on(other.channel.connect(&to, address, None, soon())).expect("it is heard");
+        for _ in 0..10 {
+            let read = other
+                .channel
+                .read(vec![other.slot(1, 4096)], &to, &indices, soon());
+            block_on(read).into_result().expect("it is served");
+        }
+        block_on(victim.channel.close(soon())).expect("it closes");
+        flood.join().expect("the flood ends with the connection");
+    });
+    drop(object);
+    other.ends();
+    victim.ends();
+}
+
 /// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
 #[test]
 fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
