@@ -222,7 +222,9 @@ impl<'a, R: Rig> Run<'a, R> {
     fn all(mut self) -> Tally {
         for round in 0..self.test.rounds {
             self.connect();
-            self.round();
+            // Half-way a side dies in any case: a few seeds kill none.
+            let dies = self.tally.died == 0 && round == self.test.rounds / 2;
+            self.round(dies);
             self.check();
             self.owners_write();
             if round % 4 == 3 {
@@ -273,11 +275,12 @@ impl<'a, R: Rig> Run<'a, R> {
         }
     }
 
-    fn round(&mut self) {
+    /// Operations at once, under which a side may die, or does.
+    fn round(&mut self, dies: bool) {
         let mut taken = HashSet::new();
         let count = 1 + self.rng.below(5);
         let plans: Vec<_> = (0..count).map(|_| self.plan(&mut taken)).collect();
-        let kill = self.rng.chance(40).then(|| {
+        let kill = (self.rng.chance(40) || dies).then(|| {
             let pause = Duration::from_micros(self.rng.below(1000));
             (self.rng.below(SIDES as u64) as usize, pause)
         });
