@@ -24,7 +24,7 @@ struct Tally {
     /// Parts of each object that are not yet in place.
     left: Vec<u32>,
     error: Option<TransferError>,
-    /// Whether an offer was taken back before all of it was read.
+    /// Whether the peer said that the offer was taken back before all of it was read.
     withdrawn: bool,
 }
 
@@ -249,7 +249,8 @@ impl Shared {
             }
         }
         let whole = tally.left.iter().all(|left| *left == 0);
-        if !whole && !tally.withdrawn && tally.error.is_none() {
+        let withdrawn = tally.withdrawn && offer.is_some();
+        if !whole && !withdrawn && tally.error.is_none() {
             let reason = "the peer sent less than it was asked for".into();
             let quiet = true;
             tally.error = Some(TransferError::Failed { reason, quiet });
@@ -258,7 +259,7 @@ impl Shared {
             slots,
             whole: tally.left.iter().map(|left| *left == 0).collect(),
             error: tally.error,
-            withdrawn: tally.withdrawn,
+            withdrawn,
         }
     }
 

@@ -644,6 +644,21 @@ fn a_peer_that_floods_keeps_nobody_out() {
     victim.ends();
 }
 
+/// A read has no offer that could be gone: this answer left it without an error, and without data.
+#[test]
+fn a_read_is_not_withdrawn() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let filled = reading(&victim, &mut raw, soon(), |raw, id| {
+        let outcome = Outcome::Withdrawn;
+        raw.say(&Frame::Answer { id, outcome });
+    });
+    assert_eq!(filled.done(), 0);
+    assert!(filled.error.is_some(), "all is well, and nothing came");
+    drop(filled);
+    victim.ends();
+}
+
 /// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
 #[test]
 fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
