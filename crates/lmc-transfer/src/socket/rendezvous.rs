@@ -70,6 +70,18 @@ impl Rendezvous {
         tags.offers.entry(tag).or_default().push_front(offer);
     }
 
+    /// A receive has ended.
+    fn leave(&self, tag: u64) {
+        let mut state = self.0.lock();
+        let Some(tags) = state.as_mut() else { return };
+        if let Some(waiting) = tags.waiting.get_mut(&tag) {
+            waiting.retain(|sender| !sender.is_closed());
+            if waiting.is_empty() {
+                tags.waiting.remove(&tag);
+            }
+        }
+    }
+
     /// Waits for an offer; none when the peer is gone.
     pub(super) fn receive(self: &Arc<Self>, tag: u64) -> Option<Waiting> {
         let (sender, receiver) = oneshot::channel();
@@ -80,9 +92,7 @@ impl Rendezvous {
                 let _ = sender.send(offer);
             }
             None => {
-                let waiting = tags.waiting.entry(tag).or_default();
-                waiting.retain(|sender| !sender.is_closed());
-                waiting.push_back(sender);
+                tags.waiting.entry(tag).or_default().push_back(sender);
             }
         }
         Some(Waiting {
@@ -90,6 +100,11 @@ impl Rendezvous {
             tag,
             receiver,
         })
+    }
+
+    #[cfg(test)]
+    pub(super) fn tags_waited_for(&self) -> usize {
+        self.0.lock().as_ref().map_or(0, |tags| tags.waiting.len())
     }
 
     /// The peer has taken an offer back.
@@ -171,8 +186,9 @@ impl Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         self.receiver.close();
-        if let Ok(offer) = self.receiver.try_recv() {
-            self.rendezvous.give_back(self.tag, offer);
+        match self.receiver.try_recv() {
+            Ok(offer) => self.rendezvous.give_back(self.tag, offer),
+            Err(_) => self.rendezvous.leave(self.tag),
         }
     }
 }

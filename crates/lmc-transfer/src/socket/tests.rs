@@ -659,6 +659,27 @@ fn a_read_is_not_withdrawn() {
     victim.ends();
 }
 
+/// Receives that were given up left an entry for their tag behind, as long as the peer was there.
+#[test]
+fn receives_that_are_given_up_leave_nothing() {
+    let victim = Victim::new(|_| {});
+    let raw = Raw::connect(&victim, 1);
+    let from = name("raw");
+    for tag in 0..3 {
+        let slots = vec![victim.slot(1, 64)];
+        let filled = block_on(victim.channel.receive(slots, &from, tag, after(5)));
+        assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    }
+    let connection = victim
+        .channel
+        .shared
+        .connection(&from)
+        .expect("it is there");
+    assert_eq!(connection.rendezvous.tags_waited_for(), 0);
+    drop((raw, connection));
+    victim.ends();
+}
+
 /// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
 #[test]
 fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
