@@ -119,7 +119,8 @@ async fn greet(
 ) -> Result<(), Failure> {
     match receive(&socket).await {
         Ok(Message::Hello { side, to }) => {
-            let answered = answer(shared, socket, side, to, permit).await;
+            let mut permit = Some(permit);
+            let answered = answer(shared, socket, side, to, &mut permit).await;
             let Err((failure, socket)) = answered else {
                 return Ok(());
             };
@@ -174,7 +175,7 @@ async fn answer(
     socket: Socket,
     theirs: Side,
     to: String,
-    permit: OwnedSemaphorePermit,
+    permit: &mut Option<OwnedSemaphorePermit>,
 ) -> Result<(), (Failure, Option<Socket>)> {
     let mut sockets = vec![socket];
     let answered = converse(shared, &mut sockets, theirs, to, permit).await;
@@ -194,7 +195,7 @@ async fn converse(
     sockets: &mut Vec<Socket>,
     theirs: Side,
     to: String,
-    permit: OwnedSemaphorePermit,
+    permit: &mut Option<OwnedSemaphorePermit>,
 ) -> Result<(Remote, Option<Vec<u8>>, Transcript), Failure> {
     let config = &shared.config.channel;
     let socket = &sockets[0];
@@ -244,7 +245,7 @@ async fn converse(
     let _entry = SessionEntry::new(shared, session, entry)?;
     send(socket, &Message::Session { session, proof }).await?;
     // It is known who this is: from here on, peers at a time are the bound.
-    drop(permit);
+    *permit = None;
     let mut others: HashMap<usize, Socket> = HashMap::new();
     while others.len() + 1 < streams {
         let (stream, socket) = joins.recv().await.ok_or(Failure::Unexpected)?;

@@ -680,6 +680,32 @@ fn receives_that_are_given_up_leave_nothing() {
     victim.ends();
 }
 
+/// What is refused before it is known who asks counts as a handshake until it is forgotten.
+#[test]
+fn those_who_are_refused_are_no_more_than_may_be_under_way() {
+    let victim = Victim::new(|config| {
+        config.channel.handshake_timeout = Duration::from_secs(2);
+    });
+    let hello = Message::Hello {
+        side: side("raw", 1),
+        to: "somebody".into(),
+    };
+    let refused: Vec<_> = (0..300)
+        .map(|_| {
+            let mut stream = victim.stream();
+            stream.write_all(&hello.encode()).expect("sent");
+            stream.set_nonblocking(true).expect("a socket");
+            stream
+        })
+        .collect();
+    thread::sleep(Duration::from_millis(500));
+    let heard = |mut stream: &TcpStream| stream.read(&mut [0; 64]).is_ok();
+    let answered = refused.iter().filter(|stream| heard(stream)).count();
+    assert!(answered <= 256, "{answered}");
+    drop(refused);
+    victim.ends();
+}
+
 /// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
 #[test]
 fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
