@@ -80,6 +80,24 @@ impl SocketChannel {
             .enable_time()
             .build()
             .map_err(SocketError::Start)?;
+        match Self::listen(config, &runtime) {
+            Ok((shared, address)) => Ok(Self {
+                shared,
+                address,
+                runtime: Mutex::new(Some(runtime)),
+            }),
+            Err(error) => {
+                // To drop it waits for its threads, which panics in a task of another runtime.
+                runtime.shutdown_background();
+                Err(error)
+            }
+        }
+    }
+
+    fn listen(
+        config: SocketConfig,
+        runtime: &Runtime,
+    ) -> Result<(Arc<Shared>, Address), SocketError> {
         let listen = config.listen.clone();
         let listener = {
             let _entered = runtime.enter();
@@ -97,11 +115,7 @@ impl SocketChannel {
         let handle = runtime.handle().clone();
         let shared = Arc::new(Shared::new(config, incarnation, timer, handle));
         runtime.spawn(greet::accept(Arc::clone(&shared), listener));
-        Ok(Self {
-            shared,
-            address,
-            runtime: Mutex::new(Some(runtime)),
-        })
+        Ok((shared, address))
     }
 
     /// What was counted so far.

@@ -764,6 +764,10 @@ fn addresses_that_cannot_be_listened_at() {
     let channel = build().expect("a stale socket is taken away");
     let taken = build().map(drop).expect_err("somebody listens there");
     assert!(taken.to_string().contains("another process"), "{taken}");
+    // Within a runtime, where another cannot simply be dropped.
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    let taken = runtime.expect("a runtime").block_on(async { build() });
+    assert!(taken.is_err());
     drop(channel);
     let deadline = soon();
     while path.exists() {
