@@ -190,8 +190,10 @@ impl Shared {
                 }
                 stale
             };
+            // All of them first: they are no longer in the table, and whoever waits here may be
+            // dropped.
+            stale.iter().for_each(|connection| connection.stop());
             for connection in stale {
-                connection.stop();
                 connection.ended().await;
             }
         }
@@ -246,7 +248,7 @@ fn take_stale(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Vec<Arc<Connec
         let peer = peers.remove(&new.id);
         return peer.map(|peer| peer.connections).unwrap_or_default();
     }
-    // The entry stays, and with it what waits there for the same incarnation.
+    // While there is another connection the entry stays, and with it what waits there.
     let same = |c: &Arc<Connection>| c.remote.incoming == new.incoming;
     let (stale, kept) = peer.connections.drain(..).partition(same);
     peer.connections = kept;
