@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
@@ -63,7 +63,7 @@ pub(super) struct Lane {
     queue: mpsc::UnboundedSender<Outgoing>,
     /// Requests of this side without an answer; none after the end.
     pending: Mutex<Option<HashMap<u64, Pending>>>,
-    room: Arc<Semaphore>,
+    pub(super) room: Arc<Semaphore>,
     /// Requests of the peer without an answer.
     pub(super) unanswered: AtomicUsize,
 }
@@ -93,7 +93,7 @@ pub(super) struct Offered {
     pub(super) finish: oneshot::Sender<(u64, Outcome)>,
     /// Whether the peer has begun to read them.
     pub(super) pulled: bool,
-    pub(super) _room: OwnedSemaphorePermit,
+    pub(super) room: OwnedSemaphorePermit,
 }
 
 /// What is to be sent.
@@ -103,41 +103,72 @@ pub(super) struct Outgoing {
     pub(super) payload: Option<Payload>,
     /// Whether it answers a request of the peer.
     pub(super) answer: bool,
+    /// Comes back when it is sent.
+    pub(super) _room: Option<OwnedSemaphorePermit>,
+}
+
+impl Outgoing {
+    /// Bytes alone, which answer nothing.
+    pub(super) fn of(bytes: Vec<u8>) -> Self {
+        Self {
+            bytes,
+            payload: None,
+            answer: false,
+            _room: None,
+        }
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Payload {
     pub(super) segments: Vec<Segment>,
-    /// The slots that they lie in, where this side knows them.
-    pub(super) _slots: Option<Arc<Vec<SealedSlot>>>,
-    pub(super) progress: Option<Arc<Progress>>,
+    pub(super) source: Source,
+}
+
+/// What a payload is read from.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// Places that the peer named.
+    Places,
+    /// Slots that this side offers.
+    Offer { _slots: Arc<Vec<SealedSlot>> },
+    /// Slots of a write.
+    Write(Arc<Progress>),
 }
 
 /// How far the sending of a write is.
-#[derive(Debug, Default)]
-pub(super) struct Progress(AtomicU8);
+#[derive(Debug)]
+pub(super) struct Progress {
+    /// Of the request.
+    pub(super) id: u64,
+    /// Its slots, until it begins or is cancelled.
+    slots: Mutex<Option<Arc<Vec<SealedSlot>>>>,
+    cancelled: AtomicBool,
+}
 
 impl Progress {
-    const WAITING: u8 = 0;
-    const BEGUN: u8 = 1;
-    const CANCELLED: u8 = 2;
+    pub(super) fn new(id: u64, slots: Arc<Vec<SealedSlot>>) -> Self {
+        Self {
+            id,
+            slots: Mutex::new(Some(slots)),
+            cancelled: AtomicBool::new(false),
+        }
+    }
 
-    /// Whether it may begin.
-    pub(super) fn begin(&self) -> bool {
-        let (from, to) = (Self::WAITING, Self::BEGUN);
-        let changed = self
-            .0
-            .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
-        changed.is_ok()
+    /// The slots, to be kept until it is sent; none when it may not begin.
+    pub(super) fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
+        self.slots.lock().take()
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire) == Self::CANCELLED
+        self.cancelled.load(Ordering::Acquire)
     }
 
-    /// Breaks it off. Whether it will not even begin.
+    /// Breaks it off. Whether it will not even begin; the slots are let go then.
     pub(super) fn cancel(&self) -> bool {
-        self.0.swap(Self::CANCELLED, Ordering::AcqRel) == Self::WAITING
+        self.cancelled.store(true, Ordering::Release);
+        let never_sent = self.slots.lock().take();
+        never_sent.is_some()
     }
 }
 
@@ -210,11 +241,7 @@ impl Connection {
 
     /// Sends a frame without payload.
     pub(super) fn say(&self, lane: usize, frame: &Frame) {
-        self.lanes[lane].push(Outgoing {
-            bytes: frame.encode(),
-            payload: None,
-            answer: false,
-        });
+        self.lanes[lane].push(Outgoing::of(frame.encode()));
     }
 
     /// How it ended, if it has.
@@ -256,7 +283,7 @@ impl Lane {
     }
 
     /// Waits for room for a request; none after the end.
-    pub(super) async fn room(&self) -> Option<OwnedSemaphorePermit> {
+    pub(super) async fn acquire(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.room).acquire_owned().await.ok()
     }
 
@@ -273,7 +300,7 @@ impl Lane {
         true
     }
 
-    /// Takes a request out, because it is answered or was never sent.
+    /// Takes a request out, because it is answered or will never be sent.
     pub(super) fn take(&self, id: u64) -> Option<Pending> {
         self.pending.lock().as_mut()?.remove(&id)
     }

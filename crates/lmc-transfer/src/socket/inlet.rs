@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 
 use tokio::io::Interest;
 
-use super::connection::{Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply};
+use super::connection::{
+    Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply, Source,
+};
 use super::endpoint::Sockets;
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
 use super::landing::Target;
@@ -168,26 +170,24 @@ impl Inlet {
 
     /// What answers a read.
     fn data(&self, id: u64, offer: Option<u64>, segments: Vec<Segment>) -> Outgoing {
-        let mut slots = None;
+        let mut source = Source::Places;
         if let Some(offer) = offer {
             let mut offers = self.connection.offers.lock();
             let Some(offered) = offers.get_mut(&offer) else {
                 return answer(id, Outcome::Withdrawn);
             };
             offered.pulled = true;
-            slots = Some(Arc::clone(&offered.objects));
+            source = Source::Offer {
+                _slots: Arc::clone(&offered.objects),
+            };
         }
         if let Some(refusal) = self.refuse(&segments) {
             return answer(id, refusal);
         }
         Outgoing {
-            bytes: Frame::Data { id }.encode(),
-            payload: Some(Payload {
-                segments,
-                _slots: slots,
-                progress: None,
-            }),
+            payload: Some(Payload { segments, source }),
             answer: true,
+            ..Outgoing::of(Frame::Data { id }.encode())
         }
     }
 
@@ -339,9 +339,8 @@ impl Inlet {
 
 fn answer(id: u64, outcome: Outcome) -> Outgoing {
     Outgoing {
-        bytes: Frame::Answer { id, outcome }.encode(),
-        payload: None,
         answer: true,
+        ..Outgoing::of(Frame::Answer { id, outcome }.encode())
     }
 }
 

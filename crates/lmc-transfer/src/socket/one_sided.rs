@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Outgoing, Payload, Pending, Progress, Reply};
+use super::connection::{Connection, Outgoing, Payload, Pending, Progress, Reply, Source};
 use super::frame::{Frame, Outcome, Segment};
 use super::landing::Landing;
 use super::shared::{Shared, Stop};
@@ -200,7 +200,7 @@ impl Shared {
         let ask = async {
             for (stream, portions) in frames {
                 let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
-                let room = lane.room().await?;
+                let room = lane.acquire().await?;
                 let id = connection.next_id();
                 let target = landing.open(portions.iter().map(|p| p.local).collect());
                 let (reply, replied) = oneshot::channel();
@@ -214,11 +214,7 @@ impl Shared {
                     offer,
                     segments: portions.iter().map(Portion::at_peer).collect(),
                 };
-                let outgoing = Outgoing {
-                    bytes: frame.encode(),
-                    payload: None,
-                    answer: false,
-                };
+                let outgoing = Outgoing::of(frame.encode());
                 if !lane.request(id, pending, outgoing) {
                     return None;
                 }
@@ -300,8 +296,8 @@ impl Shared {
         let first = connection.next_lane();
         let put = async {
             for (stream, portions) in frames {
-                let lane = (first + stream) % connection.lanes.len();
-                let room = connection.lanes[lane].room().await?;
+                let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
+                let room = lane.acquire().await?;
                 let id = connection.next_id();
                 let (reply, replied) = oneshot::channel();
                 let pending = Pending {
@@ -313,23 +309,18 @@ impl Shared {
                     id,
                     segments: portions.iter().map(Portion::at_peer).collect(),
                 };
-                let progress = Arc::new(Progress::default());
+                let progress = Arc::new(Progress::new(id, Arc::clone(&objects)));
                 let outgoing = Outgoing {
-                    bytes: frame.encode(),
                     payload: Some(Payload {
                         segments: portions.iter().map(|p| p.local).collect(),
-                        _slots: Some(Arc::clone(&objects)),
-                        progress: Some(Arc::clone(&progress)),
+                        source: Source::Write(Arc::clone(&progress)),
                     }),
-                    answer: false,
+                    ..Outgoing::of(frame.encode())
                 };
-                if !connection.lanes[lane].request(id, pending, outgoing) {
+                if !lane.request(id, pending, outgoing) {
                     return None;
                 }
                 sending.push(Sending {
-                    connection: Arc::clone(&connection),
-                    lane,
-                    id,
                     progress,
                     portions,
                     reply: replied,
@@ -377,9 +368,6 @@ impl Shared {
 
 /// A frame of a write that is under way. Broken off when dropped.
 struct Sending {
-    connection: Arc<Connection>,
-    lane: usize,
-    id: u64,
     progress: Arc<Progress>,
     portions: Vec<Portion>,
     reply: oneshot::Receiver<Reply>,
@@ -389,11 +377,7 @@ struct Sending {
 
 impl Sending {
     fn cancel(&mut self) {
-        if !self.over && self.progress.cancel() {
-            self.over = true;
-            let never_sent = self.connection.lanes[self.lane].take(self.id);
-            drop(never_sent);
-        }
+        self.over |= self.progress.cancel();
     }
 }
 

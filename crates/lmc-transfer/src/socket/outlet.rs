@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
-use super::connection::{Connection, Gone, Outgoing, Payload, Progress};
+use super::connection::{Connection, Gone, Outgoing, Progress, Source};
 use super::endpoint::Sockets;
-use super::frame::{PIECE, PieceHead, Pieces};
+use super::frame::{PIECE, PieceHead, Pieces, Segment};
 use super::shared::Shared;
 use super::window::Part;
 
@@ -66,22 +66,38 @@ impl Outlet {
     }
 
     async fn send(&mut self, outgoing: Outgoing) -> Result<(), Gone> {
-        let Outgoing { bytes, payload, .. } = outgoing;
+        let Outgoing {
+            bytes,
+            payload,
+            _room,
+            ..
+        } = outgoing;
         let Some(payload) = payload else {
             self.own(&bytes);
             return self.flush().await;
         };
-        let progress = payload.progress.as_deref();
-        if progress.is_some_and(|progress| !progress.begin()) {
-            return Ok(());
+        let mut _slots = None;
+        let mut progress = None;
+        if let Source::Write(write) = &payload.source {
+            _slots = write.begin();
+            if _slots.is_none() {
+                // It was cancelled. Only now there is room for another.
+                drop(self.connection.lanes[self.lane].take(write.id));
+                return Ok(());
+            }
+            progress = Some(&**write);
         }
         self.own(&bytes);
-        self.pieces(&payload, progress).await?;
+        self.pieces(&payload.segments, progress).await?;
         self.flush().await
     }
 
-    async fn pieces(&mut self, payload: &Payload, progress: Option<&Progress>) -> Result<(), Gone> {
-        for (_, piece) in Pieces::of(&payload.segments) {
+    async fn pieces(
+        &mut self,
+        segments: &[Segment],
+        progress: Option<&Progress>,
+    ) -> Result<(), Gone> {
+        for (_, piece) in Pieces::of(segments) {
             if progress.is_some_and(Progress::is_cancelled) {
                 self.own(&PieceHead { len: 0, sum: 0 }.encode());
                 return Ok(());

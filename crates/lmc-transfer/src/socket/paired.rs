@@ -9,7 +9,7 @@ use std::time::Instant;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Offered};
+use super::connection::{Connection, Offered, Outgoing};
 use super::frame::{Frame, Outcome, Segment, reason};
 use super::rendezvous::Offer;
 use super::shared::Shared;
@@ -44,7 +44,7 @@ impl Shared {
                 objects: Arc::new(objects),
                 finish,
                 pulled: false,
-                _room: room,
+                room,
             };
             connection.offers.lock().insert(id, offered);
             offering = Some(Offering {
@@ -217,8 +217,13 @@ impl Offering {
 impl Drop for Offering {
     fn drop(&mut self) {
         let offered = self.connection.offers.lock().remove(&self.id);
-        if offered.is_some() {
-            self.connection.say(0, &Frame::Withdraw { id: self.id });
+        if let Some(Offered { room, .. }) = offered {
+            let withdraw = Frame::Withdraw { id: self.id };
+            // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
+            self.connection.lanes[0].push(Outgoing {
+                _room: Some(room),
+                ..Outgoing::of(withdraw.encode())
+            });
         }
     }
 }

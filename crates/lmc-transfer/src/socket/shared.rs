@@ -175,11 +175,7 @@ impl Shared {
                     let rendezvous = Arc::clone(&peer.rendezvous);
                     let (connection, queues) = Connection::new(remote, sockets.len(), rendezvous);
                     if let Some(bytes) = first {
-                        connection.lanes[0].push(Outgoing {
-                            bytes,
-                            payload: None,
-                            answer: false,
-                        });
+                        connection.lanes[0].push(Outgoing::of(bytes));
                     }
                     peer.connections.push(Arc::clone(&connection));
                     let sockets = std::mem::take(sockets);

@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 
+use super::connection::LANE_ROOM;
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Segment};
 use super::handshake::{
     Label, Message, PREAMBLE, Side, Transcript, VERSION, message_len, preamble,
 };
+use super::rendezvous::OFFER_ROOM;
 use super::{SocketChannel, SocketConfig};
 use crate::{
     Address, ChannelConfig, ConnectError, Filled, Index, PeerId, Slot, TransferChannel,
@@ -721,6 +723,18 @@ fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
     let second = victim.channel.write(vec![small], &to, &index, after(100));
     let sent = block_on(second);
     assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+    let connection = victim.channel.shared.connection(&to).expect("connected");
+    let slots = victim.pool.usage().slots;
+    assert_eq!(slots, 1, "what is never sent keeps a slot");
+    let room = connection.lanes[0].room.available_permits();
+    assert_eq!(room, LANE_ROOM - 2, "there is no end to what waits");
+    // So it is with offers.
+    let object = vec![victim.object(6, 4096)];
+    let sent = block_on(victim.channel.send(object, &to, 1, after(300)));
+    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(victim.pool.usage().slots, 1);
+    let room = connection.offer_room.available_permits();
+    assert_eq!(room, OFFER_ROOM - 1, "there is no end to what waits");
 
     // The peer goes on: the first is broken off between two pieces, the second never comes.
     assert!(matches!(raw.frame(), Frame::Write { .. }));
@@ -740,6 +754,13 @@ fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
         id: 0,
         outcome: Outcome::Aborted,
     });
+    assert!(matches!(raw.frame(), Frame::Offer { .. }));
+    assert!(matches!(raw.frame(), Frame::Withdraw { .. }));
+    let all = |_: &Victim| connection.offer_room.available_permits() == OFFER_ROOM;
+    victim.eventually("there is room again", all);
+    let all = |_: &Victim| connection.lanes[0].room.available_permits() == LANE_ROOM;
+    victim.eventually("there is room again", all);
+    drop(connection);
     let filled = reading(&victim, &mut raw, after(100), |_, _| {});
     assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
     drop(filled);
