@@ -68,7 +68,7 @@ impl Shared {
                 Ok(error) => error,
                 Err(stop) => stop.error(true),
             },
-            Err(stop) => stop.error(offering.as_ref().is_none_or(|o| !o.is_pulled())),
+            Err(stop) => stop.error(offering.as_mut().is_none_or(Offering::withdraw)),
         };
         Sent::failed(error)
     }
@@ -208,23 +208,25 @@ struct Offering {
 }
 
 impl Offering {
-    fn is_pulled(&self) -> bool {
-        let offers = self.connection.offers.lock();
-        offers.get(&self.id).is_none_or(|offered| offered.pulled)
+    /// Whether the peer had not begun to read it, and will not.
+    fn withdraw(&mut self) -> bool {
+        let offered = self.connection.offers.lock().remove(&self.id);
+        let Some(Offered { room, pulled, .. }) = offered else {
+            return false;
+        };
+        let withdraw = Frame::Withdraw { id: self.id };
+        // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
+        self.connection.lanes[0].push(Outgoing {
+            _room: Some(room),
+            ..Outgoing::of(withdraw.encode())
+        });
+        !pulled
     }
 }
 
 impl Drop for Offering {
     fn drop(&mut self) {
-        let offered = self.connection.offers.lock().remove(&self.id);
-        if let Some(Offered { room, .. }) = offered {
-            let withdraw = Frame::Withdraw { id: self.id };
-            // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
-            self.connection.lanes[0].push(Outgoing {
-                _room: Some(room),
-                ..Outgoing::of(withdraw.encode())
-            });
-        }
+        self.withdraw();
     }
 }
 
