@@ -16,7 +16,7 @@ use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::{
@@ -69,6 +69,8 @@ pub struct SocketChannel {
     address: Address,
     /// None after closing.
     runtime: Mutex<Option<Runtime>>,
+    /// Whether its threads have ended after closing.
+    ended: watch::Sender<bool>,
 }
 
 impl SocketChannel {
@@ -85,6 +87,7 @@ impl SocketChannel {
                 shared,
                 address,
                 runtime: Mutex::new(Some(runtime)),
+                ended: watch::Sender::new(false),
             }),
             Err(error) => {
                 // To drop it waits for its threads, which panics in a task of another runtime.
@@ -254,26 +257,28 @@ impl SocketChannel {
 
     async fn close(&self, deadline: Instant) -> Result<(), TransferError> {
         self.shared.close();
-        let Some(runtime) = self.runtime.lock().take() else {
-            return Ok(());
-        };
-        // Waiting for threads is no work for a future, whose thread may be another runtime's.
-        let (done, ended) = oneshot::channel();
-        let timeout = deadline.saturating_duration_since(Instant::now());
-        let end = move || {
-            runtime.shutdown_timeout(timeout);
-            let _ = done.send(());
-        };
-        let thread = thread::Builder::new().name("lmc-socket-end".into());
-        thread
-            .spawn(end)
-            .map_err(|error: io::Error| TransferError::Failed {
+        let runtime = self.runtime.lock().take();
+        if let Some(runtime) = runtime {
+            let ended = self.ended.clone();
+            // Waiting for threads is no work for a future, whose thread may be another runtime's.
+            let end = move || {
+                drop(runtime);
+                ended.send_replace(true);
+            };
+            let thread = thread::Builder::new().name("lmc-socket-end".into());
+            let started = thread.spawn(end);
+            started.map_err(|error: io::Error| TransferError::Failed {
                 reason: format!("cannot end the threads: {error}"),
-                quiet: true,
+                quiet: false,
             })?;
-        let ended = ended.await;
-        if ended.is_err() || Instant::now() >= deadline {
-            return Err(TransferError::Deadline { quiet: true });
+        }
+        let mut ended = self.ended.subscribe();
+        tokio::select! {
+            biased;
+            _ = ended.wait_for(|ended| *ended) => {}
+            () = self.shared.timer.at(deadline) => {
+                return Err(TransferError::Deadline { quiet: false });
+            }
         }
         self.shared.timer.stop();
         Ok(())

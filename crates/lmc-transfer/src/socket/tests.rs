@@ -3,6 +3,8 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -705,6 +707,48 @@ fn those_who_are_refused_are_no_more_than_may_be_under_way() {
     let answered = refused.iter().filter(|stream| heard(stream)).count();
     assert!(answered <= 256, "{answered}");
     drop(refused);
+    victim.ends();
+}
+
+/// The second close was over at once, while what the first one ended was still running.
+#[test]
+fn each_close_is_over_when_nothing_runs() {
+    let (heard, over) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicBool::new(false)),
+    );
+    let (begins, ends) = (Arc::clone(&heard), Arc::clone(&over));
+    let victim = Victim::new(|config| {
+        config.channel.on_connect = Some(Arc::new(move |_, _| {
+            begins.store(true, Ordering::Release);
+            thread::sleep(Duration::from_millis(500));
+            ends.store(true, Ordering::Release);
+            None
+        }));
+    });
+    let other = Victim::new(|config| config.channel.id = name("other"));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (to, address) = (name("victim"), victim.channel.address());
+            let connected = block_on(other.channel.connect(&to, address, None, soon()));
+            connected.expect_err("it is closed before");
+        });
+        victim.eventually("it connects", |_| heard.load(Ordering::Acquire));
+        // Dropped half-way, it goes on.
+        let mut dropped = Box::pin(victim.channel.close(soon()));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(dropped.as_mut().poll(&mut context).is_pending());
+        drop(dropped);
+        let late = block_on(victim.channel.close(after(50)));
+        assert_eq!(late, Err(TransferError::Deadline { quiet: false }));
+        for _ in 0..2 {
+            scope.spawn(|| {
+                block_on(victim.channel.close(soon())).expect("it closes");
+                assert!(over.load(Ordering::Acquire), "something runs");
+            });
+        }
+    });
+    other.ends();
     victim.ends();
 }
 
