@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use tokio::io::Interest;
+use tokio::task::coop::consume_budget;
 
 use super::connection::{
     Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply, Source,
@@ -95,6 +96,8 @@ impl Inlet {
 
     /// Serves one frame.
     async fn step(&mut self) -> Result<(), Gone> {
+        // Many may have come with one read.
+        consume_budget().await;
         match self.frame().await? {
             Frame::Ping => {}
             Frame::Read {

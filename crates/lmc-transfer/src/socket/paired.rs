@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::connection::{Connection, Offered, Outgoing};
 use super::frame::{Frame, Outcome, Segment, reason};
-use super::rendezvous::Offer;
+use super::rendezvous::{Offer, room_of};
 use super::shared::Shared;
 use crate::{Filled, PeerId, Sent, TransferError, checks};
 
@@ -32,7 +32,7 @@ impl Shared {
         let mut offering = None;
         let offer = async {
             let room = Arc::clone(&connection.offer_room);
-            let room = room.acquire_many_owned(count as u32).await.ok()?;
+            let room = room.acquire_many_owned(room_of(count) as u32).await.ok()?;
             let (finish, finished) = oneshot::channel();
             let segments = objects.iter().map(|slot| Segment {
                 offset: slot.offset(),

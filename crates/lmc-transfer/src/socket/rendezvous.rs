@@ -12,6 +12,13 @@ use crate::MAX_BATCH;
 
 /// Objects that a peer may offer on one connection before any is received.
 pub(super) const OFFER_ROOM: usize = 4 * MAX_BATCH;
+/// An offer of fewer counts as one of so many, since to take one back looks at all of them.
+const LEAST: usize = 64;
+
+/// What an offer takes of the room.
+pub(super) fn room_of(objects: usize) -> usize {
+    objects.max(LEAST)
+}
 
 /// Objects that a peer would send.
 #[derive(Debug)]
@@ -30,7 +37,8 @@ pub(super) struct Rendezvous(Mutex<Option<Tags>>);
 struct Tags {
     offers: HashMap<u64, VecDeque<Offer>>,
     waiting: HashMap<u64, VecDeque<oneshot::Sender<Offer>>>,
-    objects: usize,
+    /// Room of the offers.
+    taken: usize,
 }
 
 impl Rendezvous {
@@ -47,11 +55,12 @@ impl Rendezvous {
         let Some(offer) = tags.hand_over(tag, offer) else {
             return true;
         };
+        let room = room_of(offer.objects.len());
         // Twice, since a peer may have two connections.
-        if tags.objects + offer.objects.len() > 2 * OFFER_ROOM {
+        if tags.taken + room > 2 * OFFER_ROOM {
             return false;
         }
-        tags.objects += offer.objects.len();
+        tags.taken += room;
         tags.offers.entry(tag).or_default().push_back(offer);
         true
     }
@@ -66,7 +75,7 @@ impl Rendezvous {
         let Some(offer) = tags.hand_over(tag, offer) else {
             return;
         };
-        tags.objects += offer.objects.len();
+        tags.taken += room_of(offer.objects.len());
         tags.offers.entry(tag).or_default().push_front(offer);
     }
 
@@ -131,7 +140,7 @@ impl Rendezvous {
         }
         tags.offers.retain(|_, offers| !offers.is_empty());
         let offers = tags.offers.values().flatten();
-        tags.objects = offers.map(|offer| offer.objects.len()).sum();
+        tags.taken = offers.map(|offer| room_of(offer.objects.len())).sum();
     }
 }
 
@@ -163,7 +172,7 @@ impl Tags {
         if offers.is_empty() {
             self.offers.remove(&tag);
         }
-        self.objects -= offer.objects.len();
+        self.taken -= room_of(offer.objects.len());
         Some(offer)
     }
 }

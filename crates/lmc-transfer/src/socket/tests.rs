@@ -15,7 +15,7 @@ use super::frame::{Decoder, Frame, Outcome, PieceHead, Segment};
 use super::handshake::{
     Label, Message, PREAMBLE, Side, Transcript, VERSION, message_len, preamble,
 };
-use super::rendezvous::OFFER_ROOM;
+use super::rendezvous::{OFFER_ROOM, room_of};
 use super::{SocketChannel, SocketConfig};
 use crate::{
     Address, ChannelConfig, ConnectError, Filled, Index, PeerId, Slot, TransferChannel,
@@ -544,6 +544,21 @@ fn who_breaks_the_protocol_is_hung_up_on() {
     }
     let broken = wrong.len() as u64 + 1;
     victim.eventually("it is hung up on", |v| v.channel.stats().broken == broken);
+    // Offers without end, each of one object.
+    let mut raw = Raw::connect(&victim, 100);
+    for id in 0..=2 * OFFER_ROOM / room_of(1) {
+        let offer = Frame::Offer {
+            id: id as u64,
+            tag: 1,
+            objects: vec![segment(0, 1)],
+        };
+        if raw.stream.write_all(&offer.encode()).is_err() {
+            break;
+        }
+    }
+    assert!(raw.finds_it_closed());
+    let broken = broken + 1;
+    victim.eventually("it is hung up on", |v| v.channel.stats().broken == broken);
     victim.ends();
 }
 
@@ -778,7 +793,11 @@ fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
     assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
     assert_eq!(victim.pool.usage().slots, 1);
     let room = connection.offer_room.available_permits();
-    assert_eq!(room, OFFER_ROOM - 1, "there is no end to what waits");
+    assert_eq!(
+        room,
+        OFFER_ROOM - room_of(1),
+        "there is no end to what waits"
+    );
 
     // The peer goes on: the first is broken off between two pieces, the second never comes.
     assert!(matches!(raw.frame(), Frame::Write { .. }));
