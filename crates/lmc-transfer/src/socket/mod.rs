@@ -16,7 +16,7 @@ use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::watch;
+use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::task::JoinHandle;
 
 use crate::{
@@ -236,15 +236,19 @@ impl SocketChannel {
         {
             return Err(ConnectError::Message { found });
         }
-        let turn = Turn::new(shared, peer);
         let connect = async {
-            let _turn = turn.lock.lock().await;
+            let turn = Turn::wait(shared, peer).await;
             if self.is_connected(peer) {
                 return Ok(None);
             }
             let (shared, peer) = (Arc::clone(shared), peer.clone());
             let address = address.clone();
-            let connect = async move { greet::connect(&shared, &peer, &address, message).await };
+            let connect = async move {
+                // The task's, since it may come to its end although nobody waits for it any more:
+                // another would then take the place of what it has connected.
+                let _turn = turn;
+                greet::connect(&shared, &peer, &address, message).await
+            };
             let task = AbortOnDrop(self.shared.runtime.spawn(connect));
             task.join().await
         };
@@ -286,26 +290,47 @@ impl SocketChannel {
 }
 
 /// The right to connect to a peer, one after another.
-struct Turn<'a> {
-    shared: &'a Shared,
-    peer: &'a PeerId,
-    lock: Arc<tokio::sync::Mutex<()>>,
+struct Turn {
+    _guard: OwnedMutexGuard<()>,
+    _entry: TurnEntry,
 }
 
-impl<'a> Turn<'a> {
-    fn new(shared: &'a Shared, peer: &'a PeerId) -> Self {
-        let mut turns = shared.turns.lock();
-        let lock = Arc::clone(turns.entry(peer.clone()).or_default());
-        Self { shared, peer, lock }
+impl Turn {
+    async fn wait(shared: &Arc<Shared>, peer: &PeerId) -> Self {
+        let entry = TurnEntry::new(shared, peer);
+        let guard = Arc::clone(&entry.lock).lock_owned().await;
+        Self {
+            _guard: guard,
+            _entry: entry,
+        }
     }
 }
 
-impl Drop for Turn<'_> {
+/// An entry in the table of turns, for as long as somebody has or waits for one.
+struct TurnEntry {
+    shared: Arc<Shared>,
+    peer: PeerId,
+    lock: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl TurnEntry {
+    fn new(shared: &Arc<Shared>, peer: &PeerId) -> Self {
+        let mut turns = shared.turns.lock();
+        let lock = Arc::clone(turns.entry(peer.clone()).or_default());
+        Self {
+            shared: Arc::clone(shared),
+            peer: peer.clone(),
+            lock,
+        }
+    }
+}
+
+impl Drop for TurnEntry {
     fn drop(&mut self) {
         let mut turns = self.shared.turns.lock();
         // The table's and this one.
         if Arc::strong_count(&self.lock) == 2 {
-            turns.remove(self.peer);
+            turns.remove(&self.peer);
         }
     }
 }
