@@ -13,7 +13,7 @@ use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::coop::consume_budget;
 
-use super::window::{receive_bytes, send_bytes};
+use super::window::{is_closed, receive_bytes, send_bytes};
 use crate::Address;
 
 #[derive(Debug)]
@@ -43,6 +43,14 @@ impl Socket {
 
     pub(super) fn is_unix(&self) -> bool {
         matches!(self, Self::Unix(_))
+    }
+
+    /// Whether the other side has closed it; to be asked where nothing is left to be read.
+    pub(super) fn is_closed(&self) -> bool {
+        match self {
+            Self::Tcp(stream) => is_closed(stream.as_raw_fd()),
+            Self::Unix(stream) => is_closed(stream.as_raw_fd()),
+        }
     }
 
     async fn ready(&self, interest: Interest) -> io::Result<()> {

@@ -58,6 +58,8 @@ pub(super) enum NotInstalled {
     Full,
     #[error("a later connection stands already")]
     Overtaken,
+    #[error("the other side has given up")]
+    GivenUp,
 }
 
 /// Why a wait ended before what it waited for.
@@ -161,6 +163,10 @@ impl Shared {
                 let peers = peers.as_mut().ok_or(NotInstalled::Closed)?;
                 if is_overtaken(peers, &remote) {
                     return Err(NotInstalled::Overtaken);
+                }
+                // It may have begun anew since: what it has now stays.
+                if remote.incoming && sockets.iter().any(Socket::is_closed) {
+                    return Err(NotInstalled::GivenUp);
                 }
                 if !self.has_room(peers, &remote.id) {
                     return Err(NotInstalled::Full);

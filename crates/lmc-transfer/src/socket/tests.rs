@@ -135,6 +135,19 @@ fn side(id: &str, incarnation: u64) -> Side {
 impl Raw {
     /// Connects to the victim as `raw`.
     fn connect(victim: &Victim, incarnation: u64) -> Self {
+        let mut stream = Self::greet(victim, incarnation);
+        assert!(matches!(hear(&mut stream), Message::Welcome { .. }));
+        let raw = Self {
+            stream,
+            decoder: Decoder::default(),
+            rest: Vec::new(),
+        };
+        assert!(victim.channel.is_connected(&name("raw")));
+        raw
+    }
+
+    /// A handshake but for the welcome.
+    fn greet(victim: &Victim, incarnation: u64) -> TcpStream {
         let mut stream = victim.stream();
         let mine = side("raw", incarnation);
         let mut said = Transcript::new(None);
@@ -151,14 +164,7 @@ impl Raw {
         let proof = Message::Proof { message, proof };
         stream.write_all(&proof.encode()).expect("sent");
         assert!(matches!(hear(&mut stream), Message::Session { .. }));
-        assert!(matches!(hear(&mut stream), Message::Welcome { .. }));
-        let raw = Self {
-            stream,
-            decoder: Decoder::default(),
-            rest: Vec::new(),
-        };
-        assert!(victim.channel.is_connected(&name("raw")));
-        raw
+        stream
     }
 
     fn say(&mut self, frame: &Frame) {
@@ -764,6 +770,42 @@ fn each_close_is_over_when_nothing_runs() {
         }
     });
     other.ends();
+    victim.ends();
+}
+
+/// A handshake was over only when the one who began it had ended, and had begun anew: the old
+/// connection took the place of the new one.
+#[test]
+fn a_handshake_of_the_dead_ends_no_connection() {
+    let (gate, calls) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicBool::new(false)),
+    );
+    let (open, called) = (Arc::clone(&gate), Arc::clone(&calls));
+    let victim = Victim::new(|config| {
+        config.channel.on_connect = Some(Arc::new(move |_, _| {
+            let first = !called.swap(true, Ordering::AcqRel);
+            while first && !open.load(Ordering::Acquire) {
+                thread::sleep(Duration::from_millis(1));
+            }
+            None
+        }));
+    });
+    let old = Raw::greet(&victim, 1);
+    victim.eventually("it connects", |_| calls.load(Ordering::Acquire));
+    drop(old);
+    let mut new = Raw::connect(&victim, 2);
+    gate.store(true, Ordering::Release);
+    let refused = |v: &Victim| v.channel.stats().refused_handshakes == 1;
+    victim.eventually("the old one is refused", refused);
+    let object = victim.object(5, 8);
+    new.say(&Frame::Read {
+        id: 1,
+        offer: None,
+        segments: vec![segment(object.offset(), 8)],
+    });
+    assert_eq!(new.frame(), Frame::Data { id: 1 });
+    drop((object, new));
     victim.ends();
 }
 

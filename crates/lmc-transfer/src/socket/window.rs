@@ -129,6 +129,19 @@ pub(super) fn receive_bytes(socket: RawFd, buffer: &mut [u8]) -> io::Result<usiz
     receive(socket, &mut [iovec(buffer.as_mut_ptr(), buffer.len())])
 }
 
+/// Whether nothing more will come.
+pub(super) fn is_closed(socket: RawFd) -> bool {
+    let mut byte = 0u8;
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the kernel writes to the one byte, which lives through the call.
+    let found = unsafe { libc::recv(socket, (&raw mut byte).cast(), 1, flags) };
+    match found {
+        0 => true,
+        1.. => false,
+        _ => io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock,
+    }
+}
+
 /// Sends from a buffer.
 pub(super) fn send_bytes(socket: RawFd, buffer: &[u8]) -> io::Result<usize> {
     // SAFETY: the kernel reads the buffer, which lives through the call.
