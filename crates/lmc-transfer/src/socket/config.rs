@@ -23,7 +23,10 @@ pub struct SocketConfig {
     pub streams: usize,
     /// Threads that move bytes. Default: one for each core, at most 4.
     pub threads: usize,
-    /// After three times this without a byte a peer is taken for gone. Default: 5 s.
+    /// How often this side speaks to a peer when there is nothing else to send; after three to
+    /// five times this without a byte a peer is taken for gone. Both sides need about the same:
+    /// one that speaks less often than the other expects is given up while it is idle.
+    /// Default: 5 s.
     pub keepalive: Duration,
 }
 
