@@ -1,8 +1,9 @@
 //! Speed of the tier, for `cargo xtask bench disk`, which runs fio beside it.
 //!
-//! `disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS`: `write`, `read` or `mixed` (half of
+//! `disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS [threads]`: `write`, `read` or `mixed` (half of
 //! each), chunks of CHUNK bytes, DEPTH operations at a time, in a tier that holds BYTES of
-//! chunks. A write counts when it is durable, a read when it is verified.
+//! chunks. A write counts when it is durable, a read when it is verified. With `threads` behind it,
+//! without io_uring.
 //!
 //! `disk_speed race FOLDER CHUNK COUNT DEPTH`: stores COUNT chunks, DEPTH at a time, loads them in
 //! another order, then loads them again, outside the time, and compares every byte.
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Rng, block_on, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
-use lmc_backend_disk::{DiskBackend, DiskConfig};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{
     Arena, ArenaConfig, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,
 };
@@ -27,14 +28,31 @@ use tokio::task::JoinSet;
 
 type Failure = Box<dyn Error + Send + Sync>;
 
+const USAGE: &str = "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS [threads] \
+                     | race FOLDER CHUNK COUNT DEPTH | fill FOLDER COUNT CHUNK [kill] | open FOLDER";
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn main() -> Result<(), Failure> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
-        ["run", folder, what, chunk, depth, bytes, seconds] => {
+        [
+            "run",
+            folder,
+            what,
+            chunk,
+            depth,
+            bytes,
+            seconds,
+            ref io @ ..,
+        ] if io.len() <= 1 => {
+            let io = match io {
+                [] => DiskIo::Auto,
+                ["threads"] => DiskIo::Threads,
+                _ => return Err(USAGE.into()),
+            };
             let plan = Plan {
+                io,
                 folder: folder.to_owned(),
                 what: what.to_owned(),
                 chunk: chunk.parse()?,
@@ -54,15 +72,12 @@ fn main() -> Result<(), Failure> {
             fill(folder, count.parse()?, chunk.parse()?, true)
         }
         ["open", folder] => open(folder),
-        _ => Err(
-            "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS | race FOLDER CHUNK COUNT DEPTH \
-                  | fill FOLDER COUNT CHUNK [kill] | open FOLDER"
-                .into(),
-        ),
+        _ => Err(USAGE.into()),
     }
 }
 
 struct Plan {
+    io: DiskIo,
     folder: String,
     what: String,
     chunk: u64,
@@ -81,11 +96,17 @@ fn arena(bytes: u64) -> Result<Arc<Arena>, Failure> {
     Ok(Arc::new(arena))
 }
 
-fn tier(folder: &str, bytes: u64, arena: &Arc<Arena>) -> Result<Arc<DiskBackend>, Failure> {
+fn tier(
+    folder: &str,
+    bytes: u64,
+    arena: &Arc<Arena>,
+    io: DiskIo,
+) -> Result<Arc<DiskBackend>, Failure> {
     // Room for what is there twice: segments are given up whole.
     let config = DiskConfig::new([folder], 2 * bytes + (1 << 30))
         .with_keep_free(0)
         .with_segment_bytes(256 << 20)
+        .with_io(io)
         .with_arena(Arc::clone(arena));
     Ok(Arc::new(config.open()?))
 }
@@ -151,7 +172,7 @@ async fn run(plan: Plan) -> Result<(), Failure> {
         word.copy_from_slice(&rng.next_u64().to_le_bytes());
     }
     drop(slot);
-    let tier = tier(&plan.folder, plan.bytes, &arena)?;
+    let tier = tier(&plan.folder, plan.bytes, &arena, plan.io)?;
     let held = (plan.bytes / len).max(1);
     let mut work = JoinSet::new();
     let spawn = |work: &mut JoinSet<_>, n, write| {
@@ -235,7 +256,8 @@ async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Fail
     let data: Option<Vec<SealedSlot>> = data.collect();
     let data = data.ok_or("the pool is too small")?;
     let of = |n: u64| data[(n % depth) as usize].clone();
-    let tier = tier(folder, count * (len.next_multiple_of(4096) + 4096), &arena)?;
+    let bytes = count * (len.next_multiple_of(4096) + 4096);
+    let tier = tier(folder, bytes, &arena, DiskIo::Auto)?;
     let mut numbers: Vec<u64> = (0..count).collect();
     let at_once = usize::try_from(depth)?;
     let store = |n| store(Arc::clone(&tier), n, of(n));
@@ -279,11 +301,8 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
     let _ = fs::remove_dir_all(folder);
     let arena = arena(2 * AT_ONCE * chunk.next_multiple_of(4096))?;
     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
-    let tier = tier(
-        folder,
-        count * (chunk.next_multiple_of(4096) + 4096),
-        &arena,
-    )?;
+    let bytes = count * (chunk.next_multiple_of(4096) + 4096);
+    let tier = tier(folder, bytes, &arena, DiskIo::Auto)?;
     for first in (0..count).step_by(AT_ONCE as usize) {
         let item = |n| {
             let slot = pool.reserve(chunk)?;

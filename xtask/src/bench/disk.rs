@@ -17,6 +17,8 @@ const SECTION: &str = "bench disk";
 const JSON: &str = "docs/benchmarks/disk.json";
 /// What LMCache's `raw_block` adapter reads and writes with.
 const RAW_BLOCK: &str = "lmcache_rust_raw_block_io==0.5.7rc2";
+/// Who ours is without io_uring.
+const THREADS: &str = "lmc, threads";
 const RAW_BLOCK_FOLDER: &str = "target/bench-raw-block";
 /// The benchmark's own folder in the one that was named; all in it is removed.
 const OWN_FOLDER: &str = "lmc-bench-disk";
@@ -142,7 +144,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
         beside_fio(&asked, &speed, &mut cells)?;
-        peers(&asked, &speed, &python, &mut cells)?;
+        peers(&asked, round, &speed, &python, &mut cells)?;
         dram.push(beside_dram(&asked, &speed)?);
     }
     let starts = starts(&asked, &speed)?;
@@ -256,7 +258,12 @@ fn json_of(command: &mut Command) -> Result<Value> {
     serde_json::from_str(last).with_context(|| format!("{command:?} printed {text}"))
 }
 
-fn ours(asked: &Asked, speed: &Path, what: &str, chunk: u64, depth: u64) -> Result<Moved> {
+fn ours(
+    asked: &Asked,
+    speed: &Path,
+    (what, chunk, depth): (&str, u64, u64),
+    how: &[&str],
+) -> Result<Moved> {
     let mut command = Command::new(speed);
     command.arg("run").arg(asked.folder.join("tier")).arg(what);
     let numbers = [
@@ -265,7 +272,7 @@ fn ours(asked: &Asked, speed: &Path, what: &str, chunk: u64, depth: u64) -> Resu
         asked.bytes.to_string(),
     ];
     command.args(numbers).arg(asked.seconds.to_string());
-    let found = json_of(&mut command)?;
+    let found = json_of(command.args(how))?;
     let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
     Ok(Moved::of(
         number("bytes")?,
@@ -363,10 +370,15 @@ fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
         for &chunk in &asked.chunks {
             for &depth in &asked.depths {
                 let cell = format!("{what}, {}, depth {depth}", named(chunk));
-                cells.add(&cell, "lmc", ours(asked, speed, what, chunk, depth)?);
+                let ours = |how: &[&str]| ours(asked, speed, (what, chunk, depth), how);
+                cells.add(&cell, "lmc", ours(&[])?);
                 cells.add(&cell, "fio", fio(asked, what, chunk, depth, false)?);
                 if what != "read" {
                     cells.add(&cell, "fio, synced", fio(asked, what, chunk, depth, true)?);
+                }
+                if (chunk, depth) == (MIB, 8) {
+                    // Where a container forbids io_uring.
+                    cells.add(&cell, THREADS, ours(&["threads"])?);
                 }
                 println!("{cell}: {}", row(cells, &cell));
             }
@@ -378,26 +390,32 @@ fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
 
 /// LMCache's adapters for files and for a raw device (a file here), with as many of the same
 /// chunks, so many at a time; all loaded once more, outside the time, and compared.
-fn peers(asked: &Asked, speed: &Path, python: &str, cells: &mut Cells) -> Result<()> {
+fn peers(asked: &Asked, round: usize, speed: &Path, python: &str, cells: &mut Cells) -> Result<()> {
     let depth = 8;
     for &chunk in asked.chunks.iter().filter(|&&chunk| chunk >= MIB) {
         let count = (asked.bytes / chunk).max(1);
         let numbers = [chunk, count, depth].map(|number| number.to_string());
-        let mut race = Command::new(speed);
-        race.arg("race").arg(asked.folder.join("tier"));
-        take_race(cells, "lmc", chunk, depth, &json_of(race.args(&numbers))?)?;
-        for adapter in ["fs", "raw_block"] {
-            let mut command = Command::new(python);
-            command.arg("xtask/python/disk_peer.py").arg(adapter);
-            command.env("PYTHONPATH", RAW_BLOCK_FOLDER);
-            command.arg(asked.folder.join(adapter)).args(&numbers);
-            match json_of(&mut command) {
-                Ok(found) => {
-                    take_race(cells, &format!("LMCache {adapter}"), chunk, depth, &found)?;
-                }
-                Err(error) => println!("LMCache's {adapter} did not run: {error:#}"),
+        let mut racers = ["lmc", "fs", "raw_block"];
+        // A drive is not as fast after writes as before them: everybody is first once.
+        racers.rotate_left(round % 3);
+        for racer in racers {
+            let folder = asked.folder.join(racer);
+            if racer == "lmc" {
+                let mut race = Command::new(speed);
+                let found = json_of(race.arg("race").arg(&folder).args(&numbers))?;
+                take_race(cells, "lmc", chunk, depth, &found)?;
+                continue;
             }
-            let _ = fs::remove_dir_all(asked.folder.join(adapter));
+            let mut command = Command::new(python);
+            command.arg("xtask/python/disk_peer.py").arg(racer);
+            command.env("PYTHONPATH", RAW_BLOCK_FOLDER);
+            match json_of(command.arg(&folder).args(&numbers)) {
+                Ok(found) => {
+                    take_race(cells, &format!("LMCache {racer}"), chunk, depth, &found)?;
+                }
+                Err(error) => println!("LMCache's {racer} did not run: {error:#}"),
+            }
+            let _ = fs::remove_dir_all(&folder);
         }
     }
     Ok(())
@@ -529,6 +547,18 @@ fn text(
             show(speed("fio, synced")),
             show_cpu(cpu("lmc")),
             show_cpu(cpu("fio")),
+        );
+    }
+    text.push_str("\n| without io_uring, on threads | lmc | of that with it | CPU s/GB |\n|---|---|---|---|\n");
+    for (cell, _) in cells.order.iter().filter(|(_, who)| who == THREADS) {
+        let of = |who: &str, value: fn(&Moved) -> f64| {
+            cells.median(cell, who, value).unwrap_or(f64::NAN)
+        };
+        let (speed, cpu) = (of(THREADS, |m| m.gb_per_s), of(THREADS, |m| m.cpu_s_per_gb));
+        let share = speed / of("lmc", |m| m.gb_per_s) * 100.0;
+        let _ = writeln!(
+            text,
+            "| {cell} | {speed:.2} GB/s | {share:.0} % | {cpu:.3} |"
         );
     }
     text.push_str(
