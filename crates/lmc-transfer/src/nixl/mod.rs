@@ -340,19 +340,27 @@ impl NixlChannel {
 }
 
 /// Makes the thread look at once at what was dropped.
-struct Dropped<'a>(&'a Commands);
+struct Dropped<'a> {
+    commands: &'a Commands,
+    answered: bool,
+}
 
 impl Drop for Dropped<'_> {
     fn drop(&mut self) {
-        self.0.give(Command::Look);
+        if !self.answered {
+            self.commands.give(Command::Look);
+        }
     }
 }
 
 /// Waits for the thread's answer.
 async fn answer<T>(commands: &Commands, answered: oneshot::Receiver<T>) -> Option<T> {
-    let dropped = Dropped(commands);
+    let mut dropped = Dropped {
+        commands,
+        answered: false,
+    };
     let answer = answered.await.ok();
-    drop(dropped);
+    dropped.answered = true;
     answer
 }
 
