@@ -1,5 +1,6 @@
 //! The same for callers without a runtime.
 
+use std::cell::Cell;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,6 +47,30 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
 /// over by then, and to wake a thread takes as long as that transfer.
 const AWAKE: Duration = Duration::from_micros(50);
 
+/// A thread that gives way is back within this time, unless another computes on its core.
+const BACK: Duration = Duration::from_micros(200);
+/// For this long afterwards, a thread sleeps instead of giving way.
+const CROWDED: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// Until when this thread does not give way.
+    static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Gives way to other threads for a moment, without sleeping. Not where that was long of late: to
+/// give way to a thread that computes costs a tick of the scheduler (4 ms) each time, and one that
+/// sleeps is woken within microseconds. Whether it may go on so; if not, the thread is to sleep.
+pub(crate) fn give_way() -> bool {
+    let begun = Instant::now();
+    if CROWDED_UNTIL.get().is_some_and(|until| begun < until) {
+        return false;
+    }
+    thread::yield_now();
+    let back = begun.elapsed() < BACK;
+    CROWDED_UNTIL.set((!back).then(|| Instant::now() + CROWDED));
+    back
+}
+
 /// Whether a thread is to look at its future again.
 struct Woken {
     thread: Thread,
@@ -56,9 +81,8 @@ impl Woken {
     fn wait(&self) {
         let begun = Instant::now();
         while !self.woken.swap(false, Ordering::AcqRel) {
-            match begun.elapsed() < AWAKE {
-                true => thread::yield_now(),
-                false => thread::park(),
+            if begun.elapsed() >= AWAKE || !give_way() {
+                thread::park();
             }
         }
     }

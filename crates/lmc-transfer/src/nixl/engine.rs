@@ -6,7 +6,6 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
@@ -26,6 +25,7 @@ use super::paired::{Fetching, Paired, Receiving, Sending, Words};
 use super::reach::{NixlReads, Reach};
 use super::transfers::{Batch, SendOver, Step, Transfer};
 use super::wire::{Intro, Message, reason};
+use crate::blocking::give_way;
 use crate::checks;
 use crate::{ConnectError, Filled, Index, PeerId, Sent, TransferError};
 
@@ -228,17 +228,14 @@ impl Engine {
             .last_moved
             .map_or(Duration::MAX, |moved| now.saturating_duration_since(moved));
         let polls = !self.state.transfers.is_empty();
-        if still < SPIN {
-            // With nothing to poll, what is waited for comes from another thread, which may wait
-            // for this core: on two cores a peer's answer took three times as long otherwise.
-            match polls {
-                true => std::hint::spin_loop(),
-                false => thread::yield_now(),
-            }
+        if polls && still < SPIN {
+            std::hint::spin_loop();
             return;
         }
-        if polls && still < YIELD {
-            thread::yield_now();
+        // With nothing to poll, what is waited for comes from another thread, which may wait for
+        // this core: on two cores a peer's answer took three times as long otherwise.
+        let awake = if polls { YIELD } else { SPIN };
+        if still < awake && give_way() {
             return;
         }
         let limit = if polls && still < NAP_AFTER {
