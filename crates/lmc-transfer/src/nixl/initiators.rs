@@ -65,8 +65,8 @@ struct Straggler {
 struct Initiator {
     generation: u64,
     registered: Registered,
-    /// Agents of peers that it knows.
-    loaded: HashSet<String>,
+    /// Agents of peers that it knows, with their own descriptions.
+    loaded: HashMap<String, Vec<u8>>,
     /// Agents of peers that it is to forget as soon as nothing uses them.
     unwanted: HashSet<String>,
     stragglers: Vec<Straggler>,
@@ -117,7 +117,7 @@ impl Initiators {
         self.all.push(Initiator {
             generation: self.next,
             registered,
-            loaded: HashSet::new(),
+            loaded: HashMap::new(),
             unwanted: HashSet::new(),
             stragglers: Vec::new(),
             retired: false,
@@ -196,7 +196,7 @@ impl Initiators {
     /// Says that a peer is gone.
     pub(super) fn peer_gone(&mut self, agent: &str) {
         for initiator in &mut self.all {
-            if initiator.loaded.contains(agent) {
+            if initiator.loaded.contains_key(agent) {
                 initiator.unwanted.insert(agent.to_owned());
             }
             for straggler in &mut initiator.stragglers {
@@ -328,11 +328,18 @@ impl Initiators {
 
 impl Initiator {
     fn load(&mut self, remote: &Remote) -> Result<(), String> {
-        if self.loaded.contains(&remote.agent) {
-            return Ok(());
+        match self.loaded.get(&remote.agent) {
+            Some(metadata) if *metadata == remote.metadata => return Ok(()),
+            // Another of the same name, which only one that is no channel of ours may have.
+            Some(_) => {
+                self.registered.forget(&remote.agent);
+                self.loaded.remove(&remote.agent);
+            }
+            None => {}
         }
         self.registered.load(remote)?;
-        self.loaded.insert(remote.agent.clone());
+        let metadata = remote.metadata.clone();
+        self.loaded.insert(remote.agent.clone(), metadata);
         Ok(())
     }
 
