@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-use super::engine::{Command, Commands};
+use super::engine::{Command, Commands, LinkEnd};
 use super::wire::{
     Answer, HELLO, Hello, Intro, MAX_FRAME, MAX_INTRO, Message, SIGNATURE, Signer, Step, VERSION,
     frame, parse, reason,
@@ -197,12 +197,15 @@ impl Drop for Listener {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) number: u64,
+    /// Whether anything was said over it.
+    pub(super) used: bool,
     unsent: mpsc::Sender<Message>,
 }
 
 impl Link {
     /// Whether the message is under way; if not, the peer does not listen.
-    pub(super) fn say(&self, message: Message) -> bool {
+    pub(super) fn say(&mut self, message: Message) -> bool {
+        self.used = true;
         self.unsent.try_send(message).is_ok()
     }
 }
@@ -448,24 +451,24 @@ impl Host {
         // The reader waits for the stream, which the handshake still needs.
         let commands = self.commands.clone();
         self.runtime.spawn(async move {
-            let fault = match begun.await {
+            let (fault, end) = match begun.await {
                 Ok((stream, exposed)) => {
-                    let fault = listen(stream, number, &commands).await;
-                    if let Some(exposed) = exposed {
+                    let (fault, end) = listen(stream, number, &commands).await;
+                    if let Some(exposed) = exposed.filter(|_| end == LinkEnd::Ended) {
                         exposed.over();
                     }
-                    fault
+                    (fault, end)
                 }
-                Err(_) => "the handshake was not finished".to_owned(),
+                Err(_) => ("the handshake was not finished".to_owned(), LinkEnd::Ended),
             };
-            let ended = true;
-            commands.give(Command::LinkDown {
-                number,
-                fault,
-                ended,
-            });
+            commands.give(Command::LinkDown { number, fault, end });
         });
-        let link = Link { number, unsent };
+        let used = false;
+        let link = Link {
+            number,
+            used,
+            unsent,
+        };
         let (reply, joined) = oneshot::channel();
         self.commands.give(Command::Join { intro, link, reply });
         joined.await.map_err(|_| ConnectError::Closed)??;
@@ -552,25 +555,43 @@ async fn read_frame(reader: &mut Reader, max: usize) -> Result<Vec<u8>, ConnectE
     Ok(bytes)
 }
 
-/// Hands on what a peer says, until it says no more. Why it does not.
-async fn listen(mut reader: Reader, number: u64, commands: &Commands) -> String {
-    let fault = hear(&mut reader, number, commands).await;
-    if let Err(fault) = fault {
-        // It is not understood any more; this side's half ends, and then its own does.
-        let ended = false;
-        commands.give(Command::LinkDown {
-            number,
-            fault,
-            ended,
-        });
-        let mut rest = [0; 512];
-        while matches!(reader.read(&mut rest).await, Ok(count) if count > 0) {}
+/// Hands on what a peer says, until it says no more. Why it does not, and what is known of that.
+async fn listen(mut reader: Reader, number: u64, commands: &Commands) -> (String, LinkEnd) {
+    let error = match hear(&mut reader, number, commands).await {
+        Ok(()) => return ("its control connection ended".to_owned(), LinkEnd::Ended),
+        Err(error) => error,
+    };
+    let fault = format!("its control connection failed: {error}");
+    if let ConnectError::Io(error) = error {
+        return (fault, end_by(&error));
     }
-    "its control connection ended".to_owned()
+    // It is not understood any more; this side's half ends, and then its own does.
+    let end = LinkEnd::NotYet;
+    commands.give(Command::LinkDown { number, fault, end });
+    let mut rest = [0; 512];
+    let end = loop {
+        match reader.read(&mut rest).await {
+            Ok(0) => break LinkEnd::Ended,
+            Ok(_) => {}
+            Err(error) => break end_by(&error),
+        }
+    };
+    ("its control connection ended".to_owned(), end)
+}
+
+/// What an error says of the peer. Its host resets the connections of a process that has ended;
+/// that nothing answers is no proof of anything.
+fn end_by(error: &io::Error) -> LinkEnd {
+    match error.kind() {
+        io::ErrorKind::ConnectionReset
+        | io::ErrorKind::ConnectionAborted
+        | io::ErrorKind::BrokenPipe => LinkEnd::Ended,
+        _ => LinkEnd::Unknown,
+    }
 }
 
 /// Hands on what a peer says, up to the end of its connection, or to a fault.
-async fn hear(reader: &mut Reader, number: u64, commands: &Commands) -> Result<(), String> {
+async fn hear(reader: &mut Reader, number: u64, commands: &Commands) -> Result<(), ConnectError> {
     let room = Arc::new(Semaphore::new(MAX_UNREAD));
     loop {
         let message: Result<Message, ConnectError> = match read_frame(reader, MAX_FRAME).await {
@@ -582,7 +603,7 @@ async fn hear(reader: &mut Reader, number: u64, commands: &Commands) -> Result<(
             Err(ConnectError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return Ok(());
             }
-            Err(error) => return Err(format!("its control connection failed: {error}")),
+            Err(error) => return Err(error),
         };
         let Ok(seat) = Arc::clone(&room).acquire_owned().await else {
             return Ok(());

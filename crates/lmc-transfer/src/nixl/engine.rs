@@ -43,6 +43,8 @@ const LONG_NAP: Duration = Duration::from_millis(1);
 const STRAGGLERS: Duration = Duration::from_millis(2);
 /// Between looks when there is nothing to do.
 const IDLE: Duration = Duration::from_millis(100);
+/// Connections of one peer at most: two where both sides connected at once.
+const MAX_LINKS: usize = 4;
 /// What is left of the control plane's tasks has this long to end.
 const RUNTIME: Duration = Duration::from_secs(1);
 
@@ -108,8 +110,7 @@ pub(super) enum Command {
     LinkDown {
         number: u64,
         fault: String,
-        /// The peer has ended its half.
-        ended: bool,
+        end: LinkEnd,
     },
     /// An agent was made, or could not be.
     Made(Result<Registered, String>),
@@ -126,6 +127,17 @@ pub(super) enum Command {
         deadline: Instant,
         reply: oneshot::Sender<Result<(), TransferError>>,
     },
+}
+
+/// What is known of a connection's end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkEnd {
+    /// The peer has ended its half, or its process has ended.
+    Ended,
+    /// The peer is not understood. That it ends its half may yet be seen.
+    NotYet,
+    /// The peer cannot be reached. Nothing more will be known.
+    Unknown,
 }
 
 /// Tells the thread.
@@ -181,6 +193,9 @@ pub(super) struct State {
     /// Connections of peers that are gone, with the names of their agents: they end as soon as
     /// nothing of this side is under way to them.
     farewells: Vec<(String, Vec<Link>)>,
+    /// Numbers of connections of peers that are gone, which these have not ended yet, with the
+    /// peers' incarnations.
+    unended: HashMap<u64, u64>,
     closing: Option<Closing>,
     last_moved: Option<Instant>,
     last_tended: Option<Instant>,
@@ -325,11 +340,7 @@ impl Engine {
                 self.heard(number, message);
                 drop(seat);
             }
-            Command::LinkDown {
-                number,
-                fault,
-                ended,
-            } => self.link_down(number, &fault, ended),
+            Command::LinkDown { number, fault, end } => self.link_down(number, &fault, end),
             Command::Made(made) => self.initiators.made(made),
             Command::Ended { generation, over } => {
                 self.initiators.ended(generation);
@@ -415,13 +426,28 @@ impl Engine {
         }
         if let Some(connected) = self.state.peers.get_mut(&peer.id) {
             if connected.peer.incarnation == peer.incarnation {
+                if connected.links.len() >= MAX_LINKS {
+                    let full = format!("{MAX_LINKS} connections to it are open already");
+                    return Err(ConnectError::Refused(full));
+                }
                 connected.links.extend(link);
                 return Ok(());
             }
             self.gone(&peer.id, "another has connected under its name", false);
         }
-        if self.state.peers.len() >= self.max_peers {
-            let full = format!("{} peers are connected already", self.max_peers);
+        let agent = &peer.remote.agent;
+        let its = |connected: &Connected| connected.peer.remote.agent == *agent;
+        if self.state.peers.values().any(its) {
+            let taken = "another peer has an agent of this name".to_owned();
+            return Err(ConnectError::Refused(taken));
+        }
+        if self.initiators.may_touch(agent) {
+            let before = "what was under way to it before has not ended yet".to_owned();
+            return Err(ConnectError::Refused(before));
+        }
+        let most = self.max_peers;
+        if self.state.peers.len() >= most || self.state.unended.len() >= most {
+            let full = format!("{most} peers are connected already, or have not gone yet");
             return Err(ConnectError::Refused(full));
         }
         self.initiators
@@ -439,20 +465,39 @@ impl Engine {
         Ok(())
     }
 
-    fn link_down(&mut self, number: u64, fault: &str, ended: bool) {
+    /// The end of a connection over which something was said ends all of the peer's: it has
+    /// forgotten what that was. Another may be of a handshake that the peer gave up.
+    fn link_down(&mut self, number: u64, fault: &str, end: LinkEnd) {
         let its = |link: &Link| link.number == number;
-        let found = self
-            .state
-            .peers
-            .values_mut()
-            .find(|connected| connected.links.iter().any(its));
+        let mut peers = self.state.peers.values_mut();
+        let found = peers.find(|connected| connected.links.iter().any(its));
         if let Some(connected) = found {
-            connected.links.retain(|link| !its(link));
-            if connected.links.is_empty() {
-                let id = connected.peer.id.clone();
-                self.gone(&id, fault, ended);
+            let unused = |link: &Link| its(link) && !link.used;
+            if connected.links.len() > 1 && connected.links.iter().any(unused) {
+                connected.links.retain(|link| !its(link));
+                return;
             }
+            let id = connected.peer.id.clone();
+            self.gone(&id, fault, end == LinkEnd::Ended);
         }
+        if end == LinkEnd::NotYet {
+            return;
+        }
+        let Some(incarnation) = self.state.unended.remove(&number) else {
+            return;
+        };
+        let more = self.may_yet_end(incarnation);
+        if end == LinkEnd::Ended && !more {
+            self.state.paired.peer_ended(incarnation, Instant::now());
+        }
+    }
+
+    /// Whether a peer has connections that it may yet be seen to end.
+    fn may_yet_end(&self, incarnation: u64) -> bool {
+        let mut connected = self.state.peers.values();
+        let mut unended = self.state.unended.values();
+        unended.any(|other| *other == incarnation)
+            || connected.any(|one| one.peer.incarnation == incarnation)
     }
 
     /// Ends all that there is with a peer. `ended`: it has ended the connection itself, so that it
@@ -475,11 +520,14 @@ impl Engine {
             };
             transfer.end(&mut self.initiators, Some(error), false);
         }
-        self.state.paired.peer_gone(&peer, fault, Instant::now());
+        self.state.paired.peer_gone(&peer, fault);
         self.state
             .told
             .retain(|_, (told, _)| told.incarnation != incarnation);
         self.initiators.peer_gone(&peer.remote.agent);
+        let numbers = connected.links.iter().map(|link| link.number);
+        let unended = numbers.map(|number| (number, incarnation));
+        self.state.unended.extend(unended);
         let agent = peer.remote.agent.clone();
         self.state.farewells.push((agent, connected.links));
     }
@@ -528,11 +576,11 @@ impl Engine {
 
     fn say(&mut self, words: Words) {
         for (peer, message) in words {
-            let connected = self.state.peers.get(&peer.id);
+            let connected = self.state.peers.get_mut(&peer.id);
             let connected =
                 connected.filter(|connected| connected.peer.incarnation == peer.incarnation);
             let said = connected
-                .and_then(|connected| connected.links.first())
+                .and_then(|connected| connected.links.first_mut())
                 .is_none_or(|link| link.say(message));
             if !said {
                 self.gone(&peer.id, "it does not take messages", false);

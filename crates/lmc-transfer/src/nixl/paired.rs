@@ -19,8 +19,8 @@ use crate::{Filled, MAX_BATCH, Sent, Slot, TransferError};
 const MAX_OFFERS: usize = 1024;
 /// Objects in them, at most.
 const MAX_OFFERED: usize = 4 * MAX_BATCH;
-/// After a peer's process has ended, what it had written may still be on its way through this
-/// host's buffers for this long.
+/// After a peer has ended its connections, or its process has, what it had written may still be
+/// on its way through this host's buffers for this long.
 const SETTLE: Duration = Duration::from_secs(2);
 
 /// A send that waits for places.
@@ -62,11 +62,11 @@ struct Offer {
 }
 
 /// Slots that a peer's send may still write to.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Late {
     slots: Vec<QuarantinedSlot>,
-    /// Since when its process is known to have ended.
-    gone: Option<Instant>,
+    /// Since when the peer is known to have ended all of its connections.
+    ended: Option<Instant>,
 }
 
 /// What is to be said to a peer.
@@ -317,7 +317,9 @@ impl Paired {
         if !late.is_empty() {
             let slots = late;
             let key = (receiving.peer.incarnation, send);
-            self.late.insert(key, Late { slots, gone: None });
+            let late = self.late.entry(key).or_default();
+            late.slots.extend(slots);
+            late.ended = None;
         }
         let error = Some(error);
         let _ = receiving.reply.send(Filled { slots, error });
@@ -337,8 +339,9 @@ impl Paired {
         }
     }
 
-    /// Ends what waits for a peer that is gone.
-    pub(super) fn peer_gone(&mut self, peer: &Peer, reason: &str, now: Instant) {
+    /// Ends what waits for a peer that is gone. It may live and write on: see
+    /// [`Self::peer_ended`].
+    pub(super) fn peer_gone(&mut self, peer: &Peer, reason: &str) {
         let gone = |quiet| TransferError::PeerGone {
             peer: peer.id.clone(),
             reason: reason.to_owned(),
@@ -356,9 +359,13 @@ impl Paired {
             let quiet = receiving.writer.is_none();
             self.abandon(receiving, gone(quiet));
         }
-        for ((incarnation, _), late) in &mut self.late {
-            if *incarnation == peer.incarnation {
-                late.gone.get_or_insert(now);
+    }
+
+    /// A peer that is gone has ended all of its connections: it writes no more.
+    pub(super) fn peer_ended(&mut self, incarnation: u64, now: Instant) {
+        for ((peer, _), late) in &mut self.late {
+            if *peer == incarnation {
+                late.ended.get_or_insert(now);
             }
         }
     }
@@ -380,7 +387,7 @@ impl Paired {
             }
             self.abandon(receiving, TransferError::Deadline { quiet });
         }
-        let settled = |late: &Late| late.gone.is_some_and(|since| now >= since + SETTLE);
+        let settled = |late: &Late| late.ended.is_some_and(|since| now >= since + SETTLE);
         let settled = self.late.iter().filter(|(_, late)| settled(late));
         let settled: Vec<(u64, u64)> = settled.map(|(key, _)| *key).collect();
         settled.into_iter().for_each(|key| self.settle(key));
@@ -412,19 +419,19 @@ impl Paired {
         let sends = self.sends.values().map(|sending| sending.deadline);
         let held = self.held.iter().map(|one| &one.receiving);
         let receives = self.receives.iter().chain(held).map(|one| one.deadline);
-        let late = self.late.values().filter_map(|late| late.gone);
+        let late = self.late.values().filter_map(|late| late.ended);
         sends
             .chain(receives)
             .chain(late.map(|since| since + SETTLE))
             .min()
     }
 
-    /// Whether peers may still write to slots of receives that have ended.
-    pub(super) fn has_late(&self) -> bool {
-        !self.late.is_empty()
+    /// Whether slots of receives that have ended go back in a moment.
+    pub(super) fn settles(&self) -> bool {
+        self.late.values().any(|late| late.ended.is_some())
     }
 
-    /// Whether this peer may.
+    /// Whether this peer may still write to slots of receives that have ended.
     pub(super) fn is_late(&self, incarnation: u64) -> bool {
         self.late.keys().any(|(peer, _)| *peer == incarnation)
     }

@@ -40,6 +40,7 @@ pub(crate) fn run(name: &str) {
         "killed_at_work" => killed_at_work(),
         "frozen" => frozen(),
         "frozen_writer" => frozen_writer(),
+        "forgotten_writer" => forgotten_writer(),
         "small" => small(),
         "left_open" => left_open(),
         "python" => python(),
@@ -477,6 +478,48 @@ fn frozen_writer() {
         let id = "peer".parse().expect("a name");
         eventually("its end is noticed", || !side.channel.is_connected(&id));
     }
+    side.ends();
+}
+
+/// A sender that is stopped while it writes and then forgotten, as one is whose name another
+/// takes: it may write on, and the receiver's slots are in quarantine until it has ended the
+/// connection. They were given back 2 s after it was forgotten.
+fn forgotten_writer() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let mut other = Other::start(&rig, "peer");
+    other.connect(&side);
+    let mut caught = false;
+    for round in 0..200 {
+        other.told("send");
+        let deadline = Instant::now() + Duration::from_millis(400);
+        let receiving = side
+            .channel
+            .receive(side.slots(&[LARGE]), &other.id, 7, deadline);
+        let filled = thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_micros(1000 + 250 * (round % 32)));
+                other.signal("-STOP");
+            });
+            block_on(receiving)
+        });
+        caught = matches!(filled.slots[..], [Slot::Quarantined]);
+        if caught {
+            break;
+        }
+        other.signal("-CONT");
+        assert_eq!(other.says(), "done");
+    }
+    assert!(caught, "the sender was never stopped on its way");
+    side.channel.forget(&other.id);
+    eventually("it is forgotten", || !side.channel.is_connected(&other.id));
+    thread::sleep(Duration::from_secs(3));
+    assert_eq!(side.pool.usage().quarantined_slots, 1, "it may still write");
+    other.signal("-CONT");
+    assert_eq!(other.says(), "done");
+    side.slots_come_back();
+    side.memory_is_still();
+    other.ends();
     side.ends();
 }
 

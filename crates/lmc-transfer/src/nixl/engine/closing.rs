@@ -78,7 +78,11 @@ impl Engine {
                 let paired = &self.state.paired;
                 let late = |peer: &Peer| paired.is_late(peer.incarnation);
                 self.state.peers.retain(|_, one| late(&one.peer));
-                if !paired.has_late() {
+                // Of those that cannot be reached, nothing more will be known.
+                let mut unended = self.state.unended.values();
+                let waits = !self.state.peers.is_empty()
+                    || unended.any(|incarnation| paired.is_late(*incarnation));
+                if !waits && !paired.settles() {
                     closing.phase = Phase::Peers(now + FAREWELL);
                 }
             }

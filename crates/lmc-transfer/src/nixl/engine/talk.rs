@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use lmc_memory::SealedSlot;
 
 use super::{Engine, Peer};
-use crate::nixl::control::Link;
 use crate::nixl::paired::Words;
 use crate::nixl::plan::Part;
 use crate::nixl::transfers::{Batch, Transfer};
@@ -20,13 +19,13 @@ const SERVE: Duration = Duration::from_secs(600);
 
 impl Engine {
     pub(super) fn heard(&mut self, number: u64, message: Message) {
-        let its = |link: &Link| link.number == number;
-        let from = self
-            .state
-            .peers
-            .values()
-            .find(|connected| connected.links.iter().any(its));
-        let Some(peer) = from.map(|connected| Arc::clone(&connected.peer)) else {
+        let from = self.state.peers.values_mut().find_map(|connected| {
+            let mut links = connected.links.iter_mut();
+            let link = links.find(|link| link.number == number)?;
+            link.used = true;
+            Some(Arc::clone(&connected.peer))
+        });
+        let Some(peer) = from else {
             return;
         };
         let mut words = Words::new();
