@@ -26,8 +26,11 @@ use crate::{Address, ChannelConfig, ConnectError, MAX_MESSAGE, PeerId};
 const MAX_HANDSHAKES: usize = 64;
 /// Messages that wait to be written to a peer; with more, it is taken to be gone.
 const MAX_UNSENT: usize = 4096;
-/// Messages of a peer that wait to be read by the channel; with more, the peer waits.
-const MAX_UNREAD: usize = 256;
+/// Bytes of the messages of a connection that wait to be read by the channel; with more, the peer
+/// waits. As many as the longest message takes twice.
+const MAX_UNREAD: usize = 2 * UNPACKED * MAX_FRAME;
+/// A message takes this many times its frame's bytes at most: a number takes 8 bytes, 1 in a frame.
+const UNPACKED: usize = 8;
 /// A host that does not answer for about this long is gone.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
@@ -594,10 +597,9 @@ fn end_by(error: &io::Error) -> LinkEnd {
 async fn hear(reader: &mut Reader, number: u64, commands: &Commands) -> Result<(), ConnectError> {
     let room = Arc::new(Semaphore::new(MAX_UNREAD));
     loop {
-        let message: Result<Message, ConnectError> = match read_frame(reader, MAX_FRAME).await {
-            Ok(bytes) => parse(&bytes),
-            Err(error) => Err(error),
-        };
+        let frame = read_frame(reader, MAX_FRAME).await;
+        let len = frame.as_ref().map_or(0, Vec::len);
+        let message: Result<Message, ConnectError> = frame.and_then(|bytes| parse(&bytes));
         let message = match message {
             Ok(message) => message,
             Err(ConnectError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -605,7 +607,9 @@ async fn hear(reader: &mut Reader, number: u64, commands: &Commands) -> Result<(
             }
             Err(error) => return Err(error),
         };
-        let Ok(seat) = Arc::clone(&room).acquire_owned().await else {
+        let unpacked = size_of::<Command>() + UNPACKED * len;
+        let unpacked = u32::try_from(unpacked).expect("frames are bounded");
+        let Ok(seat) = Arc::clone(&room).acquire_many_owned(unpacked).await else {
             return Ok(());
         };
         commands.give(Command::Said {

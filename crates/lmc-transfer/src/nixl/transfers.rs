@@ -149,6 +149,14 @@ impl Transfer {
         }
     }
 
+    /// Objects of the fetch that it is.
+    pub(super) fn served(&self) -> Option<usize> {
+        match self.batch {
+            Batch::Serve { objects, .. } => Some(objects),
+            Batch::Write { .. } | Batch::Read { .. } => None,
+        }
+    }
+
     fn operation(&self) -> Operation {
         match self.batch {
             Batch::Write { .. } | Batch::Serve { .. } => Operation::Write,

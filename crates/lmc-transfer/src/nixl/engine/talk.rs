@@ -14,6 +14,8 @@ use crate::{Index, MAX_BATCH, Sent, TransferError, checks};
 
 /// Batches that one peer may have fetched at a time.
 const SERVED: usize = 1024;
+/// Objects in them, at most.
+const SERVED_OBJECTS: usize = 16 * MAX_BATCH;
 /// A fetch is given up after this long; its reader does so earlier, at its own deadline.
 const SERVE: Duration = Duration::from_secs(600);
 
@@ -129,8 +131,13 @@ impl Engine {
             return Ok(());
         }
         let its = |one: &&Transfer| one.peer.incarnation == peer.incarnation;
-        if self.state.transfers.iter().filter(its).count() >= SERVED {
-            return Err(format!("{SERVED} batches of one peer are under way"));
+        let served = self.state.transfers.iter().filter(its);
+        let served = served.filter_map(Transfer::served);
+        let (count, objects) = served.fold((0, number), |(count, objects), one| {
+            (count + 1, objects + one)
+        });
+        if count >= SERVED || objects > SERVED_OBJECTS {
+            return Err("too many batches of one peer are under way".to_owned());
         }
         let inside = |starts: &[u64], arena: u64| {
             let indices: Vec<Index> = starts.iter().copied().map(Index).collect();
