@@ -111,6 +111,11 @@ fn an_idle_channel_burns_no_core() {
 }
 
 #[test]
+fn descriptions_that_were_cut_short_are_refused() {
+    run("cut_short", TCP);
+}
+
+#[test]
 fn handshakes_of_strangers_are_refused() {
     run("strangers", TCP);
 }

@@ -39,7 +39,7 @@ use engine::{Command, Commands, Engine, Peer, Shared, State};
 use initiators::Initiators;
 use reach::Reach;
 use transfers::Batch;
-use wire::{Intro, MAX_METADATA};
+use wire::{Intro, MAX_METADATA, agent_name};
 
 use crate::{
     Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId,
@@ -91,6 +91,10 @@ impl NixlConfig {
     /// The first channel of a process sets variables that UCX and NIXL read when they are loaded
     /// (`UCX_MODULES`, `UCX_LOG_FILE`, `UCX_LOG_LEVEL`, `NIXL_LOG_LEVEL`), those that are not
     /// set: make it before there are threads of C code that read the environment.
+    ///
+    /// NIXL does not check what a peer says of its agent: one that means harm can crash this
+    /// process with it. Peers that know [`ChannelConfig::key`] are trusted not to; without a key,
+    /// every host that reaches the address is.
     ///
     /// The arena stays mapped until every peer has ended its connection after a close, and to
     /// the end of the process where one does not, or where [`NixlChannel::agent`] was called.
@@ -151,7 +155,7 @@ impl NixlChannel {
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(std::io::Error::from)?;
         let incarnation = u64::from_le_bytes(random);
-        let agent = format!("{}@{incarnation:016x}", channel.id);
+        let agent = agent_name(channel.id.as_str(), incarnation);
         let setup = Setup {
             arena: Arc::clone(&arena),
             memory: config.memory,

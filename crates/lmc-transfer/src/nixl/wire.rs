@@ -16,7 +16,7 @@ use sha2::Sha256;
 
 use super::agent::{NixlMemory, Remote};
 use super::reach::Reach;
-use crate::{ConnectError, Key, MAX_BATCH, MAX_MESSAGE};
+use crate::{ConnectError, Key, MAX_BATCH, MAX_MESSAGE, PeerId};
 
 /// Version of all that follows the first six bytes.
 pub(super) const VERSION: u16 = 1;
@@ -107,9 +107,8 @@ impl Intro {
             return Err(ConnectError::Message { found: message });
         }
         let sound = self.metadata.len() <= MAX_METADATA
-            && self.agent.len() <= 256
-            && !self.agent.is_empty()
-            && self.agent.bytes().all(|byte| byte.is_ascii_graphic())
+            && self.peer.parse::<PeerId>().is_ok()
+            && self.agent == agent_name(&self.peer, self.incarnation)
             && self.unit.is_power_of_two()
             && self.reach.host.len() <= 256
             && self.base.checked_add(self.len).is_some();
@@ -127,6 +126,11 @@ impl Intro {
             memory: self.gpu.map_or(NixlMemory::Host, NixlMemory::Gpu),
         }
     }
+}
+
+/// What the agent of a peer is called: NIXL keeps what it knows of an agent by its name.
+pub(super) fn agent_name(peer: &str, incarnation: u64) -> String {
+    format!("{peer}@{incarnation:016x}")
 }
 
 /// What is answered to an [`Intro`].

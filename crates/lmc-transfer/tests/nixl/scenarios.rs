@@ -45,6 +45,7 @@ pub(crate) fn run(name: &str) {
         "left_open" => left_open(),
         "python" => python(),
         "idle" => idle(),
+        "cut_short" => cut_short(),
         "strangers" => strangers(),
         other => panic!("no scenario {other}"),
     }
@@ -601,6 +602,59 @@ fn idle() {
     assert!(spent < 1.0, "{spent} s of CPU time in 4 s");
     a.ends();
     b.ends();
+}
+
+/// An agent's description that was cut short is refused, and no two peers have one agent. (What
+/// NIXL does with one that was changed in other ways is not to be tested: it crashes.)
+fn cut_short() {
+    let rig = NixlRig::new();
+    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
+    let whole = b.channel.agent();
+    let introduce = |name: &str, agent: &NixlAgent| {
+        let id: PeerId = name.parse().expect("a name");
+        block_on(a.channel.introduce(id, agent.clone(), 4096))
+    };
+    let (p, q): (PeerId, PeerId) = ("p".parse().expect("a name"), "q".parse().expect("a name"));
+    introduce("p", &whole).expect("NIXL takes it");
+    let taken = introduce("q", &whole);
+    assert!(matches!(taken, Err(ConnectError::Refused(_))), "{taken:?}");
+    assert!(!a.channel.is_connected(&q));
+    a.channel.forget(&p);
+    eventually("it is forgotten", || !a.channel.is_connected(&p));
+
+    for len in 0..whole.metadata.len() {
+        // NIXL does not forget what it had read of an agent before it refused the rest.
+        let mut agent = named(&whole, len);
+        agent.metadata.truncate(len);
+        let refused = introduce("p", &agent);
+        let library = matches!(refused, Err(ConnectError::Library(_)));
+        assert!(library, "{len} bytes: {refused:?}");
+        assert!(!a.channel.is_connected(&p));
+    }
+    introduce("p", &whole).expect("NIXL takes it");
+    a.channel.forget(&p);
+    a.connect(&b);
+    a.works_with(1, &b);
+    let closed = block_on(a.channel.close(Instant::now() + PATIENCE));
+    closed.expect("nothing is under way");
+    let closed = block_on(b.channel.close(Instant::now() + PATIENCE));
+    closed.expect("nothing is under way");
+}
+
+/// The description under another name of the same length.
+fn named(agent: &NixlAgent, number: usize) -> NixlAgent {
+    let old = agent.agent.clone().into_bytes();
+    let metadata = &agent.metadata;
+    let at = metadata
+        .windows(old.len())
+        .position(|name| name == &old[..]);
+    let at = at.expect("metadata has the name") + old.len() - 8;
+    let mut agent = agent.clone();
+    let digits = format!("{number:08x}");
+    agent.metadata[at..at + 8].copy_from_slice(digits.as_bytes());
+    agent.agent.truncate(old.len() - 8);
+    agent.agent.push_str(&digits);
+    agent
 }
 
 /// Connections that are no handshakes are refused and counted, and hold nobody up.
