@@ -446,7 +446,7 @@ impl Engine {
             return Err(ConnectError::Refused(before));
         }
         let most = self.max_peers;
-        if self.state.peers.len() >= most || self.state.unended.len() >= most {
+        if self.state.peers.len() >= most || self.state.unended.len() > most {
             let full = format!("{most} peers are connected already, or have not gone yet");
             return Err(ConnectError::Refused(full));
         }
