@@ -171,3 +171,31 @@ impl<'a> Blocking<'a> {
         block_on(self.0.close(deadline))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A small write took a tick of the scheduler (4 ms), or two, where threads gave way on cores
+    /// on which others computed.
+    #[test]
+    fn a_thread_does_not_give_way_to_one_that_computes() {
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+                scope.spawn(|| {
+                    while !over.load(Ordering::Relaxed) {
+                        std::hint::spin_loop();
+                    }
+                });
+            }
+            let patience = Instant::now() + Duration::from_secs(20);
+            let mut back = give_way();
+            while back && Instant::now() < patience {
+                back = give_way();
+            }
+            over.store(true, Ordering::Relaxed);
+            assert!(!back, "it always came back at once");
+        });
+    }
+}
