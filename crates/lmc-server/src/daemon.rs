@@ -147,32 +147,47 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let drained = async {
         let _ = tokio::join!(engines, http, ticks, prefault);
     };
+    let closed = async {
+        let stop = tokio::select! {
+            () = drained => Stop::Clean,
+            () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
+                warn!("stopped at the deadline with answers under way");
+                Stop::Forced
+            }
+        };
+        close_tiers(&service, config.shutdown_timeout + Duration::from_secs(5)).await;
+        stop
+    };
     let stop = tokio::select! {
-        () = drained => Stop::Clean,
-        () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
-            warn!("stopped at the deadline with answers under way");
-            Stop::Forced
-        }
+        stop = closed => stop,
         _ = signals.next() => {
             warn!("stopped at once");
             Stop::Forced
         }
     };
-    if service.engine().has_lower() {
-        info!("writing what is on its way to disk");
-        let deadline = Instant::now() + config.shutdown_timeout + Duration::from_secs(5);
-        let engine = service.engine().clone();
-        let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
-        for (tier, reason) in closed.unwrap_or_default() {
-            warn!("{tier}: {reason}; what was acknowledged as durable is");
-        }
-    }
     arena.unlink();
     info!(
         "stopped after {:.1} s of service",
         started.elapsed().as_secs_f64()
     );
     Ok(stop)
+}
+
+/// Lets what is on its way to the tiers below get there, and puts them in order.
+async fn close_tiers(service: &Service, patience: Duration) {
+    if !service.engine().has_lower() {
+        return;
+    }
+    info!(
+        "writing to disk what is to go there, for {} at most",
+        human_duration(patience)
+    );
+    let deadline = Instant::now() + patience;
+    let engine = service.engine().clone();
+    let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
+    for (tier, reason) in closed.unwrap_or_default() {
+        warn!("{tier}: {reason}; what was acknowledged as durable is");
+    }
 }
 
 /// The signals that end the server, noted from the first moment on.
@@ -346,12 +361,6 @@ fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
 }
 
 fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
-    let algorithm = match config.hash_algorithm {
-        HashName::Blake3 => HashAlgorithm::Blake3,
-        HashName::Sha256Cbor => HashAlgorithm::Sha256Cbor,
-        HashName::Xxh3 => HashAlgorithm::Xxh3,
-    };
-    let chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
     let mut engine = EngineConfig::default();
     engine.policy = match config.eviction_policy {
         EvictionPolicy::Lru => PolicyKind::Lru,
@@ -374,6 +383,24 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
         false => vec![disk::open(config, arena)?],
     };
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
+    let service = Service::new(service_config(config)?, engine)?;
+    for (salt, bytes) in &config.quotas {
+        let salt = if salt == DEFAULT_SALT { "" } else { salt };
+        let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
+        service
+            .engine()
+            .set_quota(service.tenant(&salt), Some(*bytes));
+    }
+    Ok(service)
+}
+
+fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
+    let algorithm = match config.hash_algorithm {
+        HashName::Blake3 => HashAlgorithm::Blake3,
+        HashName::Sha256Cbor => HashAlgorithm::Sha256Cbor,
+        HashName::Xxh3 => HashAlgorithm::Xxh3,
+    };
+    let chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
     let mut service = ServiceConfig::new(ChunkHasher::new(algorithm, chunk_size)?);
     service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
     service.null_block_id = config.null_block_id;
@@ -386,14 +413,6 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     service.kv_event_log_size = config.kv_event_log_size;
     if let Some(threads) = config.copy_threads {
         service.copy_threads = threads;
-    }
-    let service = Service::new(service, engine)?;
-    for (salt, bytes) in &config.quotas {
-        let salt = if salt == DEFAULT_SALT { "" } else { salt };
-        let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
-        service
-            .engine()
-            .set_quota(service.tenant(&salt), Some(*bytes));
     }
     Ok(service)
 }
@@ -427,4 +446,30 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
         config.eviction_policy.name(),
         config.eviction_watermark * 100.0,
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_settings_begin_as_the_service_does() {
+        let config = ServeConfig::load([], [], None).expect("valid").config;
+        let found = service_config(&config).expect("valid");
+        let expected = ServiceConfig::new(found.hasher);
+        let times = |service: &ServiceConfig| {
+            [
+                service.lookup_lease,
+                service.transfer_deadline,
+                service.session_ttl,
+                service.reap_timeout,
+                service.registration_grace,
+                service.orphan_grace,
+            ]
+        };
+        assert_eq!(times(&found), times(&expected));
+        assert_eq!(found.hash_memo_bytes, expected.hash_memo_bytes);
+        assert_eq!(found.null_block_id, expected.null_block_id);
+        assert_eq!(found.kv_event_log_size, expected.kv_event_log_size);
+    }
 }

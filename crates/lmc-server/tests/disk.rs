@@ -29,6 +29,10 @@ fn free_port() -> u16 {
 
 impl Server {
     fn start(folder: &Path) -> Self {
+        Self::start_with(folder, &[])
+    }
+
+    fn start_with(folder: &Path, flags: &[&str]) -> Self {
         let (port, http) = (free_port(), free_port());
         // With a limit on open files as low as a shell may set it.
         let mut command = Command::new("sh");
@@ -44,6 +48,7 @@ impl Server {
             ])
             .args(["--disk-keep-free", "0", "--log-level", "warn", "--disk"])
             .arg(folder)
+            .args(flags)
             .env_remove("LMC_CONFIG");
         let child = command.spawn().expect("the binary starts");
         let this = Self { child, port, http };
@@ -80,6 +85,15 @@ impl Server {
             assert!(Instant::now() < deadline, "{what}");
             thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    /// Stops it in order.
+    fn stop(mut self) {
+        let pid = self.child.id().to_string();
+        let told = Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(told.expect("a shell's tools").success());
+        let ended = self.child.wait().expect("a child");
+        assert!(ended.success(), "{ended}");
     }
 
     fn kill(mut self) {
@@ -296,6 +310,24 @@ fn a_server_that_was_killed_finds_its_chunks_on_disk() {
         "{text}"
     );
     assert!(lmc(&["disk", "compact", path]).status.success());
+}
+
+#[test]
+fn a_server_that_writes_back_and_is_stopped_finds_its_chunks_on_disk() {
+    let folder = folder("back");
+    let server = Server::start_with(&folder.0, &["--disk-write", "back"]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    assert_eq!(server.metric("lmc_tier_chunks"), 0.0, "none had to go");
+    drop(client);
+    server.stop();
+
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
+    server.kill();
 }
 
 #[test]

@@ -99,7 +99,7 @@ settings! {
         DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
         DISK_KEEP_FREE: ByteSize = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
-        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them).
+        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them, and all of it when the server stops in order).
         DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
         /// Which chunks go to disk: always, or second (those that are used again), which spares the drive.
         DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
@@ -122,8 +122,8 @@ settings! {
         /// A worker that registered but never pinged is forgotten after this long.
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
         /// A worker whose connection ended may come back within this long before it is forgotten.
-        WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "10", parse::duration;
-        /// Requests in flight may finish for this long after SIGTERM; a second signal stops at once.
+        WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
+        /// Requests in flight may finish for this long after SIGTERM, and what goes to disk 5 s longer; a second signal stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }
     Events {

@@ -20,7 +20,7 @@ pub struct ServiceConfig {
     /// Silence after which a session ends. Default: 600 s.
     pub session_ttl: Duration,
     /// Age at which a prepared transfer counts as overdue. It is not taken back by time: the
-    /// worker may still be copying. Default: 300 s.
+    /// worker may still be copying. Default: 600 s.
     pub transfer_deadline: Duration,
     /// Time from a request that the server copies to its end; a copy that has not begun in half of
     /// it is not made. A worker that has heard nothing for 10 s gives its blocks away. Default:
@@ -65,7 +65,7 @@ impl ServiceConfig {
             null_block_id: Some(0),
             lookup_lease: Duration::from_secs(300),
             session_ttl: Duration::from_secs(600),
-            transfer_deadline: Duration::from_secs(300),
+            transfer_deadline: Duration::from_secs(600),
             copy_deadline: Duration::from_secs(10),
             reap_timeout: Duration::from_secs(120),
             registration_grace: Duration::from_secs(3600),
