@@ -66,7 +66,7 @@ mod socket;
 pub use blocking::{Blocking, block_on};
 pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
-pub use config::{ChannelConfig, Key, OnConnect};
+pub use config::{ChannelConfig, ConfigError, Key, OnConnect};
 pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};

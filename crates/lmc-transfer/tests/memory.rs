@@ -85,7 +85,7 @@ fn names_and_units_are_checked() {
     for unit in [0, 3, 4097] {
         config.unit = unit;
         let refused = hub.channel("y", config.clone());
-        assert!(matches!(refused, Err(MemoryError::Unit(found)) if found == unit));
+        assert!(matches!(refused, Err(MemoryError::Config(error)) if error.name == "unit"));
     }
 }
 

@@ -214,7 +214,7 @@ pub fn keys_are_proven<R: Rig>(rig: &R) {
     let open = Side::with(rig, "open", 4096, keyed(None, &heard));
     let wrong = [
         (key("0pen"), &b),
-        (key(""), &b),
+        (key("ope"), &b),
         (key("open "), &b),
         (None, &b),
         (key("open"), &open),

@@ -18,8 +18,8 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::{
-    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId,
-    Sent, TransferChannel, TransferError, cell::Cell, checks,
+    Address, BoxFuture, ChannelConfig, ConfigError, ConnectError, Filled, InArena, Index,
+    MAX_MESSAGE, PeerId, Sent, TransferChannel, TransferError, cell::Cell, checks,
 };
 
 mod call;
@@ -40,9 +40,9 @@ pub enum MemoryError {
     /// Another channel of the hub has the name.
     #[error("memory:{0} is taken: close the channel that has it, or choose another name")]
     Taken(String),
-    /// Not a power of two.
-    #[error("a unit of {0} bytes is no power of two")]
-    Unit(u64),
+    /// The configuration makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
 }
 
 /// Where channels of one process find each other by name. Clones share the same hub.
@@ -74,9 +74,7 @@ impl MemoryHub {
     /// # Errors
     /// [`MemoryError`].
     pub fn channel(&self, name: &str, config: ChannelConfig) -> Result<MemoryChannel, MemoryError> {
-        if !config.unit.is_power_of_two() {
-            return Err(MemoryError::Unit(config.unit));
-        }
+        config.check()?;
         let open = |state: &mut State| state.open(name, config.clone());
         let end = self.0.shared.with(open);
         Ok(MemoryChannel {
