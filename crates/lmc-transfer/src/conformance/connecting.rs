@@ -1,14 +1,14 @@
 //! Handshakes.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 
-use super::side::{PATIENCE, eventually, peer, shortly, soon};
+use super::side::{PATIENCE, eventually, later, peer, shortly, soon};
 use super::{Rig, Side};
 use crate::{
     Address, ChannelConfig, ConnectError, Key, MAX_MESSAGE, OnConnect, PeerId, TransferChannel,
@@ -294,7 +294,70 @@ pub fn a_stalled_handshake_ends<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A peer too many is refused, until another has gone.
+/// A handler that panics, and one that answers more than is allowed, cost their connect and
+/// nothing else.
+pub fn handlers_that_fail<R: Rig>(rig: &R) {
+    let asked = AtomicUsize::new(0);
+    let answer: OnConnect = Arc::new(move |_, _| match asked.fetch_add(1, Ordering::Relaxed) {
+        0 => panic!("the suite's handler panics, and that is no failure"),
+        1 => Some(vec![7; MAX_MESSAGE + 1].into()),
+        _ => text("well"),
+    });
+    let b = Side::with(rig, "b", 4096, |config| config.on_connect = Some(answer));
+    let a = Side::new(rig, "a");
+    for fault in ["panicked", "said too much"] {
+        let began = Instant::now();
+        let failed = a.try_connect(&b, soon());
+        assert!(failed.is_err(), "the handler {fault}");
+        assert!(began.elapsed() < PATIENCE / 2, "it waited for a deadline");
+        assert!(!a.channel.is_connected(&b.id), "the handler {fault}");
+        eventually("b forgets", || !b.channel.is_connected(&a.id));
+    }
+    let connecting = a.channel.connect(&b.id, b.channel.address(), None, soon());
+    assert_eq!(
+        block_on(connecting).expect("a handler that answers"),
+        text("well")
+    );
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
+}
+
+/// A connect that waits for its peer ends when its channel is closed.
+pub fn closing_ends_a_connect<R: Rig>(rig: &R) {
+    let gate = Arc::new(Mutex::new(()));
+    let asked = Arc::new(AtomicBool::new(false));
+    let closed = gate.lock();
+    let (stalls, hears) = (Arc::clone(&gate), Arc::clone(&asked));
+    let answer: OnConnect = Arc::new(move |_, _| {
+        hears.store(true, Ordering::Release);
+        drop(stalls.lock());
+        None
+    });
+    let patient = |config: &mut ChannelConfig| config.handshake_timeout = 20 * PATIENCE;
+    let b = Side::with(rig, "b", 4096, |config| {
+        patient(config);
+        config.on_connect = Some(answer);
+    });
+    let a = Side::with(rig, "a", 4096, patient);
+    let began = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let ended = a.try_connect(&b, later());
+            assert!(matches!(ended, Err(ConnectError::Closed)), "{ended:?}");
+        });
+        eventually("b is asked", || asked.load(Ordering::Acquire));
+        assert_eq!(block_on(a.channel.close(soon())), Ok(()));
+    });
+    assert!(began.elapsed() < PATIENCE, "it waited for its deadline");
+    drop(closed);
+    a.goes();
+    let id = peer("a");
+    eventually("b forgets", || !b.channel.is_connected(&id));
+    b.ends();
+}
+
+/// A peer too many is refused, until another has gone; also by the side that connects.
 pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
     let b = Side::with(rig, "b", 4096, |config| config.max_peers = 1);
     let (a, c) = (Side::new(rig, "a"), Side::new(rig, "c"));
@@ -310,5 +373,22 @@ pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
     eventually("there is room again", || c.try_connect(&b, soon()).is_ok());
     c.works_with(1, &b);
     b.ends();
+    c.ends();
+
+    let a = Side::with(rig, "a", 4096, |config| config.max_peers = 1);
+    let (b, c) = (Side::new(rig, "b"), Side::new(rig, "c"));
+    a.connect(&b);
+    let refused = a.try_connect(&c, soon());
+    assert!(
+        matches!(refused, Err(ConnectError::Refused(_))),
+        "{refused:?}"
+    );
+    assert!(!a.channel.is_connected(&c.id));
+    eventually("c forgets", || !c.channel.is_connected(&a.id));
+    a.works_with(1, &b);
+    b.ends();
+    eventually("there is room again", || a.try_connect(&c, soon()).is_ok());
+    a.works_with(1, &c);
+    a.ends();
     c.ends();
 }

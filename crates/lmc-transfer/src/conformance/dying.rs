@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::side::{Still, check_filled, eventually, pair, stamp_all};
+use super::side::{Still, check_filled, eventually, later, pair, soon, stamp_all};
 use super::{Rig, Side, check_value};
 use crate::{Index, TransferChannel, TransferError, block_on};
 
@@ -25,11 +25,10 @@ fn notices<C: TransferChannel>(side: &Side<C>, other: &crate::PeerId) {
         );
         !side.channel.is_connected(other)
     });
-    let gone =
-        block_on(
-            side.channel
-                .read(side.slots(&[64]), other, &[Index(0)], super::side::soon()),
-        );
+    let gone = block_on(
+        side.channel
+            .read(side.slots(&[64]), other, &[Index(0)], soon()),
+    );
     assert!(
         matches!(gone.error, Some(TransferError::UnknownPeer { .. })),
         "{:?}",
@@ -178,7 +177,74 @@ pub fn a_peer_dies_while_it_is_written<R: Rig>(rig: &R) {
     }
 }
 
-/// The new one at the old address is connected anew, and the old one's memory is gone.
+/// A channel is closed at once when its peer has died under every kind of call: they all end, the
+/// close is in time, and everything comes back.
+pub fn a_close_with_a_dead_peer<R: Rig>(rig: &R) {
+    #[track_caller]
+    fn over(error: Option<&TransferError>) -> bool {
+        let expected = matches!(
+            error,
+            None | Some(
+                TransferError::PeerGone { .. }
+                    | TransferError::UnknownPeer { .. }
+                    | TransferError::Closed
+            )
+        );
+        assert!(expected, "{error:?}");
+        error.is_some()
+    }
+    for round in 0..4 {
+        let (a, b) = pair(rig);
+        let lens = [1 << 20, 1, 70_000];
+        let kept = b.objects(1, &lens);
+        let from = b.indices(&kept);
+        let places = b.slots(&lens);
+        let to = b.indices(&places);
+        let (id, channel) = (b.id.clone(), &a.channel);
+        let rounds = AtomicU64::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let sent = block_on(channel.send(a.objects(3, &lens), &id, 1, later()));
+                assert!(over(sent.error.as_ref()));
+            });
+            scope.spawn(|| {
+                let filled = block_on(channel.receive(a.slots(&lens), &id, 2, later()));
+                assert!(over(filled.error.as_ref()));
+            });
+            scope.spawn(|| {
+                loop {
+                    let writing = channel.write(a.objects(2, &lens), &id, &to, later());
+                    if over(block_on(writing).error.as_ref()) {
+                        break;
+                    }
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            scope.spawn(|| {
+                loop {
+                    let filled = block_on(channel.read(a.slots(&lens), &id, &from, later()));
+                    let error = filled.error;
+                    Still::default().watch(filled.slots, 1);
+                    if over(error.as_ref()) {
+                        break;
+                    }
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            eventually("calls are under way", || {
+                rounds.load(Ordering::Relaxed) > round
+            });
+            rig.kill(&b.channel);
+            assert_eq!(block_on(channel.close(soon())), Ok(()));
+        });
+        drop((kept, places));
+        a.goes();
+        b.goes();
+    }
+}
+
+/// The new one at the old address is connected anew, and the old one's memory is gone; also where
+/// the new one counts in another unit.
 pub fn a_peer_starts_again<R: Rig>(rig: &R) {
     let (a, mut b) = pair(rig);
     let id = b.id.clone();
@@ -189,7 +255,8 @@ pub fn a_peer_starts_again<R: Rig>(rig: &R) {
         rig.kill(&b.channel);
         drop(kept);
         b.goes();
-        b = Side::new(rig, "b");
+        let unit = [4096, 64][stamp as usize % 2];
+        b = Side::with(rig, "b", unit, |config| config.unit = unit as u64);
         notices(&a, &id);
         assert!(!b.channel.is_connected(&a.id), "nobody has connected");
         a.connect(&b);

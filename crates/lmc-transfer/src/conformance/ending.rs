@@ -78,6 +78,95 @@ pub fn closing_ends_what_is_under_way<R: Rig>(rig: &R) {
     b.ends();
 }
 
+/// A channel's own reads and writes end when it is closed, with slots that stay as they are.
+pub fn closing_ends_its_own_reads_and_writes<R: Rig>(rig: &R) {
+    for round in 0..6 {
+        let (a, b) = pair(rig);
+        let lens = [2 << 20, 1, 70_000];
+        let kept = b.objects(1, &lens);
+        let from = b.indices(&kept);
+        let places = b.slots(&lens);
+        let to = b.indices(&places);
+        let rounds = AtomicU64::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                loop {
+                    let sent = a.write_by(2, &lens, &b, &to, later());
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                    match sent.error {
+                        None => assert_eq!(sent.done, lens.len()),
+                        Some(error) => break assert_eq!(error, TransferError::Closed),
+                    }
+                }
+            });
+            scope.spawn(|| {
+                let mut still = Still::default();
+                loop {
+                    let reading = a.channel.read(a.slots(&lens), &b.id, &from, later());
+                    let filled = block_on(reading);
+                    let error = filled.error.clone();
+                    let done = still.watch(filled.slots, 1);
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                    match error {
+                        None => assert_eq!(done, lens.len()),
+                        Some(error) => break assert_eq!(error, TransferError::Closed),
+                    }
+                }
+                thread::sleep(Duration::from_millis(20));
+                still.check();
+            });
+            eventually("calls are under way", || {
+                rounds.load(Ordering::Relaxed) > round
+            });
+            assert_eq!(block_on(a.channel.close(soon())), Ok(()));
+        });
+        a.goes();
+        for (place, object) in kept.iter().enumerate() {
+            let checked = check_value(1, place, object.bytes());
+            checked.expect("nobody writes to what is read");
+        }
+        drop((kept, places));
+        b.ends();
+    }
+}
+
+/// A close that has no time left loses nothing: what it could not end comes back later.
+pub fn a_close_without_time<R: Rig>(rig: &R) {
+    let mut rng = Rng::new(14);
+    for _ in 0..4 {
+        let (a, b) = pair(rig);
+        let lens = [2 << 20, 1, 70_000];
+        let kept = b.objects(1, &lens);
+        let from = b.indices(&kept);
+        let places = b.slots(&lens);
+        let to = b.indices(&places);
+        for _ in 0..2 {
+            let reading = a.channel.read(a.slots(&lens), &b.id, &from, later());
+            drop_half_way(reading, &mut rng);
+            let objects = a.objects(2, &lens);
+            let writing = a.channel.write(objects, &b.id, &to, later());
+            drop_half_way(writing, &mut rng);
+        }
+        let closed = block_on(a.channel.close(Instant::now()));
+        assert!(
+            matches!(closed, Ok(()) | Err(TransferError::Deadline { .. })),
+            "{closed:?}"
+        );
+        assert!(!a.channel.is_connected(&b.id));
+        let filled = a.read(&[64], &b, &[Index(0)]);
+        assert_eq!(filled.error, Some(TransferError::Closed));
+        drop(filled);
+        let again = block_on(a.channel.close(soon()));
+        assert!(
+            matches!(again, Ok(()) | Err(TransferError::Closed)),
+            "{again:?}"
+        );
+        a.goes();
+        drop((kept, places));
+        b.ends();
+    }
+}
+
 /// When a close is over, nothing reads or writes the memory any more, whatever peers do.
 pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
     for round in 0..15 {
@@ -260,8 +349,11 @@ pub fn dropped_connects<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Polls a future once, waits a little, and drops it.
+/// Polls a future once, or not at all, waits a little, and drops it.
 fn drop_half_way<F: Future + ?Sized>(mut future: Pin<Box<F>>, rng: &mut Rng) {
+    if rng.chance(50) {
+        return;
+    }
     let mut context = Context::from_waker(Waker::noop());
     let ready = future.as_mut().poll(&mut context).is_ready();
     if !ready && rng.chance(800) {

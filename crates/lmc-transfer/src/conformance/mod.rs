@@ -55,14 +55,19 @@ macro_rules! __properties {
             keys_are_proven
             nobody_answers
             a_stalled_handshake_ends
+            handlers_that_fail
+            closing_ends_a_connect
             no_more_peers_than_allowed
             writes_and_reads_of_all_sizes
             writes_and_reads_of_full_batches
+            a_place_is_read_more_than_once
+            calls_change_hands
             empty_batches_are_done_at_once
             indices_count_in_units_of_the_peer
             both_directions_from_several_threads
             the_blocking_form_does_the_same
             sends_and_receives_of_all_sizes
+            sends_and_receives_of_full_batches
             tags_are_kept_apart
             fewer_objects_than_slots
             lengths_must_agree
@@ -76,6 +81,8 @@ macro_rules! __properties {
             batches_that_are_too_large
             a_closed_channel
             closing_ends_what_is_under_way
+            closing_ends_its_own_reads_and_writes
+            a_close_without_time
             a_close_ends_all_writing
             a_closed_channel_begins_again
             a_dropped_channel_leaves_nothing
@@ -87,6 +94,7 @@ macro_rules! __properties {
             a_dead_peer_is_noticed
             a_peer_dies_while_it_is_read
             a_peer_dies_while_it_is_written
+            a_close_with_a_dead_peer
             a_peer_starts_again
             a_peer_that_started_again_connects
             random_operations

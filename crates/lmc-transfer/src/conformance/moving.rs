@@ -1,5 +1,6 @@
 //! One-sided transfers that go well.
 
+use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Instant;
 
@@ -7,7 +8,7 @@ use lmc_memory::ReservedSlot;
 
 use super::side::{check_all, check_filled, eventually, pair, soon, stamp_all};
 use super::{Rig, Rng, Side};
-use crate::{Blocking, MAX_BATCH, TransferChannel, block_on};
+use crate::{Blocking, BoxFuture, Index, MAX_BATCH, TransferChannel, block_on};
 
 /// Lengths around every boundary that a transport may have.
 fn mixed() -> Vec<u64> {
@@ -77,6 +78,71 @@ pub fn writes_and_reads_of_full_batches<R: Rig>(rig: &R) {
     a.writes(1, &lens, &b);
     a.reads(2, &lens, &b);
     a.ends();
+    b.ends();
+}
+
+/// A batch may name a place more than once, and places that overlap.
+pub fn a_place_is_read_more_than_once<R: Rig>(rig: &R) {
+    let (a, b) = pair(rig);
+    let kept = b.objects(1, &[3 * 4096 + 5]);
+    let start = b.indices(&kept)[0].0;
+    let parts = [
+        (0, 3 * 4096 + 5),
+        (0, 4096),
+        (1, 5000),
+        (0, 1),
+        (2, 4096),
+        (1, 5000),
+    ];
+    let lens = parts.map(|(_, len)| len);
+    let from = parts.map(|(unit, _)| Index(start + unit));
+    let filled = a.read(&lens, &b, &from);
+    assert_eq!((filled.done(), &filled.error), (parts.len(), &None));
+    let read = filled.into_result().expect("all went well");
+    for (slot, (unit, len)) in read.iter().zip(parts) {
+        let part = &kept[0].bytes()[unit as usize * 4096..][..len as usize];
+        assert!(slot.bytes() == part, "{len} bytes from unit {unit}");
+    }
+    drop((read, kept));
+    a.ends();
+    b.ends();
+}
+
+/// A call that one thread has begun to wait for goes on on another.
+pub fn calls_change_hands<R: Rig>(rig: &R) {
+    /// Polls it here, and waits for it elsewhere.
+    fn elsewhere<T: Send>(mut call: BoxFuture<'_, T>) -> T {
+        let mut here = Context::from_waker(Waker::noop());
+        if let Poll::Ready(value) = call.as_mut().poll(&mut here) {
+            return value;
+        }
+        let waiting = thread::scope(|scope| scope.spawn(|| block_on(call)).join());
+        waiting.expect("a call does not panic")
+    }
+    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let connecting = a.channel.connect(&b.id, b.channel.address(), None, soon());
+    elsewhere(connecting).expect("a peer that is there");
+    let lens = [1, 70_000, 2 << 20];
+    for stamp in 0..5 {
+        let places = b.slots(&lens);
+        let indices = b.indices(&places);
+        let objects = a.objects(stamp, &lens);
+        let sent = elsewhere(a.channel.write(objects, &b.id, &indices, soon()));
+        assert_eq!(sent.into_result(), Ok(3));
+        let read = elsewhere(a.channel.read(a.slots(&lens), &b.id, &indices, soon()));
+        check_filled(read, stamp, 3);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let objects = a.objects(stamp, &lens);
+                let sent = elsewhere(a.channel.send(objects, &b.id, stamp, soon()));
+                assert_eq!(sent.into_result(), Ok(3));
+            });
+            let received = b.channel.receive(b.slots(&lens), &a.id, stamp, soon());
+            check_filled(elsewhere(received), stamp, 3);
+        });
+    }
+    assert_eq!(elsewhere(a.channel.close(soon())), Ok(()));
+    a.goes();
     b.ends();
 }
 

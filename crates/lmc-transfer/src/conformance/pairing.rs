@@ -4,8 +4,8 @@ use std::thread;
 use std::time::Duration;
 
 use super::side::{check_all, check_filled, check_untouched, eventually, pair, shortly, soon};
-use super::{Rig, Side};
-use crate::{Filled, Sent, Slot, TransferChannel, TransferError, block_on};
+use super::{Rig, Rng, Side};
+use crate::{Filled, MAX_BATCH, Sent, Slot, TransferChannel, TransferError, block_on};
 
 /// Sends and receives under one tag at the same time, one of them earlier.
 fn both<C: TransferChannel>(
@@ -52,6 +52,20 @@ pub fn sends_and_receives_of_all_sizes<R: Rig>(rig: &R) {
             }
         }
     }
+    a.ends();
+    b.ends();
+}
+
+/// As many objects as a batch may have.
+pub fn sends_and_receives_of_full_batches<R: Rig>(rig: &R) {
+    let small = |id| Side::with(rig, id, 64, |config| config.unit = 64);
+    let (a, b) = (small("a"), small("b"));
+    a.connect(&b);
+    let mut rng = Rng::new(4);
+    let lens: Vec<_> = (0..MAX_BATCH).map(|_| 1 + rng.below(64)).collect();
+    let (sent, filled) = both((&a, &lens), (&b, &lens), 1, true);
+    assert_eq!(sent.into_result(), Ok(MAX_BATCH));
+    check_filled(filled, 1, MAX_BATCH);
     a.ends();
     b.ends();
 }

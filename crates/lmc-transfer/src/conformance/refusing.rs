@@ -84,7 +84,7 @@ pub fn numbers_that_do_not_go_together<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let places = b.slots(&[64; 3]);
     let indices = b.indices(&places);
-    for (objects, count) in [(3, 2), (2, 3), (1, 0)] {
+    for (objects, count) in [(3, 2), (2, 3), (1, 0), (0, 1)] {
         let error = TransferError::Indices {
             objects,
             indices: count,
