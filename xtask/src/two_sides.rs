@@ -55,6 +55,12 @@ pub(crate) fn build_suite() -> Result<PathBuf> {
         .context("cargo names no program for the suite")
 }
 
+/// Makes an empty folder for logs: what an earlier run said proves nothing for this one.
+pub(crate) fn fresh(logs: &Path) -> Result<()> {
+    let _ = std::fs::remove_dir_all(logs);
+    std::fs::create_dir_all(logs).with_context(|| logs.display().to_string())
+}
+
 /// One of the two processes.
 #[derive(Default, Clone)]
 pub(crate) struct End {
@@ -95,6 +101,8 @@ pub(crate) struct Suite {
     pub(crate) held: usize,
     /// Lines of UCX's log.
     pub(crate) ucx: String,
+    /// Processes that there must be, at least.
+    pub(crate) wanted: usize,
     begun: usize,
     passed: usize,
     last: String,
@@ -121,6 +129,13 @@ impl Suite {
             self.held > 0 && self.passed == self.begun,
             "{} properties of the suite held, and one did not; its last line: {}",
             self.held,
+            self.last
+        );
+        ensure!(
+            self.begun >= self.wanted,
+            "of {} processes of the suite only {} began; the last line: {}",
+            self.wanted,
+            self.begun,
             self.last
         );
         Ok(())
@@ -233,7 +248,6 @@ fn size(bytes: u64) -> String {
 impl TwoSides<'_> {
     /// Runs them to the end.
     pub(crate) fn run(&self) -> Result<Report> {
-        std::fs::create_dir_all(self.logs)?;
         let mut server = self.start("serve", &format!("{}:0", self.host), &self.server)?;
         let report = self.drive(&mut server);
         if report.is_err() {
@@ -366,6 +380,9 @@ mod tests {
         };
         let whole = suite(&format!("{text}\n{text}"));
         assert!(whole.verdict().is_ok() && whole.held == 2);
+        let mut more_wanted = suite(text);
+        more_wanted.wanted = 2;
+        assert!(more_wanted.verdict().is_err(), "one did not begin");
         let cut_off = format!("{text}\nrunning 1 test\ntest scenario ... reads_land");
         for text in [
             "",

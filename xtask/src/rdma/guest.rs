@@ -102,6 +102,7 @@ impl Told {
                 counters.0.insert(name.to_owned(), value.parse()?);
             }
             "@ucx" => self.ucx += &format!("{rest}\n"),
+            "@property" => self.suite.wanted += 1,
             "@suite" => self.suite.line(rest),
             "@suite-ucx" => self.suite.ucx += &format!("{rest}\n"),
             "@device" => rest.clone_into(&mut self.device),
@@ -526,6 +527,8 @@ mod tests {
             @driver {\"check\":\"read\",\"ok\":true,\"ms\":3}\n\
             @driver not a result\n\
             @counter after sent_pkts 900\n\
+            @property reads_land\n\
+            @suite a loader's complaint\n\
             @counter after rcvd_pkts 800\n\
             @ucx x inter-node cfg#1 rma(rc_verbs/rxe0:1)\n\
             @over";
@@ -536,5 +539,6 @@ mod tests {
         assert_eq!(told.report.passed, ["read"]);
         assert!(told.after.carried(&told.before, (4096, 4096)).is_some());
         assert!(ucx::expect(&told.ucx, "rma(rc_").is_ok());
+        assert_eq!(told.suite.wanted, 1);
     }
 }

@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::{conditions, page, set_up};
+use crate::two_sides;
 use crate::ucx::Nixl;
 use player::{Player, Sample};
 use report::{Report, Round};
@@ -221,8 +222,7 @@ pub(super) fn run(args: &[String]) -> Result<bool> {
         for pair in PAIRS.iter().filter(asked_for) {
             if let (Some((tls, transport)), Ok(nixl)) = (pair.ucx, &nixl) {
                 let logs = Path::new(LOGS);
-                let _ = fs::remove_dir_all(logs);
-                fs::create_dir_all(logs)?;
+                two_sides::fresh(logs)?;
                 let variables = player::nixl_variables(nixl, tls, logs);
                 play(pair, &asked, &program, &variables, &mut report)?;
                 player::expect_transport(logs, transport)?;
