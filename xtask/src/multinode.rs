@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::janitor::Janitor;
@@ -70,8 +70,7 @@ pub(crate) fn channels(program: &Path, nixl: &Result<Nixl>, outcomes: &mut Outco
         }
     }
     if let Err(error) = nixl {
-        let why = anyhow!("no NIXL: {error:#}");
-        outcomes.skip("NIXL between namespaces", &why);
+        outcomes.no_nixl("NIXL between namespaces", error);
     }
 }
 
@@ -81,6 +80,7 @@ fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Re
     let kind = if nixl.is_some() { "nixl" } else { "socket" };
     let name = format!("{kind}-{}", rate.map_or("quick", |(rate, _)| rate));
     let logs = Path::new("target/test-multinode").join(name);
+    two_sides::fresh(&logs)?;
     let end = |at: usize, side: &str| {
         let mut end = End {
             within: namespaces.within(at),

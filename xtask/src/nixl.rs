@@ -1,5 +1,6 @@
 //! `cargo xtask test-nixl`: NIXL channels on the real library.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -8,6 +9,18 @@ use anyhow::{Context, Result, bail};
 const SCRIPT: &str = "xtask/python/nixl.sh";
 /// Status of the script where something cannot be had on this machine.
 const NOT_TO_BE_HAD: i32 = 75;
+
+/// What is missing cannot be had on this machine; any other error is a fault.
+#[derive(Debug)]
+pub(crate) struct NotToBeHad(pub(crate) &'static str);
+
+impl fmt::Display for NotToBeHad {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for NotToBeHad {}
 
 /// What was asked of the script.
 enum Got {
@@ -38,10 +51,10 @@ fn script(args: &[&str]) -> Result<Got> {
 pub(crate) fn build_tools() -> Result<()> {
     match script(&["tools"])? {
         Got::Ready(_) => Ok(()),
-        Got::NotToBeHad => bail!(
+        Got::NotToBeHad => bail!(NotToBeHad(
             "the feature `nixl` of lmc-transfer is built with g++ and libclang, which are not \
              here and cannot be installed: see above"
-        ),
+        )),
     }
 }
 
@@ -49,7 +62,11 @@ pub(crate) fn build_tools() -> Result<()> {
 pub(crate) fn library() -> Result<PathBuf> {
     match script(&[])? {
         Got::Ready(folder) => Ok(Path::new(&folder).join("libnixl_capi.so")),
-        Got::NotToBeHad => bail!("PyPI (nixl-cu12==1.5.1) cannot be reached from here"),
+        Got::NotToBeHad => {
+            bail!(NotToBeHad(
+                "PyPI (nixl-cu12==1.5.1) cannot be reached from here"
+            ))
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! What came of each part of an action, in its last lines.
 
-use anyhow::Error;
+use anyhow::{Error, anyhow};
+
+use crate::nixl::NotToBeHad;
 
 /// What came of one part.
 pub(crate) enum Outcome {
@@ -14,9 +16,19 @@ pub(crate) enum Outcome {
 
 /// Parts by their names.
 #[derive(Default)]
-pub(crate) struct Outcomes(Vec<(String, Outcome)>);
+pub(crate) struct Outcomes {
+    parts: Vec<(String, Outcome)>,
+    /// Whether what was asked for and cannot be had is a failure.
+    required: bool,
+}
 
 impl Outcomes {
+    /// Whether what was asked for and cannot be had is a failure; by default it is not.
+    pub(crate) fn new(required: bool) -> Self {
+        let parts = Vec::new();
+        Self { parts, required }
+    }
+
     /// A part that ran.
     pub(crate) fn ran(&mut self, name: &str, outcome: Result<String, Error>) {
         let outcome = match outcome {
@@ -26,13 +38,30 @@ impl Outcomes {
                 Outcome::Failed(format!("{error:#}"))
             }
         };
-        self.0.push((name.to_owned(), outcome));
+        self.parts.push((name.to_owned(), outcome));
+    }
+
+    /// A part that was asked for and cannot be had.
+    pub(crate) fn cannot(&mut self, name: &str, why: Error) {
+        match self.required {
+            true => self.ran(name, Err(why)),
+            false => self.skip(name, &why),
+        }
+    }
+
+    /// A part without NIXL: it cannot be had, or to get it did not go well.
+    pub(crate) fn no_nixl(&mut self, name: &str, why: &Error) {
+        let told = anyhow!("no NIXL: {why:#}");
+        match why.is::<NotToBeHad>() {
+            true => self.cannot(name, told),
+            false => self.ran(name, Err(told)),
+        }
     }
 
     /// A part that could not.
     pub(crate) fn skip(&mut self, name: &str, why: &Error) {
         let why = Outcome::Skipped(format!("{why:#}"));
-        self.0.push((name.to_owned(), why));
+        self.parts.push((name.to_owned(), why));
     }
 
     /// Prints them all, one line each, and the line that `cargo xtask test` counts. Whether none
@@ -40,7 +69,7 @@ impl Outcomes {
     pub(crate) fn finish(self) -> bool {
         println!();
         let [mut passed, mut failed, mut skipped] = [0; 3];
-        for (name, outcome) in &self.0 {
+        for (name, outcome) in &self.parts {
             match outcome {
                 Outcome::Passed(how) => {
                     passed += 1;
@@ -58,5 +87,34 @@ impl Outcomes {
         }
         println!("{passed} passed, {failed} failed, {skipped} skipped");
         failed == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A library that is named and is not there once passed for a machine without NIXL.
+    #[test]
+    fn only_what_cannot_be_had_is_skipped() {
+        let fault = || anyhow!("no library /nowhere/libnixl_capi.so");
+        let lacks = || Error::from(NotToBeHad("no PyPI")).context("setting up");
+        for (why, required, well) in [
+            (lacks(), false, true),
+            (lacks(), true, false),
+            (fault(), false, false),
+            (fault(), true, false),
+        ] {
+            let mut outcomes = Outcomes::new(required);
+            outcomes.no_nixl("tcp", &why);
+            assert_eq!(outcomes.finish(), well, "{why:#}, required: {required}");
+        }
+        let mut outcomes = Outcomes::default();
+        outcomes.cannot("device", fault());
+        assert!(outcomes.finish());
+        let mut outcomes = Outcomes::new(true);
+        outcomes.skip("rxe", &fault());
+        outcomes.ran("guest", Ok("well".to_owned()));
+        assert!(outcomes.finish(), "better levels than the one that ran");
     }
 }

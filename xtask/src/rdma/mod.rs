@@ -29,6 +29,7 @@ lie in target/test-rdma.
 
   cargo xtask test-rdma [FLAGS]
       --level NAME   this one only, or best; may be given again
+      --require      a level that cannot be had is a failure; of best, if none can
       --list         the levels, and which of them can be had here
 ";
 
@@ -124,43 +125,57 @@ impl Level {
 enum Asked {
     Help,
     List,
-    /// The best of RDMA or not, and these levels.
-    Run(bool, Vec<Level>),
+    Run(Plan),
+}
+
+/// What is to be run.
+#[derive(Debug, PartialEq, Eq)]
+struct Plan {
+    /// The best of RDMA, before these levels.
+    best: bool,
+    levels: Vec<Level>,
+    /// Whether what cannot be had is a failure.
+    required: bool,
 }
 
 impl Asked {
     fn parse(args: &[String]) -> Result<Self> {
-        let mut best = args.is_empty();
-        let mut levels = match best {
-            true => vec![Level::Namespaces, Level::Tcp, Level::Cma],
-            false => Vec::new(),
+        let mut plan = Plan {
+            best: false,
+            levels: Vec::new(),
+            required: false,
         };
         let mut args = args.iter();
         while let Some(arg) = args.next() {
             match arg.as_str() {
                 "--help" | "-h" => return Ok(Self::Help),
                 "--list" => return Ok(Self::List),
+                "--require" => plan.required = true,
                 "--level" => {
                     let name = args.next().context("--level takes a name")?;
                     if name == "best" {
-                        best = true;
+                        plan.best = true;
                         continue;
                     }
                     let level = LEVELS.into_iter().find(|level| level.name() == name);
                     let names = LEVELS.map(Level::name).join(", ");
-                    levels.push(level.with_context(|| {
+                    plan.levels.push(level.with_context(|| {
                         format!("unknown level {name:?}, expected best or one of {names}")
                     })?);
                 }
                 other => bail!("unknown flag {other:?}; test-rdma --help lists them"),
             }
         }
-        Ok(Self::Run(best, levels))
+        if !plan.best && plan.levels.is_empty() {
+            plan.best = true;
+            plan.levels = vec![Level::Namespaces, Level::Tcp, Level::Cma];
+        }
+        Ok(Self::Run(plan))
     }
 }
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let (best, mut levels) = match Asked::parse(args)? {
+    let plan = match Asked::parse(args)? {
         Asked::Help => {
             print!("{HELP}");
             return Ok(true);
@@ -176,22 +191,28 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
             }
             return Ok(true);
         }
-        Asked::Run(best, levels) => (best, levels),
+        Asked::Run(plan) => plan,
     };
     print_found();
     std::fs::create_dir_all(LOGS)?;
-    let mut outcomes = Outcomes::default();
-    if best {
-        let found = best_of_rdma(&mut outcomes);
-        levels.splice(..0, found);
+    let mut outcomes = Outcomes::new(plan.required);
+    let mut levels = Vec::new();
+    if plan.best {
+        levels = best_of_rdma(&mut outcomes);
+        if levels.is_empty() && plan.required {
+            let none = anyhow!("no level of RDMA can be had here");
+            outcomes.cannot("best", none);
+        }
+        outcomes.skip("gpu", &no_gpu_level());
     }
+    levels.extend(plan.levels);
     let nixl = Nixl::find();
     let program = two_sides::build(nixl.is_ok())?;
     for level in levels {
         let (name, described) = (level.name(), level.described());
         println!("\n==> {name}: {described}");
         if let Err(why) = level.prepare() {
-            outcomes.skip(name, &why);
+            outcomes.cannot(name, why);
             continue;
         }
         if level == Level::Namespaces {
@@ -201,7 +222,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
         }
         match &nixl {
             Ok(nixl) => outcomes.ran(name, level.run(&program, nixl)),
-            Err(error) => outcomes.skip(name, &anyhow!("no NIXL: {error:#}")),
+            Err(error) => outcomes.no_nixl(name, error),
         }
     }
     Ok(outcomes.finish())
@@ -222,6 +243,14 @@ fn print_found() {
     match gpus.is_empty() {
         true => println!("GPUs: none of which a driver knows"),
         false => gpus.iter().for_each(|gpu| println!("GPU: {gpu}")),
+    }
+}
+
+/// Why no memory of a GPU is moved.
+fn no_gpu_level() -> Error {
+    match devices::gpus().is_empty() {
+        true => anyhow!("no GPU of which a driver knows"),
+        false => anyhow!("there is a GPU, and no level moves its memory yet"),
     }
 }
 
@@ -275,7 +304,7 @@ impl Level {
     /// Runs both sides and proves how the bytes went. What it found comes back.
     fn run(self, program: &Path, nixl: &Nixl) -> Result<String> {
         let logs = Path::new(LOGS).join(self.name());
-        std::fs::create_dir_all(&logs)?;
+        two_sides::fresh(&logs)?;
         match self {
             Self::Device => on_port(&active_port()?, program, nixl, &logs),
             Self::Rxe => {
@@ -470,19 +499,22 @@ mod tests {
 
     #[test]
     fn levels_are_chosen_by_name() {
-        let all = vec![Level::Namespaces, Level::Tcp, Level::Cma];
-        assert_eq!(
-            parse("").expect("nothing is asked for"),
-            Asked::Run(true, all)
-        );
-        assert_eq!(
-            parse("--level best --level cma").expect("both are known"),
-            Asked::Run(true, vec![Level::Cma])
-        );
-        assert_eq!(
-            parse("--level guests").expect("it is known"),
-            Asked::Run(false, vec![Level::Guests])
-        );
+        let all = [Level::Namespaces, Level::Tcp, Level::Cma];
+        let cases: [(&str, bool, &[Level], bool); 5] = [
+            ("", true, &all, false),
+            ("--require", true, &all, true),
+            ("--level best --level cma", true, &[Level::Cma], false),
+            ("--level best --require", true, &[], true),
+            ("--level guests", false, &[Level::Guests], false),
+        ];
+        for (line, best, levels, required) in cases {
+            let plan = Plan {
+                best,
+                levels: levels.to_vec(),
+                required,
+            };
+            assert_eq!(parse(line).expect(line), Asked::Run(plan));
+        }
         assert_eq!(parse("--list").expect("a flag"), Asked::List);
         for wrong in ["--level", "--level hca", "tcp"] {
             assert!(parse(wrong).is_err(), "{wrong}");
