@@ -29,7 +29,8 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 ///   implementation keeps it in quarantine ([`crate::Slot::Quarantined`]) and gives it back to its pool
 ///   on proof: the transport's completion, or the end of what could write.
 /// - **Cancellation.** A future may be dropped at any point: the same holds for its slots.
-/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena.
+/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena. Over
+///   NIXL, which does not enforce that, this is said of peers that are channels of this crate.
 /// - **Incarnations.** A peer that ended and started again at its address is noticed: what it had
 ///   before is gone, [`TransferChannel::is_connected`] says no, and connecting works anew.
 /// - **No panics** for anything that a peer, a network or a library may do.
