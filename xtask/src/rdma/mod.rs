@@ -29,7 +29,8 @@ lie in target/test-rdma.
 
   cargo xtask test-rdma [FLAGS]
       --level NAME   this one only, or best; may be given again
-      --require      a level that cannot be had is a failure; of best, if none can
+      --require      a level that cannot be had is a failure; of best, if none can. On a host with
+                     a device: --level device --require
       --list         the levels, and which of them can be had here
 ";
 

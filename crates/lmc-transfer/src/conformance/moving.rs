@@ -8,7 +8,7 @@ use lmc_memory::ReservedSlot;
 
 use super::side::{check_all, check_filled, eventually, pair, soon, stamp_all};
 use super::{Rig, Rng, Side};
-use crate::{Blocking, BoxFuture, Index, MAX_BATCH, TransferChannel, block_on};
+use crate::{Blocking, BoxFuture, Index, MAX_BATCH, TransferChannel, TransferError, block_on};
 
 /// Lengths around every boundary that a transport may have.
 fn mixed() -> Vec<u64> {
@@ -182,6 +182,22 @@ pub fn indices_count_in_units_of_the_peer<R: Rig>(rig: &R) {
     drop(slots);
     a.connect(&b);
     a.works_with(1, &b);
+    // Where each arena ends.
+    for (from, to) in [(&a, &b), (&b, &a)] {
+        let (arena, unit) = (to.arena().len() as u64, to.channel.unit());
+        let last = from.read(&[unit], to, &[Index(arena / unit - 1)]);
+        assert_eq!((last.done(), last.error), (1, None));
+        drop(last.slots);
+        let index = Index(arena / unit);
+        let beyond = from.read(&[1], to, &[index]);
+        let error = TransferError::OutOfRange {
+            place: 0,
+            index,
+            len: 1,
+            arena,
+        };
+        assert_eq!(beyond.error, Some(error));
+    }
     a.ends();
     b.ends();
 }
