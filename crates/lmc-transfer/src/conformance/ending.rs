@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use lmc_memory::ReservedSlot;
 
 use super::side::{
-    PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, later, pair,
-    peer, shortly, soon,
+    LATE, PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, later,
+    pair, peer, shortly, soon,
 };
 use super::{Rig, Rng, Side, check_value};
 use crate::{ConnectError, Index, TransferChannel, TransferError, block_on};
@@ -286,7 +286,7 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
             Some(error) if error.quiet() => rest.into_iter().for_each(|slot| still.keep(slot)),
             Some(_) => unsure.extend(rest),
         }
-        assert!(began.elapsed() < PATIENCE);
+        assert!(began.elapsed() < LATE, "a deadline of {micros} µs");
         thread::sleep(Duration::from_millis(20));
         still.check();
     }

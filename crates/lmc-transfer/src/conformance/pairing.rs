@@ -1,9 +1,11 @@
 //! Paired transfers.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::side::{check_all, check_filled, check_untouched, eventually, pair, shortly, soon};
+use super::side::{
+    LATE, check_all, check_filled, check_untouched, eventually, pair, shortly, soon,
+};
 use super::{Rig, Rng, Side};
 use crate::{Filled, MAX_BATCH, Sent, Slot, TransferChannel, TransferError, block_on};
 
@@ -173,6 +175,7 @@ pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
     let lens = [4096, 3 << 20];
     for (from, to) in [(&a, &b), (&b, &a)] {
+        let began = Instant::now();
         let objects = from.objects(1, &lens);
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);
@@ -189,6 +192,7 @@ pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);
         assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+        assert!(began.elapsed() < LATE, "three calls of 200 ms each");
     }
     for side in [&a, &b] {
         side.memory_is_still();

@@ -15,6 +15,9 @@ use crate::{
 /// How long anything may take that ends by itself.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How long after its deadline a call may be over, on a machine that has much else to do.
+pub(super) const LATE: Duration = Duration::from_secs(10);
+
 /// A deadline that nothing healthy misses.
 pub(super) fn soon() -> Instant {
     Instant::now() + PATIENCE
