@@ -61,6 +61,7 @@ const LEVELS: [Level; 8] = [
 /// Transport that makes no stop in a kernel: reads and writes of the memory of a peer.
 const RDMA: &str = "rma(rc_";
 const LIMIT: Duration = Duration::from_secs(150);
+const SUITE_LIMIT: Duration = Duration::from_secs(600);
 const COMMAND: Duration = Duration::from_secs(20);
 const LOGS: &str = "target/test-rdma";
 /// Where a soft-RoCE device of our own has its address.
@@ -424,7 +425,7 @@ fn suite_here(variables: Vec<(String, String)>, logs: &Path) -> Result<Suite> {
         .env("LMC_NIXL_SCENARIO", "suite:all")
         .envs(variables);
     let mut suite = Suite::default();
-    let said = shown::output(&mut command, LIMIT)?;
+    let said = shown::output(&mut command, SUITE_LIMIT)?;
     said.lines().for_each(|line| suite.line(line));
     suite.ucx = std::fs::read_to_string(logs.join("suite.ucx"))?;
     Ok(suite)

@@ -27,7 +27,7 @@ pub trait Rig: Sync {
         change: impl FnOnce(&mut ChannelConfig),
     ) -> Self::Channel;
 
-    /// Ends a channel as the death of its process would: peers are told nothing, and it moves no
-    /// byte any more. Calls on it end soon.
+    /// Ends a channel without a word to whoever uses it, as near to the death of its process as
+    /// can be had within one: it moves no byte any more. Calls on it end soon.
     fn kill(&self, channel: &Self::Channel);
 }

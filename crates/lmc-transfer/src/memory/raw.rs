@@ -20,17 +20,18 @@ fn place(arena: &Arena, offset: u64, len: usize) -> NonNull<u8> {
 
 /// Copies `len` bytes of an object, from its byte `at` on, to a place.
 pub(super) fn write(object: &SealedSlot, at: usize, arena: &Arena, offset: u64, len: usize) {
-    let from = &object.bytes()[at..at + len];
-    let (from, to) = (from.as_ptr(), place(arena, offset, len));
-    // SAFETY: both ranges were just checked, and their owners are borrowed for the call; `copy`
-    // allows them to overlap, where a channel is connected to itself and names its own object.
-    unsafe { ptr::copy(from, to.as_ptr(), len) }
+    assert!(at + len <= object.len() as usize, "within the object");
+    let (from, to) = (object.as_ptr(), place(arena, offset, len));
+    // SAFETY: both ranges were just checked, and their owners are borrowed for the call, but none
+    // of the bytes; `copy` allows them to overlap, where a channel is connected to itself and
+    // names its own object.
+    unsafe { ptr::copy(from.add(at), to.as_ptr(), len) }
 }
 
 /// Copies `len` bytes from a place into a slot, from its byte `at` on.
 pub(super) fn read(arena: &Arena, offset: u64, slot: &mut ReservedSlot, at: usize, len: usize) {
-    let to = &mut slot.bytes_mut()[at..at + len];
-    let (from, to) = (place(arena, offset, len), to.as_mut_ptr());
+    assert!(at + len <= slot.len() as usize, "within the slot");
+    let (from, to) = (place(arena, offset, len), slot.as_mut_ptr());
     // SAFETY: as above.
-    unsafe { ptr::copy(from.as_ptr(), to, len) }
+    unsafe { ptr::copy(from.as_ptr(), to.add(at), len) }
 }

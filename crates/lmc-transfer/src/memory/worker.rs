@@ -110,6 +110,7 @@ impl Shared {
 /// Hands results over. To be called without the lock.
 pub(super) fn deliver(out: Vec<Delivery>) {
     for delivery in out {
-        delivery();
+        // A waker is the embedder's code, too. A panic was printed; the others get theirs.
+        let _ = catch_unwind(AssertUnwindSafe(delivery));
     }
 }
