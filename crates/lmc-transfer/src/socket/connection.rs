@@ -15,14 +15,15 @@ use super::endpoint::{Socket, Sockets};
 use super::frame::{Frame, Outcome, Segment};
 use super::inlet::Inlet;
 use super::landing::Target;
-use super::outlet::Outlet;
+use super::outlet::{Outbox, Outlet};
 use super::rendezvous::{OFFER_ROOM, Rendezvous};
 use super::shared::Shared;
 use crate::{PeerId, TransferError};
 
 /// Requests that one side may have under way on one stream. More break the protocol.
 pub(super) const LANE_ROOM: usize = 64;
-/// Intervals of the keepalive without a byte after which a peer is taken for gone.
+/// Intervals of the keepalive without a byte, from a peer or taken by it on a stream where some
+/// wait, after which it is taken for gone.
 const SILENT_INTERVALS: u32 = 3;
 /// Time to find, after an error of a stream, that the peer has closed another or the same.
 const CLOSED_TOO: Duration = Duration::from_millis(100);
@@ -60,12 +61,12 @@ pub(super) struct Connection {
 /// One stream, as the calls see it.
 #[derive(Debug)]
 pub(super) struct Lane {
-    queue: mpsc::UnboundedSender<Outgoing>,
+    pub(super) outbox: Outbox,
     /// Requests of this side without an answer; none after the end.
     pending: Mutex<Option<HashMap<u64, Pending>>>,
     pub(super) room: Arc<Semaphore>,
     /// Requests of the peer without an answer.
-    pub(super) unanswered: AtomicUsize,
+    pub(super) unanswered: Arc<AtomicUsize>,
 }
 
 /// A request of this side.
@@ -101,8 +102,8 @@ pub(super) struct Offered {
 pub(super) struct Outgoing {
     pub(super) bytes: Vec<u8>,
     pub(super) payload: Option<Payload>,
-    /// Whether it answers a request of the peer.
-    pub(super) answer: bool,
+    /// Requests of the peer without an answer, where this is one.
+    pub(super) answers: Option<Arc<AtomicUsize>>,
     /// Comes back when it is sent.
     pub(super) _room: Option<OwnedSemaphorePermit>,
 }
@@ -113,8 +114,36 @@ impl Outgoing {
         Self {
             bytes,
             payload: None,
-            answer: false,
+            answers: None,
             _room: None,
+        }
+    }
+
+    /// What of the arena goes along.
+    pub(super) fn segments(&self) -> &[Segment] {
+        let payload = self.payload.as_ref();
+        payload.map_or(&[], |payload| &payload.segments)
+    }
+
+    /// The slots of a write, to be kept until it is sent; none when it may not begin.
+    pub(super) fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
+        match &self.payload.as_ref()?.source {
+            Source::Write(progress) => progress.begin(),
+            Source::Places | Source::Offer { .. } => None,
+        }
+    }
+
+    /// To be called before it is sent: the peer may ask anew as soon as it has the answer.
+    pub(super) fn is_sent(&self) {
+        if let Some(unanswered) = &self.answers {
+            unanswered.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// It was not sent after all.
+    pub(super) fn is_unsent(&self) {
+        if let Some(unanswered) = &self.answers {
+            unanswered.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -155,8 +184,7 @@ impl Progress {
         }
     }
 
-    /// The slots, to be kept until it is sent; none when it may not begin.
-    pub(super) fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
+    fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
         self.slots.lock().take()
     }
 
@@ -200,19 +228,21 @@ impl From<io::Error> for Gone {
 impl Connection {
     /// A connection, and what its streams are to send.
     pub(super) fn new(
+        shared: &Shared,
         remote: Remote,
-        lanes: usize,
+        sockets: &Arc<Sockets>,
         rendezvous: Arc<Rendezvous>,
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
+        let lanes = sockets.0.len();
         let mut queues = Vec::with_capacity(lanes);
-        let lane = |_| {
-            let (queue, receiver) = mpsc::unbounded_channel();
-            queues.push(receiver);
+        let lane = |lane| {
+            let (outbox, queue) = Outbox::new(shared, sockets, lane);
+            queues.push(queue);
             Lane {
-                queue,
+                outbox,
                 pending: Mutex::new(Some(HashMap::new())),
                 room: Arc::new(Semaphore::new(LANE_ROOM)),
-                unanswered: AtomicUsize::new(0),
+                unanswered: Arc::default(),
             }
         };
         let connection = Self {
@@ -278,8 +308,7 @@ impl Connection {
 
 impl Lane {
     pub(super) fn push(&self, outgoing: Outgoing) {
-        // Nobody listens after the end, which those who wait for answers learn otherwise.
-        let _ = self.queue.send(outgoing);
+        self.outbox.push(outgoing);
     }
 
     /// Waits for room for a request; none after the end.
@@ -311,12 +340,11 @@ impl Lane {
 pub(super) async fn supervise(
     shared: Arc<Shared>,
     connection: Arc<Connection>,
-    sockets: Vec<Socket>,
+    sockets: Arc<Sockets>,
     queues: Vec<mpsc::UnboundedReceiver<Outgoing>>,
 ) {
-    let unix = sockets.iter().all(Socket::is_unix);
     // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
-    let sockets = Arc::new(Sockets(sockets));
+    let unix = sockets.0.iter().all(Socket::is_unix);
     let mut tasks = JoinSet::new();
     for (lane, queue) in queues.into_iter().enumerate() {
         let inlet = Inlet::new(&shared, &connection, &sockets, lane);
@@ -328,7 +356,8 @@ pub(super) async fn supervise(
     let keepalive = shared.config.keepalive;
     let mut ticks = interval(keepalive);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut heard, mut silent) = (0, 0);
+    let mut heard = Standstill::default();
+    let mut taken = vec![Standstill::default(); connection.lanes.len()];
     let by_us = |reason: String| End {
         reason,
         by_peer: false,
@@ -341,14 +370,19 @@ pub(super) async fn supervise(
             }
             Some(ended) = tasks.join_next() => break Ok(ended),
             _ = ticks.tick() => {
-                let now = connection.heard.load(Ordering::Relaxed);
-                silent = if now == heard { silent + 1 } else { 0 };
-                heard = now;
-                if silent > SILENT_INTERVALS {
-                    let time = keepalive * SILENT_INTERVALS;
-                    break Err(by_us(format!("not a byte in {time:?}")));
+                let silence = keepalive * SILENT_INTERVALS;
+                if heard.lasts(Some(connection.heard.load(Ordering::Relaxed))) {
+                    break Err(by_us(format!("not a byte in {silence:?}")));
                 }
-                connection.say(0, &Frame::Ping);
+                let behind: Vec<_> = connection.lanes.iter().map(|l| l.outbox.behind()).collect();
+                let stuck = |(taken, now): (&mut Standstill, &_)| taken.lasts(*now);
+                if taken.iter_mut().zip(&behind).any(stuck) {
+                    break Err(by_us(format!("it took not a byte in {silence:?}")));
+                }
+                // What waits there tells the peer as much.
+                if behind[0].is_none() {
+                    connection.say(0, &Frame::Ping);
+                }
             }
         }
     };
@@ -374,6 +408,23 @@ pub(super) async fn supervise(
         lane.room.close();
         let requests = lane.pending.lock().take();
         drop(requests);
+    }
+}
+
+/// How long a counter has stood still.
+#[derive(Debug, Clone, Default)]
+struct Standstill {
+    last: Option<u64>,
+    intervals: u32,
+}
+
+impl Standstill {
+    /// To be called once in each interval; whether it has lasted too long. None: all is well.
+    fn lasts(&mut self, now: Option<u64>) -> bool {
+        let still = now.is_some() && now == self.last;
+        self.intervals = if still { self.intervals + 1 } else { 0 };
+        self.last = now;
+        self.intervals > SILENT_INTERVALS
     }
 }
 

@@ -71,15 +71,24 @@ impl Socket {
         consume_budget().await;
         loop {
             self.ready(interest).await?;
-            let done = match self {
-                Self::Tcp(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
-                Self::Unix(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
-            };
+            let done = self.try_now(interest, &mut io);
             match done.map_err(|error| (error.kind(), error)) {
                 Ok(done) => return Ok(done),
                 Err((io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted, _)) => {}
                 Err((_, error)) => return Err(error),
             }
+        }
+    }
+
+    /// Runs `io` on the file descriptor once; it may say "would block".
+    pub(super) fn try_now<T>(
+        &self,
+        interest: Interest,
+        io: impl FnOnce(RawFd) -> io::Result<T>,
+    ) -> io::Result<T> {
+        match self {
+            Self::Tcp(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
+            Self::Unix(stream) => stream.try_io(interest, || io(stream.as_raw_fd())),
         }
     }
 

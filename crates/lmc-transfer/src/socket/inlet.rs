@@ -126,7 +126,7 @@ impl Inlet {
             Frame::Write { id, segments } => {
                 self.admit()?;
                 let outcome = self.write(&segments).await?;
-                self.lane().push(answer(id, outcome));
+                self.lane().push(self.answer(id, outcome));
             }
             Frame::Answer { id, outcome } => {
                 let Some(pending) = self.lane().take(id) else {
@@ -177,7 +177,7 @@ impl Inlet {
         if let Some(offer) = offer {
             let mut offers = self.connection.offers.lock();
             let Some(offered) = offers.get_mut(&offer) else {
-                return answer(id, Outcome::Withdrawn);
+                return self.answer(id, Outcome::Withdrawn);
             };
             offered.pulled = true;
             source = Source::Offer {
@@ -185,13 +185,24 @@ impl Inlet {
             };
         }
         if let Some(refusal) = self.refuse(&segments) {
-            return answer(id, refusal);
+            return self.answer(id, refusal);
         }
         Outgoing {
             payload: Some(Payload { segments, source }),
-            answer: true,
-            ..Outgoing::of(Frame::Data { id }.encode())
+            ..self.answering(&Frame::Data { id })
         }
+    }
+
+    /// What ends a request of the peer.
+    fn answering(&self, frame: &Frame) -> Outgoing {
+        Outgoing {
+            answers: Some(Arc::clone(&self.lane().unanswered)),
+            ..Outgoing::of(frame.encode())
+        }
+    }
+
+    fn answer(&self, id: u64, outcome: Outcome) -> Outgoing {
+        self.answering(&Frame::Answer { id, outcome })
     }
 
     /// Takes what a peer writes.
@@ -337,13 +348,6 @@ impl Inlet {
         let heard = &self.connection.heard;
         heard.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(())
-    }
-}
-
-fn answer(id: u64, outcome: Outcome) -> Outgoing {
-    Outgoing {
-        answer: true,
-        ..Outgoing::of(Frame::Answer { id, outcome }.encode())
     }
 }
 

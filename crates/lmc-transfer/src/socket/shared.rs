@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::config::SocketConfig;
 use super::connection::{Connection, Outgoing, Remote, supervise};
-use super::endpoint::Socket;
+use super::endpoint::{Socket, Sockets};
 use super::greet::Session;
 use super::rendezvous::Rendezvous;
 use super::stats::Counters;
@@ -27,7 +27,7 @@ pub(super) struct Shared {
     /// Connects so far.
     pub(super) attempts: AtomicU64,
     pub(super) window: Window,
-    pub(super) counters: Counters,
+    pub(super) counters: Arc<Counters>,
     pub(super) timer: Timer,
     pub(super) runtime: Handle,
     /// Handshakes that wait for their other streams.
@@ -90,7 +90,7 @@ impl Shared {
             config,
             incarnation,
             attempts: AtomicU64::new(0),
-            counters: Counters::default(),
+            counters: Arc::default(),
             timer,
             runtime,
             sessions: Mutex::default(),
@@ -179,12 +179,12 @@ impl Shared {
                         connections: Vec::new(),
                     });
                     let rendezvous = Arc::clone(&peer.rendezvous);
-                    let (connection, queues) = Connection::new(remote, sockets.len(), rendezvous);
+                    let sockets = Arc::new(Sockets(std::mem::take(sockets)));
+                    let (connection, queues) = Connection::new(self, remote, &sockets, rendezvous);
                     if let Some(bytes) = first {
                         connection.lanes[0].push(Outgoing::of(bytes));
                     }
                     peer.connections.push(Arc::clone(&connection));
-                    let sockets = std::mem::take(sockets);
                     let shared = Arc::clone(self);
                     self.runtime
                         .spawn(supervise(shared, connection, sockets, queues));

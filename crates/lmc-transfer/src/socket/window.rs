@@ -15,7 +15,7 @@ use lmc_memory::{Arena, checksum};
 
 use super::frame::Segment;
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Window(Arc<Arena>);
 
 /// Bytes to be sent: of the sender's own scratch, or of the arena.
@@ -59,14 +59,23 @@ impl Window {
         unsafe { self.0.base_ptr().as_ptr().add(segment.offset as usize) }
     }
 
-    /// Checksum of a range.
-    pub(super) fn sum(&self, segment: Segment) -> u64 {
+    fn bytes(&self, segment: Segment) -> &[u8] {
         let start = self.at(segment);
         // SAFETY: mapped for the arena's life and initialised (zero-filled). Nobody writes to it
         // where the slot is held; where a peer named a place that is being written, against the
-        // rules, the sum is of no value and is found wrong by whoever compares it: nothing else
-        // hangs on these bytes.
-        checksum(unsafe { std::slice::from_raw_parts(start, segment.len as usize) })
+        // rules, bytes and sum are of no value and are found wrong by whoever compares them:
+        // nothing else hangs on these bytes.
+        unsafe { std::slice::from_raw_parts(start, segment.len as usize) }
+    }
+
+    /// Checksum of a range.
+    pub(super) fn sum(&self, segment: Segment) -> u64 {
+        checksum(self.bytes(segment))
+    }
+
+    /// Adds a copy of a range.
+    pub(super) fn append(&self, segment: Segment, to: &mut Vec<u8>) {
+        to.extend_from_slice(self.bytes(segment));
     }
 
     /// Copies bytes to the start of a range.

@@ -1,0 +1,103 @@
+//! Peers that say nothing, take nothing, or take it late.
+
+use super::*;
+
+#[test]
+fn a_silent_peer_is_taken_for_gone() {
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let mut raw = Raw::connect(&victim, 1);
+    let filled = reading(&victim, &mut raw, soon(), |_, _| {});
+    let gone = matches!(
+        filled.error,
+        Some(TransferError::PeerGone { quiet: true, .. })
+    );
+    assert!(gone, "{:?}", filled.error);
+    drop(filled);
+    assert!(!victim.channel.is_connected(&name("raw")));
+    assert!(raw.finds_it_closed());
+    victim.ends();
+}
+
+/// It spoke, so it was never taken for gone, and all that was to be sent to it waited for ever.
+#[test]
+fn a_peer_that_takes_nothing_is_taken_for_gone() {
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let mut raw = Raw::connect(&victim, 1);
+    let (to, over) = (name("raw"), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let ping = Frame::Ping.encode();
+            while !over.load(Ordering::Relaxed) && raw.stream.write_all(&ping).is_ok() {
+                thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let object = vec![victim.object(4, 7 << 20)];
+        let sent = block_on(victim.channel.write(object, &to, &[Index(0)], soon()));
+        over.store(true, Ordering::Relaxed);
+        let gone = matches!(sent.error, Some(TransferError::PeerGone { .. }));
+        assert!(gone, "{:?}", sent.error);
+    });
+    victim.ends();
+}
+
+/// Small frames go at once, until the peer's side of the stream is full in the midst of one.
+#[test]
+fn frames_stay_whole_where_the_peer_takes_them_late() {
+    const LEN: usize = 60_000;
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let object = victim.object(5, LEN as u64);
+    let read = |id| Frame::Read {
+        id,
+        offer: None,
+        segments: vec![segment(object.offset(), LEN as u64)],
+    };
+    let connection = victim.channel.shared.connection(&name("raw"));
+    let connection = connection.expect("connected");
+    let mut reads = 0;
+    while connection.lanes[0].outbox.behind().is_none() {
+        raw.say(&read(1000 + reads));
+        reads += 1;
+        victim.eventually("it is served", |v| v.channel.stats().served == reads);
+    }
+    let (mut data, mut writes) = (0, 0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    let (to, index) = (name("raw"), [Index(3)]);
+                    let object = vec![victim.object(6, 8)];
+                    let sent = block_on(victim.channel.write(object, &to, &index, soon()));
+                    assert_eq!(sent.into_result(), Ok(1));
+                }
+            });
+        }
+        while (data, writes) != (reads, 40) {
+            let (byte, len) = match raw.frame() {
+                Frame::Data { id } => {
+                    assert_eq!(id, 1000 + data, "in order");
+                    data += 1;
+                    (5, LEN)
+                }
+                Frame::Write { id, segments } => {
+                    assert_eq!(segments, [segment(3 * 4096, 8)]);
+                    writes += 1;
+                    let outcome = Outcome::Done;
+                    raw.say(&Frame::Answer { id, outcome });
+                    (6, 8)
+                }
+                other => panic!("{other:?}"),
+            };
+            let head = raw.bytes(PieceHead::LEN).try_into().expect("a head");
+            assert_eq!(PieceHead::decode(head).len as usize, len);
+            let bytes = raw.bytes(len);
+            assert!(bytes.iter().all(|found| *found == byte));
+            assert_eq!(PieceHead::decode(head).sum, checksum(&bytes));
+        }
+    });
+    victim.eventually("all is sent", |_| {
+        connection.lanes[0].outbox.behind().is_none()
+    });
+    drop((raw, connection, object));
+    victim.ends();
+}
