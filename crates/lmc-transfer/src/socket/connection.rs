@@ -16,7 +16,7 @@ use super::frame::{Frame, Outcome, Segment};
 use super::inlet::Inlet;
 use super::landing::Target;
 use super::outlet::{Outbox, Outlet};
-use super::rendezvous::{OFFER_ROOM, Rendezvous};
+use super::rendezvous::{CARRIED_ROOM, OFFER_ROOM, Rendezvous};
 use super::shared::Shared;
 use crate::{PeerId, TransferError};
 
@@ -50,6 +50,9 @@ pub(super) struct Connection {
     /// What this side offers.
     pub(super) offers: Mutex<HashMap<u64, Offered>>,
     pub(super) offer_room: Arc<Semaphore>,
+    pub(super) carried_room: Arc<Semaphore>,
+    /// Offers of the peer whose bytes came along, until it is told what became of them.
+    pub(super) carried: Arc<AtomicUsize>,
     /// Grows with every byte received.
     pub(super) heard: AtomicU64,
     next_id: AtomicU64,
@@ -89,11 +92,14 @@ pub(super) enum Reply {
 /// Objects that this side offers.
 #[derive(Debug)]
 pub(super) struct Offered {
-    pub(super) objects: Arc<Vec<SealedSlot>>,
+    /// None once it is taken back.
+    pub(super) objects: Option<Arc<Vec<SealedSlot>>>,
     /// Leading objects that are in place, and why not all.
     pub(super) finish: oneshot::Sender<(u64, Outcome)>,
     /// Whether the peer has begun to read them.
     pub(super) pulled: bool,
+    /// There where their bytes have gone along.
+    pub(super) carried: Option<OwnedSemaphorePermit>,
     pub(super) room: OwnedSemaphorePermit,
 }
 
@@ -251,6 +257,8 @@ impl Connection {
             rendezvous,
             offers: Mutex::default(),
             offer_room: Arc::new(Semaphore::new(OFFER_ROOM)),
+            carried_room: Arc::new(Semaphore::new(CARRIED_ROOM)),
+            carried: Arc::default(),
             heard: AtomicU64::new(0),
             next_id: AtomicU64::new(0),
             next_lane: AtomicUsize::new(0),
@@ -272,6 +280,14 @@ impl Connection {
     /// Sends a frame without payload.
     pub(super) fn say(&self, lane: usize, frame: &Frame) {
         self.lanes[lane].push(Outgoing::of(frame.encode()));
+    }
+
+    /// Notes whether the bytes of an offer go along.
+    pub(super) fn set_carried(&self, offer: u64, room: Option<OwnedSemaphorePermit>) {
+        let mut offers = self.offers.lock();
+        if let Some(offered) = offers.get_mut(&offer) {
+            offered.carried = room;
+        }
     }
 
     /// How it ended, if it has.
@@ -399,8 +415,9 @@ pub(super) async fn supervise(
     drop(sockets);
     tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
     shared.forget(&connection);
-    connection.end.send_replace(Some(end));
+    // What it offered is received by nobody who has heard of its end.
     connection.rendezvous.forget(&connection);
+    connection.end.send_replace(Some(end));
     connection.offer_room.close();
     let offers = std::mem::take(&mut *connection.offers.lock());
     drop(offers);

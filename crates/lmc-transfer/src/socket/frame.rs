@@ -1,8 +1,9 @@
 //! Frames of a stream, as bytes. No IO.
 //!
 //! A frame is 12 bytes of prefix (u32 length of the header, u64 XXH3 of it, little endian), the
-//! header (a [`Frame`] as postcard), and for [`Frame::Data`] and [`Frame::Write`] the payload:
-//! for each segment in order its pieces of at most [`PIECE`] bytes, each after a [`PieceHead`].
+//! header (a [`Frame`] as postcard), and for [`Frame::Data`], [`Frame::Write`] and a
+//! [`Frame::Offer`] that carries its objects the payload: for each segment or object in order its
+//! pieces of at most [`PIECE`] bytes, each after a [`PieceHead`].
 
 use lmc_memory::checksum;
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,10 @@ pub(super) const MAX_HEADER: usize = 1 << 20;
 pub(super) const MAX_SEGMENTS: usize = 4096;
 /// Bytes under one checksum: few enough to be still in a core's cache after the kernel's copy.
 pub(super) const PIECE: u64 = 256 << 10;
+/// Bytes that go along with an offer at most.
+pub(super) const MAX_CARRIED: u64 = 64 << 10;
+/// Objects that go along with an offer at most.
+const MAX_CARRIED_OBJECTS: usize = 64;
 /// Bytes of a reason at most.
 const MAX_REASON: usize = 1024;
 
@@ -107,8 +112,11 @@ pub(super) enum Frame {
         id: u64,
         tag: u64,
         objects: Vec<Segment>,
+        /// Whether they are the payload. They may be read all the same.
+        carried: bool,
     },
-    /// The offer stands no longer.
+    /// The offer stands no longer. Where its objects went along and it was not received, it is
+    /// finished now, as withdrawn.
     Withdraw { id: u64 },
     /// The offer was received: leading objects that are in place, and why not all.
     Finish {
@@ -129,6 +137,8 @@ pub(super) enum FrameError {
     Parse,
     #[error("{0} segments or objects")]
     Count(usize),
+    #[error("more than may go along with an offer")]
+    Carried,
     #[error("a segment without bytes, or beyond the end of numbers")]
     Segment,
     #[error("a reason of {0} bytes")]
@@ -156,7 +166,14 @@ impl Frame {
             Self::Read { segments, .. } | Self::Write { segments, .. } => {
                 check(segments, MAX_SEGMENTS)?;
             }
-            Self::Offer { objects, .. } => check(objects, MAX_BATCH)?,
+            Self::Offer {
+                objects, carried, ..
+            } => {
+                check(objects, MAX_BATCH)?;
+                if *carried && !may_be_carried(objects) {
+                    return Err(FrameError::Carried);
+                }
+            }
             Self::Answer { outcome, .. } | Self::Finish { outcome, .. } => match outcome {
                 Outcome::Refused(why) if why.len() > MAX_REASON => {
                     return Err(FrameError::Reason(why.len()));
@@ -167,6 +184,13 @@ impl Frame {
         }
         Ok(frame)
     }
+}
+
+/// Whether the bytes of these objects may go along with their offer.
+pub(super) fn may_be_carried(objects: &[Segment]) -> bool {
+    let lens = objects.iter().map(|object| object.len);
+    let total = lens.fold(0, u64::saturating_add);
+    objects.len() <= MAX_CARRIED_OBJECTS && total <= MAX_CARRIED
 }
 
 fn check(segments: &[Segment], most: usize) -> Result<(), FrameError> {
@@ -299,6 +323,12 @@ mod tests {
         prop::collection::vec(segment, 1..40)
     }
 
+    fn small_objects() -> impl Strategy<Value = Vec<Segment>> {
+        let segment = (0..1u64 << 49, 1..5000u64);
+        let segment = segment.prop_map(|(offset, len)| Segment { offset, len });
+        prop::collection::vec(segment, 1..70)
+    }
+
     fn outcome() -> impl Strategy<Value = Outcome> {
         prop_oneof![
             Just(Outcome::Done),
@@ -331,7 +361,14 @@ mod tests {
             (id(), id(), segments()).prop_map(|(id, tag, objects)| Frame::Offer {
                 id,
                 tag,
-                objects
+                carried: may_be_carried(&objects),
+                objects,
+            }),
+            (id(), id(), small_objects()).prop_map(|(id, tag, objects)| Frame::Offer {
+                id,
+                tag,
+                carried: may_be_carried(&objects),
+                objects,
             }),
             id().prop_map(|id| Frame::Withdraw { id }),
             (id(), id(), outcome()).prop_map(|(id, done, outcome)| Frame::Finish {
@@ -368,12 +405,22 @@ mod tests {
                 id,
                 tag: 3,
                 objects,
+                carried: false,
             },
             Frame::Withdraw { id },
             Frame::Finish {
                 id,
                 done: 1,
                 outcome,
+            },
+            Frame::Offer {
+                id,
+                tag: 3,
+                objects: vec![Segment {
+                    offset: 4096,
+                    len: 100,
+                }],
+                carried: true,
             },
         ];
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -462,6 +509,16 @@ mod tests {
             },
             FrameError::Reason(1025),
         );
+        for (count, len) in [(1, MAX_CARRIED + 1), (65, 1), (2, u64::MAX)] {
+            let objects = vec![Segment { offset: 0, len }; count];
+            let carries = Frame::Offer {
+                id: 1,
+                tag: 1,
+                objects,
+                carried: true,
+            };
+            check(carries, FrameError::Carried);
+        }
         for len in [0, MAX_HEADER as u32 + 1, u32::MAX] {
             let mut bytes = [0u8; PREFIX];
             bytes[..4].copy_from_slice(&len.to_le_bytes());
@@ -477,6 +534,7 @@ mod tests {
             id: u64::MAX,
             tag: u64::MAX,
             objects: vec![object; MAX_BATCH],
+            carried: false,
         };
         let bytes = offer.encode();
         assert_eq!(

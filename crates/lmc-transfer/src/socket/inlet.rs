@@ -5,16 +5,17 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use lmc_memory::checksum;
 use tokio::io::Interest;
 use tokio::task::coop::consume_budget;
 
 use super::connection::{
-    Connection, Gone, LANE_ROOM, Lane, Outgoing, Payload, Pending, Reply, Source,
+    Connection, Gone, LANE_ROOM, Lane, Offered, Outgoing, Payload, Pending, Reply, Source,
 };
 use super::endpoint::Sockets;
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
 use super::landing::Target;
-use super::rendezvous::Offer;
+use super::rendezvous::{CARRIED_ROOM, Offer};
 use super::shared::Shared;
 use super::window::receive_bytes;
 
@@ -137,17 +138,33 @@ impl Inlet {
                 }
                 let _ = pending.reply.send(Reply::Outcome(outcome));
             }
-            Frame::Offer { id, tag, objects } => {
+            Frame::Offer {
+                id,
+                tag,
+                objects,
+                carried,
+            } => {
+                let bytes = match carried {
+                    true => self.carried(&objects).await?,
+                    false => None,
+                };
                 let offer = Offer {
                     connection: Arc::clone(&self.connection),
                     id,
                     objects,
+                    carried,
+                    bytes,
                 };
                 if !self.connection.rendezvous.offer(tag, offer) {
                     return Err(Gone::Broken("too many offers".into()));
                 }
             }
-            Frame::Withdraw { id } => self.connection.rendezvous.withdraw(&self.connection, id),
+            Frame::Withdraw { id } => {
+                let offer = self.connection.rendezvous.withdraw(&self.connection, id);
+                if let Some(offer) = offer.filter(|offer| offer.carried) {
+                    offer.finish(0, Outcome::Withdrawn);
+                }
+            }
             Frame::Finish { id, done, outcome } => {
                 let offered = self.connection.offers.lock().remove(&id);
                 if let Some(offered) = offered {
@@ -176,12 +193,17 @@ impl Inlet {
         let mut source = Source::Places;
         if let Some(offer) = offer {
             let mut offers = self.connection.offers.lock();
-            let Some(offered) = offers.get_mut(&offer) else {
+            let Some(Offered {
+                objects: Some(slots),
+                pulled,
+                ..
+            }) = offers.get_mut(&offer)
+            else {
                 return self.answer(id, Outcome::Withdrawn);
             };
-            offered.pulled = true;
+            *pulled = true;
             source = Source::Offer {
-                _slots: Arc::clone(&offered.objects),
+                _slots: Arc::clone(slots),
             };
         }
         if let Some(refusal) = self.refuse(&segments) {
@@ -203,6 +225,32 @@ impl Inlet {
 
     fn answer(&self, id: u64, outcome: Outcome) -> Outgoing {
         self.answering(&Frame::Answer { id, outcome })
+    }
+
+    /// The bytes that come along with an offer; none where they are not those that were sent, and
+    /// are to be read again.
+    async fn carried(&mut self, objects: &[Segment]) -> Result<Option<Vec<u8>>, Gone> {
+        if self.connection.carried.fetch_add(1, Ordering::Relaxed) >= CARRIED_ROOM {
+            return Err(Gone::Broken("too many offers with their objects".into()));
+        }
+        let total: u64 = objects.iter().map(|object| object.len).sum();
+        let mut bytes = vec![0; total as usize];
+        let mut rest = &mut bytes[..];
+        let mut sound = true;
+        for object in objects {
+            let head = self.piece_head().await?;
+            if u64::from(head.len) != object.len {
+                return Err(Gone::Broken("a piece of another length".into()));
+            }
+            let (now, later) = rest.split_at_mut(object.len as usize);
+            self.fill(now).await?;
+            if checksum(now) != head.sum {
+                self.shared.counters.corrupt.add(1);
+                sound = false;
+            }
+            rest = later;
+        }
+        Ok(sound.then_some(bytes))
     }
 
     /// Takes what a peer writes.
@@ -325,6 +373,28 @@ impl Inlet {
             self.end = received - now;
         }
         Ok(())
+    }
+
+    /// Fills a buffer of this side's own.
+    async fn fill(&mut self, mut rest: &mut [u8]) -> Result<(), Gone> {
+        loop {
+            let stashed = &self.stash[self.start..self.end];
+            let (now, later) = rest.split_at_mut(stashed.len().min(rest.len()));
+            now.copy_from_slice(&stashed[..now.len()]);
+            self.start += now.len();
+            rest = later;
+            match rest.len() as u64 {
+                0 => return Ok(()),
+                1..LARGE => self.more().await?,
+                LARGE.. => {
+                    let socket = &self.sockets.0[self.lane];
+                    let read = |socket| receive_bytes(socket, rest);
+                    let received = socket.when(Interest::READABLE, read).await?;
+                    self.heard(received)?;
+                    rest = &mut rest[received..];
+                }
+            }
+        }
     }
 
     /// Reads at least a byte into the stash.

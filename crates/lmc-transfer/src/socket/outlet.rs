@@ -6,21 +6,21 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
 use super::connection::{Connection, Gone, Outgoing, Progress, Source};
 use super::endpoint::Sockets;
-use super::frame::{PIECE, PieceHead, Pieces, Segment};
+use super::frame::{MAX_CARRIED, PIECE, PieceHead, Pieces, Segment};
 use super::shared::Shared;
 use super::stats::Counters;
 use super::window::{Part, Window};
 
 /// Parts that go with one system call at most: heads and pieces.
 const PARTS: usize = 128;
-/// Bytes of a frame, its payload and all, that does not wait for the task.
-pub(super) const AT_ONCE: usize = 64 << 10;
+/// Bytes of a frame, with its payload, that does not wait for the task.
+const AT_ONCE: u64 = MAX_CARRIED + (4 << 10);
 
 /// Where frames of a stream are handed in. They go in the order in which they come here.
 #[derive(Debug)]
@@ -71,37 +71,54 @@ impl Outbox {
     }
 
     /// Sends a frame, now or in its turn.
-    pub(super) fn push(&self, mut outgoing: Outgoing) {
-        let mut sent = None;
+    pub(super) fn push(&self, outgoing: Outgoing) {
+        if let Err((line, outgoing)) = self.start(outgoing) {
+            self.hand_over(line, outgoing);
+        }
+    }
+
+    /// Sends a frame if at least its beginning goes now; whether that is so.
+    pub(super) fn push_now(&self, outgoing: Outgoing) -> bool {
+        self.start(outgoing).is_ok()
+    }
+
+    /// Sends a frame if nothing is before it and its beginning goes now; gives it back if not.
+    fn start(&self, mut outgoing: Outgoing) -> Result<(), (MutexGuard<'_, Line>, Outgoing)> {
         let mut line = self.line.lock();
-        if line.behind == 0 {
-            match self.at_once(&mut line.gathered, &outgoing) {
-                AtOnce::Nothing => {}
-                AtOnce::All => {
-                    drop(line);
-                    outgoing.begin();
-                    return;
-                }
-                AtOnce::But(rest) => {
-                    sent = Some((outgoing.begin(), outgoing.payload.take()));
-                    outgoing.bytes = rest;
-                    outgoing.answers = None;
-                }
+        if line.behind > 0 {
+            return Err((line, outgoing));
+        }
+        match self.at_once(&mut line.gathered, &outgoing) {
+            AtOnce::Nothing => return Err((line, outgoing)),
+            AtOnce::All => {
+                drop(line);
+                outgoing.begin();
+            }
+            AtOnce::But(rest) => {
+                let sent = (outgoing.begin(), outgoing.payload.take());
+                outgoing.bytes = rest;
+                outgoing.answers = None;
+                self.hand_over(line, outgoing);
+                // Slots are given back under the locks of others.
+                drop(sent);
             }
         }
+        Ok(())
+    }
+
+    fn hand_over(&self, mut line: MutexGuard<'_, Line>, outgoing: Outgoing) {
         line.behind += 1;
         // Nobody listens after the end, which those who wait for answers learn otherwise.
         let unheard = self.queue.send(outgoing);
         drop(line);
-        // Only now: slots and room are given back under the locks of others.
-        drop((sent, unheard));
+        drop(unheard);
     }
 
     /// Sends what goes without waiting.
     fn at_once(&self, gathered: &mut Gathered, outgoing: &Outgoing) -> AtOnce {
         let segments = outgoing.segments();
         let payload: u64 = segments.iter().map(|segment| segment.len).sum();
-        let small = outgoing.bytes.len() as u64 + payload <= AT_ONCE as u64;
+        let small = outgoing.bytes.len() as u64 + payload <= AT_ONCE;
         if !small || 2 * segments.len() > PARTS {
             return AtOnce::Nothing;
         }

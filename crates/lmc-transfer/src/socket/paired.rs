@@ -1,19 +1,26 @@
 //! Sending to a peer that receives.
 //!
 //! The sender offers; the receiver reads the offered objects as it would any others, and says
-//! when it is done. So bytes go into slots in one way only.
+//! when it is done. The bytes of a few small objects go along with their offer: the receiver has
+//! them already, and only says so.
+//!
+//! What the receiver has may be received until it hears that the offer is taken back. So to that
+//! it answers, and the sender knows.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Offered, Outgoing};
-use super::frame::{Frame, Outcome, Segment, reason};
+use super::connection::{Connection, Offered, Outgoing, Payload, Source};
+use super::frame::{Frame, Outcome, Segment, may_be_carried, reason};
 use super::rendezvous::{Offer, room_of};
-use super::shared::Shared;
-use crate::{Filled, PeerId, Sent, TransferError, checks};
+use super::shared::{Shared, Stop};
+use crate::{Filled, PeerId, Sent, Slot, TransferError, checks};
+
+/// Time that a peer has, after a send's deadline, to say that it has seen the taking back.
+const GRACE: Duration = Duration::from_millis(100);
 
 impl Shared {
     pub(super) async fn send(
@@ -39,36 +46,49 @@ impl Shared {
                 len: slot.len(),
             });
             let segments: Vec<Segment> = segments.collect();
+            let objects = Arc::new(objects);
             let id = connection.next_id();
             let offered = Offered {
-                objects: Arc::new(objects),
+                objects: Some(Arc::clone(&objects)),
                 finish,
                 pulled: false,
+                carried: None,
                 room,
             };
             connection.offers.lock().insert(id, offered);
-            offering = Some(Offering {
+            let offering = offering.insert(Offering {
                 connection: Arc::clone(&connection),
                 id,
+                finished,
+                carried: false,
             });
             if connection.end().is_some() {
                 return None;
             }
-            let offer = Frame::Offer {
-                id,
-                tag,
-                objects: segments,
-            };
-            connection.say(0, &offer);
-            finished.await.ok()
+            offering.send(tag, segments, objects);
+            (&mut offering.finished).await.ok()
         };
         let error = match self.within(deadline, offer).await {
             Ok(Some((done, outcome))) => return finished(count, done, outcome),
-            Ok(None) => match self.within(deadline, connection.gone(true)).await {
-                Ok(error) => error,
-                Err(stop) => stop.error(true),
-            },
-            Err(stop) => stop.error(offering.as_mut().is_none_or(Offering::withdraw)),
+            Ok(None) => {
+                let quiet = offering.as_ref().is_none_or(|offering| !offering.carried);
+                match self.within(deadline, connection.gone(quiet)).await {
+                    Ok(error) => error,
+                    Err(stop) => stop.error(quiet),
+                }
+            }
+            Err(stop) => {
+                let mut quiet = offering.as_mut().is_none_or(Offering::withdraw);
+                if let Some(offering) = offering.filter(|o| o.carried && stop == Stop::Deadline) {
+                    let grace = Instant::now() + GRACE;
+                    match self.within(grace, offering.finished()).await {
+                        Ok(Some((_, Outcome::Withdrawn))) => quiet = true,
+                        Ok(Some((done, outcome))) => return finished(count, done, outcome),
+                        Ok(None) | Err(_) => {}
+                    }
+                }
+                stop.error(quiet)
+            }
         };
         Sent::failed(error)
     }
@@ -93,7 +113,7 @@ impl Shared {
         };
         loop {
             let wait = async {
-                let mut waiting = connection.rendezvous.receive(tag)?;
+                let waiting = connection.rendezvous.receive(tag)?;
                 waiting.offer().await
             };
             let offer = match self.within(deadline, wait).await {
@@ -120,12 +140,16 @@ impl Shared {
                 );
                 return Filled::untouched(slots, TransferError::Length { place, sent, room });
             }
+            if let Some(bytes) = pull.offer.bytes.take() {
+                pull.finish(pull.offer.objects.len(), Outcome::Done);
+                return unpack(slots, &pull.offer.objects, &bytes);
+            }
             let places: Vec<u64> = pull.offer.objects.iter().map(|o| o.offset).collect();
             let (from, id) = (Arc::clone(&pull.offer.connection), pull.offer.id);
             let fetched = self.fetch(&from, Some(id), slots, &places, deadline).await;
             if fetched.withdrawn && fetched.error.is_none() {
                 // It was not sent after all: this waits for what will be.
-                pull.finished = true;
+                pull.withdrawn();
                 slots = fetched.slots;
                 continue;
             }
@@ -176,6 +200,24 @@ fn misfit(offer: &Offer, slots: &[ReservedSlot]) -> Option<(usize, u64, u64)> {
     misfit.map(|(place, (sent, room))| (place, sent, room))
 }
 
+/// Slots with the bytes that came along with an offer.
+fn unpack(slots: Vec<ReservedSlot>, objects: &[Segment], mut bytes: &[u8]) -> Filled {
+    let mut objects = objects.iter();
+    let fill = |mut slot: ReservedSlot| {
+        let Some(object) = objects.next() else {
+            return Slot::Quiet(slot);
+        };
+        let (now, rest) = bytes.split_at(object.len as usize);
+        slot.bytes_mut().copy_from_slice(now);
+        bytes = rest;
+        Slot::Written(slot.written())
+    };
+    Filled {
+        slots: slots.into_iter().map(fill).collect(),
+        error: None,
+    }
+}
+
 /// What the receiver said.
 fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
     let done = usize::try_from(done).unwrap_or(count).min(count);
@@ -205,22 +247,79 @@ fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
 struct Offering {
     connection: Arc<Connection>,
     id: u64,
+    finished: oneshot::Receiver<(u64, Outcome)>,
+    /// Whether the bytes have gone along.
+    carried: bool,
 }
 
 impl Offering {
+    /// Sends the offer; the bytes go along where they are few and need not wait.
+    fn send(&mut self, tag: u64, objects: Vec<Segment>, slots: Arc<Vec<SealedSlot>>) {
+        let (connection, id) = (&self.connection, self.id);
+        let room = Arc::clone(&connection.carried_room);
+        let room = may_be_carried(&objects).then(|| room.try_acquire_owned());
+        if let Some(Ok(room)) = room {
+            // Before it is sent, since the peer may be done with it at once.
+            connection.set_carried(id, Some(room));
+            let segments = objects.clone();
+            let offer = Frame::Offer {
+                id,
+                tag,
+                objects: segments.clone(),
+                carried: true,
+            };
+            let source = Source::Offer { _slots: slots };
+            self.carried = connection.lanes[0].outbox.push_now(Outgoing {
+                payload: Some(Payload { segments, source }),
+                ..Outgoing::of(offer.encode())
+            });
+            if self.carried {
+                return;
+            }
+            connection.set_carried(id, None);
+        }
+        let offer = Frame::Offer {
+            id,
+            tag,
+            objects,
+            carried: false,
+        };
+        connection.say(0, &offer);
+    }
+
     /// Whether the peer had not begun to read it, and will not.
     fn withdraw(&mut self) -> bool {
-        let offered = self.connection.offers.lock().remove(&self.id);
+        let mut offers = self.connection.offers.lock();
+        let Some(offered) = offers.get_mut(&self.id) else {
+            return false;
+        };
+        let withdraw = Outgoing::of(Frame::Withdraw { id: self.id }.encode());
+        let lane = &self.connection.lanes[0];
+        if self.carried {
+            // The rest stays until the peer has answered: it has the bytes for so long.
+            let slots = offered.objects.take();
+            drop(offers);
+            if slots.is_some() {
+                lane.push(withdraw);
+            }
+            return false;
+        }
+        let offered = offers.remove(&self.id);
+        drop(offers);
         let Some(Offered { room, pulled, .. }) = offered else {
             return false;
         };
-        let withdraw = Frame::Withdraw { id: self.id };
         // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
-        self.connection.lanes[0].push(Outgoing {
+        lane.push(Outgoing {
             _room: Some(room),
-            ..Outgoing::of(withdraw.encode())
+            ..withdraw
         });
         !pulled
+    }
+
+    /// What the peer says; none when the connection ended first.
+    async fn finished(mut self) -> Option<(u64, Outcome)> {
+        (&mut self.finished).await.ok()
     }
 }
 
@@ -239,12 +338,15 @@ struct Pull {
 impl Pull {
     fn finish(&mut self, done: usize, outcome: Outcome) {
         self.finished = true;
-        let finish = Frame::Finish {
-            id: self.offer.id,
-            done: done as u64,
-            outcome,
-        };
-        self.offer.connection.say(0, &finish);
+        self.offer.finish(done, outcome);
+    }
+
+    /// The peer has taken it back.
+    fn withdrawn(&mut self) {
+        self.finished = true;
+        if self.offer.carried {
+            self.offer.finish(0, Outcome::Withdrawn);
+        }
     }
 }
 

@@ -22,6 +22,7 @@ use crate::{
     TransferError, block_on,
 };
 
+mod carrying;
 mod waiting;
 
 fn after(millis: u64) -> Instant {
@@ -73,6 +74,7 @@ impl Victim {
         let stream = TcpStream::connect(("127.0.0.1", self.port())).expect("it listens");
         let time = Some(Duration::from_secs(20));
         stream.set_read_timeout(time).expect("a timeout");
+        stream.set_nodelay(true).expect("a socket");
         stream
     }
 
@@ -559,6 +561,7 @@ fn who_breaks_the_protocol_is_hung_up_on() {
             id: id as u64,
             tag: 1,
             objects: vec![segment(0, 1)],
+            carried: false,
         };
         if raw.stream.write_all(&offer.encode()).is_err() {
             break;
@@ -609,6 +612,7 @@ fn a_receiver_that_closes_does_not_refuse() {
             id: 1,
             tag: 1,
             objects: vec![segment(0, 4096)],
+            carried: false,
         });
         let slots = vec![victim.slot(1, 4096)];
         let from = name("raw");
@@ -686,7 +690,7 @@ fn receives_that_are_given_up_leave_nothing() {
         .shared
         .connection(&from)
         .expect("it is there");
-    assert_eq!(connection.rendezvous.tags_waited_for(), 0);
+    assert_eq!(connection.rendezvous.tags_in_use(), 0);
     drop((raw, connection));
     victim.ends();
 }

@@ -1,0 +1,205 @@
+//! Offers whose objects come along.
+
+use super::*;
+use crate::Sent;
+use crate::socket::frame::MAX_CARRIED;
+use crate::socket::rendezvous::CARRIED_ROOM;
+
+fn offer(id: u64, objects: Vec<Segment>) -> Frame {
+    Frame::Offer {
+        id,
+        tag: 1,
+        objects,
+        carried: true,
+    }
+}
+
+impl Raw {
+    /// Takes an offer that must have come with one object; its id.
+    fn carried(&mut self, byte: u8, len: usize) -> u64 {
+        let frame = self.frame();
+        let Frame::Offer {
+            id, carried: true, ..
+        } = frame
+        else {
+            panic!("{frame:?}");
+        };
+        let head = self.bytes(PieceHead::LEN).try_into().expect("a head");
+        let bytes = self.bytes(len);
+        let (len, sum) = (len as u32, checksum(&bytes));
+        assert_eq!(PieceHead::decode(head), PieceHead { len, sum });
+        assert!(bytes.iter().all(|found| *found == byte));
+        id
+    }
+}
+
+/// Receives two objects under tag 1 from the raw peer.
+fn receiving(victim: &Victim, lens: [u64; 2]) -> Filled {
+    let slots = lens.map(|len| victim.slot(1, len)).into();
+    block_on(victim.channel.receive(slots, &name("raw"), 1, soon()))
+}
+
+fn check(filled: &Filled, byte: u8) {
+    assert_eq!(filled.error, None);
+    for slot in &filled.slots {
+        let Slot::Written(slot) = slot else {
+            panic!("{slot:?}");
+        };
+        assert!(slot.bytes().iter().all(|found| *found == byte));
+    }
+}
+
+#[test]
+fn what_came_along_is_received_without_another_word() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    for (id, lens) in (0..).zip([[5, 3], [40_000, 20_000], [1, MAX_CARRIED - 1]]) {
+        raw.say(&offer(id, lens.map(|len| segment(0, len)).into()));
+        for len in lens {
+            let bytes = vec![7; len as usize];
+            raw.pay(&bytes, checksum(&bytes));
+        }
+        check(&receiving(&victim, lens), 7);
+        let (done, outcome) = (2, Outcome::Done);
+        assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
+    }
+    drop(raw);
+    victim.ends();
+}
+
+#[test]
+fn what_came_along_with_a_wrong_checksum_is_read_again() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    raw.say(&offer(9, vec![segment(0, 5), segment(64, 3)]));
+    raw.pay(&[7; 5], checksum(&[7; 5]));
+    raw.pay(&[7; 3], 0);
+    thread::scope(|scope| {
+        let receiving = scope.spawn(|| receiving(&victim, [5, 3]));
+        let Frame::Read { id, offer, .. } = raw.frame() else {
+            panic!("a read is next");
+        };
+        assert_eq!(offer, Some(9));
+        raw.say(&Frame::Data { id });
+        raw.pay(&[8; 5], checksum(&[8; 5]));
+        raw.pay(&[8; 3], checksum(&[8; 3]));
+        check(&receiving.join().expect("no panic"), 8);
+        let (id, done, outcome) = (9, 2, Outcome::Done);
+        assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
+    });
+    assert_eq!(victim.channel.stats().corrupt, 1);
+    drop(raw);
+    victim.ends();
+}
+
+/// The peer has the bytes when the deadline passes, and only it knows what became of them.
+#[test]
+fn a_late_send_is_quiet_once_the_peer_says_so() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let to = name("raw");
+    let send = |raw: &mut Raw, finish: Option<(u64, Outcome)>| -> Sent {
+        thread::scope(|scope| {
+            let object = vec![victim.object(6, 100)];
+            let sending = scope.spawn(|| {
+                let send = victim.channel.send(object, &to, 1, after(100));
+                block_on(send)
+            });
+            let id = raw.carried(6, 100);
+            assert_eq!(raw.frame(), Frame::Withdraw { id });
+            if let Some((done, outcome)) = finish {
+                raw.say(&Frame::Finish { id, done, outcome });
+            }
+            sending.join().expect("a send does not panic")
+        })
+    };
+    let late = |quiet| Some(TransferError::Deadline { quiet });
+    assert_eq!(send(&mut raw, None).error, late(false));
+    assert_eq!(victim.pool.usage().slots, 0);
+    let withdrawn = send(&mut raw, Some((0, Outcome::Withdrawn)));
+    assert_eq!((withdrawn.done, withdrawn.error), (0, late(true)));
+    let received = send(&mut raw, Some((1, Outcome::Done)));
+    assert_eq!((received.done, received.error), (1, None));
+    drop(raw);
+    victim.ends();
+}
+
+/// An offer that is taken back is never received, also where nobody was there when it came.
+#[test]
+fn an_offer_that_is_taken_back_is_answered() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    for id in 0..200 {
+        raw.say(&offer(id, vec![segment(0, 8)]));
+        raw.pay(&[3; 8], checksum(&[3; 8]));
+        raw.say(&Frame::Withdraw { id });
+        let (done, outcome) = (0, Outcome::Withdrawn);
+        assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
+    }
+    let slots = vec![victim.slot(1, 8)];
+    let filled = block_on(victim.channel.receive(slots, &name("raw"), 1, after(100)));
+    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    drop((raw, filled));
+    victim.ends();
+}
+
+/// What waits for receives that never come is bounded, on both sides.
+#[test]
+fn no_more_comes_along_than_there_is_room_for() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let to = name("raw");
+    let send = || {
+        victim
+            .channel
+            .send(vec![victim.object(6, 8)], &to, 1, soon())
+    };
+    let mut sends: Vec<_> = (0..=CARRIED_ROOM).map(|_| send()).collect();
+    let mut context = Context::from_waker(Waker::noop());
+    for send in &mut sends {
+        assert!(send.as_mut().poll(&mut context).is_pending());
+    }
+    let first = raw.carried(6, 8);
+    for _ in 1..CARRIED_ROOM {
+        raw.carried(6, 8);
+    }
+    let last = raw.frame();
+    assert!(matches!(last, Frame::Offer { carried: false, .. }));
+    // To take them back makes no room, but the answer to that does.
+    drop(sends);
+    (0..=CARRIED_ROOM).for_each(|_| assert!(matches!(raw.frame(), Frame::Withdraw { .. })));
+    assert_eq!(victim.pool.usage().slots, 0);
+    let mut none = send();
+    assert!(none.as_mut().poll(&mut context).is_pending());
+    drop(none);
+    let plain = raw.frame();
+    assert!(matches!(plain, Frame::Offer { carried: false, .. }));
+    assert!(matches!(raw.frame(), Frame::Withdraw { .. }));
+    let connection = victim.channel.shared.connection(&to).expect("connected");
+    raw.say(&Frame::Finish {
+        id: first,
+        done: 0,
+        outcome: Outcome::Withdrawn,
+    });
+    victim.eventually("there is room", |_| {
+        connection.carried_room.available_permits() == 1
+    });
+    let mut again = send();
+    assert!(again.as_mut().poll(&mut context).is_pending());
+    raw.carried(6, 8);
+    drop((again, connection));
+
+    let head = PieceHead {
+        len: 8,
+        sum: checksum(&[3; 8]),
+    };
+    for id in 0..=CARRIED_ROOM as u64 {
+        let offer = offer(id, vec![segment(0, 8)]).encode();
+        let bytes = [&offer[..], &head.encode(), &[3; 8]].concat();
+        // It may have been hung up on.
+        let _ = raw.stream.write_all(&bytes);
+    }
+    assert!(raw.finds_it_closed());
+    assert_eq!(victim.channel.stats().broken, 1);
+    victim.ends();
+}
