@@ -62,6 +62,10 @@ pub struct ChannelConfig {
     pub on_connect: Option<OnConnect>,
     /// What peers must know, at least a byte. Default: nothing, for networks where every host is
     /// trusted.
+    ///
+    /// The key protects the handshake, not the bytes after it: who can read or change what passes
+    /// between the hosts can do so with a key as well. Against them use a private network or a
+    /// tunnel.
     pub key: Option<Key>,
     /// Time that a peer has for a handshake, more than none. Default: 5 s.
     pub handshake_timeout: Duration,

@@ -11,6 +11,9 @@ use crate::{Address, ChannelConfig};
 /// Streams of one connection at most.
 pub(super) const MAX_STREAMS: usize = 64;
 
+/// Time between two signs of life at most.
+pub(super) const MAX_KEEPALIVE: Duration = Duration::from_secs(60);
+
 /// What a [`SocketChannel`] is made from.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -24,9 +27,8 @@ pub struct SocketConfig {
     /// Threads that move bytes. Default: one for each core, at most 4.
     pub threads: usize,
     /// How often this side speaks to a peer when there is nothing else to send; after three to
-    /// five times this without a byte a peer is taken for gone. Both sides need about the same:
-    /// one that speaks less often than the other expects is given up while it is idle.
-    /// Default: 5 s.
+    /// five times this without a byte a peer is taken for gone, and so is one that takes nothing
+    /// for so long. 10 ms to a minute; of two sides the longer one counts. Default: 5 s.
     pub keepalive: Duration,
 }
 
@@ -106,9 +108,9 @@ impl SocketConfig {
             self.threads.to_string(),
         )?;
         setting(
-            self.keepalive >= Duration::from_millis(10),
+            (Duration::from_millis(10)..=MAX_KEEPALIVE).contains(&self.keepalive),
             "keepalive",
-            "10 ms or more",
+            "10 ms to a minute",
             format!("{:?}", self.keepalive),
         )?;
         SocketChannel::start(self)

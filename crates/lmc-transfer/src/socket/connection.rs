@@ -40,6 +40,8 @@ pub(super) struct Remote {
     pub(super) incoming: bool,
     /// Which attempt of the initiator's this is.
     pub(super) attempt: u64,
+    /// Time between two signs of life, of either side.
+    pub(super) keepalive: Duration,
 }
 
 #[derive(Debug)]
@@ -369,7 +371,7 @@ pub(super) async fn supervise(
         tasks.spawn(outlet.run());
     }
     let mut stop = connection.stop.subscribe();
-    let keepalive = shared.config.keepalive;
+    let keepalive = connection.remote.keepalive;
     let mut ticks = interval(keepalive);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut heard = Standstill::default();

@@ -10,7 +10,7 @@ use thiserror::Error;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::config::MAX_STREAMS;
+use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
 use super::connection::Remote;
 use super::endpoint::{Listener, Socket};
 use super::frame::reason;
@@ -207,7 +207,7 @@ async fn converse(
     if theirs.keyed != config.key.is_some() {
         return refuse(Refusal::Key);
     }
-    let Some(remote) = remote(&theirs, true) else {
+    let Some(remote) = remote(shared, &theirs, true) else {
         return refuse(Refusal::Other("not a side that can be connected".into()));
     };
     let streams = usize::from(theirs.streams).min(shared.config.streams);
@@ -309,17 +309,19 @@ fn side(shared: &Shared, streams: usize, attempt: u64) -> io::Result<Side> {
         arena: config.arena.len() as u64,
         unit: config.unit,
         streams: streams as u16,
+        keepalive: shared.config.keepalive.as_millis() as u32,
         keyed: config.key.is_some(),
         nonce: random()?,
     })
 }
 
 /// What the other side says of itself; none when it makes no sense.
-fn remote(theirs: &Side, incoming: bool) -> Option<Remote> {
+fn remote(shared: &Shared, theirs: &Side, incoming: bool) -> Option<Remote> {
     let streams = usize::from(theirs.streams);
     if !(1..=MAX_STREAMS).contains(&streams) || !theirs.unit.is_power_of_two() {
         return None;
     }
+    let keepalive = Duration::from_millis(theirs.keepalive.into());
     Some(Remote {
         id: theirs.id.parse().ok()?,
         incarnation: theirs.incarnation,
@@ -327,6 +329,7 @@ fn remote(theirs: &Side, incoming: bool) -> Option<Remote> {
         unit: theirs.unit,
         incoming,
         attempt: theirs.attempt,
+        keepalive: keepalive.min(MAX_KEEPALIVE).max(shared.config.keepalive),
     })
 }
 
@@ -363,7 +366,7 @@ pub(super) async fn connect(
         return Err(ConnectError::Key);
     }
     let streams = usize::from(side.streams);
-    let remote = remote(&side, false)
+    let remote = remote(shared, &side, false)
         .filter(|remote| streams <= shared.config.streams && remote.attempt == attempt);
     let remote = remote.ok_or_else(|| malformed("a side that cannot be connected"))?;
     transcript.add(&side);

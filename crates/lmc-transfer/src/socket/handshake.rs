@@ -44,6 +44,8 @@ pub(super) struct Side {
     pub(super) unit: u64,
     /// Streams that it asks for; of the acceptor, those that there will be.
     pub(super) streams: u16,
+    /// Milliseconds between two of its signs of life.
+    pub(super) keepalive: u32,
     /// Whether it has a key.
     pub(super) keyed: bool,
     pub(super) nonce: [u8; 32],
@@ -226,6 +228,7 @@ mod tests {
             arena: 1 << 20,
             unit: 4096,
             streams: 4,
+            keepalive: 5000,
             keyed: true,
             nonce: [9; 32],
         }

@@ -131,6 +131,7 @@ fn side(id: &str, incarnation: u64) -> Side {
         arena: 8 << 20,
         unit: 4096,
         streams: 1,
+        keepalive: 10,
         keyed: false,
         nonce: [3; 32],
     }

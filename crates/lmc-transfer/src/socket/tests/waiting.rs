@@ -101,3 +101,23 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
     drop((raw, connection, object));
     victim.ends();
 }
+
+/// Each side expected to hear as often as it spoke itself: the one that spoke less often was
+/// given up while it was idle.
+#[test]
+fn the_longer_keepalive_of_two_counts() {
+    let often = Victim::new(|config| config.keepalive = Duration::from_millis(10));
+    let seldom = Victim::new(|config| {
+        config.channel.id = name("seldom");
+        config.keepalive = Duration::from_millis(400);
+    });
+    let (to, address) = (name("victim"), often.channel.address());
+    block_on(seldom.channel.connect(&to, address, None, soon())).expect("it listens");
+    let connection = often.channel.shared.connection(&name("seldom"));
+    let connection = connection.expect("connected");
+    thread::sleep(Duration::from_millis(600));
+    assert!(connection.end().is_none(), "{:?}", connection.end());
+    drop(connection);
+    seldom.ends();
+    often.ends();
+}
