@@ -67,7 +67,7 @@ pub struct ChannelConfig {
     /// between the hosts can do so with a key as well. Against them use a private network or a
     /// tunnel.
     pub key: Option<Key>,
-    /// Time that a peer has for a handshake, more than none. Default: 5 s.
+    /// Time that a peer has for a handshake, whoever connects; more than none. Default: 5 s.
     pub handshake_timeout: Duration,
     /// Peers at a time, at least one. Default: 1024.
     pub max_peers: usize,

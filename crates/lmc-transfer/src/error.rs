@@ -10,8 +10,8 @@ use crate::{Index, PeerId};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The deadline passed first.
-    #[error("{peer} did not answer the handshake by the deadline")]
+    /// The deadline passed first, or the time that a handshake may take.
+    #[error("{peer} did not answer the handshake in time")]
     Deadline {
         /// Who was connected to.
         peer: PeerId,

@@ -119,6 +119,7 @@ async fn greet(
 ) -> Result<(), Failure> {
     match receive(&socket).await {
         Ok(Message::Hello { side, to }) => {
+            let room = Arc::clone(permit.semaphore());
             let mut permit = Some(permit);
             let answered = answer(shared, socket, side, to, &mut permit).await;
             let Err((failure, socket)) = answered else {
@@ -126,7 +127,11 @@ async fn greet(
             };
             if let (Failure::Refused(refusal), Some(socket)) = (&failure, socket) {
                 send(&socket, &Message::Refused(refusal.clone())).await?;
-                linger(&socket).await?;
+                // It was given back where it was known who this is, and that counts no more.
+                permit = permit.or_else(|| room.try_acquire_owned().ok());
+                if permit.is_some() {
+                    linger(&socket).await?;
+                }
             }
             Err(failure)
         }
@@ -348,8 +353,22 @@ pub(super) async fn connect(
             address: address.to_string(),
         })
     };
-    let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
     let socket = open().await??;
+    let time = config.handshake_timeout;
+    let connected = timeout(time, introduce(shared, peer, socket, open, message)).await;
+    connected.unwrap_or_else(|_| Err(ConnectError::Deadline { peer: peer.clone() }))
+}
+
+/// All that is said on the first socket, while the others are opened.
+async fn introduce<F: Future<Output = Result<io::Result<Socket>, ConnectError>>>(
+    shared: &Arc<Shared>,
+    peer: &PeerId,
+    socket: Socket,
+    open: impl Fn() -> F,
+    message: Option<Bytes>,
+) -> Result<Option<Bytes>, ConnectError> {
+    let config = &shared.config.channel;
+    let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
     let mine = side(shared, shared.config.streams, attempt)?;
     let to = peer.to_string();
     let mut transcript = Transcript::new(config.key.as_ref());
