@@ -265,8 +265,9 @@ impl SocketChannel {
         if let Some(runtime) = runtime {
             let ended = self.ended.clone();
             // Waiting for threads is no work for a future, whose thread may be another runtime's.
+            let mut runtime = Background(Some(runtime));
             let end = move || {
-                drop(runtime);
+                drop(runtime.0.take());
                 ended.send_replace(true);
             };
             let thread = thread::Builder::new().name("lmc-socket-end".into());
@@ -286,6 +287,17 @@ impl SocketChannel {
         }
         self.shared.timer.stop();
         Ok(())
+    }
+}
+
+/// A runtime whose threads nobody waits for when it is dropped.
+struct Background(Option<Runtime>);
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
     }
 }
 
