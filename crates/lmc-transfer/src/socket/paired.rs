@@ -20,7 +20,7 @@ use super::shared::{Shared, Stop};
 use crate::{Filled, PeerId, Sent, Slot, TransferError, checks};
 
 /// Time that a peer has, after a send's deadline, to say that it has seen the taking back.
-const GRACE: Duration = Duration::from_millis(100);
+const GRACE: Duration = Duration::from_millis(200);
 
 impl Shared {
     pub(super) async fn send(
