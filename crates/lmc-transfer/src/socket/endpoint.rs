@@ -4,17 +4,20 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net as unix;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::task::{Context, Waker};
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, Waker};
 
 use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::coop::consume_budget;
+use tokio::time::{Duration, sleep};
 
 use super::window::{is_closed, receive_bytes, send_bytes};
 use crate::Address;
+
+/// Pause before another attempt where as many wait at a Unix socket as may.
+const FULL_PAUSE: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
 pub(super) enum Socket {
@@ -30,7 +33,7 @@ impl Socket {
                 let connected = TcpStream::connect((host.as_str(), *port)).await;
                 Some(connected.and_then(Self::tcp))
             }
-            Address::Unix(path) => Some(UnixStream::connect(path).await.map(Self::Unix)),
+            Address::Unix(path) => Some(Self::unix(path).await),
             Address::Memory(_) => None,
         }
     }
@@ -39,6 +42,16 @@ impl Socket {
         // The kernel sizes the buffers of TCP better than a fixed number would.
         stream.set_nodelay(true)?;
         Ok(Self::Tcp(stream))
+    }
+
+    async fn unix(path: &Path) -> io::Result<Self> {
+        loop {
+            match UnixStream::connect(path).await {
+                // As many wait there as may.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(FULL_PAUSE).await,
+                connected => return connected.map(Self::Unix),
+            }
+        }
     }
 
     pub(super) fn is_unix(&self) -> bool {
@@ -199,7 +212,7 @@ impl Listener {
     }
 }
 
-/// Takes away the socket of a process that has ended.
+/// Takes away the socket of a process that has ended. To be called where a runtime is entered.
 fn remove_stale(path: &Path) -> io::Result<()> {
     let Ok(file) = fs::symlink_metadata(path) else {
         return Ok(());
@@ -208,9 +221,13 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         let what = format!("{} is there and no socket", path.display());
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
     }
-    match unix::UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+    // Once, since it may be for ever that nobody accepts.
+    let mut context = Context::from_waker(Waker::noop());
+    match pin!(UnixStream::connect(path)).poll(&mut context) {
+        Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(path)
+        }
+        Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         _ => {
             let what = format!("another process listens at {}", path.display());
             Err(io::Error::new(io::ErrorKind::AddrInUse, what))

@@ -23,6 +23,7 @@ use crate::{
 };
 
 mod carrying;
+mod stalling;
 mod waiting;
 
 fn after(millis: u64) -> Instant {
