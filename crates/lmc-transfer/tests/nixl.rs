@@ -8,6 +8,9 @@
 #[path = "support/nixl.rs"]
 mod support;
 
+#[path = "nixl/descriptions.rs"]
+mod descriptions;
+
 #[path = "nixl/scenarios.rs"]
 mod scenarios;
 
@@ -98,10 +101,12 @@ over_both! {
     killed: killed_peers_are_noticed_over_tcp, killed_peers_are_noticed_over_shared_memory;
     killed_at_work: peers_killed_at_work_harm_nobody_over_tcp, peers_killed_at_work_harm_nobody_over_shared_memory;
     frozen: frozen_peers_hold_nothing_up_over_tcp, frozen_peers_hold_nothing_up_over_shared_memory;
+    frozen_then_replaced: a_frozen_peer_survives_a_new_agent_over_tcp, a_frozen_peer_survives_a_new_agent_over_shared_memory;
     frozen_writer: a_frozen_sender_keeps_the_receivers_slots_over_tcp, a_frozen_sender_keeps_the_receivers_slots_over_shared_memory;
     forgotten_writer: a_forgotten_sender_keeps_the_receivers_slots_over_tcp, a_forgotten_sender_keeps_the_receivers_slots_over_shared_memory;
     small: many_small_objects_arrive_over_tcp, many_small_objects_arrive_over_shared_memory;
     left_open: a_process_ends_well_with_its_channel_open_over_tcp, a_process_ends_well_with_its_channel_open_over_shared_memory;
+    changed: descriptions_that_were_changed_crash_nothing_over_tcp, descriptions_that_were_changed_crash_nothing_over_shared_memory;
     python: a_python_agent_reads_and_writes_over_tcp, a_python_agent_reads_and_writes_over_shared_memory;
 }
 

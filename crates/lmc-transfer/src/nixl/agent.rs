@@ -7,7 +7,6 @@
 //! The library's own rule is a lock per agent, taken for the whole of every call.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use lmc_memory::Arena;
@@ -16,6 +15,7 @@ use nixl_sys::{
     RegistrationHandle, ThreadSync, XferDescList, XferOp, XferRequest, XferStatus,
 };
 
+use super::metadata;
 use super::plan::Part;
 
 /// Time that UCX's progress thread sleeps at most, in µs. Events wake it; with less than 1 it
@@ -94,6 +94,8 @@ pub(super) struct Registered {
     agent: Agent,
     _backend: Backend,
     region: Region,
+    /// NIXL's name of the backend.
+    name_of_backend: String,
 }
 
 impl fmt::Debug for Registered {
@@ -198,6 +200,7 @@ impl Registered {
             agent,
             _backend: backend,
             region,
+            name_of_backend: setup.backend.clone(),
         })
     }
 
@@ -207,24 +210,21 @@ impl Registered {
         self.agent.get_local_md().map_err(fault)
     }
 
-    /// Makes a peer's agent known to this one.
+    /// Whether a peer's agent may be made known to this one.
+    pub(super) fn check(&self, remote: &Remote) -> Result<(), String> {
+        metadata::check(remote, &self.name_of_backend)
+    }
+
+    /// Makes a peer's agent known to this one, after [`Self::check`]. An agent that is refused may
+    /// stay half known: how it is connected to is, and nothing of its memory.
     pub(super) fn load(&self, remote: &Remote) -> Result<(), String> {
-        let named = named_agent(&remote.metadata);
-        if named.is_some_and(|named| named != remote.agent.as_bytes()) {
-            return Err("the metadata is of another agent".to_owned());
-        }
-        // nixl-sys panics at a name that is not UTF-8, and this one comes from outside.
-        let loaded = catch_unwind(AssertUnwindSafe(|| {
-            self.agent.load_remote_md(&remote.metadata)
-        }));
-        match loaded {
-            Ok(Ok(name)) if name == remote.agent => Ok(()),
-            Ok(Ok(name)) => {
+        match self.agent.load_remote_md(&remote.metadata) {
+            Ok(name) if name == remote.agent => Ok(()),
+            Ok(name) => {
                 self.forget(&name);
-                Err("the metadata is of another agent".to_owned())
+                Err("NIXL says that the peer's metadata is of another agent".to_owned())
             }
-            Ok(Err(error)) => Err(format!("NIXL refuses the peer's metadata: {error}")),
-            Err(_) => Err("the metadata names no agent".to_owned()),
+            Err(error) => Err(format!("NIXL refuses the peer's metadata: {error}")),
         }
     }
 
@@ -284,31 +284,5 @@ impl Registered {
         if let Err(error) = taken {
             tracing::debug!(%error, "NIXL gives no notifications");
         }
-    }
-}
-
-/// The agent that metadata is of, as NIXL 1.x writes it: an opening, then fields, each with a
-/// tag, 8 bytes of length and its bytes. None where it is written otherwise; what NIXL itself
-/// reads is asked then. Looked at first, because loading adds to what is known of that agent.
-fn named_agent(metadata: &[u8]) -> Option<&[u8]> {
-    let rest = metadata.strip_prefix(b"nixlSerDes|Agent")?;
-    let (len, rest) = rest.split_first_chunk::<8>()?;
-    rest.get(..usize::try_from(u64::from_le_bytes(*len)).ok()?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_agent_of_metadata_is_read_before_it_is_loaded() {
-        let mut metadata = b"nixlSerDes|Agent".to_vec();
-        metadata.extend_from_slice(&3_u64.to_le_bytes());
-        metadata.extend_from_slice(b"a@1|Conns");
-        assert_eq!(named_agent(&metadata), Some(&b"a@1"[..]));
-        assert_eq!(named_agent(&metadata[..20]), None);
-        assert_eq!(named_agent(b"something else"), None);
-        metadata[16..24].fill(0xff);
-        assert_eq!(named_agent(&metadata), None);
     }
 }

@@ -5,9 +5,10 @@
 //! and nothing new begins with its peer, so that no more than that is ever withheld.
 //!
 //! When a request fails, or does not end although its peer is gone, its agent is *retired*:
-//! another is made beside it, and it is ended as soon as no healthy transfer uses it. Not so
-//! while the peer lives, however long it is stopped: over TCP, UCX in a process that comes to a
-//! request of an agent that has ended meanwhile aborts that process.
+//! another is made beside it, and it is ended as soon as no healthy transfer uses it, and nothing
+//! that was given up with a peer that lives, however long that is stopped: over TCP, UCX in a
+//! process that comes to a request of an agent that has ended meanwhile aborts that process. Only
+//! a channel that closes waits for nobody.
 
 use std::collections::{HashMap, HashSet};
 use std::thread;
@@ -61,6 +62,13 @@ struct Straggler {
     unproven: bool,
 }
 
+impl Straggler {
+    /// Whether it may yet end by itself: its peer lives, as far as is known.
+    fn may_end(&self) -> bool {
+        self.gone.is_none() && !self.unproven
+    }
+}
+
 #[derive(Debug)]
 struct Initiator {
     generation: u64,
@@ -70,6 +78,8 @@ struct Initiator {
     /// Agents of peers that it is to forget as soon as nothing uses them.
     unwanted: HashSet<String>,
     stragglers: Vec<Straggler>,
+    /// It half knows an agent that it refused, for good: it is used until there is another.
+    worn: bool,
     retired: bool,
 }
 
@@ -120,6 +130,7 @@ impl Initiators {
             loaded: HashMap::new(),
             unwanted: HashSet::new(),
             stragglers: Vec::new(),
+            worn: false,
             retired: false,
         });
         self.next += 1;
@@ -244,14 +255,20 @@ impl Initiators {
             }
             initiator.forget_unwanted(busy.contains(&initiator.generation));
         }
-        let ended = |one: &mut Initiator| one.retired && !busy.contains(&one.generation);
+        let closed = self.closed;
+        let ended = |one: &mut Initiator| {
+            let free = one.retired && !busy.contains(&one.generation);
+            free && (closed || !one.stragglers.iter().any(Straggler::may_end))
+        };
         for initiator in self.all.extract_if(.., ended) {
             let touched = initiator.stragglers.iter();
             let touched = touched.map(|straggler| straggler.agent.clone()).collect();
             self.ending.insert(initiator.generation, touched);
             end(initiator, self.commands.clone());
         }
-        if self.current().is_none() && !self.closed {
+        let newest = self.all.last();
+        let lasts = newest.is_some_and(|newest| !newest.retired && !newest.worn);
+        if !lasts && !self.closed {
             self.make(now);
         }
         over
@@ -283,6 +300,9 @@ impl Initiators {
         self.made = true;
         match made {
             Ok(registered) => {
+                for initiator in &mut self.all {
+                    initiator.retired |= initiator.worn;
+                }
                 self.add(registered);
                 if self.closed {
                     self.close();
@@ -337,7 +357,10 @@ impl Initiator {
             }
             None => {}
         }
-        self.registered.load(remote)?;
+        self.registered.check(remote)?;
+        self.registered
+            .load(remote)
+            .inspect_err(|_| self.worn = true)?;
         let metadata = remote.metadata.clone();
         self.loaded.insert(remote.agent.clone(), metadata);
         Ok(())

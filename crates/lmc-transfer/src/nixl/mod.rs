@@ -24,6 +24,7 @@ mod control;
 mod engine;
 mod initiators;
 mod library;
+mod metadata;
 mod paired;
 mod plan;
 mod reach;
@@ -92,9 +93,11 @@ impl NixlConfig {
     /// (`UCX_MODULES`, `UCX_LOG_FILE`, `UCX_LOG_LEVEL`, `NIXL_LOG_LEVEL`), those that are not
     /// set: make it before there are threads of C code that read the environment.
     ///
-    /// NIXL does not check what a peer says of its agent: one that means harm can crash this
-    /// process with it. Peers that know [`ChannelConfig::key`] are trusted not to; without a key,
-    /// every host that reaches the address is.
+    /// NIXL does not check what a peer says of its agent, and crashes at what is wrong: this side
+    /// checks it before, with backend `UCX` to the last byte that UCX itself reads without looking.
+    /// What other backends make of theirs, and UCX's transports of their own keys and addresses,
+    /// is not checked: peers that know [`ChannelConfig::key`] are trusted not to mean harm; without
+    /// a key, every host that reaches the address is.
     ///
     /// The arena stays mapped until every peer has ended its connection after a close, and to
     /// the end of the process where one does not, or where [`NixlChannel::agent`] was called.

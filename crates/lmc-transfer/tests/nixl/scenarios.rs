@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 use lmc_memory::ArenaConfig;
 use lmc_transfer::conformance::{Side, check_value, fill_value};
 use lmc_transfer::{
-    Address, ChannelConfig, ConnectError, Index, NixlAgent, NixlChannel, NixlConfig, NixlMemory,
-    PeerId, Slot, TransferChannel, TransferError, block_on,
+    Address, ChannelConfig, ConnectError, Index, NixlChannel, NixlConfig, PeerId, Slot,
+    TransferChannel, TransferError, block_on,
 };
 
+use crate::descriptions;
 use crate::support::{NixlRig, SCENARIO};
 
 /// Where the peer's sockets are.
@@ -27,9 +28,9 @@ const LARGE: u64 = 9 << 20;
 /// What the peer is called.
 const NAME: &str = "LMC_NIXL_NAME";
 /// How long anything may take that ends by itself.
-const PATIENCE: Duration = Duration::from_secs(40);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
-type NixlSide = Side<NixlChannel>;
+pub(crate) type NixlSide = Side<NixlChannel>;
 
 pub(crate) fn run(name: &str) {
     match name {
@@ -39,13 +40,15 @@ pub(crate) fn run(name: &str) {
         "killed" => killed(),
         "killed_at_work" => killed_at_work(),
         "frozen" => frozen(),
+        "frozen_then_replaced" => frozen_then_replaced(),
         "frozen_writer" => frozen_writer(),
         "forgotten_writer" => forgotten_writer(),
         "small" => small(),
         "left_open" => left_open(),
-        "python" => python(),
+        "python" => descriptions::python(),
         "idle" => idle(),
-        "cut_short" => cut_short(),
+        "cut_short" => descriptions::cut_short(),
+        "changed" => descriptions::changed(),
         "strangers" => strangers(),
         other => panic!("no scenario {other}"),
     }
@@ -224,7 +227,7 @@ impl Drop for Other {
 }
 
 #[track_caller]
-fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !so() {
         assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
@@ -424,6 +427,47 @@ fn frozen() {
     side.ends();
 }
 
+/// A peer is stopped while another is killed, for which this side's agent is replaced: what was
+/// begun with the stopped one goes on through the old agent. That was ended, and over TCP the peer
+/// died when it went on.
+fn frozen_then_replaced() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    for _ in 0..3 {
+        let mut stopped = Other::start(&rig, "stopped");
+        let killed = Other::start(&rig, "killed");
+        stopped.connect(&side);
+        killed.connect(&side);
+        killed.reads(&side);
+        stopped.reads(&side);
+        stopped.signal("-STOP");
+        let sent = stopped.write(&side, Duration::from_millis(300));
+        assert_eq!(sent.error.is_some(), over_tcp(), "{sent:?}");
+        killed.signal("-STOP");
+        thread::scope(|scope| {
+            let writing = scope.spawn(|| killed.write(&side, PATIENCE));
+            thread::sleep(Duration::from_millis(100));
+            killed.signal("-KILL");
+            let sent = writing.join().expect("no panic");
+            assert_eq!(sent.error.is_some(), over_tcp(), "{sent:?}");
+        });
+        let id = "killed".parse().expect("a name");
+        eventually("its end is noticed", || !side.channel.is_connected(&id));
+        thread::sleep(Duration::from_secs(3));
+        stopped.signal("-CONT");
+        side.memory_is_still();
+        side.slots_come_back();
+        stopped.reads(&side);
+        let sent = stopped.write(&side, PATIENCE);
+        assert_eq!(sent.into_result(), Ok(1));
+        stopped.does("check");
+        stopped.ends();
+        let id = "stopped".parse().expect("a name");
+        eventually("its end is noticed", || !side.channel.is_connected(&id));
+    }
+    side.ends();
+}
+
 /// A sender that is stopped while it writes to a receiver: the receiver's slots are in
 /// quarantine until the sender says that it writes no more, or is dead.
 fn frozen_writer() {
@@ -604,59 +648,6 @@ fn idle() {
     b.ends();
 }
 
-/// An agent's description that was cut short is refused, and no two peers have one agent. (What
-/// NIXL does with one that was changed in other ways is not to be tested: it crashes.)
-fn cut_short() {
-    let rig = NixlRig::new();
-    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
-    let whole = b.channel.agent();
-    let introduce = |name: &str, agent: &NixlAgent| {
-        let id: PeerId = name.parse().expect("a name");
-        block_on(a.channel.introduce(id, agent.clone(), 4096))
-    };
-    let (p, q): (PeerId, PeerId) = ("p".parse().expect("a name"), "q".parse().expect("a name"));
-    introduce("p", &whole).expect("NIXL takes it");
-    let taken = introduce("q", &whole);
-    assert!(matches!(taken, Err(ConnectError::Refused(_))), "{taken:?}");
-    assert!(!a.channel.is_connected(&q));
-    a.channel.forget(&p);
-    eventually("it is forgotten", || !a.channel.is_connected(&p));
-
-    for len in 0..whole.metadata.len() {
-        // NIXL does not forget what it had read of an agent before it refused the rest.
-        let mut agent = named(&whole, len);
-        agent.metadata.truncate(len);
-        let refused = introduce("p", &agent);
-        let library = matches!(refused, Err(ConnectError::Library(_)));
-        assert!(library, "{len} bytes: {refused:?}");
-        assert!(!a.channel.is_connected(&p));
-    }
-    introduce("p", &whole).expect("NIXL takes it");
-    a.channel.forget(&p);
-    a.connect(&b);
-    a.works_with(1, &b);
-    let closed = block_on(a.channel.close(Instant::now() + PATIENCE));
-    closed.expect("nothing is under way");
-    let closed = block_on(b.channel.close(Instant::now() + PATIENCE));
-    closed.expect("nothing is under way");
-}
-
-/// The description under another name of the same length.
-fn named(agent: &NixlAgent, number: usize) -> NixlAgent {
-    let old = agent.agent.clone().into_bytes();
-    let metadata = &agent.metadata;
-    let at = metadata
-        .windows(old.len())
-        .position(|name| name == &old[..]);
-    let at = at.expect("metadata has the name") + old.len() - 8;
-    let mut agent = agent.clone();
-    let digits = format!("{number:08x}");
-    agent.metadata[at..at + 8].copy_from_slice(digits.as_bytes());
-    agent.agent.truncate(old.len() - 8);
-    agent.agent.push_str(&digits);
-    agent
-}
-
 /// Connections that are no handshakes are refused and counted, and hold nobody up.
 fn strangers() {
     let rig = NixlRig::new();
@@ -758,112 +749,4 @@ fn missing() {
     assert!(matches!(error, ConnectError::Library(_)), "{said}");
     assert!(said.contains("pip install nixl-cu12"), "{said}");
     assert!(said.contains("/nonexistent/libnixl_capi.so"), "{said}");
-}
-
-/// An agent of NIXL's own Python package reads this side's memory and writes to it, and this side
-/// reads its memory and writes to that.
-fn python() {
-    let Some(python) = env::var_os("LMC_NIXL_PYTHON") else {
-        println!(
-            "skipped: LMC_NIXL_PYTHON names no Python with NIXL; `cargo xtask test-nixl` does"
-        );
-        return;
-    };
-    let rig = NixlRig::new();
-    let side = NixlSide::new(&rig, "me");
-    let object = side.objects(1, &[100_000]);
-    let mut place = vec![side.slot(100_000)];
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nixl/agent.py");
-    let mut child = Command::new(python)
-        .arg(script)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("python can be run");
-    let mut input = child.stdin.take().expect("it is piped");
-    let mut output = BufReader::new(child.stdout.take().expect("it is piped"));
-    let mut says = || {
-        let mut line = String::new();
-        output.read_line(&mut line).expect("its output");
-        line.trim().to_owned()
-    };
-
-    // Its agent, to us.
-    let said = says();
-    let fields: Vec<&str> = said.split(' ').collect();
-    let [name, base, len, metadata] = fields[..] else {
-        panic!("{said:?}");
-    };
-    let agent = NixlAgent {
-        agent: name.to_owned(),
-        metadata: from_hex(metadata),
-        base: base.parse().expect("an address"),
-        len: len.parse().expect("a length"),
-        memory: NixlMemory::Host,
-    };
-    let id: PeerId = "python".parse().expect("a name");
-    let introduced = side.channel.introduce(id.clone(), agent, 1);
-    block_on(introduced).expect("NIXL takes it");
-
-    // Ours, to it, with the addresses of the object and the place.
-    let ours = side.channel.agent();
-    let at = |offset: u64| ours.base + offset;
-    writeln!(
-        input,
-        "{} {} {} {}",
-        ours.agent,
-        at(object[0].offset()),
-        at(place[0].offset()),
-        to_hex(&ours.metadata)
-    )
-    .expect("it listens");
-
-    // It has read our object into its first 100,000 bytes, and written its next to our place.
-    assert_eq!(says(), "moved");
-    let deadline = || Instant::now() + PATIENCE;
-    let reading = side.channel.read(
-        side.slots(&[100_000, 5]),
-        &id,
-        &[Index(0), Index(100_000)],
-        deadline(),
-    );
-    let slots = block_on(reading).into_result().expect("it is there");
-    check_value(1, 0, slots[0].bytes()).expect("what it read of us");
-    assert_eq!(slots[1].bytes(), [0, 7, 14, 21, 28]);
-    let written = place.remove(0).written();
-    for (at, byte) in written.bytes().iter().enumerate() {
-        assert_eq!(*byte, (at * 7 % 251) as u8, "byte {at}");
-    }
-    // And we write to it.
-    let objects = side.objects(3, &[50_000]);
-    let copy = objects[0].bytes().to_vec();
-    let sent = block_on(side.channel.write(objects, &id, &[Index(3)], deadline()));
-    assert_eq!(sent.into_result(), Ok(1));
-    writeln!(input, "{}", to_hex(&copy)).expect("it listens");
-    assert_eq!(says(), "right");
-
-    // There is no conversation with it, and it can be forgotten.
-    let sent = block_on(side.channel.send(object.clone(), &id, 1, deadline()));
-    assert!(
-        matches!(sent.error, Some(TransferError::Refused(_))),
-        "{sent:?}"
-    );
-    side.channel.forget(&id);
-    eventually("it is forgotten", || !side.channel.is_connected(&id));
-    drop(input);
-    let status = child.wait().expect("it is our child");
-    assert!(status.success(), "{status}");
-    drop((object, place, slots, written));
-    // The arena stays: its address is known to whom we cannot ask.
-    let closed = block_on(side.channel.close(deadline()));
-    closed.expect("nothing is under way");
-}
-
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Vec<u8> {
-    let byte = |at| u8::from_str_radix(&text[at..at + 2], 16).expect("hex");
-    (0..text.len()).step_by(2).map(byte).collect()
 }

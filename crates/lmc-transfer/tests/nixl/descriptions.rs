@@ -1,0 +1,265 @@
+//! Agents' descriptions of themselves: changed, cut short, and those of NIXL's Python package.
+
+use std::env;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use lmc_transfer::conformance::check_value;
+use lmc_transfer::{
+    ConnectError, Index, NixlAgent, NixlMemory, PeerId, TransferChannel, TransferError, block_on,
+};
+
+use crate::scenarios::{NixlSide, PATIENCE, eventually};
+use crate::support::NixlRig;
+
+/// An agent's description that was cut short is refused, and no two peers have one agent.
+pub(crate) fn cut_short() {
+    let rig = NixlRig::new();
+    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
+    let whole = b.channel.agent();
+    let introduce = |name: &str, agent: &NixlAgent| {
+        let id: PeerId = name.parse().expect("a name");
+        block_on(a.channel.introduce(id, agent.clone(), 4096))
+    };
+    let (p, q): (PeerId, PeerId) = ("p".parse().expect("a name"), "q".parse().expect("a name"));
+    introduce("p", &whole).expect("NIXL takes it");
+    let taken = introduce("q", &whole);
+    assert!(matches!(taken, Err(ConnectError::Refused(_))), "{taken:?}");
+    assert!(!a.channel.is_connected(&q));
+    a.channel.forget(&p);
+    eventually("it is forgotten", || !a.channel.is_connected(&p));
+
+    for len in 0..whole.metadata.len() {
+        let mut agent = whole.clone();
+        agent.metadata.truncate(len);
+        let refused = introduce("p", &agent);
+        let library = matches!(refused, Err(ConnectError::Library(_)));
+        assert!(library, "{len} bytes: {refused:?}");
+        assert!(!a.channel.is_connected(&p));
+    }
+    // One that NIXL itself refuses, after it has learnt how to connect: it would refuse the right
+    // one as well from then on.
+    let object = b.objects(1, &[100_000]);
+    let index = b.indices(&object);
+    for _ in 0..3 {
+        let refused = introduce("p", &doubled(&whole));
+        let Err(ConnectError::Library(why)) = refused else {
+            panic!("{refused:?}");
+        };
+        assert!(why.contains("NIXL refuses"), "{why}");
+        eventually("it is taken by another agent", || {
+            introduce("p", &whole).is_ok()
+        });
+        let deadline = Instant::now() + PATIENCE;
+        let reading = a.channel.read(a.slots(&[100_000]), &p, &index, deadline);
+        let slots = block_on(reading).into_result().expect("it is there");
+        check_value(1, 0, slots[0].bytes()).expect("the object");
+        a.channel.forget(&p);
+        eventually("it is forgotten", || !a.channel.is_connected(&p));
+    }
+    drop(object);
+    a.connect(&b);
+    a.works_with(1, &b);
+    let closed = block_on(a.channel.close(Instant::now() + PATIENCE));
+    closed.expect("nothing is under way");
+    let closed = block_on(b.channel.close(Instant::now() + PATIENCE));
+    closed.expect("nothing is under way");
+}
+
+/// The description with its only region twice, reached in two ways.
+fn doubled(agent: &NixlAgent) -> NixlAgent {
+    let mut agent = agent.clone();
+    let tag = b"|n\x08\0\0\0\0\0\0\0\x01";
+    let at = agent.metadata.windows(tag.len()).rposition(|at| at == tag);
+    let number = at.expect("the number of regions") + tag.len() - 1;
+    agent.metadata[number] = 2;
+    let mut region = agent.metadata[number + 9..].to_vec();
+    // The device of the second.
+    region[0] += 1;
+    region.insert(region.len() - 1, 0xff);
+    agent.metadata.extend(region);
+    agent
+}
+
+/// The description under another name of the same length.
+fn named(agent: &NixlAgent, number: usize) -> NixlAgent {
+    let old = agent.agent.clone().into_bytes();
+    let metadata = &agent.metadata;
+    let at = metadata
+        .windows(old.len())
+        .position(|name| name == &old[..]);
+    let at = at.expect("metadata has the name") + old.len() - 8;
+    let mut agent = agent.clone();
+    let digits = format!("{number:08x}");
+    agent.metadata[at..at + 8].copy_from_slice(digits.as_bytes());
+    agent.agent.truncate(old.len() - 8);
+    agent.agent.push_str(&digits);
+    agent
+}
+
+/// Descriptions that were changed on their way, or by who means harm, are refused or taken, and
+/// crash nothing. They did, with a kind of memory that there is not, or an address without an end.
+pub(crate) fn changed() {
+    let rig = NixlRig::new();
+    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
+    let whole = b.channel.agent();
+    let id: PeerId = "p".parse().expect("a name");
+    let mut seed = 0x9E37_79B9_7F4A_7C15_u64;
+    let mut next = move |below: usize| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        (seed % below as u64) as usize
+    };
+    let mut taken = 0;
+    for round in 0..4000 {
+        let mut agent = named(&whole, round);
+        for _ in 0..=next(3) {
+            let at = next(agent.metadata.len());
+            match next(8) {
+                0 => drop(agent.metadata.remove(at)),
+                1 => agent.metadata.insert(at, next(256) as u8),
+                2 => agent.metadata[at] ^= 1 << next(8),
+                3 => agent.metadata[at] = [0, 0x7f, 0x80, 0xff][next(4)],
+                4 => {
+                    let from = next(agent.metadata.len());
+                    let piece = agent.metadata[from..].iter().take(next(40));
+                    let piece: Vec<u8> = piece.copied().collect();
+                    agent.metadata.splice(at..at, piece);
+                }
+                _ => agent.metadata[at] = next(256) as u8,
+            }
+        }
+        let introduced = block_on(a.channel.introduce(id.clone(), agent, 4096));
+        match introduced {
+            Ok(()) => {
+                taken += 1;
+                a.channel.forget(&id);
+                eventually("it is forgotten", || !a.channel.is_connected(&id));
+            }
+            Err(error) => {
+                let library = matches!(error, ConnectError::Library(_));
+                assert!(library, "{round}: {error}");
+            }
+        }
+    }
+    println!("{taken} of 4000 were taken");
+    // It is not that nothing is taken any more.
+    block_on(a.channel.introduce(id.clone(), whole, 4096)).expect("NIXL takes it");
+    a.channel.forget(&id);
+    a.connect(&b);
+    a.works_with(1, &b);
+    for side in [a, b] {
+        let closed = block_on(side.channel.close(Instant::now() + PATIENCE));
+        closed.expect("nothing is under way");
+    }
+}
+
+/// An agent of NIXL's own Python package reads this side's memory and writes to it, and this side
+/// reads its memory and writes to that.
+pub(crate) fn python() {
+    let Some(python) = env::var_os("LMC_NIXL_PYTHON") else {
+        println!(
+            "skipped: LMC_NIXL_PYTHON names no Python with NIXL; `cargo xtask test-nixl` does"
+        );
+        return;
+    };
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let object = side.objects(1, &[100_000]);
+    let mut place = vec![side.slot(100_000)];
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nixl/agent.py");
+    let mut child = Command::new(python)
+        .arg(script)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python can be run");
+    let mut input = child.stdin.take().expect("it is piped");
+    let mut output = BufReader::new(child.stdout.take().expect("it is piped"));
+    let mut says = || {
+        let mut line = String::new();
+        output.read_line(&mut line).expect("its output");
+        line.trim().to_owned()
+    };
+
+    // Its agent, to us.
+    let said = says();
+    let fields: Vec<&str> = said.split(' ').collect();
+    let [name, base, len, metadata] = fields[..] else {
+        panic!("{said:?}");
+    };
+    let agent = NixlAgent {
+        agent: name.to_owned(),
+        metadata: from_hex(metadata),
+        base: base.parse().expect("an address"),
+        len: len.parse().expect("a length"),
+        memory: NixlMemory::Host,
+    };
+    let id: PeerId = "python".parse().expect("a name");
+    let introduced = side.channel.introduce(id.clone(), agent, 1);
+    block_on(introduced).expect("NIXL takes it");
+
+    // Ours, to it, with the addresses of the object and the place.
+    let ours = side.channel.agent();
+    let at = |offset: u64| ours.base + offset;
+    writeln!(
+        input,
+        "{} {} {} {}",
+        ours.agent,
+        at(object[0].offset()),
+        at(place[0].offset()),
+        to_hex(&ours.metadata)
+    )
+    .expect("it listens");
+
+    // It has read our object into its first 100,000 bytes, and written its next to our place.
+    assert_eq!(says(), "moved");
+    let deadline = || Instant::now() + PATIENCE;
+    let reading = side.channel.read(
+        side.slots(&[100_000, 5]),
+        &id,
+        &[Index(0), Index(100_000)],
+        deadline(),
+    );
+    let slots = block_on(reading).into_result().expect("it is there");
+    check_value(1, 0, slots[0].bytes()).expect("what it read of us");
+    assert_eq!(slots[1].bytes(), [0, 7, 14, 21, 28]);
+    let written = place.remove(0).written();
+    for (at, byte) in written.bytes().iter().enumerate() {
+        assert_eq!(*byte, (at * 7 % 251) as u8, "byte {at}");
+    }
+    // And we write to it.
+    let objects = side.objects(3, &[50_000]);
+    let copy = objects[0].bytes().to_vec();
+    let sent = block_on(side.channel.write(objects, &id, &[Index(3)], deadline()));
+    assert_eq!(sent.into_result(), Ok(1));
+    writeln!(input, "{}", to_hex(&copy)).expect("it listens");
+    assert_eq!(says(), "right");
+
+    // There is no conversation with it, and it can be forgotten.
+    let sent = block_on(side.channel.send(object.clone(), &id, 1, deadline()));
+    assert!(
+        matches!(sent.error, Some(TransferError::Refused(_))),
+        "{sent:?}"
+    );
+    side.channel.forget(&id);
+    eventually("it is forgotten", || !side.channel.is_connected(&id));
+    drop(input);
+    let status = child.wait().expect("it is our child");
+    assert!(status.success(), "{status}");
+    drop((object, place, slots, written));
+    // The arena stays: its address is known to whom we cannot ask.
+    let closed = block_on(side.channel.close(deadline()));
+    closed.expect("nothing is under way");
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Vec<u8> {
+    let byte = |at| u8::from_str_radix(&text[at..at + 2], 16).expect("hex");
+    (0..text.len()).step_by(2).map(byte).collect()
+}
