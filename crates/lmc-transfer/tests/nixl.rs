@@ -103,6 +103,7 @@ over_both! {
     frozen: frozen_peers_hold_nothing_up_over_tcp, frozen_peers_hold_nothing_up_over_shared_memory;
     frozen_then_replaced: a_frozen_peer_survives_a_new_agent_over_tcp, a_frozen_peer_survives_a_new_agent_over_shared_memory;
     frozen_writer: a_frozen_sender_keeps_the_receivers_slots_over_tcp, a_frozen_sender_keeps_the_receivers_slots_over_shared_memory;
+    frozen_at_close: a_close_leaves_a_frozen_sender_over_tcp, a_close_leaves_a_frozen_sender_over_shared_memory;
     forgotten_writer: a_forgotten_sender_keeps_the_receivers_slots_over_tcp, a_forgotten_sender_keeps_the_receivers_slots_over_shared_memory;
     small: many_small_objects_arrive_over_tcp, many_small_objects_arrive_over_shared_memory;
     left_open: a_process_ends_well_with_its_channel_open_over_tcp, a_process_ends_well_with_its_channel_open_over_shared_memory;
@@ -118,6 +119,11 @@ fn an_idle_channel_burns_no_core() {
 #[test]
 fn descriptions_that_were_cut_short_are_refused() {
     run("cut_short", TCP);
+}
+
+#[test]
+fn an_on_connect_that_blocks_takes_a_few_threads() {
+    run("blocked_on_connect", TCP);
 }
 
 #[test]

@@ -24,8 +24,11 @@ use crate::{Address, ChannelConfig, ConnectError, MAX_MESSAGE, PeerId};
 
 /// Handshakes that others begin at a time; more wait to be accepted.
 const MAX_HANDSHAKES: usize = 64;
-/// Messages that wait to be written to a peer; with more, it is taken to be gone.
-const MAX_UNSENT: usize = 4096;
+/// Bytes of messages that wait to be written to a peer; with more, it is taken to be gone. As many
+/// as the longest message takes four times.
+const MAX_UNSENT: usize = 4 * MAX_FRAME;
+/// Bytes that a message counts for beside its frame.
+const MESSAGE: usize = 64;
 /// Bytes of the messages of a connection that wait to be read by the channel; with more, the peer
 /// waits. As many as the longest message takes twice.
 const MAX_UNREAD: usize = 2 * UNPACKED * MAX_FRAME;
@@ -42,6 +45,12 @@ type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// After a handshake that failed, the other side has this long to end the connection.
 const LINGER: Duration = Duration::from_secs(5);
+/// The other side of a connection of which this side's half has ended has this long to end its
+/// own: it may be stopped for a while.
+const DEPARTURE: Duration = Duration::from_secs(600);
+/// Threads that may be in [`crate::OnConnect`] at a time: it may block for longer than a handshake
+/// may take.
+const MAX_ASKED: usize = 16;
 
 /// Those who were told where this side's memory is.
 #[derive(Debug, Default)]
@@ -100,9 +109,23 @@ struct Stream {
     writer: Writer,
     /// From when the other side is told where the memory is.
     exposed: Option<Exposed>,
+    /// From when the channel knows of it.
+    number: Option<u64>,
 }
 
 impl Stream {
+    fn new(
+        reader: impl AsyncRead + Send + Unpin + 'static,
+        writer: impl AsyncWrite + Send + Unpin + 'static,
+    ) -> Self {
+        Self {
+            reader: Box::new(reader),
+            writer: Box::new(writer),
+            exposed: None,
+            number: None,
+        }
+    }
+
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         let keepalive = socket2::TcpKeepalive::new()
@@ -111,20 +134,12 @@ impl Stream {
             .with_retries(3);
         socket2::SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
         let (reader, writer) = stream.into_split();
-        Ok(Self {
-            reader: Box::new(reader),
-            writer: Box::new(writer),
-            exposed: None,
-        })
+        Ok(Self::new(reader, writer))
     }
 
     fn unix(stream: UnixStream) -> Self {
         let (reader, writer) = stream.into_split();
-        Self {
-            reader: Box::new(reader),
-            writer: Box::new(writer),
-            exposed: None,
-        }
+        Self::new(reader, writer)
     }
 
     async fn connect(address: &Address) -> Result<Self, ConnectError> {
@@ -202,14 +217,34 @@ pub(super) struct Link {
     pub(super) number: u64,
     /// Whether anything was said over it.
     pub(super) used: bool,
-    unsent: mpsc::Sender<Message>,
+    unsent: mpsc::UnboundedSender<Unsent>,
+    room: Arc<Semaphore>,
 }
 
+/// The frame of a message that waits to be written, and its share of [`MAX_UNSENT`].
+type Unsent = (Vec<u8>, OwnedSemaphorePermit);
+
 impl Link {
+    fn new(number: u64) -> (Self, mpsc::UnboundedReceiver<Unsent>) {
+        let (unsent, outgoing) = mpsc::unbounded_channel();
+        let link = Self {
+            number,
+            used: false,
+            unsent,
+            room: Arc::new(Semaphore::new(MAX_UNSENT)),
+        };
+        (link, outgoing)
+    }
+
     /// Whether the message is under way; if not, the peer does not listen.
-    pub(super) fn say(&mut self, message: Message) -> bool {
+    pub(super) fn say(&mut self, message: &Message) -> bool {
         self.used = true;
-        self.unsent.try_send(message).is_ok()
+        let frame = frame(message);
+        let bytes = u32::try_from(frame.len() + MESSAGE).expect("frames are bounded");
+        let Ok(share) = Arc::clone(&self.room).try_acquire_many_owned(bytes) else {
+            return false;
+        };
+        self.unsent.send((frame, share)).is_ok()
     }
 }
 
@@ -223,6 +258,13 @@ pub(super) struct Host {
     pub(super) refused: AtomicU64,
     pub(super) links: AtomicU64,
     pub(super) exposures: Arc<Exposures>,
+    /// Threads that are in [`crate::OnConnect`].
+    pub(super) asking: Arc<Semaphore>,
+}
+
+/// Room for those who ask [`crate::OnConnect`].
+pub(super) fn asking() -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(MAX_ASKED))
 }
 
 impl Host {
@@ -277,19 +319,26 @@ impl Host {
             mut reader,
             mut writer,
             exposed,
+            number,
         } = stream;
-        let Some(exposed) = exposed else {
+        if exposed.is_none() && number.is_none() {
             return;
-        };
+        }
+        let commands = self.commands.clone();
         self.runtime.spawn(async move {
-            let ends = async {
-                let _ = writer.shutdown().await;
-                let mut rest = [0; 512];
-                while matches!(reader.read(&mut rest).await, Ok(count) if count > 0) {}
+            let down = |end| {
+                let fault = "the handshake was not finished".to_owned();
+                if let Some(number) = number {
+                    commands.give(Command::LinkDown { number, fault, end });
+                }
             };
-            if tokio::time::timeout(LINGER, ends).await.is_ok() {
+            down(LinkEnd::NotYet);
+            let _ = writer.shutdown().await;
+            let end = ends_within(&mut reader, LINGER).await;
+            if let Some(exposed) = exposed.filter(|_| end == LinkEnd::Ended) {
                 exposed.over();
             }
+            down(end);
         });
     }
 
@@ -310,7 +359,8 @@ impl Host {
         let theirs = ours.accept(&read_hello(&mut stream.reader).await?)?;
         let signer = Signer::new(self.config.key.clone(), &theirs, &ours);
         let (signature, bytes) = read_signed(&mut stream.reader).await?;
-        let (answer, welcomed) = match self.welcome(&signer, &signature, &bytes).await {
+        let number = &mut stream.number;
+        let (answer, welcomed) = match self.welcome(&signer, &signature, &bytes, number).await {
             Ok((intro, link)) => (Answer::Welcome(intro), Ok(link)),
             Err(error) => {
                 let answer = match &error {
@@ -336,6 +386,7 @@ impl Host {
         signer: &Signer,
         signature: &[u8; SIGNATURE],
         bytes: &[u8],
+        number: &mut Option<u64>,
     ) -> Result<(Intro, Started), ConnectError> {
         if !signer.verify(Step::Intro, bytes, signature) {
             return Err(ConnectError::Key);
@@ -352,7 +403,7 @@ impl Host {
         let peer = peer_id(&theirs.peer)?;
         let message = theirs.message.take().map(Bytes::from);
         let reply = self.asked(peer, message).await?;
-        let started = self.join(theirs).await?;
+        let started = self.join(theirs, number).await?;
         let mut intro = self.intro.clone();
         intro.message = reply.map(|reply| reply.to_vec());
         Ok((intro, started))
@@ -367,7 +418,12 @@ impl Host {
         let Some(on_connect) = self.config.on_connect.clone() else {
             return Ok(None);
         };
-        let asked = tokio::task::spawn_blocking(move || on_connect(&peer, message)).await;
+        let asking = Arc::clone(&self.asking).acquire_owned().await;
+        let asked = tokio::task::spawn_blocking(move || {
+            let _asking = asking;
+            on_connect(&peer, message)
+        });
+        let asked = asked.await;
         let failed = |_| ConnectError::Refused("the peer's OnConnect panicked".to_owned());
         let reply = asked.map_err(failed)?;
         match reply {
@@ -443,39 +499,21 @@ impl Host {
             return Err(ConnectError::WrongPeer { expected, found });
         }
         let reply = theirs.message.take().map(Bytes::from);
-        Ok((reply, self.join(theirs).await?))
+        Ok((reply, self.join(theirs, &mut stream.number).await?))
     }
 
-    /// Makes a peer known to the channel.
-    async fn join(&self, intro: Intro) -> Result<Started, ConnectError> {
-        let number = self.links.fetch_add(1, Ordering::Relaxed);
-        let (unsent, outgoing) = mpsc::channel(MAX_UNSENT);
-        let (reader, begun) = oneshot::channel::<(Reader, Option<Exposed>)>();
-        // The reader waits for the stream, which the handshake still needs.
-        let commands = self.commands.clone();
-        self.runtime.spawn(async move {
-            let (fault, end) = match begun.await {
-                Ok((stream, exposed)) => {
-                    let (fault, end) = listen(stream, number, &commands).await;
-                    if let Some(exposed) = exposed.filter(|_| end == LinkEnd::Ended) {
-                        exposed.over();
-                    }
-                    (fault, end)
-                }
-                Err(_) => ("the handshake was not finished".to_owned(), LinkEnd::Ended),
-            };
-            commands.give(Command::LinkDown { number, fault, end });
-        });
-        let used = false;
-        let link = Link {
-            number,
-            used,
-            unsent,
-        };
+    /// Makes a peer known to the channel, with a connection of this number.
+    async fn join(&self, intro: Intro, number: &mut Option<u64>) -> Result<Started, ConnectError> {
+        let new = self.links.fetch_add(1, Ordering::Relaxed);
+        let (link, outgoing) = Link::new(new);
         let (reply, joined) = oneshot::channel();
+        *number = Some(new);
         self.commands.give(Command::Join { intro, link, reply });
         joined.await.map_err(|_| ConnectError::Closed)??;
-        Ok(Started { reader, outgoing })
+        Ok(Started {
+            number: new,
+            outgoing,
+        })
     }
 
     /// Lets a connection run by itself.
@@ -484,28 +522,41 @@ impl Host {
             reader,
             mut writer,
             exposed,
+            ..
         } = stream;
-        let mut outgoing = started.outgoing;
-        // It fails only when the runtime has ended.
-        let _ = started.reader.send((reader, exposed));
+        let Started {
+            number,
+            mut outgoing,
+        } = started;
+        let (departing, departed) = oneshot::channel();
+        let commands = self.commands.clone();
         self.runtime.spawn(async move {
-            while let Some(message) = outgoing.recv().await {
-                // Its reader finds out as well, and tells the channel.
-                let bytes = frame(&message);
-                let written = tokio::time::timeout(WRITE_TIMEOUT, writer.write_all(&bytes)).await;
-                if !matches!(written, Ok(Ok(()))) {
-                    break;
+            let (fault, end) = listen(reader, departed, number, &commands).await;
+            if let Some(exposed) = exposed.filter(|_| end == LinkEnd::Ended) {
+                exposed.over();
+            }
+            commands.give(Command::LinkDown { number, fault, end });
+        });
+        self.runtime.spawn(async move {
+            while let Some((frame, _share)) = outgoing.recv().await {
+                match tokio::time::timeout(WRITE_TIMEOUT, writer.write_all(&frame)).await {
+                    Ok(Ok(())) => {}
+                    // Its reader finds out as well, after what the peer has said before.
+                    Ok(Err(_)) => return,
+                    Err(_) => break,
                 }
             }
             let _ = writer.shutdown().await;
+            // The reader may have ended before.
+            let _ = departing.send(());
         });
     }
 }
 
 /// A connection whose peer is known, but which does not run yet.
 struct Started {
-    reader: oneshot::Sender<(Reader, Option<Exposed>)>,
-    outgoing: mpsc::Receiver<Message>,
+    number: u64,
+    outgoing: mpsc::UnboundedReceiver<Unsent>,
 }
 
 fn peer_id(text: &str) -> Result<PeerId, ConnectError> {
@@ -559,27 +610,51 @@ async fn read_frame(reader: &mut Reader, max: usize) -> Result<Vec<u8>, ConnectE
 }
 
 /// Hands on what a peer says, until it says no more. Why it does not, and what is known of that.
-async fn listen(mut reader: Reader, number: u64, commands: &Commands) -> (String, LinkEnd) {
-    let error = match hear(&mut reader, number, commands).await {
-        Ok(()) => return ("its control connection ended".to_owned(), LinkEnd::Ended),
-        Err(error) => error,
+/// `departed` says that this side's half has ended.
+async fn listen(
+    mut reader: Reader,
+    departed: oneshot::Receiver<()>,
+    number: u64,
+    commands: &Commands,
+) -> (String, LinkEnd) {
+    let heard = tokio::select! {
+        heard = hear(&mut reader, number, commands) => Some(heard),
+        Ok(()) = departed => None,
     };
-    let fault = format!("its control connection failed: {error}");
-    if let ConnectError::Io(error) = error {
-        return (fault, end_by(&error));
-    }
-    // It is not understood any more; this side's half ends, and then its own does.
+    let fault = match heard {
+        Some(Ok(())) => return ("its control connection ended".to_owned(), LinkEnd::Ended),
+        Some(Err(ConnectError::Io(error))) => {
+            let fault = format!("its control connection failed: {error}");
+            return (fault, end_by(&error));
+        }
+        // It is not understood any more; this side's half ends, and then its own does.
+        Some(Err(error)) => format!("its control connection failed: {error}"),
+        None => "it does not take messages".to_owned(),
+    };
     let end = LinkEnd::NotYet;
     commands.give(Command::LinkDown { number, fault, end });
-    let mut rest = [0; 512];
-    let end = loop {
-        match reader.read(&mut rest).await {
-            Ok(0) => break LinkEnd::Ended,
-            Ok(_) => {}
-            Err(error) => break end_by(&error),
+    let end = ends_within(&mut reader, DEPARTURE).await;
+    let fault = match end {
+        LinkEnd::Ended => "its control connection ended",
+        LinkEnd::NotYet | LinkEnd::Unknown => "it does not end its control connection",
+    };
+    (fault.to_owned(), end)
+}
+
+/// Waits for the end of the other side's half, whatever it still says.
+async fn ends_within(reader: &mut Reader, limit: Duration) -> LinkEnd {
+    let ends = async {
+        let mut rest = [0; 512];
+        loop {
+            match reader.read(&mut rest).await {
+                Ok(0) => return LinkEnd::Ended,
+                Ok(_) => {}
+                Err(error) => return end_by(&error),
+            }
         }
     };
-    ("its control connection ended".to_owned(), end)
+    let ends = tokio::time::timeout(limit, ends).await;
+    ends.unwrap_or(LinkEnd::Unknown)
 }
 
 /// What an error says of the peer. Its host resets the connections of a process that has ended;
@@ -626,4 +701,48 @@ pub(super) type Seat = OwnedSemaphorePermit;
 /// What is left of the time until a deadline.
 pub(super) fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runtime() -> tokio::runtime::Runtime {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        runtime.expect("a runtime")
+    }
+
+    #[test]
+    fn who_does_not_end_a_connection_is_not_waited_for() {
+        runtime().block_on(async {
+            let limit = Duration::from_millis(50);
+            let (ours, mut theirs) = tokio::io::duplex(64);
+            let mut reader: Reader = Box::new(ours);
+            theirs.write_all(b"something").await.expect("it is read");
+            assert_eq!(ends_within(&mut reader, limit).await, LinkEnd::Unknown);
+            drop(theirs);
+            let limit = Duration::from_secs(60);
+            assert_eq!(ends_within(&mut reader, limit).await, LinkEnd::Ended);
+        });
+    }
+
+    #[test]
+    fn what_waits_for_a_peer_is_bounded_in_bytes() {
+        let (mut link, mut outgoing) = Link::new(1);
+        let long = Message::Offer {
+            send: 1,
+            tag: 2,
+            lens: vec![u64::MAX; crate::MAX_BATCH],
+        };
+        let said = (0..100).take_while(|_| link.say(&long)).count();
+        assert!((4..=12).contains(&said), "{said} long messages");
+        drop(outgoing.try_recv().expect("it waits"));
+        assert!(link.say(&long), "what was written makes room");
+        let (mut link, _outgoing) = Link::new(2);
+        let said = (0..1_000_000).take_while(|_| link.say(&Message::Cancel { send: 1 }));
+        let said = said.count();
+        assert!((10_000..500_000).contains(&said), "{said} short messages");
+    }
 }

@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -160,6 +161,8 @@ impl Commands {
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     pub(super) peers: RwLock<HashSet<PeerId>>,
+    /// Slots that stay in quarantine.
+    pub(super) stranded: AtomicU64,
     /// Whether the thread has ended.
     pub(super) ended: Mutex<bool>,
     pub(super) end: Condvar,
@@ -486,9 +489,22 @@ impl Engine {
         let Some(incarnation) = self.state.unended.remove(&number) else {
             return;
         };
-        let more = self.may_yet_end(incarnation);
-        if end == LinkEnd::Ended && !more {
+        if self.may_yet_end(incarnation) {
+            return;
+        }
+        if end == LinkEnd::Ended {
             self.state.paired.peer_ended(incarnation, Instant::now());
+            return;
+        }
+        let slots = self.state.paired.stranded(incarnation);
+        if slots > 0 {
+            tracing::warn!(
+                slots,
+                fault,
+                "slots stay in quarantine: a peer may write to them that is not heard of any more"
+            );
+            let slots = slots as u64;
+            self.shared.stranded.fetch_add(slots, Ordering::Relaxed);
         }
     }
 
@@ -581,7 +597,7 @@ impl Engine {
                 connected.filter(|connected| connected.peer.incarnation == peer.incarnation);
             let said = connected
                 .and_then(|connected| connected.links.first_mut())
-                .is_none_or(|link| link.say(message));
+                .is_none_or(|link| link.say(&message));
             if !said {
                 self.gone(&peer.id, "it does not take messages", false);
             }

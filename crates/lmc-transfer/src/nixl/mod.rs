@@ -35,7 +35,7 @@ pub use agent::NixlMemory;
 pub use reach::NixlReads;
 
 use agent::{Registered, Remote, Role, Setup};
-use control::{Exposures, Host, Listener, left};
+use control::{Exposures, Host, Listener, asking, left};
 use engine::{Command, Commands, Engine, Peer, Shared, State};
 use initiators::Initiators;
 use reach::Reach;
@@ -209,6 +209,7 @@ impl NixlChannel {
             refused: AtomicU64::new(0),
             links: AtomicU64::new(0),
             exposures: Arc::new(Exposures::default()),
+            asking: asking(),
         });
         let accepting = runtime.spawn(Arc::clone(&host).serve(listener));
         let shared = Arc::new(Shared::default());
@@ -240,6 +241,12 @@ impl NixlChannel {
     /// Handshakes of others that were refused.
     pub fn refused_handshakes(&self) -> u64 {
         self.host.refused.load(Ordering::Relaxed)
+    }
+
+    /// Slots that stay in quarantine to the end of the process: peers that vanished without a word,
+    /// as with their host or its network, had their places, and NIXL has no way to take those back.
+    pub fn stranded_slots(&self) -> u64 {
+        self.shared.stranded.load(Ordering::Relaxed)
     }
 
     /// What an agent that is no channel of ours needs to read and write this side's arena.

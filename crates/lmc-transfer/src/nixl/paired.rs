@@ -370,6 +370,13 @@ impl Paired {
         }
     }
 
+    /// Slots that a peer may write to of which nothing more will be known.
+    pub(super) fn stranded(&self, incarnation: u64) -> usize {
+        let late = self.late.iter();
+        let its = late.filter(|((peer, _), late)| *peer == incarnation && late.ended.is_none());
+        its.map(|(_, late)| late.slots.len()).sum()
+    }
+
     /// Ends what is past its deadline or no longer wanted.
     pub(super) fn tend(&mut self, now: Instant, words: &mut Words) {
         let ended = |sending: &Sending| now >= sending.deadline || sending.reply.is_closed();

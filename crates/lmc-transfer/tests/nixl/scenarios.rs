@@ -7,6 +7,8 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -42,6 +44,8 @@ pub(crate) fn run(name: &str) {
         "frozen" => frozen(),
         "frozen_then_replaced" => frozen_then_replaced(),
         "frozen_writer" => frozen_writer(),
+        "frozen_at_close" => frozen_at_close(),
+        "blocked_on_connect" => blocked_on_connect(),
         "forgotten_writer" => forgotten_writer(),
         "small" => small(),
         "left_open" => left_open(),
@@ -526,15 +530,8 @@ fn frozen_writer() {
     side.ends();
 }
 
-/// A sender that is stopped while it writes and then forgotten, as one is whose name another
-/// takes: it may write on, and the receiver's slots are in quarantine until it has ended the
-/// connection. They were given back 2 s after it was forgotten.
-fn forgotten_writer() {
-    let rig = NixlRig::new();
-    let side = NixlSide::new(&rig, "me");
-    let mut other = Other::start(&rig, "peer");
-    other.connect(&side);
-    let mut caught = false;
+/// Stops a peer while it writes to a receiver.
+fn stop_while_it_sends(side: &NixlSide, other: &mut Other) {
     for round in 0..200 {
         other.told("send");
         let deadline = Instant::now() + Duration::from_millis(400);
@@ -548,14 +545,46 @@ fn forgotten_writer() {
             });
             block_on(receiving)
         });
-        caught = matches!(filled.slots[..], [Slot::Quarantined]);
-        if caught {
-            break;
+        if matches!(filled.slots[..], [Slot::Quarantined]) {
+            return;
         }
         other.signal("-CONT");
         assert_eq!(other.says(), "done");
     }
-    assert!(caught, "the sender was never stopped on its way");
+    panic!("the sender was never stopped on its way");
+}
+
+/// A channel that closes does not wait for ever for a peer that may still write to it, and keeps
+/// its memory. Its thread stayed for as long as the peer was stopped.
+fn frozen_at_close() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let mut other = Other::start(&rig, "peer");
+    other.connect(&side);
+    stop_while_it_sends(&side, &mut other);
+    let closing = side
+        .channel
+        .close(Instant::now() + Duration::from_millis(200));
+    let late = block_on(closing).expect_err("it may still write");
+    assert!(matches!(late, TransferError::Deadline { .. }), "{late:?}");
+    thread::sleep(Duration::from_secs(8));
+    let began = Instant::now();
+    block_on(side.channel.close(began + PATIENCE)).expect("its thread has ended");
+    assert!(began.elapsed() < Duration::from_secs(1));
+    other.signal("-CONT");
+    // Whatever it writes now lands where nothing else is.
+    assert_eq!(other.says(), "done");
+}
+
+/// A sender that is stopped while it writes and then forgotten, as one is whose name another
+/// takes: it may write on, and the receiver's slots are in quarantine until it has ended the
+/// connection. They were given back 2 s after it was forgotten.
+fn forgotten_writer() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    let mut other = Other::start(&rig, "peer");
+    other.connect(&side);
+    stop_while_it_sends(&side, &mut other);
     side.channel.forget(&other.id);
     eventually("it is forgotten", || !side.channel.is_connected(&other.id));
     thread::sleep(Duration::from_secs(3));
@@ -728,6 +757,40 @@ fn strangers() {
     });
     me.ends();
     side.ends();
+}
+
+/// An `OnConnect` that blocks takes a bounded number of threads, however many connect, and others
+/// are served when it is over. Each that gave up left a thread behind.
+fn blocked_on_connect() {
+    let rig = NixlRig::new();
+    let (blocked, entered) = (Arc::new(Mutex::new(())), Arc::new(AtomicUsize::new(0)));
+    let b = NixlSide::with(&rig, "b", 4096, |config| {
+        config.handshake_timeout = Duration::from_millis(200);
+        let (blocked, entered) = (Arc::clone(&blocked), Arc::clone(&entered));
+        config.on_connect = Some(Arc::new(move |_, message| {
+            entered.fetch_add(1, Ordering::Relaxed);
+            drop(blocked.lock());
+            message
+        }));
+    });
+    let a = NixlSide::new(&rig, "a");
+    let held = blocked.lock().expect("nobody panics");
+    let connect = |millis| {
+        let deadline = Instant::now() + Duration::from_millis(millis);
+        let (id, address) = (b.channel.id(), b.channel.address());
+        block_on(a.channel.connect(id, address, None, deadline))
+    };
+    for _ in 0..40 {
+        assert!(connect(20).is_err(), "nobody answers");
+    }
+    eventually("all are given up", || b.channel.refused_handshakes() >= 40);
+    let most = entered.load(Ordering::Relaxed);
+    assert!((1..=16).contains(&most), "{most} threads");
+    drop(held);
+    eventually("it is answered again", || connect(1000).is_ok());
+    a.works_with(1, &b);
+    a.ends();
+    b.ends();
 }
 
 fn giant_answer() -> Vec<u8> {

@@ -12,7 +12,8 @@ use crate::TransferError;
 use crate::nixl::initiators::spawn;
 use crate::nixl::paired::Words;
 
-/// A channel that closes waits this long for its peers to end their connections.
+/// A channel that closes waits this long for its peers to end their connections; and from the last
+/// deadline of who closes it, for those that may still write to it.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// What a channel that closes waits for, in this order.
@@ -29,6 +30,8 @@ enum Phase {
 
 pub(super) struct Closing {
     phase: Phase,
+    /// Until when writes of peers are waited for.
+    patience: Instant,
     waiting: Vec<(Instant, oneshot::Sender<Result<(), TransferError>>)>,
 }
 
@@ -49,13 +52,17 @@ impl Engine {
         deadline: Instant,
         reply: oneshot::Sender<Result<(), TransferError>>,
     ) {
+        let patience = deadline.checked_add(FAREWELL).unwrap_or(deadline);
         if let Some(closing) = &mut self.state.closing {
+            closing.patience = closing.patience.max(patience);
             closing.waiting.push((deadline, reply));
             return;
         }
-        let waiting = vec![(deadline, reply)];
-        let phase = Phase::Transfers;
-        self.state.closing = Some(Closing { phase, waiting });
+        self.state.closing = Some(Closing {
+            phase: Phase::Transfers,
+            patience,
+            waiting: vec![(deadline, reply)],
+        });
         self.accepting.abort();
         for transfer in std::mem::take(&mut self.state.transfers) {
             // Peers hear of it by the end of their connections.
@@ -84,6 +91,11 @@ impl Engine {
                     || unended.any(|incarnation| paired.is_late(*incarnation));
                 if !waits && !paired.settles() {
                     closing.phase = Phase::Peers(now + FAREWELL);
+                } else if now >= closing.patience {
+                    tracing::warn!("a peer may still write to a channel that is closed");
+                    self.exposures.lose();
+                    self.state.peers.clear();
+                    closing.phase = Phase::Peers(now);
                 }
             }
             Phase::Peers(until) if !self.exposures.are_live() || now >= until => {
