@@ -4,12 +4,15 @@ use std::io;
 
 use thiserror::Error;
 
-use crate::{Index, PeerId};
+use crate::{ConfigError, Index, PeerId};
 
 /// A peer could not be connected to.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
+    /// A setting of this side's own makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// The deadline passed first, or the time that a handshake may take.
     #[error("{peer} did not answer the handshake in time")]
     Deadline {

@@ -149,11 +149,7 @@ impl NixlChannel {
     fn new(config: NixlConfig) -> Result<Self, ConnectError> {
         library::load(config.library.as_deref())?;
         let channel = config.channel;
-        if !channel.unit.is_power_of_two() {
-            let unit = channel.unit;
-            let fault = format!("a unit of {unit} bytes, expected a power of two");
-            return Err(ConnectError::Malformed(fault));
-        }
+        channel.check()?;
         let arena = Arc::clone(&channel.arena);
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(std::io::Error::from)?;

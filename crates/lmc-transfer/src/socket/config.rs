@@ -6,7 +6,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::SocketChannel;
-use crate::{Address, ChannelConfig};
+use crate::{Address, ChannelConfig, ConfigError};
 
 /// Streams of one connection at most.
 pub(super) const MAX_STREAMS: usize = 64;
@@ -39,16 +39,9 @@ pub enum SocketError {
     /// The address is no socket's.
     #[error("{0} is no address of a socket: expected tcp://HOST:PORT or unix:PATH")]
     Address(Address),
-    /// A number that makes no sense.
-    #[error("{name} must be {expected}, found {found}")]
-    Setting {
-        /// What it is called.
-        name: &'static str,
-        /// What it may be.
-        expected: &'static str,
-        /// What it is.
-        found: String,
-    },
+    /// A setting that makes no sense.
+    #[error(transparent)]
+    Setting(#[from] ConfigError),
     /// The address could not be bound.
     #[error("cannot listen at {address}: {error}")]
     Listen {
@@ -82,19 +75,13 @@ impl SocketConfig {
     pub fn build(self) -> Result<SocketChannel, SocketError> {
         let setting = |ok: bool, name, expected, found: String| match ok {
             true => Ok(()),
-            false => Err(SocketError::Setting {
+            false => Err(ConfigError {
                 name,
                 expected,
                 found,
             }),
         };
-        let unit = self.channel.unit;
-        setting(
-            unit.is_power_of_two(),
-            "unit",
-            "a power of two",
-            unit.to_string(),
-        )?;
+        self.channel.check()?;
         setting(
             (1..=MAX_STREAMS).contains(&self.streams),
             "streams",
