@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -204,10 +205,17 @@ impl Listener {
         &self.address
     }
 
-    pub(super) async fn accept(&self) -> io::Result<Socket> {
+    /// The next that connects, and the address that it comes from.
+    pub(super) async fn accept(&self) -> io::Result<(Socket, Option<IpAddr>)> {
         match &self.kind {
-            Kind::Tcp(listener) => listener.accept().await.and_then(|(s, _)| Socket::tcp(s)),
-            Kind::Unix(listener, ..) => listener.accept().await.map(|(s, _)| Socket::Unix(s)),
+            Kind::Tcp(listener) => {
+                let (stream, from) = listener.accept().await?;
+                Ok((Socket::tcp(stream)?, Some(from.ip())))
+            }
+            Kind::Unix(listener, ..) => {
+                let (stream, _) = listener.accept().await?;
+                Ok((Socket::Unix(stream), None))
+            }
         }
     }
 }

@@ -7,11 +7,12 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use thiserror::Error;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Duration, sleep, timeout};
 
 use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
 use super::connection::Remote;
+use super::door::{Door, Place};
 use super::endpoint::{Listener, Socket};
 use super::frame::reason;
 use super::handshake::{
@@ -21,8 +22,6 @@ use super::handshake::{
 use super::shared::{NotInstalled, Shared};
 use crate::{Address, ConnectError, MAX_MESSAGE, PeerId};
 
-/// Handshakes under way at a time; more wait until there is room.
-const MAX_HANDSHAKES: usize = 256;
 /// Pause after a failed accept, as when there are no file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -85,22 +84,27 @@ pub(super) fn incarnation() -> io::Result<u64> {
 
 /// Takes in those who connect, for ever.
 pub(super) async fn accept(shared: Arc<Shared>, listener: Listener) {
-    let room = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    let door = Door::new();
     loop {
-        let permit = Arc::clone(&room).acquire_owned().await;
-        let permit = permit.expect("the semaphore is never closed");
-        let socket = match listener.accept().await {
-            Ok(socket) => socket,
+        let place = door.wait().await;
+        let (socket, source) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
+        let Some(accepted) = door.accept(place, source) else {
+            shared.counters.refused_handshakes.add(1);
+            tracing::debug!(?source, "refused a handshake: too many from there");
+            continue;
+        };
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
+            let place = accepted.turn().await;
             let time = shared.config.channel.handshake_timeout;
-            let greeted = timeout(time, greet(&shared, socket, permit)).await;
+            let greeted = timeout(time, greet(&shared, socket, place)).await;
             let why = match greeted {
                 Ok(Ok(())) => return,
                 Ok(Err(failure)) => failure.to_string(),
@@ -112,24 +116,18 @@ pub(super) async fn accept(shared: Arc<Shared>, listener: Listener) {
     }
 }
 
-async fn greet(
-    shared: &Arc<Shared>,
-    socket: Socket,
-    permit: OwnedSemaphorePermit,
-) -> Result<(), Failure> {
+async fn greet(shared: &Arc<Shared>, socket: Socket, place: Place) -> Result<(), Failure> {
     match receive(&socket).await {
         Ok(Message::Hello { side, to }) => {
-            let room = Arc::clone(permit.semaphore());
-            let mut permit = Some(permit);
-            let answered = answer(shared, socket, side, to, &mut permit).await;
+            let mut place = Some(place);
+            let answered = answer(shared, socket, side, to, &mut place).await;
             let Err((failure, socket)) = answered else {
                 return Ok(());
             };
             if let (Failure::Refused(refusal), Some(socket)) = (&failure, socket) {
                 send(&socket, &Message::Refused(refusal.clone())).await?;
-                // It was given back where it was known who this is, and that counts no more.
-                permit = permit.or_else(|| room.try_acquire_owned().ok());
-                if permit.is_some() {
+                // Who gave the place back sends nothing that could be unread.
+                if place.is_some() {
                     linger(&socket).await?;
                 }
             }
@@ -180,10 +178,10 @@ async fn answer(
     socket: Socket,
     theirs: Side,
     to: String,
-    permit: &mut Option<OwnedSemaphorePermit>,
+    place: &mut Option<Place>,
 ) -> Result<(), (Failure, Option<Socket>)> {
     let mut sockets = vec![socket];
-    let answered = converse(shared, &mut sockets, theirs, to, permit).await;
+    let answered = converse(shared, &mut sockets, theirs, to, place).await;
     let (remote, message, transcript) = match answered {
         Ok(done) => done,
         Err(failure) => return Err((failure, sockets.into_iter().next())),
@@ -200,7 +198,7 @@ async fn converse(
     sockets: &mut Vec<Socket>,
     theirs: Side,
     to: String,
-    permit: &mut Option<OwnedSemaphorePermit>,
+    place: &mut Option<Place>,
 ) -> Result<(Remote, Option<Vec<u8>>, Transcript), Failure> {
     let config = &shared.config.channel;
     let socket = &sockets[0];
@@ -250,7 +248,7 @@ async fn converse(
     let _entry = SessionEntry::new(shared, session, entry)?;
     send(socket, &Message::Session { session, proof }).await?;
     // It is known who this is: from here on, peers at a time are the bound.
-    *permit = None;
+    *place = None;
     let mut others: HashMap<usize, Socket> = HashMap::new();
     while others.len() + 1 < streams {
         let (stream, socket) = joins.recv().await.ok_or(Failure::Unexpected)?;

@@ -26,6 +26,7 @@ use crate::{
 
 mod config;
 mod connection;
+mod door;
 mod endpoint;
 mod frame;
 mod greet;

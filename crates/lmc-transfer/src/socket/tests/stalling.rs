@@ -105,3 +105,34 @@ fn a_connect_waits_for_room_at_a_unix_socket() {
     });
     victim.ends();
 }
+
+/// One address had all the places, and nobody else came in until it was forgotten.
+#[test]
+fn those_of_one_address_who_stall_keep_no_other_out() {
+    let victim = Victim::new(|config| {
+        config.channel.handshake_timeout = Duration::from_secs(60);
+    });
+    let to = ([127, 0, 0, 1], victim.port()).into();
+    let stall = || async {
+        let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+        let from = ([127, 0, 0, 2], 0).into();
+        socket.bind(from).expect("all of 127.0.0.0/8 is this host");
+        socket.connect(to).await.expect("it listens")
+    };
+    let stalled: Vec<_> = (0..600).map(|_| block_on_tokio(stall())).collect();
+    let other = Victim::new(|config| config.channel.id = name("other"));
+    let address = victim.channel.address();
+    let began = Instant::now();
+    block_on(
+        other
+            .channel
+            .connect(&name("victim"), address, None, soon()),
+    )
+    .expect("it is heard");
+    assert!(began.elapsed() < Duration::from_secs(20));
+    let refused = |v: &Victim| v.channel.stats().refused_handshakes == 600 - 256;
+    victim.eventually("no more than its half is kept", refused);
+    drop(stalled);
+    other.ends();
+    victim.ends();
+}
