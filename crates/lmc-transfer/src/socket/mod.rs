@@ -4,6 +4,10 @@
 //! arena to the kernel and from the kernel into the arena, with no copy between. Each piece of
 //! 256 KiB has a checksum, made just before it is sent and verified just after it came.
 //!
+//! To wake a thread takes as long as a small transfer. So who has a frame of up to 64 KiB sends it
+//! himself while its stream is idle, and a send of so few bytes brings them along with its offer;
+//! a side holds up to 4 MiB of those for each connection, and they alone are copied once more.
+//!
 //! A slot of a call can be taken back at any time, since only this process writes to it: what
 //! still comes from the peer is then read and thrown away. So nothing waits in quarantine.
 
