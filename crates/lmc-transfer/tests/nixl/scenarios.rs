@@ -432,11 +432,12 @@ fn frozen() {
 }
 
 /// A peer is stopped while another is killed, for which this side's agent is replaced: what was
-/// begun with the stopped one goes on through the old agent. That was ended, and over TCP the peer
-/// died when it went on.
+/// begun with the stopped one goes on through the old agent, and keeps its slots. That agent was
+/// ended, at which UCX may abort the peer when it goes on.
 fn frozen_then_replaced() {
     let rig = NixlRig::new();
     let side = NixlSide::new(&rig, "me");
+    let mut kept = 0;
     for _ in 0..3 {
         let mut stopped = Other::start(&rig, "stopped");
         let killed = Other::start(&rig, "killed");
@@ -445,19 +446,18 @@ fn frozen_then_replaced() {
         killed.reads(&side);
         stopped.reads(&side);
         stopped.signal("-STOP");
-        let sent = stopped.write(&side, Duration::from_millis(300));
-        assert_eq!(sent.error.is_some(), over_tcp(), "{sent:?}");
+        let _ = stopped.write(&side, Duration::from_millis(300));
         killed.signal("-STOP");
         thread::scope(|scope| {
             let writing = scope.spawn(|| killed.write(&side, PATIENCE));
             thread::sleep(Duration::from_millis(100));
             killed.signal("-KILL");
-            let sent = writing.join().expect("no panic");
-            assert_eq!(sent.error.is_some(), over_tcp(), "{sent:?}");
+            let _ = writing.join().expect("no panic");
         });
         let id = "killed".parse().expect("a name");
         eventually("its end is noticed", || !side.channel.is_connected(&id));
         thread::sleep(Duration::from_secs(3));
+        kept += side.pool.usage().slots;
         stopped.signal("-CONT");
         side.memory_is_still();
         side.slots_come_back();
@@ -469,6 +469,8 @@ fn frozen_then_replaced() {
         let id = "stopped".parse().expect("a name");
         eventually("its end is noticed", || !side.channel.is_connected(&id));
     }
+    // A stop may come too late for a write, not for three.
+    assert_eq!(kept > 0, over_tcp(), "{kept} slots of what went on");
     side.ends();
 }
 
