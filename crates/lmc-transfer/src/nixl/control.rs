@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::engine::{Command, Commands, LinkEnd};
 use super::wire::{
@@ -258,6 +258,8 @@ pub(super) struct Host {
     pub(super) refused: AtomicU64,
     pub(super) links: AtomicU64,
     pub(super) exposures: Arc<Exposures>,
+    /// Turns true when the channel closes.
+    pub(super) closing: watch::Sender<bool>,
     /// Threads that are in [`crate::OnConnect`].
     pub(super) asking: Arc<Semaphore>,
 }
@@ -442,22 +444,36 @@ impl Host {
         message: Option<Bytes>,
         deadline: Instant,
     ) -> Result<Option<Bytes>, ConnectError> {
-        let late = |_| ConnectError::Deadline { peer: peer.clone() };
-        let connecting = tokio::time::timeout(left(deadline), Stream::connect(address));
-        let mut stream = connecting.await.map_err(late)??;
+        let mut stream = self
+            .unless_over(peer, deadline, Stream::connect(address))
+            .await?;
         let introduced = self.introduce(peer, &mut stream, message);
-        match tokio::time::timeout(left(deadline), introduced).await {
-            Ok(Ok((reply, started))) => {
+        match self.unless_over(peer, deadline, introduced).await {
+            Ok((reply, started)) => {
                 self.run(stream, started);
                 Ok(reply)
             }
-            Ok(Err(error)) => {
+            Err(error) => {
                 self.linger(stream);
                 Err(error)
             }
-            Err(passed) => {
-                self.linger(stream);
-                Err(late(passed))
+        }
+    }
+
+    /// Does a part of a connect, unless the deadline or the channel's close comes first.
+    async fn unless_over<T>(
+        &self,
+        peer: &PeerId,
+        deadline: Instant,
+        part: impl Future<Output = Result<T, ConnectError>>,
+    ) -> Result<T, ConnectError> {
+        let mut closing = self.closing.subscribe();
+        tokio::select! {
+            biased;
+            _ = closing.wait_for(|closing| *closing) => Err(ConnectError::Closed),
+            done = tokio::time::timeout(left(deadline), part) => {
+                let late = |_| ConnectError::Deadline { peer: peer.clone() };
+                done.map_err(late)?
             }
         }
     }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 mod agent;
 mod control;
@@ -204,6 +204,7 @@ impl NixlChannel {
             runtime: runtime.handle().clone(),
             refused: AtomicU64::new(0),
             links: AtomicU64::new(0),
+            closing: watch::Sender::new(false),
             exposures: Arc::new(Exposures::default()),
             asking: asking(),
         });
@@ -532,6 +533,7 @@ impl TransferChannel for NixlChannel {
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), TransferError>> {
         Box::pin(async move {
             self.closed.store(true, Ordering::Release);
+            self.host.closing.send_replace(true);
             let (reply, closed) = oneshot::channel();
             self.host.commands.give(Command::Close { deadline, reply });
             // The thread has ended: a close before has done it.
@@ -543,6 +545,7 @@ impl TransferChannel for NixlChannel {
 impl Drop for NixlChannel {
     fn drop(&mut self) {
         let deadline = Instant::now() + DROP_WAIT;
+        self.host.closing.send_replace(true);
         let (reply, _) = oneshot::channel();
         self.host.commands.give(Command::Close { deadline, reply });
         let mut ended = self.shared.ended.lock();
