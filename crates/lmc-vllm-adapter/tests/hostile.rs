@@ -364,7 +364,7 @@ fn silence_removes_a_worker_but_frees_no_slot_that_it_may_be_writing() {
         .tick(Instant::now() + Duration::from_secs(121));
     let status = server
         .service
-        .status(Instant::now() + Duration::from_secs(301));
+        .status(Instant::now() + Duration::from_secs(601));
     assert!(status.instances.is_empty());
     assert_eq!((status.transfers.stores, status.transfers.overdue), (1, 1));
     assert_eq!(
