@@ -23,8 +23,8 @@ const HELP: &str = "\
 The NIXL channel between two processes: every operation, checked byte for byte, and a sweep of
 sizes and batches; and the suite that every channel passes. Without --level: the best level of RDMA
 that the machine has (the first that can be had of device, rxe, and guest with guests), then
-namespaces, tcp and cma. A guest has time for a part of the suite only; --level suite runs all of
-it there, in some minutes. Ends with non-zero when something failed that the machine can do. Logs
+namespaces, tcp and cma. A guest runs a part of the suite only; --level suite runs all of
+it there, in about five minutes. Ends with non-zero when something failed that the machine can do. Logs
 lie in target/test-rdma.
 
   cargo xtask test-rdma [FLAGS]
