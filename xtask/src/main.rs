@@ -81,7 +81,8 @@ fn run(args: &[String]) -> Result<bool> {
         return Ok(true);
     };
     // What has no page of its own is on this one.
-    let own_page = ["test-rdma", "bench"].contains(&command.as_str());
+    let transfer = rest.first().is_some_and(|what| what == "transfer");
+    let own_page = command == "test-rdma" || (command == "bench" && transfer);
     if !own_page && rest.iter().any(|arg| arg == "--help" || arg == "-h") {
         print!("{HELP}");
         return Ok(true);

@@ -22,6 +22,8 @@ use crate::write::{Reservation, WriteRequest, WriteTicket};
 
 /// Chunks evicted in one go above the high watermark, so that others get their turn in between.
 const EVICT_AT_ONCE: usize = 256;
+/// Chunks listed in one go where all go down.
+const LIST_AT_ONCE: usize = 256;
 
 /// Who the engine holds chunks for while it offers them to the tiers below.
 const COPIER: OwnerId = OwnerId(u64::MAX - 1);
@@ -384,7 +386,7 @@ impl CacheEngine {
         let tier = &self.0.tier;
         let mut from = Some(Cursor::START);
         while let Some(cursor) = from {
-            let (listed, next) = tier.list(cursor, EVICT_AT_ONCE);
+            let (listed, next) = tier.list(cursor, LIST_AT_ONCE);
             for chunk in listed {
                 if !lower.wait_for_room(chunk.len, deadline) {
                     return;

@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{conditions, page, set_up};
+use super::{check_amounts, conditions, page, set_up};
 use crate::vllm;
 
 const SECTION: &str = "bench disk";
@@ -69,11 +69,7 @@ impl Asked {
                 ),
             }
         }
-        ensure!(asked.rounds > 0, "--rounds takes a number above 0");
-        ensure!(
-            asked.seconds.is_finite() && asked.seconds >= 0.001,
-            "--seconds takes a number of at least 0.001"
-        );
+        check_amounts(asked.rounds, asked.seconds, 0.001)?;
         Ok(asked)
     }
 

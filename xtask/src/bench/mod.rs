@@ -14,20 +14,25 @@ use std::process::Command;
 
 use anyhow::{Result, bail, ensure};
 
-use crate::HELP;
 use crate::test::succeeds;
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     match args.split_first() {
-        Some((name, rest)) if name != "transfer" && rest.iter().any(|arg| arg == "--help") => {
-            print!("{HELP}");
-            Ok(true)
-        }
         Some((name, rest)) if name == "serve" => serve::run(rest),
         Some((name, rest)) if name == "disk" => disk::run(rest),
         Some((name, rest)) if name == "transfer" => transfer::run(rest),
         _ => bail!("expected `cargo xtask bench serve`, `disk` or `transfer`, found {args:?}"),
     }
+}
+
+/// Refuses numbers with which nothing would be measured.
+fn check_amounts(rounds: usize, seconds: f64, least: f64) -> Result<()> {
+    ensure!(rounds > 0, "--rounds takes a number above 0");
+    ensure!(
+        seconds.is_finite() && seconds >= least,
+        "--seconds takes a number of at least {least}"
+    );
+    Ok(())
 }
 
 /// Sees to it that a program is there, by Debian's package of the same name.

@@ -48,8 +48,12 @@ pub(super) fn len(number: u64) -> u64 {
 }
 
 pub(super) fn item(pool: &Pool, number: u64) -> StoreItem {
+    item_of(pool, number, len(number))
+}
+
+pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
     let key = test_key(number);
-    let mut slot = pool.reserve(len(number)).expect("room");
+    let mut slot = pool.reserve(len).expect("room");
     fill_value(&key, slot.bytes_mut());
     StoreItem::new(key, slot.written().seal())
 }

@@ -4,13 +4,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{block_on, fill_value, test_key};
+use lmc_backend::conformance::{block_on, test_key};
 use lmc_backend::{
-    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, StoreItem,
-    Stored,
+    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored,
 };
 
-use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, len, open, pool, soon};
+use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, item_of, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
 use crate::batch::Batch;
@@ -340,12 +339,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
         ..SETTINGS
     };
     let tier = open(&volume, settings).expect("a new drive");
-    let big = |number| {
-        let key = test_key(number);
-        let mut slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
-        fill_value(&key, slot.bytes_mut());
-        StoreItem::new(key, slot.written().seal())
-    };
+    let big = |number| item_of(&pool, number, SEGMENT / 2 - BLOCK);
     for number in 0..50 {
         let stored = block_on(tier.store(vec![big(number)], soon()));
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
@@ -397,12 +391,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     };
     let tier = open(&volume, settings).expect("a new drive");
     // Four to a segment.
-    let quarter = |number| {
-        let key = test_key(number);
-        let mut slot = pool.reserve(7 * BLOCK).expect("room");
-        fill_value(&key, slot.bytes_mut());
-        StoreItem::new(key, slot.written().seal())
-    };
+    let quarter = |number| item_of(&pool, number, 7 * BLOCK);
     for number in 0..200 {
         let stored = block_on(tier.store(vec![quarter(number)], soon()));
         assert!(matches!(stored[..], [Ok(Stored::Written)]));

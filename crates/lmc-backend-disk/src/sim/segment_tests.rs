@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::conformance::{block_on, check_value, test_key};
+use lmc_backend::{Backend, LoadItem, Loaded, Stored};
 use lmc_memory::Pool;
 
 use super::SimVolume;
-use super::crash_tests::{SEGMENT, SETTINGS, open, pool, soon};
+use super::crash_tests::{SEGMENT, SETTINGS, item_of, open, pool, soon};
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
@@ -17,10 +17,7 @@ use crate::volume::BLOCK;
 
 /// Stores a chunk that takes so many blocks with its header.
 fn store(tier: &DiskBackend, pool: &Pool, number: u64, blocks: u64) {
-    let key = test_key(number);
-    let mut slot = pool.reserve((blocks - 1) * BLOCK).expect("room");
-    fill_value(&key, slot.bytes_mut());
-    let item = StoreItem::new(key, slot.written().seal());
+    let item = item_of(pool, number, (blocks - 1) * BLOCK);
     let stored = block_on(tier.store(vec![item], soon()));
     assert!(
         matches!(stored[..], [Ok(Stored::Written)]),

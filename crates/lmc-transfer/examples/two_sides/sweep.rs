@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use lmc_memory::ReservedSlot;
 use lmc_transfer::Filled;
 use serde_json::json;
 
@@ -39,6 +40,12 @@ struct Cell {
 impl Cell {
     fn sizes(&self) -> Vec<u64> {
         vec![self.size; self.batch]
+    }
+
+    /// Room for a batch.
+    fn slots(&self, drive: &Drive) -> Result<Vec<ReservedSlot>, Failure> {
+        let reserve = |_| drive.side.reserve(self.size);
+        (0..self.batch).map(reserve).collect()
     }
 
     fn typed(&self) -> String {
@@ -89,10 +96,7 @@ impl Cell {
         let mut last = Vec::new();
         let rounds = repeat(|| {
             last.clear();
-            let reserve = |_| drive.side.reserve(self.size);
-            let slots = (0..self.batch)
-                .map(reserve)
-                .collect::<Result<Vec<_>, _>>()?;
+            let slots = self.slots(drive)?;
             let begun = Instant::now();
             last = drive.fetch(slots, &offered)?;
             Ok(begun.elapsed())
@@ -110,10 +114,7 @@ impl Cell {
         let mut last = Vec::new();
         let rounds = repeat(|| {
             last.clear();
-            let reserve = |_| drive.side.reserve(self.size);
-            let slots = (0..self.batch)
-                .map(reserve)
-                .collect::<Result<Vec<_>, _>>()?;
+            let slots = self.slots(drive)?;
             let begun = Instant::now();
             drive.control.say(&order)?;
             let filled: Filled =

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{conditions, page, set_up};
+use super::{check_amounts, conditions, page, set_up};
 use crate::two_sides;
 use crate::ucx::Nixl;
 use player::{Player, Sample};
@@ -189,11 +189,7 @@ impl Asked {
                 other => bail!("unknown flag {other:?}; --help lists them"),
             }
         }
-        ensure!(asked.rounds > 0, "--rounds takes a number above 0");
-        ensure!(
-            asked.seconds.is_finite() && asked.seconds >= 0.01,
-            "--seconds takes a number of at least 0.01"
-        );
+        check_amounts(asked.rounds, asked.seconds, 0.01)?;
         Ok(asked)
     }
 
