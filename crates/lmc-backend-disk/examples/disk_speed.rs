@@ -22,7 +22,7 @@ use lmc_backend::conformance::{Rng, block_on, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{
-    Arena, ArenaConfig, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,
+    Arena, ArenaConfig, Demand, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,
 };
 use tokio::task::JoinSet;
 
@@ -88,6 +88,7 @@ struct Plan {
 
 fn arena(bytes: u64) -> Result<Arc<Arena>, Failure> {
     let arena = ArenaConfig::anonymous(usize::try_from(bytes)?)
+        .with_huge_pages(Demand::Auto)
         .with_prefault(Prefault::Background { threads: 2 })
         .build()?;
     while arena.prefault_progress().done < arena.prefault_progress().total {

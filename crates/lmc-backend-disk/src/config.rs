@@ -506,8 +506,8 @@ fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
         )
     })?;
     let file = volume.open(UNFINISHED_HEADER, Some(BLOCK))?;
-    crate::drive::wait_for(volume, vec![(Kind::Write, file, 0, Some(block))])?;
-    crate::drive::wait_for(volume, vec![(Kind::Sync, file, 0, None)])?;
+    crate::drive::wait_for(volume, Kind::Write, file, 0, Some(block))?;
+    crate::drive::wait_for(volume, Kind::Sync, file, 0, None)?;
     volume.close(file);
     volume.rename(UNFINISHED_HEADER, HEADER_NAME)?;
     volume.sync_names()

@@ -68,6 +68,6 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, NewChunk, Reservation,
-    ReserveError, Write, WriteStart,
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, NewChunk, PlacedChunk,
+    Reservation, ReserveError, Write, WriteStart,
 };

@@ -76,6 +76,14 @@ pub(crate) struct Shown {
     pub(crate) pinned: bool,
 }
 
+/// An entry and the one it names as its parent.
+pub(crate) struct Linked {
+    pub(crate) name: EntryRef,
+    pub(crate) parent: EntryRef,
+    pub(crate) key: ChunkKey,
+    pub(crate) len: u64,
+}
+
 fn fingerprint(key: &ChunkKey) -> u32 {
     (key.fold() >> 16) as u32
 }
@@ -532,6 +540,20 @@ impl Shard {
             });
         }
         (shown, None)
+    }
+
+    /// All entries, with their parents.
+    pub(crate) fn list_linked(&self) -> Vec<Linked> {
+        let linked = |(index, entry): (u32, &Entry)| {
+            let Identity { key, parent, .. } = *self.slab.identity(index);
+            Linked {
+                name: self.slab.name(index),
+                parent,
+                key,
+                len: entry.slot.len(),
+            }
+        };
+        self.slab.occupied(0).map(linked).collect()
     }
 
     /// The occupied places from `start` on, at most `limit`.

@@ -81,7 +81,7 @@ impl<T> IndexMut<u32> for Chunked<T> {
 
 /// Names an entry of the tier for as long as it is there: shard, index, and a generation that
 /// differs for the next entry at the same place. 8 bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EntryRef(u64);
 
 impl EntryRef {

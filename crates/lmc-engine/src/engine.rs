@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, Cursor};
+use lmc_backend::Backend;
 use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, OwnerId, TenantId, WriteStart,
 };
@@ -22,8 +22,8 @@ use crate::write::{Reservation, WriteRequest, WriteTicket};
 
 /// Chunks evicted in one go above the high watermark, so that others get their turn in between.
 const EVICT_AT_ONCE: usize = 256;
-/// Chunks listed in one go where all go down.
-const LIST_AT_ONCE: usize = 256;
+/// Time at the end of a close for what is on its way and for the tiers, at most.
+const CLOSE_MARGIN: Duration = Duration::from_secs(2);
 
 /// Who the engine holds chunks for while it offers them to the tiers below.
 const COPIER: OwnerId = OwnerId(u64::MAX - 1);
@@ -369,39 +369,50 @@ impl CacheEngine {
     }
 
     /// Waits until copies are down and closes the tiers below; where only what is evicted goes
-    /// down ([`CopyDown::OnEviction`]), all that DRAM holds goes first. The tiers that could not be
-    /// closed by the deadline, and why not.
+    /// down ([`CopyDown::OnEviction`]), all that DRAM holds is offered first, the heads of prompts
+    /// before what follows on them. What could not be done by the deadline, and why not: a tier
+    /// that could not be closed, or `memory`, of which not all is down.
     pub fn close(&self, deadline: Instant) -> Vec<(String, String)> {
         let Some(lower) = &self.0.lower else {
             return Vec::new();
         };
-        if self.0.copy_down == CopyDown::OnEviction {
-            self.copy_all_down(lower, deadline);
+        if self.0.copy_down != CopyDown::OnEviction {
+            return lower.close(deadline);
         }
-        lower.close(deadline)
+        let lost = lower.lost();
+        // What is on its way then gets there, and the tiers are put in order.
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (late, all) = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+        let mut failed = lower.close(deadline);
+        let lost = lower.lost() - lost;
+        if late > 0 || lost > 0 {
+            let why = format!(
+                "of {all} chunks {late} were not written for want of time and {lost} for errors"
+            );
+            failed.push(("memory".to_owned(), why));
+        }
+        failed
     }
 
-    /// Offers every chunk to the tiers below, each when there is room for it on the way.
-    fn copy_all_down(&self, lower: &Lower, deadline: Instant) {
+    /// Offers every chunk to the tiers below, each when there is room for it on the way. How many
+    /// the deadline left behind, and of how many.
+    fn copy_all_down(&self, lower: &Lower, deadline: Instant) -> (usize, usize) {
         let tier = &self.0.tier;
-        let mut from = Some(Cursor::START);
-        while let Some(cursor) = from {
-            let (listed, next) = tier.list(cursor, LIST_AT_ONCE);
-            for chunk in listed {
-                if !lower.wait_for_room(chunk.len, deadline) {
-                    return;
-                }
-                let _held = lower.hold();
-                let leases = tier.lease_again(COPIER, &[chunk.key]);
-                let offer = |slot: &SealedSlot| OfferItem {
-                    key: chunk.key,
-                    parent: None,
-                    slot: slot.clone(),
-                };
-                lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
+        let chunks = tier.list_heads_first();
+        for (place, chunk) in chunks.iter().enumerate() {
+            if !lower.wait_for_room(chunk.len, deadline) {
+                return (chunks.len() - place, chunks.len());
             }
-            from = next;
+            let _held = lower.hold();
+            let leases = tier.lease_again(COPIER, &[chunk.key]);
+            let offer = |slot: &SealedSlot| OfferItem {
+                key: chunk.key,
+                parent: chunk.parent,
+                slot: slot.clone(),
+            };
+            lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
         }
+        (0, chunks.len())
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.

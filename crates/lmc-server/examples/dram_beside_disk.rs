@@ -15,7 +15,7 @@ use lmc_backend::conformance::test_key;
 use lmc_backend_disk::DiskConfig;
 use lmc_engine::{CacheEngine, EngineConfig, OwnerId, Reservation, TenantId, WriteRequest};
 use lmc_key::ChunkKey;
-use lmc_memory::{ArenaConfig, Prefault};
+use lmc_memory::{ArenaConfig, Demand, Prefault};
 
 const CHUNK: u64 = 1 << 20;
 const HOT: u64 = 256;
@@ -76,6 +76,7 @@ fn main() -> Result<()> {
     );
     let time = Duration::from_secs_f64(time.parse()?);
     let arena = ArenaConfig::anonymous(((HOT + 4 * LEN) * CHUNK) as usize)
+        .with_huge_pages(Demand::Auto)
         .with_prefault(Prefault::Background { threads: 2 })
         .build()?;
     while arena.prefault_progress().done < arena.prefault_progress().total {

@@ -148,6 +148,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         let _ = tokio::join!(engines, http, ticks, prefault);
     };
     let closed = async {
+        let deadline = Instant::now() + config.shutdown_timeout + Duration::from_secs(5);
         let stop = tokio::select! {
             () = drained => Stop::Clean,
             () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
@@ -155,7 +156,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
                 Stop::Forced
             }
         };
-        close_tiers(&service, config.shutdown_timeout + Duration::from_secs(5)).await;
+        close_tiers(&service, deadline).await;
         stop
     };
     let stop = tokio::select! {
@@ -174,15 +175,14 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
 }
 
 /// Lets what is on its way to the tiers below get there, and puts them in order.
-async fn close_tiers(service: &Service, patience: Duration) {
+async fn close_tiers(service: &Service, deadline: Instant) {
     if !service.engine().has_lower() {
         return;
     }
     info!(
         "writing to disk what is to go there, for {} at most",
-        human_duration(patience)
+        human_duration(deadline.saturating_duration_since(Instant::now()))
     );
-    let deadline = Instant::now() + patience;
     let engine = service.engine().clone();
     let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
     for (tier, reason) in closed.unwrap_or_default() {
@@ -373,6 +373,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let low = config.eviction_watermark - config.eviction_ratio;
     engine.low_watermark = low.max(config.eviction_watermark / 100.0);
     engine.fetch_deadline = config.disk_read_timeout;
+    engine.copy_queue_bytes = Some(disk::max_writing(arena.len() as u64));
     engine.copy_down = match (config.disk_write, config.disk_admit) {
         (DiskWrite::Back, _) => CopyDown::OnEviction,
         (DiskWrite::Through, DiskAdmit::Always) => CopyDown::OnCommit,

@@ -10,11 +10,10 @@ use tracing::info;
 
 use crate::config::{DiskAdmit, DiskIoName, PoolSize, ServeConfig, human_bytes};
 
-/// Bytes that may be on their way to each drive: drives that stall leave most of the pool to
-/// others.
-fn max_writing(config: &ServeConfig, pool: u64) -> u64 {
-    let drives = config.disk.len().max(1) as u64;
-    (pool / 8 / drives).min(1 << 30)
+/// Bytes that may be on their way to the drives: those that stall leave most of the pool to
+/// others. All of it may be for one drive, so that none refuses what was let in.
+pub(crate) fn max_writing(pool: u64) -> u64 {
+    (pool / 8).min(1 << 30)
 }
 
 /// Opens the tier and says what was found.
@@ -35,7 +34,7 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
             DiskAdmit::Always => Admit::Always,
             DiskAdmit::Second => Admit::SecondTouch,
         })
-        .with_max_writing(max_writing(config, arena.len() as u64))
+        .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
         .open()
         // Its text names the cause already.

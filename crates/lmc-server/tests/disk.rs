@@ -39,7 +39,7 @@ impl Server {
         command
             .args(["-c", "ulimit -S -n 64 && exec \"$0\" \"$@\""])
             .arg(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "64MiB", "--disk-size", "64MiB"])
+            .args(["serve", "--l1-size-gb", "64MiB", "--disk-size", "512MiB"])
             .args([
                 "--port",
                 &port.to_string(),
@@ -115,13 +115,18 @@ impl Drop for Server {
 }
 
 fn register(client: &mut Client) -> String {
+    register_wide(client, 8)
+}
+
+/// Of so many values a token, layer and half.
+fn register_wide(client: &mut Client, hidden_dim_size: u32) -> String {
     let reply = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
         instance_id: 1,
         model_name: "model".to_owned(),
         world_size: 1,
         block_size: 16,
         num_layers: 2,
-        hidden_dim_size: 8,
+        hidden_dim_size,
         dtype: "float32".to_owned(),
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
@@ -327,6 +332,26 @@ fn a_server_that_writes_back_and_is_stopped_finds_its_chunks_on_disk() {
     let server = Server::start(&folder.0);
     let mut client = server.client();
     let shm_name = register(&mut client);
+    assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
+    server.kill();
+}
+
+/// More is to be written than may be on its way, and no drive refuses its share of that.
+#[test]
+fn all_of_what_is_written_back_goes_down_on_several_drives() {
+    let (first, second) = (folder("back-first"), folder("back-second"));
+    let both = format!("{},{}", first.0.display(), second.0.display());
+    let server = Server::start_with(Path::new(&both), &["--disk-write", "back"]);
+    let mut client = server.client();
+    // 4 MiB a chunk, and 8 MiB may be on their way.
+    let shm_name = register_wide(&mut client, 1024);
+    store(&mut client, &shm_name);
+    drop(client);
+    server.stop();
+
+    let server = Server::start(Path::new(&both));
+    let mut client = server.client();
+    let shm_name = register_wide(&mut client, 1024);
     assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
     server.kill();
 }

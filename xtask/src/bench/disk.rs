@@ -20,6 +20,9 @@ const RAW_BLOCK: &str = "lmcache_rust_raw_block_io==0.5.7rc2";
 /// Who ours is without io_uring.
 const THREADS: &str = "lmc, threads";
 const RAW_BLOCK_FOLDER: &str = "target/bench-raw-block";
+/// Gives a program huge pages for its buffers, as ours has them: a drive takes what lies in those
+/// in fewer pieces.
+const HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 /// The benchmark's own folder in the one that was named; all in it is removed.
 const OWN_FOLDER: &str = "lmc-bench-disk";
 const KIB: u64 = 1 << 10;
@@ -139,7 +142,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     let (mut cells, mut dram) = (Cells::default(), Vec::new());
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
-        beside_fio(&asked, &speed, &mut cells)?;
+        beside_fio(&asked, round, &speed, &mut cells)?;
         peers(&asked, round, &speed, &python, &mut cells)?;
         dram.push(beside_dram(&asked, &speed)?);
     }
@@ -288,6 +291,7 @@ fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Resul
     let file = asked.folder.join("fio");
     let mut command = Command::new("fio");
     command
+        .env(HUGE_PAGES.0, HUGE_PAGES.1)
         .arg("--name=lmc")
         .arg(format!("--filename={}", file.display()))
         .arg(format!("--rw={rw}"))
@@ -358,7 +362,7 @@ fn fill_fio(asked: &Asked) -> Result<()> {
     Ok(())
 }
 
-fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
+fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Cells) -> Result<()> {
     for what in ["write", "read", "mixed"] {
         if what == "read" {
             fill_fio(asked)?;
@@ -367,14 +371,25 @@ fn beside_fio(asked: &Asked, speed: &Path, cells: &mut Cells) -> Result<()> {
             for &depth in &asked.depths {
                 let cell = format!("{what}, {}, depth {depth}", named(chunk));
                 let ours = |how: &[&str]| ours(asked, speed, (what, chunk, depth), how);
-                cells.add(&cell, "lmc", ours(&[])?);
-                cells.add(&cell, "fio", fio(asked, what, chunk, depth, false)?);
+                let mut racers = vec!["lmc", "fio"];
                 if what != "read" {
-                    cells.add(&cell, "fio, synced", fio(asked, what, chunk, depth, true)?);
+                    racers.push("fio, synced");
                 }
+                // A drive is not as fast after writes as before them: everybody is first in turn.
+                let first = round % racers.len();
+                racers.rotate_left(first);
                 if (chunk, depth) == (MIB, 8) {
-                    // Where a container forbids io_uring.
-                    cells.add(&cell, THREADS, ours(&["threads"])?);
+                    // Where a container forbids io_uring; beside ours, on either side of it.
+                    let lmc = racers.iter().position(|&racer| racer == "lmc");
+                    racers.insert(lmc.unwrap_or(0) + round % 2, THREADS);
+                }
+                for racer in racers {
+                    let moved = match racer {
+                        "lmc" => ours(&[])?,
+                        THREADS => ours(&["threads"])?,
+                        other => fio(asked, what, chunk, depth, other != "fio")?,
+                    };
+                    cells.add(&cell, racer, moved);
                 }
                 println!("{cell}: {}", row(cells, &cell));
             }
@@ -392,7 +407,7 @@ fn peers(asked: &Asked, round: usize, speed: &Path, python: &str, cells: &mut Ce
         let count = (asked.bytes / chunk).max(1);
         let numbers = [chunk, count, depth].map(|number| number.to_string());
         let mut racers = ["lmc", "fs", "raw_block"];
-        // A drive is not as fast after writes as before them: everybody is first once.
+        // As beside fio: everybody is first in turn.
         racers.rotate_left(round % 3);
         for racer in racers {
             let folder = asked.folder.join(racer);
@@ -405,6 +420,7 @@ fn peers(asked: &Asked, round: usize, speed: &Path, python: &str, cells: &mut Ce
             let mut command = Command::new(python);
             command.arg("xtask/python/disk_peer.py").arg(racer);
             command.env("PYTHONPATH", RAW_BLOCK_FOLDER);
+            command.env(HUGE_PAGES.0, HUGE_PAGES.1);
             match json_of(command.arg(&folder).args(&numbers)) {
                 Ok(found) => {
                     take_race(cells, &format!("LMCache {racer}"), chunk, depth, &found)?;
@@ -515,7 +531,8 @@ fn text(
         "\nA write of ours counts when it is durable (its bytes and its place in the index are synced), a \
          read when its checksum is verified.\n\
          fio runs io_uring with direct I/O and the same block size and depth; \"synced\" has an fdatasync after \
-         each DEPTH writes, which is how many of ours share one.\n\n\
+         each DEPTH writes, which is how many of ours share one. All memory is on transparent huge pages: \
+         ours as with `--l1-use-hugepages=auto`, that of fio and LMCache by `GLIBC_TUNABLES`.\n\n\
          | what | lmc | of fio | of fio, synced | fio | fio, synced | CPU s/GB lmc | CPU s/GB fio |\n\
          |---|---|---|---|---|---|---|---|\n",
     );

@@ -222,7 +222,7 @@ impl Shared {
         if with_file(|_| {}) != Some(file) {
             return Err(io::Error::other("a sync failed after this was written"));
         }
-        let synced = self.wait_for(vec![(Kind::Sync, file.id, 0, None)]);
+        let synced = self.wait_for(Kind::Sync, file.id, 0, None);
         if synced.is_err() {
             with_file(|file| file.failed_syncs += 1);
         }
@@ -250,12 +250,12 @@ impl Shared {
             encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
             Some(frame)
         };
-        let written = self.wait_for(vec![(Kind::WriteDurably, file, offset, frame())]);
+        let written = self.wait_for(Kind::WriteDurably, file, offset, frame());
         match written.map_err(|error| (error.raw_os_error(), error)) {
             // A file system that does not know how to do both at once.
             Err((Some(libc::EOPNOTSUPP | libc::EINVAL), _)) => {
-                self.wait_for(vec![(Kind::Write, file, offset, frame())])?;
-                self.wait_for(vec![(Kind::Sync, file, 0, None)])?;
+                self.wait_for(Kind::Write, file, offset, frame())?;
+                self.wait_for(Kind::Sync, file, 0, None)?;
             }
             Err((_, error)) => return Err(error),
             Ok(()) => {}
@@ -322,7 +322,7 @@ impl Shared {
     fn sync_logs(&self) -> io::Result<()> {
         for number in log_numbers(&self.volume.list()?) {
             let file = self.volume.open(&log_name(number), None)?;
-            let synced = self.wait_for(vec![(Kind::Sync, file, 0, None)]);
+            let synced = self.wait_for(Kind::Sync, file, 0, None);
             self.volume.close(file);
             synced?;
         }
@@ -338,7 +338,8 @@ impl Shared {
         }
         let bytes = self.settings.log_bytes;
         let file = self.volume.open(&name, Some(bytes))?;
-        if let Err(error) = self.replace_logs_before(number) {
+        let begun = self.write_room(file, bytes);
+        if let Err(error) = begun.and_then(|()| self.replace_logs_before(number)) {
             self.volume.close(file);
             return Err(error);
         }
@@ -352,6 +353,17 @@ impl Shared {
                 bytes,
             },
         })
+    }
+
+    /// Writes the room of a new log once. The file system only promised it: each frame would
+    /// change what it knows of the file, which costs as much as the frame.
+    fn write_room(&self, file: FileId, bytes: u64) -> io::Result<()> {
+        const PART: u64 = 1 << 20;
+        for at in (0..bytes).step_by(PART as usize) {
+            let zeroes = AlignedBuf::new(PART.min(bytes - at));
+            self.wait_for(Kind::Write, file, at, Some(zeroes))?;
+        }
+        Ok(())
     }
 
     /// Makes a log's checkpoint, which takes the place of what was before them.
@@ -413,7 +425,7 @@ impl Shared {
             }
             sum.update(&bytes);
             let len = bytes.len() as u64;
-            self.wait_for(vec![(Kind::Write, file, at, Some(bytes))])?;
+            self.wait_for(Kind::Write, file, at, Some(bytes))?;
             at += len;
         }
         let mut head = AlignedBuf::new(BLOCK);
@@ -424,7 +436,7 @@ impl Shared {
             body_sum: sum.digest(),
         }
         .encode(&mut head);
-        self.wait_for(vec![(Kind::Write, file, 0, Some(head))])?;
-        self.wait_for(vec![(Kind::Sync, file, 0, None)])
+        self.wait_for(Kind::Write, file, 0, Some(head))?;
+        self.wait_for(Kind::Sync, file, 0, None)
     }
 }

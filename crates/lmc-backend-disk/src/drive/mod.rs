@@ -33,7 +33,8 @@ use health::Condition;
 pub(crate) use load::Read;
 use room::{Growth, RoomWork};
 
-/// How long a thread of the drive waits for one of its own operations.
+/// How long a thread of the drive waits for one of its own operations, where those are not carried
+/// out on it.
 const OWN_PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long a drive that goes waits for its threads.
@@ -448,15 +449,18 @@ impl Drive {
         while goes_on() && !given_up() {
             thread::sleep(Duration::from_millis(1));
         }
-        let deadline = Instant::now() + LEAVE_PATIENCE;
         self.shared.end_room();
-        if !committer.is_finished() {
-            // What the threads wait for ends with it.
+        let hangs = !committer.is_finished();
+        if hangs {
+            // What the threads wait for ends with it, as far as it ends at all.
             self.shared.volume.stop();
         }
+        let deadline = Instant::now() + LEAVE_PATIENCE;
         let ended = join_before(committer, deadline);
         room_maker.map(|room_maker| join_before(room_maker, deadline));
-        self.shared.volume.stop();
+        if !hangs {
+            self.shared.volume.stop();
+        }
         // A room's thread that is left behind does not answer for them any more.
         let parked = self.shared.take_parked();
         drop(parked);
@@ -508,41 +512,38 @@ fn is_full(error: &io::Error) -> bool {
 pub(crate) const HEADER_NAME: &str = "drive";
 
 impl Shared {
-    fn wait_for(&self, ops: Vec<OwnOp>) -> io::Result<()> {
-        wait_for(&*self.volume, ops)
+    fn wait_for(
+        &self,
+        kind: Kind,
+        file: FileId,
+        offset: u64,
+        buf: Option<AlignedBuf>,
+    ) -> io::Result<()> {
+        wait_for(&*self.volume, kind, file, offset, buf)
     }
 }
 
-/// An operation of the drive's own: what, on which file, where, with which bytes.
-type OwnOp = (Kind, FileId, u64, Option<AlignedBuf>);
-
-/// Carries out operations and waits for them.
-pub(crate) fn wait_for(volume: &dyn Volume, ops: Vec<OwnOp>) -> io::Result<()> {
+/// Carries out an operation of the drive's own and waits for it: what, on which file, where, with
+/// which bytes.
+pub(crate) fn wait_for(
+    volume: &dyn Volume,
+    kind: Kind,
+    file: FileId,
+    offset: u64,
+    buf: Option<AlignedBuf>,
+) -> io::Result<()> {
     let (sender, receiver) = mpsc::channel();
-    let count = ops.len();
-    let ops = ops.into_iter().map(|(kind, file, offset, buf)| {
-        let sender = sender.clone();
-        Op {
-            kind,
-            file,
-            offset,
-            len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
-            buf: buf.map(Buf::Own),
-            // Whoever waited may have given up.
-            done: Box::new(move |done| drop(sender.send(done.result))),
-        }
+    volume.carry_out(Op {
+        kind,
+        file,
+        offset,
+        len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
+        buf: buf.map(Buf::Own),
+        // Whoever waited may have given up.
+        done: Box::new(move |done| drop(sender.send(done.result))),
     });
-    volume.submit(ops.collect());
-    let deadline = Instant::now() + OWN_PATIENCE;
-    let mut result = Ok(());
-    for _ in 0..count {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match receiver.recv_timeout(left) {
-            Ok(ended) => result = result.and(ended),
-            Err(_) => return Err(io::ErrorKind::TimedOut.into()),
-        }
-    }
-    result
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    receiver.recv_timeout(OWN_PATIENCE).unwrap_or_else(late)
 }
 
 /// The same error for another who waits.

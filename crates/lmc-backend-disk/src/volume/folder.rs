@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::engine::Engine;
 use super::task::{OpenFile, Task};
-use super::threads::Threads;
+use super::threads::{self, Threads};
 use super::uring::Uring;
 use super::{AlignedBuf, BLOCK, FileId, Op, Volume, raw};
 
@@ -323,6 +323,11 @@ impl Volume for FolderVolume {
             .collect();
         drop(files);
         self.engine.submit(tasks);
+    }
+
+    fn carry_out(&self, op: Op) {
+        let file = self.files.lock().get(&op.file).cloned();
+        threads::carry_out(Task::new(op, file));
     }
 
     fn describe(&self) -> String {

@@ -122,6 +122,12 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     /// [`Volume::stop`].
     fn submit(&self, ops: Vec<Op>);
 
+    /// Carries out one operation, on the thread that asks where the volume can: it may wait there
+    /// for as long as the drive does not answer.
+    fn carry_out(&self, op: Op) {
+        self.submit(vec![op]);
+    }
+
     /// How bytes move here, for people: `io_uring`, `threads`, and whether past the page cache.
     fn describe(&self) -> String;
 

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -115,6 +116,21 @@ impl Shared {
                     return;
                 }
             }
+        }
+    }
+}
+
+/// Carries a task out on this thread.
+pub(super) fn carry_out(task: Task) {
+    let Some(mut task) = task.unless_refused() else {
+        return;
+    };
+    loop {
+        let answer = call(&mut task);
+        match task.step(answer) {
+            Step::End(result) => return task.end(result),
+            Step::Again => {}
+            Step::Later(pause) => thread::sleep(pause),
         }
     }
 }

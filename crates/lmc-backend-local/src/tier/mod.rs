@@ -26,7 +26,7 @@ mod write;
 mod tests;
 
 pub use evict::{Maintained, ReserveError};
-pub use read::{Clear, ListedChunk};
+pub use read::{Clear, ListedChunk, PlacedChunk};
 pub use write::{InFlight, Inserted, NewChunk, Reservation, Write, WriteStart};
 
 use batch::Batch;

@@ -1,5 +1,6 @@
 //! Finding, leasing, pinning, removing, listing.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -9,7 +10,7 @@ use lmc_key::ChunkKey;
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
 use crate::lease::Leased;
-use crate::shard::WARM;
+use crate::shard::{Linked, WARM};
 use crate::slab::EntryRef;
 use crate::{Lease, Leases, OwnerId, Removal, TenantId};
 
@@ -37,6 +38,20 @@ pub struct ListedChunk {
     pub leases: u32,
     /// Whether it is pinned.
     pub pinned: bool,
+}
+
+/// One chunk with its place in its prompts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlacedChunk {
+    /// Which chunk.
+    pub key: ChunkKey,
+    /// The chunk before it, if that is there.
+    pub parent: Option<ChunkKey>,
+    /// Its bytes.
+    pub len: u64,
+    /// Chunks before it, as far as they are there.
+    pub depth: u32,
 }
 
 impl LocalTier {
@@ -242,6 +257,53 @@ impl LocalTier {
             (at, start) = (at + 1, 0);
         }
         (listed, None)
+    }
+}
+
+impl LocalTier {
+    /// Every chunk, the heads of prompts first, then what follows on them, and so on: whoever gets
+    /// through a part of these has whole beginnings. For a stop: holds a line for each chunk.
+    pub fn list_heads_first(&self) -> Vec<PlacedChunk> {
+        let mut shown: Vec<Linked> = Vec::new();
+        for shard in &self.0.shards {
+            shown.extend(shard.lock().list_linked());
+        }
+        let places: HashMap<EntryRef, usize> = shown
+            .iter()
+            .enumerate()
+            .map(|(place, linked)| (linked.name, place))
+            .collect();
+        let parent = |place: usize| places.get(&shown[place].parent).copied();
+        let mut depths: Vec<Option<u32>> = vec![None; shown.len()];
+        let mut path = Vec::new();
+        for place in 0..shown.len() {
+            // Down to one whose depth is known, or to a head, and back.
+            let mut next = Some(place);
+            let mut depth = 0;
+            while let Some(place) = next {
+                if let Some(known) = depths[place] {
+                    depth = known + 1;
+                    break;
+                }
+                // Marked, so that a ring (there is none) would end here.
+                depths[place] = Some(0);
+                path.push(place);
+                next = parent(place);
+            }
+            while let Some(place) = path.pop() {
+                depths[place] = Some(depth);
+                depth += 1;
+            }
+        }
+        let placed = |(place, depth): (usize, &Option<u32>)| PlacedChunk {
+            key: shown[place].key,
+            parent: parent(place).map(|parent| shown[parent].key),
+            len: shown[place].len,
+            depth: depth.unwrap_or(0),
+        };
+        let mut placed: Vec<PlacedChunk> = depths.iter().enumerate().map(placed).collect();
+        placed.sort_by_key(|placed| placed.depth);
+        placed
     }
 }
 

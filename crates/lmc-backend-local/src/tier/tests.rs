@@ -659,6 +659,20 @@ impl Rig {
             let leases = leases.filter(|(_, incarnation)| *incarnation == chunk.incarnation);
             assert_eq!(item.leases as usize, leases.count());
         }
+        let placed = self.tier.list_heads_first();
+        assert_eq!(placed.len(), self.resident.len());
+        assert!(placed.is_sorted_by_key(|chunk| chunk.depth));
+        for chunk in placed {
+            let before = |key: &ChunkKey| {
+                let incarnation = self.resident[key].parent?;
+                let mut resident = self.resident.iter();
+                let found = resident.find(|(_, chunk)| chunk.incarnation == incarnation);
+                found.map(|(key, _)| *key)
+            };
+            let chain = std::iter::successors(before(&chunk.key), before);
+            assert_eq!(chunk.depth as usize, chain.count());
+            assert_eq!(chunk.parent, before(&chunk.key));
+        }
     }
 
     fn end(mut self) {

@@ -109,6 +109,9 @@ pub(crate) struct Shared {
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
 }
 
+/// Time beyond a deadline for those who had it to tell how far they came.
+const ANSWER: Duration = Duration::from_secs(1);
+
 /// The tiers below DRAM, with the threads that serve them.
 pub(crate) struct Lower {
     shared: Arc<Shared>,
@@ -172,6 +175,13 @@ impl Lower {
             thread::sleep(copy::LOOK);
         }
         Instant::now() < deadline
+    }
+
+    /// Copies that were begun or wanted and did not get down, so far.
+    pub(crate) fn lost(&self) -> u64 {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let of = |tier: &Tier| read(&tier.counters.dropped) + read(&tier.counters.copy_failed);
+        self.shared.tiers.iter().map(of).sum()
     }
 
     /// While this is held nothing is forgotten. Whoever offers what was found, committed or evicted
@@ -243,7 +253,10 @@ impl Lower {
             above()
         };
         let shared = Arc::clone(&self.shared);
-        let cleared = self.wait(deadline, async move { shared.clear(deadline).await });
+        let cleared = self.wait(
+            deadline + ANSWER,
+            async move { shared.clear(deadline).await },
+        );
         self.shared.clearing.fetch_sub(1, Ordering::SeqCst);
         let (removed, all) = cleared.unwrap_or((0, false));
         (done, removed, all)
@@ -269,7 +282,7 @@ impl Lower {
         };
         let shared = Arc::clone(&self.shared);
         let asked: Arc<[ChunkKey]> = keys.into();
-        let below = self.wait(deadline, async move {
+        let below = self.wait(deadline + ANSWER, async move {
             let (mut any, mut all) = (vec![false; asked.len()], true);
             for tier in &shared.tiers {
                 let under_way = tier.copies.under_way();
@@ -307,7 +320,7 @@ impl Lower {
     /// Waits until all copies are down, then closes the tiers. Each that could not, and why.
     pub(crate) fn close(&self, deadline: Instant) -> Vec<(String, String)> {
         let shared = Arc::clone(&self.shared);
-        let closed = self.wait(deadline + Duration::from_secs(1), async move {
+        let closed = self.wait(deadline + ANSWER, async move {
             let mut failed = Vec::new();
             for tier in &shared.tiers {
                 tier.copies.idle(deadline).await;

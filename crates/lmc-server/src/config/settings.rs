@@ -70,7 +70,7 @@ settings! {
         /// Alignment of every slot in the pool, a power of two.
         L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
         /// Back the pool with 2 MiB huge pages: true fails without them, auto goes on and says why not.
-        L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "false", parse::demand;
+        L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
         /// Name of the shared-memory segment; auto derives it from the port, none keeps the pool private (no engine-driven transfers).
         SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
         /// Bind the pool to a NUMA node; none leaves the placement to the system.
@@ -99,9 +99,9 @@ settings! {
         DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
         DISK_KEEP_FREE: ByteSize = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
-        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them, and all of it when the server stops in order).
+        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them, and all of it, prompts' beginnings first, when the server stops in order and has the time).
         DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
-        /// Which chunks go to disk: always, or second (those that are used again), which spares the drive.
+        /// Which chunks go to disk: always, or second (those that are offered again; with --disk-write back a stop is one such offer), which spares the drive.
         DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
         /// What has not come from disk after this long is a miss, and the engine computes it.
         DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
@@ -123,7 +123,7 @@ settings! {
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
         /// A worker whose connection ended may come back within this long before it is forgotten.
         WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
-        /// Requests in flight may finish for this long after SIGTERM, and what goes to disk 5 s longer; a second signal stops at once.
+        /// Requests in flight may finish for this long after SIGTERM, and what goes to disk 5 s longer (with --disk-write back, give it time to write the pool); a second signal stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }
     Events {
