@@ -15,7 +15,7 @@ use lmc_key::ChunkKey;
 use crate::admission::Admission;
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats, count};
-use crate::drive::{Drive, Read};
+use crate::drive::Drive;
 use crate::format::payload_sum;
 use crate::timer::Timer;
 
@@ -135,8 +135,7 @@ impl DiskBackend {
             };
             return items.into_iter().map(failed).collect();
         }
-        // What has been read is checked while the rest is on its way.
-        let batch = Batch::eager(items.len());
+        let batch = Batch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
         for (place, item) in items.into_iter().enumerate() {
             if begun >= deadline {
@@ -144,7 +143,7 @@ impl DiskBackend {
                     error: LoadError::Deadline,
                     slot: FailedSlot::Quiet(item.slot),
                 };
-                batch.answer(place, Read::Done(failed));
+                batch.answer(place, failed);
                 on.push(0);
                 continue;
             }
@@ -163,8 +162,7 @@ impl DiskBackend {
                 slot: FailedSlot::Quarantined,
             }
         };
-        let look = |place: usize, read| self.drives[on[place]].verify(read);
-        let (loaded, _) = batch.map(&self.timer, deadline, look, late).await;
+        let (loaded, _) = batch.all(&self.timer, deadline, late).await;
         for (drive, late) in self.late(missing.into_iter()) {
             drive.late_reads(late, begun.elapsed());
         }

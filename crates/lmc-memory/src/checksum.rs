@@ -4,22 +4,105 @@
 //! runs anywhere means SSE2, at half the speed of memory. Here the long loop is chosen when it
 //! runs; short inputs and other machines go to the crate.
 
-use xxhash_rust::xxh3::xxh3_64;
+use std::fmt;
+
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 /// XXH3 of these bytes, 64 bits, seed 0.
 pub fn checksum(bytes: &[u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if bytes.len() >= x86::LEAST {
-        if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor has the instructions.
-            return unsafe { x86::long_avx512(bytes) };
-        }
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has the instructions.
-            return unsafe { x86::long_avx2(bytes) };
-        }
+    if bytes.len() >= x86::LEAST
+        && let Some(vectors) = x86::Vectors::here()
+    {
+        return vectors.end(x86::START, bytes, bytes.len() as u64);
     }
     xxh3_64(bytes)
+}
+
+/// The same of bytes that come in parts, in order.
+///
+/// ```
+/// use lmc_memory::{PartedChecksum, checksum};
+///
+/// let bytes = [7; 5000];
+/// let mut parts = PartedChecksum::new();
+/// parts.add(&bytes[..2048]);
+/// assert_eq!(parts.end(&bytes[2048..]), checksum(&bytes));
+/// ```
+#[derive(Debug)]
+pub struct PartedChecksum {
+    state: State,
+    /// Bytes that were taken in.
+    len: u64,
+}
+
+enum State {
+    #[cfg(target_arch = "x86_64")]
+    Vectors(x86::Vectors, [u64; 8]),
+    Crate(Box<Xxh3Default>),
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("XXH3")
+    }
+}
+
+impl Default for PartedChecksum {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PartedChecksum {
+    /// Parts before the last are a multiple of so many bytes, and the last is no shorter.
+    pub const PART: usize = 1024;
+
+    /// Of nothing yet.
+    pub fn new() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(vectors) = x86::Vectors::here() {
+            let state = State::Vectors(vectors, x86::START);
+            return Self { state, len: 0 };
+        }
+        let state = State::Crate(Box::default());
+        Self { state, len: 0 }
+    }
+
+    /// Takes in a part that is not the last.
+    ///
+    /// # Panics
+    /// If it is no multiple of [`Self::PART`].
+    pub fn add(&mut self, part: &[u8]) {
+        assert!(part.len().is_multiple_of(Self::PART), "a part that ends");
+        match &mut self.state {
+            #[cfg(target_arch = "x86_64")]
+            State::Vectors(vectors, lanes) => *lanes = vectors.add(*lanes, part),
+            State::Crate(sum) => sum.update(part),
+        }
+        self.len += part.len() as u64;
+    }
+
+    /// The sum, with the last part.
+    ///
+    /// # Panics
+    /// If it is shorter than [`Self::PART`] and not the only one.
+    pub fn end(self, last: &[u8]) -> u64 {
+        if self.len == 0 {
+            return checksum(last);
+        }
+        assert!(last.len() >= Self::PART, "a last part that is too short");
+        match self.state {
+            #[cfg(target_arch = "x86_64")]
+            State::Vectors(vectors, lanes) => {
+                vectors.end(lanes, last, self.len + last.len() as u64)
+            }
+            State::Crate(mut sum) => {
+                sum.update(last);
+                sum.digest()
+            }
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -57,7 +140,7 @@ mod x86 {
     const PRIME64_4: u64 = 0x85EB_CA77_C2B2_AE63;
     const PRIME64_5: u64 = 0x27D4_EB2F_1656_67C5;
     const PRIME_MX1: u64 = 0x1656_6791_9E37_79F9;
-    const START: [u64; 8] = [
+    pub(super) const START: [u64; 8] = [
         PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1,
     ];
     /// The secret that XXH3's definition gives for seed 0.
@@ -67,7 +150,7 @@ mod x86 {
     trait Accumulators: Copy {
         /// # Safety
         /// The processor must have the instructions.
-        unsafe fn start() -> Self;
+        unsafe fn of(lanes: [u64; 8]) -> Self;
 
         /// Takes in a stripe.
         ///
@@ -89,9 +172,9 @@ mod x86 {
 
     impl Accumulators for Avx2 {
         #[inline(always)]
-        unsafe fn start() -> Self {
-            let at = START.as_ptr().cast::<__m256i>();
-            // SAFETY: the two loads read the 64 bytes of `START`; the caller vouches for AVX2.
+        unsafe fn of(lanes: [u64; 8]) -> Self {
+            let at = lanes.as_ptr().cast::<__m256i>();
+            // SAFETY: the two loads read the 64 bytes of `lanes`; the caller vouches for AVX2.
             unsafe { Self([_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))]) }
         }
 
@@ -150,9 +233,9 @@ mod x86 {
 
     impl Accumulators for Avx512 {
         #[inline(always)]
-        unsafe fn start() -> Self {
-            // SAFETY: reads the 64 bytes of `START`; the caller vouches for AVX-512.
-            Self(unsafe { _mm512_loadu_si512(START.as_ptr().cast()) })
+        unsafe fn of(lanes: [u64; 8]) -> Self {
+            // SAFETY: reads the 64 bytes of `lanes`; the caller vouches for AVX-512.
+            Self(unsafe { _mm512_loadu_si512(lanes.as_ptr().cast()) })
         }
 
         #[inline(always)]
@@ -193,37 +276,89 @@ mod x86 {
         }
     }
 
+    /// The instructions to use. Exists only where the processor has them.
+    #[derive(Clone, Copy)]
+    pub(super) enum Vectors {
+        Avx2,
+        Avx512,
+    }
+
+    impl Vectors {
+        /// The best of this machine.
+        pub(super) fn here() -> Option<Self> {
+            if is_x86_feature_detected!("avx512f") {
+                return Some(Self::Avx512);
+            }
+            is_x86_feature_detected!("avx2").then_some(Self::Avx2)
+        }
+
+        /// Takes in whole blocks.
+        pub(super) fn add(self, lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
+            match self {
+                // SAFETY: the processor has the instructions, or there would be no `self`.
+                Self::Avx2 => unsafe { add_avx2(lanes, bytes) },
+                // SAFETY: as above.
+                Self::Avx512 => unsafe { add_avx512(lanes, bytes) },
+            }
+        }
+
+        /// Takes in the last bytes of `len`, which are [`LEAST`] or more; the sum.
+        pub(super) fn end(self, lanes: [u64; 8], bytes: &[u8], len: u64) -> u64 {
+            let lanes = match self {
+                // SAFETY: the processor has the instructions, or there would be no `self`.
+                Self::Avx2 => unsafe { end_avx2(lanes, bytes) },
+                // SAFETY: as above.
+                Self::Avx512 => unsafe { end_avx512(lanes, bytes) },
+            };
+            merge(lanes, len)
+        }
+    }
+
     /// # Safety
     /// The processor must have AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn long_avx2(bytes: &[u8]) -> u64 {
+    unsafe fn add_avx2(lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
         // SAFETY: passed on to the caller.
-        unsafe { long::<Avx2>(bytes) }
+        unsafe { add::<Avx2>(Avx2::of(lanes), bytes, bytes.len() / BLOCK).lanes() }
     }
 
     /// # Safety
     /// The processor must have AVX-512F.
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn long_avx512(bytes: &[u8]) -> u64 {
+    unsafe fn add_avx512(lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
         // SAFETY: passed on to the caller.
-        unsafe { long::<Avx512>(bytes) }
+        unsafe { add::<Avx512>(Avx512::of(lanes), bytes, bytes.len() / BLOCK).lanes() }
     }
 
     /// # Safety
+    /// The processor must have AVX2.
+    #[target_feature(enable = "avx2")]
+    unsafe fn end_avx2(lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
+        // SAFETY: passed on to the caller.
+        unsafe { end::<Avx2>(lanes, bytes) }
+    }
+
+    /// # Safety
+    /// The processor must have AVX-512F.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn end_avx512(lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
+        // SAFETY: passed on to the caller.
+        unsafe { end::<Avx512>(lanes, bytes) }
+    }
+
+    /// Takes in the first blocks of some bytes.
+    ///
+    /// # Safety
     /// The processor must have the instructions of `A`.
     #[inline(always)]
-    unsafe fn long<A: Accumulators>(bytes: &[u8]) -> u64 {
-        assert!(bytes.len() >= LEAST);
+    unsafe fn add<A: Accumulators>(mut acc: A, bytes: &[u8], blocks: usize) -> A {
+        assert!(blocks * BLOCK <= bytes.len());
         let secret = SECRET.as_ptr();
-        let last = bytes.len() - STRIPE;
-        let blocks = (bytes.len() - 1) / BLOCK;
-        let stripes = (bytes.len() - 1 - blocks * BLOCK) / STRIPE;
-        // SAFETY: stripes of whole blocks and of the rest end before the end of `bytes`, the last
-        // begins 64 before it; secrets are read from 0 to 128 of 192 bytes; asking for memory
-        // ahead touches none; the caller vouches for the instructions.
+        let mut at = bytes.as_ptr();
+        // SAFETY: the stripes of so many blocks lie in `bytes`; secrets are read from 0 to 192 of
+        // 192 bytes; asking for memory ahead touches none; the caller vouches for the
+        // instructions.
         unsafe {
-            let mut acc = A::start();
-            let mut at = bytes.as_ptr();
             for _ in 0..blocks {
                 for stripe in 0..STRIPES {
                     _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(NEAR).cast());
@@ -233,13 +368,34 @@ mod x86 {
                 }
                 acc = acc.scramble(secret.add(SECRET.len() - STRIPE));
             }
+        }
+        acc
+    }
+
+    /// Takes in the last bytes.
+    ///
+    /// # Safety
+    /// The processor must have the instructions of `A`.
+    #[inline(always)]
+    unsafe fn end<A: Accumulators>(lanes: [u64; 8], bytes: &[u8]) -> [u64; 8] {
+        assert!(bytes.len() >= LEAST);
+        let secret = SECRET.as_ptr();
+        let last = bytes.len() - STRIPE;
+        let blocks = (bytes.len() - 1) / BLOCK;
+        let stripes = (bytes.len() - 1 - blocks * BLOCK) / STRIPE;
+        // SAFETY: stripes of what follows the whole blocks end before the end of `bytes`, the
+        // last begins 64 before it; secrets are read from 0 to 192 of 192 bytes; the caller
+        // vouches for the instructions.
+        unsafe {
+            let mut acc = add(A::of(lanes), bytes, blocks);
+            let mut at = bytes.as_ptr().add(blocks * BLOCK);
             for stripe in 0..stripes {
                 acc = acc.accumulate(at, secret.add(8 * stripe));
                 at = at.add(STRIPE);
             }
             let end = bytes.as_ptr().add(last);
             acc = acc.accumulate(end, secret.add(SECRET.len() - STRIPE - 7));
-            merge(acc.lanes(), bytes.len() as u64)
+            acc.lanes()
         }
     }
 
@@ -281,8 +437,37 @@ mod tests {
                 assert_eq!(checksum(part), wanted, "{len} bytes from {start}");
                 #[cfg(target_arch = "x86_64")]
                 if len >= x86::LEAST && is_x86_feature_detected!("avx2") {
-                    // SAFETY: the processor has the instructions.
-                    assert_eq!(unsafe { x86::long_avx2(part) }, wanted, "AVX2, {len} bytes");
+                    let sum = x86::Vectors::Avx2.end(x86::START, part, len as u64);
+                    assert_eq!(sum, wanted, "AVX2, {len} bytes");
+                }
+            }
+        }
+    }
+
+    /// Wherever a part may end.
+    #[test]
+    fn it_is_the_same_in_parts() {
+        let bytes: Vec<u8> = (0..9000u32).map(|i| ((i * i) >> 3) as u8).collect();
+        for len in [1, 1023, 1024, 2047, 2048, 2049, 4096, 5000, 9000] {
+            let bytes = &bytes[..len];
+            for first in (0..len).step_by(PartedChecksum::PART) {
+                for second in (first..len).step_by(PartedChecksum::PART) {
+                    let last = &bytes[second..];
+                    if second > 0 && last.len() < PartedChecksum::PART {
+                        continue;
+                    }
+                    for mut parts in [
+                        PartedChecksum::new(),
+                        PartedChecksum {
+                            state: State::Crate(Box::default()),
+                            len: 0,
+                        },
+                    ] {
+                        parts.add(&bytes[..first]);
+                        parts.add(&bytes[first..second]);
+                        let sum = parts.end(last);
+                        assert_eq!(sum, xxh3_64(bytes), "{first}, {second} of {len}");
+                    }
                 }
             }
         }

@@ -36,7 +36,7 @@ mod shared_name;
 mod sigbus;
 
 pub use arena::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
-pub use checksum::checksum;
+pub use checksum::{PartedChecksum, checksum};
 pub use copy::{
     Axis, CopyError, CopyPlan, CopyPool, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv,
     PlanError, PlanRequest, PlaneBase, TensorView,

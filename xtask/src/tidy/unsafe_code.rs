@@ -14,6 +14,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "a file that is mapped, and a probe with direct I/O",
     ),
     (
+        "crates/lmc-backend-disk/src/volume/part.rs",
+        "a slot that is filled in parts",
+    ),
+    (
         "crates/lmc-backend-disk/src/volume/pool_buffers.rs",
         "the pool's memory, registered with a ring",
     ),

@@ -4,43 +4,98 @@ use std::io;
 use std::sync::Arc;
 
 use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded};
-use lmc_memory::ReservedSlot;
+use lmc_memory::{PartedChecksum, ReservedSlot};
 use parking_lot::Mutex;
 
 use super::{Drive, Shared};
 use crate::batch::Batch;
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
-use crate::volume::{AlignedBuf, BLOCK, Buf, Kind, Op};
+use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part};
 
-/// What came of reading a chunk, before anybody has looked at it.
-#[derive(Debug)]
-pub(crate) enum Read {
-    /// Header and payload, and where they should be from.
-    Raw {
-        found: PutRecord,
-        header: AlignedBuf,
-        payload: Buf,
-        slot: Option<ReservedSlot>,
-    },
-    Done(Loaded),
-}
+/// A payload is read in parts of so many bytes or more, each summed while others are on their way.
+const PART: u64 = 1 << 20;
+/// Parts at most.
+const PARTS: u64 = 4;
 
-/// The two reads of a chunk.
-struct Both {
-    left: u8,
+/// Whoever waits for a chunk.
+type Waiter = (Arc<Batch<Loaded>>, usize);
+
+/// The reads of a chunk.
+struct Reading {
+    /// Those that have not ended.
+    left: usize,
     header: Option<Buf>,
-    payload: Option<Buf>,
+    /// What has arrived of the payload.
+    parts: Vec<Option<Buf>>,
+    /// Parts that are in the sum.
+    summed: usize,
+    sum: PartedChecksum,
+    /// The slot, where the payload goes through other memory.
     slot: Option<ReservedSlot>,
     error: Option<io::Error>,
 }
 
+impl Reading {
+    /// Takes in how a read has ended: of a part, or of the header.
+    fn ended(&mut self, part: Option<usize>, done: Done) {
+        self.left -= 1;
+        self.error = self.error.take().or(done.result.err());
+        match part {
+            None => self.header = done.buf,
+            Some(part) => self.parts[part] = done.buf,
+        }
+        if self.error.is_some() {
+            return;
+        }
+        // All but the last, in order.
+        while self.summed + 1 < self.parts.len()
+            && let Some(Buf::Into(part)) = &self.parts[self.summed]
+        {
+            self.sum.add(part.bytes());
+            self.summed += 1;
+        }
+    }
+
+    /// The slot, with the sum of what is in it where all of that was read.
+    fn into_slot(self) -> Option<(ReservedSlot, u64)> {
+        let Self {
+            mut parts,
+            sum,
+            slot,
+            ..
+        } = self;
+        if let Some(mut slot) = slot {
+            let Some(Some(Buf::Own(bytes))) = parts.pop() else {
+                // Its memory was given up, but nobody has seen the slot.
+                return Some((slot, 0));
+            };
+            let len = slot.len() as usize;
+            slot.bytes_mut().copy_from_slice(&bytes[..len]);
+            let sum = payload_sum(slot.bytes_mut());
+            return Some((slot, sum));
+        }
+        let parts: Vec<Part> = parts
+            .into_iter()
+            .map_while(|part| match part {
+                Some(Buf::Into(part)) => Some(part),
+                _ => None,
+            })
+            .collect();
+        let sum = match (parts.last(), self.summed + 1 == parts.len()) {
+            (Some(last), true) => sum.end(last.bytes()),
+            _ => 0,
+        };
+        Some((Part::join(parts)?, sum))
+    }
+}
+
 impl Drive {
     /// Starts to read a chunk; what comes of it goes to `waiter`.
-    pub(crate) fn load(&self, item: LoadItem, waiter: (Arc<Batch<Read>>, usize)) {
+    pub(crate) fn load(&self, item: LoadItem, waiter: Waiter) {
         let shared = &self.shared;
         let LoadItem { key, slot, .. } = item;
-        let answer = |loaded| waiter.0.answer(waiter.1, Read::Done(loaded));
+        let answer = |loaded| waiter.0.answer(waiter.1, loaded);
         let quiet = |error, slot| Loaded::Failed {
             error,
             slot: FailedSlot::Quiet(slot),
@@ -73,19 +128,26 @@ impl Drive {
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
-        let (payload, slot) = match direct {
-            true => (Buf::Into(slot), None),
-            false => (Buf::Own(AlignedBuf::new(len)), Some(slot)),
+        let (parts, slot) = match direct {
+            true => (Part::split(slot, (len / PART).clamp(1, PARTS)), None),
+            false => (Vec::new(), Some(slot)),
         };
-        let both = Arc::new(Mutex::new(Both {
-            left: 2,
+        let mut parts: Vec<Buf> = parts.into_iter().map(Buf::Into).collect();
+        if !direct {
+            parts.push(Buf::Own(AlignedBuf::new(len)));
+        }
+        let reading = Arc::new(Mutex::new(Some(Reading {
+            left: 1 + parts.len(),
             header: None,
-            payload: None,
+            parts: parts.iter().map(|_| None).collect(),
+            summed: 0,
+            sum: PartedChecksum::new(),
             slot,
             error: None,
-        }));
-        let op = |offset, len, buf, is_header: bool| {
-            let (both, shared, waiter) = (Arc::clone(&both), Arc::clone(shared), waiter.clone());
+        })));
+        let op = |offset, len, buf, part: Option<usize>| {
+            let (reading, shared) = (Arc::clone(&reading), Arc::clone(shared));
+            let waiter = waiter.clone();
             Op {
                 kind: Kind::Read,
                 file: file.id,
@@ -93,101 +155,77 @@ impl Drive {
                 len,
                 buf: Some(buf),
                 done: Box::new(move |done| {
-                    let mut ends = both.lock();
-                    match is_header {
-                        true => ends.header = done.buf,
-                        false => ends.payload = done.buf,
-                    }
-                    ends.error = ends.error.take().or(done.result.err());
-                    ends.left -= 1;
-                    if ends.left == 0 {
-                        shared.read_ended(&found, &mut ends, &waiter);
+                    let mut held = reading.lock();
+                    let Some(reading) = held.as_mut() else { return };
+                    reading.ended(part, done);
+                    if reading.left == 0 {
+                        let reading = held.take();
+                        drop(held);
+                        if let Some(reading) = reading {
+                            shared.read_ended(&found, reading, &waiter);
+                        }
                     }
                 }),
             }
         };
-        let header = Buf::Own(AlignedBuf::new(BLOCK));
-        shared.volume.submit(vec![
-            op(at, BLOCK, header, true),
-            op(at + BLOCK, len, payload, false),
-        ]);
-    }
-
-    /// Checks what was read. Takes as long as a look at every byte.
-    pub(crate) fn verify(&self, read: Read) -> Loaded {
-        let shared = &self.shared;
-        let (found, header, payload, slot) = match read {
-            Read::Done(loaded) => return loaded,
-            Read::Raw {
-                found,
-                header,
-                payload,
-                slot,
-            } => (found, header, payload, slot),
-        };
-        let right = ChunkHeader::decode(&header).is_ok_and(|header| {
-            header.drive_id == shared.header.drive_id
-                && header.key == found.key
-                && header.place == found.place
-                && (header.len, header.payload_sum) == (found.len, found.payload_sum)
-        });
-        let mut slot = match (payload, slot) {
-            (Buf::Into(slot), _) => slot,
-            (Buf::Own(bytes), Some(mut slot)) => {
-                let len = slot.len() as usize;
-                slot.bytes_mut().copy_from_slice(&bytes[..len]);
-                slot
-            }
-            (Buf::Own(_), None) | (Buf::From(_), _) => unreachable!("not made by `load`"),
-        };
-        let counter = if !right {
-            &shared.counters.bad_headers
-        } else if payload_sum(slot.bytes_mut()) != found.payload_sum {
-            &shared.counters.bad_payloads
-        } else {
-            count(&shared.counters.read, 1);
-            count(&shared.counters.read_bytes, found.len);
-            return Loaded::Hit(slot.written());
-        };
-        count(counter, 1);
-        shared.retire(&found);
-        Loaded::Miss(slot)
+        let mut ops = vec![op(at, BLOCK, Buf::Own(AlignedBuf::new(BLOCK)), None)];
+        let mut offset = at + BLOCK;
+        for (number, part) in parts.into_iter().enumerate() {
+            let room = match &part {
+                Buf::Into(part) => part.room(),
+                _ => len,
+            };
+            ops.push(op(offset, room, part, Some(number)));
+            offset += room;
+        }
+        shared.volume.submit(ops);
     }
 }
 
 impl Shared {
-    fn read_ended(
-        self: &Arc<Self>,
-        found: &PutRecord,
-        ends: &mut Both,
-        waiter: &(Arc<Batch<Read>>, usize),
-    ) {
+    /// Checks what was read and answers.
+    fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
         self.state.lock().index.leave(found.place.segment);
-        let (header, payload, slot) = (ends.header.take(), ends.payload.take(), ends.slot.take());
         let (batch, place) = waiter;
-        if let Some(error) = ends.error.take() {
+        let (header, error) = (reading.header.take(), reading.error.take());
+        if let Some(error) = &error {
             count(&self.counters.read_errors, 1);
-            self.read_failed(*found, &error);
-            let ((Some(Buf::Into(slot)), _) | (_, Some(slot))) = (payload, slot) else {
-                return;
-            };
+            self.read_failed(*found, error);
+        }
+        // A slot that the kernel may still write to is nobody's: the deadline tells of it.
+        let Some((slot, sum)) = reading.into_slot() else {
+            return;
+        };
+        if let Some(error) = error {
             let failed = Loaded::Failed {
                 error: LoadError::Io(error),
                 slot: FailedSlot::Quiet(slot),
             };
-            return batch.answer(*place, Read::Done(failed));
+            return batch.answer(*place, failed);
         }
         self.condition.read_works();
-        let (Some(Buf::Own(header)), Some(payload)) = (header, payload) else {
-            return;
+        let right = |header: &AlignedBuf| {
+            ChunkHeader::decode(header).is_ok_and(|header| {
+                header.drive_id == self.header.drive_id
+                    && header.key == found.key
+                    && header.place == found.place
+                    && (header.len, header.payload_sum) == (found.len, found.payload_sum)
+            })
         };
-        let raw = Read::Raw {
-            found: *found,
-            header,
-            payload,
-            slot,
+        let counter = match header {
+            Some(Buf::Own(header)) if right(&header) => {
+                if sum == found.payload_sum {
+                    count(&self.counters.read, 1);
+                    count(&self.counters.read_bytes, found.len);
+                    return batch.answer(*place, Loaded::Hit(slot.written()));
+                }
+                &self.counters.bad_payloads
+            }
+            _ => &self.counters.bad_headers,
         };
-        batch.answer(*place, raw);
+        count(counter, 1);
+        self.retire(found);
+        batch.answer(*place, Loaded::Miss(slot));
     }
 
     /// Forgets a chunk whose bytes are wrong or cannot be read, for good.

@@ -30,7 +30,6 @@ use crate::log::segment_name;
 use crate::timer::join_before;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
-pub(crate) use load::Read;
 use room::{Growth, RoomWork};
 
 /// How long a thread of the drive waits for one of its own operations, where those are not carried

@@ -164,9 +164,9 @@ impl State {
             (Kind::Read, Some(Buf::Own(into))) => {
                 into[..range.len()].copy_from_slice(&inode.data[range]);
             }
-            (Kind::Read, Some(Buf::Into(slot))) => {
-                let len = slot.len() as usize;
-                slot.bytes_mut().copy_from_slice(&inode.data[at..at + len]);
+            (Kind::Read, Some(Buf::Into(part))) => {
+                let len = part.bytes().len();
+                part.bytes_mut().copy_from_slice(&inode.data[at..at + len]);
             }
             (Kind::Write | Kind::WriteDurably, Some(Buf::Own(from))) => {
                 inode.data[range.clone()].copy_from_slice(&from[..range.len()]);

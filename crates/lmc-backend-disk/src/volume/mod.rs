@@ -10,6 +10,8 @@ mod engine;
 mod fixed_files;
 mod folder;
 pub(crate) use folder::{EngineChoice, FolderConfig, FolderVolume, PROBE};
+mod part;
+pub(crate) use part::Part;
 mod pool_buffers;
 mod raw;
 pub(crate) use raw::free_bytes;
@@ -20,7 +22,7 @@ mod uring;
 use std::fmt;
 use std::io;
 
-use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_memory::SealedSlot;
 
 /// Offsets, lengths and addresses of all operations are multiples of this many bytes, so that
 /// they can go past the page cache (`O_DIRECT`) on any drive.
@@ -36,8 +38,9 @@ pub(crate) struct FileId(pub(crate) u32);
 pub(crate) enum Buf {
     /// Memory of the tier's own.
     Own(AlignedBuf),
-    /// A slot of the pool to read into. Its padding up to a whole [`BLOCK`] is written too.
-    Into(ReservedSlot),
+    /// A slot of the pool to read into, or a part of one. Padding up to a whole [`BLOCK`] is
+    /// written too.
+    Into(Part),
     /// A slot of the pool to write from. Its padding up to a whole [`BLOCK`] is written out too.
     From(SealedSlot),
 }

@@ -161,7 +161,7 @@ impl Task {
     pub(super) fn memory(&mut self) -> *mut u8 {
         let start = match self.buf.as_mut().expect("reads and writes have a buffer") {
             Buf::Own(buf) => buf.as_mut_ptr(),
-            Buf::Into(slot) => slot.as_mut_ptr(),
+            Buf::Into(part) => part.as_mut_ptr(),
             Buf::From(slot) => slot.as_ptr().cast_mut(),
         };
         start.wrapping_add(self.moved as usize)
@@ -225,7 +225,7 @@ impl Task {
     /// purpose: memory that is lost is better than memory that changes under its next owner.
     pub(super) fn abandon(mut self, error: io::Error) {
         match self.buf.take() {
-            Some(Buf::Into(slot)) => drop(slot.quarantine()),
+            Some(Buf::Into(part)) => part.abandon(),
             quiet_or_read => {
                 let _leaked = ManuallyDrop::new(quiet_or_read);
             }
@@ -268,7 +268,7 @@ fn check(op: &mut Op) -> io::Result<()> {
     let memory = match op.buf.as_mut() {
         None => None,
         Some(Buf::Own(buf)) => Some((buf.as_ptr(), buf.len() as u64)),
-        Some(Buf::Into(slot)) => Some((slot.as_mut_ptr().cast_const(), slot.padded_len())),
+        Some(Buf::Into(part)) => Some((part.as_mut_ptr().cast_const(), part.room())),
         Some(Buf::From(slot)) => Some((slot.as_ptr(), slot.padded_len())),
     };
     let fits = match op.kind {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot};
+use lmc_memory::{Arena, ArenaConfig, Demand, Pool, PoolConfig, ReservedSlot, SealedSlot};
 
 use crate::{Failure, Shape, pattern};
 
@@ -20,7 +20,8 @@ pub(crate) struct Memory {
 
 impl Memory {
     pub(crate) fn new() -> Result<Self, Failure> {
-        let arena = Arc::new(ArenaConfig::anonymous(ARENA).build()?);
+        let arena = ArenaConfig::anonymous(ARENA).with_huge_pages(Demand::Auto);
+        let arena = Arc::new(arena.build()?);
         let pool = Pool::new(arena, PoolConfig::default())?;
         let mut whole = pool.reserve(ARENA as u64).ok_or("an empty pool has room")?;
         pattern::clear(whole.bytes_mut());

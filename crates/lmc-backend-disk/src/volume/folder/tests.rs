@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
 use super::*;
-use crate::volume::{Buf, Done, Kind};
+use crate::volume::{Buf, Done, Kind, Part};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
@@ -222,7 +222,7 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
         for &(offset, len, exact) in batch {
             let mut one = read(file, offset, len);
             if let Some(slot) = pool.reserve(exact) {
-                one.buf = Some(Buf::Into(slot));
+                one.buf = Some(Buf::Into(Part::whole(slot)));
             }
             asks.push(one);
         }
@@ -230,7 +230,7 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
             done.result.unwrap();
             match done.buf.unwrap() {
                 Buf::Own(buf) => assert_stamp(&buf[..exact as usize], offset),
-                Buf::Into(mut slot) => assert_stamp(slot.bytes_mut(), offset),
+                Buf::Into(part) => assert_stamp(part.bytes(), offset),
                 Buf::From(_) => panic!("another buffer came back"),
             }
         }
@@ -285,7 +285,7 @@ fn ends_of_files(volume: &FolderVolume, dir: &Dir) {
 fn refusals(volume: &FolderVolume, pool: &Pool) {
     let file = volume.open("refusals", Some(MIB)).unwrap();
     let sealed = || Some(Buf::From(pool.reserve(BLOCK).unwrap().written().seal()));
-    let reserved = || Some(Buf::Into(pool.reserve(BLOCK).unwrap()));
+    let reserved = || Some(Buf::Into(Part::whole(pool.reserve(BLOCK).unwrap())));
     let invalid = vec![
         read(file, 1, BLOCK),
         read(file, 0, BLOCK + 1),
@@ -490,7 +490,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     let file = volume.open("stopping", Some(64 * MIB)).unwrap();
     let asks: Vec<_> = (0..40)
         .map(|i| {
-            let buf = Some(Buf::Into(pool.reserve(MIB).unwrap()));
+            let buf = Some(Buf::Into(Part::whole(pool.reserve(MIB).unwrap())));
             Ask {
                 buf,
                 ..read(file, i * MIB, MIB)
@@ -671,7 +671,7 @@ fn quick_look() {
                     let slot = pool.reserve(MIB).unwrap();
                     match kind {
                         Kind::Write => Buf::From(slot.written().seal()),
-                        _ => Buf::Into(slot),
+                        _ => Buf::Into(Part::whole(slot)),
                     }
                 })
                 .collect();
