@@ -16,7 +16,6 @@ use crate::admission::Admission;
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats, count};
 use crate::drive::Drive;
-use crate::format::payload_sum;
 use crate::timer::Timer;
 
 /// Chunks on one or more drives, found again after any kill.
@@ -200,8 +199,7 @@ impl DiskBackend {
                 batch.answer(place, Ok(Stored::Declined));
                 continue;
             }
-            let sum = payload_sum(item.slot.bytes());
-            self.drives[drive].store(item, sum, (Arc::clone(&batch), place));
+            self.drives[drive].store(item, (Arc::clone(&batch), place));
         }
         let late = |_| Err(StoreError::Deadline);
         let (answers, was_late) = batch.all(&self.timer, deadline, late).await;

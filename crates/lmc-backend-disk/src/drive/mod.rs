@@ -55,7 +55,7 @@ pub(crate) struct DriveSettings {
 }
 
 /// A chunk that was written and waits to be made durable.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Ready {
     put: PutRecord,
     file: SegmentFile,
@@ -93,7 +93,7 @@ struct Writing {
     /// Others who want to store the same.
     others: Vec<StoreWaiter>,
     /// Stores that came after the removal: they begin when this one is over.
-    again: Vec<(StoreItem, u64, StoreWaiter)>,
+    again: Vec<(StoreItem, StoreWaiter)>,
 }
 
 #[derive(Debug, Default)]
@@ -345,9 +345,9 @@ impl Drive {
         self.shared.give_back(segment)
     }
 
-    /// Starts to store a chunk; the answer goes to `waiter`. `sum` is that of its bytes.
-    pub(crate) fn store(&self, item: StoreItem, sum: u64, waiter: StoreWaiter) {
-        self.shared.store(item, sum, waiter);
+    /// Starts to store a chunk; the answer goes to `waiter`.
+    pub(crate) fn store(&self, item: StoreItem, waiter: StoreWaiter) {
+        self.shared.store(item, waiter);
     }
 
     /// Removes a chunk; the answer, when the removal is durable, goes to `waiter`.

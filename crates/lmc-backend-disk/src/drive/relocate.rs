@@ -35,7 +35,7 @@ impl Drive {
         }
         shared.writing_bytes.fetch_add(len, Ordering::Relaxed);
         match shared.take_spare_room(len) {
-            Some((extent, file)) => shared.write(item, sum, extent, file),
+            Some((extent, file)) => shared.write(item, Some(sum), extent, file),
             None => shared.store_ended(&key, len, |_| Err(StoreError::Full { needed: len })),
         }
     }

@@ -25,8 +25,8 @@ pub(super) struct Growth {
     wanted: bool,
     /// Nothing will be wanted any more.
     over: bool,
-    /// Chunks, with the sums of their bytes, that wait for a segment.
-    parked: VecDeque<(StoreItem, u64)>,
+    /// Chunks that wait for a segment.
+    parked: VecDeque<StoreItem>,
     /// No segment could be made. It is tried again from then on.
     not_before: Option<Instant>,
 }
@@ -65,12 +65,12 @@ impl Shared {
 
     /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
     /// begin in the order in which they came.
-    pub(super) fn place(self: &Arc<Self>, item: StoreItem, sum: u64) {
+    pub(super) fn place(self: &Arc<Self>, item: StoreItem) {
         let mut state = self.state.lock();
         if state.growth.parked.is_empty() {
-            self.place_first(state, item, sum);
+            self.place_first(state, item);
         } else {
-            state.growth.parked.push_back((item, sum));
+            state.growth.parked.push_back(item);
         }
     }
 
@@ -78,22 +78,17 @@ impl Shared {
     fn place_parked(self: &Arc<Self>) {
         loop {
             let mut state = self.state.lock();
-            let Some((item, sum)) = state.growth.parked.pop_front() else {
+            let Some(item) = state.growth.parked.pop_front() else {
                 return;
             };
-            if !self.place_first(state, item, sum) {
+            if !self.place_first(state, item) {
                 return;
             }
         }
     }
 
     /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
-    fn place_first(
-        self: &Arc<Self>,
-        mut state: MutexGuard<'_, State>,
-        item: StoreItem,
-        sum: u64,
-    ) -> bool {
+    fn place_first(self: &Arc<Self>, mut state: MutexGuard<'_, State>, item: StoreItem) -> bool {
         let (key, len) = (item.key, item.slot.len());
         let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
         let found = if state.growth.over {
@@ -106,10 +101,10 @@ impl Shared {
         match found {
             Found::Extent(extent, file) => {
                 drop(state);
-                self.write(item, sum, extent, file);
+                self.write(item, None, extent, file);
             }
             Found::Later => {
-                state.growth.parked.push_front((item, sum));
+                state.growth.parked.push_front(item);
                 return false;
             }
             Found::No(answer) => {
@@ -198,7 +193,7 @@ impl Shared {
     }
 
     /// The chunks that wait for a segment, which nobody will place any more.
-    pub(super) fn take_parked(&self) -> VecDeque<(StoreItem, u64)> {
+    pub(super) fn take_parked(&self) -> VecDeque<StoreItem> {
         mem::take(&mut self.state.lock().growth.parked)
     }
 

@@ -10,12 +10,20 @@ use parking_lot::Mutex;
 
 use super::{Change, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
 use crate::counters::count;
-use crate::format::{ChunkHeader, PutRecord, blocks};
+use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
 use crate::index::Extent;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
 
+/// The two writes of a chunk.
+struct Writes {
+    /// With its sum once the second has begun.
+    ready: Ready,
+    left: u8,
+    error: Option<io::Error>,
+}
+
 impl Shared {
-    pub(super) fn store(self: &Arc<Self>, item: StoreItem, sum: u64, waiter: StoreWaiter) {
+    pub(super) fn store(self: &Arc<Self>, item: StoreItem, waiter: StoreWaiter) {
         let len = item.slot.len();
         let refusal = {
             let mut state = self.state.lock();
@@ -28,7 +36,7 @@ impl Shared {
                 Err(StoreError::TooLarge { max, found: len })
             } else if let Some(writing) = state.writing.get_mut(&item.key) {
                 match writing.doomed {
-                    true => writing.again.push((item, sum, waiter)),
+                    true => writing.again.push((item, waiter)),
                     false => writing.others.push(waiter),
                 }
                 return;
@@ -45,54 +53,50 @@ impl Shared {
                 state.writing.insert(item.key, writing);
                 self.writing_bytes.fetch_add(len, Ordering::Relaxed);
                 drop(state);
-                return self.place(item, sum);
+                return self.place(item);
             }
         };
         waiter.0.answer(waiter.1, refusal);
     }
 
-    /// Writes a chunk's header and bytes.
+    /// Writes a chunk's bytes and its header. The sum of the bytes, where it is not known, is made
+    /// while those are on their way.
     pub(super) fn write(
         self: &Arc<Self>,
         item: StoreItem,
-        sum: u64,
+        sum: Option<u64>,
         extent: Extent,
         file: SegmentFile,
     ) {
         let StoreItem {
             key, parent, slot, ..
         } = item;
-        let put = PutRecord {
-            key,
-            place: extent.place,
-            len: slot.len(),
-            payload_sum: sum,
-        };
-        let mut header = AlignedBuf::new(BLOCK);
-        ChunkHeader {
-            drive_id: self.header.drive_id,
-            key,
-            parent: parent.map(|parent| parent.hash),
-            place: put.place,
-            len: put.len,
-            payload_sum: sum,
-        }
-        .encode(&mut header);
-        let at = u64::from(put.place.block) * BLOCK;
-        let len = blocks(put.len) * BLOCK;
+        let place = extent.place;
+        let at = u64::from(place.block) * BLOCK;
+        let len = blocks(slot.len()) * BLOCK;
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let payload = match direct {
-            true => Buf::From(slot),
+            true => Buf::From(slot.clone()),
             false => {
                 let mut bytes = AlignedBuf::new(len);
-                bytes[..put.len as usize].copy_from_slice(slot.bytes());
+                bytes[..slot.len() as usize].copy_from_slice(slot.bytes());
                 Buf::Own(bytes)
             }
         };
-        let left = Arc::new(Mutex::new((2u8, None::<io::Error>)));
-        let op = |offset, len, buf| {
-            let (left, shared) = (Arc::clone(&left), Arc::clone(self));
-            Op {
+        let put = PutRecord {
+            key,
+            place,
+            len: slot.len(),
+            payload_sum: 0,
+        };
+        let writes = Arc::new(Mutex::new(Writes {
+            ready: Ready { put, file },
+            left: 2,
+            error: None,
+        }));
+        let write = |offset, len, buf| {
+            let (writes, shared) = (Arc::clone(&writes), Arc::clone(self));
+            self.volume.submit(vec![Op {
                 kind: Kind::Write,
                 file: file.id,
                 offset,
@@ -100,19 +104,30 @@ impl Shared {
                 buf: Some(buf),
                 done: Box::new(move |done: Done| {
                     drop(done.buf);
-                    let mut left = left.lock();
-                    left.0 -= 1;
-                    left.1 = left.1.take().or(done.result.err());
-                    if left.0 == 0 {
-                        shared.write_ended(Ready { put, file }, left.1.take());
+                    let mut writes = writes.lock();
+                    writes.left -= 1;
+                    writes.error = writes.error.take().or(done.result.err());
+                    if writes.left == 0 {
+                        shared.write_ended(writes.ready, writes.error.take());
                     }
                 }),
-            }
+            }]);
         };
-        self.volume.submit(vec![
-            op(at, BLOCK, Buf::Own(header)),
-            op(at + BLOCK, len, payload),
-        ]);
+        write(at + BLOCK, len, payload);
+        let sum = sum.unwrap_or_else(|| payload_sum(slot.bytes()));
+        drop(slot);
+        writes.lock().ready.put.payload_sum = sum;
+        let mut header = AlignedBuf::new(BLOCK);
+        ChunkHeader {
+            drive_id: self.header.drive_id,
+            key,
+            parent: parent.map(|parent| parent.hash),
+            place,
+            len: put.len,
+            payload_sum: sum,
+        }
+        .encode(&mut header);
+        write(at, BLOCK, Buf::Own(header));
     }
 
     fn write_ended(self: &Arc<Self>, ready: Ready, error: Option<io::Error>) {
@@ -167,8 +182,8 @@ impl Shared {
         for (batch, place) in others {
             batch.answer(place, answer(true));
         }
-        for (item, sum, waiter) in again {
-            self.store(item, sum, waiter);
+        for (item, waiter) in again {
+            self.store(item, waiter);
         }
     }
 }
