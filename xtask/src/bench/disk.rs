@@ -285,7 +285,8 @@ fn ours(
 fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Result<Moved> {
     let rw = match what {
         "write" => "write",
-        "read" => "randread",
+        // Reads of `randread` have buffers that nobody has touched: the kernel would clear their
+        // pages within the time.
         _ => "randrw",
     };
     let file = asked.folder.join("fio");
@@ -307,7 +308,9 @@ fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Resul
             "--output-format=json",
         ])
         .args(["--refill_buffers=0", "--randrepeat=0", "--thread"]);
-    if what != "read" {
+    if what == "read" {
+        command.arg("--rwmixread=100");
+    } else {
         command.arg(match synced {
             true => format!("--fdatasync={depth}"),
             false => "--end_fsync=0".to_owned(),
