@@ -22,7 +22,7 @@ use crate::write::{Reservation, WriteRequest, WriteTicket};
 
 /// Chunks evicted in one go above the high watermark, so that others get their turn in between.
 const EVICT_AT_ONCE: usize = 256;
-/// Time at the end of a close for what is on its way and for the tiers, at most.
+/// Time at the end of a close in which nothing more is offered, at most.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
 
 /// Who the engine holds chunks for while it offers them to the tiers below.
@@ -326,7 +326,7 @@ impl CacheEngine {
     }
 
     /// Forgets chunks in all tiers. What is leased is unfindable at once and its memory comes
-    /// back with the last lease. Waits for the tiers below, at most ten seconds.
+    /// back with the last lease. Waits for the tiers below, at most eleven seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Removed {
         let above = || self.0.tier.remove(keys);
         let Some(lower) = &self.0.lower else {
@@ -350,7 +350,7 @@ impl CacheEngine {
 
     /// Forgets everything that nobody holds, in all tiers; with `force` also what is leased or
     /// pinned. What is on its way down or up is forgotten too. Waits for the tiers below, at
-    /// most ten seconds.
+    /// most eleven seconds.
     pub fn clear(&self, force: bool) -> Cleared {
         let Some(lower) = &self.0.lower else {
             return Cleared {
@@ -377,17 +377,20 @@ impl CacheEngine {
             return Vec::new();
         };
         if self.0.copy_down != CopyDown::OnEviction {
-            return lower.close(deadline);
+            return lower.close(deadline).0;
         }
-        let lost = lower.lost();
-        // What is on its way then gets there, and the tiers are put in order.
+        let before = lower.missed();
+        // What is on its way then may get there.
         let left = deadline.saturating_duration_since(Instant::now());
-        let (late, all) = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
-        let mut failed = lower.close(deadline);
-        let lost = lower.lost() - lost;
-        if late > 0 || lost > 0 {
+        let (not_offered, all) = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+        let (mut failed, missed) = lower.close(deadline);
+        let late = missed.late + not_offered as u64;
+        let declined = missed.declined - before.declined;
+        let lost = missed.failed - before.failed;
+        if late + declined + lost > 0 {
             let why = format!(
-                "of {all} chunks {late} were not written for want of time and {lost} for errors"
+                "of {all} chunks {late} were not written for want of time, {declined} were \
+                 declined and {lost} failed"
             );
             failed.push(("memory".to_owned(), why));
         }

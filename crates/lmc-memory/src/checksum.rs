@@ -456,13 +456,14 @@ mod tests {
                     if second > 0 && last.len() < PartedChecksum::PART {
                         continue;
                     }
-                    for mut parts in [
-                        PartedChecksum::new(),
-                        PartedChecksum {
-                            state: State::Crate(Box::default()),
-                            len: 0,
-                        },
-                    ] {
+                    let mut ways = vec![PartedChecksum::new()];
+                    let mut way = |state| ways.push(PartedChecksum { state, len: 0 });
+                    way(State::Crate(Box::default()));
+                    #[cfg(target_arch = "x86_64")]
+                    if is_x86_feature_detected!("avx2") {
+                        way(State::Vectors(x86::Vectors::Avx2, x86::START));
+                    }
+                    for mut parts in ways {
                         parts.add(&bytes[..first]);
                         parts.add(&bytes[first..second]);
                         let sum = parts.end(last);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{
-    ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, GroupLayout, KvFormat,
+    ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, Demand, GroupLayout, KvFormat,
     MappedSegment, PagedKv, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
     TensorView,
 };
@@ -20,13 +20,52 @@ const VARIABLE: &str = "LMC_TEST_SMALL_SHM";
 
 #[test]
 fn a_full_file_system_is_an_error_and_no_sigbus() {
+    let test = "a_full_file_system_is_an_error_and_no_sigbus";
+    with_small_shm("size=64m", test, || {
+        a_pool_that_does_not_fit_is_refused();
+        an_engine_without_pages_is_lost();
+        a_prefault_that_runs_out_of_room_says_so();
+        a_pool_hands_out_only_what_can_be_touched();
+    });
+}
+
+#[test]
+fn huge_pages_are_used_and_a_full_file_system_is_an_error_then_too() {
+    let test = "huge_pages_are_used_and_a_full_file_system_is_an_error_then_too";
+    with_small_shm("size=64m,huge=advise", test, || {
+        let arena = ArenaConfig::shared("lmc_huge", 60 << 20)
+            .with_huge_pages(Demand::Required)
+            .build()
+            .expect("60 of 64 MiB are free");
+        arena.ensure(0, 32 << 20).expect("half of them");
+        let maps = fs::read_to_string("/proc/self/smaps").expect("a process sees its own");
+        let huge: u64 = maps
+            .lines()
+            .filter_map(|line| line.strip_prefix("ShmemPmdMapped:"))
+            .map(|size| size.trim_end_matches("kB").trim().parse::<u64>())
+            .map(|size| size.expect("a number"))
+            .sum();
+        assert!(huge > 0, "no huge page in {maps}");
+        fill("/dev/shm/other");
+        arena.ensure(0, 32 << 20).expect("they are there");
+        arena
+            .ensure(32 << 20, 28 << 20)
+            .expect_err("no page is left");
+        fs::remove_file("/dev/shm/other").expect("was written");
+        arena
+            .ensure(32 << 20, 28 << 20)
+            .expect("there is room again");
+    });
+}
+
+/// Runs `inside` in a process of its own, over a file system of its own.
+fn with_small_shm(options: &str, test: &str, inside: fn()) {
     if std::env::var_os(VARIABLE).is_some() {
         return inside();
     }
     let this = std::env::current_exe().expect("a test has a path");
     let script = format!(
-        "mount -t tmpfs -o size=64m tmpfs /dev/shm || exit 77; exec {} --exact \
-         a_full_file_system_is_an_error_and_no_sigbus --nocapture",
+        "mount -t tmpfs -o {options} tmpfs /dev/shm || exit 77; exec {} --exact {test} --nocapture",
         this.display()
     );
     let run = Command::new("unshare")
@@ -49,13 +88,6 @@ fn a_full_file_system_is_an_error_and_no_sigbus() {
         ),
         Err(err) => println!("skipped: unshare cannot be run: {err}"),
     }
-}
-
-fn inside() {
-    a_pool_that_does_not_fit_is_refused();
-    an_engine_without_pages_is_lost();
-    a_prefault_that_runs_out_of_room_says_so();
-    a_pool_hands_out_only_what_can_be_touched();
 }
 
 fn a_pool_that_does_not_fit_is_refused() {

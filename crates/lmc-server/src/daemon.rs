@@ -47,6 +47,10 @@ pub fn run(loaded: &Loaded) -> ExitCode {
     }
 }
 
+/// How long drives have to be opened, and how often it is said that they are not yet.
+const OPEN_PATIENCE: Duration = Duration::from_secs(300);
+const OPEN_NEWS: Duration = Duration::from_secs(10);
+
 /// How a server that had started came to its end.
 enum Stop {
     /// Everything under way was answered.
@@ -94,7 +98,10 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
     let arena = Arc::new(make_arena(config, cores)?);
-    let service = make_service(config, &arena)?;
+    let Some(service) = prepare(config, &arena, &mut signals).await? else {
+        arena.unlink();
+        return Ok(Stop::Forced);
+    };
     let zmq = ZmqConfig {
         host: config.host.clone(),
         port: config.port,
@@ -172,6 +179,41 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         started.elapsed().as_secs_f64()
     );
     Ok(stop)
+}
+
+/// Opens the tiers, aside: a drive may not answer. None where a signal came first.
+async fn prepare(
+    config: &ServeConfig,
+    arena: &Arc<Arena>,
+    signals: &mut Signals,
+) -> Result<Option<Service>> {
+    let mut made = {
+        let (config, arena) = (config.clone(), Arc::clone(arena));
+        tokio::task::spawn_blocking(move || make_service(&config, &arena))
+    };
+    let begun = Instant::now();
+    loop {
+        tokio::select! {
+            made = &mut made => return Ok(Some(made.context("opening the tiers failed")??)),
+            signal = signals.next() => {
+                warn!("stopped by {signal} before the tiers were open");
+                return Ok(None);
+            }
+            () = tokio::time::sleep(OPEN_NEWS) => {}
+        }
+        let waited = begun.elapsed();
+        if waited >= OPEN_PATIENCE {
+            bail!(
+                "the disk tier did not open within {}: look whether its drives answer, or leave \
+                 --disk out",
+                human_duration(OPEN_PATIENCE)
+            );
+        }
+        info!(
+            "the disk tier is being opened, for {:.0} s now",
+            waited.as_secs_f64()
+        );
+    }
 }
 
 /// Lets what is on its way to the tiers below get there, and puts them in order.

@@ -177,7 +177,7 @@ fn it_listens_at_once_and_stops_clean_on_sigterm() {
     let asked = Instant::now();
     let mut daemon = Daemon::start(port, http);
     assert!(asked.elapsed() < DEADLINE, "it must listen soon");
-    assert!(daemon.line("pool: ").contains("16.0 MiB"));
+    assert!(daemon.line("pool: 16.0 MiB").contains("in shared memory"));
     assert!(get(http, "/healthz").starts_with("HTTP/1.1 200"));
     let mut client = engines(port);
     let answer = client.ask(&Request::Noop).expect("an answer");

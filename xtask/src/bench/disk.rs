@@ -114,6 +114,15 @@ impl Cells {
         self.values.entry(key).or_default().push(moved);
     }
 
+    /// The median of what each round's first is of its second.
+    fn ratio(&self, cell: &str, who: &str, of: &str) -> Option<f64> {
+        let values = |who: &str| self.values.get(&(cell.to_owned(), who.to_owned()));
+        let pairs = values(who)?.iter().zip(values(of)?);
+        let mut ratios: Vec<f64> = pairs.map(|(a, b)| a.gb_per_s / b.gb_per_s).collect();
+        ratios.sort_by(f64::total_cmp);
+        ratios.get(ratios.len() / 2).copied()
+    }
+
     fn median(&self, cell: &str, who: &str, of: impl Fn(&Moved) -> f64) -> Option<f64> {
         let values = self.values.get(&(cell.to_owned(), who.to_owned()))?;
         let mut values: Vec<f64> = values.iter().map(of).collect();
@@ -514,6 +523,10 @@ fn row(cells: &Cells, cell: &str) -> String {
     text
 }
 
+fn percent(ratio: Option<f64>) -> String {
+    ratio.map_or("–".to_owned(), |ratio| format!("{:.0} %", ratio * 100.0))
+}
+
 fn text(
     asked: &Asked,
     conditions: &[(&str, String)],
@@ -523,7 +536,7 @@ fn text(
 ) -> String {
     let mut text = format!(
         "## Disk tier beside fio and LMCache's adapters\n\n`cargo xtask bench disk`: medians of {} \
-         round(s) of {} s a cell, ours and fio in turn, on one file system; all figures are in \
+         round(s) of {} s a cell, ours and fio in turn, on one file system (of a share: the median of the rounds' own, since the drive's speed changes between them); all figures are in \
          [disk.json](benchmarks/disk.json).\n\n",
         asked.rounds, asked.seconds
     );
@@ -548,10 +561,7 @@ fn text(
         let speed = |who: &str| cells.median(cell, who, |m| m.gb_per_s);
         let cpu = |who: &str| cells.median(cell, who, |m| m.cpu_s_per_gb);
         let show = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.2} GB/s"));
-        let share = |who: &str| match (speed("lmc"), speed(who)) {
-            (Some(ours), Some(theirs)) => format!("{:.0} %", ours / theirs * 100.0),
-            _ => "–".to_owned(),
-        };
+        let share = |who: &str| percent(cells.ratio(cell, "lmc", who));
         let show_cpu = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.3}"));
         let _ = writeln!(
             text,
@@ -571,11 +581,8 @@ fn text(
             cells.median(cell, who, value).unwrap_or(f64::NAN)
         };
         let (speed, cpu) = (of(THREADS, |m| m.gb_per_s), of(THREADS, |m| m.cpu_s_per_gb));
-        let share = speed / of("lmc", |m| m.gb_per_s) * 100.0;
-        let _ = writeln!(
-            text,
-            "| {cell} | {speed:.2} GB/s | {share:.0} % | {cpu:.3} |"
-        );
+        let share = percent(cells.ratio(cell, THREADS, "lmc"));
+        let _ = writeln!(text, "| {cell} | {speed:.2} GB/s | {share} | {cpu:.3} |");
     }
     text.push_str(
         "\nAll three store and load the same number of chunks, and every byte was compared, outside the time.\n\
@@ -593,7 +600,11 @@ fn text(
         }
         shown.push(cell);
         let speed = |who: &str| match cells.median(cell, who, |m| m.gb_per_s) {
-            Some(value) => format!("{value:.2} GB/s"),
+            Some(value) if who == "lmc" => format!("{value:.2} GB/s"),
+            Some(value) => {
+                let share = percent(cells.ratio(cell, "lmc", who));
+                format!("{value:.2} GB/s: ours has {share}")
+            }
             None => "–".to_owned(),
         };
         let (fs, raw) = (speed("LMCache fs"), speed("LMCache raw_block"));

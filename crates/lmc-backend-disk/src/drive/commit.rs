@@ -338,7 +338,10 @@ impl Shared {
         }
         let bytes = self.settings.log_bytes;
         let file = self.volume.open(&name, Some(bytes))?;
-        let begun = self.write_room(file, bytes);
+        let begun = self.write_room(file, bytes).inspect_err(|_| {
+            // A drive that is full has no use for half of it.
+            let _ = self.volume.remove(&name);
+        });
         if let Err(error) = begun.and_then(|()| self.replace_logs_before(number)) {
             self.volume.close(file);
             return Err(error);

@@ -13,8 +13,13 @@ use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part};
 
-/// A payload is read in parts of so many bytes or more, each summed while others are on their way.
+/// A payload is read in parts of so many bytes or more, each summed while others are on their way:
+/// on the thread that learns of their end, so that a drive gives no more than that can sum.
+#[cfg(not(test))]
 const PART: u64 = 1 << 20;
+/// Few bytes, so that what tests read has parts.
+#[cfg(test)]
+const PART: u64 = BLOCK;
 /// Parts at most.
 const PARTS: u64 = 4;
 
@@ -129,7 +134,8 @@ impl Drive {
         // A slot that is not laid out for direct I/O is filled from memory that is.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let (parts, slot) = match direct {
-            true => (Part::split(slot, (len / PART).clamp(1, PARTS)), None),
+            // The last has a whole block's bytes at least, padding apart.
+            true => (Part::split(slot, (found.len / PART).clamp(1, PARTS)), None),
             false => (Vec::new(), Some(slot)),
         };
         let mut parts: Vec<Buf> = parts.into_iter().map(Buf::Into).collect();
@@ -236,6 +242,71 @@ impl Shared {
             state.queue.push(record, None);
             drop(state);
             self.work.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
+
+    use super::*;
+
+    fn reading(slot: ReservedSlot, parts: u64) -> (Reading, Vec<Part>) {
+        let parts = Part::split(slot, parts);
+        let reading = Reading {
+            left: 1 + parts.len(),
+            header: None,
+            parts: parts.iter().map(|_| None).collect(),
+            summed: 0,
+            sum: PartedChecksum::new(),
+            slot: None,
+            error: None,
+        };
+        (reading, parts)
+    }
+
+    fn pool() -> Pool {
+        let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build().unwrap());
+        Pool::new(arena, PoolConfig::default()).unwrap()
+    }
+
+    #[test]
+    fn parts_are_summed_in_whatever_order_they_come() {
+        let pool = pool();
+        let bytes: Vec<u8> = (0..5 * BLOCK + 9).map(|i| (i * 7 / 5) as u8).collect();
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+            let mut slot = pool.reserve(bytes.len() as u64).unwrap();
+            slot.bytes_mut().copy_from_slice(&bytes);
+            let (mut reading, parts) = reading(slot, 4);
+            let mut parts: Vec<Option<Part>> = parts.into_iter().map(Some).collect();
+            for number in order {
+                let buf = parts[number].take().map(Buf::Into);
+                let result = Ok(());
+                reading.ended(Some(number), Done { buf, result });
+            }
+            let (slot, sum) = reading.into_slot().expect("all of it");
+            assert_eq!((slot.len(), sum), (bytes.len() as u64, checksum(&bytes)));
+        }
+    }
+
+    #[test]
+    fn a_slot_with_a_part_that_was_given_up_is_nobodys() {
+        let pool = pool();
+        for lost in 0..3 {
+            let (mut reading, parts) = reading(pool.reserve(3 * BLOCK).unwrap(), 3);
+            for (number, part) in parts.into_iter().enumerate() {
+                let (buf, result) = match number == lost {
+                    false => (Some(Buf::Into(part)), Ok(())),
+                    true => {
+                        part.abandon();
+                        (None, Err(io::ErrorKind::TimedOut.into()))
+                    }
+                };
+                reading.ended(Some(number), Done { buf, result });
+            }
+            assert!(reading.error.is_some() && reading.into_slot().is_none());
+            assert_eq!(pool.usage().quarantined_slots, lost as u64 + 1);
         }
     }
 }

@@ -79,6 +79,7 @@ struct State {
     least_free: Option<u64>,
     opened: u64,
     closed: u64,
+    turns: u64,
 }
 
 /// A drive in memory.
@@ -94,6 +95,12 @@ fn dead() -> io::Error {
 }
 
 impl State {
+    /// Numbers batches.
+    fn next_turn(&mut self) -> u64 {
+        self.turns += 1;
+        self.turns
+    }
+
     /// Counts an event. False when the machine is dead.
     fn event(&mut self) -> bool {
         if self.crash_after.is_some_and(|last| self.events >= last) {
@@ -421,7 +428,15 @@ impl Volume for SimVolume {
         Ok(self.state.lock().free())
     }
 
-    fn submit(&self, ops: Vec<Op>) {
+    fn submit(&self, mut ops: Vec<Op>) {
+        // They may end in any order.
+        if let Some(last) = ops.len().checked_sub(1) {
+            let turn = self.state.lock().next_turn() as usize;
+            ops.rotate_left(turn % (last + 1));
+            if turn.is_multiple_of(3) {
+                ops.reverse();
+            }
+        }
         for mut op in ops {
             let result = {
                 let mut state = self.state.lock();

@@ -7,14 +7,14 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use lmc_memory::Arena;
 use memmap2::{Advice, Mmap};
 use parking_lot::Mutex;
 
 use super::engine::Engine;
-use super::task::{OpenFile, Task};
+use super::task::{OpenFile, Task, stopped};
 use super::threads::{self, Threads};
 use super::uring::Uring;
 use super::{AlignedBuf, BLOCK, FileId, Op, Volume, raw};
@@ -72,6 +72,7 @@ pub(crate) struct FolderVolume {
     instead: String,
     files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
     next_id: AtomicU32,
+    stopped: AtomicBool,
 }
 
 impl FolderVolume {
@@ -109,6 +110,7 @@ impl FolderVolume {
             instead,
             files: Mutex::new(HashMap::new()),
             next_id: AtomicU32::new(0),
+            stopped: AtomicBool::new(false),
         })
     }
 
@@ -327,7 +329,11 @@ impl Volume for FolderVolume {
 
     fn carry_out(&self, op: Op) {
         let file = self.files.lock().get(&op.file).cloned();
-        threads::carry_out(Task::new(op, file));
+        let task = Task::new(op, file);
+        match self.stopped.load(Ordering::Acquire) {
+            true => task.end(Err(stopped())),
+            false => threads::carry_out(task),
+        }
     }
 
     fn describe(&self) -> String {
@@ -341,6 +347,7 @@ impl Volume for FolderVolume {
     }
 
     fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
         self.engine.stop();
     }
 }

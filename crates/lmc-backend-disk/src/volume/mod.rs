@@ -65,7 +65,8 @@ pub(crate) struct Done {
     pub(crate) result: io::Result<()>,
 }
 
-/// Is called once, on a thread of the volume, and must not wait for anything.
+/// Is called once, on a thread of the volume (or, by [`Volume::carry_out`], on the one that asks),
+/// and must not wait for anything.
 pub(crate) type OnDone = Box<dyn FnOnce(Done) + Send>;
 
 /// One operation on a file.
@@ -126,7 +127,8 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     fn submit(&self, ops: Vec<Op>);
 
     /// Carries out one operation, on the thread that asks where the volume can: it may wait there
-    /// for as long as the drive does not answer.
+    /// for as long as the drive does not answer. What begins after [`Volume::stop`] ends with an
+    /// error.
     fn carry_out(&self, op: Op) {
         self.submit(vec![op]);
     }

@@ -22,15 +22,19 @@ pub(crate) struct Part {
 }
 
 struct Whole {
-    start: NonNull<u8>,
+    start: Start,
     /// None when a part of it may be written by nobody knows whom.
     slot: Mutex<Option<ReservedSlot>>,
 }
 
-// SAFETY: the address is used through parts only, which have no byte in common.
-unsafe impl Send for Whole {}
+/// Address of a slot's first byte.
+#[derive(Clone, Copy)]
+struct Start(NonNull<u8>);
+
+// SAFETY: it is used through parts only, which have no byte in common.
+unsafe impl Send for Start {}
 // SAFETY: as above.
-unsafe impl Sync for Whole {}
+unsafe impl Sync for Start {}
 
 impl fmt::Debug for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -47,7 +51,7 @@ impl Part {
         assert!(padded <= slot.padded_len() && each > 0, "room for parts");
         let start = NonNull::new(slot.as_mut_ptr()).expect("a slot has an address");
         let whole = Arc::new(Whole {
-            start,
+            start: Start(start),
             slot: Mutex::new(Some(slot)),
         });
         let part = |number: u64| {
@@ -76,7 +80,7 @@ impl Part {
 
     pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
         // SAFETY: a part lies inside its slot, which lives as long as its parts.
-        unsafe { self.whole.start.as_ptr().add(self.offset as usize) }
+        unsafe { self.whole.start.0.as_ptr().add(self.offset as usize) }
     }
 
     /// The bytes, without padding.
@@ -84,7 +88,7 @@ impl Part {
         // SAFETY: inside the slot, whose memory was zeroed when it was mapped; nobody writes to
         // these bytes but who has the part, and the kernel is done with one that came back.
         unsafe {
-            let start = self.whole.start.as_ptr().add(self.offset as usize);
+            let start = self.whole.start.0.as_ptr().add(self.offset as usize);
             slice::from_raw_parts(start, self.len as usize)
         }
     }
@@ -106,7 +110,7 @@ impl Part {
     }
 
     /// Gives up the slot of a part that the kernel may still write to: it stays in quarantine.
-    pub(super) fn abandon(self) {
+    pub(crate) fn abandon(self) {
         // The others must not free the slot, nor this one its address.
         let this = ManuallyDrop::new(self);
         if let Some(slot) = this.whole.slot.lock().take() {

@@ -1,6 +1,6 @@
 //! Copies on their way down to a tier.
 
-use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,8 +43,8 @@ pub(super) struct Copies {
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<OfferItem>,
-    /// Numbers of the stores under way.
-    under_way: BTreeSet<u64>,
+    /// Numbers of the stores under way, and how many chunks each has.
+    under_way: BTreeMap<u64, usize>,
     next_store: u64,
 }
 
@@ -92,7 +92,7 @@ impl Copies {
                 let len = queue.waiting.len().min(AT_ONCE);
                 if len > 0 {
                     queue.next_store += 1;
-                    queue.under_way.insert(queue.next_store);
+                    queue.under_way.insert(queue.next_store, len);
                     return (queue.next_store, queue.waiting.drain(..len).collect());
                 }
             }
@@ -137,10 +137,8 @@ impl Copies {
         let newest = self.queue.lock().next_store;
         let under_way = || {
             let queue = self.queue.lock();
-            queue
-                .under_way
-                .first()
-                .is_some_and(|&oldest| oldest <= newest)
+            let oldest = queue.under_way.first_key_value();
+            oldest.is_some_and(|(&oldest, _)| oldest <= newest)
         };
         while under_way() {
             if Instant::now() >= deadline {
@@ -151,15 +149,16 @@ impl Copies {
         true
     }
 
-    /// Waits until nothing is on its way. False when the deadline came first.
-    pub(super) async fn idle(&self, deadline: Instant) -> bool {
+    /// Waits until nothing is on its way. How many chunks are when the deadline comes first.
+    pub(super) async fn idle(&self, deadline: Instant) -> usize {
         while self.queued() > 0 {
             if Instant::now() >= deadline {
-                return false;
+                let queue = self.queue.lock();
+                return queue.waiting.len() + queue.under_way.values().sum::<usize>();
             }
             tokio::time::sleep(LOOK).await;
         }
-        true
+        0
     }
 }
 

@@ -109,6 +109,20 @@ pub(crate) struct Shared {
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
 }
 
+/// Time at the end of a close that copies leave to the tiers, at most.
+const CLOSING: Duration = Duration::from_secs(1);
+
+/// Chunks that did not get down to a tier.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Missed {
+    /// For want of time.
+    pub(crate) late: u64,
+    /// Which the tier declined.
+    pub(crate) declined: u64,
+    /// For errors, and for want of room on the way.
+    pub(crate) failed: u64,
+}
+
 /// Time beyond a deadline for those who had it to tell how far they came.
 const ANSWER: Duration = Duration::from_secs(1);
 
@@ -177,11 +191,9 @@ impl Lower {
         Instant::now() < deadline
     }
 
-    /// Copies that were begun or wanted and did not get down, so far.
-    pub(crate) fn lost(&self) -> u64 {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let of = |tier: &Tier| read(&tier.counters.dropped) + read(&tier.counters.copy_failed);
-        self.shared.tiers.iter().map(of).sum()
+    /// Copies that did not get down so far.
+    pub(crate) fn missed(&self) -> Missed {
+        self.shared.missed()
     }
 
     /// While this is held nothing is forgotten. Whoever offers what was found, committed or evicted
@@ -317,20 +329,33 @@ impl Lower {
         self.shared.fetch_deadline
     }
 
-    /// Waits until all copies are down, then closes the tiers. Each that could not, and why.
-    pub(crate) fn close(&self, deadline: Instant) -> Vec<(String, String)> {
+    /// Waits until all copies are down, then closes the tiers. Each that could not, and why; and
+    /// what did not get down so far, with what was on its way when there was no more time for it.
+    pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Missed) {
         let shared = Arc::clone(&self.shared);
+        let left = deadline.saturating_duration_since(Instant::now());
+        // What is written then is put in order.
+        let copies_until = deadline - (left / 8).min(CLOSING);
         let closed = self.wait(deadline + ANSWER, async move {
-            let mut failed = Vec::new();
+            let (mut failed, mut late) = (Vec::new(), 0);
             for tier in &shared.tiers {
-                tier.copies.idle(deadline).await;
+                late += tier.copies.idle(copies_until).await as u64;
+            }
+            let missed = Missed {
+                late,
+                ..shared.missed()
+            };
+            for tier in &shared.tiers {
                 if let Err(error) = tier.backend.close(deadline).await {
                     failed.push((tier.backend.name().to_owned(), error.to_string()));
                 }
             }
-            failed
+            (failed, missed)
         });
-        closed.unwrap_or_else(|| vec![("tiers".to_owned(), "not closed in time".to_owned())])
+        closed.unwrap_or_else(|| {
+            let why = "not closed in time".to_owned();
+            (vec![("tiers".to_owned(), why)], self.missed())
+        })
     }
 
     /// Runs something on the tiers' threads and waits for it. `None` when it takes too long.
@@ -354,6 +379,16 @@ impl Lower {
 }
 
 impl Shared {
+    fn missed(&self) -> Missed {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let mut missed = Missed::default();
+        for Tier { counters, .. } in &self.tiers {
+            missed.declined += read(&counters.declined);
+            missed.failed += read(&counters.dropped) + read(&counters.copy_failed);
+        }
+        missed
+    }
+
     async fn clear(&self, deadline: Instant) -> (u64, bool) {
         let (mut gone, mut all) = (0, true);
         for tier in &self.tiers {

@@ -18,6 +18,8 @@ pub(super) struct Backing {
     /// Parts of a shared file whose pages are known to be there, a bit each. Nobody takes pages
     /// out of it, so that a bit once set stays right.
     present: Box<[AtomicU64]>,
+    /// Whether pages of the file are to be huge.
+    huge: bool,
 }
 
 impl Backing {
@@ -28,7 +30,19 @@ impl Backing {
         };
         let present = (0..parts.div_ceil(64)).map(|_| AtomicU64::new(0));
         let present = present.collect();
-        Self { map, file, present }
+        Self {
+            map,
+            file,
+            present,
+            huge: false,
+        }
+    }
+
+    /// Asks for huge pages, where the file system was told to heed that.
+    pub(super) fn advise_huge(&mut self) -> io::Result<()> {
+        self.map.advise(libc::MADV_HUGEPAGE)?;
+        self.huge = true;
+        Ok(())
     }
 
     pub(super) fn map(&self) -> &Mapping {
@@ -62,7 +76,13 @@ impl Backing {
             // Only whether the pages are there is told, and no byte of theirs.
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let start = part * PART;
-                file.reserve(start, PART.min(self.len() as u64 - start))?;
+                let len = PART.min(self.len() as u64 - start);
+                if self.huge {
+                    // The advice is heeded where memory is touched, and not by the file system
+                    // itself. What this does not bring is taken in small pages, or fails there.
+                    let _ = self.map.try_populate(start as usize, len as usize);
+                }
+                file.reserve(start, len)?;
                 word.fetch_or(bit, Ordering::Relaxed);
             }
         }

@@ -132,14 +132,15 @@ fn shared(
         ));
     }
     let map = Mapping::shared(file.file(), bytes).map_err(map_error(bytes))?;
-    let backing = Backing::new(map, Some(file));
+    let mut backing = Backing::new(map, Some(file));
     if huge != Demand::Off {
         let option = host::shm_huge_option();
-        let advised = backing.map().advise(libc::MADV_HUGEPAGE);
-        let why = match (option.as_str(), advised) {
-            ("always" | "within_size" | "advise", Ok(())) => None,
-            ("always" | "within_size" | "advise", Err(error)) => Some(format!("madvise: {error}")),
-            (option, _) => Some(format!(
+        let why = match option.as_str() {
+            "always" | "within_size" | "advise" => match backing.advise_huge() {
+                Ok(()) => None,
+                Err(error) => Some(format!("madvise: {error}")),
+            },
+            option => Some(format!(
                 "/dev/shm is mounted with huge={option}: mount -o remount,huge=advise /dev/shm"
             )),
         };

@@ -161,6 +161,18 @@ impl Mapping {
 
     /// Makes the pages of a part present and writable without changing a byte.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
+        match self.try_populate(offset, len) {
+            // Linux before 5.14 does not know the advice.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.touch(offset, len);
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// The same where the kernel can do it so that what it has no memory for is an error.
+    pub(crate) fn try_populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let part = self.part(offset, len);
         loop {
             // SAFETY: the range lies in this mapping; populating changes no byte.
@@ -169,14 +181,8 @@ impl Mapping {
                 return Ok(());
             }
             let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => {}
-                // Linux before 5.14 does not know the advice.
-                Some(libc::EINVAL) => {
-                    self.touch(offset, len);
-                    return Ok(());
-                }
-                _ => return Err(error),
+            if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) {
+                return Err(error);
             }
         }
     }

@@ -69,7 +69,7 @@ settings! {
         L1_SIZE_GB: PoolSize = "l1-size-gb", Value "SIZE", "auto", parse::pool_size;
         /// Alignment of every slot in the pool, a power of two.
         L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
-        /// Back the pool with 2 MiB huge pages: true fails without them, auto goes on and says why not.
+        /// Back the pool with 2 MiB huge pages (on shared memory after mount -o remount,huge=advise /dev/shm): true fails without them, auto goes on and says why not.
         L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
         /// Name of the shared-memory segment; auto derives it from the port, none keeps the pool private (no engine-driven transfers).
         SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
