@@ -14,11 +14,15 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::coop::consume_budget;
 use tokio::time::{Duration, sleep};
 
-use super::window::{is_closed, receive_bytes, send_bytes};
+use super::window::{is_closed, receive_bytes, send_bytes, set_bytes};
 use crate::Address;
 
 /// Pause before another attempt where as many wait at a Unix socket as may.
 const FULL_PAUSE: Duration = Duration::from_millis(5);
+
+/// Bytes that may be on a way within this machine. The kernel takes twice as many for its own
+/// needs, and no more than it is told to allow (`net.core.wmem_max`).
+const LOCAL_BUFFER: u64 = 256 << 10;
 
 #[derive(Debug)]
 pub(super) enum Socket {
@@ -40,8 +44,12 @@ impl Socket {
     }
 
     fn tcp(stream: TcpStream) -> io::Result<Self> {
-        // The kernel sizes the buffers of TCP better than a fixed number would.
         stream.set_nodelay(true)?;
+        // The kernel sizes the buffers of TCP better than a fixed number would, but for a way
+        // within this machine: what is on that fills them, and should stay in the cache.
+        if stream.local_addr()?.ip() == stream.peer_addr()?.ip() {
+            set_bytes(stream.as_raw_fd(), libc::SO_SNDBUF, LOCAL_BUFFER);
+        }
         Ok(Self::Tcp(stream))
     }
 
@@ -52,6 +60,14 @@ impl Socket {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(FULL_PAUSE).await,
                 connected => return connected.map(Self::Unix),
             }
+        }
+    }
+
+    /// Sets how many bytes must be there before a reader is woken. False where that cannot be set.
+    pub(super) fn set_low_water(&self, bytes: u64) -> bool {
+        match self {
+            Self::Tcp(stream) => set_bytes(stream.as_raw_fd(), libc::SO_RCVLOWAT, bytes),
+            Self::Unix(_) => false,
         }
     }
 

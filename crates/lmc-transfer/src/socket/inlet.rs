@@ -4,10 +4,12 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use lmc_memory::checksum;
 use tokio::io::Interest;
 use tokio::task::coop::consume_budget;
+use tokio::time::timeout;
 
 use super::connection::{
     Connection, Gone, LANE_ROOM, Lane, Offered, Outgoing, Payload, Pending, Reply, Source,
@@ -23,6 +25,12 @@ use super::window::receive_bytes;
 const STASH: usize = 16 << 10;
 /// Bytes of a piece from which reading ahead into it costs more than another system call.
 const LARGE: u64 = 16 << 10;
+/// Bytes of a payload of which a thread is woken at a time, where so many are to come: each
+/// wake-up is paid for by the sender too, on a virtual machine with tens of microseconds.
+const AT_A_TIME: u64 = 1 << 20;
+const LEAST_AT_A_TIME: u64 = 256 << 10;
+/// How long so many may take. A sender that breaks off, or a slow way, brings fewer.
+const AT_A_TIME_PATIENCE: Duration = Duration::from_millis(2);
 /// Bytes of what nobody wants that are read at a time.
 const SINK: usize = 64 << 10;
 
@@ -37,6 +45,8 @@ pub(super) struct Inlet {
     start: usize,
     end: usize,
     sink: Vec<u8>,
+    /// Bytes that must be there before this half is woken.
+    low_water: u64,
 }
 
 /// Where a payload goes.
@@ -84,6 +94,7 @@ impl Inlet {
             start: 0,
             end: 0,
             sink: Vec::new(),
+            low_water: 1,
         }
     }
 
@@ -301,6 +312,7 @@ impl Inlet {
             bad: Vec::new(),
             aborted: false,
         };
+        let mut left: u64 = segments.iter().map(|segment| segment.len).sum();
         let mut pieces = Pieces::of(segments).peekable();
         while let Some((number, piece)) = pieces.next() {
             let head = self.piece_head().await?;
@@ -315,7 +327,7 @@ impl Inlet {
                 Some((_, next)) if next.len >= LARGE => PieceHead::LEN,
                 _ => STASH,
             };
-            self.piece(piece, place, ahead).await?;
+            self.piece(piece, place, ahead, &mut left).await?;
             // While the piece is still in the cache.
             match place.with(|| self.shared.window.sum(piece)) {
                 Some(sum) if sum == head.sum => {}
@@ -331,7 +343,15 @@ impl Inlet {
                 }
             }
         }
+        self.wake_at(1);
         Ok(arrival)
+    }
+
+    /// Sets how many bytes must be there before this half is woken.
+    fn wake_at(&mut self, bytes: u64) {
+        if self.low_water != bytes && self.sockets.0[self.lane].set_low_water(bytes) {
+            self.low_water = bytes;
+        }
     }
 
     async fn piece_head(&mut self) -> Result<PieceHead, Gone> {
@@ -346,12 +366,20 @@ impl Inlet {
         }
     }
 
-    /// The bytes of one piece, and up to so many that follow it.
-    async fn piece(&mut self, piece: Segment, place: Place<'_>, ahead: usize) -> Result<(), Gone> {
+    /// The bytes of one piece, and up to so many that follow it. `left` is what the payload has
+    /// left, or 0 where it does not come at once.
+    async fn piece(
+        &mut self,
+        piece: Segment,
+        place: Place<'_>,
+        ahead: usize,
+        left: &mut u64,
+    ) -> Result<(), Gone> {
         let stashed = &self.stash[self.start..self.end];
         let mut done = stashed.len().min(piece.len as usize);
         place.with(|| self.shared.window.put(piece, &stashed[..done]));
         self.start += done;
+        *left = left.saturating_sub(done as u64);
         while done < piece.len as usize {
             // The stash is used up, or the piece would be whole.
             (self.start, self.end) = (0, 0);
@@ -359,17 +387,32 @@ impl Inlet {
                 offset: piece.offset + done as u64,
                 len: piece.len - done as u64,
             };
+            self.wake_at(match *left {
+                // Of a short payload less, so that it is taken while the rest is sent.
+                left if left >= LEAST_AT_A_TIME => (left / 4).clamp(LEAST_AT_A_TIME, AT_A_TIME),
+                _ => 1,
+            });
             let window = &self.shared.window;
             let (stash, sink) = (&mut self.stash[..ahead], &mut self.sink);
             let into = |socket: RawFd| {
                 let received = place.with(|| window.receive(socket, rest, stash));
                 received.unwrap_or_else(|| discard(socket, sink, rest.len))
             };
-            let socket = &self.sockets.0[self.lane];
-            let received = socket.when(Interest::READABLE, into).await?;
+            let received = self.sockets.0[self.lane].when(Interest::READABLE, into);
+            let received = match self.low_water {
+                1 => received.await?,
+                _ => match timeout(AT_A_TIME_PATIENCE, received).await {
+                    Ok(received) => received?,
+                    Err(_) => {
+                        *left = 0;
+                        continue;
+                    }
+                },
+            };
             self.heard(received)?;
             let now = received.min(rest.len as usize);
             done += now;
+            *left = left.saturating_sub(now as u64);
             self.end = received - now;
         }
         Ok(())
@@ -399,6 +442,7 @@ impl Inlet {
 
     /// Reads at least a byte into the stash.
     async fn more(&mut self) -> Result<(), Gone> {
+        self.wake_at(1);
         self.stash.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         let free = &mut self.stash[self.end..];

@@ -138,6 +138,22 @@ pub(super) fn receive_bytes(socket: RawFd, buffer: &mut [u8]) -> io::Result<usiz
     receive(socket, &mut [iovec(buffer.as_mut_ptr(), buffer.len())])
 }
 
+/// Sets an option of a socket (`SO_…`) that is a number of bytes; whether it could be set.
+pub(super) fn set_bytes(socket: RawFd, option: libc::c_int, bytes: u64) -> bool {
+    let bytes = bytes.clamp(1, i32::MAX as u64) as libc::c_int;
+    // SAFETY: the kernel reads the one number, which lives through the call.
+    let set = unsafe {
+        libc::setsockopt(
+            socket,
+            libc::SOL_SOCKET,
+            option,
+            (&raw const bytes).cast(),
+            size_of_val(&bytes) as libc::socklen_t,
+        )
+    };
+    set == 0
+}
+
 /// Whether nothing more will come.
 pub(super) fn is_closed(socket: RawFd) -> bool {
     let mut byte = 0u8;
