@@ -1,6 +1,7 @@
 //! Peers that say nothing, take nothing, or take it late.
 
 use super::*;
+use crate::socket::frame::PIECE;
 
 #[test]
 fn a_silent_peer_is_taken_for_gone() {
@@ -120,4 +121,61 @@ fn the_longer_keepalive_of_two_counts() {
     drop(connection);
     seldom.ends();
     often.ends();
+}
+
+/// A receiver sleeps until much of a payload is there. One that comes in drops, is broken off or
+/// ends with its connection is noticed all the same.
+#[test]
+fn a_payload_that_comes_short_wakes_its_receiver() {
+    let victim = Victim::new(|_| {});
+    let mut raw = Raw::connect(&victim, 1);
+    let place = victim.slot(0, 12 * PIECE);
+    let bytes = vec![7; PIECE as usize];
+    let begin = |raw: &mut Raw, id| {
+        let segments = vec![segment(place.offset(), 12 * PIECE)];
+        raw.say(&Frame::Write { id, segments });
+    };
+    // In drops: after a head, within a piece, between two.
+    begin(&mut raw, 1);
+    let head = PieceHead {
+        len: bytes.len() as u32,
+        sum: checksum(&bytes),
+    };
+    for piece in 0..12 {
+        raw.stream.write_all(&head.encode()).expect("sent");
+        for part in bytes.chunks(bytes.len() / 3) {
+            if piece % 5 == 0 {
+                thread::sleep(Duration::from_millis(5));
+            }
+            raw.stream.write_all(part).expect("sent");
+        }
+    }
+    let outcome = Outcome::Done;
+    assert_eq!(raw.frame(), Frame::Answer { id: 1, outcome });
+    // Broken off, with little behind it.
+    for (id, pieces) in [(2, 0), (3, 1), (4, 7), (5, 11)] {
+        begin(&mut raw, id);
+        for _ in 0..pieces {
+            raw.stream.write_all(&head.encode()).expect("sent");
+            let (one, other) = bytes.split_at(bytes.len() / 2);
+            raw.stream.write_all(one).expect("sent");
+            // The receiver takes this and sleeps, and is not tired of it yet.
+            thread::sleep(Duration::from_micros(300));
+            raw.stream.write_all(other).expect("sent");
+        }
+        let end = PieceHead { len: 0, sum: 0 };
+        raw.stream.write_all(&end.encode()).expect("sent");
+        let outcome = Outcome::Aborted;
+        assert_eq!(raw.frame(), Frame::Answer { id, outcome });
+    }
+    // And with the connection.
+    begin(&mut raw, 6);
+    raw.pay(&bytes, checksum(&bytes));
+    drop(raw);
+    let gone = |victim: &Victim| !victim.channel.is_connected(&name("raw"));
+    victim.eventually("the connection is forgotten", gone);
+    let place = place.written();
+    assert!(place.bytes().iter().all(|byte| *byte == 7));
+    drop(place);
+    victim.ends();
 }
