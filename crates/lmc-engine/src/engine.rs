@@ -376,21 +376,21 @@ impl CacheEngine {
         let Some(lower) = &self.0.lower else {
             return Vec::new();
         };
-        if self.0.copy_down != CopyDown::OnEviction {
-            return lower.close(deadline).0;
-        }
         let before = lower.missed();
-        // What is on its way then may get there.
-        let left = deadline.saturating_duration_since(Instant::now());
-        let (not_offered, all) = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+        let mut late = 0;
+        if self.0.copy_down == CopyDown::OnEviction {
+            // What is on its way then may get there.
+            let left = deadline.saturating_duration_since(Instant::now());
+            late = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+        }
         let (mut failed, missed) = lower.close(deadline);
-        let late = missed.late + not_offered as u64;
+        late += missed.late;
         let declined = missed.declined - before.declined;
         let lost = missed.failed - before.failed;
         if late + declined + lost > 0 {
             let why = format!(
-                "of {all} chunks {late} were not written for want of time, {declined} were \
-                 declined and {lost} failed"
+                "{late} chunks were not written for want of time, {declined} were declined and \
+                 {lost} failed"
             );
             failed.push(("memory".to_owned(), why));
         }
@@ -398,13 +398,13 @@ impl CacheEngine {
     }
 
     /// Offers every chunk to the tiers below, each when there is room for it on the way. How many
-    /// the deadline left behind, and of how many.
-    fn copy_all_down(&self, lower: &Lower, deadline: Instant) -> (usize, usize) {
+    /// the deadline left behind.
+    fn copy_all_down(&self, lower: &Lower, deadline: Instant) -> u64 {
         let tier = &self.0.tier;
         let chunks = tier.list_heads_first();
         for (place, chunk) in chunks.iter().enumerate() {
             if !lower.wait_for_room(chunk.len, deadline) {
-                return (chunks.len() - place, chunks.len());
+                return (chunks.len() - place) as u64;
             }
             let _held = lower.hold();
             let leases = tier.lease_again(COPIER, &[chunk.key]);
@@ -415,7 +415,7 @@ impl CacheEngine {
             };
             lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
         }
-        (0, chunks.len())
+        0
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.

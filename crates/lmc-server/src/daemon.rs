@@ -98,9 +98,13 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
     let arena = Arc::new(make_arena(config, cores)?);
-    let Some(service) = prepare(config, &arena, &mut signals).await? else {
-        arena.unlink();
-        return Ok(Stop::Forced);
+    let prepared = prepare(config, &arena, &mut signals).await;
+    let service = match prepared.inspect_err(|_| arena.unlink())? {
+        Ok(service) => service,
+        Err(stop) => {
+            arena.unlink();
+            return Ok(stop);
+        }
     };
     let zmq = ZmqConfig {
         host: config.host.clone(),
@@ -181,23 +185,24 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     Ok(stop)
 }
 
-/// Opens the tiers, aside: a drive may not answer. None where a signal came first.
+/// Opens the tiers, aside: a drive may not answer. Where a signal comes first, how it stopped.
 async fn prepare(
     config: &ServeConfig,
     arena: &Arc<Arena>,
     signals: &mut Signals,
-) -> Result<Option<Service>> {
+) -> Result<Result<Service, Stop>> {
     let mut made = {
         let (config, arena) = (config.clone(), Arc::clone(arena));
         tokio::task::spawn_blocking(move || make_service(&config, &arena))
     };
+    let failed = "opening the tiers failed";
     let begun = Instant::now();
     loop {
         tokio::select! {
-            made = &mut made => return Ok(Some(made.context("opening the tiers failed")??)),
+            made = &mut made => return Ok(Ok(made.context(failed)??)),
             signal = signals.next() => {
-                warn!("stopped by {signal} before the tiers were open");
-                return Ok(None);
+                warn!("stopping after {signal}, when the tiers are open; a second signal stops at once");
+                break;
             }
             () = tokio::time::sleep(OPEN_NEWS) => {}
         }
@@ -213,6 +218,16 @@ async fn prepare(
             "the disk tier is being opened, for {:.0} s now",
             waited.as_secs_f64()
         );
+    }
+    let patience = config.shutdown_timeout + Duration::from_secs(5);
+    let deadline = Instant::now() + patience;
+    tokio::select! {
+        made = &mut made => {
+            close_tiers(&made.context(failed)??, deadline).await;
+            Ok(Err(Stop::Clean))
+        }
+        _ = signals.next() => Ok(Err(Stop::Forced)),
+        () = tokio::time::sleep(patience) => Ok(Err(Stop::Forced)),
     }
 }
 

@@ -241,6 +241,25 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     assert!(is_there(&tier, &pool, 31) && !is_there(&tier, &pool, 30));
 }
 
+/// A full drive keeps nothing of the logs that were tried on it meanwhile.
+#[test]
+fn a_log_that_was_begun_in_vain_is_taken_away() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let logs = volume.names("log-");
+    volume.fault_in("log-", Kind::Write, Fault::Error(libc::ENOSPC));
+    let opened = volume.opened();
+    let stored = block_on(tier.store(vec![item(&pool, 30)], soon()));
+    assert!(matches!(stored[..], [Err(StoreError::Io(_))]), "{stored:?}");
+    until("new logs were tried", || volume.opened() > opened + 2);
+    drop(tier);
+    assert_eq!(volume.names("log-"), logs);
+    volume.thaw();
+    let tier = open(&volume, SETTINGS).expect("after the faults");
+    assert!((0..10).all(|number| is_there(&tier, &pool, number)));
+}
+
 #[test]
 fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
     let (first, second) = (SimVolume::new(u64::MAX), SimVolume::new(u64::MAX));

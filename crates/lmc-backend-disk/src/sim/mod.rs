@@ -308,6 +308,11 @@ impl SimVolume {
         self.names.lock()
     }
 
+    /// Files that were opened so far.
+    pub(crate) fn opened(&self) -> u64 {
+        self.state.lock().opened
+    }
+
     /// Files that were opened and not closed.
     pub(crate) fn open_files(&self) -> u64 {
         let state = self.state.lock();

@@ -109,10 +109,11 @@ impl Copies {
         self.give(bytes);
     }
 
-    /// Gives up what has not begun.
-    pub(super) fn drop_queued(&self) {
+    /// Gives up what has not begun; how many chunks that is.
+    pub(super) fn drop_queued(&self) -> u64 {
         let dropped = mem::take(&mut self.queue.lock().waiting);
         self.give(dropped.iter().map(|item| item.slot.len()).sum());
+        dropped.len() as u64
     }
 
     /// Gives up what has not begun of some chunks.
@@ -149,16 +150,17 @@ impl Copies {
         true
     }
 
-    /// Waits until nothing is on its way. How many chunks are when the deadline comes first.
-    pub(super) async fn idle(&self, deadline: Instant) -> usize {
-        while self.queued() > 0 {
-            if Instant::now() >= deadline {
-                let queue = self.queue.lock();
-                return queue.waiting.len() + queue.under_way.values().sum::<usize>();
-            }
+    /// Waits until nothing is on its way, or until the deadline.
+    pub(super) async fn idle(&self, deadline: Instant) {
+        while self.queued() > 0 && Instant::now() < deadline {
             tokio::time::sleep(LOOK).await;
         }
-        0
+    }
+
+    /// Chunks on their way.
+    pub(super) fn left(&self) -> u64 {
+        let queue = self.queue.lock();
+        (queue.waiting.len() + queue.under_way.values().sum::<usize>()) as u64
     }
 }
 

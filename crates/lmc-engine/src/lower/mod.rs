@@ -258,10 +258,9 @@ impl Lower {
         self.shared.clearing.fetch_add(1, Ordering::SeqCst);
         let done = {
             let _alone = self.shared.forgetting.write();
-            self.shared
-                .tiers
-                .iter()
-                .for_each(|tier| tier.copies.drop_queued());
+            for tier in &self.shared.tiers {
+                tier.copies.drop_queued();
+            }
             above()
         };
         let shared = Arc::clone(&self.shared);
@@ -339,22 +338,32 @@ impl Lower {
         let closed = self.wait(deadline + ANSWER, async move {
             let (mut failed, mut late) = (Vec::new(), 0);
             for tier in &shared.tiers {
-                late += tier.copies.idle(copies_until).await as u64;
+                tier.copies.idle(copies_until).await;
             }
-            let missed = Missed {
-                late,
-                ..shared.missed()
-            };
             for tier in &shared.tiers {
+                late += tier.copies.drop_queued();
                 if let Err(error) = tier.backend.close(deadline).await {
                     failed.push((tier.backend.name().to_owned(), error.to_string()));
                 }
             }
-            (failed, missed)
+            for tier in &shared.tiers {
+                // What a tier was given it answers when it is closed.
+                tier.copies.idle(Instant::now() + ANSWER / 4).await;
+                late += tier.copies.left();
+            }
+            let missed = shared.missed();
+            (failed, Missed { late, ..missed })
         });
         closed.unwrap_or_else(|| {
             let why = "not closed in time".to_owned();
-            (vec![("tiers".to_owned(), why)], self.missed())
+            let late = self
+                .shared
+                .tiers
+                .iter()
+                .map(|tier| tier.copies.left())
+                .sum();
+            let missed = self.shared.missed();
+            (vec![("tiers".to_owned(), why)], Missed { late, ..missed })
         })
     }
 

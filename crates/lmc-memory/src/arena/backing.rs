@@ -41,6 +41,8 @@ impl Backing {
     /// Asks for huge pages, where the file system was told to heed that.
     pub(super) fn advise_huge(&mut self) -> io::Result<()> {
         self.map.advise(libc::MADV_HUGEPAGE)?;
+        // No bytes: whether the kernel knows the call at all.
+        self.map.try_populate(0, 0)?;
         self.huge = true;
         Ok(())
     }
@@ -77,7 +79,7 @@ impl Backing {
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let start = part * PART;
                 let len = PART.min(self.len() as u64 - start);
-                if self.huge {
+                if self.huge && file.has_room(len) {
                     // The advice is heeded where memory is touched, and not by the file system
                     // itself. What this does not bring is taken in small pages, or fails there.
                     let _ = self.map.try_populate(start as usize, len as usize);

@@ -138,7 +138,7 @@ fn shared(
         let why = match option.as_str() {
             "always" | "within_size" | "advise" => match backing.advise_huge() {
                 Ok(()) => None,
-                Err(error) => Some(format!("madvise: {error}")),
+                Err(error) => Some(format!("madvise (needs Linux 5.14): {error}")),
             },
             option => Some(format!(
                 "/dev/shm is mounted with huge={option}: mount -o remount,huge=advise /dev/shm"

@@ -212,6 +212,11 @@ impl SharedFile {
         Ok(())
     }
 
+    /// Whether the file system has so much room.
+    pub(super) fn has_room(&self, need: u64) -> bool {
+        self.check_space(need).is_ok()
+    }
+
     /// Takes pages for a part from the file system now, so that touching it cannot fail later.
     /// Keeps bytes that are there.
     pub(super) fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -47,7 +47,10 @@ impl Socket {
         stream.set_nodelay(true)?;
         // The kernel sizes the buffers of TCP better than a fixed number would, but for a way
         // within this machine: what is on that fills them, and should stay in the cache.
-        if stream.local_addr()?.ip() == stream.peer_addr()?.ip() {
+        // One that is reset by now has no peer, which whoever uses it next is told.
+        if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
+            && here.ip() == there.ip()
+        {
             set_bytes(stream.as_raw_fd(), libc::SO_SNDBUF, LOCAL_BUFFER);
         }
         Ok(Self::Tcp(stream))

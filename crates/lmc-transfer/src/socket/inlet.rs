@@ -312,7 +312,8 @@ impl Inlet {
             bad: Vec::new(),
             aborted: false,
         };
-        let mut left: u64 = segments.iter().map(|segment| segment.len).sum();
+        let lens = segments.iter().map(|segment| segment.len);
+        let mut left = lens.fold(0, u64::saturating_add);
         let mut pieces = Pieces::of(segments).peekable();
         while let Some((number, piece)) = pieces.next() {
             let head = self.piece_head().await?;
@@ -387,11 +388,14 @@ impl Inlet {
                 offset: piece.offset + done as u64,
                 len: piece.len - done as u64,
             };
-            self.wake_at(match *left {
-                // Of a short payload less, so that it is taken while the rest is sent.
-                left if left >= LEAST_AT_A_TIME => (left / 4).clamp(LEAST_AT_A_TIME, AT_A_TIME),
-                _ => 1,
-            });
+            // A mark that is set is kept while so many are to come: to set it costs, too.
+            if self.low_water == 1 || self.low_water > *left {
+                self.wake_at(match *left {
+                    // Of a short payload less, so that it is taken while the rest is sent.
+                    left if left >= LEAST_AT_A_TIME => (left / 4).clamp(LEAST_AT_A_TIME, AT_A_TIME),
+                    _ => 1,
+                });
+            }
             let window = &self.shared.window;
             let (stash, sink) = (&mut self.stash[..ahead], &mut self.sink);
             let into = |socket: RawFd| {

@@ -130,19 +130,23 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let place = victim.slot(0, 12 * PIECE);
-    let bytes = vec![7; PIECE as usize];
+    let bytes_of = |id: u64, piece: u64| -> Vec<u8> {
+        let byte = |at: u64| (at ^ (at >> 9) ^ (piece * 31) ^ (id * 101)) as u8;
+        (0..PIECE).map(byte).collect()
+    };
+    let head_of = |bytes: &[u8]| {
+        let (len, sum) = (bytes.len() as u32, checksum(bytes));
+        PieceHead { len, sum }.encode()
+    };
     let begin = |raw: &mut Raw, id| {
         let segments = vec![segment(place.offset(), 12 * PIECE)];
         raw.say(&Frame::Write { id, segments });
     };
     // In drops: after a head, within a piece, between two.
     begin(&mut raw, 1);
-    let head = PieceHead {
-        len: bytes.len() as u32,
-        sum: checksum(&bytes),
-    };
     for piece in 0..12 {
-        raw.stream.write_all(&head.encode()).expect("sent");
+        let bytes = bytes_of(1, piece);
+        raw.stream.write_all(&head_of(&bytes)).expect("sent");
         for part in bytes.chunks(bytes.len() / 3) {
             if piece % 5 == 0 {
                 thread::sleep(Duration::from_millis(5));
@@ -155,8 +159,9 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
     // Broken off, with little behind it.
     for (id, pieces) in [(2, 0), (3, 1), (4, 7), (5, 11)] {
         begin(&mut raw, id);
-        for _ in 0..pieces {
-            raw.stream.write_all(&head.encode()).expect("sent");
+        for piece in 0..pieces {
+            let bytes = bytes_of(id, piece);
+            raw.stream.write_all(&head_of(&bytes)).expect("sent");
             let (one, other) = bytes.split_at(bytes.len() / 2);
             raw.stream.write_all(one).expect("sent");
             // The receiver takes this and sleeps, and is not tired of it yet.
@@ -170,12 +175,21 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
     }
     // And with the connection.
     begin(&mut raw, 6);
+    let bytes = bytes_of(6, 0);
     raw.pay(&bytes, checksum(&bytes));
     drop(raw);
     let gone = |victim: &Victim| !victim.channel.is_connected(&name("raw"));
     victim.eventually("the connection is forgotten", gone);
     let place = place.written();
-    assert!(place.bytes().iter().all(|byte| *byte == 7));
+    // The last that came for each place.
+    for (piece, found) in place.bytes().chunks(PIECE as usize).enumerate() {
+        let id = match piece {
+            0 => 6,
+            1..11 => 5,
+            _ => 1,
+        };
+        assert!(found == bytes_of(id, piece as u64), "piece {piece}");
+    }
     drop(place);
     victim.ends();
 }
