@@ -236,9 +236,10 @@ async fn close_tiers(service: &Service, deadline: Instant) {
     if !service.engine().has_lower() {
         return;
     }
+    let left = deadline.saturating_duration_since(Instant::now());
     info!(
-        "writing to disk what is to go there, for {} at most",
-        human_duration(deadline.saturating_duration_since(Instant::now()))
+        "writing to disk what is to go there, for {:.0} s at most",
+        left.as_secs_f64()
     );
     let engine = service.engine().clone();
     let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
