@@ -159,7 +159,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         let _ = tokio::join!(engines, http, ticks, prefault);
     };
     let closed = async {
-        let deadline = Instant::now() + config.shutdown_timeout + Duration::from_secs(5);
+        let deadline = Instant::now() + stop_patience(config);
         let stop = tokio::select! {
             () = drained => Stop::Clean,
             () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
@@ -183,6 +183,11 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         started.elapsed().as_secs_f64()
     );
     Ok(stop)
+}
+
+/// How long a stop may take, with what goes to disk.
+fn stop_patience(config: &ServeConfig) -> Duration {
+    config.shutdown_timeout + Duration::from_secs(5)
 }
 
 /// Opens the tiers, aside: a drive may not answer. Where a signal comes first, how it stopped.
@@ -219,7 +224,7 @@ async fn prepare(
             waited.as_secs_f64()
         );
     }
-    let patience = config.shutdown_timeout + Duration::from_secs(5);
+    let patience = stop_patience(config);
     let deadline = Instant::now() + patience;
     tokio::select! {
         made = &mut made => {

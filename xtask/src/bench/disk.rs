@@ -10,6 +10,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use super::figures::median;
 use super::{check_amounts, conditions, page, set_up};
 use crate::vllm;
 
@@ -118,16 +119,13 @@ impl Cells {
     fn ratio(&self, cell: &str, who: &str, of: &str) -> Option<f64> {
         let values = |who: &str| self.values.get(&(cell.to_owned(), who.to_owned()));
         let pairs = values(who)?.iter().zip(values(of)?);
-        let mut ratios: Vec<f64> = pairs.map(|(a, b)| a.gb_per_s / b.gb_per_s).collect();
-        ratios.sort_by(f64::total_cmp);
-        ratios.get(ratios.len() / 2).copied()
+        let ratios: Vec<f64> = pairs.map(|(a, b)| a.gb_per_s / b.gb_per_s).collect();
+        Some(median(&ratios))
     }
 
     fn median(&self, cell: &str, who: &str, of: impl Fn(&Moved) -> f64) -> Option<f64> {
         let values = self.values.get(&(cell.to_owned(), who.to_owned()))?;
-        let mut values: Vec<f64> = values.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied()
+        Some(median(&values.iter().map(of).collect::<Vec<_>>()))
     }
 }
 
@@ -610,12 +608,11 @@ fn text(
         let (fs, raw) = (speed("LMCache fs"), speed("LMCache raw_block"));
         let _ = writeln!(text, "| {name} | {} | {fs} | {raw} |", speed("lmc"));
     }
-    let median = |name: &str| {
-        let mut values: Vec<f64> = dram.iter().filter_map(|d| d[name].as_f64()).collect();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let of_dram = |name: &str| {
+        let values = dram.iter().filter_map(|round| round[name].as_f64());
+        median(&values.collect::<Vec<_>>())
     };
-    let micros = |name: &str| median(name) * 1e6;
+    let micros = |name: &str| of_dram(name) * 1e6;
     let _ = writeln!(
         text,
         "\n| lookup of 256 chunks in memory | p50 | p99 |\n|---|---|---|\n\
@@ -623,7 +620,7 @@ fn text(
          | {:.2} GB/s coming up from it | {:.1} µs | {:.1} µs |",
         micros("idle_p50"),
         micros("idle_p99"),
-        median("gb_per_s"),
+        of_dram("gb_per_s"),
         micros("busy_p50"),
         micros("busy_p99"),
     );

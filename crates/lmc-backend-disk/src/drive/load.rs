@@ -248,9 +248,10 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
-    use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
+    use lmc_memory::checksum;
 
     use super::*;
+    use crate::sim::pool;
 
     fn reading(slot: ReservedSlot, parts: u64) -> (Reading, Vec<Part>) {
         let parts = Part::split(slot, parts);
@@ -264,11 +265,6 @@ mod tests {
             error: None,
         };
         (reading, parts)
-    }
-
-    fn pool() -> Pool {
-        let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build().unwrap());
-        Pool::new(arena, PoolConfig::default()).unwrap()
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(super) fn open(
     DiskBackend::new(vec![drive], None)
 }
 
-pub(super) fn pool() -> Pool {
+pub(crate) fn pool() -> Pool {
     let arena = ArenaConfig::anonymous(8 << 20).build().expect("memory");
     Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool")
 }

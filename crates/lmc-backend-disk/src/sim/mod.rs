@@ -2,6 +2,7 @@
 
 mod clear_tests;
 mod crash_tests;
+pub(crate) use crash_tests::pool;
 mod fault_tests;
 mod room_tests;
 mod segment_tests;

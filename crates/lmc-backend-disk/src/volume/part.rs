@@ -121,14 +121,8 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
-    use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-
     use super::*;
-
-    fn pool() -> Pool {
-        let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build().unwrap());
-        Pool::new(arena, PoolConfig::default()).unwrap()
-    }
+    use crate::sim::pool;
 
     #[test]
     fn parts_make_the_slot_again() {

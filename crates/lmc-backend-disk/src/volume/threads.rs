@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -101,36 +101,36 @@ impl Shared {
     }
 
     fn work(&self, task: Task) {
-        let Some(mut task) = task.unless_refused() else {
-            return;
-        };
-        loop {
-            let answer = call(&mut task);
-            match task.step(answer) {
-                Step::End(result) => return task.end(result),
-                Step::Again => {}
-                Step::Later(pause) => {
-                    self.queue.lock().later.push(Instant::now() + pause, task);
-                    // Whoever waits must wait no longer than that.
-                    self.more.notify_one();
-                    return;
-                }
-            }
+        let task = task.unless_refused();
+        if let Some((task, pause)) = task.and_then(until_pause) {
+            self.queue.lock().later.push(Instant::now() + pause, task);
+            // Whoever waits must wait no longer than that.
+            self.more.notify_one();
         }
     }
 }
 
 /// Carries a task out on this thread.
 pub(super) fn carry_out(task: Task) {
-    let Some(mut task) = task.unless_refused() else {
-        return;
-    };
+    let mut next = task.unless_refused();
+    while let Some((task, pause)) = next.and_then(until_pause) {
+        thread::sleep(pause);
+        next = Some(task);
+    }
+}
+
+/// Works on a task until it has ended; one that is to be gone on with later comes back with the
+/// pause until then.
+fn until_pause(mut task: Task) -> Option<(Task, Duration)> {
     loop {
         let answer = call(&mut task);
         match task.step(answer) {
-            Step::End(result) => return task.end(result),
+            Step::End(result) => {
+                task.end(result);
+                return None;
+            }
             Step::Again => {}
-            Step::Later(pause) => thread::sleep(pause),
+            Step::Later(pause) => return Some((task, pause)),
         }
     }
 }

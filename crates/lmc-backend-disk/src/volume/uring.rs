@@ -524,16 +524,14 @@ impl Drop for Uring {
 
 #[cfg(test)]
 mod tests {
-    use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-
     use super::*;
+    use crate::sim::pool;
     use crate::volume::task::OpenFile;
     use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Op, Part};
 
     #[test]
     fn memory_that_the_kernel_may_still_have_is_never_given_back() {
-        let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build().unwrap());
-        let pool = Pool::new(arena, PoolConfig::default()).unwrap();
+        let pool = pool();
         let into = pool.reserve(BLOCK).unwrap();
         let from = pool.reserve(BLOCK).unwrap().written().seal();
         let file = Arc::new(OpenFile::new(

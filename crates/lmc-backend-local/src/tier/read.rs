@@ -258,9 +258,7 @@ impl LocalTier {
         }
         (listed, None)
     }
-}
 
-impl LocalTier {
     /// Every chunk, the heads of prompts first, then what follows on them, and so on: whoever gets
     /// through a part of these has whole beginnings. For a stop: holds a line for each chunk.
     pub fn list_heads_first(&self) -> Vec<PlacedChunk> {
