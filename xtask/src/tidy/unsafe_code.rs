@@ -98,6 +98,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "NIXL asks where the arena lies",
     ),
     (
+        "crates/lmc-transfer/examples/transfer_speed/stream.rs",
+        "options of a socket that the standard library does not set",
+    ),
+    (
         "crates/lmc-transfer/src/memory/raw.rs",
         "copies between a slot and a place in another arena",
     ),

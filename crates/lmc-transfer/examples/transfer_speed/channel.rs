@@ -1,7 +1,6 @@
 //! A channel of ours.
 
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, SealedSlot, WrittenSlot};
@@ -57,7 +56,7 @@ pub(crate) fn serve(who: &str) -> Result<(), Failure> {
     Ok(Blocking::new(&*channel).close(soon())?)
 }
 
-/// Receives a batch under each tag. While one arrives, the room for the next is waiting.
+/// Receives a batch under each tag, in the same room.
 fn receive(
     keeper: &mut Keeper,
     channel: &dyn TransferChannel,
@@ -65,27 +64,11 @@ fn receive(
     to: u64,
 ) -> Result<(), Failure> {
     let here: PeerId = HERE.parse()?;
-    keeper.received.clear();
-    let (memory, shape) = (&keeper.memory, keeper.shape);
-    let every_other = |first: u64| -> Result<Vec<WrittenSlot>, Failure> {
-        let mut last = Vec::new();
-        for tag in (first..to).step_by(2) {
-            drop(last);
-            let slots = memory.again(shape)?;
-            let filled = Blocking::new(channel).receive(slots, &here, tag, soon());
-            last = filled.into_result()?;
-        }
-        Ok(last)
-    };
-    let (even, odd) = thread::scope(|scope| {
-        let odd = scope.spawn(|| every_other(from + 1));
-        (every_other(from), odd.join())
-    });
-    keeper.received = even?;
-    // The last of the two is the one with the last tag; both hold the same bytes.
-    let odd = odd.map_err(|_| "a thread panicked")??;
-    if !odd.is_empty() {
-        keeper.received = odd;
+    for tag in from..to {
+        keeper.received.clear();
+        let slots = keeper.memory.again(keeper.shape)?;
+        let filled = Blocking::new(channel).receive(slots, &here, tag, soon());
+        keeper.received = filled.into_result()?;
     }
     Ok(())
 }

@@ -1,8 +1,10 @@
 //! Bare sockets: a batch goes with one `writev` where the kernel takes it whole, into one
-//! `readv`, and is answered by a byte. No checksum, no place named, no deadline.
+//! `readv`, and is answered by a byte. No checksum, no place named, no deadline. Those of TCP are
+//! told what ours are: to wake a reader for much at a time, and to keep little on the way.
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Barrier;
 use std::thread;
@@ -17,9 +19,54 @@ const PARTS: usize = 1024;
 /// Bytes of an order: four words.
 const HEAD: usize = 32;
 
-trait Socket: Read + Write + Send {}
-impl Socket for TcpStream {}
-impl Socket for UnixStream {}
+/// Bytes on the way within a machine.
+const BUFFER: libc::c_int = 256 << 10;
+/// Bytes of a batch for which a reader is woken, at most and at least.
+const WAKE_AT: usize = 1 << 20;
+const LEAST: usize = 256 << 10;
+/// How long it waits for so many.
+const PATIENCE: Duration = Duration::from_millis(2);
+
+trait Socket: Read + Write + Send {
+    /// Wakes a reader only when so many bytes are there, or all that it asks for.
+    fn wake_at(&self, bytes: usize) -> io::Result<()>;
+}
+
+impl Socket for TcpStream {
+    fn wake_at(&self, bytes: usize) -> io::Result<()> {
+        self.set_read_timeout((bytes > 1).then_some(PATIENCE))?;
+        set(self, libc::SO_RCVLOWAT, bytes as libc::c_int)
+    }
+}
+
+impl Socket for UnixStream {
+    fn wake_at(&self, _: usize) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn tcp(socket: TcpStream) -> io::Result<Box<dyn Socket>> {
+    socket.set_nodelay(true)?;
+    set(&socket, libc::SO_SNDBUF, BUFFER)?;
+    Ok(Box::new(socket))
+}
+
+fn set(socket: &TcpStream, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    // SAFETY: the kernel reads the one number, which lives through the call.
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw const value).cast(),
+            size_of_val(&value) as libc::socklen_t,
+        )
+    };
+    match set {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
 
 /// What the other side is to do.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -120,15 +167,35 @@ impl Half {
     }
 
     fn take(&mut self) -> Result<(), Failure> {
+        let mut left = self.bytes.len();
+        let mut mark = 1;
         let parts = self.bytes.chunks_mut(self.shape.len);
         let mut parts: Vec<_> = parts.map(IoSliceMut::new).collect();
         let mut parts = &mut parts[..];
         while !parts.is_empty() {
-            let now = parts.len().min(PARTS);
-            match self.socket.read_vectored(&mut parts[..now])? {
-                0 => return Err("the other side is gone".into()),
-                received => IoSliceMut::advance_slices(&mut parts, received),
+            // More than there will be would never wake it.
+            let wanted = match mark > left || mark == 1 {
+                true if left >= LEAST => (left / 4).clamp(LEAST, WAKE_AT),
+                true => 1,
+                false => mark,
+            };
+            if wanted != mark {
+                self.socket.wake_at(wanted)?;
+                mark = wanted;
             }
+            let now = parts.len().min(PARTS);
+            match self.socket.read_vectored(&mut parts[..now]) {
+                Ok(0) => return Err("the other side is gone".into()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error.into()),
+                Ok(received) => {
+                    left -= received;
+                    IoSliceMut::advance_slices(&mut parts, received);
+                }
+            }
+        }
+        if mark > 1 {
+            self.socket.wake_at(1)?;
         }
         Ok(())
     }
@@ -204,13 +271,14 @@ pub(crate) fn serve(kind: &str) -> Result<(), Failure> {
             println!("{}", listener.local_addr()?);
             thread::spawn(move || {
                 while let Ok((socket, _)) = listener.accept() {
-                    let _ = socket.set_nodelay(true);
-                    serve(Box::new(socket));
+                    if let Ok(socket) = tcp(socket) {
+                        serve(socket);
+                    }
                 }
             });
         }
     }
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    io::copy(&mut io::stdin(), &mut io::sink())?;
     let _ = std::fs::remove_file(path);
     Ok(())
 }
@@ -227,11 +295,7 @@ impl Driver {
         let connect = |_| -> Result<Half, Failure> {
             Ok(Half::new(match kind {
                 "unix" => Box::new(UnixStream::connect(&address)?),
-                _ => {
-                    let socket = TcpStream::connect(&address)?;
-                    socket.set_nodelay(true)?;
-                    Box::new(socket)
-                }
+                _ => tcp(TcpStream::connect(&address)?)?,
             }))
         };
         Ok(Self {

@@ -24,7 +24,8 @@ pub struct SocketConfig {
     pub listen: Address,
     /// Streams of each connection, 1 to 64; a peer that wants fewer gets fewer. Default: 4.
     pub streams: usize,
-    /// Threads that move bytes. Default: one for each core, at most 4.
+    /// Threads that move bytes; what a stream needs stays on one of them. Default: one for each
+    /// core, at most 4.
     pub threads: usize,
     /// How often this side speaks to a peer when there is nothing else to send; after three to
     /// five times this without a byte a peer is taken for gone, and so is one that takes nothing

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
@@ -274,9 +275,13 @@ impl Connection {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The stream that a call begins with: another each time.
+    /// The stream that a call begins with: the first where it is free, since its thread is the
+    /// likeliest to be awake, another each time where it is not.
     pub(super) fn next_lane(&self) -> usize {
-        self.next_lane.fetch_add(1, Ordering::Relaxed) % self.lanes.len()
+        match self.lanes[0].room.available_permits() {
+            LANE_ROOM => 0,
+            _ => self.next_lane.fetch_add(1, Ordering::Relaxed) % self.lanes.len(),
+        }
     }
 
     /// Sends a frame without payload.
@@ -353,22 +358,22 @@ impl Lane {
     }
 }
 
-/// Runs the streams of a connection until it ends, and sees to it that nothing is left of it.
-/// To be called on the runtime.
+/// Runs the streams of a connection until it ends, each on its thread, and sees to it that
+/// nothing is left of it.
 pub(super) async fn supervise(
     shared: Arc<Shared>,
     connection: Arc<Connection>,
     sockets: Arc<Sockets>,
-    queues: Vec<mpsc::UnboundedReceiver<Outgoing>>,
+    streams: Vec<(Handle, mpsc::UnboundedReceiver<Outgoing>)>,
 ) {
     // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
     let unix = sockets.0.iter().all(Socket::is_unix);
     let mut tasks = JoinSet::new();
-    for (lane, queue) in queues.into_iter().enumerate() {
+    for (lane, (thread, queue)) in streams.into_iter().enumerate() {
         let inlet = Inlet::new(&shared, &connection, &sockets, lane);
-        tasks.spawn(inlet.run());
+        tasks.spawn_on(inlet.run(), &thread);
         let outlet = Outlet::new(&shared, &connection, &sockets, lane, queue);
-        tasks.spawn(outlet.run());
+        tasks.spawn_on(outlet.run(), &thread);
     }
     let mut stop = connection.stop.subscribe();
     let keepalive = connection.remote.keepalive;

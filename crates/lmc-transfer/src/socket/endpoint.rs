@@ -11,7 +11,9 @@ use std::task::{Context, Poll, Waker};
 
 use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::runtime::Handle;
 use tokio::task::coop::consume_budget;
+use tokio::task::yield_now;
 use tokio::time::{Duration, sleep};
 
 use super::window::{is_closed, receive_bytes, send_bytes, set_bytes};
@@ -23,6 +25,24 @@ const FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that may be on a way within this machine. The kernel takes twice as many for its own
 /// needs, and no more than it is told to allow (`net.core.wmem_max`).
 const LOCAL_BUFFER: u64 = 256 << 10;
+
+/// Bytes that a task moves before it gives way to others of its thread.
+const A_TURN: u64 = 1 << 20;
+
+/// What a task has moved since it gave way.
+#[derive(Debug, Default)]
+pub(super) struct Moved(u64);
+
+impl Moved {
+    /// Counts bytes; gives way to others where it is their turn.
+    pub(super) async fn add(&mut self, bytes: u64) {
+        self.0 += bytes;
+        if self.0 >= A_TURN {
+            self.0 = 0;
+            yield_now().await;
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(super) enum Socket {
@@ -64,6 +84,15 @@ impl Socket {
                 connected => return connected.map(Self::Unix),
             }
         }
+    }
+
+    /// Has it watched by another thread.
+    pub(super) fn watched_by(self, thread: &Handle) -> io::Result<Self> {
+        let _entered = thread.enter();
+        Ok(match self {
+            Self::Tcp(stream) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?),
+            Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
+        })
     }
 
     /// Sets how many bytes must be there before a reader is woken. False where that cannot be set.

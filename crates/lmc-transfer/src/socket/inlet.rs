@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::connection::{
     Connection, Gone, LANE_ROOM, Lane, Offered, Outgoing, Payload, Pending, Reply, Source,
 };
-use super::endpoint::Sockets;
+use super::endpoint::{Moved, Sockets};
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
 use super::landing::Target;
 use super::rendezvous::{CARRIED_ROOM, Offer};
@@ -47,6 +47,7 @@ pub(super) struct Inlet {
     sink: Vec<u8>,
     /// Bytes that must be there before this half is woken.
     low_water: u64,
+    moved: Moved,
 }
 
 /// Where a payload goes.
@@ -95,6 +96,7 @@ impl Inlet {
             end: 0,
             sink: Vec::new(),
             low_water: 1,
+            moved: Moved::default(),
         }
     }
 
@@ -343,6 +345,7 @@ impl Inlet {
                     }
                 }
             }
+            self.moved.add(piece.len).await;
         }
         self.wake_at(1);
         Ok(arrival)

@@ -1,8 +1,9 @@
 //! Transfers over sockets, for hosts without anything faster.
 //!
-//! A connection has several streams; a batch is spread over them by bytes. Bytes go from the
-//! arena to the kernel and from the kernel into the arena, with no copy between. Each piece of
-//! 256 KiB has a checksum, made just before it is sent and verified just after it came.
+//! A connection has several streams, each on one thread; a batch is spread over them by bytes.
+//! Bytes go from the arena to the kernel and from the kernel into the arena, with no copy
+//! between. Each piece of 256 KiB has a checksum, made just before it is sent and verified just
+//! after it came.
 //!
 //! To wake a thread takes as long as a small transfer. So who has a frame of up to 64 KiB sends it
 //! himself while its stream is idle, and a send of so few bytes brings them along with its offer;
@@ -11,16 +12,12 @@
 //! A slot of a call can be taken back at any time, since only this process writes to it: what
 //! still comes from the peer is then read and thrown away. So nothing waits in quarantine.
 
-use std::io;
 use std::sync::Arc;
-use std::thread;
 use std::time::Instant;
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use parking_lot::Mutex;
-use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use crate::{
@@ -44,6 +41,7 @@ mod rendezvous;
 mod shared;
 mod spread;
 mod stats;
+mod threads;
 mod timer;
 mod window;
 
@@ -54,6 +52,7 @@ pub use config::{SocketConfig, SocketError};
 use endpoint::Listener;
 use shared::{Shared, Stop};
 pub use stats::SocketStats;
+use threads::Threads;
 use timer::Timer;
 
 /// Any bytes as frames, and as a handshake.
@@ -72,43 +71,14 @@ pub(crate) fn fuzz(data: &[u8]) {
 pub struct SocketChannel {
     shared: Arc<Shared>,
     address: Address,
-    /// None after closing.
-    runtime: Mutex<Option<Runtime>>,
-    /// Whether its threads have ended after closing.
-    ended: watch::Sender<bool>,
 }
 
 impl SocketChannel {
     fn start(config: SocketConfig) -> Result<Self, SocketError> {
-        let runtime = Builder::new_multi_thread()
-            .worker_threads(config.threads)
-            .thread_name("lmc-socket")
-            .enable_io()
-            .enable_time()
-            .build()
-            .map_err(SocketError::Start)?;
-        match Self::listen(config, &runtime) {
-            Ok((shared, address)) => Ok(Self {
-                shared,
-                address,
-                runtime: Mutex::new(Some(runtime)),
-                ended: watch::Sender::new(false),
-            }),
-            Err(error) => {
-                // To drop it waits for its threads, which panics in a task of another runtime.
-                runtime.shutdown_background();
-                Err(error)
-            }
-        }
-    }
-
-    fn listen(
-        config: SocketConfig,
-        runtime: &Runtime,
-    ) -> Result<(Arc<Shared>, Address), SocketError> {
+        let threads = Threads::start(config.threads).map_err(SocketError::Start)?;
         let listen = config.listen.clone();
         let listener = {
-            let _entered = runtime.enter();
+            let _entered = threads.first().enter();
             match Listener::bind(&listen) {
                 None => return Err(SocketError::Address(listen)),
                 Some(bound) => bound.map_err(|error| SocketError::Listen {
@@ -120,10 +90,10 @@ impl SocketChannel {
         let address = listener.address().clone();
         let incarnation = greet::incarnation().map_err(SocketError::Start)?;
         let timer = Timer::start().map_err(SocketError::Start)?;
-        let handle = runtime.handle().clone();
-        let shared = Arc::new(Shared::new(config, incarnation, timer, handle));
-        runtime.spawn(greet::accept(Arc::clone(&shared), listener));
-        Ok((shared, address))
+        let shared = Arc::new(Shared::new(config, incarnation, timer, threads));
+        let accept = greet::accept(Arc::clone(&shared), listener);
+        shared.threads.first().spawn(accept);
+        Ok(Self { shared, address })
     }
 
     /// What was counted so far.
@@ -135,9 +105,7 @@ impl SocketChannel {
 impl Drop for SocketChannel {
     fn drop(&mut self) {
         self.shared.close();
-        if let Some(runtime) = self.runtime.get_mut().take() {
-            runtime.shutdown_background();
-        }
+        self.shared.threads.stop();
         self.shared.timer.stop();
     }
 }
@@ -254,7 +222,7 @@ impl SocketChannel {
                 let _turn = turn;
                 greet::connect(&shared, &peer, &address, message).await
             };
-            let task = AbortOnDrop(self.shared.runtime.spawn(connect));
+            let task = AbortOnDrop(self.shared.threads.first().spawn(connect));
             task.join().await
         };
         match shared.within(deadline, connect).await {
@@ -266,43 +234,16 @@ impl SocketChannel {
 
     async fn close(&self, deadline: Instant) -> Result<(), TransferError> {
         self.shared.close();
-        let runtime = self.runtime.lock().take();
-        if let Some(runtime) = runtime {
-            let ended = self.ended.clone();
-            // Waiting for threads is no work for a future, whose thread may be another runtime's.
-            let mut runtime = Background(Some(runtime));
-            let end = move || {
-                drop(runtime.0.take());
-                ended.send_replace(true);
-            };
-            let thread = thread::Builder::new().name("lmc-socket-end".into());
-            let started = thread.spawn(end);
-            started.map_err(|error: io::Error| TransferError::Failed {
-                reason: format!("cannot end the threads: {error}"),
-                quiet: false,
-            })?;
-        }
-        let mut ended = self.ended.subscribe();
+        self.shared.threads.stop();
         tokio::select! {
             biased;
-            _ = ended.wait_for(|ended| *ended) => {}
+            () = self.shared.threads.ended() => {}
             () = self.shared.timer.at(deadline) => {
                 return Err(TransferError::Deadline { quiet: false });
             }
         }
         self.shared.timer.stop();
         Ok(())
-    }
-}
-
-/// A runtime whose threads nobody waits for when it is dropped.
-struct Background(Option<Runtime>);
-
-impl Drop for Background {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.0.take() {
-            runtime.shutdown_background();
-        }
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::io::Interest;
 use tokio::sync::mpsc;
 
 use super::connection::{Connection, Gone, Outgoing, Progress, Source};
-use super::endpoint::Sockets;
+use super::endpoint::{Moved, Sockets};
 use super::frame::{MAX_CARRIED, PIECE, PieceHead, Pieces, Segment};
 use super::shared::Shared;
 use super::stats::Counters;
@@ -232,6 +232,7 @@ pub(super) struct Outlet {
     lane: usize,
     queue: mpsc::UnboundedReceiver<Outgoing>,
     gathered: Gathered,
+    moved: Moved,
 }
 
 impl Outlet {
@@ -249,6 +250,7 @@ impl Outlet {
             lane,
             queue,
             gathered: Gathered::default(),
+            moved: Moved::default(),
         }
     }
 
@@ -316,6 +318,7 @@ impl Outlet {
             done += sent;
         }
         self.gathered.clear();
+        self.moved.add(done as u64).await;
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! What all parts of a channel share: the arena, the counters, and the table of peers.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Instant;
@@ -16,6 +17,7 @@ use super::endpoint::{Socket, Sockets};
 use super::greet::Session;
 use super::rendezvous::Rendezvous;
 use super::stats::Counters;
+use super::threads::Threads;
 use super::timer::Timer;
 use super::window::Window;
 use crate::{PeerId, TransferError};
@@ -29,7 +31,7 @@ pub(super) struct Shared {
     pub(super) window: Window,
     pub(super) counters: Arc<Counters>,
     pub(super) timer: Timer,
-    pub(super) runtime: Handle,
+    pub(super) threads: Threads,
     /// Handshakes that wait for their other streams.
     pub(super) sessions: Mutex<HashMap<[u8; 16], Session>>,
     /// One connect to a peer at a time.
@@ -60,6 +62,8 @@ pub(super) enum NotInstalled {
     Overtaken,
     #[error("the other side has given up")]
     GivenUp,
+    #[error("its streams cannot be watched: {0}")]
+    Unwatched(#[source] io::Error),
 }
 
 /// Why a wait ended before what it waited for.
@@ -83,7 +87,7 @@ impl Shared {
         config: SocketConfig,
         incarnation: u64,
         timer: Timer,
-        runtime: Handle,
+        threads: Threads,
     ) -> Self {
         Self {
             window: Window::new(Arc::clone(&config.channel.arena)),
@@ -92,7 +96,7 @@ impl Shared {
             attempts: AtomicU64::new(0),
             counters: Arc::default(),
             timer,
-            runtime,
+            threads,
             sessions: Mutex::default(),
             turns: Mutex::default(),
             peers: Mutex::new(Some(HashMap::new())),
@@ -157,6 +161,10 @@ impl Shared {
         sockets: &mut Vec<Socket>,
         first: Option<Vec<u8>>,
     ) -> Result<(), NotInstalled> {
+        let threads: Vec<Handle> = self.threads.take(sockets.len()).cloned().collect();
+        let both = std::mem::take(sockets).into_iter().zip(&threads);
+        let watched: io::Result<_> = both.map(|(socket, by)| socket.watched_by(by)).collect();
+        *sockets = watched.map_err(NotInstalled::Unwatched)?;
         loop {
             let stale = {
                 let mut peers = self.peers.lock();
@@ -185,9 +193,9 @@ impl Shared {
                         connection.lanes[0].push(Outgoing::of(bytes));
                     }
                     peer.connections.push(Arc::clone(&connection));
-                    let shared = Arc::clone(self);
-                    self.runtime
-                        .spawn(supervise(shared, connection, sockets, queues));
+                    let lanes = threads.iter().cloned().zip(queues).collect();
+                    let supervise = supervise(Arc::clone(self), connection, sockets, lanes);
+                    self.threads.first().spawn(supervise);
                     return Ok(());
                 }
                 stale
