@@ -11,11 +11,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, BufReader};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use super::engine::{Command, Commands, LinkEnd};
+use super::link::{Link, Outgoing, Writer};
 use super::wire::{
     Answer, HELLO, Hello, Intro, MAX_FRAME, MAX_INTRO, Message, SIGNATURE, Signer, Step, VERSION,
     frame, parse, reason,
@@ -24,11 +25,6 @@ use crate::{Address, ChannelConfig, ConnectError, MAX_MESSAGE, PeerId};
 
 /// Handshakes that others begin at a time; more wait to be accepted.
 const MAX_HANDSHAKES: usize = 64;
-/// Bytes of messages that wait to be written to a peer; with more, it is taken to be gone. As many
-/// as the longest message takes four times.
-const MAX_UNSENT: usize = 4 * MAX_FRAME;
-/// Bytes that a message counts for beside its frame.
-const MESSAGE: usize = 64;
 /// Bytes of the messages of a connection that wait to be read by the channel; with more, the peer
 /// waits. As many as the longest message takes twice.
 const MAX_UNREAD: usize = 2 * UNPACKED * MAX_FRAME;
@@ -37,11 +33,7 @@ const UNPACKED: usize = 8;
 /// A host that does not answer for about this long is gone.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// A peer that reads nothing for this long is told nothing more.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
-
 type Reader = Box<dyn AsyncRead + Send + Unpin>;
-type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// After a handshake that failed, the other side has this long to end the connection.
 const LINGER: Duration = Duration::from_secs(5);
@@ -106,7 +98,7 @@ impl Drop for Exposed {
 /// A connection's two halves.
 struct Stream {
     reader: Reader,
-    writer: Writer,
+    writer: Arc<Writer>,
     /// From when the other side is told where the memory is.
     exposed: Option<Exposed>,
     /// From when the channel knows of it.
@@ -114,13 +106,10 @@ struct Stream {
 }
 
 impl Stream {
-    fn new(
-        reader: impl AsyncRead + Send + Unpin + 'static,
-        writer: impl AsyncWrite + Send + Unpin + 'static,
-    ) -> Self {
+    fn new(reader: impl AsyncRead + Send + Unpin + 'static, writer: Writer) -> Self {
         Self {
-            reader: Box::new(reader),
-            writer: Box::new(writer),
+            reader: Box::new(BufReader::new(reader)),
+            writer: Arc::new(writer),
             exposed: None,
             number: None,
         }
@@ -134,12 +123,12 @@ impl Stream {
             .with_retries(3);
         socket2::SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
         let (reader, writer) = stream.into_split();
-        Ok(Self::new(reader, writer))
+        Ok(Self::new(reader, Writer::Tcp(writer)))
     }
 
     fn unix(stream: UnixStream) -> Self {
         let (reader, writer) = stream.into_split();
-        Self::new(reader, writer)
+        Self::new(reader, Writer::Unix(writer))
     }
 
     async fn connect(address: &Address) -> Result<Self, ConnectError> {
@@ -207,44 +196,6 @@ impl Drop for Listener {
         if let Self::Unix(_, path) = self {
             let _ = std::fs::remove_file(path);
         }
-    }
-}
-
-/// The channel's end of a connection. Dropping it ends this side's half, once what was to be said
-/// is said.
-#[derive(Debug)]
-pub(super) struct Link {
-    pub(super) number: u64,
-    /// Whether anything was said over it.
-    pub(super) used: bool,
-    unsent: mpsc::UnboundedSender<Unsent>,
-    room: Arc<Semaphore>,
-}
-
-/// The frame of a message that waits to be written, and its share of [`MAX_UNSENT`].
-type Unsent = (Vec<u8>, OwnedSemaphorePermit);
-
-impl Link {
-    fn new(number: u64) -> (Self, mpsc::UnboundedReceiver<Unsent>) {
-        let (unsent, outgoing) = mpsc::unbounded_channel();
-        let link = Self {
-            number,
-            used: false,
-            unsent,
-            room: Arc::new(Semaphore::new(MAX_UNSENT)),
-        };
-        (link, outgoing)
-    }
-
-    /// Whether the message is under way; if not, the peer does not listen.
-    pub(super) fn say(&mut self, message: &Message) -> bool {
-        self.used = true;
-        let frame = frame(message);
-        let bytes = u32::try_from(frame.len() + MESSAGE).expect("frames are bounded");
-        let Ok(share) = Arc::clone(&self.room).try_acquire_many_owned(bytes) else {
-            return false;
-        };
-        self.unsent.send((frame, share)).is_ok()
     }
 }
 
@@ -319,7 +270,7 @@ impl Host {
     fn linger(&self, stream: Stream) {
         let Stream {
             mut reader,
-            mut writer,
+            writer,
             exposed,
             number,
         } = stream;
@@ -335,7 +286,7 @@ impl Host {
                 }
             };
             down(LinkEnd::NotYet);
-            let _ = writer.shutdown().await;
+            writer.end();
             let end = ends_within(&mut reader, LINGER).await;
             if let Some(exposed) = exposed.filter(|_| end == LinkEnd::Ended) {
                 exposed.over();
@@ -361,8 +312,8 @@ impl Host {
         let theirs = ours.accept(&read_hello(&mut stream.reader).await?)?;
         let signer = Signer::new(self.config.key.clone(), &theirs, &ours);
         let (signature, bytes) = read_signed(&mut stream.reader).await?;
-        let number = &mut stream.number;
-        let (answer, welcomed) = match self.welcome(&signer, &signature, &bytes, number).await {
+        let welcomed = self.welcome(&signer, &signature, &bytes, stream).await;
+        let (answer, welcomed) = match welcomed {
             Ok((intro, link)) => (Answer::Welcome(intro), Ok(link)),
             Err(error) => {
                 let answer = match &error {
@@ -378,7 +329,7 @@ impl Host {
         if welcomed.is_ok() {
             stream.exposed = Some(Exposed::new(&self.exposures));
         }
-        write_signed(&mut stream.writer, &signer, Step::Answer, &frame(&answer)).await?;
+        write_signed(&stream.writer, &signer, Step::Answer, &frame(&answer)).await?;
         welcomed
     }
 
@@ -388,7 +339,7 @@ impl Host {
         signer: &Signer,
         signature: &[u8; SIGNATURE],
         bytes: &[u8],
-        number: &mut Option<u64>,
+        stream: &mut Stream,
     ) -> Result<(Intro, Started), ConnectError> {
         if !signer.verify(Step::Intro, bytes, signature) {
             return Err(ConnectError::Key);
@@ -405,7 +356,7 @@ impl Host {
         let peer = peer_id(&theirs.peer)?;
         let message = theirs.message.take().map(Bytes::from);
         let reply = self.asked(peer, message).await?;
-        let started = self.join(theirs, number).await?;
+        let started = self.join(theirs, stream).await?;
         let mut intro = self.intro.clone();
         intro.message = reply.map(|reply| reply.to_vec());
         Ok((intro, started))
@@ -493,7 +444,7 @@ impl Host {
         intro.wanted = Some(peer.to_string());
         intro.message = message.map(|message| message.to_vec());
         stream.exposed = Some(Exposed::new(&self.exposures));
-        write_signed(&mut stream.writer, &signer, Step::Intro, &frame(&intro)).await?;
+        write_signed(&stream.writer, &signer, Step::Intro, &frame(&intro)).await?;
         let (signature, bytes) = read_signed(&mut stream.reader).await?;
         let answer: Answer = parse(&bytes)?;
         let signed = signer.verify(Step::Answer, &bytes, &signature);
@@ -515,35 +466,26 @@ impl Host {
             return Err(ConnectError::WrongPeer { expected, found });
         }
         let reply = theirs.message.take().map(Bytes::from);
-        Ok((reply, self.join(theirs, &mut stream.number).await?))
+        Ok((reply, self.join(theirs, stream).await?))
     }
 
-    /// Makes a peer known to the channel, with a connection of this number.
-    async fn join(&self, intro: Intro, number: &mut Option<u64>) -> Result<Started, ConnectError> {
-        let new = self.links.fetch_add(1, Ordering::Relaxed);
-        let (link, outgoing) = Link::new(new);
+    /// Makes a peer known to the channel, with a connection that is given a number.
+    async fn join(&self, intro: Intro, stream: &mut Stream) -> Result<Started, ConnectError> {
+        let number = self.links.fetch_add(1, Ordering::Relaxed);
+        let (link, outgoing) = Link::new(number, &stream.writer);
         let (reply, joined) = oneshot::channel();
-        *number = Some(new);
+        stream.number = Some(number);
         self.commands.give(Command::Join { intro, link, reply });
         joined.await.map_err(|_| ConnectError::Closed)??;
-        Ok(Started {
-            number: new,
-            outgoing,
-        })
+        Ok(Started { number, outgoing })
     }
 
     /// Lets a connection run by itself.
     fn run(&self, stream: Stream, started: Started) {
         let Stream {
-            reader,
-            mut writer,
-            exposed,
-            ..
+            reader, exposed, ..
         } = stream;
-        let Started {
-            number,
-            mut outgoing,
-        } = started;
+        let Started { number, outgoing } = started;
         let (departing, departed) = oneshot::channel();
         let commands = self.commands.clone();
         self.runtime.spawn(async move {
@@ -554,17 +496,10 @@ impl Host {
             commands.give(Command::LinkDown { number, fault, end });
         });
         self.runtime.spawn(async move {
-            while let Some((frame, _share)) = outgoing.recv().await {
-                match tokio::time::timeout(WRITE_TIMEOUT, writer.write_all(&frame)).await {
-                    Ok(Ok(())) => {}
-                    // Its reader finds out as well, after what the peer has said before.
-                    Ok(Err(_)) => return,
-                    Err(_) => break,
-                }
+            if outgoing.run().await {
+                // The reader may have ended before.
+                let _ = departing.send(());
             }
-            let _ = writer.shutdown().await;
-            // The reader may have ended before.
-            let _ = departing.send(());
         });
     }
 }
@@ -572,7 +507,7 @@ impl Host {
 /// A connection whose peer is known, but which does not run yet.
 struct Started {
     number: u64,
-    outgoing: mpsc::UnboundedReceiver<Unsent>,
+    outgoing: Outgoing,
 }
 
 fn peer_id(text: &str) -> Result<PeerId, ConnectError> {
@@ -598,7 +533,7 @@ async fn read_signed(reader: &mut Reader) -> Result<([u8; SIGNATURE], Vec<u8>), 
 }
 
 async fn write_signed(
-    writer: &mut Writer,
+    writer: &Writer,
     signer: &Signer,
     step: Step,
     frame: &[u8],
@@ -721,6 +656,8 @@ pub(super) fn left(deadline: Instant) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt;
+
     use super::*;
 
     fn runtime() -> tokio::runtime::Runtime {
@@ -742,23 +679,5 @@ mod tests {
             let limit = Duration::from_secs(60);
             assert_eq!(ends_within(&mut reader, limit).await, LinkEnd::Ended);
         });
-    }
-
-    #[test]
-    fn what_waits_for_a_peer_is_bounded_in_bytes() {
-        let (mut link, mut outgoing) = Link::new(1);
-        let long = Message::Offer {
-            send: 1,
-            tag: 2,
-            lens: vec![u64::MAX; crate::MAX_BATCH],
-        };
-        let said = (0..100).take_while(|_| link.say(&long)).count();
-        assert!((4..=12).contains(&said), "{said} long messages");
-        drop(outgoing.try_recv().expect("it waits"));
-        assert!(link.say(&long), "what was written makes room");
-        let (mut link, _outgoing) = Link::new(2);
-        let said = (0..1_000_000).take_while(|_| link.say(&Message::Cancel { send: 1 }));
-        let said = said.count();
-        assert!((10_000..500_000).contains(&said), "{said} short messages");
     }
 }

@@ -20,8 +20,9 @@ mod talk;
 
 use self::closing::Closing;
 use super::agent::{Registered, Remote};
-use super::control::{Exposures, Link, Seat};
+use super::control::{Exposures, Seat};
 use super::initiators::{Initiators, SendKey, spawn};
+use super::link::Link;
 use super::paired::{Fetching, Paired, Receiving, Sending, Words};
 use super::reach::{NixlReads, Reach};
 use super::transfers::{Batch, SendOver, Step, Transfer};

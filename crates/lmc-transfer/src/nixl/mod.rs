@@ -24,6 +24,7 @@ mod control;
 mod engine;
 mod initiators;
 mod library;
+mod link;
 mod metadata;
 mod paired;
 mod plan;
