@@ -154,8 +154,7 @@ impl Keeper {
                         self.objects.iter().map(SealedSlot::offset).collect()
                     }
                     _ => {
-                        // Two batches, so that the room for one is there while one arrives.
-                        drop((self.memory.room(self.shape)?, self.memory.room(self.shape)?));
+                        drop(self.memory.room(self.shape)?);
                         Vec::new()
                     }
                 };

@@ -6,7 +6,7 @@ use lmc_memory::{Arena, ArenaConfig, Demand, Pool, PoolConfig, ReservedSlot, Sea
 
 use crate::{Failure, Shape, pattern};
 
-/// Room for two of the largest batches, and what is between their objects.
+/// Room for the largest batch twice, and what is between its objects.
 const ARENA: usize = 160 << 20;
 /// Bytes of what is between objects, so that no two of them are neighbours and each is a
 /// descriptor of its own.

@@ -149,11 +149,6 @@ impl Outgoing {
         self.writer.end();
         true
     }
-
-    #[cfg(test)]
-    fn take(&mut self) -> Unsent {
-        self.unsent.try_recv().expect("it waits")
-    }
 }
 
 #[cfg(test)]
@@ -169,10 +164,21 @@ mod tests {
         runtime.expect("a runtime")
     }
 
+    /// A socket and the writer to it, which takes no more than a few frames at once.
     fn pair() -> (UnixStream, Arc<Writer>) {
         let (ours, theirs) = UnixStream::pair().expect("two sockets");
+        let small = socket2::SockRef::from(&ours).set_send_buffer_size(64 << 10);
+        small.expect("a buffer of that size");
         let (_, writer) = ours.into_split();
         (theirs, Arc::new(Writer::Unix(writer)))
+    }
+
+    async fn writable(writer: &Writer) {
+        match writer {
+            Writer::Tcp(half) => half.writable().await,
+            Writer::Unix(half) => half.writable().await,
+        }
+        .expect("it can be written to");
     }
 
     #[test]
@@ -188,7 +194,7 @@ mod tests {
         };
         let said = (0..100).take_while(|_| link.say(&long)).count();
         assert!((4..=12).contains(&said), "{said} long messages");
-        drop(outgoing.take());
+        drop(outgoing.unsent.try_recv().expect("it waits"));
         assert!(link.say(&long), "what was written makes room");
         let (mut link, _outgoing) = Link::new(2, &writer);
         let said = (0..1_000_000).take_while(|_| link.say(&Message::Cancel { send: 1 }));
@@ -197,26 +203,38 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_written_before_the_task_runs() {
+        runtime().block_on(async {
+            let (theirs, writer) = pair();
+            let (mut link, outgoing) = Link::new(1, &writer);
+            // A handshake may not be over.
+            writable(&writer).await;
+            let message = Message::Cancel { send: 1 };
+            assert!(link.say(&message));
+            let heard = timeout(Duration::from_millis(50), theirs.readable()).await;
+            assert!(heard.is_err(), "it was written");
+            tokio::spawn(outgoing.run());
+            theirs.readable().await.expect("it comes");
+            let mut word = [0; 64];
+            let read = theirs.try_read(&mut word).expect("it is there");
+            assert_eq!(word[..read], frame(&message));
+        });
+    }
+
+    #[test]
     fn messages_arrive_whole_and_in_their_order_whoever_writes_them() {
         runtime().block_on(async {
             let (mut theirs, writer) = pair();
             let (mut link, outgoing) = Link::new(1, &writer);
+            let task = tokio::spawn(outgoing.run());
+            writable(&writer).await;
             let mut expected = Vec::new();
-            let mut say = |link: &mut Link, send: u64, objects: usize| {
-                let lens = vec![send; objects];
+            // More than the socket takes: the last that goes at once does so in part.
+            for send in 0..300 {
+                let lens = vec![send; 1 + send as usize % 7 * 500];
                 let message = Message::Offer { send, tag: 0, lens };
                 expected.extend(frame(&message));
                 assert!(link.say(&message), "message {send}");
-            };
-            // Before the task runs, since a handshake may not be over.
-            say(&mut link, 0, 3);
-            let nothing = theirs.try_read(&mut [0; 1]);
-            assert!(nothing.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock));
-            let task = tokio::spawn(outgoing.run());
-            tokio::task::yield_now().await;
-            // More than the socket takes: the last that goes at once does so in part.
-            for send in 1..300 {
-                say(&mut link, send, 1 + send as usize % 7 * 500);
             }
             assert!(link.before.load(Ordering::Acquire) > 0, "the task has some");
             let mut found = vec![0; expected.len()];
@@ -225,14 +243,30 @@ mod tests {
             while link.before.load(Ordering::Acquire) > 0 {
                 tokio::task::yield_now().await;
             }
-            let mut word = [0; 64];
+            writable(&writer).await;
             let last = Message::Cancel { send: 7 };
             assert!(link.say(&last));
-            let read = theirs.try_read(&mut word).expect("it went at once");
-            assert_eq!(word[..read], frame(&last));
+            assert_eq!(link.before.load(Ordering::Acquire), 0, "it went at once");
             drop(link);
             assert!(task.await.expect("it ends"));
-            assert_eq!(theirs.read(&mut word).await.expect("an end"), 0);
+            let mut word = Vec::new();
+            theirs.read_to_end(&mut word).await.expect("an end");
+            assert_eq!(word, frame(&last));
+        });
+    }
+
+    #[test]
+    fn who_has_hung_up_is_told_nothing_more() {
+        runtime().block_on(async {
+            let (theirs, writer) = pair();
+            let (mut link, outgoing) = Link::new(1, &writer);
+            let task = tokio::spawn(outgoing.run());
+            writable(&writer).await;
+            drop(theirs);
+            // This one meets the error, and the task after it.
+            link.say(&Message::Cancel { send: 1 });
+            assert!(!task.await.expect("it ends"), "its half failed");
+            assert!(!link.say(&Message::Cancel { send: 2 }));
         });
     }
 }

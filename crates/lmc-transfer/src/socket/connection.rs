@@ -16,7 +16,7 @@ use super::endpoint::{Socket, Sockets};
 use super::frame::{Frame, Outcome, Segment};
 use super::inlet::Inlet;
 use super::landing::Target;
-use super::outlet::{Outbox, Outlet};
+use super::outlet::{AT_ONCE, Outbox, Outlet};
 use super::rendezvous::{CARRIED_ROOM, OFFER_ROOM, Rendezvous};
 use super::shared::Shared;
 use crate::{PeerId, TransferError};
@@ -275,13 +275,13 @@ impl Connection {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The stream that a call begins with: the first where it is free, since its thread is the
-    /// likeliest to be awake, another each time where it is not.
-    pub(super) fn next_lane(&self) -> usize {
-        match self.lanes[0].room.available_permits() {
-            LANE_ROOM => 0,
-            _ => self.next_lane.fetch_add(1, Ordering::Relaxed) % self.lanes.len(),
+    /// The stream that a call of so many bytes begins with: another each time. For few, the first
+    /// where nothing is under way on it, since its thread is the likeliest to be awake.
+    pub(super) fn next_lane(&self, bytes: u64) -> usize {
+        if bytes <= AT_ONCE && self.lanes[0].is_idle() {
+            return 0;
         }
+        self.next_lane.fetch_add(1, Ordering::Relaxed) % self.lanes.len()
     }
 
     /// Sends a frame without payload.
@@ -330,6 +330,13 @@ impl Connection {
 }
 
 impl Lane {
+    /// Whether nothing is under way, as far as this side knows.
+    fn is_idle(&self) -> bool {
+        self.room.available_permits() == LANE_ROOM
+            && self.unanswered.load(Ordering::Relaxed) == 0
+            && self.outbox.behind().is_none()
+    }
+
     pub(super) fn push(&self, outgoing: Outgoing) {
         self.outbox.push(outgoing);
     }

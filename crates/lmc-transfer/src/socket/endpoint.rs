@@ -300,3 +300,35 @@ impl Drop for Listener {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use tokio::task::LocalSet;
+
+    use super::*;
+
+    #[test]
+    fn who_moves_much_gives_way_to_others_of_its_thread() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build();
+        let tasks = LocalSet::new();
+        let turns = Rc::new(Cell::new(0));
+        let other = Rc::clone(&turns);
+        tasks.spawn_local(async move {
+            loop {
+                other.set(other.get() + 1);
+                yield_now().await;
+            }
+        });
+        let moves = async {
+            let mut moved = Moved::default();
+            for _ in 0..16 {
+                moved.add(A_TURN / 4).await;
+            }
+        };
+        tasks.block_on(&runtime.expect("a runtime"), moves);
+        assert!((4..=8).contains(&turns.get()), "{} turns", turns.get());
+    }
+}

@@ -190,13 +190,13 @@ impl Shared {
             remote,
         });
         let frames = spread(objects, connection.lanes.len());
+        let first = connection.next_lane(bytes_of(&frames));
         let mut tally = Tally::new(places.len());
         frames
             .iter()
             .for_each(|(_, portions)| tally.expect(portions));
 
         let mut requests: Vec<(Vec<Portion>, oneshot::Receiver<Reply>)> = Vec::new();
-        let first = connection.next_lane();
         let ask = async {
             for (stream, portions) in frames {
                 let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
@@ -286,6 +286,7 @@ impl Shared {
         });
         let portions: Vec<Portion> = portions.collect();
         let frames = spread(portions.iter().copied(), connection.lanes.len());
+        let first = connection.next_lane(bytes_of(&frames));
         let mut tally = Tally::new(objects.len());
         frames
             .iter()
@@ -293,7 +294,6 @@ impl Shared {
 
         let objects = Arc::new(objects);
         let mut sending: Vec<Sending> = Vec::new();
-        let first = connection.next_lane();
         let put = async {
             for (stream, portions) in frames {
                 let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
@@ -364,6 +364,11 @@ impl Shared {
         }
         Sent { done, error }
     }
+}
+
+fn bytes_of(frames: &[(usize, Vec<Portion>)]) -> u64 {
+    let portions = frames.iter().flat_map(|(_, portions)| portions);
+    portions.map(|portion| portion.local.len).sum()
 }
 
 /// A frame of a write that is under way. Broken off when dropped.

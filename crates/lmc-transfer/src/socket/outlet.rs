@@ -20,7 +20,7 @@ use super::window::{Part, Window};
 /// Parts that go with one system call at most: heads and pieces.
 const PARTS: usize = 128;
 /// Bytes of a frame, with its payload, that does not wait for the task.
-const AT_ONCE: u64 = MAX_CARRIED + (4 << 10);
+pub(super) const AT_ONCE: u64 = MAX_CARRIED + (4 << 10);
 
 /// Where frames of a stream are handed in. They go in the order in which they come here.
 #[derive(Debug)]

@@ -154,14 +154,14 @@ impl Shared {
 
     /// Takes a connection into the table and starts it; `first` goes ahead of all frames. What
     /// there was of another incarnation, or by the same direction, has ended before. The sockets
-    /// stay where it is not taken.
+    /// stay where it is not taken, unless they cannot be watched.
     pub(super) async fn install(
         self: &Arc<Self>,
         remote: Remote,
         sockets: &mut Vec<Socket>,
         first: Option<Vec<u8>>,
     ) -> Result<(), NotInstalled> {
-        let threads: Vec<Handle> = self.threads.take(sockets.len()).cloned().collect();
+        let threads: Vec<Handle> = self.threads.for_streams(sockets.len()).cloned().collect();
         let both = std::mem::take(sockets).into_iter().zip(&threads);
         let watched: io::Result<_> = both.map(|(socket, by)| socket.watched_by(by)).collect();
         *sockets = watched.map_err(NotInstalled::Unwatched)?;
@@ -195,7 +195,9 @@ impl Shared {
                     peer.connections.push(Arc::clone(&connection));
                     let lanes = threads.iter().cloned().zip(queues).collect();
                     let supervise = supervise(Arc::clone(self), connection, sockets, lanes);
-                    self.threads.first().spawn(supervise);
+                    // Not beside the first stream, where most small frames are.
+                    let thread = threads.last().unwrap_or(self.threads.first());
+                    thread.spawn(supervise);
                     return Ok(());
                 }
                 stale

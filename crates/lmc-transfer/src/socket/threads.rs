@@ -4,10 +4,11 @@
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::Mutex;
-use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::runtime::{Builder, Handle};
 use tokio::sync::watch;
 
 #[derive(Debug)]
@@ -36,34 +37,39 @@ impl Threads {
     }
 
     fn add(&mut self) -> io::Result<()> {
-        let runtime = Builder::new_current_thread()
-            .thread_name("lmc-socket")
-            .enable_io()
-            .enable_time()
-            .build()?;
-        self.handles.push(runtime.handle().clone());
+        let (begun, begins) = mpsc::channel();
         let running = Running::new(&self.running);
         let mut stop = self.stop.subscribe();
         let run = move || {
             let _running = running;
-            // The other end goes with the last owner.
-            let _ = runtime.block_on(stop.wait_for(|stop| *stop));
+            let runtime = Builder::new_current_thread()
+                .enable_io()
+                .enable_time()
+                .build();
+            let handle = runtime.as_ref().map(|runtime| runtime.handle().clone());
+            let _ =
+                begun.send(handle.map_err(|error| io::Error::new(error.kind(), error.to_string())));
+            if let Ok(runtime) = runtime {
+                // An error says that the last owner is gone, too.
+                let _ = runtime.block_on(stop.wait_for(|stop| *stop));
+            }
             // Its tasks end here, and what of them runs foreign code is waited for.
-            drop::<Runtime>(runtime);
         };
         let thread = thread::Builder::new().name("lmc-socket".into()).spawn(run);
         self.threads.get_mut().push(thread?);
+        let ended = |_| io::Error::other("a thread ended at once");
+        self.handles.push(begins.recv().map_err(ended)??);
         Ok(())
     }
 
-    /// The one for what is no stream's.
+    /// The one that has the listener and the handshakes, beside its share of the streams.
     pub(super) fn first(&self) -> &Handle {
         &self.handles[0]
     }
 
-    /// One for each stream of a connection, in turn.
-    pub(super) fn take(&self, streams: usize) -> impl Iterator<Item = &Handle> {
-        let first = self.next.fetch_add(streams, Ordering::Relaxed) % self.handles.len();
+    /// One for each stream of a connection. The next connection begins with another.
+    pub(super) fn for_streams(&self, streams: usize) -> impl Iterator<Item = &Handle> {
+        let first = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
         self.handles.iter().cycle().skip(first).take(streams)
     }
 
@@ -77,8 +83,9 @@ impl Threads {
         let mut running = self.running.subscribe();
         let _ = running.wait_for(|running| *running == 0).await;
         let threads = std::mem::take(&mut *self.threads.lock());
-        for thread in threads {
-            // It has nothing left to do.
+        // They have nothing left to do. Who waits may be polled by one of them, through a waker.
+        let own = thread::current().id();
+        for thread in threads.into_iter().filter(|t| t.thread().id() != own) {
             let _ = thread.join();
         }
     }
@@ -103,5 +110,67 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.0.send_modify(|running| *running -= 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::time::Duration;
+
+    use tokio::runtime::Id;
+
+    use super::*;
+    use crate::block_on;
+
+    fn homes(threads: &Threads, streams: usize) -> Vec<Id> {
+        threads.for_streams(streams).map(Handle::id).collect()
+    }
+
+    #[test]
+    fn streams_and_the_first_of_each_connection_go_round_all_threads() {
+        for count in [1, 2, 3, 4] {
+            let threads = Threads::start(count).expect("threads");
+            for streams in [1, 4] {
+                let connections: Vec<_> = (0..count).map(|_| homes(&threads, streams)).collect();
+                let firsts: HashSet<_> = connections.iter().map(|homes| homes[0]).collect();
+                assert_eq!(firsts.len(), count, "{streams} streams");
+                for homes in connections {
+                    assert_eq!(homes.len(), streams);
+                    let all: HashSet<_> = homes.into_iter().collect();
+                    assert_eq!(all.len(), streams.min(count));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn their_end_waits_for_foreign_code_and_can_be_given_up() {
+        let threads = Threads::start(2).expect("threads");
+        let (go, gone) = mpsc::channel::<()>();
+        let foreign = threads.first().spawn_blocking(move || gone.recv());
+        threads.stop();
+        let soon = async { tokio::time::timeout(Duration::from_millis(50), threads.ended()).await };
+        let runtime = Builder::new_current_thread().enable_time().build();
+        assert!(runtime.expect("a runtime").block_on(soon).is_err());
+        go.send(()).expect("it waits for this");
+        block_on(threads.ended());
+        assert!(threads.threads.lock().is_empty());
+        drop(foreign);
+        // Once more, by another who closes.
+        block_on(threads.ended());
+    }
+
+    #[test]
+    fn they_may_be_dropped_where_a_runtime_runs() {
+        let runtime = Builder::new_current_thread().build().expect("a runtime");
+        let running = runtime.block_on(async {
+            let threads = Threads::start(2).expect("threads");
+            threads.running.subscribe()
+        });
+        let mut running = running;
+        let ended = block_on(running.wait_for(|running| *running == 0)).map(|_| ());
+        // The last of them takes the other end with it.
+        assert!(ended.is_ok() || running.has_changed().is_err());
     }
 }
