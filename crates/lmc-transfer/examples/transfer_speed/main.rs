@@ -67,12 +67,6 @@ pub(crate) trait Mover {
 const MOST: usize = 20_000;
 /// Batches before the first that counts, by which it is known how many will.
 const WARM_UP: usize = 3;
-/// How long connections are used before the first measurement: TCP has to learn how fast the way
-/// is, for some 0.2 s.
-const FIRST_USE: Duration = Duration::from_millis(500);
-
-/// Seed of the first batch.
-const FIRST: u64 = 1;
 
 fn mover(who: &str) -> Result<Box<dyn Mover>, Failure> {
     let words: Vec<&str> = who.split(':').collect();
@@ -94,11 +88,7 @@ fn measure(
     seed: u64,
 ) -> Result<serde_json::Value, Failure> {
     mover.prepare(way, shape, seed)?;
-    let begun = Instant::now();
-    let mut warm_up = mover.run(WARM_UP)?;
-    while seed == FIRST && begun.elapsed() < FIRST_USE {
-        warm_up = mover.run(WARM_UP)?;
-    }
+    let warm_up = mover.run(WARM_UP)?;
     let last = warm_up.last().map_or(1.0, Duration::as_secs_f64);
     let batches = ((seconds / last) as usize).clamp(1, MOST);
     let other = mover.other();
@@ -152,7 +142,7 @@ fn obey(mover: &mut dyn Mover, line: &str, seed: u64) -> Result<serde_json::Valu
 fn drive(who: &str) -> Result<(), Failure> {
     let mut mover = mover(who)?;
     println!("{}", json!({"ready": who}));
-    for (seed, line) in (FIRST..).zip(std::io::stdin().lock().lines()) {
+    for (seed, line) in (1..).zip(std::io::stdin().lock().lines()) {
         println!("{}", obey(&mut *mover, &line?, seed)?);
     }
     Ok(())

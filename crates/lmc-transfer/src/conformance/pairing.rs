@@ -173,8 +173,9 @@ pub fn lengths_must_agree<R: Rig>(rig: &R) {
 pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
-    let lens = [4096, 3 << 20];
-    for (from, to) in [(&a, &b), (&b, &a)] {
+    // Few bytes may go along with their offer.
+    let both_ways = |lens| [(&a, &b, lens), (&b, &a, lens)];
+    for (from, to, lens) in [[4096, 3 << 20], [100, 5]].into_iter().flat_map(both_ways) {
         let began = Instant::now();
         let objects = from.objects(1, &lens);
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));

@@ -70,6 +70,8 @@ const SMALL: [Batch; 3] = [
     Batch::new(1, 4 * KIB),
     Batch::new(1, 64 * KIB),
 ];
+/// What a player moves before it is measured.
+const FIRST_USE: Batch = Batch::new(64, 64 * KIB);
 const WAYS: [&str; 3] = ["write", "read", "send"];
 
 /// What a channel's large batches are measured beside.
@@ -249,7 +251,12 @@ fn play(
     variables: &[(String, String)],
     report: &mut Report,
 ) -> Result<()> {
-    let start = |who| Player::start(program, who, variables);
+    // All of them before the first is measured: one of bare NIXL burns a core until then.
+    let start = |who| {
+        let mut player = Player::start(program, who, variables)?;
+        player.measure("write", FIRST_USE, 0.3)?;
+        anyhow::Ok(player)
+    };
     let mut ours = start(pair.ours)?;
     let mut beside = match pair.beside {
         Beside::Player(who) => Some(start(who)?),
