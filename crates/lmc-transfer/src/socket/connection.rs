@@ -81,7 +81,15 @@ pub(super) struct Pending {
     /// Where the data goes that is asked for; none for a write.
     pub(super) target: Option<Arc<Target>>,
     pub(super) reply: oneshot::Sender<Reply>,
-    pub(super) _room: OwnedSemaphorePermit,
+    pub(super) room: OwnedSemaphorePermit,
+}
+
+impl Pending {
+    /// Tells who waits. There is room for his next request before he hears of it.
+    pub(super) fn answer(self, reply: Reply) {
+        drop(self.room);
+        let _ = self.reply.send(reply);
+    }
 }
 
 #[derive(Debug)]

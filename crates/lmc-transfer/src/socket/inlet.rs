@@ -12,7 +12,7 @@ use tokio::task::coop::consume_budget;
 use tokio::time::timeout;
 
 use super::connection::{
-    Connection, Gone, LANE_ROOM, Lane, Offered, Outgoing, Payload, Pending, Reply, Source,
+    Connection, Gone, LANE_ROOM, Lane, Offered, Outgoing, Payload, Reply, Source,
 };
 use super::endpoint::{Moved, Sockets};
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces, Segment, reason};
@@ -125,17 +125,13 @@ impl Inlet {
             }
             Frame::Data { id } => {
                 let pending = self.lane().take(id);
-                let Some(Pending {
-                    target: Some(target),
-                    reply,
-                    _room,
-                }) = pending
-                else {
+                let asked = pending.and_then(|pending| Some((pending.target.clone()?, pending)));
+                let Some((target, pending)) = asked else {
                     return Err(Gone::Broken("data that was not asked for".into()));
                 };
                 let place = Place::Slots(&target);
                 let Arrival { bad, aborted } = self.payload(&target.segments, place).await?;
-                let _ = reply.send(Reply::Arrived { bad, aborted });
+                pending.answer(Reply::Arrived { bad, aborted });
             }
             Frame::Write { id, segments } => {
                 self.admit()?;
@@ -149,7 +145,7 @@ impl Inlet {
                 if pending.target.is_some() && outcome == Outcome::Done {
                     return Err(Gone::Broken("a read that is done without data".into()));
                 }
-                let _ = pending.reply.send(Reply::Outcome(outcome));
+                pending.answer(Reply::Outcome(outcome));
             }
             Frame::Offer {
                 id,

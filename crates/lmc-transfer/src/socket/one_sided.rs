@@ -207,7 +207,7 @@ impl Shared {
                 let pending = Pending {
                     target: Some(target),
                     reply,
-                    _room: room,
+                    room,
                 };
                 let frame = Frame::Read {
                     id,
@@ -303,7 +303,7 @@ impl Shared {
                 let pending = Pending {
                     target: None,
                     reply,
-                    _room: room,
+                    room,
                 };
                 let frame = Frame::Write {
                     id,
