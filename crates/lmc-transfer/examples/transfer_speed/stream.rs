@@ -24,11 +24,11 @@ const BUFFER: libc::c_int = 256 << 10;
 /// Bytes of a batch for which a reader is woken, at most and at least.
 const WAKE_AT: usize = 1 << 20;
 const LEAST: usize = 256 << 10;
-/// How long it waits for so many.
+/// How long a reader waits for so many: fewer may be all that come.
 const PATIENCE: Duration = Duration::from_millis(2);
 
 trait Socket: Read + Write + Send {
-    /// Wakes a reader only when so many bytes are there, or all that it asks for.
+    /// Has a reader that waits woken by so many bytes, or after [`PATIENCE`].
     fn wake_at(&self, bytes: usize) -> io::Result<()>;
 }
 

@@ -125,7 +125,7 @@ impl Inlet {
             }
             Frame::Data { id } => {
                 let pending = self.lane().take(id);
-                let asked = pending.and_then(|pending| Some((pending.target.clone()?, pending)));
+                let asked = pending.and_then(|mut pending| Some((pending.target.take()?, pending)));
                 let Some((target, pending)) = asked else {
                     return Err(Gone::Broken("data that was not asked for".into()));
                 };
