@@ -115,7 +115,8 @@ impl Socket {
         }
     }
 
-    async fn ready(&self, interest: Interest) -> io::Result<()> {
+    /// Waits until it may be ready.
+    pub(super) async fn ready(&self, interest: Interest) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.ready(interest).await,
             Self::Unix(stream) => stream.ready(interest).await,

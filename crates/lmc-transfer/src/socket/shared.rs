@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 use thiserror::Error;
+use tokio::io::Interest;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -165,6 +166,11 @@ impl Shared {
         let both = std::mem::take(sockets).into_iter().zip(&threads);
         let watched: io::Result<_> = both.map(|(socket, by)| socket.watched_by(by)).collect();
         *sockets = watched.map_err(NotInstalled::Unwatched)?;
+        for socket in &*sockets {
+            // Until its thread has seen this, nothing goes at once.
+            let seen = socket.ready(Interest::WRITABLE).await;
+            seen.map_err(NotInstalled::Unwatched)?;
+        }
         loop {
             let stale = {
                 let mut peers = self.peers.lock();
