@@ -373,6 +373,8 @@ fn a_full_pool_evicts_what_nobody_holds_and_otherwise_says_so_at_once() {
             engine_driven: true,
         })
         .expect("ok");
+    // A store that it has prepared is its own until it commits or goes: it may still write.
+    drop(worker);
     server.assert_idle();
 }
 
