@@ -1,7 +1,9 @@
 //! The real binary: start, stop, kill, start again, and two at a time.
 
+mod common;
+
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -12,14 +14,10 @@ use lmc_vllm_adapter::{
     Request, TensorMeta,
 };
 
+use common::free_port;
+
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
-
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    socket.local_addr().expect("an address").port()
-}
 
 struct Daemon {
     child: Child,

@@ -1,8 +1,10 @@
 //! The real binary with a disk tier: killed, started again, looked into.
 
+mod common;
+
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -10,6 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
+
+use common::free_port;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const CHUNK: usize = 256;
@@ -20,11 +24,6 @@ struct Server {
     child: Child,
     port: u16,
     http: u16,
-}
-
-fn free_port() -> u16 {
-    let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    socket.local_addr().expect("an address").port()
 }
 
 impl Server {
