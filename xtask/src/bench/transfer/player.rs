@@ -4,7 +4,8 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -12,9 +13,14 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::Batch;
+use crate::shown;
 use crate::ucx::{self, Nixl};
 
 const GIB: f64 = (1 << 30) as f64;
+/// Longest silence of a player beyond the time that it was asked to take.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Time that a player has to end.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// One measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,7 +50,7 @@ pub(super) struct Player {
     child: Child,
     /// None once it is to end.
     input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
+    lines: Receiver<String>,
     who: String,
 }
 
@@ -57,33 +63,47 @@ impl Player {
         let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().context("it is piped")?);
+        let (sender, lines) = mpsc::channel();
+        // On a thread of its own, so that to wait for a line can have a deadline.
+        thread::spawn(move || {
+            let lines = output.lines().map_while(|line| line.ok());
+            let _ = lines.map(|line| sender.send(line)).find(Result::is_err);
+        });
         let mut player = Self {
             child,
             input,
-            output,
+            lines,
             who: who.to_owned(),
         };
-        player.hear()?;
+        player.hear(0.0)?;
         Ok(player)
     }
 
-    fn hear(&mut self) -> Result<Value> {
-        let mut line = String::new();
-        self.output.read_line(&mut line)?;
-        ensure!(!line.is_empty(), "{} has ended: see above", self.who);
+    /// The next line of one that was asked to take so many seconds.
+    fn hear(&mut self, seconds: f64) -> Result<Value> {
+        let limit = PATIENCE + Duration::from_secs_f64(seconds);
+        let line = match self.lines.recv_timeout(limit) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Disconnected) => bail!("{} has ended: see above", self.who),
+            Err(RecvTimeoutError::Timeout) => {
+                shown::end(&mut self.child);
+                bail!("{} said nothing for {limit:?}, and was killed", self.who);
+            }
+        };
         serde_json::from_str(&line).with_context(|| format!("{} said {line:?}", self.who))
     }
 
-    fn ask(&mut self, line: &str) -> Result<Value> {
+    /// Asks it to do something for so many seconds; what it found.
+    fn ask(&mut self, line: &str, seconds: f64) -> Result<Value> {
         let input = self.input.as_mut().context("it was told to end")?;
-        writeln!(input, "{line}")?;
-        let answer = self.hear();
+        writeln!(input, "{line} {seconds}")?;
+        let answer = self.hear(seconds);
         answer.with_context(|| format!("{} was asked to {line}", self.who))
     }
 
     pub(super) fn measure(&mut self, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
         let Batch { count, len } = batch;
-        let found = self.ask(&format!("move {way} {count} {len} {seconds}"))?;
+        let found = self.ask(&format!("move {way} {count} {len}"), seconds)?;
         let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
         let cpu = (number("cpu_here")?, number("cpu_there")?);
         Ok(Sample {
@@ -95,7 +115,7 @@ impl Player {
 
     /// The share of a core that each side uses while nothing is asked of it.
     pub(super) fn idle(&mut self, seconds: f64) -> Result<(f64, f64)> {
-        let found = self.ask(&format!("idle {seconds}"))?;
+        let found = self.ask("idle", seconds)?;
         let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
         let seconds = number("seconds")?;
         Ok((
@@ -109,7 +129,7 @@ impl Drop for Player {
     fn drop(&mut self) {
         // The end of its input is what tells it to end.
         drop(self.input.take());
-        let _ = self.child.wait();
+        let _ = shown::wait(&mut self.child, GRACE);
     }
 }
 
@@ -186,8 +206,7 @@ struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        shown::end(&mut self.0);
     }
 }
 
