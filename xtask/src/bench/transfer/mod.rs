@@ -180,6 +180,8 @@ impl Asked {
                 "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
                 "--only" => {
                     asked.only.clone_from(value()?);
+                    let found = PAIRS.iter().any(|pair| pair.name.contains(&asked.only));
+                    ensure!(found, "no pair's name holds {:?}; try Unix", asked.only);
                     asked.dry = true;
                 }
                 "--dry-run" => asked.dry = true,
@@ -357,6 +359,7 @@ mod tests {
             "--seconds 0",
             "--seconds nan",
             "--only",
+            "--only unix",
             "--size 1",
         ] {
             assert!(parse(wrong).is_err(), "{wrong}");
