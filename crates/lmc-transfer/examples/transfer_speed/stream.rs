@@ -1,6 +1,6 @@
 //! Bare sockets: a batch goes with one `writev` where the kernel takes it whole, into one
-//! `readv`, and is answered by a byte. No checksum, no place named, no deadline. Those of TCP are
-//! told what ours are: to wake a reader for much at a time, and to keep little on the way.
+//! `readv`, and is answered by a byte. No checksum, no place named, no deadline. They are told
+//! what ours are: how much to keep on the way, and those of TCP to wake a reader for much at a time.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -51,7 +51,12 @@ fn tcp(socket: TcpStream) -> io::Result<Box<dyn Socket>> {
     Ok(Box::new(socket))
 }
 
-fn set(socket: &TcpStream, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+fn unix(socket: UnixStream) -> io::Result<Box<dyn Socket>> {
+    set(&socket, libc::SO_SNDBUF, BUFFER)?;
+    Ok(Box::new(socket))
+}
+
+fn set(socket: &impl AsRawFd, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     // SAFETY: the kernel reads the one number, which lives through the call.
     let set = unsafe {
         libc::setsockopt(
@@ -262,7 +267,9 @@ pub(crate) fn serve(kind: &str) -> Result<(), Failure> {
             println!("{}", path.display());
             thread::spawn(move || {
                 while let Ok((socket, _)) = listener.accept() {
-                    serve(Box::new(socket));
+                    if let Ok(socket) = unix(socket) {
+                        serve(socket);
+                    }
                 }
             });
         }
@@ -294,7 +301,7 @@ impl Driver {
         let (other, address) = Other::start(&format!("stream:{kind}:{streams}"))?;
         let connect = |_| -> Result<Half, Failure> {
             Ok(Half::new(match kind {
-                "unix" => Box::new(UnixStream::connect(&address)?),
+                "unix" => unix(UnixStream::connect(&address)?)?,
                 _ => tcp(TcpStream::connect(&address)?)?,
             }))
         };

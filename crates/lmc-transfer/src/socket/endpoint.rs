@@ -23,7 +23,8 @@ use crate::Address;
 const FULL_PAUSE: Duration = Duration::from_millis(5);
 
 /// Bytes that may be on a way within this machine. The kernel takes twice as many for its own
-/// needs, and no more than it is told to allow (`net.core.wmem_max`).
+/// needs, and no more than it is told to allow (`net.core.wmem_max`). With what it has for
+/// Unix sockets otherwise, 208 KiB in all, both sides wait for each other.
 const LOCAL_BUFFER: u64 = 256 << 10;
 
 /// Bytes that a task moves before it gives way to others of its thread.
@@ -58,7 +59,7 @@ impl Socket {
                 let connected = TcpStream::connect((host.as_str(), *port)).await;
                 Some(connected.and_then(Self::tcp))
             }
-            Address::Unix(path) => Some(Self::unix(path).await),
+            Address::Unix(path) => Some(Self::connect_unix(path).await),
             Address::Memory(_) => None,
         }
     }
@@ -76,12 +77,17 @@ impl Socket {
         Ok(Self::Tcp(stream))
     }
 
-    async fn unix(path: &Path) -> io::Result<Self> {
+    fn unix(stream: UnixStream) -> Self {
+        set_bytes(stream.as_raw_fd(), libc::SO_SNDBUF, LOCAL_BUFFER);
+        Self::Unix(stream)
+    }
+
+    async fn connect_unix(path: &Path) -> io::Result<Self> {
         loop {
             match UnixStream::connect(path).await {
                 // As many wait there as may.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(FULL_PAUSE).await,
-                connected => return connected.map(Self::Unix),
+                connected => return connected.map(Self::unix),
             }
         }
     }
@@ -263,7 +269,7 @@ impl Listener {
             }
             Kind::Unix(listener, ..) => {
                 let (stream, _) = listener.accept().await?;
-                Ok((Socket::Unix(stream), None))
+                Ok((Socket::unix(stream), None))
             }
         }
     }

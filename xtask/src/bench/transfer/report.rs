@@ -208,8 +208,8 @@ is written by the peer, because UCX would emulate it.
 that its bytes stay in a core's cache and no batch ends; no checksum, no answer. Writes are as long as \
 an object, its limit of 1 MiB at most. Before version 3.16 one thread serves all its streams.
 - **bare sockets**: a thread per stream and side, `writev` from objects in memory to objects in memory, \
-one byte of answer per batch; no checksum, no places, no deadline. Those of TCP wake their reader for \
-up to 1 MiB at a time and have a sender's buffer of 256 KiB, as ours.
+one byte of answer per batch; no checksum, no places, no deadline. They have a sender's buffer of \
+256 KiB, and those of TCP wake their reader for up to 1 MiB at a time, as ours.
 - **bare NIXL**: the same agents, registered memory, UCX settings and descriptors by nixl-sys alone; \
 one request for the batch, made, posted, and asked after without a pause, which burns a core; no \
 deadline, and nothing looks after a request that does not end. Its `send` is a \
