@@ -32,13 +32,20 @@ def finish():
     sys.exit(1 if failed else 0)
 
 
+given = set()
+
+
 def free_port():
-    """A port that is free, and that the kernel gives to nobody who asks for any."""
+    """A port that is free, another each time, and below those that the kernel gives to whoever
+    asks for any (net.ipv4.ip_local_port_range)."""
     while True:
         port = random.randrange(20_000, 32_000)
+        if port in given:
+            continue
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            given.add(port)
             return port

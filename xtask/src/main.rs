@@ -9,6 +9,7 @@ mod nixl;
 mod outcomes;
 mod output;
 mod packages;
+mod ports;
 mod rdma;
 mod shown;
 mod steps;

@@ -1,7 +1,7 @@
 //! Runs `crates/lmc-transfer/examples/two_sides`: a server and a driver, each where it shall run.
 
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -332,12 +332,16 @@ impl Running {
     }
 }
 
-/// Reads lines on a thread of its own, so that waiting for them can have a deadline.
-fn lines(output: impl Read + Send + 'static, mut copy: std::fs::File) -> Receiver<String> {
+/// Reads lines on a thread of its own, so that waiting for them can have a deadline. All are
+/// copied; those that hold an object of JSON are handed on.
+pub(crate) fn lines(
+    output: impl Read + Send + 'static,
+    mut copy: impl Write + Send + 'static,
+) -> Receiver<String> {
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
         for line in BufReader::new(output).lines().map_while(|line| line.ok()) {
-            let _ = std::io::Write::write_all(&mut copy, format!("{line}\n").as_bytes());
+            let _ = copy.write_all(format!("{line}\n").as_bytes());
             if line.starts_with('{') && sender.send(line).is_err() {
                 break;
             }

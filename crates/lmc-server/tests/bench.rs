@@ -1,12 +1,15 @@
 //! `lmc bench` against a real server: what it reports, and what makes it fail.
 
-use std::net::TcpListener;
+mod common;
+
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use lmc_vllm_adapter::Client;
 use serde_json::Value;
+
+use common::free_port;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -17,9 +20,7 @@ struct Server {
 
 impl Server {
     fn start() -> Self {
-        let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let port = socket.local_addr().expect("an address").port();
-        drop(socket);
+        let port = free_port();
         let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
             .args(["serve", "--port", &port.to_string(), "--http-port", "0"])
             .args(["--l1-size-gb", "64MiB", "--chunk-size", "32"])

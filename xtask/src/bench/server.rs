@@ -1,12 +1,14 @@
 //! A server under measurement: started, waited for, stopped.
 
 use std::fs::File;
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+
+use crate::{ports, shown};
 
 /// Which of the two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,7 +50,7 @@ const STOP_DEADLINE: Duration = Duration::from_secs(15);
 
 impl Server {
     pub(crate) fn start(kind: Kind, programs: &Programs, log: &str) -> Result<Self> {
-        let (port, http) = (free_port()?, free_port()?);
+        let (port, http) = (ports::free()?, ports::free()?);
         let mut command = match kind {
             Kind::Lmc => {
                 let mut command = Command::new(&programs.lmc);
@@ -112,24 +114,13 @@ impl Server {
     pub(crate) fn stop(mut self) -> Result<()> {
         let pid = self.child.id().to_string();
         Command::new("kill").args(["-TERM", &pid]).status()?;
-        let asked = Instant::now();
-        while self.child.try_wait()?.is_none() {
-            if asked.elapsed() > STOP_DEADLINE {
-                break;
-            }
-            thread::sleep(Duration::from_millis(20));
-        }
+        let _ = shown::wait(&mut self.child, STOP_DEADLINE);
         Ok(())
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        shown::end(&mut self.child);
     }
-}
-
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

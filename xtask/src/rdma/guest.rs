@@ -6,7 +6,6 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, BufWriter, Write};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -20,7 +19,7 @@ use super::devices::Counters;
 use crate::janitor::Janitor;
 use crate::two_sides::{Report, Suite};
 use crate::ucx::{self, Nixl};
-use crate::{packages, shown};
+use crate::{packages, ports, shown};
 
 const INIT: &str = include_str!("init.sh");
 /// In the order in which they must be loaded. What a kernel has built in is not among its files.
@@ -293,7 +292,7 @@ impl Guest {
         let mut server = None;
         let mut link = None;
         if layout == Layout::Two {
-            let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+            let port = ports::free()?;
             let mut running = self.boot(
                 "serve",
                 Some(&format!("listen=127.0.0.1:{port}")),

@@ -4,11 +4,12 @@ use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 
-/// Ports that nobody is given who asks for any: such a one could be taken before the server
-/// listens there, or be connected to itself by whoever asks whether it does.
+/// Below those that the kernel gives to whoever asks for any (`net.ipv4.ip_local_port_range`): such
+/// a one could be taken before the server listens there, or be connected to itself by whoever asks
+/// whether it does.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
 
-/// A port that is free, and this process's alone among tests.
+/// A port that is free, and this process's alone among those that ask here.
 pub(crate) fn free_port() -> u16 {
     let count = u32::from(PORTS.end - PORTS.start);
     let first = std::process::id().wrapping_mul(7);

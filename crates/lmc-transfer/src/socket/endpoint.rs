@@ -23,8 +23,8 @@ use crate::Address;
 const FULL_PAUSE: Duration = Duration::from_millis(5);
 
 /// Bytes that may be on a way within this machine. The kernel takes twice as many for its own
-/// needs, and no more than it is told to allow (`net.core.wmem_max`). With what it has for
-/// Unix sockets otherwise, 208 KiB in all, both sides wait for each other.
+/// needs, and no more than it is told to allow (`net.core.wmem_max`). Counted so, a Unix socket
+/// has 208 KiB of itself instead of 512, with which both sides wait for each other.
 const LOCAL_BUFFER: u64 = 256 << 10;
 
 /// Bytes that a task moves before it gives way to others of its thread.

@@ -155,7 +155,7 @@ impl Shared {
 
     /// Takes a connection into the table and starts it; `first` goes ahead of all frames. What
     /// there was of another incarnation, or by the same direction, has ended before. The sockets
-    /// stay where it is not taken, unless they cannot be watched.
+    /// stay where it is not taken, unless another thread cannot have them.
     pub(super) async fn install(
         self: &Arc<Self>,
         remote: Remote,

@@ -180,8 +180,12 @@ impl Asked {
                 "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
                 "--only" => {
                     asked.only.clone_from(value()?);
-                    let found = PAIRS.iter().any(|pair| pair.name.contains(&asked.only));
-                    ensure!(found, "no pair's name holds {:?}; try Unix", asked.only);
+                    let found = asked.pairs().next().is_some();
+                    ensure!(
+                        found,
+                        "no pair's name holds {:?}; try TCP, Unix or NIXL",
+                        asked.only
+                    );
                     asked.dry = true;
                 }
                 "--dry-run" => asked.dry = true,
@@ -195,6 +199,11 @@ impl Asked {
         }
         check_amounts(asked.rounds, asked.seconds, 0.01)?;
         Ok(asked)
+    }
+
+    /// What is to be played.
+    fn pairs(&self) -> impl Iterator<Item = &'static Pair> {
+        PAIRS.iter().filter(|pair| pair.name.contains(&self.only))
     }
 
     /// Seconds for small transfers, which need fewer to be many.
@@ -218,8 +227,7 @@ pub(super) fn run(args: &[String]) -> Result<bool> {
     let mut report = Report::new(conditions(nixl.as_ref().ok()));
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
-        let asked_for = |pair: &&Pair| pair.name.contains(&asked.only);
-        for pair in PAIRS.iter().filter(asked_for) {
+        for pair in asked.pairs() {
             if let (Some((tls, transport)), Ok(nixl)) = (pair.ucx, &nixl) {
                 let logs = Path::new(LOGS);
                 two_sides::fresh(logs)?;

@@ -1,11 +1,10 @@
 //! Who moves batches: programs that are asked for one measurement after another.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::net::TcpListener;
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -13,8 +12,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::Batch;
-use crate::shown;
 use crate::ucx::{self, Nixl};
+use crate::{ports, shown, two_sides};
 
 const GIB: f64 = (1 << 30) as f64;
 /// Longest silence of a player beyond the time that it was asked to take.
@@ -62,17 +61,11 @@ impl Player {
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
         let input = child.stdin.take();
-        let output = BufReader::new(child.stdout.take().context("it is piped")?);
-        let (sender, lines) = mpsc::channel();
-        // On a thread of its own, so that to wait for a line can have a deadline.
-        thread::spawn(move || {
-            let lines = output.lines().map_while(|line| line.ok());
-            let _ = lines.map(|line| sender.send(line)).find(Result::is_err);
-        });
+        let output = child.stdout.take().context("it is piped")?;
         let mut player = Self {
             child,
             input,
-            lines,
+            lines: two_sides::lines(output, io::sink()),
             who: who.to_owned(),
         };
         player.hear(0.0)?;
@@ -81,7 +74,7 @@ impl Player {
 
     /// The next line of one that was asked to take so many seconds.
     fn hear(&mut self, seconds: f64) -> Result<Value> {
-        let limit = PATIENCE + Duration::from_secs_f64(seconds);
+        let limit = limit(seconds);
         let line = match self.lines.recv_timeout(limit) {
             Ok(line) => line,
             Err(RecvTimeoutError::Disconnected) => bail!("{} has ended: see above", self.who),
@@ -157,10 +150,14 @@ pub(super) fn expect_transport(logs: &Path, transport: &str) -> Result<()> {
     Ok(())
 }
 
+/// Longest silence of who was asked to take so many seconds.
+fn limit(seconds: f64) -> Duration {
+    PATIENCE + Duration::from_secs_f64(seconds)
+}
+
 /// iperf3 with so many streams, each write of it as long as an object, 1 MiB at most.
 pub(super) fn iperf(streams: u32, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-    let port = port.to_string();
+    let port = ports::free()?.to_string();
     let server = Command::new("iperf3")
         .args(["-s", "-1", "-p", &port])
         .stdout(Stdio::null())
@@ -177,14 +174,17 @@ pub(super) fn iperf(streams: u32, way: &str, batch: Batch, seconds: f64) -> Resu
         client.arg("-R");
     }
     for _ in 0..50 {
-        let output = client.output().context("iperf3")?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        let found: Value = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
-        match found["error"].as_str() {
-            None => return parse_iperf(&found),
-            Some(why) if why.contains("refused") => thread::sleep(Duration::from_millis(100)),
-            Some(why) => bail!("iperf3: {why}"),
+        let why = match shown::quiet(&mut client, limit(seconds)) {
+            Ok(text) => {
+                let found = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
+                return parse_iperf(&found);
+            }
+            Err(why) => why,
+        };
+        if !format!("{why:#}").contains("refused") {
+            return Err(why);
         }
+        thread::sleep(Duration::from_millis(100));
     }
     bail!("iperf3's server does not listen")
 }
