@@ -521,7 +521,8 @@ def main():
 
     def server_clear():
         url = f"http://127.0.0.1:{run.server.http}/cache/clear"
-        request = urllib.request.Request(url, b"", method="POST")
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, b"{}", headers, method="POST")
         urllib.request.urlopen(request, timeout=5).read()
 
     run.server_clear = server_clear

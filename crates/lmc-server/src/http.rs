@@ -1,6 +1,7 @@
 //! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
 
 mod connections;
+mod guard;
 mod lmcache;
 mod probe;
 #[cfg(test)]
@@ -23,6 +24,7 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::config::Loaded;
 use crate::metrics;
+use guard::Guard;
 use probe::Probe;
 
 /// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
@@ -34,6 +36,7 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Http {
     service: Service,
+    guard: Guard,
     probe: Probe,
     config: serde_json::Value,
     /// Lets one request at a time read an engine's memory.
@@ -47,6 +50,7 @@ impl Http {
     /// For a service whose engines connect to `engines`.
     pub fn new(service: Service, engines: SocketAddr, loaded: &Loaded) -> Self {
         Self {
+            guard: Guard::new(&loaded.config),
             probe: Probe::new(service.clone(), engines),
             config: lmcache::config(&service, loaded),
             service,
@@ -74,6 +78,7 @@ fn router(http: Arc<Http>) -> Router {
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(middleware::from_fn(within_deadline))
+        .layer(middleware::from_fn_with_state(Arc::clone(&http), guarded))
         .with_state(http)
 }
 
@@ -81,6 +86,14 @@ fn router(http: Arc<Http>) -> Router {
 fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     let text = text.into();
     (code, Json(json!({"error": text, "detail": text}))).into_response()
+}
+
+/// Keeps the pages of other sites out, before anything is done for a request.
+async fn guarded(State(http): Shared, request: Request, next: Next) -> Response {
+    match http.guard.check(&request) {
+        Ok(()) => next.run(request).await,
+        Err((code, reason)) => refusal(code, reason),
+    }
 }
 
 async fn within_deadline(request: Request, next: Next) -> Response {

@@ -153,7 +153,7 @@ fn get(http: u16, path: &str) -> String {
     stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
     write!(
         stream,
-        "GET {path} HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\n\r\n"
+        "GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
     )
     .expect("a request");
     let mut answer = String::new();

@@ -68,7 +68,7 @@ impl Server {
     fn metric(&self, name: &str) -> f64 {
         let mut stream = TcpStream::connect(("127.0.0.1", self.http)).expect("a connection");
         stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-        let request = "GET /metrics HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\n\r\n";
+        let request = "GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n";
         stream.write_all(request.as_bytes()).expect("a request");
         let mut page = String::new();
         stream.read_to_string(&mut page).expect("an answer");

@@ -17,7 +17,7 @@ pub(crate) fn lookups(http: u16) -> Result<Histogram> {
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     write!(
         stream,
-        "GET /metrics HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\n\r\n"
+        "GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
     )?;
     let mut text = String::new();
     stream

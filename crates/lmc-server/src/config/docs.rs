@@ -88,7 +88,13 @@ pub fn documentation() -> String {
          `lmc status`, `lmc clear` and `lmc quota` ask a server's HTTP port, `--url` or `LMC_URL`; \
          by default `http://127.0.0.1:8080`.\n\n\
          ## HTTP paths\n\n\
-         Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\n\
+         Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\
+         A browser on this host can reach it, so requests that the page of another site could have sent are refused:\n\n\
+         - 403 for a `Host` that is not an IP address, `localhost`, the name in `--http-host` or one of `--http-allowed-host`. \
+         Scrapers and probes that ask by another name (a Kubernetes Service, `host.docker.internal`) need that name in `--http-allowed-host`.\n\
+         - 403 for an `Origin` other than the server's own, and for a `Sec-Fetch-Site` other than `same-origin` or `none`.\n\
+         - 415 for a POST or PUT without `Content-Type: application/json`, also when the body is empty: \
+         `curl -X POST -H 'Content-Type: application/json' http://127.0.0.1:8080/cache/clear`.\n\n\
          | path | answers |\n|---|---|\n\
          | `GET /healthz` | 200 when engines are answered, with `degraded` and the reason when a tier is not all well; 503 with the reason when the engines' own socket or the state behind it does not answer within 2 s |\n\
          | `GET /metrics` | Prometheus' text format, see [metrics](metrics.md) |\n\

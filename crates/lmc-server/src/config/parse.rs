@@ -228,6 +228,27 @@ pub(crate) fn host(raw: &Raw) -> Result<String, String> {
         .to_owned())
 }
 
+pub(crate) fn host_names(raw: &Raw) -> Result<Vec<String>, String> {
+    let text = raw.text()?;
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
+    let name = |part: &str| {
+        let name = part.trim();
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        let is_name = !name.is_empty() && name.chars().all(allowed);
+        is_name.then(|| name.to_owned())
+    };
+    text.split(',')
+        .map(name)
+        .collect::<Option<Vec<_>>>()
+        .ok_or_else(|| {
+            "expected host names without scheme and port, separated by commas, such as \
+             lmc,lmc.cache.svc, or none"
+                .to_owned()
+        })
+}
+
 pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
     let text = raw.text()?;
     if text.starts_with("tcp://") {

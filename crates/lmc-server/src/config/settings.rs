@@ -51,6 +51,8 @@ settings! {
         HTTP_HOST: String = "http-host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port of the HTTP side; 0 lets the system choose.
         HTTP_PORT: u16 = "http-port", Value "PORT", "8080", parse::port;
+        /// Host names under which the HTTP side may be asked, separated by commas, such as the name of a Kubernetes Service; IP addresses, localhost and the name in --http-host always may. Requests under other names are refused, because a web page could have sent them (DNS rebinding).
+        HTTP_ALLOWED_HOST: Vec<String> = "http-allowed-host", Value "NAMES", "none", parse::host_names;
     }
     Identity {
         /// Tokens in a chunk, the unit of caching.

@@ -29,7 +29,11 @@ struct Server {
 impl Server {
     fn start() -> Self {
         let flag = |name: &str, value: &str| (name.to_owned(), Raw::Text(value.to_owned()));
-        let given = [flag("eviction-policy", "arc"), flag("port", "0")];
+        let given = [
+            flag("eviction-policy", "arc"),
+            flag("port", "0"),
+            flag("http-allowed-host", "lmc,lmc.cache.svc"),
+        ];
         let loaded = ServeConfig::load(given, [], None).expect("a good configuration");
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("an arena");
         let engine = CacheEngine::new(EngineConfig::default(), arena.into()).expect("an engine");
@@ -70,7 +74,8 @@ impl Server {
 
     fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
         let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: lmc\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
+             content-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         let answer = self.raw(&[head.as_bytes(), body.as_bytes()].concat());
@@ -88,6 +93,18 @@ impl Server {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer");
         answer
+    }
+
+    /// Code of the answer to a request with these header lines and this body.
+    fn code(&self, line: &str, headers: &[&str], body: &str) -> u16 {
+        let headers: String = headers.iter().map(|line| format!("{line}\r\n")).collect();
+        let head = format!(
+            "{line} HTTP/1.1\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n",
+            body.len()
+        );
+        let answer = self.raw(&[head.as_bytes(), body.as_bytes()].concat());
+        let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
+        code.unwrap_or_else(|| panic!("no status code: {answer}"))
     }
 
     /// Code and JSON.
@@ -361,4 +378,123 @@ fn bodies_and_heads_are_bounded() {
     let answer = server.raw(head.as_bytes());
     assert!(answer.starts_with("HTTP/1.1 431"), "{answer}");
     check(&server, ("GET", "/healthz", ""), 200, &[]);
+}
+
+/// Until f2c35f9 any page that somebody opened on the server's host could empty the cache, cut
+/// quotas to nothing and, with a name that it let point to 127.0.0.1, read `/status`. These are the
+/// requests that Chromium and Firefox send for such pages.
+#[test]
+fn pages_of_other_sites_change_nothing_and_learn_nothing() {
+    let server = Server::start();
+    let quota = "{\"limit_gb\": 1.5}";
+    check(&server, ("PUT", "/quota/a", quota), 200, &[]);
+    let port = server.http.port();
+    let own = format!("Host: 127.0.0.1:{port}");
+    let rebound = format!("Host: evil.example:{port}");
+    let (text, json) = (
+        "Content-Type: text/plain;charset=UTF-8",
+        "Content-Type: application/json",
+    );
+    let (evil, null) = ("Origin: http://evil.example", "Origin: null");
+    let cross = "Sec-Fetch-Site: cross-site";
+    let clear = "POST /cache/clear";
+    let force = "{\"force\": true}";
+    let refused = |line: &str, headers: &[&str], body: &str, code: u16| {
+        let found = server.code(line, headers, body);
+        assert_eq!(found, code, "{line} with {headers:?}");
+    };
+    // fetch() with mode no-cors, a form, a sandboxed frame, an older browser.
+    refused(clear, &[&own, text, evil, cross], force, 403);
+    let form = "Content-Type: application/x-www-form-urlencoded";
+    refused(clear, &[&own, form, null, cross], "a=1", 403);
+    refused(clear, &[&own, evil], "", 403);
+    refused(clear, &[&own, text], force, 415);
+    refused(clear, &[&own], "", 415);
+    refused("PUT /quota/a", &[&own, text], quota, 415);
+    // Another port of this host, such as a notebook's.
+    let neighbour = "Origin: http://127.0.0.1:8888";
+    refused(
+        clear,
+        &[&own, json, neighbour, "Sec-Fetch-Site: same-site"],
+        force,
+        403,
+    );
+    refused(clear, &[&own, json, neighbour], force, 403);
+    // The preflight of a request with JSON, or of a DELETE, and what would follow.
+    let asks = "Access-Control-Request-Method: DELETE";
+    refused("OPTIONS /quota/a", &[&own, evil, asks, cross], "", 403);
+    refused("DELETE /quota/a", &[&own, evil, cross], "", 403);
+    // An image, a script, a frame.
+    refused(
+        "GET /status",
+        &[&own, cross, "Sec-Fetch-Mode: no-cors"],
+        "",
+        403,
+    );
+    // A name of the page's own that was made to point here: same-origin to the browser.
+    let same = format!("Origin: http://evil.example:{port}");
+    let same = [&rebound, json, same.as_str(), "Sec-Fetch-Site: same-origin"];
+    refused(clear, &same, force, 403);
+    refused("PUT /quota/a", &same, "{\"limit_gb\": 0}", 403);
+    for path in [
+        "/", "/status", "/config", "/quota", "/metrics", "/healthz", "/nothing",
+    ] {
+        refused(&format!("GET {path}"), &[&rebound], "", 403);
+        refused(&format!("GET {path}"), &[&own, &rebound], "", 403);
+        refused(&format!("GET http://evil.example{path}"), &[&own], "", 403);
+    }
+    check(
+        &server,
+        ("GET", "/quota/a", ""),
+        200,
+        &[("/limit_gb", 1.5.into())],
+    );
+}
+
+#[test]
+fn tools_scrapers_and_the_servers_own_pages_pass() {
+    let server = Server::start();
+    let port = server.http.port();
+    let address = format!("Host: 127.0.0.1:{port}");
+    let json = "Content-Type: application/json";
+    let passes = |line: &str, headers: &[&str], body: &str| {
+        let found = server.code(line, headers, body);
+        assert_eq!(found, 200, "{line} with {headers:?}");
+    };
+    // LMCache's tools, which speak with Python's urllib.
+    let urllib = [
+        "Accept-Encoding: identity",
+        "User-Agent: Python-urllib/3.11",
+        &address,
+    ];
+    passes("GET /status", &urllib, "");
+    passes("GET /healthcheck", &urllib, "");
+    passes("DELETE /quota/a", &urllib, "");
+    let urllib = [urllib.as_slice(), &[json]].concat();
+    passes("POST /cache/clear", &urllib, "{\"tier\": \"l1\"}");
+    passes("PUT /quota/a", &urllib, "{\"limit_gb\": 1}");
+    // A probe that speaks HTTP/1.0, Prometheus by the name of a Service, and by IPv6.
+    assert!(
+        server
+            .raw(b"GET /healthz HTTP/1.0\r\n\r\n")
+            .starts_with("HTTP/1.0 200")
+    );
+    for host in [
+        "Host: lmc.cache.svc:8080",
+        "Host: LMC",
+        "Host: [::1]:8080",
+        "Host: localhost",
+    ] {
+        passes("GET /metrics", &[host], "");
+    }
+    // A person who types the address, and a page that this server itself might have served.
+    passes("GET /status", &[&address, "Sec-Fetch-Site: none"], "");
+    let own = format!("Origin: http://127.0.0.1:{port}");
+    let own = [
+        &address,
+        own.as_str(),
+        "Sec-Fetch-Site: same-origin",
+        "Content-Type: application/json; charset=utf-8",
+    ];
+    passes("POST /cache/clear", &own, "{}");
 }

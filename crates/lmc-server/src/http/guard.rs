@@ -1,0 +1,205 @@
+//! Refuses what a browser sends for a page of another site.
+//!
+//! Listening on loopback is no boundary for browsers: every page that the user of this host opens
+//! can send requests to it. Three rules keep such pages out. A foreign `Host` is refused, because a
+//! page whose own name was made to resolve to this host (DNS rebinding) is same-origin to its
+//! browser. A cross-site request is refused, because the browser says in `Origin` or
+//! `Sec-Fetch-Site` that it is one. A body counts only as `application/json`, which no page can
+//! send to another site without asking first (CORS preflight), and that is never granted here.
+
+use std::net::IpAddr;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use axum::http::header::{CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode};
+use tracing::warn;
+
+use crate::config::ServeConfig;
+
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+/// Shortest time between two warnings about refused requests.
+const WARN_EVERY: Duration = Duration::from_secs(10);
+
+/// The names under which the HTTP side may be asked, and when it last warned of another.
+#[derive(Debug)]
+pub(super) struct Guard {
+    /// In lower case.
+    names: Vec<String>,
+    warned: Mutex<Option<Instant>>,
+}
+
+impl Guard {
+    pub(super) fn new(config: &ServeConfig) -> Self {
+        let configured = [&config.http_host].into_iter();
+        let names = configured.chain(&config.http_allowed_hosts);
+        Self {
+            names: names.map(|name| name.to_ascii_lowercase()).collect(),
+            warned: Mutex::new(None),
+        }
+    }
+
+    /// Lets a request pass, or returns the code and the reason of the refusal.
+    pub(super) fn check<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
+        let checked = self.check_host(request).and_then(|()| {
+            check_site(request.headers())?;
+            check_content_type(request.method(), request.headers())
+        });
+        if let Err((_, reason)) = &checked
+            && self.may_warn()
+        {
+            warn!("HTTP request refused: {reason}");
+        }
+        checked
+    }
+
+    fn check_host<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
+        // A request line may name a host, too, and then it is the one that counts.
+        let of_line = request.uri().authority().map(|named| named.as_str());
+        let headers = request.headers().get_all(HOST).into_iter();
+        let of_headers = headers.map(|host| host.to_str().unwrap_or("\u{fffd}"));
+        // Without any host it is HTTP/1.0, which no browser speaks.
+        for host in of_line.into_iter().chain(of_headers) {
+            if !self.is_ours(host) {
+                let name = without_port(host);
+                let reason = format!(
+                    "the host name {name:?} is not served here: use an IP address, or add it with \
+                     --http-allowed-host"
+                );
+                return Err((StatusCode::FORBIDDEN, reason));
+            }
+        }
+        Ok(())
+    }
+
+    fn is_ours(&self, host: &str) -> bool {
+        let name = without_port(host).to_ascii_lowercase();
+        let bare = name
+            .strip_prefix('[')
+            .and_then(|name| name.strip_suffix(']'));
+        // An address cannot be made to resolve to another one.
+        bare.unwrap_or(&name).parse::<IpAddr>().is_ok()
+            || name == "localhost"
+            || self.names.contains(&name)
+    }
+
+    fn may_warn(&self) -> bool {
+        let Ok(mut warned) = self.warned.lock() else {
+            return false;
+        };
+        let due = warned.is_none_or(|at| at.elapsed() >= WARN_EVERY);
+        if due {
+            *warned = Some(Instant::now());
+        }
+        due
+    }
+}
+
+/// Refuses what the browser says comes from another site, or from another port of this host.
+fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
+    let site = headers.get_all(SEC_FETCH_SITE).into_iter();
+    let foreign_site = site
+        .filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
+        .map(|site| format!("Sec-Fetch-Site is {site:?}"))
+        .next();
+    let host = headers.get(HOST).map(HeaderValue::as_bytes);
+    let origin = headers.get_all(ORIGIN).into_iter();
+    let foreign_origin = origin
+        .filter(|origin| host.is_none() || after_scheme(origin) != host)
+        .map(|origin| format!("Origin is {origin:?}"))
+        .next();
+    match foreign_site.or(foreign_origin) {
+        None => Ok(()),
+        Some(found) => {
+            let reason = format!("requests of other sites' pages are refused: {found}");
+            Err((StatusCode::FORBIDDEN, reason))
+        }
+    }
+}
+
+fn after_scheme(origin: &HeaderValue) -> Option<&[u8]> {
+    let origin = origin.as_bytes();
+    let http = origin.strip_prefix(b"http://");
+    http.or_else(|| origin.strip_prefix(b"https://"))
+}
+
+/// Requires JSON of requests that change something. Pages of other sites can send three types of
+/// body without a preflight, and JSON is none of them. DELETE has no body, and always a preflight.
+fn check_content_type(method: &Method, headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
+    if !matches!(*method, Method::POST | Method::PUT | Method::PATCH) {
+        return Ok(());
+    }
+    let found = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let essence = found.and_then(|found| found.split(|&byte| byte == b';').next());
+    match essence {
+        Some(essence)
+            if essence
+                .trim_ascii()
+                .eq_ignore_ascii_case(b"application/json") =>
+        {
+            Ok(())
+        }
+        _ => {
+            let reason = format!("{method} requires the header Content-Type: application/json");
+            Err((StatusCode::UNSUPPORTED_MEDIA_TYPE, reason))
+        }
+    }
+}
+
+/// The name or address of `name:port`, `[address]:port` or either alone.
+fn without_port(host: &str) -> &str {
+    match host.rsplit_once(':') {
+        Some((name, port))
+            if port.bytes().all(|byte| byte.is_ascii_digit())
+                && (name.ends_with(']') || !name.contains(':')) =>
+        {
+            name
+        }
+        _ => host,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guard() -> Guard {
+        let mut config = ServeConfig::load([], [], None).expect("valid").config;
+        config.http_host = "Node-7".to_owned();
+        config.http_allowed_hosts = vec!["lmc.cache.svc".to_owned()];
+        Guard::new(&config)
+    }
+
+    #[test]
+    fn addresses_and_names_that_were_configured_are_ours() {
+        let guard = guard();
+        for host in [
+            "127.0.0.1",
+            "127.0.0.1:8080",
+            "10.2.0.7:80",
+            "[::1]:8080",
+            "[::1]",
+            "localhost",
+            "LOCALHOST:8080",
+            "node-7:8080",
+            "lmc.cache.svc",
+        ] {
+            assert!(guard.is_ours(host), "{host}");
+        }
+        for host in [
+            "",
+            ":8080",
+            "evil.example",
+            "evil.example:8080",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "evil.example:127.0.0.1",
+            "[::1].evil.example",
+            "node-7.evil.example",
+            "localhost:x",
+            "127.0.0.1@evil.example",
+        ] {
+            assert!(!guard.is_ours(host), "{host}");
+        }
+    }
+}
