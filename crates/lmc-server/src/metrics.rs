@@ -85,7 +85,7 @@ metrics! {
     "lmc_workers_reaped_total" counter "Workers removed because they were silent or gone." = |s| s.counts.workers_reaped;
     "lmc_sessions_expired_total" counter "Sessions ended by time." = |s| s.counts.sessions_expired;
     "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;
-    "lmc_copies_too_late_total" counter "Copies not made, or not kept, because their worker was gone or had given up waiting." = |s| s.counts.copies_too_late;
+    "lmc_copies_too_late_total" counter "Copies that were not made, or were stopped, because their worker was gone or had given up waiting." = |s| s.counts.copies_too_late;
     "lmc_over_limit_total" counter "Requests turned away because a limit was reached." = |s| s.counts.over_limit;
     "lmc_pings_total" counter "Signs of life." = |s| s.counts.pings;
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;

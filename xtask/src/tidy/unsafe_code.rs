@@ -138,6 +138,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "signals to the daemon under test",
     ),
     (
+        "crates/lmc-server/tests/frozen_copies.rs",
+        "signals to the daemon under test",
+    ),
+    (
         "crates/lmc-backend-local/tests/support/counting_alloc.rs",
         "an allocator that counts",
     ),

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use thiserror::Error;
 
@@ -12,7 +13,8 @@ use super::team::Team;
 use crate::SegmentError;
 
 /// Bytes that a thread takes at a time: long enough that taking costs nothing, short enough
-/// that the last one to finish is not waited for.
+/// that the last one to finish is not waited for. A copy that is stopped writes no more than
+/// one share (or one run, if that is longer) for each thread.
 const SHARE: u64 = 512 << 10;
 
 /// From this many bytes on, copies go around the cache.
@@ -43,6 +45,9 @@ pub enum CopyError {
     /// The engine's memory went away. What a gather left in the chunks is not to be used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
+    /// The caller stopped the copy. A part of the bytes has been copied.
+    #[error("the copy was stopped before its end")]
+    Stopped,
 }
 
 /// Named threads (`lmc-copy-{i}`) that copy together with the thread that asks.
@@ -92,13 +97,28 @@ impl CopyPool {
     /// # Errors
     /// [`CopyError`]; after [`CopyError::Segment`] the chunks' bytes are not to be used.
     pub fn gather(&self, plan: &CopyPlan, chunks: &mut [&mut [u8]]) -> Result<(), CopyError> {
+        self.gather_while(plan, chunks, &|| true)
+    }
+
+    /// Copies as [`Self::gather`] does, as long as `proceed` returns true. Each thread asks it
+    /// before each share of at most 1 MiB.
+    ///
+    /// # Errors
+    /// [`CopyError`]; after [`CopyError::Stopped`] and [`CopyError::Segment`] the chunks' bytes
+    /// are not to be used.
+    pub fn gather_while(
+        &self,
+        plan: &CopyPlan,
+        chunks: &mut [&mut [u8]],
+        proceed: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), CopyError> {
         check(plan, chunks.iter().map(|chunk| chunk.len()))?;
         for hole in &plan.holes {
             let from = hole.offset as usize;
             chunks[hole.chunk as usize][from..from + hole.len as usize].fill(0);
         }
         let chunks = chunks.iter_mut().map(|chunk| chunk.as_mut_ptr()).collect();
-        self.copy(plan, Direction::Gather, chunks)
+        self.copy(plan, Direction::Gather, chunks, proceed)
     }
 
     /// Copies chunks into paged memory; `chunks[i]` is the plan's i-th.
@@ -106,13 +126,27 @@ impl CopyPool {
     /// # Errors
     /// [`CopyError`].
     pub fn scatter(&self, plan: &CopyPlan, chunks: &[&[u8]]) -> Result<(), CopyError> {
+        self.scatter_while(plan, chunks, &|| true)
+    }
+
+    /// Copies as [`Self::scatter`] does, as long as `proceed` returns true. Each thread asks it
+    /// before each share of at most 1 MiB; after the first refusal no thread begins another one.
+    ///
+    /// # Errors
+    /// [`CopyError`]; after [`CopyError::Stopped`] a part of the paged memory has been written.
+    pub fn scatter_while(
+        &self,
+        plan: &CopyPlan,
+        chunks: &[&[u8]],
+        proceed: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), CopyError> {
         check(plan, chunks.iter().map(|chunk| chunk.len()))?;
         // Scatter only reads from these addresses.
         let chunks = chunks
             .iter()
             .map(|chunk| chunk.as_ptr().cast_mut())
             .collect();
-        self.copy(plan, Direction::Scatter, chunks)
+        self.copy(plan, Direction::Scatter, chunks, proceed)
     }
 
     fn copy(
@@ -120,6 +154,7 @@ impl CopyPool {
         plan: &CopyPlan,
         direction: Direction,
         chunks: Vec<*mut u8>,
+        proceed: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), CopyError> {
         let segments = plan.paged.segments();
         for segment in segments {
@@ -139,7 +174,12 @@ impl CopyPool {
             Store::around_the_cache()
         };
         let step = ops_of_a_share(plan);
+        let stopped = AtomicBool::new(false);
         self.team.run(plan.ops.len().div_ceil(step), &|i| {
+            if stopped.load(Ordering::Relaxed) || !proceed() {
+                stopped.store(true, Ordering::Relaxed);
+                return;
+            }
             let share = &plan.ops[i * step..plan.ops.len().min((i + 1) * step)];
             for (i, op) in share.iter().enumerate() {
                 let next = share.get(i + 1);
@@ -150,7 +190,10 @@ impl CopyPool {
         for segment in segments {
             segment.check()?;
         }
-        Ok(())
+        match stopped.into_inner() {
+            true => Err(CopyError::Stopped),
+            false => Ok(()),
+        }
     }
 }
 

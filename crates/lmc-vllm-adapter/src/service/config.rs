@@ -22,9 +22,9 @@ pub struct ServiceConfig {
     /// Age at which a prepared transfer counts as overdue. It is not taken back by time: the
     /// worker may still be copying. Default: 600 s.
     pub transfer_deadline: Duration,
-    /// Time from a request that the server copies to its end; a copy that has not begun in half of
-    /// it is not made. A worker that has heard nothing for 10 s gives its blocks away. Default:
-    /// 10 s.
+    /// Time after which a worker that has heard nothing gives the blocks of its transfers away.
+    /// A copy that has not begun in half of it is not made; one that has not ended in three
+    /// quarters of it is stopped. Default: 10 s, which is that of the stock client.
     pub copy_deadline: Duration,
     /// Silence after which a worker that has sent signs of life is removed; zero never does.
     /// Default: 120 s.

@@ -109,9 +109,11 @@ impl fmt::Debug for Entrance {
 pub(crate) struct Copying(Entrance);
 
 impl Copying {
-    /// Whether the worker has heard nothing for `patience`.
-    pub(crate) fn is_given_up(&self, asked: Instant, patience: Duration) -> bool {
-        self.0.inside.lock().gave_up(asked, patience)
+    /// Returns false when the copy must stop: the registration is over, or the worker has heard
+    /// nothing for `patience` and may have given the blocks away.
+    pub(crate) fn may_go_on(&self, asked: Instant, patience: Duration) -> bool {
+        let inside = self.0.inside.lock();
+        inside.open == self.0.registration && !inside.gave_up(asked, patience)
     }
 }
 
@@ -165,6 +167,29 @@ mod tests {
         assert_eq!(told.load(Ordering::Relaxed), 1);
         entrance.when_quiet(tell());
         assert_eq!(told.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_copy_under_way_stops_when_its_registration_is_over_or_its_worker_gave_up() {
+        let now = Instant::now();
+        for again in [false, true] {
+            let gate = Gate::default();
+            let copying = enter(&gate.entrance()).expect("it is registered");
+            assert!(copying.may_go_on(now, PATIENCE));
+            let next = again.then(|| gate.next());
+            drop(gate);
+            assert!(!copying.may_go_on(now, PATIENCE));
+            drop(next);
+        }
+        let gate = Gate::default();
+        let copying = enter(&gate.entrance()).expect("it is registered");
+        let long_ago = now - PATIENCE;
+        assert!(!copying.may_go_on(long_ago, PATIENCE));
+        gate.answered(now);
+        assert!(
+            copying.may_go_on(long_ago, PATIENCE),
+            "it is answered, so it waits"
+        );
     }
 
     #[test]

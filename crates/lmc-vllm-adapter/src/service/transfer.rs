@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use lmc_engine::{Inserted, Leases, OwnerId, Reservation, TenantId, WriteRequest};
 use lmc_key::{ChunkHash, KeySpace, SpaceId};
-use lmc_memory::{CopyPlan, PlanRequest};
+use lmc_memory::{CopyError, CopyPlan, PlanRequest};
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
 use crate::service::events::StoredChunk;
@@ -32,7 +32,7 @@ struct Worker {
     entrance: Entrance,
 }
 
-/// A store that is made, and when it was asked for.
+/// The right to copy in a worker's memory, and when the worker asked for the copy.
 struct Granted {
     copying: Copying,
     asked: Instant,
@@ -488,13 +488,35 @@ impl Service {
 
     /// The right to copy in a worker's memory. None when its registration is over, or when it
     /// was asked for so long ago that the worker may have given the blocks away.
-    fn may_copy(&self, worker: &Worker, asked: Instant) -> Option<Copying> {
+    fn may_copy(&self, worker: &Worker, asked: Instant, clears: u64) -> Option<Granted> {
         let patience = self.shared.config.copy_deadline / 2;
-        let copying = worker.entrance.enter(asked, patience);
-        if copying.is_none() {
+        let Some(copying) = worker.entrance.enter(asked, patience) else {
+            add(&self.shared.stats.service.copies_too_late, 1);
+            return None;
+        };
+        Some(Granted {
+            copying,
+            asked,
+            clears,
+        })
+    }
+
+    /// Returns false when a copy under way must stop: its worker's registration is over, the
+    /// worker may have given the blocks away, or this process stood still.
+    ///
+    /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
+    fn may_go_on(&self, granted: &Granted) -> bool {
+        let patience = self.shared.config.copy_deadline / 4 * 3;
+        granted.copying.may_go_on(granted.asked, patience)
+            && self.shared.pulse.is_steady(Instant::now())
+    }
+
+    /// Counts a copy that was stopped, and says of any failed one why it failed.
+    fn copy_failed(&self, error: &CopyError) -> String {
+        if matches!(error, CopyError::Stopped) {
             add(&self.shared.stats.service.copies_too_late, 1);
         }
-        copying
+        error.to_string()
     }
 
     /// The worker of a request that asks the server to copy, and what is copied.
@@ -535,12 +557,8 @@ impl Service {
         let service = self.clone();
         let clears = self.shared.engine.clears();
         Outcome::Job(Job::new(Lane::Copy, move || {
-            let stored = service.may_copy(&worker, now).is_some_and(|copying| {
-                let granted = Granted {
-                    copying,
-                    asked: now,
-                    clears,
-                };
+            let granted = service.may_copy(&worker, now, clears);
+            let stored = granted.is_some_and(|granted| {
                 service.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
             });
             let counters = &service.shared.stats.service;
@@ -605,8 +623,11 @@ impl Service {
                 .iter_mut()
                 .map(|chunk| &mut chunk.ticket.bytes_mut()[copy.range.clone()])
                 .collect();
-            if let Err(error) = self.shared.copies.gather(&plan, &mut slots) {
-                self.warn_throttled(&format!("store of {}: {error}", key.request_id));
+            let proceed = || self.may_go_on(granted);
+            let gathered = self.shared.copies.gather_while(&plan, &mut slots, &proceed);
+            if let Err(error) = gathered {
+                let why = self.copy_failed(&error);
+                self.warn_throttled(&format!("store of {}: {why}", key.request_id));
                 return false;
             }
         }
@@ -615,9 +636,8 @@ impl Service {
             &counters.gather_bytes,
             worker.chunk_bytes * chunks.len() as u64,
         );
-        let deadline = self.shared.config.copy_deadline;
-        if granted.copying.is_given_up(granted.asked, deadline) {
-            // The blocks may have been given away while they were read.
+        if !self.may_go_on(granted) {
+            // The blocks may have been given away while the last of them were read.
             add(&counters.copies_too_late, 1);
             return false;
         }
@@ -644,18 +664,20 @@ impl Service {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.acquire(&worker, &hashed);
+        let clears = self.shared.engine.clears();
         let service = self.clone();
         Outcome::Job(Job::new(Lane::Copy, move || {
             let counters = &service.shared.stats.service;
-            let copying = service.may_copy(&worker, now);
-            let copied = match (&leases, &copying) {
-                (Some(leases), Some(_)) => {
-                    service.scatter(&worker, leases, &copies, &block_ids, skip_first_n_tokens)
+            let granted = service.may_copy(&worker, now, clears);
+            let copied = match (&leases, &granted) {
+                (Some(leases), Some(granted)) => {
+                    let skip = skip_first_n_tokens;
+                    service.scatter(&worker, leases, &copies, &block_ids, skip, granted)
                 }
                 (None, _) => Err("a chunk is missing".to_owned()),
                 (_, None) => Err("its worker does not wait for it any more".to_owned()),
             };
-            drop(copying);
+            drop(granted);
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
                     add(&counters.retrieves, 1);
@@ -683,6 +705,7 @@ impl Service {
         copies: &[GroupCopy],
         block_ids: &[Vec<u32>],
         skip_first_n_tokens: u64,
+        granted: &Granted,
     ) -> Result<(), String> {
         let counters = &self.shared.stats.service;
         covers(copies, block_ids, leases.len())?;
@@ -702,14 +725,16 @@ impl Service {
                 self.shared.config.null_block_id,
             )?);
         }
-        // Everything is checked by now: an engine's memory is written wholly or not at all.
+        // Everything is checked by now: an engine's memory is written wholly, unless the worker
+        // stops waiting meanwhile.
+        let proceed = || self.may_go_on(granted);
         for (copy, plan) in copies.iter().zip(&plans) {
             let chunks: Vec<&[u8]> = chunks
                 .iter()
                 .map(|chunk| &chunk[copy.range.clone()])
                 .collect();
-            let copied = self.shared.copies.scatter(plan, &chunks);
-            copied.map_err(|error| error.to_string())?;
+            let copied = self.shared.copies.scatter_while(plan, &chunks, &proceed);
+            copied.map_err(|error| self.copy_failed(&error))?;
         }
         add(&counters.scatter_nanos, started.elapsed().as_nanos() as u64);
         add(

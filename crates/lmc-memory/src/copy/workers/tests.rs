@@ -1,4 +1,5 @@
 use std::fs;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 
@@ -367,5 +368,56 @@ fn an_engine_that_cuts_its_memory_during_the_copy_is_found_out() {
             );
         }
         cut.join().unwrap();
+    }
+}
+
+/// A worker takes its blocks back while they are written: no thread begins another share.
+#[test]
+fn a_copy_that_is_stopped_writes_at_most_one_share_for_each_thread() {
+    const BLOCK: usize = 16 << 10;
+    const SHARES: usize = 16;
+    let sizes = Sizes {
+        layers: 1,
+        blocks: (SHARES * SHARE as usize / BLOCK) as u64,
+        block_tokens: 1,
+        heads: 1,
+        element: BLOCK as u64 / 2,
+        padding: 0,
+        one_segment: true,
+    };
+    // Keys and values, each with half of the bytes.
+    let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
+    let paged = engine.paged(sizes.blocks as u32);
+    // Every second block, so that each is a copy of its own.
+    let even = (0..sizes.blocks as u32).step_by(2);
+    let table: Vec<u32> = even.chain((1..sizes.blocks as u32).step_by(2)).collect();
+    let request = PlanRequest {
+        block_ids: &table,
+        chunk_starts: &[0],
+        skip_first_tokens: 0,
+        null_block: None,
+    };
+    let plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+    let chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
+    for workers in 0..3 {
+        for allowed in [0, 1, 5] {
+            engine.segments[0].fill(&vec![0; engine.segments[0].mapped.len() as usize]);
+            let asked = AtomicUsize::new(0);
+            let proceed = || asked.fetch_add(1, Ordering::Relaxed) < allowed;
+            let pool = CopyPool::new(workers).unwrap();
+            let stopped = pool.scatter_while(&plan, &[&chunk], &proceed);
+            assert!(matches!(stopped, Err(CopyError::Stopped)), "{stopped:?}");
+            let written = engine.segments[0].bytes();
+            let written = written.iter().filter(|&&byte| byte == 0xee).count();
+            assert!(written <= allowed * SHARE as usize, "{written} bytes");
+            assert_eq!(written > 0, allowed > 0);
+            assert!(asked.into_inner() <= allowed + workers + 1);
+
+            let asked = AtomicUsize::new(0);
+            let proceed = || asked.fetch_add(1, Ordering::Relaxed) < allowed;
+            let mut into = vec![0; chunk.len()];
+            let stopped = pool.gather_while(&plan, &mut [&mut into], &proceed);
+            assert!(matches!(stopped, Err(CopyError::Stopped)), "{stopped:?}");
+        }
     }
 }
