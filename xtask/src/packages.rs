@@ -36,6 +36,12 @@ pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
     }
 }
 
+/// Fetches the lists of packages. Package files that an old list names are gone from mirrors.
+fn update() -> Result<()> {
+    let mut update = Command::new("apt-get");
+    shown::output(update.arg("update"), INSTALLING).map(drop)
+}
+
 /// Sees to it that a program is there. The error says why it cannot be.
 pub(crate) fn install(program: &str, package: &str) -> Result<()> {
     if found(program) {
@@ -50,14 +56,37 @@ pub(crate) fn install(program: &str, package: &str) -> Result<()> {
         shown::output(&mut command, INSTALLING)
     };
     if install().is_err() {
-        let mut update = Command::new("apt-get");
-        shown::output(update.arg("update"), INSTALLING)?;
+        update()?;
         install()?;
     }
     match found(program) {
         true => Ok(()),
         false => bail!("{package} is installed, but there is no {program}"),
     }
+}
+
+/// The first package that a metapackage depends on: of `linux-image-amd64`, the newest kernel.
+/// Package lists that are missing are fetched.
+pub(crate) fn depends(metapackage: &str) -> Result<String> {
+    let ask = || {
+        let mut command = Command::new("apt-cache");
+        let said = shown::quiet(command.args(["depends", metapackage]), INSTALLING)?;
+        let found = said
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("Depends: "));
+        found
+            .map(str::to_owned)
+            .with_context(|| format!("apt-cache knows nothing that {metapackage} depends on"))
+    };
+    let unknown = match ask() {
+        Ok(found) => return Ok(found),
+        Err(unknown) => unknown,
+    };
+    if !is_root() {
+        return Err(unknown.context("run `apt-get update` as root, then try again"));
+    }
+    update()?;
+    ask()
 }
 
 /// Takes files out of a package without installing it. Members are patterns of GNU tar, such as
@@ -71,8 +100,7 @@ pub(crate) fn extract(package: &str, members: &[String], into: &Path) -> Result<
     let mut download = Command::new("apt-get");
     download.args(["download", package]).current_dir(&folder);
     if shown::output(&mut download, INSTALLING).is_err() && is_root() {
-        let mut update = Command::new("apt-get");
-        shown::output(update.arg("update"), INSTALLING)?;
+        update()?;
         shown::output(&mut download, INSTALLING)?;
     }
     let file = std::fs::read_dir(&folder)?

@@ -16,32 +16,22 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::cpio::Archive;
 use super::devices::Counters;
+use super::modules::Modules;
 use crate::janitor::Janitor;
 use crate::two_sides::{Report, Suite};
 use crate::ucx::{self, Nixl};
 use crate::{packages, ports, shown};
 
 const INIT: &str = include_str!("init.sh");
-/// In the order in which they must be loaded. What a kernel has built in is not among its files.
-const MODULES: [&str; 15] = [
-    "virtio",
-    "virtio_ring",
-    "virtio_pci_legacy_dev",
-    "virtio_pci_modern_dev",
-    "virtio_pci",
-    "failover",
-    "net_failover",
-    "virtio_net",
-    "crc32_generic",
-    "ib_core",
-    "ib_uverbs",
-    "udp_tunnel",
-    "ip6_udp_tunnel",
-    "rdma_rxe",
-    "dummy",
-];
-/// Those without which there is no soft-RoCE.
-const NEEDED: [&str; 2] = ["rdma_rxe", "virtio_net"];
+/// Modules without which there is no soft-RoCE. What they depend on comes with them.
+const NEEDED: [&str; 5] = ["virtio_pci", "virtio_net", "dummy", "ib_uverbs", "rdma_rxe"];
+/// Modules that a kernel asks for by name when it needs them, which no guest has `modprobe` for:
+/// soft-RoCE's checksum.
+const ASKED_FOR: [&str; 1] = ["crc32_generic"];
+/// Where parts hold modules, with the list of them in the order in which they are loaded.
+const MODULES: &str = "modules";
+/// Begins the names of folders with parts. Parts of another layout need another beginning.
+const PARTS: &str = "rdma-guest-";
 const PROVIDER: &str = "usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so";
 const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --patience 30 --limit 200";
 /// From the start of a guest to its end; with the whole suite.
@@ -154,7 +144,7 @@ fn kept(cache: &Path) -> Option<PathBuf> {
     let kept = kept.filter_map(|entry| Some(entry.ok()?.path()));
     let whole = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("guest-")
+        name.starts_with(PARTS)
     };
     kept.filter(whole).max()
 }
@@ -166,27 +156,46 @@ fn parts() -> Result<PathBuf> {
     if let Some(folder) = kept(&cache) {
         return Ok(folder);
     }
-    let mut depends = Command::new("apt-cache");
-    let depends = shown::quiet(depends.args(["depends", "linux-image-amd64"]), COMMAND)
-        .context("a guest needs a kernel of Debian's, and apt-cache cannot tell its name")?;
-    let kernel = depends
-        .lines()
-        .find_map(|line| line.trim().strip_prefix("Depends: "))
-        .context("apt-cache names no kernel: apt-get update may help")?;
+    let kernel =
+        packages::depends("linux-image-amd64").context("a guest boots Debian's newest kernel")?;
     let part = cache.join(format!("guest.{}", std::process::id()));
     let _ = fs::remove_dir_all(&part);
-    fs::create_dir_all(&part)?;
-    let modules = MODULES.map(|module| format!("*/{module}.ko*"));
-    let members = [vec!["./boot/vmlinuz-*".to_owned()], modules.to_vec()].concat();
-    packages::extract(kernel, &members, &part)?;
-    packages::extract("busybox-static", &["*/bin/busybox".to_owned()], &part)?;
-    packages::extract("ibverbs-providers", &[format!("./{PROVIDER}")], &part)?;
+    let fetched = fetch(&kernel, &part);
     // Two runs at once fetch the same; one of them is kept.
-    let whole = cache.join(format!("guest-{kernel}"));
-    if fs::rename(&part, &whole).is_err() {
+    let whole = cache.join(format!("{PARTS}{kernel}"));
+    if fetched.is_err() || fs::rename(&part, &whole).is_err() {
         fs::remove_dir_all(&part)?;
     }
-    Ok(whole)
+    fetched.map(|()| whole)
+}
+
+/// Fetches parts with the kernel of a package. All of its modules are unpacked, because only
+/// they tell what they need, and those that are not needed are removed.
+fn fetch(kernel: &str, part: &Path) -> Result<()> {
+    let unpacked = part.join("kernel");
+    fs::create_dir_all(&unpacked)?;
+    let members = ["./boot/vmlinuz-*", "*/lib/modules/*"].map(str::to_owned);
+    packages::extract(kernel, &members, &unpacked)?;
+    let files = files(&unpacked)?;
+    let image = files.iter().find(|path| starts_with(path, "vmlinuz-"));
+    let image = image.with_context(|| format!("{kernel} holds no kernel"))?;
+    fs::rename(image, part.join("vmlinuz"))?;
+    let folder = part.join(MODULES);
+    fs::create_dir_all(&folder)?;
+    let mut order = String::new();
+    for (module, file) in Modules::among(&files)?.load_order(&NEEDED, &ASKED_FOR)? {
+        fs::rename(file, folder.join(format!("{module}.ko")))?;
+        order += &format!("{module}\n");
+    }
+    fs::write(folder.join("order"), order)?;
+    fs::remove_dir_all(&unpacked)?;
+    packages::extract("busybox-static", &["*/bin/busybox".to_owned()], part)?;
+    packages::extract("ibverbs-providers", &[format!("./{PROVIDER}")], part)
+}
+
+fn starts_with(path: &Path, start: &str) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().starts_with(start)
 }
 
 /// All files below a folder.
@@ -207,40 +216,23 @@ impl Guest {
     pub(crate) fn make(program: &Path, suite: &Path, nixl: &Nixl, folder: &Path) -> Result<Self> {
         let parts = parts()?;
         let files = files(&parts)?;
-        let named = |start: &str| {
-            let name = |path: &&PathBuf| {
-                let name = path.file_name().unwrap_or_default().to_string_lossy();
-                name.starts_with(start)
-            };
-            files.iter().find(name)
-        };
-        let kernel = named("vmlinuz-").context("the guest's parts hold no kernel")?;
+        let kernel = parts.join("vmlinuz");
         let mut archive = Archive::default();
         for path in ["proc", "sys", "dev", "tmp", "etc/libibverbs.d"] {
             archive.folder(path);
         }
         archive.device("dev/console", 5, 1);
         archive.device("dev/null", 1, 3);
-        let busybox = named("busybox").context("the guest's parts hold no busybox")?;
+        let busybox = files.iter().find(|path| starts_with(path, "busybox"));
+        let busybox = busybox.context("the guest's parts hold no busybox")?;
         archive.file("bin/busybox", busybox);
-        let mut order = String::new();
-        for module in MODULES {
-            let Some(file) = named(&format!("{module}.ko")) else {
-                ensure!(
-                    !NEEDED.contains(&module),
-                    "the kernel has no module {module}"
-                );
-                continue;
-            };
-            ensure!(
-                file.extension().is_some_and(|ending| ending == "ko"),
-                "{} is compressed",
-                file.display()
-            );
-            archive.file(&format!("modules/{module}.ko"), file);
-            order += &format!("{module}\n");
+        for path in files
+            .iter()
+            .filter(|path| path.starts_with(parts.join(MODULES)))
+        {
+            let name = path.strip_prefix(&parts)?;
+            archive.file(&name.to_string_lossy(), path);
         }
-        archive.text("modules/order", &order);
         let mut roots = vec![program.to_owned(), suite.to_owned()];
         for tool in ["ip", "rdma"] {
             let path = shown::quiet(
@@ -276,7 +268,6 @@ impl Guest {
         let mut file = BufWriter::new(file);
         archive.write(&mut file)?;
         file.flush()?;
-        let kernel = kernel.clone();
         Ok(Self { kernel, image })
     }
 

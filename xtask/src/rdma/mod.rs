@@ -4,6 +4,7 @@
 mod cpio;
 mod devices;
 mod guest;
+mod modules;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
