@@ -13,19 +13,6 @@ use lmc_memory::{ReservedSlot, SealedSlot};
 
 use crate::{Address, ConnectError, Filled, Index, PeerId, Sent, TransferChannel, TransferError};
 
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-/// Unparks this thread.
-pub(crate) fn thread_waker() -> Waker {
-    Waker::from(Arc::new(Unpark(thread::current())))
-}
-
 /// Runs a future of a channel on this thread. Not for threads of a runtime.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);

@@ -9,15 +9,15 @@ use std::fmt;
 use std::io;
 use std::pin::pin;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll};
-use std::thread;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
 
-use crate::blocking::{block_on, thread_waker};
+use crate::blocking::block_on;
 use crate::cell::Cell;
 use crate::conformance::{Rig, Rng};
 use crate::{
@@ -186,6 +186,20 @@ trait Op: Send + Sized + 'static {
     fn lost(self) -> Self::Outcome;
     /// It failed, and is still carried out.
     fn unquiet(&self) -> Self::Outcome;
+}
+
+/// Unparks a thread when it is woken.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Returns a waker that unparks the calling thread.
+fn thread_waker() -> Waker {
+    Waker::from(Arc::new(Unpark(thread::current())))
 }
 
 /// Waits until nobody wants the outcome any more (true), or until an instant (false).

@@ -1,6 +1,6 @@
 //! A program that moves chunks by itself: two sides over TCP, here in one process.
 //!
-//! `cargo run -p lmc-transfer --example embed`
+//! `cargo run -p lmc-transfer --example connect`
 
 use std::error::Error;
 use std::sync::Arc;

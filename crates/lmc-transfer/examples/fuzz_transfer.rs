@@ -1,4 +1,4 @@
-//! The fuzz target on a stable toolchain: `… --example fuzz -- transfer SECONDS [SEED]`.
+//! The fuzz target on a stable toolchain: `… --example fuzz_transfer -- transfer SECONDS [SEED]`.
 
 #[path = "../../../fuzz/mutator/mod.rs"]
 mod mutator;
