@@ -49,9 +49,9 @@ impl Asked {
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let asked = Asked::parse(args)?;
     let example = ["--package", "lmc-backend-disk", "--example", "crash"];
-    println!("cargo build --release {}", example.join(" "));
+    println!("cargo build --release --locked {}", example.join(" "));
     let built = Command::new("cargo")
-        .args(["build", "--release"])
+        .args(["build", "--release", "--locked"])
         .args(example)
         .status()?;
     ensure!(built.success(), "the child cannot be built");

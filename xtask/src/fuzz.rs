@@ -57,20 +57,18 @@ fn number<T: std::str::FromStr>(flag: &str, value: Option<&String>) -> Result<T>
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let asked = Asked::parse(args)?;
-    let guided = !asked.stable && succeeds("cargo", &["+nightly", "fuzz", "--version"]);
-    if !guided {
-        let why = if asked.stable {
-            "as asked"
-        } else {
-            "a nightly toolchain or cargo-fuzz is missing"
-        };
+    let unguided = match asked.stable {
+        true => Some("as asked".to_owned()),
+        false => no_libfuzzer(),
+    };
+    if let Some(why) = &unguided {
         println!(
             "note: xtask: fuzz targets ran under a seeded mutator without coverage guidance: {why}"
         );
     }
     let (mut passed, mut failed) = (0, 0);
     for target in &asked.targets {
-        let mut command = if guided {
+        let mut command = if unguided.is_none() {
             libfuzzer(target, asked.seconds)?
         } else {
             mutator(target, &asked)
@@ -90,6 +88,25 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     Ok(failed == 0)
 }
 
+/// Why the targets cannot run under libFuzzer. A nightly toolchain is whatever was newest when it
+/// was installed, so one that cannot build the targets counts as none.
+fn no_libfuzzer() -> Option<String> {
+    if !succeeds("cargo", &["+nightly", "fuzz", "--version"]) {
+        return Some("a nightly toolchain or cargo-fuzz is missing".to_owned());
+    }
+    // cargo-fuzz has no --locked, and would write a new lock file.
+    let fetch = ["fetch", "--locked", "--manifest-path", "fuzz/Cargo.toml"];
+    if !succeeds("cargo", &fetch) {
+        let again = fetch.join(" ");
+        return Some(format!(
+            "`cargo {again}` fails: crates.io, or fuzz/Cargo.lock is out of date"
+        ));
+    }
+    let build = ["+nightly", "fuzz", "build", "--fuzz-dir", "fuzz"];
+    let built = succeeds("cargo", &build);
+    (!built).then(|| format!("`cargo {}` fails", build.join(" ")))
+}
+
 /// Coverage-guided, with the address sanitizer.
 fn libfuzzer(target: &str, seconds: u32) -> Result<Command> {
     let corpus = format!("fuzz/corpus/{target}");
@@ -104,16 +121,16 @@ fn libfuzzer(target: &str, seconds: u32) -> Result<Command> {
     Ok(command)
 }
 
-/// `examples/fuzz.rs` of the crate that the target belongs to.
+/// The example of the crate that the target belongs to.
 fn mutator(target: &str, asked: &Asked) -> Command {
-    let package = match target {
-        "transfer" => "lmc-transfer",
-        _ => "lmc-vllm-adapter",
+    let (package, example) = match target {
+        "transfer" => ("lmc-transfer", "fuzz_transfer"),
+        _ => ("lmc-vllm-adapter", "fuzz"),
     };
     let mut command = Command::new("cargo");
     command
-        .args(["run", "--release", "--package", package])
-        .args(["--features", "fuzzing", "--example", "fuzz", "--", target])
+        .args(["run", "--release", "--locked", "--package", package])
+        .args(["--features", "fuzzing", "--example", example, "--", target])
         .arg(asked.seconds.to_string())
         .args(asked.seed.map(|seed| seed.to_string()));
     command

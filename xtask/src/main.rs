@@ -1,6 +1,7 @@
 //! Every developer action of lmc, in plain Rust: `cargo xtask --help`.
 
 mod bench;
+mod build;
 mod crash_loop;
 mod fuzz;
 mod janitor;
@@ -11,10 +12,12 @@ mod output;
 mod packages;
 mod ports;
 mod rdma;
+mod scripts;
 mod shown;
 mod steps;
 mod test;
 mod tidy;
+mod toolchain;
 mod two_sides;
 mod ucx;
 mod vllm;
@@ -31,6 +34,7 @@ Every developer action of lmc.
       --list                       the steps and their commands, without running them
   cargo xtask ci                   the same (CI runs `cargo xtask test`)
   cargo xtask tidy                 layering, file sizes, links, invariants, unsafe code
+  cargo xtask test-build           what a newcomer builds, without a warning
   cargo xtask test-vllm [ARGS]     real vLLM on CPU against `lmc serve`
       --only NAME...               some scenarios only
       --peer lmcache               the same scenarios against LMCache's own server
@@ -91,6 +95,7 @@ fn run(args: &[String]) -> Result<bool> {
     match command.as_str() {
         "test" | "ci" => test::run(rest),
         "tidy" => tidy::run(),
+        "test-build" => build::run(rest),
         "test-vllm" => vllm::run(rest),
         "test-cli" => vllm::run_cli(rest),
         "test-nixl" => nixl::run(rest),

@@ -2,7 +2,7 @@
 
 use anyhow::{Error, anyhow};
 
-use crate::nixl::NotToBeHad;
+use crate::scripts::NotToBeHad;
 
 /// What came of one part.
 pub(crate) enum Outcome {
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn only_what_cannot_be_had_is_skipped() {
         let fault = || anyhow!("no library /nowhere/libnixl_capi.so");
-        let lacks = || Error::from(NotToBeHad("no PyPI")).context("setting up");
+        let lacks = || Error::from(NotToBeHad("no PyPI".to_owned())).context("setting up");
         for (why, required, well) in [
             (lacks(), false, true),
             (lacks(), true, false),

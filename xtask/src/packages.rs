@@ -22,6 +22,26 @@ pub(crate) fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
 }
 
+/// Whether apt-get may be run, as root or by a sudo that does not ask.
+fn may_install() -> bool {
+    is_root() || succeeds("sudo", &["-n", "true"])
+}
+
+/// apt-get as root. It waits for another one to end.
+fn apt_get() -> Command {
+    let mut command = match is_root() {
+        true => Command::new("env"),
+        false => {
+            let mut command = Command::new("sudo");
+            command.args(["-n", "env"]);
+            command
+        }
+    };
+    command.args(["DEBIAN_FRONTEND=noninteractive", "apt-get"]);
+    command.args(["-o", "DPkg::Lock::Timeout=120"]);
+    command
+}
+
 /// Whether a program is there, or [`install`] may get it. The error says why not.
 pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
     if found(program) {
@@ -30,7 +50,7 @@ pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
     if !found("apt-get") {
         bail!("{program} is missing, and there is no apt-get to install {package} with");
     }
-    match is_root() {
+    match may_install() {
         true => Ok(()),
         false => bail!("{program} is missing: apt-get install {package}"),
     }
@@ -38,8 +58,7 @@ pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
 
 /// Fetches the lists of packages. Package files that an old list names are gone from mirrors.
 fn update() -> Result<()> {
-    let mut update = Command::new("apt-get");
-    shown::output(update.arg("update"), INSTALLING).map(drop)
+    shown::output(apt_get().arg("update"), INSTALLING).map(drop)
 }
 
 /// Sees to it that a program is there. The error says why it cannot be.
@@ -49,10 +68,8 @@ pub(crate) fn install(program: &str, package: &str) -> Result<()> {
     }
     obtainable(program, package)?;
     let install = || {
-        let mut command = Command::new("apt-get");
-        command
-            .args(["install", "--yes", "--no-install-recommends", package])
-            .env("DEBIAN_FRONTEND", "noninteractive");
+        let mut command = apt_get();
+        command.args(["install", "--yes", "--no-install-recommends", package]);
         shown::output(&mut command, INSTALLING)
     };
     if install().is_err() {
@@ -82,7 +99,7 @@ pub(crate) fn depends(metapackage: &str) -> Result<String> {
         Ok(found) => return Ok(found),
         Err(unknown) => unknown,
     };
-    if !is_root() {
+    if !may_install() {
         return Err(unknown.context("run `apt-get update` as root, then try again"));
     }
     update()?;
@@ -99,9 +116,12 @@ pub(crate) fn extract(package: &str, members: &[String], into: &Path) -> Result<
     std::fs::create_dir_all(&folder)?;
     let mut download = Command::new("apt-get");
     download.args(["download", package]).current_dir(&folder);
-    if shown::output(&mut download, INSTALLING).is_err() && is_root() {
-        update()?;
-        shown::output(&mut download, INSTALLING)?;
+    if shown::output(&mut download, INSTALLING).is_err() {
+        if may_install() {
+            update()?;
+        }
+        shown::output(&mut download, INSTALLING)
+            .context("if the mirror has a newer one, run `apt-get update` as root")?;
     }
     let file = std::fs::read_dir(&folder)?
         .filter_map(|entry| Some(entry.ok()?.path()))

@@ -75,6 +75,24 @@ impl Steps {
         self.notes.push(note.to_owned());
     }
 
+    /// Counts a step that cannot run on this machine, and why.
+    pub(crate) fn skip(&mut self, step: Step, why: &str) {
+        println!("\nSKIPPED {}: {why}", step.name);
+        let mut found = Reader::default();
+        found.line(&format!("SKIPPED {}: {why}", step.name));
+        let counts = Counts {
+            skipped: 1,
+            ..Counts::default()
+        };
+        self.done.push(Done {
+            step,
+            took: Duration::ZERO,
+            ok: true,
+            counts,
+            found,
+        });
+    }
+
     /// Runs a step, shows its output as it comes, and remembers what it found.
     pub(crate) fn run(&mut self, step: Step, index: usize, count: usize) {
         let name = step.name;

@@ -2,30 +2,51 @@
 
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail, ensure};
 
+use crate::scripts::NotToBeHad;
 use crate::steps::{Step, Steps};
+use crate::{nixl, toolchain};
+
+/// What the machine has of what steps differ in.
+struct Has {
+    nextest: bool,
+    /// What the feature `nixl` is built with.
+    nixl_tools: bool,
+    /// A toolchain whose warnings are errors.
+    denies_warnings: bool,
+}
 
 /// The steps in the order in which they run: quick ones first.
-fn steps(nextest: bool) -> Vec<Step> {
-    let tests = if nextest {
-        "cargo nextest run --workspace --profile xtask"
+fn steps(has: &Has) -> Vec<Step> {
+    let tests = if has.nextest {
+        "cargo nextest run --locked --workspace --profile xtask"
     } else {
         // What a test prints is shown, because that is where it says why it was skipped.
-        "cargo test --workspace --all-targets --no-fail-fast -- --show-output"
+        "cargo test --locked --workspace --all-targets --no-fail-fast -- --show-output"
     };
+    let clippy = match (has.nixl_tools, has.denies_warnings) {
+        (true, true) => {
+            "cargo clippy --locked --workspace --all-targets --all-features -- -D warnings"
+        }
+        (true, false) => "cargo clippy --locked --workspace --all-targets --all-features",
+        (false, true) => "cargo clippy --locked --workspace --all-targets -- -D warnings",
+        (false, false) => "cargo clippy --locked --workspace --all-targets",
+    };
+    let docs = Step::new("docs", "cargo doc --locked --workspace --no-deps");
     vec![
         Step::new("format", "cargo fmt --all --check"),
         Step::new("tidy", "cargo xtask tidy"),
-        Step::new(
-            "clippy",
-            "cargo clippy --workspace --all-targets --all-features -- -D warnings",
-        ),
-        Step::new("docs", "cargo doc --workspace --no-deps").with("RUSTDOCFLAGS", "-Dwarnings"),
+        Step::new("clippy", clippy),
+        match has.denies_warnings {
+            true => docs.with("RUSTDOCFLAGS", "-Dwarnings"),
+            false => docs,
+        },
+        Step::new("build", "cargo xtask test-build"),
         Step::new("tests", tests),
         Step::new(
             "doc-examples",
-            "cargo test --workspace --doc --no-fail-fast",
+            "cargo test --locked --workspace --doc --no-fail-fast",
         ),
         Step::new("nixl", "cargo xtask test-nixl"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
@@ -42,14 +63,18 @@ fn steps(nextest: bool) -> Vec<Step> {
 }
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let nextest = succeeds("cargo", &["nextest", "--version"]);
-    let mut steps = steps(nextest);
-    let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
+    let mut has = Has {
+        nextest: succeeds("cargo", &["nextest", "--version"]),
+        nixl_tools: true,
+        denies_warnings: toolchain::denies_warnings(),
+    };
     let mut wanted = Vec::new();
+    let known = steps(&has);
+    let names: Vec<&str> = known.iter().map(|step| step.name).collect();
     for arg in args {
         match arg.as_str() {
             "--list" => {
-                for step in &steps {
+                for step in &known {
                     println!("{:<14} {}", step.name, step.typed());
                 }
                 return Ok(true);
@@ -61,40 +86,42 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
             ),
         }
     }
+    let mut done = Steps::default();
+    // The Python environment is made by the step that needs it.
+    if let Err(why) = nixl::build_tools() {
+        ensure!(why.is::<NotToBeHad>(), "{why:#}");
+        has.nixl_tools = false;
+        done.note(&format!("clippy looked at default features only: {why:#}"));
+    }
+    if !has.nextest {
+        done.note("tests ran under cargo test; `cargo install --locked cargo-nextest` is quicker");
+    }
+    if !has.denies_warnings {
+        done.note(&toolchain::note());
+    }
+    let mut steps = steps(&has);
     if !wanted.is_empty() {
         steps.retain(|step| wanted.contains(&step.name));
     }
-    set_up()?;
-    let mut done = Steps::default();
-    if !nextest {
-        done.note("tests ran under cargo test; `cargo install --locked cargo-nextest` is quicker");
-    }
     let count = steps.len();
     for (index, step) in steps.into_iter().enumerate() {
-        done.run(step, index + 1, count);
+        match lacks(step.name) {
+            Some(why) => done.skip(step, &why),
+            None => done.run(step, index + 1, count),
+        }
     }
     Ok(done.finish())
 }
 
-/// Installs what the steps need and a fresh toolchain lacks. The Python environment is made by
-/// the step that needs it.
-fn set_up() -> Result<()> {
-    for (component, probe) in [("rustfmt", "fmt"), ("clippy", "clippy")] {
-        if succeeds("cargo", &[probe, "--version"]) {
-            continue;
-        }
-        println!("==> set up: rustup component add {component}");
-        let status = Command::new("rustup")
-            .args(["component", "add", component])
-            .stdin(Stdio::null())
-            .status()
-            .with_context(|| format!("cargo {probe} is missing and rustup cannot be run"))?;
-        if !status.success() {
-            bail!("rustup could not add {component}; add it by hand and try again");
-        }
-    }
-    // Lints look at every feature.
-    crate::nixl::build_tools()
+/// Why a step cannot run. A component that a fresh toolchain lacks is added.
+fn lacks(step: &str) -> Option<String> {
+    let (component, probe) = match step {
+        "format" => ("rustfmt", "fmt"),
+        "clippy" => ("clippy", "clippy"),
+        _ => return None,
+    };
+    let why = || format!("no {component}: `rustup component add {component}`, then try again");
+    (!toolchain::has_component(component, probe)).then(why)
 }
 
 /// Whether a command can be run and ends well; what it prints is dropped.

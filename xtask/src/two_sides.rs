@@ -21,7 +21,8 @@ const GRACE: Duration = Duration::from_secs(15);
 /// Builds the program, with NIXL or without, and tells where it is.
 pub(crate) fn build(with_nixl: bool) -> Result<PathBuf> {
     let mut build = Command::new("cargo");
-    build.args(["build", "--release", "--package", "lmc-transfer"]);
+    build.args(["build", "--release", "--locked"]);
+    build.args(["--package", "lmc-transfer"]);
     if with_nixl {
         build.args(["--features", "nixl"]);
     }
@@ -37,7 +38,7 @@ pub(crate) fn build(with_nixl: bool) -> Result<PathBuf> {
 pub(crate) fn build_suite() -> Result<PathBuf> {
     let mut build = Command::new("cargo");
     build
-        .args(["test", "--package", "lmc-transfer"])
+        .args(["test", "--locked", "--package", "lmc-transfer"])
         .args(["--features", "nixl,conformance", "--test", "nixl"])
         .args(["--no-run", "--message-format=json-render-diagnostics"]);
     println!("$ {}", shown::typed(&build));

@@ -11,8 +11,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::figures::median;
-use super::{check_amounts, conditions, page, set_up};
-use crate::vllm;
+use super::{check_amounts, conditions, page};
+use crate::{packages, vllm};
 
 const SECTION: &str = "bench disk";
 const JSON: &str = "docs/benchmarks/disk.json";
@@ -131,7 +131,7 @@ impl Cells {
 
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let asked = Asked::parse(args)?;
-    set_up("fio")?;
+    packages::install("fio", "fio")?;
     let speed = build()?;
     let _ = fs::remove_dir_all(&asked.folder);
     fs::create_dir_all(&asked.folder)
@@ -220,7 +220,10 @@ fn set_up_raw_block(python: &str) -> Result<()> {
     let mut command = Command::new(python);
     command.args(["-m", "pip", "install", "-q", "--no-deps", "--target"]);
     let installed = command.args([&half_done, RAW_BLOCK]).status()?;
-    ensure!(installed.success(), "{RAW_BLOCK} cannot be installed");
+    ensure!(
+        installed.success(),
+        "pip could not install {RAW_BLOCK}: see above"
+    );
     fs::rename(&half_done, RAW_BLOCK_FOLDER)?;
     Ok(())
 }
@@ -231,9 +234,9 @@ fn build() -> Result<PathBuf> {
         .into_iter()
         .chain(["--package", "lmc-server", "--example"]);
     let example: Vec<&str> = example.chain(["dram_beside_disk"]).collect();
-    println!("cargo build --release {}", example.join(" "));
+    println!("cargo build --release --locked {}", example.join(" "));
     let built = Command::new("cargo")
-        .args(["build", "--release"])
+        .args(["build", "--release", "--locked"])
         .args(&example)
         .status()?;
     ensure!(built.success(), "disk_speed cannot be built");

@@ -1,5 +1,7 @@
 //! Rules about manifests.
 
+use std::collections::BTreeMap;
+
 use super::Findings;
 use super::tree::Tree;
 
@@ -182,6 +184,26 @@ pub(crate) fn descriptions(tree: &Tree, findings: &mut Findings) {
     }
 }
 
+/// No two crates have an example of one name: cargo builds them into one file. Examples are found
+/// by their place in `examples/`.
+pub(crate) fn examples(tree: &Tree, findings: &mut Findings) {
+    let mut seen = BTreeMap::new();
+    for file in tree.with_ending("rs") {
+        let Some((folder, name)) = file.path.split_once("/examples/") else {
+            continue;
+        };
+        let name = name.strip_suffix("/main.rs").or(name.strip_suffix(".rs"));
+        let Some(name) = name.filter(|name| !name.contains('/')) else {
+            continue;
+        };
+        if let Some(other) = seen.insert(name, folder) {
+            findings
+                .faults
+                .push(format!("{other} and {folder} both have an example {name}"));
+        }
+    }
+}
+
 /// A text of a manifest's `[package]`; empty where there is none.
 fn text<'a>(manifest: &'a toml::Table, key: &str) -> &'a str {
     manifest
@@ -209,6 +231,25 @@ mod tests {
                 .contains(&"lmc-key uses lmc-engine, which is not below it".to_owned())
         );
         assert!(!findings.faults.iter().any(|f| f.contains("uses lmc-key")));
+    }
+
+    /// Two examples named `embed` were one file in `target/`, of which cargo only warns.
+    #[test]
+    fn two_examples_of_one_name_are_found() {
+        let mut findings = Findings::default();
+        let files = [
+            "crates/a/examples/embed.rs",
+            "crates/b/examples/embed.rs",
+            "crates/b/examples/speed/main.rs",
+            "crates/b/examples/speed/embed.rs",
+            "crates/c/examples/speed.rs",
+        ];
+        examples(&Tree::of(&files.map(|path| (path, ""))), &mut findings);
+        let wanted = [
+            "crates/a and crates/b both have an example embed",
+            "crates/b and crates/c both have an example speed",
+        ];
+        assert_eq!(findings.faults, wanted);
     }
 
     #[test]

@@ -41,6 +41,10 @@ const RULES: &[Rule] = &[
         check: crates::descriptions,
     },
     Rule {
+        name: "no two examples have one name",
+        check: crates::examples,
+    },
+    Rule {
         name: "no file outgrows its reader",
         check: source::sizes,
     },
@@ -112,6 +116,11 @@ mod tests {
     #[test]
     fn crates_describe_themselves() {
         check(crates::descriptions);
+    }
+
+    #[test]
+    fn examples_have_names_of_their_own() {
+        check(crates::examples);
     }
 
     #[test]

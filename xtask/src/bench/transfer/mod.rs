@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{check_amounts, conditions, page, set_up};
+use super::{check_amounts, conditions, page};
+use crate::packages;
 use crate::two_sides;
 use crate::ucx::Nixl;
 use player::{Player, Sample};
@@ -218,7 +219,7 @@ pub(super) fn run(args: &[String]) -> Result<bool> {
         return Ok(true);
     }
     let asked = Asked::parse(args)?;
-    set_up("iperf3")?;
+    packages::install("iperf3", "iperf3")?;
     let nixl = Nixl::find();
     if let Err(why) = &nixl {
         println!("SKIPPED: NIXL: {why:#}");
@@ -315,7 +316,8 @@ fn play(
 
 fn build(with_nixl: bool) -> Result<PathBuf> {
     let mut build = Command::new("cargo");
-    build.args(["build", "--release", "--package", "lmc-transfer"]);
+    build.args(["build", "--release", "--locked"]);
+    build.args(["--package", "lmc-transfer"]);
     if with_nixl {
         build.args(["--features", "nixl"]);
     }
