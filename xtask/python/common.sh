@@ -9,11 +9,11 @@ cannot() {
     exit 75
 }
 
-# Runs apt-get; its errors are shown.
+# Runs apt-get, whose output would be taken for the folder's name.
 apt_get() {
     local as_root=
     [ "$(id -u)" = 0 ] || as_root=sudo
-    $as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 "$@" >/dev/null
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 "$@" >&2
 }
 
 # Fetches the lists of Debian's packages.

@@ -57,5 +57,5 @@ if [ "${1:-}" = tools ]; then
     tools
     exit 0
 fi
-key=$(cat "$here/nixl.sh" | sha256sum | cut -c1-12)
+key=$(cat "$here/nixl.sh" "$here/common.sh" | sha256sum | cut -c1-12)
 make_in "${LMC_CACHE_DIR:-$HOME/.cache/lmc}/nixl-$key" make

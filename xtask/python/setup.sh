@@ -10,7 +10,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 . "$here/common.sh"
 VLLM=0.32.0
 LMCACHE=0.5.6
-key=$(cat "$here/requirements.txt" "$here/setup.sh" "$here/model.py" | sha256sum | cut -c1-12)
+key=$(cat "$here/requirements.txt" "$here/setup.sh" "$here/common.sh" "$here/model.py" | sha256sum | cut -c1-12)
 
 # The versions in requirements.txt were chosen for this one, and vLLM's wheels are made for few.
 python_3_11() {
@@ -25,8 +25,11 @@ python_3_11() {
 make() {
     local folder=$1 python site
     log "making $folder (downloads about 2.5 GB from PyPI the first time, 6 GB on disk)"
-    command -v python3 >/dev/null || debian python3
     python=$(python_3_11)
+    if [ -z "$python" ]; then
+        debian python3
+        python=$(python_3_11)
+    fi
     [ -n "$python" ] ||
         cannot "no Python 3.11, for which vLLM's packages are pinned: install it so that python3.11 runs"
     # vLLM's kernels are linked to it; without it vLLM is imported, warns, and dies at the first step.

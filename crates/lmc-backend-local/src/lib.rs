@@ -68,6 +68,6 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, NewChunk, PlacedChunk,
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, PlacedChunk,
     Reservation, ReserveError, Write, WriteStart,
 };

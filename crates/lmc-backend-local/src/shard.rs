@@ -43,8 +43,10 @@ pub(crate) struct Shard {
     shared: Order,
     /// Classes of tenants with a quota.
     quotas: HashMap<TenantId, Order>,
-    /// Keys that somebody is writing, by the number of the reservation.
+    /// Exclusive write marks: the number of the reservation, at most one for each key.
     writing: HashMap<ChunkKey, u64, FoldState>,
+    /// Shared write marks: numbers of reservations. No entry is empty.
+    shared_writes: HashMap<ChunkKey, Vec<u64>, FoldState>,
     /// How often the pinned entries are pinned, by index.
     pins: HashMap<u32, u32>,
 }
@@ -138,6 +140,7 @@ impl Shard {
             shared: Order::new(kind, shared),
             quotas: HashMap::new(),
             writing: HashMap::default(),
+            shared_writes: HashMap::default(),
             pins: HashMap::new(),
         }
     }
@@ -482,7 +485,8 @@ impl Shard {
         self.publish();
     }
 
-    /// Marks a key as being written. `false` when somebody else writes it.
+    /// Marks a key as being written by one reservation alone. `false` when another one has an
+    /// exclusive mark; shared marks do not count.
     pub(crate) fn begin_write(&mut self, key: ChunkKey, reservation: u64) -> bool {
         match self.writing.entry(key) {
             std::collections::hash_map::Entry::Occupied(_) => false,
@@ -493,30 +497,53 @@ impl Shard {
         }
     }
 
+    /// Marks a key as being written by one reservation among others.
+    pub(crate) fn begin_shared_write(&mut self, key: ChunkKey, reservation: u64) {
+        self.shared_writes.entry(key).or_default().push(reservation);
+    }
+
+    /// Turns an exclusive mark into a shared one. Does nothing when the mark is off.
+    pub(crate) fn share_write(&mut self, key: ChunkKey, reservation: u64) {
+        if self.writing.get(&key) == Some(&reservation) {
+            self.writing.remove(&key);
+            self.begin_shared_write(key, reservation);
+        }
+    }
+
     /// Takes the mark off.
     pub(crate) fn end_write(&mut self, key: &ChunkKey, reservation: u64) {
         if self.writing.get(key) == Some(&reservation) {
             self.writing.remove(key);
+        } else if let Some(numbers) = self.shared_writes.get_mut(key) {
+            numbers.retain(|&number| number != reservation);
+            if numbers.is_empty() {
+                self.shared_writes.remove(key);
+            }
         }
     }
 
-    /// Takes the mark off: what is being written is not findable when it is done.
+    /// Takes all marks of a key off: what is being written is not findable when it is done.
     pub(crate) fn void_write(&mut self, key: &ChunkKey) {
         self.writing.remove(key);
+        self.shared_writes.remove(key);
     }
 
-    /// Takes all marks off.
+    /// Takes the marks of all keys off.
     pub(crate) fn void_writes(&mut self) {
         self.writing.clear();
+        self.shared_writes.clear();
     }
 
+    /// Whether a key has an exclusive mark.
     pub(crate) fn is_writing(&self, key: &ChunkKey) -> bool {
         self.writing.contains_key(key)
     }
 
     /// Whether the mark of this reservation is still on.
     pub(crate) fn holds_write(&self, key: &ChunkKey, reservation: u64) -> bool {
+        let shared = || self.shared_writes.get(key);
         self.writing.get(key) == Some(&reservation)
+            || shared().is_some_and(|numbers| numbers.contains(&reservation))
     }
 
     pub(crate) fn len(&self) -> usize {

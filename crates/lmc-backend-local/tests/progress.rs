@@ -251,6 +251,51 @@ fn one_key_has_one_writer() {
     assert_eq!(tier.usage().writing, 0);
 }
 
+/// A writer of whom no commit is expected soon (its connection was cut, its transfer is overdue)
+/// keeps its slot, and keeps nobody from writing the same chunk. The first commit counts.
+#[test]
+fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
+    let tier = tier(PolicyKind::Lru, 8);
+    let key = test_key(1);
+    let begin = |owner| match tier.begin_write(OwnerId(owner), NOBODY, key, UNIT) {
+        Ok(WriteStart::Reserved(mut reservation)) => {
+            fill_value(&key, reservation.slot.bytes_mut());
+            Some(reservation)
+        }
+        _ => None,
+    };
+    let late = begin(1).expect("nobody writes it yet");
+    assert!(begin(2).is_none());
+    tier.share_writes(&[late.mark.id()]);
+    assert!(!tier.is_writing(&key));
+    let first = begin(2).expect("the mark is shared");
+    assert!(begin(3).is_none(), "one mark is exclusive again");
+    let beside = tier.begin_shared_write(OwnerId(3), NOBODY, key, UNIT);
+    let Ok(WriteStart::Reserved(beside)) = beside else {
+        panic!("a shared mark waits for none");
+    };
+    assert_ne!(late.slot.offset(), first.slot.offset());
+    assert_eq!(tier.commit(vec![first.written(None)]), [Inserted::New]);
+    assert_eq!(tier.commit(vec![late.written(None)]), [Inserted::Present]);
+    drop(beside);
+    assert_eq!(tier.usage().pool.used, UNIT, "the others' slots are back");
+    assert_eq!(tier.usage().writing, 0);
+    // What was begun before a clear or a removal is never found, whatever the mark.
+    let clear = || tier.clear(Clear::All) > 0;
+    let remove = || tier.remove(&[key])[0];
+    let forget: [&dyn Fn() -> bool; 2] = [&clear, &remove];
+    for forget in forget {
+        tier.remove(&[key]);
+        let late = begin(1).expect("it is not there");
+        tier.share_writes(&[late.mark.id()]);
+        let other = begin(2).expect("the mark is shared");
+        assert!(!forget(), "nothing is findable yet");
+        let writes = vec![late.written(None), other.written(None)];
+        assert_eq!(tier.commit(writes), [Inserted::Cleared; 2]);
+        assert_eq!(tier.contains(&[key]), [None]);
+    }
+}
+
 /// A writer that died may still write: its memory is set aside, and the key is free again.
 #[test]
 fn a_dead_writers_slot_goes_to_quarantine() {

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::Backend;
 use lmc_backend_local::{
-    Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, OwnerId, TenantId, WriteStart,
+    Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, OwnerId, TenantId,
+    WriteStart,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
@@ -302,6 +303,13 @@ impl CacheEngine {
         lower.offer(&offers.map(offer).collect::<Vec<_>>());
         drop(leases);
         inserted
+    }
+
+    /// Lets others reserve the chunks of these tickets too, each in memory of its own. The first
+    /// commit makes a chunk findable; a later one answers [`Inserted::Present`]. For writers of
+    /// whom no commit is expected soon.
+    pub fn share_writes(&self, marks: &[MarkId]) {
+        self.0.tier.share_writes(marks);
     }
 
     /// How often everything was forgotten. What was reserved while this has not changed since

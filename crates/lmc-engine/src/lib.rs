@@ -52,5 +52,6 @@ pub use write::{Reservation, WriteRequest, WriteTicket};
 
 #[doc(no_inline)]
 pub use lmc_backend_local::{
-    EventSink, Inserted, Leases, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent, TenantId,
+    EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,
+    TenantId,
 };

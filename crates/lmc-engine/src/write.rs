@@ -24,7 +24,7 @@ pub enum Reservation {
     Reserved(WriteTicket),
     /// It is there already.
     Present,
-    /// Somebody else is writing it.
+    /// Another ticket is exclusive for it.
     Busy,
     /// No memory can be had for it now: all that could go is leased, pinned, or promised to
     /// another tenant.
@@ -52,6 +52,11 @@ impl WriteTicket {
     /// Which chunk.
     pub fn key(&self) -> ChunkKey {
         self.reservation.mark.key()
+    }
+
+    /// Names its write mark, for [`CacheEngine::share_writes`](crate::CacheEngine::share_writes).
+    pub fn mark(&self) -> local::MarkId {
+        self.reservation.mark.id()
     }
 
     /// Bytes from the start of the pool to the slot.

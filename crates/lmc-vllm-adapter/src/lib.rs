@@ -28,7 +28,7 @@ pub use protocol::{
 };
 pub use service::{
     ClientId, ConnectionEnd, EventLogStatus, HISTOGRAM_BUCKETS, HistogramSnapshot, InspectError,
-    InstanceStatus, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
+    InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
 };
 pub use transport::{BindError, Limits, ZmqConfig, ZmqServer, ZmtpError};

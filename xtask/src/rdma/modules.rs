@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::{packages, shown};
+use crate::shown;
 
 const DECOMPRESSION: Duration = Duration::from_secs(30);
 
@@ -182,16 +182,16 @@ fn module_name(path: &Path) -> Option<String> {
 /// The file without compression, which newer kernel packages use.
 fn decompressed(file: &Path) -> Result<PathBuf> {
     let ending = file.extension().unwrap_or_default().to_string_lossy();
-    let (program, package, flags): (_, _, &[&str]) = match &*ending {
+    let (program, flags): (_, &[&str]) = match &*ending {
         "ko" => return Ok(file.to_owned()),
-        "xz" => ("xz", "xz-utils", &["--decompress"]),
-        "zst" => ("zstd", "zstd", &["--decompress", "--rm", "--quiet"]),
-        "gz" => ("gzip", "gzip", &["--decompress"]),
+        "xz" => ("xz", &["--decompress"]),
+        "zst" => ("zstd", &["--decompress", "--rm", "--quiet"]),
+        "gz" => ("gzip", &["--decompress"]),
         other => bail!("{}: unknown compression {other:?}", file.display()),
     };
-    packages::install(program, package).context("the kernel's modules are compressed")?;
     let mut command = Command::new(program);
-    shown::quiet(command.args(flags).arg(file), DECOMPRESSION)?;
+    shown::quiet(command.args(flags).arg(file), DECOMPRESSION)
+        .with_context(|| format!("the kernel's modules are compressed: {program} is needed"))?;
     Ok(file.with_extension(""))
 }
 

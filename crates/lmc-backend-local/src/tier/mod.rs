@@ -27,7 +27,7 @@ mod tests;
 
 pub use evict::{Maintained, ReserveError};
 pub use read::{Clear, ListedChunk, PlacedChunk};
-pub use write::{InFlight, Inserted, NewChunk, Reservation, Write, WriteStart};
+pub use write::{InFlight, Inserted, MarkId, NewChunk, Reservation, Write, WriteStart};
 
 use batch::Batch;
 

@@ -44,7 +44,7 @@ pub enum WriteStart {
     /// The chunk is there already. Nothing is to be written, and nothing was counted:
     /// [`LocalTier::touch`] does that for a whole prompt.
     Present,
-    /// Somebody else is writing it.
+    /// Another reservation has an exclusive mark on it.
     Busy,
     /// Write it.
     Reserved(Reservation),
@@ -53,7 +53,8 @@ pub enum WriteStart {
 /// A key that is marked as being written, and the memory for it.
 #[derive(Debug)]
 pub struct Reservation {
-    /// The mark. While it exists nobody else writes the key.
+    /// The mark. While it exists and is exclusive, [`LocalTier::begin_write`] answers
+    /// [`WriteStart::Busy`] to everybody else.
     pub mark: InFlight,
     /// The memory. It may go elsewhere meanwhile, such as into a load from a lower tier.
     pub slot: ReservedSlot,
@@ -70,8 +71,20 @@ impl Reservation {
     }
 }
 
+/// Names a write mark, without owning it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MarkId {
+    key: ChunkKey,
+    number: u64,
+}
+
 /// Marks a key as being written by an owner. Dropping it takes the mark off, which is all that is
 /// needed to abort.
+///
+/// A mark is *exclusive* or *shared*. A key has at most one exclusive mark, and any number of
+/// shared ones beyond it: each of them has a slot of its own, the first commit makes the chunk
+/// findable, and a later one answers [`Inserted::Present`]. Marks of both kinds are void after
+/// [`LocalTier::clear`], and after [`LocalTier::remove`] of their key.
 pub struct InFlight {
     tier: Arc<Inner>,
     owner: OwnerId,
@@ -85,6 +98,14 @@ impl InFlight {
     /// The key that is being written.
     pub fn key(&self) -> ChunkKey {
         self.key
+    }
+
+    /// Names the mark, for [`LocalTier::share_writes`].
+    pub fn id(&self) -> MarkId {
+        MarkId {
+            key: self.key,
+            number: self.number,
+        }
     }
 
     /// Who writes it.
@@ -127,8 +148,8 @@ pub struct Write {
 }
 
 impl LocalTier {
-    /// Marks a key as being written by `owner` and takes `len` bytes for it, evicting what must
-    /// go. A key that is present, or that somebody writes already, is not reserved again.
+    /// Marks a key exclusively as being written by `owner` and takes `len` bytes for it, evicting
+    /// what must go. A key that is present, or that another exclusive mark is on, is not reserved.
     ///
     /// # Errors
     /// [`ReserveError`] when there is no room; no mark is left then.
@@ -152,6 +173,44 @@ impl LocalTier {
             return Ok(WriteStart::Busy);
         }
         drop(shard);
+        self.reserve_marked(owner, tenant, key, len, number)
+    }
+
+    /// The same with a shared mark: never answers [`WriteStart::Busy`]. For one who cannot wait
+    /// for the owner of the exclusive mark, such as a read from a lower tier while a worker
+    /// writes the same chunk.
+    ///
+    /// # Errors
+    /// [`ReserveError`] when there is no room; no mark is left then.
+    pub fn begin_shared_write(
+        &self,
+        owner: OwnerId,
+        tenant: TenantId,
+        key: ChunkKey,
+        len: u64,
+    ) -> Result<WriteStart, ReserveError> {
+        let inner = self.inner();
+        let fold = key.fold();
+        let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
+        let mut shard = inner.shards[inner.shard_of(fold)].lock();
+        if shard.find(fold, &key).is_some() {
+            return Ok(WriteStart::Present);
+        }
+        shard.begin_shared_write(key, number);
+        drop(shard);
+        self.reserve_marked(owner, tenant, key, len, number)
+    }
+
+    /// Takes memory for a key whose mark is on.
+    fn reserve_marked(
+        &self,
+        owner: OwnerId,
+        tenant: TenantId,
+        key: ChunkKey,
+        len: u64,
+        number: u64,
+    ) -> Result<WriteStart, ReserveError> {
+        let inner = self.inner();
         let tenant = inner.tenants.get(tenant);
         inner.writes.take(owner, 1);
         // From here on the mark goes with this value. It counts no bytes yet, so that the quota
@@ -170,7 +229,18 @@ impl LocalTier {
         Ok(WriteStart::Reserved(Reservation { mark, slot }))
     }
 
-    /// Whether somebody writes this key.
+    /// Turns exclusive marks into shared ones, so that others may write the same chunks into
+    /// slots of their own. For writers of whom no commit is expected soon: their own slots stay
+    /// reserved, and a commit of theirs still counts. Marks that are off are passed over.
+    pub fn share_writes(&self, marks: &[MarkId]) {
+        let inner = self.inner();
+        for mark in marks {
+            let mut shard = inner.shards[inner.shard_of(mark.key.fold())].lock();
+            shard.share_write(mark.key, mark.number);
+        }
+    }
+
+    /// Whether an exclusive write mark is on this key.
     pub fn is_writing(&self, key: &ChunkKey) -> bool {
         let inner = self.inner();
         inner.shards[inner.shard_of(key.fold())]

@@ -10,6 +10,7 @@ mod inspect;
 mod instance;
 mod job;
 mod lookup;
+mod peer;
 mod pulse;
 mod session;
 mod spaces;
@@ -29,6 +30,7 @@ pub(crate) use gate::Entrance;
 pub use handle::Service;
 pub use inspect::InspectError;
 pub(crate) use job::Job;
+pub use peer::Peer;
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };

@@ -6,9 +6,9 @@ use std::time::Instant;
 use lmc_engine::{Leases, OwnerId, WriteTicket};
 use lmc_key::{ChunkHash, LayoutFingerprint, SpaceId};
 
-use crate::service::ClientId;
 use crate::service::instance::Instance;
 use crate::service::session::Sessions;
+use crate::service::{ClientId, Peer};
 
 /// A transfer of one worker: its range of one request, with what the range holds.
 ///
@@ -77,8 +77,15 @@ pub(crate) enum Binding {
     Several,
 }
 
+/// A connection that is open.
+#[derive(Debug, Default)]
+pub(crate) struct Connection {
+    pub(crate) peer: Peer,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct State {
+    pub(crate) connections: HashMap<ClientId, Connection>,
     pub(crate) instances: HashMap<u64, Instance>,
     pub(crate) sessions: Sessions,
     /// Of each worker, also of one that is not registered any more. None is empty.

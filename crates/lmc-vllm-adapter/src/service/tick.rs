@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use crate::protocol::{Operation, Reply};
 use crate::service::handle::Service;
-use crate::service::state::{Pending, State, Transfer};
+use crate::service::state::{Connection, Pending, State, Transfer};
 use crate::service::stats::add;
-use crate::service::{ClientId, ConnectionEnd};
+use crate::service::{ClientId, ConnectionEnd, Peer};
 
 /// How long the "no" to an unknown worker's sign of life is remembered.
 const TOLD_TTL: Duration = Duration::from_secs(600);
@@ -59,6 +59,24 @@ impl Service {
         add(&counters.lookup_leases_expired, expired_leases as u64);
     }
 
+    /// A connection is accepted. To be called before its first request.
+    pub fn connected(&self, client: ClientId, peer: Peer) {
+        let connection = Connection { peer };
+        self.shared
+            .state
+            .lock()
+            .connections
+            .insert(client, connection);
+    }
+
+    /// The user at the other end of a connection; `None` where the kernel does not tell, as for a
+    /// peer on another host or in another network namespace.
+    #[expect(dead_code, reason = "registrations of engine memory will ask for it")]
+    pub(crate) fn uid_of(&self, client: ClientId) -> Option<u32> {
+        let state = self.shared.state.lock();
+        state.connections.get(&client)?.peer.uid
+    }
+
     /// A connection is over.
     ///
     /// When the peer ended it, the slots that its workers had prepared come back: the process
@@ -66,6 +84,7 @@ impl Service {
     /// may still be copying; a commit gives them back.
     pub fn client_gone(&self, client: ClientId, end: ConnectionEnd, now: Instant) {
         let mut state = self.shared.state.lock();
+        state.connections.remove(&client);
         state.bindings.remove(&client);
         let mut silent = Vec::new();
         for (&instance_id, instance) in &mut state.instances {

@@ -1,6 +1,7 @@
 //! ZeroMQ on tokio: a ROUTER socket that bounds everything a peer can make it hold.
 
 mod connection;
+mod peer;
 mod router;
 mod zmtp;
 

@@ -13,6 +13,7 @@ use tracing::{debug, warn};
 
 use crate::service::{ClientId, ConnectionEnd, Service};
 use crate::transport::connection::{Connection, outlast};
+use crate::transport::peer;
 use crate::transport::zmtp::Limits;
 
 /// Time between signs of the process's own life.
@@ -150,6 +151,7 @@ impl ZmqServer {
                 .connections_accepted
                 .fetch_add(1, Ordering::Relaxed);
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
+            self.service.connected(client, peer::of_tcp(&stream));
             let place = Place::take(client, self.service.clone(), Arc::clone(&open));
             connections.spawn(serve(stream, place, Arc::clone(&config), stop.clone()));
         }

@@ -1,0 +1,302 @@
+//! Asks the kernel which socket is at the other end of a connection, and whose it is.
+//!
+//! `NETLINK_SOCK_DIAG` answers for one socket in microseconds, however many the machine has;
+//! where it is missing, the table in `/proc/net/tcp` says the same. Both know sockets of this
+//! network namespace only, and both say "root" of a socket that is closed already: an owner
+//! without an inode does not count.
+
+use std::fs;
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::service::Peer;
+
+/// Netlink family of socket diagnostics, from `linux/netlink.h`.
+const NETLINK_SOCK_DIAG: i32 = 4;
+/// Message type of `linux/sock_diag.h`: a question about one socket, and its answer.
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+/// Message type of `linux/netlink.h`: an error, in place of an answer.
+const NLMSG_ERROR: u16 = 2;
+const NLM_F_REQUEST: u16 = 1;
+/// Bytes of `struct nlmsghdr`.
+const HEADER: usize = 16;
+const AF_UNIX: u8 = 1;
+const AF_INET: u8 = 2;
+const AF_INET6: u8 = 10;
+const AF_NETLINK: i32 = 16;
+const IPPROTO_TCP: u8 = 6;
+/// `UDIAG_SHOW_PEER` and `UNIX_DIAG_PEER` of `linux/unix_diag.h`.
+const UDIAG_SHOW_PEER: u32 = 4;
+const UNIX_DIAG_PEER: u16 = 2;
+/// Bytes of `struct unix_diag_msg`, after which attributes follow.
+const UNIX_DIAG_MSG: usize = 16;
+/// Where `struct inet_diag_msg` has the owner and the inode.
+const INET_DIAG_UID: usize = 64;
+const INET_DIAG_INODE: usize = 68;
+/// A socket's cookie that is not known.
+const NO_COOKIE: [u8; 8] = [0xff; 8];
+
+/// The other end of a TCP connection.
+pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
+    let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
+        return Peer::default();
+    };
+    let (theirs, ours) = (canonical(theirs), canonical(ours));
+    let owner = match inet_owner(theirs, ours) {
+        Ok(owner) => owner,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(_) => listed_owner(theirs, ours),
+    };
+    Peer {
+        address: theirs.to_string(),
+        uid: owner.map(|owner| owner.uid),
+        inode: owner.map(|owner| owner.inode),
+    }
+}
+
+#[cfg_attr(not(test), expect(dead_code, reason = "the ipc:// listener will ask"))]
+/// The other end of a Unix socket. Its user is the one that connected.
+pub(super) fn of_unix(stream: &UnixStream) -> Peer {
+    let credentials = stream.peer_cred().ok();
+    let pid = credentials.and_then(|credentials| credentials.pid());
+    Peer {
+        address: pid.map_or_else(|| "unix".to_owned(), |pid| format!("unix pid {pid}")),
+        uid: credentials.map(|credentials| credentials.uid()),
+        inode: unix_peer(stream).ok().flatten(),
+    }
+}
+
+/// The IPv4 address that a socket for both families shows as an IPv6 one.
+fn canonical(address: SocketAddr) -> SocketAddr {
+    match address.ip().to_canonical() {
+        IpAddr::V4(v4) => SocketAddr::from((v4, address.port())),
+        IpAddr::V6(_) => address,
+    }
+}
+
+/// Who owns a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Owner {
+    uid: u32,
+    inode: u64,
+}
+
+impl Owner {
+    /// `None` for a socket that no process holds any more: its owner is not known.
+    fn known(uid: u32, inode: u64) -> Option<Self> {
+        (inode != 0).then_some(Self { uid, inode })
+    }
+}
+
+/// The answer to one question, without its header.
+fn ask(question: &[u8]) -> io::Result<Vec<u8>> {
+    let socket = Socket::new(
+        Domain::from(AF_NETLINK),
+        Type::DGRAM.cloexec().nonblocking(),
+        Some(Protocol::from(NETLINK_SOCK_DIAG)),
+    )?;
+    let mut message = Vec::with_capacity(HEADER + question.len());
+    message.extend_from_slice(&((HEADER + question.len()) as u32).to_ne_bytes());
+    message.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    message.extend_from_slice(&NLM_F_REQUEST.to_ne_bytes());
+    message.extend_from_slice(&[0; 8]);
+    message.extend_from_slice(question);
+    socket.send(&message)?;
+    // The kernel answers while it takes the question, so the answer is there.
+    let mut answer = vec![0; 1024];
+    let len = (&socket).read(&mut answer)?;
+    answer.truncate(len);
+    match answer
+        .get(4..6)
+        .map(|kind| u16::from_ne_bytes([kind[0], kind[1]]))
+    {
+        Some(SOCK_DIAG_BY_FAMILY) => Ok(answer.split_off(HEADER)),
+        Some(NLMSG_ERROR) => {
+            let code = number(&answer, HEADER).unwrap_or(0) as i32;
+            Err(io::Error::from_raw_os_error(-code))
+        }
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u32> {
+    let bytes = bytes.get(at..)?.first_chunk::<4>()?;
+    Some(u32::from_ne_bytes(*bytes))
+}
+
+/// Who owns the socket whose own address is `theirs` and whose peer is `ours`.
+fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>> {
+    let answer = ask(&inet_question(theirs, ours))?;
+    let read = |at| number(&answer, at).ok_or(io::ErrorKind::InvalidData);
+    // The kernel finds a listening socket where no connection matches; that is not the peer.
+    let port = answer.get(4..6).unwrap_or_default();
+    let remote = answer.get(6..8).unwrap_or_default();
+    if port != theirs.port().to_be_bytes() || remote != ours.port().to_be_bytes() {
+        return Ok(None);
+    }
+    Ok(Owner::known(
+        read(INET_DIAG_UID)?,
+        u64::from(read(INET_DIAG_INODE)?),
+    ))
+}
+
+/// `struct inet_diag_req_v2`.
+fn inet_question(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
+    let family = if theirs.is_ipv4() { AF_INET } else { AF_INET6 };
+    let mut question = vec![family, IPPROTO_TCP, 0, 0];
+    // Connections in any state.
+    question.extend_from_slice(&u32::MAX.to_ne_bytes());
+    question.extend_from_slice(&theirs.port().to_be_bytes());
+    question.extend_from_slice(&ours.port().to_be_bytes());
+    for address in [theirs.ip(), ours.ip()] {
+        let mut bytes = [0; 16];
+        match address {
+            IpAddr::V4(v4) => bytes[..4].copy_from_slice(&v4.octets()),
+            IpAddr::V6(v6) => bytes = v6.octets(),
+        }
+        question.extend_from_slice(&bytes);
+    }
+    let interface = match theirs {
+        SocketAddr::V6(v6) => v6.scope_id(),
+        SocketAddr::V4(_) => 0,
+    };
+    question.extend_from_slice(&interface.to_ne_bytes());
+    question.extend_from_slice(&NO_COOKIE);
+    question
+}
+
+/// The same from the kernel's table of all sockets.
+fn listed_owner(theirs: SocketAddr, ours: SocketAddr) -> Option<Owner> {
+    let table = match theirs {
+        SocketAddr::V4(_) => "/proc/net/tcp",
+        SocketAddr::V6(_) => "/proc/net/tcp6",
+    };
+    let table = fs::read_to_string(table).ok()?;
+    find_listed(&table, theirs, ours)
+}
+
+fn find_listed(table: &str, theirs: SocketAddr, ours: SocketAddr) -> Option<Owner> {
+    let (theirs, ours) = (listed(theirs), listed(ours));
+    let line = table.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        (fields.get(1)? == &theirs && fields.get(2)? == &ours).then_some(fields)
+    })?;
+    Owner::known(line.get(7)?.parse().ok()?, line.get(9)?.parse().ok()?)
+}
+
+/// An address as the table writes it: words in the machine's byte order.
+fn listed(address: SocketAddr) -> String {
+    let octets: Vec<u8> = match address.ip() {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    };
+    let words = octets.chunks(4).map(|word| {
+        let word: [u8; 4] = word.try_into().expect("addresses are whole words");
+        format!("{:08X}", u32::from_ne_bytes(word))
+    });
+    format!("{}:{:04X}", words.collect::<String>(), address.port())
+}
+
+/// Inode of the socket that a Unix socket of ours is connected to.
+fn unix_peer(stream: &UnixStream) -> io::Result<Option<u64>> {
+    let ours = fs::File::from(stream.as_fd().try_clone_to_owned()?);
+    let inode = u32::try_from(ours.metadata()?.ino()).map_err(io::Error::other)?;
+    // `struct unix_diag_req`.
+    let mut question = vec![AF_UNIX, 0, 0, 0];
+    question.extend_from_slice(&u32::MAX.to_ne_bytes());
+    question.extend_from_slice(&inode.to_ne_bytes());
+    question.extend_from_slice(&UDIAG_SHOW_PEER.to_ne_bytes());
+    question.extend_from_slice(&NO_COOKIE);
+    let answer = ask(&question)?;
+    let mut attributes = answer.get(UNIX_DIAG_MSG..).unwrap_or_default();
+    while let Some(head) = attributes.first_chunk::<4>() {
+        let len = usize::from(u16::from_ne_bytes([head[0], head[1]]));
+        if u16::from_ne_bytes([head[2], head[3]]) == UNIX_DIAG_PEER {
+            let peer = number(attributes, 4).filter(|&peer| peer != 0);
+            return Ok(peer.map(u64::from));
+        }
+        let next = len.max(4).next_multiple_of(4);
+        attributes = attributes.get(next..).unwrap_or_default();
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    fn inode(fd: i32) -> u64 {
+        let link = fs::read_link(format!("/proc/self/fd/{fd}")).expect("an open socket");
+        let link = link.to_string_lossy().into_owned();
+        let number = link.trim_start_matches("socket:[").trim_end_matches(']');
+        number.parse().expect("a number")
+    }
+
+    fn own_uid() -> u32 {
+        fs::metadata("/proc/self").expect("proc").uid()
+    }
+
+    #[tokio::test]
+    async fn the_other_end_of_a_loopback_connection_is_known_both_ways() {
+        for host in ["127.0.0.1:0", "[::1]:0", "[::]:0"] {
+            let Ok(listener) = tokio::net::TcpListener::bind(host).await else {
+                println!("skipped: {host} is not there");
+                continue;
+            };
+            let address = listener.local_addr().expect("bound");
+            let mut to = address;
+            if to.ip().is_unspecified() {
+                to.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+            }
+            let client = TcpStream::connect(to).await.expect("it listens");
+            let (accepted, _) = listener.accept().await.expect("a connection");
+            let peer = of_tcp(&accepted);
+            assert_eq!(peer.uid, Some(own_uid()));
+            assert_eq!(peer.inode, Some(inode(client.as_raw_fd())));
+            let (theirs, ours) = (client.local_addr().expect("bound"), to);
+            let owner = listed_owner(theirs, ours).expect("it is in the table");
+            assert_eq!((Some(owner.uid), Some(owner.inode)), (peer.uid, peer.inode));
+        }
+    }
+
+    /// The kernel says that root owns a socket that no process holds.
+    #[tokio::test]
+    async fn nobody_owns_a_socket_that_is_closed() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.expect("loopback");
+        let address = listener.local_addr().expect("bound");
+        drop(TcpStream::connect(address).await.expect("it listens"));
+        let (accepted, _) = listener.accept().await.expect("a connection");
+        let peer = of_tcp(&accepted);
+        assert_eq!((peer.uid, peer.inode), (None, None));
+    }
+
+    #[tokio::test]
+    async fn the_other_end_of_a_unix_socket_is_known() {
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let peer = of_unix(&ours);
+        assert_eq!(peer.uid, Some(own_uid()));
+        assert_eq!(peer.inode, Some(inode(theirs.as_raw_fd())));
+    }
+
+    #[test]
+    fn a_line_of_the_table_is_read() {
+        let line = "   0: 0100007F:9C40 0100007F:15B3 01 00000000:00000000 00:00000000 00000000  \
+                    1000        0 31337 1 0000000000000000 20 4 30 10 -1";
+        let theirs = "127.0.0.1:40000".parse().expect("an address");
+        let ours = "127.0.0.1:5555".parse().expect("an address");
+        let owner = Owner {
+            uid: 1000,
+            inode: 31337,
+        };
+        assert_eq!(find_listed(line, theirs, ours), Some(owner));
+        assert_eq!(find_listed(line, ours, theirs), None);
+    }
+}
