@@ -23,7 +23,7 @@ has_libclang() {
 # differently.
 libclang_packages() {
     local version
-    version=$(apt-cache depends libclang-dev 2>/dev/null |
+    version=$(LC_ALL=C apt-cache depends libclang-dev 2>/dev/null |
         sed -n 's/^ *Depends: libclang-\([0-9]*\)-dev$/\1/p' | head -1)
     if [ -n "$version" ] && apt-cache show "libclang1-$version" "libclang-common-$version-dev" >/dev/null 2>&1; then
         echo "libclang1-$version libclang-common-$version-dev"

@@ -83,27 +83,22 @@ pub(crate) fn install(program: &str, package: &str) -> Result<()> {
 }
 
 /// The first package that a metapackage depends on: of `linux-image-amd64`, the newest kernel.
-/// Package lists that are missing are fetched.
 pub(crate) fn depends(metapackage: &str) -> Result<String> {
-    let ask = || {
-        let mut command = Command::new("apt-cache");
-        let said = shown::quiet(command.args(["depends", metapackage]), INSTALLING)?;
-        let found = said
-            .lines()
-            .find_map(|line| line.trim().strip_prefix("Depends: "));
-        found
-            .map(str::to_owned)
-            .with_context(|| format!("apt-cache knows nothing that {metapackage} depends on"))
-    };
-    let unknown = match ask() {
-        Ok(found) => return Ok(found),
-        Err(unknown) => unknown,
-    };
-    if !may_install() {
-        return Err(unknown.context("run `apt-get update` as root, then try again"));
+    // An old list names packages that mirrors no longer have, and a new machine has none. Without
+    // a mirror, what is asked for next says so.
+    if may_install() {
+        let _ = update();
     }
-    update()?;
-    ask()
+    let mut ask = Command::new("apt-cache");
+    // Its words are translated elsewhere.
+    ask.args(["depends", metapackage]).env("LC_ALL", "C");
+    let said = shown::quiet(&mut ask, INSTALLING)?;
+    let found = said
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Depends: "));
+    found.map(str::to_owned).with_context(|| {
+        format!("apt-cache does not know {metapackage}: run `apt-get update` as root")
+    })
 }
 
 /// Takes files out of a package without installing it. Members are patterns of GNU tar, such as
@@ -116,13 +111,8 @@ pub(crate) fn extract(package: &str, members: &[String], into: &Path) -> Result<
     std::fs::create_dir_all(&folder)?;
     let mut download = Command::new("apt-get");
     download.args(["download", package]).current_dir(&folder);
-    if shown::output(&mut download, INSTALLING).is_err() {
-        if may_install() {
-            update()?;
-        }
-        shown::output(&mut download, INSTALLING)
-            .context("if the mirror has a newer one, run `apt-get update` as root")?;
-    }
+    shown::output(&mut download, INSTALLING)
+        .context("if the mirror has a newer one, run `apt-get update` as root")?;
     let file = std::fs::read_dir(&folder)?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.extension().is_some_and(|ending| ending == "deb"))
