@@ -65,6 +65,9 @@ pub use names::{
 mod prefix;
 pub use prefix::{Extended, PrefixHashes, RangeError};
 
+mod printable;
+pub use printable::Printable;
+
 mod space;
 pub use space::{KeySpace, LayoutFingerprint, SpaceId};
 

@@ -11,7 +11,8 @@ pub const MAX_DTYPE_BYTES: usize = 32;
 /// Longest salt, in characters: LMCache's limit.
 pub const MAX_SALT_CHARS: usize = 128;
 
-/// The name under which an engine serves its model. Not empty, at most [`MAX_MODEL_BYTES`].
+/// The name under which an engine serves its model. Not empty, at most [`MAX_MODEL_BYTES`], without
+/// control characters, so that it cannot end a line of a log.
 ///
 /// Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -71,11 +72,11 @@ impl ModelName {
     /// Checks a name.
     ///
     /// # Errors
-    /// When it is empty, too long, or holds NUL.
+    /// When it is empty, too long, or holds a control character.
     pub fn parse(name: &str) -> Result<Self, NameError> {
         let what = "model name";
         check_bytes(what, name, MAX_MODEL_BYTES)?;
-        check_chars(what, name, "no NUL", |c| c != '\0')?;
+        check_chars(what, name, "no control characters", |c| !c.is_control())?;
         Ok(Self(name.into()))
     }
 }
@@ -236,7 +237,14 @@ mod tests {
         );
         assert!(ModelName::parse(&"m".repeat(MAX_MODEL_BYTES)).is_ok());
         assert!(ModelName::parse(&"m".repeat(MAX_MODEL_BYTES + 1)).is_err());
-        assert!(ModelName::parse("a\0b").is_err());
+        for control in ['\0', '\n', '\r', '\t', '\u{1b}', '\u{7f}', '\u{9b}'] {
+            let name = format!("a{control}b");
+            let Err(NameError::Forbidden { found, at: 1, .. }) = ModelName::parse(&name) else {
+                panic!("{control:?} was let through")
+            };
+            assert_eq!(found, control);
+        }
+        assert!(ModelName::parse("/models/Qwen 3 (8B) é").is_ok());
         assert!(DtypeName::parse("bfloat16").is_ok());
         assert!(DtypeName::parse("float 16").is_err());
         assert!(DtypeName::parse(&"f".repeat(MAX_DTYPE_BYTES + 1)).is_err());

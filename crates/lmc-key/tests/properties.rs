@@ -42,7 +42,8 @@ fn space() -> impl Strategy<Value = KeySpace> {
     let salt = name(60).prop_map(|salt| salt.replace(['@', '/', '\\'], "%"));
     let salt = prop_oneof![Just(String::new()), salt];
     let numbers = (algorithm(), 1..=65_536_u32, any::<u32>(), any::<[u8; 16]>());
-    (numbers, name(60), "[a-z0-9_]{1,32}", salt).prop_map(
+    let model = name(60).prop_map(|model| model.replace(char::is_control, "?"));
+    (numbers, model, "[a-z0-9_]{1,32}", salt).prop_map(
         |((algorithm, chunk_size, world_size, layout), model, dtype, salt)| KeySpace {
             algorithm,
             chunk_size,

@@ -1,6 +1,6 @@
 //! `lmc serve`: starts everything, waits for a signal, stops everything.
 
-use std::io::{ErrorKind, IsTerminal};
+use std::io::ErrorKind;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,21 +15,20 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{info, warn};
-use tracing_subscriber::EnvFilter;
 
 use crate::config::{
     DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName,
     ServeConfig, human_bytes, human_duration,
 };
 use crate::http::{self, Http};
-use crate::{FreeMemory, choose_pool_size, disk, occupant};
+use crate::{FreeMemory, choose_pool_size, disk, log, occupant};
 
 /// How LMCache's tools name traffic without a salt.
 pub const DEFAULT_SALT: &str = "_default";
 
 /// Serves until a signal; the exit code of the process.
 pub fn run(loaded: &Loaded) -> ExitCode {
-    log_to_stderr(&loaded.config);
+    log::to_stderr(&loaded.config);
     for warning in &loaded.warnings {
         warn!("{warning}");
     }
@@ -57,19 +56,6 @@ enum Stop {
     Clean,
     /// By a deadline or a second signal.
     Forced,
-}
-
-fn log_to_stderr(config: &ServeConfig) {
-    let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr);
-    // Another subscriber is there only in tests, and serves as well.
-    let _ = match config.log_format {
-        LogFormat::Text => lines.with_target(false).try_init(),
-        LogFormat::Json => lines.json().try_init(),
-    };
 }
 
 fn start(loaded: &Loaded) -> Result<Stop> {

@@ -10,6 +10,7 @@ pub mod config;
 pub mod daemon;
 mod disk;
 pub mod http;
+mod log;
 pub mod metrics;
 mod occupant;
 mod open_files;

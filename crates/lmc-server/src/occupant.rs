@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use lmc_key::Printable;
+
 /// A process that listens.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Occupant {
@@ -61,7 +63,9 @@ pub(crate) fn of_pid_text(owner: &str) -> Option<Occupant> {
 fn command(pid: u32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).replace('\0', " ");
-    text.trim().chars().take(120).collect()
+    let text: String = text.trim().chars().take(120).collect();
+    // Any process may be called anything.
+    Printable(&text).to_string()
 }
 
 /// The inode of the socket in state LISTEN (0A) on this port.

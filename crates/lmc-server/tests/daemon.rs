@@ -269,6 +269,8 @@ fn a_wrong_command_line_ends_with_its_reason_and_code_2() {
     };
     check(&["--prot", "1"], "'--port'");
     check(&["--port", "x"], "expected a port number");
+    // Once the name of a module that logs nothing, so that the server said nothing either.
+    check(&["--log-level", "inof"], "did you mean info?");
     check(&["--l2-adapter", "{}"], "--disk-size");
     check(&["--transport", "grpc"], "ZeroMQ only");
     check(&["--config", "/nowhere.toml"], "cannot be read");

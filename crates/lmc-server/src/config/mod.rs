@@ -3,6 +3,7 @@
 mod docs;
 mod foreign;
 mod layers;
+mod log_level;
 mod parse;
 mod serve;
 mod setting;
@@ -13,6 +14,7 @@ mod suggest;
 pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
+pub use log_level::filter_of;
 pub use parse::{
     ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize,
     SegmentName, TransferMode,

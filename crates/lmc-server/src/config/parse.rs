@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lmc_memory::{Demand, SharedName};
-use tracing_subscriber::EnvFilter;
 
 use super::setting::Raw;
 use super::size::{self, GIB};
@@ -202,15 +201,6 @@ pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
 
 pub(crate) fn log_format(raw: &Raw) -> Result<LogFormat, String> {
     choice(raw, LogFormat::parse, LogFormat::NAMES)
-}
-
-pub(crate) fn log_level(raw: &Raw) -> Result<String, String> {
-    let text = raw.text()?;
-    EnvFilter::try_new(text).map_err(|_| {
-        "expected error, warn, info, debug, trace, or a filter such as info,lmc_engine=debug"
-            .to_owned()
-    })?;
-    Ok(text.to_owned())
 }
 
 pub(crate) fn host(raw: &Raw) -> Result<String, String> {

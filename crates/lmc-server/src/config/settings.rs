@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use lmc_memory::Demand;
 
+use super::log_level;
 use super::parse::{
     self, ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat,
     PoolSize, SegmentName, TransferMode,
@@ -133,8 +134,8 @@ settings! {
         KV_EVENT_LOG_SIZE: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
     }
     Log {
-        /// What is logged: error, warn, info, debug, trace, or a filter such as info,lmc_engine=debug.
-        LOG_LEVEL: String = "log-level", Value "LEVEL", "info", parse::log_level;
+        /// What is logged: off, error, warn, info, debug, trace, or a level and levels of single modules, such as info,lmc_engine=debug.
+        LOG_LEVEL: String = "log-level", Value "LEVEL", "info", log_level::parse;
         /// Log lines for people (text) or for machines (json).
         LOG_FORMAT: LogFormat = "log-format", Value "FORMAT", "text", parse::log_format;
     }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use lmc_key::Printable;
 use serde_json::Value;
 
 use crate::config::human_bytes;
@@ -15,9 +16,10 @@ fn bytes(value: &Value) -> String {
 }
 
 fn text(value: &Value) -> String {
+    // A model's name is what an engine says it is.
     value
         .as_str()
-        .map_or_else(|| value.to_string(), str::to_owned)
+        .map_or_else(|| value.to_string(), |text| Printable(text).to_string())
 }
 
 fn percent(part: f64, whole: f64) -> String {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
-use lmc_key::HashMemo;
+use lmc_key::{HashMemo, Printable};
 use lmc_memory::CopyPool;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -294,7 +294,7 @@ impl Service {
         }
         tracing::info!(
             instance = instance_id,
-            model = %instance.model,
+            model = instance.model.as_str(),
             world_size = instance.world_size,
             mode = instance.mode(),
             shape = ?instance.shape,
@@ -391,7 +391,8 @@ impl Service {
         self.shared.events.forget(subscription);
     }
 
-    /// Logs a warning that a peer can provoke, once a second at most.
+    /// Logs a warning that a peer can provoke, once a second at most, on one line whatever the
+    /// peer put into it.
     pub(crate) fn warn_throttled(&self, text: &str) {
         let shared = &self.shared;
         let now = shared.started.elapsed().as_millis() as u64 + 1;
@@ -404,8 +405,11 @@ impl Service {
                 .is_ok()
         };
         if due && swap() {
-            let suppressed = shared.suppressed.swap(0, Ordering::Relaxed);
-            tracing::warn!(suppressed, "{text}");
+            let text = Printable(text);
+            match shared.suppressed.swap(0, Ordering::Relaxed) {
+                0 => tracing::warn!("{text}"),
+                suppressed => tracing::warn!(suppressed, "{text}"),
+            }
         } else {
             shared.suppressed.fetch_add(1, Ordering::Relaxed);
         }
