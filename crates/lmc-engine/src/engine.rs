@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use crate::config::{CopyDown, EngineConfig, EngineError};
 use crate::events::Relay;
-use crate::lower::{Lower, LowerStatus, OfferItem, Source};
+use crate::lower::{Fetch, Lower, LowerStatus, OfferItem, Source};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::write::{Reservation, WriteRequest, WriteTicket};
 
@@ -217,7 +217,10 @@ impl CacheEngine {
     /// `keys` is the prompt from its first chunk on, `held` the leases of its leading chunks,
     /// and `below` what [`Self::below`] said of the keys after those. Over after
     /// [`EngineConfig::fetch_deadline`]: what has not come up by then is a miss. `done` is
-    /// dropped without a call when the engine goes.
+    /// dropped without a call when the engine goes or the fetch is cancelled.
+    ///
+    /// A chunk that a worker writes at the same time is waited for no longer than 50 ms. Owners
+    /// that fetch more than may be read at a time are served in turn.
     pub fn fetch(
         &self,
         tenant: TenantId,
@@ -225,10 +228,13 @@ impl CacheEngine {
         held: Leases,
         below: Below,
         done: impl FnOnce(Leases) + Send + 'static,
-    ) {
+    ) -> Fetch {
         match &self.0.lower {
             Some(lower) => lower.fetch(tenant, keys, held, below.0, done),
-            None => done(held),
+            None => {
+                done(held);
+                Fetch::default()
+            }
         }
     }
 

@@ -42,7 +42,7 @@ pub use engine::{Below, CacheEngine, Cleared, Removed, TierHealth};
 mod events;
 
 mod lower;
-pub use lower::LowerStatus;
+pub use lower::{Fetch, LowerStatus};
 
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};

@@ -161,12 +161,66 @@ fn two_who_ask_for_the_same_read_it_once() {
     let first = fetch(&engine, 2, keys(0..16));
     until("the first reads", || tier.loads() == 16);
     let second = fetch(&engine, 3, keys(0..16));
-    thread::sleep(Duration::from_millis(20));
+    // Longer than a fetch waits for a worker that writes.
+    thread::sleep(Duration::from_millis(150));
     tier.open();
     for waits in [first, second] {
         assert_eq!(waits.recv_timeout(PATIENCE).expect("in time").len(), 16);
     }
     assert_eq!(tier.loads(), 16);
+    assert_idle(&engine);
+}
+
+/// A worker prepared a store and did not commit: its process stopped, or its gather failed. The
+/// chunks lie in a lower tier all the same. Every prompt used to wait for the worker until the
+/// deadline, and then missed.
+#[test]
+fn an_uncommitted_store_delays_a_fetch_by_a_moment() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.clear_dram(true);
+    let uncommitted = reserve(&engine, 0..8);
+    assert_eq!(uncommitted.len(), 8);
+    let asked = Instant::now();
+    let both = [2, 3].map(|owner| fetch(&engine, owner, keys(0..8)));
+    for waits in both {
+        assert_eq!(waits.recv_timeout(PATIENCE).expect("in time").len(), 8);
+    }
+    assert!(
+        asked.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        asked.elapsed()
+    );
+    assert_eq!(tier.loads(), 8, "one reads for both");
+    assert_eq!(engine.commit(uncommitted), [Inserted::Present; 8]);
+    assert_eq!(fetched(&engine, 0..8).len(), 8);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_cancelled_fetch_ends_and_another_one_of_the_same_chunks_goes_on() {
+    let tier = gated();
+    let engine = engine(64, Arc::clone(&tier) as _);
+    write(&engine, 0..8);
+    settle(&engine);
+    engine.clear_dram(true);
+    tier.shut();
+    let held = engine.lookup(OwnerId(2), &keys(0..8));
+    let below = engine.below(&keys(0..8));
+    let (sender, done) = mpsc::channel();
+    let first = engine.fetch(NOBODY, keys(0..8), held, below, move |leases| {
+        sender.send(leases).expect("somebody waits");
+    });
+    until("the first reads", || tier.loads() == 8);
+    let second = fetch(&engine, 3, keys(0..8));
+    first.cancel();
+    let ended = done.recv_timeout(PATIENCE);
+    assert!(matches!(ended, Err(mpsc::RecvTimeoutError::Disconnected)));
+    tier.open();
+    assert_eq!(second.recv_timeout(PATIENCE).expect("in time").len(), 8);
+    first.cancel();
     assert_idle(&engine);
 }
 

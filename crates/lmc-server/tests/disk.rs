@@ -420,3 +420,39 @@ fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
         "{why}"
     );
 }
+
+/// A worker prepares a store of chunks that lie on disk, and never commits. Lookups of those
+/// chunks used to take 10 s and to miss, until the worker's connection ended.
+#[test]
+fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
+    let folder = folder("uncommitted");
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    server.eventually("all goes down", |server| {
+        server.metric("lmc_tier_chunks") == CHUNKS as f64
+    });
+    server.kill();
+
+    let server = Server::start(&folder.0);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    let prepare = Request::PrepareStore {
+        key: key("uncommitted"),
+        instance_id: 1,
+    };
+    let prepared = client.ask(&prepare).expect("an answer");
+    assert!(
+        matches!(&prepared, Reply::StoreSlots { slots, .. } if slots.len() == CHUNKS),
+        "{prepared:?}"
+    );
+    let asked = Instant::now();
+    assert_eq!(retrieve(&mut client, &shm_name, "lookup"), CHUNKS as u64);
+    assert!(
+        asked.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        asked.elapsed()
+    );
+    server.stop();
+}

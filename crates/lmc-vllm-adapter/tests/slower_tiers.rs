@@ -272,3 +272,35 @@ fn subscribers_hear_of_chunks_that_come_up_again() {
     assert_eq!(kinds, [stored, stored, removed, removed, stored, stored]);
     assert_eq!(batch.events[4].tokens[..], tokens[..CHUNK]);
 }
+
+/// A worker prepares a store of a prompt that lies in a lower tier, and never commits. Every
+/// lookup of the prompt used to take 10 s and to miss.
+#[test]
+fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
+    let (server, _tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut silent = Worker::register(&server, 2);
+    let mut scheduler = server.client();
+    let tokens = prompt(1, 4 * CHUNK);
+    let key = worker.key("a", &tokens, 0..4);
+    assert_eq!(worker.store(&key), 4);
+    sink(&server);
+    let uncommitted = silent.key("b", &tokens, 0..4);
+    assert_eq!(silent.prepare_store(&uncommitted).0.len(), 4);
+    let asked = Instant::now();
+    let key = CacheKey {
+        request_id: "c".to_owned(),
+        ..key
+    };
+    assert_eq!(lookup(&mut scheduler, &key), 4);
+    assert!(
+        asked.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        asked.elapsed()
+    );
+    assert!(worker.retrieve(&key));
+    end(&mut scheduler, "c");
+    // The late commit changes nothing: the chunks are there, and its slots come back.
+    silent.commit_store(&uncommitted);
+    server.assert_idle();
+}

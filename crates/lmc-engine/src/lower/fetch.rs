@@ -1,4 +1,4 @@
-//! Chunks on their way up.
+//! Chunks that are promoted from lower tiers into DRAM.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use lmc_backend::{LoadItem, Loaded};
 use lmc_backend_local::{InFlight, Leases, OwnerId, TenantId, Write, WriteStart};
 use lmc_key::ChunkKey;
-use tokio::sync::OwnedSemaphorePermit;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
+use super::permits::Permit;
 use super::{Lower, Shared, count, now_or_never};
 
 /// Bytes that one permit stands for.
@@ -20,8 +20,11 @@ pub(super) const UNIT: u64 = 4096;
 const WINDOW: u64 = 64 << 20;
 /// Reads of one prompt under way at a time.
 const WINDOWS: usize = 3;
-/// Time between two looks at a chunk that somebody else is bringing up or writing.
+/// Time between two looks at a chunk that another prompt promotes or a worker writes.
 const LOOK: Duration = Duration::from_millis(1);
+/// Longest wait for a worker that writes a chunk that a lower tier has. A worker may take any
+/// time to commit, and may never do so.
+const WRITER_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Where a chunk is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,8 +45,66 @@ struct Part {
     kept: Vec<Leases>,
     /// What is read from each tier.
     loads: Vec<Vec<Load>>,
-    /// What somebody else is writing or bringing up.
-    busy: Vec<ChunkKey>,
+    /// Places of chunks that another prompt promotes or a worker writes.
+    busy: Vec<usize>,
+    /// The chunks of `loads`, so that other prompts wait for them.
+    promoting: Promoting,
+}
+
+/// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
+struct Promoting {
+    shared: Arc<Shared>,
+    keys: Vec<ChunkKey>,
+}
+
+impl Promoting {
+    fn new(shared: &Arc<Shared>) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            keys: Vec::new(),
+        }
+    }
+
+    /// Adds a chunk. Returns false when another prompt promotes it.
+    fn add(&mut self, key: ChunkKey) -> bool {
+        let added = self.shared.promoting.lock().insert(key);
+        if added {
+            self.keys.push(key);
+        }
+        added
+    }
+}
+
+impl Drop for Promoting {
+    fn drop(&mut self) {
+        let mut promoting = self.shared.promoting.lock();
+        for key in &self.keys {
+            promoting.remove(key);
+        }
+    }
+}
+
+/// A fetch under way.
+#[derive(Debug, Default)]
+pub struct Fetch(Option<AbortHandle>);
+
+impl Fetch {
+    /// Ends the fetch if it is under way. Its `done` is then dropped without a call. Chunks that
+    /// another fetch waits for are promoted by that one.
+    pub fn cancel(&self) {
+        if let Some(task) = &self.0 {
+            task.abort();
+        }
+    }
+}
+
+/// A task that ends with its owner.
+struct Task(JoinHandle<Leases>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 /// A prompt whose chunks shall come up.
@@ -75,7 +136,7 @@ impl Lower {
         held: Leases,
         sources: Vec<Source>,
         done: impl FnOnce(Leases) + Send + 'static,
-    ) {
+    ) -> Fetch {
         let shared = Arc::clone(&self.shared);
         let prompt = Arc::new(Prompt {
             owner: held.owner(),
@@ -85,8 +146,10 @@ impl Lower {
             sources,
             deadline: Instant::now() + shared.fetch_deadline,
         });
-        self.runtime()
+        let task = self
+            .runtime()
             .spawn(async move { done(shared.raise(prompt, held).await) });
+        Fetch(Some(task.abort_handle()))
     }
 }
 
@@ -123,7 +186,7 @@ impl Shared {
     async fn raise(self: &Arc<Self>, prompt: Arc<Prompt>, mut held: Leases) -> Leases {
         let end = (prompt.begin + prompt.sources.len()).min(prompt.keys.len());
         let mut next = prompt.begin;
-        let mut under_way: VecDeque<(usize, JoinHandle<Leases>)> = VecDeque::new();
+        let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
             while under_way.len() < WINDOWS && next < end {
                 let window = prompt.window(next..end, u64::from(self.rising_units) * UNIT);
@@ -143,12 +206,12 @@ impl Shared {
                     drop(permit);
                     leases
                 });
-                under_way.push_back((len, task));
+                under_way.push_back((len, Task(task)));
             }
-            let Some((len, task)) = under_way.pop_front() else {
+            let Some((len, mut task)) = under_way.pop_front() else {
                 return held;
             };
-            let Ok(leases) = task.await else {
+            let Ok(leases) = (&mut task.0).await else {
                 break;
             };
             let whole = leases.len() == len;
@@ -156,32 +219,25 @@ impl Shared {
                 break;
             }
         }
-        // What follows a gap is of no use to this prompt.
-        under_way.iter().for_each(|(_, task)| task.abort());
+        // What follows a gap is of no use to this prompt: its tasks end here.
         held
     }
 
-    /// The right to bring a part up. `None` when there is none: now, or by the deadline for one
+    /// The right to promote a part. `None` when there is none: now, or by the deadline for one
     /// who waits.
-    async fn permit(
-        &self,
-        prompt: &Prompt,
-        window: &Range<usize>,
-        waits: bool,
-    ) -> Option<OwnedSemaphorePermit> {
+    async fn permit(&self, prompt: &Prompt, window: &Range<usize>, waits: bool) -> Option<Permit> {
         let units = prompt.bytes(window).div_ceil(UNIT).max(1) as u32;
         let units = units.min(self.rising_units);
-        let rising = Arc::clone(&self.rising);
         if !waits {
-            return rising.try_acquire_many_owned(units).ok();
+            return self.permits.try_acquire(units);
         }
         let deadline = tokio::time::Instant::from_std(prompt.deadline);
-        let permit = tokio::time::timeout_at(deadline, rising.acquire_many_owned(units));
-        permit.await.ok()?.ok()
+        let permit = self.permits.acquire(prompt.owner, units);
+        tokio::time::timeout_at(deadline, permit).await.ok()?
     }
 
     /// Leases what is in DRAM of a part of a prompt, and takes room for what is not.
-    fn prepare(&self, prompt: &Prompt, window: Range<usize>) -> Part {
+    fn prepare(self: &Arc<Self>, prompt: &Prompt, window: Range<usize>) -> Part {
         // What is located now is marked before it can be forgotten, which voids the marks.
         let _held = self.forgetting.read();
         // What was in DRAM when the prompt was looked at may have made room for its head.
@@ -191,6 +247,7 @@ impl Shared {
             kept: Vec::new(),
             loads: Vec::new(),
             busy: Vec::new(),
+            promoting: Promoting::new(self),
         };
         part.loads.resize_with(self.tiers.len(), Vec::new);
         for (place, source) in window.clone().zip(sources) {
@@ -204,10 +261,11 @@ impl Shared {
                 .begin_write(prompt.owner, prompt.tenant, key, len)
             {
                 Ok(WriteStart::Reserved(new)) => {
+                    part.promoting.add(key);
                     part.loads[number].push((place, new.mark, LoadItem::new(key, new.slot)));
                 }
                 Ok(WriteStart::Present) => {}
-                Ok(WriteStart::Busy) => part.busy.push(key),
+                Ok(WriteStart::Busy) => part.busy.push(place),
                 Err(_) => {
                     part.places.end = place;
                     break;
@@ -218,25 +276,85 @@ impl Shared {
     }
 
     /// Reads a part of a prompt, and leases its leading chunks.
-    async fn read(&self, prompt: &Prompt, part: Part) -> Leases {
+    async fn read(self: &Arc<Self>, prompt: &Prompt, part: Part) -> Leases {
         let Part {
             places,
             mut kept,
             loads,
-            busy,
+            mut busy,
+            promoting,
         } = part;
+        let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
+        self.load_all(prompt, loads, &mut kept).await;
+        drop(promoting);
+        while !busy.is_empty() && Instant::now() < prompt.deadline {
+            for &place in &busy {
+                let key = &prompt.keys[place];
+                while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
+                    tokio::time::sleep(LOOK).await;
+                }
+            }
+            // Of the rest no commit is near: it is read into slots beside those of its writers.
+            let (promoting, loads, left) = self.prepare_rest(prompt, &busy);
+            self.load_all(prompt, loads, &mut kept).await;
+            drop(promoting);
+            busy = left;
+        }
+        // Not a lookup of its own: the one that asked for it was counted.
+        self.local.lease_again(prompt.owner, &prompt.keys[places])
+    }
+
+    /// Whether a chunk is probably findable soon: another prompt promotes it, or, until
+    /// `writers_until`, a worker writes it.
+    fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
+        self.promoting.lock().contains(key)
+            || (self.local.is_writing(key) && Instant::now() < writers_until)
+    }
+
+    /// Takes memory for those chunks of `busy` that are still not in DRAM, whoever writes them.
+    /// The places that another prompt began to promote meanwhile are left.
+    fn prepare_rest(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        busy: &[usize],
+    ) -> (Promoting, Vec<Vec<Load>>, Vec<usize>) {
+        // As for `prepare`.
+        let _held = self.forgetting.read();
+        let mut promoting = Promoting::new(self);
+        let mut loads = Vec::new();
+        loads.resize_with(self.tiers.len(), Vec::new);
+        let mut left = Vec::new();
+        for &place in busy {
+            let key = prompt.keys[place];
+            let sources = self.locate(&[key]);
+            let Some(&Source::Tier { number, len }) = sources.first() else {
+                continue;
+            };
+            if !promoting.add(key) {
+                left.push(place);
+                continue;
+            }
+            let started = self
+                .local
+                .begin_shared_write(prompt.owner, prompt.tenant, key, len);
+            match started {
+                Ok(WriteStart::Reserved(new)) => {
+                    loads[number].push((place, new.mark, LoadItem::new(key, new.slot)));
+                }
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        (promoting, loads, left)
+    }
+
+    /// Reads chunks from all tiers, one tier after the other.
+    async fn load_all(&self, prompt: &Prompt, loads: Vec<Vec<Load>>, kept: &mut Vec<Leases>) {
         for (number, loads) in loads.into_iter().enumerate() {
             if !loads.is_empty() {
                 kept.push(self.load(prompt, number, loads).await);
             }
         }
-        for key in &busy {
-            while self.local.is_writing(key) && Instant::now() < prompt.deadline {
-                tokio::time::sleep(LOOK).await;
-            }
-        }
-        // Not a lookup of its own: the one that asked for it was counted.
-        self.local.lease_again(prompt.owner, &prompt.keys[places])
     }
 
     /// Reads chunks from one tier and makes them findable.

@@ -5,6 +5,7 @@
 
 mod copy;
 mod fetch;
+mod permits;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -18,17 +19,18 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Health};
 use lmc_backend_local::LocalTier;
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, FoldState};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::Semaphore;
 
 use crate::TierHealth;
 use crate::config::{EngineConfig, EngineError};
 use copy::Copies;
 pub(crate) use copy::OfferItem;
+pub use fetch::Fetch;
 pub(crate) use fetch::Source;
+use permits::Permits;
 
 /// What a tier below DRAM holds, and what went to and fro.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -96,9 +98,11 @@ struct Tier {
 pub(crate) struct Shared {
     local: LocalTier,
     tiers: Vec<Tier>,
-    /// Units of [`fetch::UNIT`] bytes that may come up at a time.
-    rising: Arc<Semaphore>,
+    /// Units of [`fetch::UNIT`] bytes that may be promoted at a time.
+    permits: Permits,
     rising_units: u32,
+    /// Chunks that prompts promote now.
+    promoting: Mutex<HashSet<ChunkKey, FoldState>>,
     fetch_deadline: Duration,
     store_deadline: Duration,
     /// Written while DRAM and the queues of copies forget: nobody offers what they no longer have.
@@ -151,8 +155,9 @@ impl Lower {
         let shared = Arc::new(Shared {
             local,
             tiers: backends.into_iter().map(tier).collect(),
-            rising: Arc::new(Semaphore::new(rising_units as usize)),
+            permits: Permits::new(rising_units),
             rising_units,
+            promoting: Mutex::default(),
             fetch_deadline: config.fetch_deadline,
             store_deadline: config.store_deadline,
             forgetting: RwLock::new(()),
