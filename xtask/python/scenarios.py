@@ -379,8 +379,9 @@ def disk_restart(run):
     if run.args.peer:
         return
     folder = tempfile.mkdtemp(prefix="lmc-disk-")
-    server = Server(run.args, "--disk", os.path.join(folder, "tier"), "--disk-size", "128MiB",
-                    "--disk-keep-free", "0")
+    server = Server(run.args, "--disk", os.path.join(folder, "tier"), "--disk-create",
+                    "--disk-size", "128MiB", "--disk-keep-free", "0",
+                    "--state-dir", os.path.join(folder, "state"))
 
     def disk():
         url = f"http://127.0.0.1:{server.http}/status"

@@ -57,6 +57,7 @@ fn open(folder: &str, pool: &Pool) -> Result<DiskBackend, Failure> {
     };
     let config = DiskConfig::new([folder], SIZE)
         .with_keep_free(0)
+        .with_new_drives()
         .with_segment_bytes(64 << 20)
         .with_io(io)
         .with_arena(Arc::clone(pool.arena()));

@@ -106,6 +106,7 @@ fn tier(
     // Room for what is there twice: segments are given up whole.
     let config = DiskConfig::new([folder], 2 * bytes + (1 << 30))
         .with_keep_free(0)
+        .with_new_drives()
         .with_segment_bytes(256 << 20)
         .with_io(io)
         .with_arena(Arc::clone(arena));
@@ -330,7 +331,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
 
 fn open(folder: &str) -> Result<(), Failure> {
     let begun = Instant::now();
-    let tier = DiskConfig::existing(folder)?.open()?;
+    let tier = DiskConfig::existing([folder])?.open()?;
     let seconds = begun.elapsed().as_secs_f64();
     let chunks = tier.held().chunks;
     println!("{{\"chunks\": {chunks}, \"seconds\": {seconds}}}");

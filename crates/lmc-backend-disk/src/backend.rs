@@ -16,6 +16,9 @@ use crate::admission::Admission;
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats, count};
 use crate::drive::Drive;
+use crate::drive_set::{DriveSet, missing_text};
+use crate::set::SetMember;
+use crate::spaces::Unreachable;
 use crate::timer::Timer;
 
 /// Chunks on one or more drives, found again after any kill.
@@ -26,19 +29,38 @@ use crate::timer::Timer;
 #[derive(Debug)]
 pub struct DiskBackend {
     drives: Arc<[Drive]>,
+    set: DriveSet,
+    unreachable: Vec<Unreachable>,
     admission: Option<Admission>,
     counters: Counters,
     timer: Timer,
 }
 
 impl DiskBackend {
-    pub(crate) fn new(drives: Vec<Drive>, admission: Option<Admission>) -> io::Result<Self> {
+    pub(crate) fn new(
+        drives: Vec<Drive>,
+        set: DriveSet,
+        admission: Option<Admission>,
+    ) -> io::Result<Self> {
         Ok(Self {
             drives: drives.into(),
+            set,
+            unreachable: Vec::new(),
             admission,
             counters: Counters::default(),
             timer: Timer::start()?,
         })
+    }
+
+    pub(crate) fn with_unreachable(mut self, unreachable: Vec<Unreachable>) -> Self {
+        self.unreachable = unreachable;
+        self
+    }
+
+    /// Chunks that were there at the start and cannot be hit, because they were stored under other
+    /// settings than [`crate::DiskConfig::with_key_settings`] names.
+    pub fn unreachable(&self) -> &[Unreachable] {
+        &self.unreachable
     }
 
     /// What was counted so far, all drives together.
@@ -70,6 +92,12 @@ impl DiskBackend {
     /// How each drive is.
     pub fn drive_health(&self) -> Vec<Health> {
         self.drives.iter().map(Drive::health).collect()
+    }
+
+    /// Drives of the set that are not open. What was cleared meanwhile is gone from them when
+    /// they are opened again.
+    pub fn missing(&self) -> &[SetMember] {
+        self.set.missing()
     }
 
     pub(crate) fn drives(&self) -> &[Drive] {
@@ -251,14 +279,21 @@ impl DiskBackend {
         if self.closed() {
             return Err(ClearError::Closed);
         }
+        let epoch = self.set.raise();
+        let batch = Batch::new(self.drives.len() + 1);
+        self.set
+            .note(epoch, (Arc::clone(&batch), self.drives.len()));
         // Drives that are out, too: they come back.
-        let batch = Batch::new(self.drives.len());
-        let clear = |(number, drive): (usize, &Drive)| drive.clear((Arc::clone(&batch), number));
+        let clear =
+            |(number, drive): (usize, &Drive)| drive.clear(epoch, (Arc::clone(&batch), number));
         let gone = self.drives.iter().enumerate().map(clear).sum();
         let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
-        match answers.iter().all(Option::is_some) {
-            true => Ok(gone),
-            false => Err(ClearError::Deadline),
+        if answers.iter().any(Option::is_none) {
+            return Err(ClearError::Deadline);
+        }
+        match answers.contains(&Some(false)) {
+            true => Err(io::Error::other("it is not noted in the state folder").into()),
+            false => Ok(gone),
         }
     }
 }
@@ -374,6 +409,7 @@ impl Backend for DiskBackend {
                 }
                 _ => None,
             });
+        let faults = faults.chain(self.set.missing().iter().map(missing_text));
         let reason = faults.collect::<Vec<_>>().join("; ");
         if each
             .iter()

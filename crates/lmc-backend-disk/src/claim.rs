@@ -7,8 +7,9 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::config::{DiskError, UNFINISHED_HEADER};
+use crate::config::UNFINISHED_HEADER;
 use crate::drive::HEADER_NAME;
+use crate::error::DiskError;
 use crate::format::DRIVE_MAGIC;
 use crate::volume::PROBE;
 
@@ -75,7 +76,7 @@ pub(crate) fn sign(lock: &File) {
 }
 
 /// Whether a folder holds a drive, or nothing but what the making of one may have left.
-fn may_be_ours(path: &Path) -> io::Result<bool> {
+pub(crate) fn may_be_ours(path: &Path) -> io::Result<bool> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
         let is_file = entry.file_type()?.is_file();

@@ -1,25 +1,31 @@
 //! How the tier is set up, and opening it.
 
 use std::fs::{self, File};
-use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use lmc_memory::Arena;
-use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::admission::Admission;
 use crate::backend::DiskBackend;
-use crate::claim::{claim, sign};
-use crate::drive::{Drive, DriveSettings, HEADER_NAME};
-use crate::format::{DriveHeader, FormatError, VERSION};
+use crate::claim::{claim, may_be_ours, sign};
+use crate::drive::{Drive, DriveSettings, HEADER_NAME, replace_file};
+use crate::drive_set::{DriveSet, absolute, ago, now};
+use crate::epoch::{hex, random_id};
+use crate::error::DiskError;
+use crate::format::{BLOCK_LEN, DriveHeader, FormatError, VERSION};
 use crate::index::MAX_SEGMENTS;
 use crate::log::{recover, segment_name, segment_numbers};
-use crate::volume::{AlignedBuf, BLOCK, EngineChoice, FolderConfig, FolderVolume, Kind, Volume};
+use crate::set::{SET_NAME, SetRecord};
+use crate::spaces::{Unreachable, cut, unreachable};
+use crate::state_dir::StateDir;
+use crate::volume::{
+    BLOCK, EngineChoice, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium,
+};
 
 /// What a drive's folder is made under before it is whole.
 pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
@@ -63,103 +69,12 @@ pub struct DiskConfig {
     max_writing: u64,
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
+    state_dir: Option<PathBuf>,
+    key_settings: Option<String>,
+    /// Make a drive of a folder that is none.
+    new_drives: bool,
     /// Open what is there, and make nothing.
     existing: bool,
-}
-
-/// Why a disk tier cannot be opened. Nothing on the drive was changed.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum DiskError {
-    /// No folder was named.
-    #[error("a disk tier needs at least one folder")]
-    NoFolder,
-    /// The folder is not there and cannot be made.
-    #[error(
-        "{path}: the folder is not there and cannot be made: {source}; make it, or name another"
-    )]
-    Missing {
-        /// The folder.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The folder cannot be written.
-    #[error(
-        "{path}: no file can be written there: {source}; check its owner and whether it is mounted read-only"
-    )]
-    NotWritable {
-        /// The folder.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// Another process has it.
-    #[error("{path}: in use by another lmc ({owner}); stop that one, or name another folder")]
-    Locked {
-        /// The folder.
-        path: PathBuf,
-        /// Who has it.
-        owner: String,
-    },
-    /// The folder is no drive of lmc.
-    #[error("{path}: no chunks of lmc are here; name a folder that `lmc serve --disk` has used")]
-    NoDrive {
-        /// The folder.
-        path: PathBuf,
-    },
-    /// The folder holds something else.
-    #[error("{path}: holds something and no `{HEADER_NAME}` of lmc; name an empty folder")]
-    NotOurs {
-        /// The folder.
-        path: PathBuf,
-    },
-    /// It was written by a later lmc, or is damaged where all begins.
-    #[error("{path}: {source}")]
-    Format {
-        /// The folder.
-        path: PathBuf,
-        /// What is wrong.
-        source: io::Error,
-    },
-    /// Less than a tier can work with.
-    #[error("{path}: {size} bytes for each drive are too few, {least} are the least")]
-    TooSmall {
-        /// The folder.
-        path: PathBuf,
-        /// What was asked for.
-        size: u64,
-        /// What is needed.
-        least: u64,
-    },
-    /// The file system is smaller than what was asked for.
-    #[error(
-        "{path}: {size} bytes were asked for, the file system has room for {room}; ask for less, or free some"
-    )]
-    Space {
-        /// The folder.
-        path: PathBuf,
-        /// What was asked for, for this drive.
-        size: u64,
-        /// What can be had, with what the folder holds already.
-        room: u64,
-    },
-    /// Its segments and logs are more files than the process may open.
-    #[error(
-        "{path}: the drive has more files than may be open at a time; raise the limit (ulimit -n)"
-    )]
-    OpenFiles {
-        /// The folder.
-        path: PathBuf,
-    },
-    /// The system refused something.
-    #[error("{path}: {source}")]
-    Io {
-        /// The folder.
-        path: PathBuf,
-        /// What it refused.
-        source: io::Error,
-    },
 }
 
 impl DiskConfig {
@@ -176,22 +91,53 @@ impl DiskConfig {
             max_writing: 1 << 30,
             probe_every: Duration::from_secs(5),
             arena: None,
+            state_dir: None,
+            key_settings: None,
+            new_drives: false,
             existing: false,
         }
     }
 
-    /// For a folder that is there, to look into it: with room for what it holds and a little
-    /// more.
+    /// For folders that are there, to look into them: with room for what each holds and a little
+    /// more. The drives are not compared, and none is cleared.
     ///
     /// # Errors
-    /// [`DiskError::NoDrive`], or what else is wrong with the folder.
-    pub fn existing(path: impl Into<PathBuf>) -> Result<Self, DiskError> {
-        let path = path.into();
-        let size = enough_for(&path)?;
+    /// [`DiskError::NoDrive`], or what else is wrong with a folder.
+    pub fn existing(
+        paths: impl IntoIterator<Item = impl Into<PathBuf>>,
+    ) -> Result<Self, DiskError> {
+        let this = Self::new(paths, 0).with_keep_free(0);
+        for path in &this.paths {
+            enough_for(path)?;
+        }
         Ok(Self {
             existing: true,
-            ..Self::new([path], size).with_keep_free(0)
+            ..this
         })
+    }
+
+    /// Makes a drive of each folder that is none yet, and the folder where it is not there.
+    /// Default: such a folder is refused ([`DiskError::NoDriveYet`]), because it may be a mount
+    /// point whose file system is not mounted.
+    pub fn with_new_drives(mut self) -> Self {
+        self.new_drives = true;
+        self
+    }
+
+    /// Names the settings that are in every key of this process, such as the chunk size. The
+    /// drives remember which chunks were stored under which, see [`DiskBackend::unreachable`].
+    /// Up to 252 bytes count. Default: none.
+    pub fn with_key_settings(mut self, settings: &str) -> Self {
+        self.key_settings = Some(cut(settings));
+        self
+    }
+
+    /// Sets the folder, outside of the drives, in which the last clear of each drive set is
+    /// noted. Without one, a whole set that is replaced by an older copy of itself has its old
+    /// chunks again. Default: none.
+    pub fn with_state_dir(mut self, path: impl Into<PathBuf>) -> Self {
+        self.state_dir = Some(path.into());
+        self
     }
 
     /// Sets the bytes that each file system keeps free. Default: 1 GiB.
@@ -244,7 +190,8 @@ impl DiskConfig {
         self
     }
 
-    /// Opens the drives and finds what was acknowledged before.
+    /// Opens the drives and finds what was acknowledged before. Drives that missed a clear of
+    /// their set are cleared first.
     ///
     /// # Errors
     /// [`DiskError`].
@@ -253,15 +200,94 @@ impl DiskConfig {
             return Err(DiskError::NoFolder);
         }
         let share = self.size / self.paths.len() as u64;
+        let state = self.state_dir.as_deref().map(StateDir::open).transpose()?;
+        if !self.new_drives {
+            for path in &self.paths {
+                self.is_drive(path, state.as_ref())?;
+            }
+        }
         let drives = self.paths.iter().map(|path| self.open_folder(path, share));
         let drives = drives.collect::<Result<Vec<_>, _>>()?;
+        let set = match self.existing {
+            true => DriveSet::of(&drives),
+            false => DriveSet::join(&drives, &self.paths, state.as_ref())?,
+        };
+        let unreachable = self.note_settings(&drives);
         let admission = match self.admit {
             Admit::Always => None,
             Admit::SecondTouch => Some(Admission::default()),
         };
-        DiskBackend::new(drives, admission).map_err(|source| DiskError::Io {
+        let tier = DiskBackend::new(drives, set, admission).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),
             source,
+        })?;
+        Ok(tier.with_unreachable(unreachable))
+    }
+
+    /// Notes the present settings on the drives. Returns what was stored under others.
+    fn note_settings(&self, drives: &[Drive]) -> Vec<Unreachable> {
+        let Some(current) = self.key_settings.as_deref().filter(|_| !self.existing) else {
+            return Vec::new();
+        };
+        let mut all = Vec::new();
+        for (drive, path) in drives.iter().zip(&self.paths) {
+            let spaces = drive.spaces();
+            if let Err(error) = drive.note_settings(current, &spaces) {
+                warn!(
+                    path = %path.display(),
+                    %error,
+                    "the settings of keys are not noted; a later start cannot name the chunks \
+                     that were stored under them"
+                );
+            }
+            all.extend(spaces);
+        }
+        unreachable(&all, current)
+    }
+
+    /// Refuses a folder that holds no drive, before anything is done to it.
+    fn is_drive(&self, path: &Path, state: Option<&StateDir>) -> Result<(), DiskError> {
+        if path.is_dir() {
+            let ours = may_be_ours(path).map_err(|source| DiskError::Io {
+                path: path.to_owned(),
+                source,
+            })?;
+            if !ours {
+                let path = path.to_owned();
+                return Err(DiskError::NotOurs { path });
+            }
+            if header_of(path)?.is_some() {
+                return Ok(());
+            }
+        } else if path.exists() {
+            let path = path.to_owned();
+            return Err(DiskError::NotAFolder { path });
+        }
+        Err(DiskError::NoDriveYet {
+            path: path.to_owned(),
+            expected: self.expected_at(path, state),
+        })
+    }
+
+    /// Says which drive was in a folder, as far as other drives or the state folder know.
+    fn expected_at(&self, path: &Path, state: Option<&StateDir>) -> String {
+        let other = |path: &PathBuf| SetRecord::decode(&fs::read(path.join(SET_NAME)).ok()?).ok();
+        let mut records: Vec<SetRecord> = self.paths.iter().filter_map(other).collect();
+        records.extend(
+            state
+                .and_then(|state| state.records().ok())
+                .unwrap_or_default(),
+        );
+        let path = absolute(path);
+        let members = records.into_iter().flat_map(|record| record.members);
+        let here = members.filter(|member| member.path == path);
+        let last = here.max_by_key(|member| member.last_seen);
+        last.map_or_else(String::new, |member| {
+            let id = hex(&member.drive_id);
+            format!(
+                "; drive {id} was here {}: its file system is not mounted",
+                ago(member.last_seen)
+            )
         })
     }
 
@@ -269,6 +295,10 @@ impl DiskConfig {
         let io = |source| DiskError::Io {
             path: path.to_owned(),
             source,
+        };
+        let size = match self.existing {
+            true => enough_for(path)?,
+            false => size,
         };
         let is_enough = |least| match size < least {
             true => Err(DiskError::TooSmall {
@@ -279,8 +309,20 @@ impl DiskConfig {
             false => Ok(()),
         };
         is_enough(MIN_SIZE)?;
+        if let Medium::Memory(name) = medium_of(path)?
+            && !self.existing
+        {
+            warn!(
+                path = %path.display(),
+                "the folder is on {name}: its chunks take memory, and are gone after a reboot"
+            );
+        }
+        if path.exists() && !path.is_dir() {
+            let path = path.to_owned();
+            return Err(DiskError::NotAFolder { path });
+        }
         if !path.is_dir() {
-            fs::create_dir(path).map_err(|source| DiskError::Missing {
+            fs::create_dir_all(path).map_err(|source| DiskError::Missing {
                 path: path.to_owned(),
                 source,
             })?;
@@ -375,19 +417,45 @@ fn default_segment(size: u64) -> u64 {
 /// need not be there, but one above it must.
 ///
 /// # Errors
-/// When there is no such folder, or its file system does not say.
-pub fn usable_bytes(path: &Path) -> io::Result<u64> {
-    let above = path.ancestors().find(|path| path.is_dir());
-    let above = match above {
-        // A name without a folder before it is in this one.
-        None => Path::new("."),
-        Some(above) => above,
+/// [`DiskError`] where the file system keeps no files or does not say how large it is.
+pub fn usable_bytes(path: &Path) -> Result<u64, DiskError> {
+    let io = |source| DiskError::Io {
+        path: path.to_owned(),
+        source,
     };
+    medium_of(path)?;
     let held = match path.is_dir() {
-        true => held_bytes(path)?,
+        true => held_bytes(path).map_err(io)?,
         false => 0,
     };
-    Ok(crate::volume::free_bytes(above)? + held)
+    match crate::volume::free_bytes(nearest(path)).map_err(io)? {
+        NO_SIZE => Err(DiskError::NoSize {
+            path: path.to_owned(),
+        }),
+        free => Ok(free.saturating_add(held)),
+    }
+}
+
+/// The folder itself, or the nearest one above it that is there.
+fn nearest(path: &Path) -> &Path {
+    let above = path.ancestors().find(|path| path.is_dir());
+    // A name without a folder before it is in this one.
+    above.unwrap_or(Path::new("."))
+}
+
+/// What the file system of a folder keeps files on.
+fn medium_of(path: &Path) -> Result<Medium, DiskError> {
+    let found = medium(nearest(path)).map_err(|source| DiskError::Io {
+        path: path.to_owned(),
+        source,
+    })?;
+    match found {
+        Medium::Nothing(name) => Err(DiskError::NoFiles {
+            path: path.to_owned(),
+            name,
+        }),
+        other => Ok(other),
+    }
 }
 
 /// Bytes with which a drive holds what it has, and takes a little more.
@@ -480,24 +548,15 @@ pub(crate) fn open_drive(
 }
 
 fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
-    let random = || {
-        RandomState::new()
-            .hash_one(std::process::id())
-            .to_le_bytes()
-    };
-    let mut drive_id = [0; 16];
-    drive_id[..8].copy_from_slice(&random());
-    drive_id[8..].copy_from_slice(&random());
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let header = DriveHeader {
-        drive_id,
+        drive_id: random_id(),
         // What is no size is refused below.
         segment_bytes: segment_bytes
             .checked_next_multiple_of(BLOCK)
             .unwrap_or(u64::MAX),
-        created: now.map_or(0, |now| now.as_secs()),
+        created: now(),
     };
-    let mut block = AlignedBuf::new(BLOCK);
+    let mut block = [0; BLOCK_LEN];
     header.encode(&mut block);
     DriveHeader::decode(&block).map_err(|error: FormatError| {
         io::Error::new(
@@ -505,12 +564,7 @@ fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
             format!("version {VERSION}: {error}"),
         )
     })?;
-    let file = volume.open(UNFINISHED_HEADER, Some(BLOCK))?;
-    crate::drive::wait_for(volume, Kind::Write, file, 0, Some(block))?;
-    crate::drive::wait_for(volume, Kind::Sync, file, 0, None)?;
-    volume.close(file);
-    volume.rename(UNFINISHED_HEADER, HEADER_NAME)?;
-    volume.sync_names()
+    replace_file(volume, HEADER_NAME, &block)
 }
 
 #[cfg(test)]

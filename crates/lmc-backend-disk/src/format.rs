@@ -7,10 +7,15 @@ use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::epoch::ClearEpoch;
 use crate::volume::BLOCK;
 
-/// The format that is written, and the newest that is read.
+/// The first version: of every structure without an epoch record.
 pub(crate) const VERSION: u32 = 1;
+/// The version of frames and checkpoints with an epoch record, and the newest that is read. Each
+/// has the lowest version that describes it, so that an lmc that does not know of epochs refuses
+/// a folder only where it would undo a clear.
+pub(crate) const VERSION_WITH_EPOCH: u32 = 2;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
@@ -35,9 +40,13 @@ pub(crate) enum FormatError {
     Magic { what: &'static str },
     /// A later version.
     #[error(
-        "{what} has version {found}, this lmc reads up to {VERSION}: use the lmc that wrote it, or a newer one"
+        "{what} has version {found}, this lmc reads up to {newest}: use the lmc that wrote it, or a newer one"
     )]
-    Version { what: &'static str, found: u32 },
+    Version {
+        what: &'static str,
+        found: u32,
+        newest: u32,
+    },
     /// The checksum is wrong.
     #[error("{what} is damaged: its checksum is wrong")]
     Damaged { what: &'static str },
@@ -59,17 +68,17 @@ pub(crate) fn payload_sum(bytes: &[u8]) -> u64 {
     lmc_memory::checksum(bytes)
 }
 
-struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     out: &'a mut [u8],
     at: usize,
 }
 
 impl<'a> Writer<'a> {
-    fn new(out: &'a mut [u8]) -> Self {
+    pub(crate) fn new(out: &'a mut [u8]) -> Self {
         Self { out, at: 0 }
     }
 
-    fn put(&mut self, bytes: &[u8]) {
+    pub(crate) fn put(&mut self, bytes: &[u8]) {
         self.out[self.at..self.at + bytes.len()].copy_from_slice(bytes);
         self.at += bytes.len();
     }
@@ -78,11 +87,11 @@ impl<'a> Writer<'a> {
         self.put(&value.to_le_bytes());
     }
 
-    fn u32(&mut self, value: u32) {
+    pub(crate) fn u32(&mut self, value: u32) {
         self.put(&value.to_le_bytes());
     }
 
-    fn u64(&mut self, value: u64) {
+    pub(crate) fn u64(&mut self, value: u64) {
         self.put(&value.to_le_bytes());
     }
 
@@ -95,17 +104,17 @@ impl<'a> Writer<'a> {
     }
 }
 
-struct Reader<'a> {
+pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Reader<'a> {
-    fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, at: 0 }
     }
 
-    fn array<const N: usize>(&mut self) -> [u8; N] {
+    pub(crate) fn array<const N: usize>(&mut self) -> [u8; N] {
         let array = self.bytes[self.at..self.at + N].try_into();
         self.at += N;
         array.expect("the slice has this length")
@@ -115,11 +124,11 @@ impl<'a> Reader<'a> {
         u16::from_le_bytes(self.array())
     }
 
-    fn u32(&mut self) -> u32 {
+    pub(crate) fn u32(&mut self) -> u32 {
         u32::from_le_bytes(self.array())
     }
 
-    fn u64(&mut self) -> u64 {
+    pub(crate) fn u64(&mut self) -> u64 {
         u64::from_le_bytes(self.array())
     }
 
@@ -142,23 +151,36 @@ fn sum_block(block: &mut [u8]) {
     block[SUM_AT..BLOCK_LEN].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Checks what all structures begin with: magic, checksum of the whole (`sum` says how it is
-/// made), version.
-fn check_head(
+/// What a structure begins with.
+pub(crate) struct Head {
+    pub(crate) magic: [u8; 8],
+    pub(crate) what: &'static str,
+    /// The newest version that is read.
+    pub(crate) newest: u32,
+}
+
+/// Checks what all structures begin with: magic, checksum of the whole (`intact` says whether it
+/// is right), version.
+pub(crate) fn check_head(
     block: &[u8],
-    magic: [u8; 8],
-    what: &'static str,
+    head: Head,
     intact: impl FnOnce() -> bool,
 ) -> Result<(), FormatError> {
+    let Head {
+        magic,
+        what,
+        newest,
+    } = head;
     if block[..8] != magic {
         return Err(FormatError::Magic { what });
     }
     // A version is believed before the checksum: a later one may have another.
     let version = u32::from_le_bytes(block[8..12].try_into().expect("four bytes"));
-    if version > VERSION {
+    if version > newest {
         return Err(FormatError::Version {
             what,
             found: version,
+            newest,
         });
     }
     if !intact() {
@@ -204,7 +226,12 @@ impl DriveHeader {
 
     pub(crate) fn decode(block: &[u8]) -> Result<Self, FormatError> {
         let what = "folder of a drive";
-        check_head(block, DRIVE_MAGIC, what, || block_intact(block))?;
+        let head = Head {
+            magic: DRIVE_MAGIC,
+            what,
+            newest: VERSION,
+        };
+        check_head(block, head, || block_intact(block))?;
         let mut r = Reader::new(&block[16..]);
         let this = Self {
             drive_id: r.array(),
@@ -265,7 +292,12 @@ impl ChunkHeader {
 
     pub(crate) fn decode(block: &[u8]) -> Result<Self, FormatError> {
         let what = "header of a chunk";
-        check_head(block, CHUNK_MAGIC, what, || block_intact(block))?;
+        let head = Head {
+            magic: CHUNK_MAGIC,
+            what,
+            newest: VERSION,
+        };
+        check_head(block, head, || block_intact(block))?;
         let mut r = Reader::new(&block[12..]);
         let flags = r.u32();
         let drive_id = r.array();
@@ -304,6 +336,9 @@ pub(crate) enum Record {
     Remove { key: ChunkKey },
     /// A segment is written anew from its start: whatever an earlier use left in it is gone.
     Begin { segment: u32, generation: u64 },
+    /// Everything that was stored before this clear is gone. Follows on the [`Self::Begin`]s of
+    /// the clear.
+    Epoch(ClearEpoch),
 }
 
 /// What the index knows of a chunk.
@@ -318,6 +353,18 @@ pub(crate) struct PutRecord {
 const PUT: u32 = 1;
 const REMOVE: u32 = 2;
 const BEGIN: u32 = 3;
+const EPOCH: u32 = 4;
+
+/// The version of a frame or a checkpoint that holds these records.
+pub(crate) fn version_of(records: &[Record]) -> u32 {
+    match records
+        .iter()
+        .any(|record| matches!(record, Record::Epoch(_)))
+    {
+        true => VERSION_WITH_EPOCH,
+        false => VERSION,
+    }
+}
 
 impl Record {
     pub(crate) fn encode(&self, out: &mut [u8]) {
@@ -348,6 +395,12 @@ impl Record {
                 w.u64(0);
                 w.u64(*generation);
             }
+            Self::Epoch(epoch) => {
+                w.u32(EPOCH);
+                w.at = 16;
+                w.u64(epoch.counter);
+                w.put(&epoch.origin);
+            }
         }
     }
 
@@ -376,6 +429,12 @@ impl Record {
                 segment,
                 generation,
             }),
+            // The field of the key is for the epoch of one space, which no version has yet.
+            EPOCH if bytes[40..RECORD_LEN].iter().all(|&byte| byte == 0) => {
+                let mut r = Reader::new(&bytes[16..]);
+                let (counter, origin) = (r.u64(), r.array());
+                Some(Self::Epoch(ClearEpoch { counter, origin }))
+            }
             _ => None,
         }
     }
@@ -401,7 +460,7 @@ pub(crate) fn encode_frame(
     out.fill(0);
     let mut w = Writer::new(out);
     w.put(&FRAME_MAGIC);
-    w.u32(VERSION);
+    w.u32(version_of(records));
     w.u32(records.len() as u32);
     w.put(drive_id);
     w.u64(log);
@@ -432,7 +491,12 @@ pub(crate) fn decode_frame(
         return Err(FormatError::Magic { what });
     }
     let mut frame_bytes = None;
-    check_head(bytes, FRAME_MAGIC, what, || {
+    let head = Head {
+        magic: FRAME_MAGIC,
+        what,
+        newest: VERSION_WITH_EPOCH,
+    };
+    check_head(bytes, head, || {
         let mut r = Reader::new(&bytes[12..]);
         let count = r.u32() as usize;
         if count > MAX_FRAME_RECORDS || frame_len(count) > bytes.len() {
@@ -469,10 +533,13 @@ pub(crate) fn decode_frame(
     Ok(len)
 }
 
-/// The first block of a checkpoint. After it come the segments' records ([`Record::Begin`]) and
-/// the chunks' ([`Record::Put`]), without gaps, padded to a whole block.
+/// The first block of a checkpoint. After it come the epoch ([`Record::Epoch`], where anything was
+/// ever cleared), the segments' records ([`Record::Begin`]) and the chunks' ([`Record::Put`]),
+/// without gaps, padded to a whole block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CheckpointHeader {
+    /// That of its records, see [`version_of`].
+    pub(crate) version: u32,
     pub(crate) drive_id: [u8; 16],
     /// The log whose frames follow on this checkpoint.
     pub(crate) log: u64,
@@ -486,7 +553,7 @@ impl CheckpointHeader {
         block[..BLOCK_LEN].fill(0);
         let mut w = Writer::new(block);
         w.put(&CHECKPOINT_MAGIC);
-        w.u32(VERSION);
+        w.u32(self.version);
         w.u32(0);
         w.put(&self.drive_id);
         w.u64(self.log);
@@ -501,9 +568,17 @@ impl CheckpointHeader {
         if bytes.len() < BLOCK_LEN {
             return Err(FormatError::Magic { what });
         }
-        check_head(bytes, CHECKPOINT_MAGIC, what, || block_intact(bytes))?;
-        let mut r = Reader::new(&bytes[16..]);
+        let head = Head {
+            magic: CHECKPOINT_MAGIC,
+            what,
+            newest: VERSION_WITH_EPOCH,
+        };
+        check_head(bytes, head, || block_intact(bytes))?;
+        let mut r = Reader::new(&bytes[8..]);
+        let version = r.u32();
+        r.u32();
         let this = Self {
+            version,
             drive_id: r.array(),
             log: r.u64(),
             records: r.u64(),

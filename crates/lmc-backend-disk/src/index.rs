@@ -2,12 +2,13 @@
 //!
 //! Pure: no files, no clock. Changes come as [`Record`]s, the same at run time and at recovery.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use hashbrown::HashTable;
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::epoch::ClearEpoch;
 use crate::format::{Place, PutRecord, Record, blocks};
 
 /// A chunk in the list of its segment.
@@ -109,6 +110,8 @@ pub(crate) struct Index {
     full: VecDeque<u32>,
     /// Segments whose file is there and that hold nothing; the last is used next.
     free: Vec<u32>,
+    /// The last clear.
+    epoch: ClearEpoch,
     chunks: u64,
     bytes: u64,
     evicted_chunks: u64,
@@ -126,6 +129,15 @@ pub(crate) struct Snapshot {
     /// The segment whose chunks are told of, and the next of them in its list.
     segment: usize,
     at: usize,
+}
+
+/// What one space has on a drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct IndexSpace {
+    pub(crate) chunks: u64,
+    pub(crate) bytes: u64,
+    /// The newest generation of a segment that has a chunk of it.
+    pub(crate) generation: u64,
 }
 
 /// What an [`Index`] holds and did.
@@ -148,6 +160,7 @@ impl Index {
             active: None,
             full: VecDeque::new(),
             free: Vec::new(),
+            epoch: ClearEpoch::default(),
             chunks: 0,
             bytes: 0,
             evicted_chunks: 0,
@@ -187,7 +200,20 @@ impl Index {
                 segment,
                 generation,
             } => self.begin(segment, generation),
+            Record::Epoch(epoch) => self.reach(epoch),
         }
+    }
+
+    /// Notes a clear whose other records were applied. A checkpoint may know of it before the
+    /// log does.
+    fn reach(&mut self, epoch: ClearEpoch) -> bool {
+        if epoch.counter > ClearEpoch::MAX_COUNTER {
+            return false;
+        }
+        if epoch.counter > self.epoch.counter {
+            self.epoch = epoch;
+        }
+        true
     }
 
     fn put(&mut self, put: &PutRecord) -> bool {
@@ -500,9 +526,26 @@ impl Index {
         found
     }
 
+    /// What each space has.
+    pub(crate) fn spaces(&self) -> HashMap<SpaceId, IndexSpace> {
+        let mut spaces: HashMap<SpaceId, IndexSpace> = HashMap::new();
+        for segment in &self.segments {
+            for chunk in segment.list.iter().filter(|chunk| chunk.len > 0) {
+                let space = spaces.entry(chunk.key.space).or_default();
+                space.chunks += 1;
+                space.bytes += chunk.len;
+                space.generation = space.generation.max(segment.generation);
+            }
+        }
+        spaces
+    }
+
     /// Begins to tell all there is to know, as records that make it again: those of the segments
     /// come now, those of the chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
+        if self.epoch != ClearEpoch::default() {
+            records.push(Record::Epoch(self.epoch));
+        }
         let generations: Vec<u64> = self.segments.iter().map(|s| s.generation).collect();
         let begun = (0u32..).zip(&generations);
         let begun = begun.filter(|&(_, &generation)| generation > 0);
@@ -575,10 +618,16 @@ impl Index {
         true
     }
 
-    /// Forgets every chunk: each segment is begun anew. How many chunks there were, and the
-    /// records that tell of it; there are none only if no segment was ever used.
-    pub(crate) fn clear(&mut self) -> (u64, Vec<Record>) {
+    /// The last clear that this index knows of.
+    pub(crate) fn epoch(&self) -> ClearEpoch {
+        self.epoch
+    }
+
+    /// Removes every chunk: each segment is begun anew. Returns how many chunks there were, and
+    /// the records of the clear, that of its epoch last.
+    pub(crate) fn clear(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
         let gone = self.chunks;
+        self.reach(epoch);
         self.entries.clear();
         (self.chunks, self.bytes) = (0, 0);
         self.active = None;
@@ -612,6 +661,7 @@ impl Index {
                 }
             }
         }
+        begins.push(Record::Epoch(epoch));
         (gone, begins)
     }
 

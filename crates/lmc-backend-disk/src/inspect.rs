@@ -3,13 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, LoadItem, Loaded, StoreError, StoreItem, Stored};
+use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded, StoreError, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use crate::DiskBackend;
 use crate::batch::Batch;
 use crate::drive::Drive;
+use crate::epoch::ClearEpoch;
 use crate::format::PutRecord;
+use crate::set::{SET_NAME, SetMember, SetRecord};
+use crate::spaces::SpaceUsage;
 
 /// One drive at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +24,14 @@ pub struct DriveStatus {
     pub drive_id: [u8; 16],
     /// Seconds from 1970 to the folder's making.
     pub created: u64,
+    /// Id of its drive set; none before it served with one.
+    pub set_id: Option<[u8; 16]>,
+    /// The last clear that the drive has reached.
+    pub epoch: ClearEpoch,
+    /// Drives of the set, as this one remembers them, itself included.
+    pub members: Vec<SetMember>,
+    /// Chunks of each key space, the one with the most bytes first.
+    pub spaces: Vec<SpaceUsage>,
     /// Bytes of each segment file.
     pub segment_bytes: u64,
     /// Chunks that are there.
@@ -71,6 +82,28 @@ impl DiskBackend {
     /// What each drive holds.
     pub fn inspect(&self) -> Vec<DriveStatus> {
         self.drives().iter().map(|drive| drive.inspect()).collect()
+    }
+
+    /// Removes a drive that will not come back from the memory of the open ones. Whether any of
+    /// them knew it.
+    ///
+    /// # Errors
+    /// When a drive's record of its set cannot be read or written.
+    pub fn forget_member(&self, drive_id: &[u8; 16]) -> std::io::Result<bool> {
+        let mut known = false;
+        for drive in self.drives() {
+            let Some(bytes) = drive.read_file(SET_NAME)? else {
+                continue;
+            };
+            let mut record = SetRecord::decode(&bytes).map_err(std::io::Error::other)?;
+            let before = record.members.len();
+            record.members.retain(|member| member.drive_id != *drive_id);
+            if record.members.len() < before {
+                known = true;
+                drive.replace_file(SET_NAME, &record.encode())?;
+            }
+        }
+        Ok(known)
     }
 
     /// Moves chunks out of segments that are filled to less than `below` of their size (0 to 1),
@@ -143,8 +176,16 @@ impl DiskBackend {
         let Some(slot) = pool.reserve(put.len) else {
             return Move::Stayed;
         };
+        // From this drive: another may have other bytes under the same key.
+        let batch = Batch::new(1);
         let item = LoadItem::new(put.key, slot);
-        let slot = match self.load(vec![item], deadline).await.pop() {
+        drive.load(item, (Arc::clone(&batch), 0));
+        let late = |_| Loaded::Failed {
+            error: LoadError::Deadline,
+            slot: FailedSlot::Quarantined,
+        };
+        let (mut loaded, _) = batch.all(self.timer(), deadline, late).await;
+        let slot = match loaded.pop() {
             Some(Loaded::Hit(slot)) => slot,
             Some(Loaded::Miss(_)) => return Move::Lost,
             _ => return Move::Stayed,

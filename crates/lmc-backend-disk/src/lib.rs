@@ -7,6 +7,9 @@
 //! written is never found; what is read is checked against its identity and checksum first.
 //! docs/disk-format.md describes every byte.
 //!
+//! Drives that serve together form a set. Each remembers the others and the last clear
+//! ([`ClearEpoch`]): a drive that was absent from a clear is cleared before it serves again.
+//!
 //! What is *not* here: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
 //! (`lmc-backend-local`).
 
@@ -17,16 +20,26 @@ mod claim;
 mod config;
 mod counters;
 mod drive;
+mod drive_set;
+mod epoch;
+mod error;
 mod format;
 mod index;
 mod inspect;
 mod log;
+mod set;
 #[cfg(test)]
 mod sim;
+mod spaces;
+mod state_dir;
 mod timer;
 mod volume;
 
 pub use backend::DiskBackend;
-pub use config::{Admit, DiskConfig, DiskError, DiskIo, usable_bytes};
+pub use config::{Admit, DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
+pub use epoch::ClearEpoch;
+pub use error::DiskError;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
+pub use set::SetMember;
+pub use spaces::{SpaceUsage, Unreachable};

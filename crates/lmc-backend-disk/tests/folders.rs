@@ -34,6 +34,7 @@ impl Folder {
     fn config(&self) -> DiskConfig {
         DiskConfig::new([&self.0], 64 * MIB)
             .with_keep_free(0)
+            .with_new_drives()
             .with_segment_bytes(MIB)
     }
 
@@ -210,7 +211,10 @@ fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
 #[ignore = "runs under the limit of a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing"]
 fn a_drive_where_few_files_may_be_open() {
     let folder = std::env::var_os("LMC_TEST_FOLDER").expect("run by the other test");
-    let refused = DiskConfig::new([folder], 64 * MIB).with_keep_free(0).open();
+    let refused = DiskConfig::new([folder], 64 * MIB)
+        .with_keep_free(0)
+        .with_new_drives()
+        .open();
     let refused = refused.expect_err("it has a hundred segments");
     assert!(
         matches!(refused, DiskError::OpenFiles { .. }),
@@ -270,7 +274,7 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
             fs::rename(folder.at("copy"), folder.at(&name)).unwrap();
         }
     }
-    let tier = DiskConfig::existing(&folder.0).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&folder.0]).unwrap().open().unwrap();
     let known = || {
         let keys: Vec<_> = (0..240).map(test_key).collect();
         let found = block_on(tier.contains(&keys, soon()));
@@ -293,6 +297,7 @@ fn a_size_below_two_segments_of_a_folder_is_refused() {
     let config = |size| {
         DiskConfig::new([&folder.0], size)
             .with_keep_free(0)
+            .with_new_drives()
             .with_segment_bytes(16 * MIB)
     };
     store(&config(64 * MIB).open().unwrap(), &pool, 0);

@@ -59,13 +59,19 @@ fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
 
 #[test]
 fn images_of_every_version_are_read_and_written_on() {
-    for version in [1] {
+    for version in [1, 2] {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("golden-v{version}"));
         copy(&image(version), &folder);
         let pool = pool();
-        let tier = DiskConfig::existing(&folder).unwrap().open().unwrap();
+        let tier = DiskConfig::existing([&folder]).unwrap().open().unwrap();
         let inspected = tier.inspect().remove(0);
         assert_eq!(inspected.version, version);
+        // What was cleared before all that is in no image.
+        let cleared = inspected.epoch.counter;
+        assert_eq!(cleared, u64::from(version > 1));
+        let settings = inspected.spaces[0].settings.as_deref();
+        assert_eq!(settings, (version > 1).then_some("golden"));
+        assert_eq!(inspected.members.len() as u64, cleared);
         assert_eq!(inspected.chunks, ALL - REMOVED.len() as u64);
         for n in 0..ALL {
             assert_eq!(
@@ -76,7 +82,7 @@ fn images_of_every_version_are_read_and_written_on() {
         }
         assert_eq!(store(&tier, &pool, ALL..ALL + 2), 2, "v{version}");
         drop(tier);
-        let tier = DiskConfig::existing(&folder).unwrap().open().unwrap();
+        let tier = DiskConfig::existing([&folder]).unwrap().open().unwrap();
         let all = (0..ALL + 2).filter(|&n| found(&tier, &pool, n)).count();
         assert_eq!(all as u64, ALL + 2 - REMOVED.len() as u64, "v{version}");
         drop(tier);
@@ -105,10 +111,15 @@ fn write_the_image() {
     let _ = fs::remove_dir_all(&folder);
     let pool = pool();
     let open = || {
-        let config = DiskConfig::new([&folder], 4 << 20).with_keep_free(0);
-        config.with_segment_bytes(32 << 10).open().unwrap()
+        let config = DiskConfig::new([&folder], 4 << 20)
+            .with_keep_free(0)
+            .with_new_drives();
+        let config = config.with_segment_bytes(32 << 10);
+        config.with_key_settings("golden").open().unwrap()
     };
     let tier = open();
+    store(&tier, &pool, STOPPED..ALL);
+    block_on(tier.clear(soon())).unwrap();
     store(&tier, &pool, 0..STOPPED);
     block_on(tier.remove(&[test_key(REMOVED[0])], soon()));
     block_on(tier.close(soon())).unwrap();

@@ -32,7 +32,9 @@ impl Folder {
     }
 
     fn config(&self, size: u64) -> DiskConfig {
-        DiskConfig::new([&self.0], size).with_keep_free(0)
+        DiskConfig::new([&self.0], size)
+            .with_keep_free(0)
+            .with_new_drives()
     }
 
     /// Bytes that its files take on the drive.
@@ -123,7 +125,9 @@ fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
     let folders = [Folder::new(), Folder::new()];
     let paths = folders.iter().map(|folder| &folder.0);
     let kit = Conformance::new(Guarantee::Exact);
-    let config = DiskConfig::new(paths, 32 * kit.bytes_needed() + 128 * MIB).with_keep_free(0);
+    let config = DiskConfig::new(paths, 32 * kit.bytes_needed() + 128 * MIB)
+        .with_keep_free(0)
+        .with_new_drives();
     let tier = config.with_segment_bytes(MIB).open().unwrap();
     let tally = kit.run(&tier);
     assert!(tally.hits > 100, "{tally:?}");
@@ -190,7 +194,6 @@ fn the_size_is_held_and_the_oldest_give_way() {
     assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
     assert!(tier.stats().evicted > 500);
     drop(tier);
-    // A smaller size costs nothing at once, and is held as soon as something is written.
     let tier = folder.config(size / 2).open().unwrap();
     assert_eq!(load(&tier, &pool, 19 * 64..20 * 64), 64);
     for n in 2000..2200 {
@@ -206,6 +209,35 @@ fn the_size_is_held_and_the_oldest_give_way() {
         load(&tier, &pool, 2150..2200) == 50,
         "what is newest is there"
     );
+}
+
+/// A folder was opened with a smaller size than it had taken, and kept all of it for as long as
+/// nothing was written.
+#[test]
+fn a_smaller_size_is_held_without_a_write() {
+    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let size = 24 * MIB;
+    let config = folder.config(size).with_segment_bytes(2 * MIB);
+    let tier = config.open().unwrap();
+    for n in 0..320 {
+        store(&tier, &pool, [n]);
+    }
+    drop(tier);
+    assert!(folder.taken() > size / 2);
+    let tier = folder.config(size / 2).open().unwrap();
+    let deadline = soon();
+    while folder.taken() > size / 2 {
+        assert!(Instant::now() < deadline, "{} bytes", folder.taken());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let held = tier.held();
+    assert!(Some(held.bytes) <= held.capacity, "{held:?}");
+    let there = load(&tier, &pool, 0..320);
+    assert!(there as u64 * CHUNK > size / 4, "{there} chunks");
+    assert_eq!(load(&tier, &pool, 300..320), 20, "the newest are there");
+    drop(tier);
+    let tier = folder.config(size / 2).open().unwrap();
+    assert_eq!(load(&tier, &pool, 0..320), there);
 }
 
 #[test]
@@ -243,6 +275,7 @@ fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
     let (first, second, pool) = (Folder::new(), Folder::new(), pool(8 * MIB));
     let config = DiskConfig::new([&first.0, &second.0], 64 * MIB)
         .with_keep_free(0)
+        .with_new_drives()
         .with_probe_every(Duration::from_millis(1));
     let tier = config.open().unwrap();
     store(&tier, &pool, 0..40);
@@ -295,7 +328,7 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     drop(tier);
     let before = folder.taken();
 
-    let tier = DiskConfig::existing(&folder.0).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&folder.0]).unwrap().open().unwrap();
     let inspected = tier.inspect().remove(0);
     assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
     assert_eq!(inspected.segment_bytes, 2 * MIB);
@@ -324,7 +357,7 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     assert_eq!(load(&tier, &pool, (0..400).filter(|n| !kept(n))), 0);
     store(&tier, &pool, 500..600);
     assert_eq!(load(&tier, &pool, 500..600), 100, "and it takes new ones");
-    let nothing = DiskConfig::existing(folder.0.join("nothing"));
+    let nothing = DiskConfig::existing([folder.0.join("nothing")]);
     assert!(matches!(nothing, Err(DiskError::NoDrive { .. })));
 }
 
@@ -343,24 +376,14 @@ fn what_cannot_be_opened_says_why_and_is_left_alone() {
     assert!(too_small.to_string().contains("too few"), "{too_small}");
     assert!(!folder.0.exists());
 
-    // The folder above is missing too: a typing error, more likely than not.
-    let deep = DiskConfig::new([folder.0.join("a/b")], 64 * MIB);
-    let missing = refused(&deep);
-    assert!(matches!(missing, DiskError::Missing { .. }), "{missing}");
-    assert!(
-        missing.to_string().contains("make it, or name another"),
-        "{missing}"
-    );
-
     fs::write(&folder.0, "a file").unwrap();
     let file = refused(&folder.config(64 * MIB));
-    assert!(
-        matches!(
-            file,
-            DiskError::Missing { .. } | DiskError::NotWritable { .. }
-        ),
-        "{file}"
-    );
+    assert!(matches!(file, DiskError::NotAFolder { .. }), "{file}");
+    let below = DiskConfig::new([folder.0.join("a/b")], 64 * MIB).with_new_drives();
+    let below = refused(&below);
+    assert!(matches!(below, DiskError::Missing { .. }), "{below}");
+    let proc = refused(&DiskConfig::new(["/proc/self"], 64 * MIB).with_new_drives());
+    assert!(matches!(proc, DiskError::NoFiles { .. }), "{proc}");
     assert_eq!(fs::read_to_string(&folder.0).unwrap(), "a file");
     fs::remove_file(&folder.0).unwrap();
 
@@ -449,7 +472,9 @@ fn on_a_mount(unshare: &[&str], mount: &str, test: &str) {
 /// The mount that the test outside has made.
 fn mounted() -> DiskConfig {
     let path = std::env::var_os("LMC_TEST_MOUNT").expect("run by the other test");
-    DiskConfig::new([PathBuf::from(path)], 64 * MIB).with_keep_free(0)
+    DiskConfig::new([PathBuf::from(path)], 64 * MIB)
+        .with_keep_free(0)
+        .with_new_drives()
 }
 
 #[test]

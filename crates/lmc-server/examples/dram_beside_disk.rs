@@ -85,6 +85,7 @@ fn main() -> Result<()> {
     let arena = Arc::new(arena);
     let disk = DiskConfig::new([folder], 4 << 30)
         .with_keep_free(0)
+        .with_new_drives()
         .with_arena(Arc::clone(&arena));
     let mut config = EngineConfig::default();
     config.copy_queue_bytes = Some(LEN * CHUNK);

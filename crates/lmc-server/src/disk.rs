@@ -1,14 +1,17 @@
 //! The disk tier as the configuration asks for it.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use lmc_backend::Backend;
 use lmc_backend_disk::{Admit, DiskConfig, DiskIo, usable_bytes};
 use lmc_memory::Arena;
-use tracing::info;
+use tracing::{info, warn};
 
-use crate::config::{DiskAdmit, DiskIoName, PoolSize, ServeConfig, human_bytes};
+use crate::config::{
+    DiskAdmit, DiskIoName, LEAST_DRIVE, PoolSize, ServeConfig, StateDir, human_bytes,
+};
 
 /// Bytes that may be on their way to the drives: those that stall leave most of the pool to
 /// others. All of it may be for one drive, so that none refuses what was let in.
@@ -22,7 +25,14 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         PoolSize::Bytes(bytes) => bytes,
         PoolSize::Auto => auto_size(config)?,
     };
-    let tier = DiskConfig::new(&config.disk, size)
+    let mut disk = DiskConfig::new(&config.disk, size);
+    if config.disk_create {
+        disk = disk.with_new_drives();
+    }
+    if let Some(path) = state_dir(config) {
+        disk = disk.with_state_dir(path);
+    }
+    let tier = disk
         .with_keep_free(config.disk_keep_free)
         .with_io(match config.disk_io {
             DiskIoName::Auto => DiskIo::Auto,
@@ -36,6 +46,7 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         })
         .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
+        .with_key_settings(&key_settings(config))
         .open()
         // Its text names the cause already.
         .map_err(|error| anyhow!("the disk tier cannot be opened: {error}"))?;
@@ -49,7 +60,70 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         human_bytes(held.bytes),
         human_bytes(held.capacity.unwrap_or(size)),
     );
+    for other in tier.unreachable() {
+        warn!(
+            "disk: {} chunks ({}) were stored with {} and cannot be hit with {}: start with those \
+             settings again, or let new chunks replace them (`lmc clear` removes all at once)",
+            other.chunks,
+            human_bytes(other.bytes),
+            other.settings,
+            key_settings(config),
+        );
+    }
     Ok(Arc::new(tier))
+}
+
+/// The settings that are in every key, as flags.
+fn key_settings(config: &ServeConfig) -> String {
+    format!(
+        "--chunk-size {} --hash-algorithm {}",
+        config.chunk_size,
+        config.hash_algorithm.name()
+    )
+}
+
+/// The folder that remembers the last clear, outside of the drives.
+fn state_dir(config: &ServeConfig) -> Option<PathBuf> {
+    match &config.state_dir {
+        StateDir::Path(path) => Some(path.clone()),
+        StateDir::None => None,
+        StateDir::Auto => {
+            let found = usual_state_dirs()
+                .into_iter()
+                .find(|path| is_writable(path));
+            if found.is_none() {
+                warn!(
+                    "no state folder can be written: drives restored from an older copy serve \
+                     what was cleared since; name one with --state-dir"
+                );
+            }
+            found
+        }
+    }
+}
+
+fn usual_state_dirs() -> Vec<PathBuf> {
+    let below = |variable: &str, path: &str| {
+        let base = PathBuf::from(std::env::var_os(variable)?);
+        base.is_absolute().then(|| base.join(path))
+    };
+    let usual = [
+        below("XDG_STATE_HOME", "lmc"),
+        Some("/var/lib/lmc".into()),
+        below("HOME", ".local/state/lmc"),
+    ];
+    usual.into_iter().flatten().collect()
+}
+
+/// Whether files can be made in a folder, which is made where it is not there.
+fn is_writable(path: &Path) -> bool {
+    let probe = path.join(format!(".probe-{}", std::process::id()));
+    let made = std::fs::create_dir_all(path).and_then(|()| {
+        let mut new = std::fs::OpenOptions::new();
+        new.write(true).create_new(true).open(&probe)
+    });
+    let _ = std::fs::remove_file(&probe);
+    made.is_ok()
 }
 
 /// Half of what is free, the same on each drive, so that the smallest decides. What the folders
@@ -57,13 +131,15 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
 fn auto_size(config: &ServeConfig) -> Result<u64> {
     let mut least = u64::MAX;
     for path in &config.disk {
-        let usable = usable_bytes(path).with_context(|| path.display().to_string())?;
+        // Its text names the folder already.
+        let usable = usable_bytes(path).map_err(|error| anyhow!("{error}"))?;
         least = least.min(usable.saturating_sub(config.disk_keep_free) / 2);
     }
-    if least < 64 << 20 {
+    if least < LEAST_DRIVE {
         bail!(
-            "--disk-size auto: less than 128 MiB are free beside --disk-keep-free {}; free some, \
-             or say how much",
+            "--disk-size auto: less than {} are free beside --disk-keep-free {}; free some, or \
+             set --disk-size",
+            human_bytes(2 * LEAST_DRIVE),
             human_bytes(config.disk_keep_free)
         );
     }

@@ -32,6 +32,10 @@ impl Server {
     }
 
     fn start_with(folder: &Path, flags: &[&str]) -> Self {
+        Self::start_logging(folder, flags, Stdio::inherit())
+    }
+
+    fn start_logging(folder: &Path, flags: &[&str], log: Stdio) -> Self {
         let (port, http) = (free_port(), free_port());
         // With a limit on open files as low as a shell may set it.
         let mut command = Command::new("sh");
@@ -45,10 +49,16 @@ impl Server {
                 "--http-port",
                 &http.to_string(),
             ])
-            .args(["--disk-keep-free", "0", "--log-level", "warn", "--disk"])
+            .args(["--disk-keep-free", "0", "--log-level", "warn"])
+            .args(["--disk-create", "--disk"])
             .arg(folder)
             .args(flags)
+            .stderr(log)
+            .env_remove("LMC_STATE_DIR")
             .env_remove("LMC_CONFIG");
+        if !flags.contains(&"--state-dir") {
+            command.args(["--state-dir", "none"]);
+        }
         let child = command.spawn().expect("the binary starts");
         let this = Self { child, port, http };
         let deadline = Instant::now() + DEADLINE;
@@ -308,11 +318,16 @@ fn a_server_that_was_killed_finds_its_chunks_on_disk() {
         (&said["whole"], &said["damaged"]),
         (&CHUNKS.into(), &0.into())
     );
-    let inspected = lmc(&["disk", "inspect", path]);
-    let text = String::from_utf8_lossy(&inspected.stdout).into_owned();
+    let inspected = |flags: &[&str]| {
+        let inspected = lmc(&[&["disk", "inspect", path], flags].concat());
+        String::from_utf8_lossy(&inspected.stdout).into_owned()
+    };
+    let (summary, segments) = (inspected(&[]), inspected(&["--segments"]));
+    assert!(summary.contains("chunks     6 ("), "{summary}");
+    let bars = segments.strip_prefix(&summary).expect("the summary first");
     assert!(
-        text.contains("6 chunks") && text.contains("written to"),
-        "{text}"
+        bars.contains("6 chunks") && bars.contains("written to"),
+        "{bars}"
     );
     assert!(lmc(&["disk", "compact", path]).status.success());
 }
@@ -390,6 +405,181 @@ fn a_damaged_chunk_is_a_miss_and_verify_says_so() {
     assert!(verify().status.success(), "{first:?}");
 }
 
+/// Clears over HTTP, as `lmc clear` does.
+fn clear(server: &Server) -> serde_json::Value {
+    let url = format!("http://127.0.0.1:{}", server.http);
+    let cleared = lmc(&["clear", "--force", "--json", "--url", &url]);
+    assert!(cleared.status.success(), "{cleared:?}");
+    serde_json::from_slice(&cleared.stdout).expect("JSON")
+}
+
+fn stored(paths: &str, flags: &[&str]) {
+    let server = Server::start_with(Path::new(paths), flags);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    server.eventually("all goes down", |server| {
+        server.metric("lmc_tier_chunks") == CHUNKS as f64
+    });
+    drop(client);
+    server.stop();
+}
+
+fn found(paths: &str, flags: &[&str]) -> u64 {
+    let server = Server::start_with(Path::new(paths), flags);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    let hits = retrieve(&mut client, &shm_name, "again");
+    drop(client);
+    server.stop();
+    hits
+}
+
+/// An engine cleared the cache for new weights while one of two drives was not mounted. With that
+/// drive came the KV of the old weights.
+#[test]
+fn what_was_cleared_while_a_drive_was_absent_does_not_come_back_with_it() {
+    let (a, b) = (folder("absent-a"), folder("absent-b"));
+    let both = format!("{},{}", a.0.display(), b.0.display());
+    stored(&both, &[]);
+    let server = Server::start(&a.0);
+    let said = clear(&server);
+    assert_eq!(said["status"], "ok", "{said}");
+    server.stop();
+    let inspected = lmc(&["disk", "inspect", "--json", &both]);
+    let said: serde_json::Value = serde_json::from_slice(&inspected.stdout).expect("JSON");
+    assert!(said["drives"][1]["chunks"].as_u64() > Some(0), "{said}");
+    assert_eq!(found(&both, &[]), 0);
+    let inspected = lmc(&["disk", "inspect", "--json", &both]);
+    let said: serde_json::Value = serde_json::from_slice(&inspected.stdout).expect("JSON");
+    for drive in 0..2 {
+        let drive = &said["drives"][drive];
+        assert_eq!(
+            (&drive["chunks"], &drive["epoch"]["counter"]),
+            (&0.into(), &1.into())
+        );
+    }
+    // A drive that stays away is named, until it is told that it will not come back.
+    let server = Server::start(&a.0);
+    let missing = said["drives"][1]["drive_id"].as_str().expect("an id");
+    let status = lmc(&[
+        "status",
+        "--json",
+        "--url",
+        &format!("http://127.0.0.1:{}", server.http),
+    ]);
+    let text = String::from_utf8_lossy(&status.stdout).into_owned();
+    assert!(text.contains(missing), "{text}");
+    server.stop();
+    let forgotten = lmc(&["disk", "forget", missing, a.0.to_str().expect("text")]);
+    assert!(forgotten.status.success(), "{forgotten:?}");
+}
+
+/// The only drive was replaced by a copy of itself from before a clear.
+#[test]
+fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
+    let (drive, state) = (folder("copied"), folder("copied-state"));
+    let path = drive.0.to_str().expect("text");
+    let known = ["--state-dir", state.0.to_str().expect("text")];
+    stored(path, &known);
+    let copy = folder("copied-before");
+    let copied = |from: &Path, to: &Path| {
+        let _ = std::fs::remove_dir_all(to);
+        let copied = Command::new("cp").arg("-r").args([from, to]).status();
+        assert!(copied.expect("cp is there").success());
+    };
+    copied(&drive.0, &copy.0);
+    let server = Server::start_with(&drive.0, &known);
+    clear(&server);
+    server.kill();
+    copied(&copy.0, &drive.0);
+    assert_eq!(found(path, &known), 0);
+    // Without the state folder nothing says that there was a clear.
+    copied(&copy.0, &drive.0);
+    assert_eq!(found(path, &[]), CHUNKS as u64);
+}
+
+/// A server was started with another chunk size. It said how many chunks it had found, and none
+/// of them could be hit.
+#[test]
+fn chunks_of_other_settings_are_counted_and_named() {
+    let (drive, log) = (folder("settings"), folder("settings-log"));
+    let path = drive.0.to_str().expect("text");
+    stored(path, &[]);
+    let said = |flags: &[&str]| {
+        let file = std::fs::File::create(&log.0).expect("a log");
+        let server = Server::start_logging(&drive.0, flags, file.into());
+        server.stop();
+        std::fs::read_to_string(&log.0).expect("a log")
+    };
+    let other = said(&["--chunk-size", "128"]);
+    assert!(other.contains("6 chunks (192 KiB)"), "{other}");
+    assert!(
+        other.contains("--chunk-size 256 --hash-algorithm blake3"),
+        "{other}"
+    );
+    let same = said(&[]);
+    assert!(!same.contains("chunks (192 KiB)"), "{same}");
+    assert_eq!(
+        found(path, &[]),
+        CHUNKS as u64,
+        "they are there all the same"
+    );
+    let inspected = lmc(&["disk", "inspect", "--json", path]);
+    let said: serde_json::Value = serde_json::from_slice(&inspected.stdout).expect("JSON");
+    let space = &said["drives"][0]["spaces"][0];
+    assert_eq!(
+        (&space["chunks"], &space["bytes"]),
+        (&6.into(), &(192 << 10).into())
+    );
+    assert_eq!(
+        space["settings"],
+        "--chunk-size 256 --hash-algorithm blake3"
+    );
+    let _ = std::fs::remove_file(&log.0);
+}
+
+/// Runs `lmc serve` with flags that end its start, and returns what it says.
+fn refused(flags: &[&str]) -> String {
+    let (port, http) = (free_port().to_string(), free_port().to_string());
+    let common = ["serve", "--l1-size-gb", "16MiB", "--state-dir", "none"];
+    let ports = ["--port", &port, "--http-port", &http];
+    let refused = lmc(&[&common[..], &ports, flags].concat());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success(), "{said}");
+    said
+}
+
+/// The drive was not mounted, and its mount point became a new one on the root file system.
+#[test]
+fn an_empty_folder_is_no_drive_without_the_flag_that_says_so() {
+    let folder = folder("mount-point");
+    std::fs::create_dir_all(&folder.0).expect("a folder");
+    let path = folder.0.to_str().expect("text");
+    let said = refused(&["--disk", path, "--disk-size", "64MiB"]);
+    let command = format!("lmc serve --disk {path} --disk-create");
+    assert!(said.contains(&command), "{said}");
+    let left = std::fs::read_dir(&folder.0).expect("a folder").count();
+    assert_eq!(left, 0);
+}
+
+#[test]
+fn what_is_no_drive_is_refused_with_what_it_is() {
+    for (flags, named) in [
+        (&["--disk", "/etc/hostname"][..], "not a folder"),
+        (&["--disk", "/proc"], "proc"),
+        (
+            &["--disk", "/sys", "--disk-size", "1GiB", "--disk-create"],
+            "sysfs",
+        ),
+        (&["--disk", "/data", "--disk-size", "10MiB"], "64.0 MiB"),
+        (&["--disk-size", "1GiB"], "--disk"),
+    ] {
+        let said = refused(flags);
+        assert!(said.contains(named), "{flags:?}: {said}");
+    }
+}
+
 #[test]
 fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
     let folder = folder("refused");
@@ -407,6 +597,9 @@ fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
         "16MiB",
         "--disk",
         path,
+        "--disk-create",
+        "--state-dir",
+        "none",
         "--disk-size",
         "64MiB",
     ]);

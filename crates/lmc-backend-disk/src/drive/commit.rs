@@ -12,7 +12,7 @@ use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again, is_ful
 use crate::counters::count;
 use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
-    frame_len,
+    frame_len, version_of,
 };
 use crate::index::SNAPSHOT_PART;
 use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};
@@ -433,6 +433,7 @@ impl Shared {
         }
         let mut head = AlignedBuf::new(BLOCK);
         CheckpointHeader {
+            version: version_of(records),
             drive_id: self.header.drive_id,
             log,
             records: records.len() as u64,

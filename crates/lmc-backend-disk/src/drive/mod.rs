@@ -2,6 +2,8 @@
 //! and checked.
 
 mod commit;
+mod files;
+pub(crate) use files::replace_file;
 mod health;
 mod load;
 mod relocate;
@@ -23,10 +25,13 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::batch::Batch;
 use crate::counters::{Counters, count};
-use crate::format::{DriveHeader, PutRecord, Record, VERSION};
+use crate::epoch::ClearEpoch;
+use crate::format::{DriveHeader, PutRecord, Record, VERSION, VERSION_WITH_EPOCH};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
+use crate::set::{SET_NAME, SetRecord};
+use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::timer::join_before;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
@@ -82,7 +87,7 @@ impl SegmentFile {
 /// Somebody who waits for a chunk to be durable.
 type StoreWaiter = (Arc<Batch<Result<Stored, StoreError>>>, usize);
 /// Somebody who waits for a change to be durable.
-type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
+pub(crate) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
 /// A chunk on its way.
 #[derive(Debug, Default)]
@@ -127,7 +132,7 @@ impl Queue {
         match record {
             Record::Remove { key } => drop(self.gone.keys.insert(key)),
             Record::Begin { .. } => self.gone.any = true,
-            Record::Put(_) => {}
+            Record::Put(_) | Record::Epoch(_) => {}
         }
         self.changes.push(Change::Other(record, waiter));
     }
@@ -264,6 +269,7 @@ impl Drive {
             .name("lmc-disk-room".to_owned())
             .spawn(move || for_thread.make_room())?;
         *drive.room_maker.get_mut() = Some(room_maker);
+        drive.shared.hold_size();
         Ok(drive)
     }
 
@@ -274,6 +280,11 @@ impl Drive {
 
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
         self.shared.state.lock().index.list(after, limit)
+    }
+
+    /// The drive's id.
+    pub(crate) fn id(&self) -> [u8; 16] {
+        self.shared.header.drive_id
     }
 
     pub(crate) fn usage(&self) -> IndexUsage {
@@ -298,6 +309,9 @@ impl Drive {
 
     pub(crate) fn inspect(&self) -> DriveStatus {
         let shared = &self.shared;
+        let record = self.read_file(SET_NAME).ok().flatten();
+        let record = record.and_then(|bytes| SetRecord::decode(&bytes).ok());
+        let spaces = self.spaces();
         let state = shared.state.lock();
         let usage = state.index.usage();
         let segment = |(number, segment): (u32, &Segment)| {
@@ -312,9 +326,16 @@ impl Drive {
             }
         };
         DriveStatus {
-            version: VERSION,
+            version: match state.index.epoch() == ClearEpoch::default() {
+                true => VERSION,
+                false => VERSION_WITH_EPOCH,
+            },
             drive_id: shared.header.drive_id,
             created: shared.header.created,
+            set_id: record.as_ref().map(|record| record.set_id),
+            epoch: state.index.epoch(),
+            members: record.map_or_else(Vec::new, |record| record.members),
+            spaces,
             segment_bytes: shared.header.segment_bytes,
             chunks: usage.chunks,
             bytes: usage.bytes,
@@ -343,6 +364,32 @@ impl Drive {
     /// Gives the file of an empty segment back to the file system. False when it is not empty.
     pub(crate) fn give_back(&self, segment: u32) -> io::Result<bool> {
         self.shared.give_back(segment)
+    }
+
+    /// Chunks of each space with the settings that they were stored under, the largest first.
+    pub(crate) fn spaces(&self) -> Vec<SpaceUsage> {
+        let usage = self.shared.state.lock().index.spaces();
+        let record = self.read_file(SPACES_NAME).ok().flatten();
+        let record = record.and_then(|bytes| SpacesRecord::decode(&bytes).ok());
+        let own = record.filter(|record| record.drive_id == self.id());
+        attribute(own.as_ref(), &usage)
+    }
+
+    /// Notes the settings of this run, and what `spaces` says of those before.
+    pub(crate) fn note_settings(&self, current: &str, spaces: &[SpaceUsage]) -> io::Result<()> {
+        let of_space = |usage: &SpaceUsage| {
+            let settings = usage.settings.clone();
+            (usage.space, settings.unwrap_or_default())
+        };
+        let index = self.shared.state.lock().index.spaces();
+        let newest = index.values().map(|space| space.generation).max();
+        let record = SpacesRecord {
+            drive_id: self.id(),
+            current: current.to_owned(),
+            generation: newest.unwrap_or(0),
+            of_space: spaces.iter().map(of_space).collect(),
+        };
+        self.replace_file(SPACES_NAME, &record.encode())
     }
 
     /// Starts to store a chunk; the answer goes to `waiter`.
@@ -375,9 +422,15 @@ impl Drive {
         }
     }
 
-    /// Forgets every chunk, also those that are being written. How many were there; that none is
-    /// there any more is durable when the answer goes to `waiter`.
-    pub(crate) fn clear(&self, waiter: ChangeWaiter) -> u64 {
+    /// The last clear of this drive.
+    pub(crate) fn epoch(&self) -> ClearEpoch {
+        self.shared.state.lock().index.epoch()
+    }
+
+    /// Removes every chunk, also those that are being written. Returns how many were there; that
+    /// they are gone and the drive has reached `epoch` is durable when the answer goes to
+    /// `waiter`.
+    pub(crate) fn clear(&self, epoch: ClearEpoch, waiter: ChangeWaiter) -> u64 {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let mut given_up = Vec::new();
@@ -385,25 +438,18 @@ impl Drive {
             writing.doomed = true;
             given_up.append(&mut writing.again);
         }
-        let (gone, mut begins) = state.index.clear();
-        let last = begins.pop();
-        for begin in begins {
-            state.queue.push(begin, None);
+        let (gone, mut records) = state.index.clear(epoch);
+        let last = records.pop();
+        for record in records {
+            state.queue.push(record, None);
         }
-        let unused = match last {
-            Some(last) => {
-                state.queue.push(last, Some((waiter, true)));
-                None
-            }
-            None => Some(waiter),
-        };
+        if let Some(last) = last {
+            state.queue.push(last, Some((waiter, true)));
+        }
         drop(state);
         shared.work.notify_one();
         count(&shared.counters.removed, gone);
         // Wakers may do anything, so they are called without the lock.
-        if let Some((batch, place)) = unused {
-            batch.answer(place, Some(true));
-        }
         for (.., (batch, place)) in given_up {
             batch.answer(place, Ok(Stored::Declined));
         }

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use lmc_backend::{StoreError, StoreItem, Stored};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{SegmentFile, Shared, State, is_full};
 use crate::format::{RECORD_LEN, blocks};
@@ -174,6 +174,21 @@ impl Shared {
         self.room.wake.notify_one();
     }
 
+    /// Lets the thread give up what is above the capacity, which may be smaller than before.
+    pub(super) fn hold_size(&self) {
+        let mut state = self.state.lock();
+        let (made, most) = (state.segments_made, self.max_segments());
+        if made > most {
+            warn!(
+                segments = made,
+                allowed = most,
+                segment_bytes = self.header.segment_bytes,
+                "drive holds more than its size; its oldest segments are given up"
+            );
+            self.want_room(&mut state);
+        }
+    }
+
     /// Lets the thread end.
     pub(super) fn end_room(&self) {
         self.state.lock().growth.over = true;
@@ -207,7 +222,18 @@ impl Shared {
             if mem::take(&mut state.growth.wanted) {
                 return true;
             }
-            self.room.wake.wait(&mut state);
+            if state.segments_made <= self.max_segments() {
+                self.room.wake.wait(&mut state);
+                continue;
+            }
+            // What was read or written a moment ago can be given up now.
+            let waited = self
+                .room
+                .wake
+                .wait_for(&mut state, self.settings.probe_every);
+            if waited.timed_out() {
+                return !state.growth.over;
+            }
         }
     }
 
@@ -270,10 +296,14 @@ impl Shared {
 
     /// Gives segments back while there are more than the capacity has room for, empty ones first.
     fn shrink(&self) {
+        let mut given_up = 0u64;
         loop {
             let segment = {
                 let mut state = self.state.lock();
                 if state.segments_made <= self.max_segments() {
+                    if given_up > 0 {
+                        info!(given_up, "drive is within its size again");
+                    }
                     return;
                 }
                 let Some((segment, begin)) = state.index.give_up() else {
@@ -287,6 +317,7 @@ impl Shared {
                 warn!("removing {}: {error}", segment_name(segment));
                 return;
             }
+            given_up += 1;
         }
     }
 

@@ -13,7 +13,8 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use super::SimVolume;
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
-use crate::drive::DriveSettings;
+use crate::drive::{Drive, DriveSettings};
+use crate::drive_set::DriveSet;
 
 pub(super) const SETTINGS: DriveSettings = DriveSettings {
     capacity: 64 << 20,
@@ -30,7 +31,13 @@ pub(super) fn open(
     settings: DriveSettings,
 ) -> std::io::Result<DiskBackend> {
     let (drive, _) = open_drive(Arc::clone(volume) as _, SEGMENT, settings, None)?;
-    DiskBackend::new(vec![drive], None)
+    alone(vec![drive])
+}
+
+/// A tier of drives that are not compared.
+pub(super) fn alone(drives: Vec<Drive>) -> std::io::Result<DiskBackend> {
+    let set = DriveSet::of(&drives);
+    DiskBackend::new(drives, set, None)
 }
 
 pub(crate) fn pool() -> Pool {

@@ -9,13 +9,15 @@ use lmc_backend::{
     Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored,
 };
 
-use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, item_of, len, open, pool, soon};
+use super::crash_tests::{
+    SEGMENT, SETTINGS, alone, is_there, item, item_of, len, open, pool, soon,
+};
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
 use crate::batch::Batch;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
-use crate::format::{FormatError, VERSION};
+use crate::format::FormatError;
 use crate::volume::{BLOCK, Kind, Volume};
 
 /// A drive with chunks 0 to 9 on it, closed in order.
@@ -268,7 +270,7 @@ fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
         let opened = open_drive(Arc::clone(volume) as _, SEGMENT, SETTINGS, None);
         opened.expect("a new drive").0
     };
-    let tier = DiskBackend::new(vec![drive(&first), drive(&second)], None).expect("a tier");
+    let tier = alone(vec![drive(&first), drive(&second)]).expect("a tier");
     let items = (0..20).map(|number| item(&pool, number)).collect();
     drop(block_on(tier.store(items, soon())));
     let one_of = |drive: usize| {
@@ -543,7 +545,7 @@ fn what_is_on_a_drive_that_is_out_is_a_miss() {
         let opened = open_drive(Arc::clone(volume) as _, SEGMENT, settings, None);
         opened.expect("a new drive").0
     };
-    let tier = DiskBackend::new(vec![drive(&first), drive(&second)], None).expect("a tier");
+    let tier = alone(vec![drive(&first), drive(&second)]).expect("a tier");
     let items = (0..20).map(|number| item(&pool, number)).collect();
     drop(block_on(tier.store(items, soon())));
     let on_first = |number: &u64| tier.drives()[0].find(&test_key(*number)).is_some();
@@ -741,17 +743,17 @@ fn what_a_later_version_wrote_is_refused_and_left_alone() {
         let volume = filled();
         let file = volume.names(name).remove(0);
         volume.alter(&file, |data| {
-            data[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes())
+            data[8..12].copy_from_slice(&3u32.to_le_bytes());
         });
         let before = volume.events();
         let error = open_drive(Arc::clone(&volume) as _, SEGMENT, SETTINGS, None);
         let error = error.expect_err("a later version");
         let text = error.to_string();
-        assert!(text.contains("version 2"), "{text}");
+        assert!(text.contains("version 3"), "{text}");
         let source = error.get_ref().and_then(|source| source.downcast_ref());
         assert!(matches!(
             source,
-            Some(FormatError::Version { found: 2, .. })
+            Some(FormatError::Version { found: 3, .. })
         ));
         assert_eq!(volume.events(), before, "nothing was written");
     }

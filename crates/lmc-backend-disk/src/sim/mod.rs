@@ -6,6 +6,7 @@ pub(crate) use crash_tests::pool;
 mod fault_tests;
 mod room_tests;
 mod segment_tests;
+mod set_tests;
 
 use std::collections::BTreeMap;
 use std::io;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::conformance::{block_on, check_value, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, Stored};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use super::SimVolume;
-use super::crash_tests::{SEGMENT, SETTINGS, item_of, open, pool, soon};
+use super::crash_tests::{SEGMENT, SETTINGS, alone, item_of, open, pool, soon};
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
@@ -45,7 +45,7 @@ fn an_index_that_was_lost_once_is_not_lost_at_each_start() {
     let open = || {
         let drive = open_drive(Arc::clone(&volume) as _, 4 * BLOCK, settings, None);
         let (drive, notes) = drive.expect("it opens");
-        let tier = DiskBackend::new(vec![drive], None).expect("a timer");
+        let tier = alone(vec![drive]).expect("a timer");
         (tier, notes)
     };
     let pool = pool();
@@ -130,6 +130,47 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
         events += 1;
     }
     assert!(events > 20, "there were {events} points to crash at");
+}
+
+/// A chunk lay on two drives, with other bytes on each: an engine had computed it twice. The one
+/// that was moved was read from the other drive, and lost.
+#[test]
+fn compacting_reads_a_chunk_from_the_drive_that_it_moves_it_on() {
+    let pool = pool();
+    let volumes = [SimVolume::new(u64::MAX), SimVolume::new(u64::MAX)];
+    let bytes = |volume: usize| vec![volume as u8 + 1; 5 * BLOCK as usize];
+    let load = |tier: &DiskBackend| {
+        let slot = pool.reserve(5 * BLOCK).expect("memory");
+        let item = LoadItem::new(test_key(0), slot);
+        block_on(tier.load(vec![item], soon())).remove(0).hit()
+    };
+    for (number, volume) in volumes.iter().enumerate() {
+        let tier = open(volume, SETTINGS).expect("a new drive");
+        let mut slot = pool.reserve(5 * BLOCK).expect("memory");
+        slot.bytes_mut().copy_from_slice(&bytes(number));
+        let item = StoreItem::new(test_key(0), slot.written().seal());
+        let stored = block_on(tier.store(vec![item], soon()));
+        assert!(matches!(stored[..], [Ok(Stored::Written)]));
+        // Alone in its segment, which is not the one that is written to.
+        for other in 1..20 {
+            store(&tier, &pool, other, 8);
+        }
+        let others: Vec<_> = (1..19).map(test_key).collect();
+        block_on(tier.remove(&others, soon()));
+    }
+    let drives = volumes.iter().map(|volume| {
+        let opened = open_drive(Arc::clone(volume) as _, SEGMENT, SETTINGS, None);
+        opened.expect("it opens").0
+    });
+    let both = alone(drives.collect()).expect("a timer");
+    let done = compact(&both, &pool).expect("no error");
+    assert_eq!((done.moved, done.lost, done.stayed), (2, 0, 0), "{done:?}");
+    drop(both);
+    for (number, volume) in volumes.iter().enumerate() {
+        let tier = open(volume, SETTINGS).expect("it opens");
+        let slot = load(&tier).expect("it was moved, not lost");
+        assert_eq!(slot.seal().bytes(), bytes(number));
+    }
 }
 
 /// A segment's file was lost, and another made under its name, before a kill.

@@ -14,7 +14,7 @@ mod part;
 pub(crate) use part::Part;
 mod pool_buffers;
 mod raw;
-pub(crate) use raw::free_bytes;
+pub(crate) use raw::{Medium, NO_SIZE, free_bytes, medium};
 mod task;
 mod threads;
 mod uring;

@@ -71,6 +71,45 @@ pub(super) fn set_direct(file: &File) -> io::Result<()> {
     }
 }
 
+/// What a file system keeps files on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Medium {
+    /// A drive, or something that lmc does not know.
+    Drive,
+    /// Memory: files are gone after a reboot. With its name.
+    Memory(&'static str),
+    /// Nothing: its files are made up by the kernel. With its name.
+    Nothing(&'static str),
+}
+
+/// What the file system of `path` keeps files on.
+pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let mut stat = MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: a terminated string, and memory for the one struct that is filled in.
+    if unsafe { libc::statfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so it filled the struct in.
+    let stat = unsafe { stat.assume_init() };
+    // Numbers of linux/magic.h.
+    Ok(match stat.f_type as u32 {
+        0x0102_1994 => Medium::Memory("tmpfs"),
+        0x8584_58f6 => Medium::Memory("ramfs"),
+        0x9fa0 => Medium::Nothing("proc"),
+        0x6265_6572 => Medium::Nothing("sysfs"),
+        0x0027_e0eb | 0x6367_7270 => Medium::Nothing("cgroup"),
+        0x6462_6720 => Medium::Nothing("debugfs"),
+        0x7472_6163 => Medium::Nothing("tracefs"),
+        0x1cd1 => Medium::Nothing("devpts"),
+        0x7363_6673 => Medium::Nothing("securityfs"),
+        _ => Medium::Drive,
+    })
+}
+
+/// What is free on a file system that has no size, such as one in memory without a limit.
+pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
+
 /// Bytes that a user may still take on the file system of `path`.
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
@@ -82,8 +121,7 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     // SAFETY: the call succeeded, so it filled the struct in.
     let stat = unsafe { stat.assume_init() };
     if stat.f_blocks == 0 {
-        // A file system that has no size, such as one in memory, does not say.
-        return Ok(u64::MAX >> 1);
+        return Ok(NO_SIZE);
     }
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }

@@ -17,8 +17,9 @@ pub use layers::{ConfigError, Entry, Problem, Source};
 pub use log_level::filter_of;
 pub use parse::{
     ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize,
-    SegmentName, TransferMode,
+    SegmentName, StateDir, TransferMode,
 };
+pub(crate) use serve::LEAST_DRIVE;
 pub use serve::{Loaded, ServeConfig, print_config};
 pub use setting::{Group, Info, Raw, Setting, Shape};
 pub use settings::ALL as ALL_SETTINGS;

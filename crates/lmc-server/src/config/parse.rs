@@ -199,6 +199,26 @@ pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
     Ok(folders)
 }
 
+/// Where the server remembers what outlives it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StateDir {
+    /// The first of the usual folders that can be written.
+    Auto,
+    /// Nowhere.
+    None,
+    /// Here.
+    Path(PathBuf),
+}
+
+pub(crate) fn state_dir(raw: &Raw) -> Result<StateDir, String> {
+    match raw.text()?.trim() {
+        "" => Err("expected a folder, auto or none".to_owned()),
+        text if text.eq_ignore_ascii_case("auto") => Ok(StateDir::Auto),
+        text if text.eq_ignore_ascii_case("none") => Ok(StateDir::None),
+        text => Ok(StateDir::Path(text.into())),
+    }
+}
+
 pub(crate) fn log_format(raw: &Raw) -> Result<LogFormat, String> {
     choice(raw, LogFormat::parse, LogFormat::NAMES)
 }

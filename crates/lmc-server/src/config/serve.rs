@@ -8,10 +8,13 @@ use lmc_memory::Demand;
 use super::layers::{ConfigError, Entry, Layers};
 use super::parse::{
     DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName,
-    TransferMode,
+    StateDir, TransferMode,
 };
 use super::setting::{Group, Raw, Shape};
 use super::settings as s;
+
+/// Least bytes of a drive: a smaller one holds few chunks of any model.
+pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
 
 /// Everything `lmc serve` can be told. Each field's meaning is the help text of the setting of
 /// the same name in `settings.rs`.
@@ -42,6 +45,7 @@ pub struct ServeConfig {
     pub eviction_ratio: f64,
     pub quotas: Vec<(String, u64)>,
     pub disk: Vec<PathBuf>,
+    pub disk_create: bool,
     pub disk_size: PoolSize,
     pub disk_keep_free: u64,
     pub disk_write: DiskWrite,
@@ -49,6 +53,7 @@ pub struct ServeConfig {
     pub disk_read_timeout: Duration,
     pub disk_io: DiskIoName,
     pub disk_depth: u32,
+    pub state_dir: StateDir,
     pub read_ttl: Duration,
     pub write_ttl: Duration,
     pub session_ttl: Duration,
@@ -129,6 +134,7 @@ impl ServeConfig {
             eviction_ratio: layers.take(&s::EVICTION_RATIO),
             quotas: layers.take(&s::QUOTA),
             disk: layers.take(&s::DISK),
+            disk_create: layers.take(&s::DISK_CREATE),
             disk_size: layers.take(&s::DISK_SIZE),
             disk_keep_free: layers.take(&s::DISK_KEEP_FREE).0,
             disk_write: layers.take(&s::DISK_WRITE),
@@ -136,6 +142,7 @@ impl ServeConfig {
             disk_read_timeout: layers.take(&s::DISK_READ_TIMEOUT_SECONDS),
             disk_io: layers.take(&s::DISK_IO),
             disk_depth: layers.take(&s::DISK_DEPTH) as u32,
+            state_dir: layers.take(&s::STATE_DIR),
             read_ttl: layers.take(&s::L1_READ_TTL_SECONDS),
             write_ttl: layers.take(&s::L1_WRITE_TTL_SECONDS),
             session_ttl: layers.take(&s::SESSION_TTL_SECONDS),
@@ -187,9 +194,18 @@ impl ServeConfig {
             );
         }
         if self.disk.is_empty() && self.disk_size != PoolSize::Auto {
+            layers.refuse(&s::DISK_SIZE.info, "requires --disk");
+        }
+        if let PoolSize::Bytes(bytes) = self.disk_size
+            && !self.disk.is_empty()
+            && bytes / (self.disk.len() as u64) < LEAST_DRIVE
+        {
             layers.refuse(
                 &s::DISK_SIZE.info,
-                "expected a folder in --disk beside it: where shall the bytes go?",
+                format!(
+                    "expected at least {} for each drive, or auto",
+                    super::size::human_bytes(LEAST_DRIVE)
+                ),
             );
         }
         if self.eviction_ratio >= self.eviction_watermark {

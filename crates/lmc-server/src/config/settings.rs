@@ -11,7 +11,7 @@ use lmc_memory::Demand;
 use super::log_level;
 use super::parse::{
     self, ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat,
-    PoolSize, SegmentName, TransferMode,
+    PoolSize, SegmentName, StateDir, TransferMode,
 };
 use super::setting::{Group, Info, Raw, Setting, Shape};
 
@@ -98,6 +98,8 @@ settings! {
     Disk {
         /// Folder for chunks on an NVMe drive, found again after a restart; several drives with commas; none keeps all in memory.
         DISK: Vec<PathBuf> = "disk", Value "PATH", "none", parse::folders;
+        /// Make a new drive of each folder in --disk that holds none, and the folder where it is missing. Without it such a folder is refused: it may be the mount point of a drive that is not mounted. For the first start, not for a unit file.
+        DISK_CREATE: bool = "disk-create", Switch "BOOL", "false", parse::switch;
         /// Bytes on all drives together, e.g. 500GiB; auto takes half of what is free on each.
         DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
@@ -112,6 +114,8 @@ settings! {
         DISK_IO: DiskIoName = "disk-io", Value "HOW", "auto", parse::disk_io;
         /// Reads and writes that each drive is given at a time.
         DISK_DEPTH: usize = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
+        /// Folder, not on the drives, that remembers the last clear, so that drives restored from an older copy serve nothing that was cleared; auto takes the first writable of $XDG_STATE_HOME/lmc, /var/lib/lmc and ~/.local/state/lmc; none remembers nothing.
+        STATE_DIR: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
     }
     Lifetimes {
         /// What a lookup found is held for its engine for this long at most.

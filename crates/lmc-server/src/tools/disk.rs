@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 use std::future::Future;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use indicatif::{ProgressBar, ProgressStyle};
 use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded};
-use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus, SetMember, SpaceUsage};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde_json::json;
 
@@ -22,14 +22,18 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const AT_ONCE: u64 = 64 << 20;
 /// Chunks that are listed at a time.
 const PAGE: usize = 4096;
+/// Key spaces that are shown to people.
+const MOST_SPACES: usize = 8;
 
 pub(super) fn command() -> Command {
     let path = || {
         Arg::new("path")
             .required(true)
             .value_name("PATH")
+            .value_delimiter(',')
+            .num_args(1..)
             .value_parser(clap::value_parser!(PathBuf))
-            .help("The folder that was named with `lmc serve --disk`.")
+            .help("The folder that was named with `lmc serve --disk`; several with commas.")
     };
     let json = || {
         Arg::new("json")
@@ -42,10 +46,16 @@ pub(super) fn command() -> Command {
         .subcommand_required(true)
         .subcommands([
             Command::new("inspect")
-                .about("Shows what a folder holds")
-                .args([path(), json()]),
+                .about("Shows what each folder holds, and the set that its drive belongs to")
+                .args([path(), json()])
+                .arg(
+                    Arg::new("segments")
+                        .long("segments")
+                        .action(ArgAction::SetTrue)
+                        .help("Also show how full each segment is."),
+                ),
             Command::new("verify")
-                .about("Reads every chunk and checks every byte; damaged chunks are forgotten")
+                .about("Reads every chunk and checks every byte; removes damaged chunks")
                 .args([path(), json()]),
             Command::new("compact")
                 .about("Moves chunks together and gives space back to the file system")
@@ -58,17 +68,31 @@ pub(super) fn command() -> Command {
                         .default_value("0.5")
                         .help("Segments filled to less than this share are emptied, 0 to 1."),
                 ),
+            Command::new("forget")
+                .about("Removes a missing drive from its set, so that it is not waited for")
+                .arg(
+                    Arg::new("drive")
+                        .required(true)
+                        .value_name("DRIVE-ID")
+                        .help("The id of the missing drive, as `lmc disk inspect` shows it."),
+                )
+                .args([path(), json()]),
         ])
 }
 
 pub(super) fn run(matches: &ArgMatches) -> Result<()> {
     let (verb, matches) = matches.subcommand().context("disk needs a verb")?;
-    let path: &PathBuf = matches.get_one("path").expect("clap requires it");
-    let tier = DiskConfig::existing(path).and_then(|config| config.open());
+    let paths: Vec<PathBuf> = matches
+        .get_many("path")
+        .expect("clap requires it")
+        .cloned()
+        .collect();
+    let tier = DiskConfig::existing(&paths).and_then(|config| config.open());
     // Its text names the cause already.
     let tier = tier.map_err(|error| anyhow!("{error}"))?;
     let answer = match verb {
-        "inspect" => inspect(&tier),
+        "inspect" => inspect(&tier, &paths, matches.get_flag("segments")),
+        "forget" => forget(&tier, matches.get_one("drive").expect("clap requires it"))?,
         "verify" => verify(&tier)?,
         "compact" => {
             let below: f64 = *matches.get_one("below").expect("it has a default");
@@ -102,32 +126,103 @@ fn wait<T>(work: impl Future<Output = T>) -> T {
         .block_on(work)
 }
 
-fn inspect(tier: &DiskBackend) -> Answer {
+fn inspect(tier: &DiskBackend, paths: &[PathBuf], segments: bool) -> Answer {
     let drives = tier.inspect();
     let mut out = String::new();
-    for (drive, how) in drives.iter().zip(tier.describe()) {
-        let files = drive.segments.len() as u64 * drive.segment_bytes;
-        let id: String = drive.drive_id.iter().map(|b| format!("{b:02x}")).collect();
-        let age = (UNIX_EPOCH + Duration::from_secs(drive.created)).elapsed();
-        let days = age.map_or(0, |age| age.as_secs() / 86_400);
-        // Writing to a string cannot fail.
-        let _ = writeln!(
-            out,
-            "drive      {id}, format {}, made {days} days ago\n\
-             chunks     {} ({})\n\
-             segments   {} of {}, {} in all\n\
-             moved by   {how}\n",
-            drive.version,
-            drive.chunks,
-            human_bytes(drive.bytes),
-            drive.segments.len(),
-            human_bytes(drive.segment_bytes),
-            human_bytes(files),
-        );
-        let _ = write!(out, "{}", filling(drive));
+    for ((drive, path), how) in drives.iter().zip(paths).zip(tier.describe()) {
+        out += &summary(drive, path, &how);
+        if segments {
+            out += &filling(drive);
+        }
     }
     let drives: Vec<_> = drives.iter().map(as_json).collect();
     (out, json!({"drives": drives}))
+}
+
+fn summary(drive: &DriveStatus, path: &Path, how: &str) -> String {
+    let files = drive.segments.len() as u64 * drive.segment_bytes;
+    let filled = match files {
+        0 => 0,
+        files => drive.bytes * 100 / files,
+    };
+    // Writing to a string cannot fail.
+    let mut out = String::new();
+    let _ = writeln!(
+        out,
+        "folder     {}\n\
+         drive      {}, format {}, made {} days ago\n\
+         chunks     {} ({}), {filled} % of its segments\n\
+         segments   {} of {}, {} in all\n\
+         moved by   {how}",
+        path.display(),
+        hex(&drive.drive_id),
+        drive.version,
+        days_since(drive.created),
+        drive.chunks,
+        human_bytes(drive.bytes),
+        drive.segments.len(),
+        human_bytes(drive.segment_bytes),
+        human_bytes(files),
+    );
+    if let Some(set) = &drive.set_id {
+        let _ = writeln!(
+            out,
+            "set        {}, {} drives, cleared {} times",
+            hex(set),
+            drive.members.len(),
+            drive.epoch.counter
+        );
+    }
+    let others = drive.members.iter();
+    for other in others.filter(|member| member.drive_id != drive.drive_id) {
+        let _ = writeln!(
+            out,
+            "  with     {}, {} days ago at {}",
+            hex(&other.drive_id),
+            days_since(other.last_seen),
+            other.path.display()
+        );
+    }
+    for space in drive.spaces.iter().take(MOST_SPACES) {
+        let _ = writeln!(
+            out,
+            "space      {}: {} chunks ({}), {}",
+            space.space,
+            space.chunks,
+            human_bytes(space.bytes),
+            space.settings.as_deref().unwrap_or("settings not known")
+        );
+    }
+    if drive.spaces.len() > MOST_SPACES {
+        let more = drive.spaces.len() - MOST_SPACES;
+        let _ = writeln!(out, "           and {more} more spaces (--json lists all)");
+    }
+    out
+}
+
+fn forget(tier: &DiskBackend, drive: &String) -> Result<Answer> {
+    let id = u128::from_str_radix(drive, 16).ok();
+    let Some(id) = id.filter(|_| drive.len() == 32) else {
+        bail!("{drive}: expected a drive id of 32 hexadecimal digits");
+    };
+    if !tier.forget_member(&id.to_be_bytes())? {
+        bail!(
+            "{drive}: no drive of this id is in the set; `lmc disk inspect` shows those that are"
+        );
+    }
+    Ok((
+        format!("drive {drive} is no longer in the set\n"),
+        json!({"forgotten": drive}),
+    ))
+}
+
+fn hex(id: &[u8; 16]) -> String {
+    id.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn days_since(second: u64) -> u64 {
+    let age = (UNIX_EPOCH + Duration::from_secs(second)).elapsed();
+    age.map_or(0, |age| age.as_secs() / 86_400)
 }
 
 /// A picture of how full the segments are.
@@ -165,7 +260,21 @@ fn filling(drive: &DriveStatus) -> String {
 }
 
 fn as_json(drive: &DriveStatus) -> serde_json::Value {
-    let id: String = drive.drive_id.iter().map(|b| format!("{b:02x}")).collect();
+    let member = |member: &SetMember| {
+        json!({
+            "drive_id": hex(&member.drive_id),
+            "last_seen": member.last_seen,
+            "path": member.path.display().to_string(),
+        })
+    };
+    let space = |usage: &SpaceUsage| {
+        json!({
+            "space": usage.space.to_string(),
+            "settings": usage.settings,
+            "chunks": usage.chunks,
+            "bytes": usage.bytes,
+        })
+    };
     let segment = |s: &lmc_backend_disk::SegmentStatus| {
         json!({
             "number": s.number,
@@ -178,11 +287,15 @@ fn as_json(drive: &DriveStatus) -> serde_json::Value {
     };
     json!({
         "version": drive.version,
-        "drive_id": id,
+        "drive_id": hex(&drive.drive_id),
+        "set_id": drive.set_id.as_ref().map(hex),
+        "epoch": {"counter": drive.epoch.counter, "origin": hex(&drive.epoch.origin)},
+        "members": drive.members.iter().map(member).collect::<Vec<_>>(),
         "created": drive.created,
         "segment_bytes": drive.segment_bytes,
         "chunks": drive.chunks,
         "bytes": drive.bytes,
+        "spaces": drive.spaces.iter().map(space).collect::<Vec<_>>(),
         "segments": drive.segments.iter().map(segment).collect::<Vec<_>>(),
     })
 }

@@ -1,0 +1,162 @@
+//! Why a disk tier cannot be opened.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::drive::HEADER_NAME;
+
+/// Why a disk tier cannot be opened. Nothing on the drive was changed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DiskError {
+    /// No folder was named.
+    #[error("a disk tier needs at least one folder")]
+    NoFolder,
+    /// No drive was made of the folder yet, or its file system is not mounted.
+    #[error(
+        "{path}: no drive of lmc is here{expected}; mount the drive, or make a new one with \
+         `lmc serve --disk {path} --disk-create`"
+    )]
+    NoDriveYet {
+        /// The folder.
+        path: PathBuf,
+        /// Which drive was there, if that is known.
+        expected: String,
+    },
+    /// It is a file.
+    #[error("{path}: this is not a folder; name a folder for the drive's files")]
+    NotAFolder {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Its file system keeps no files.
+    #[error(
+        "{path}: the file system there is {name}, which keeps no files; name a folder on a drive"
+    )]
+    NoFiles {
+        /// The folder.
+        path: PathBuf,
+        /// The file system.
+        name: &'static str,
+    },
+    /// Its file system does not say how large it is.
+    #[error("{path}: the file system does not say how many bytes are free; set --disk-size")]
+    NoSize {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// Two drives belong to different sets, so that a clear of one did not reach the other.
+    #[error(
+        "{path} belongs to drive set {set} and {other_path} to {other_set}, and what was cleared \
+         in one may be found in the other; serve each set by itself, or remove the files of one \
+         drive and start with --disk-create"
+    )]
+    DifferentSets {
+        /// A folder.
+        path: PathBuf,
+        /// Its set.
+        set: String,
+        /// A folder of another set.
+        other_path: PathBuf,
+        /// That set.
+        other_set: String,
+    },
+    /// What was cleared cannot be read or noted outside of the drives.
+    #[error(
+        "state folder, {path}: {source}; make it writable, name another with --state-dir, or remove a damaged file"
+    )]
+    State {
+        /// The folder or the file in it.
+        path: PathBuf,
+        /// What is wrong.
+        source: io::Error,
+    },
+    /// The folder is not there and cannot be made.
+    #[error(
+        "{path}: the folder is not there and cannot be made: {source}; make it, or name another"
+    )]
+    Missing {
+        /// The folder.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The folder cannot be written.
+    #[error(
+        "{path}: no file can be written there: {source}; check its owner and whether it is mounted read-only"
+    )]
+    NotWritable {
+        /// The folder.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Another process has it.
+    #[error("{path}: in use by another lmc ({owner}); stop that one, or name another folder")]
+    Locked {
+        /// The folder.
+        path: PathBuf,
+        /// Who has it.
+        owner: String,
+    },
+    /// The folder is no drive of lmc.
+    #[error("{path}: no chunks of lmc are here; name a folder that `lmc serve --disk` has used")]
+    NoDrive {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The folder holds something else.
+    #[error("{path}: holds something and no `{HEADER_NAME}` of lmc; name an empty folder")]
+    NotOurs {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// It was written by a later lmc, or is damaged where all begins.
+    #[error("{path}: {source}")]
+    Format {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong.
+        source: io::Error,
+    },
+    /// Less than a tier can work with.
+    #[error("{path}: {size} bytes for each drive are too few, {least} are the least")]
+    TooSmall {
+        /// The folder.
+        path: PathBuf,
+        /// What was asked for.
+        size: u64,
+        /// What is needed.
+        least: u64,
+    },
+    /// The file system is smaller than what was asked for.
+    #[error(
+        "{path}: {size} bytes were asked for, the file system has room for {room}; ask for less, or free some"
+    )]
+    Space {
+        /// The folder.
+        path: PathBuf,
+        /// What was asked for, for this drive.
+        size: u64,
+        /// What can be had, with what the folder holds already.
+        room: u64,
+    },
+    /// Its segments and logs are more files than the process may open.
+    #[error(
+        "{path}: the drive has more files than may be open at a time; raise the limit (ulimit -n)"
+    )]
+    OpenFiles {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The system refused something.
+    #[error("{path}: {source}")]
+    Io {
+        /// The folder.
+        path: PathBuf,
+        /// What it refused.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,119 @@
+//! The state folder: what is remembered of drive sets outside of their drives.
+//!
+//! A drive that is replaced by an older copy of itself does not know what was cleared since.
+//! One file for each set does.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use parking_lot::Mutex;
+
+use crate::epoch::{ClearEpoch, hex};
+use crate::error::DiskError;
+use crate::set::SetRecord;
+
+/// Folder of the sets in a state folder.
+const SETS: &str = "disk-sets";
+const UNFINISHED: &str = ".unfinished";
+
+/// A state folder that is there.
+#[derive(Debug)]
+pub(crate) struct StateDir {
+    sets: PathBuf,
+}
+
+impl StateDir {
+    /// Opens the folder, and makes it where it is not there.
+    pub(crate) fn open(path: &Path) -> Result<Self, DiskError> {
+        let sets = path.join(SETS);
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&sets);
+        made.map_err(|source| DiskError::State {
+            path: sets.clone(),
+            source,
+        })?;
+        Ok(Self { sets })
+    }
+
+    /// Returns the records of all sets.
+    pub(crate) fn records(&self) -> Result<Vec<SetRecord>, DiskError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| DiskError::State { path, source }
+        };
+        let mut records = Vec::new();
+        for entry in fs::read_dir(&self.sets).map_err(failed(&self.sets))? {
+            let path = entry.map_err(failed(&self.sets))?.path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            if name.is_none_or(|name| !is_record(name)) {
+                continue;
+            }
+            let bytes = fs::read(&path).map_err(failed(&path))?;
+            let record = SetRecord::decode(&bytes).map_err(io::Error::other);
+            records.push(record.map_err(failed(&path))?);
+        }
+        Ok(records)
+    }
+
+    /// Writes the record of a set, and returns where later clears are noted.
+    pub(crate) fn keep(&self, record: SetRecord) -> Result<Remembered, DiskError> {
+        let remembered = Remembered {
+            sets: self.sets.clone(),
+            record: Mutex::new(record),
+        };
+        let written = remembered.write(&remembered.record.lock());
+        written.map_err(|source| DiskError::State {
+            path: self.sets.clone(),
+            source,
+        })?;
+        Ok(remembered)
+    }
+}
+
+fn is_record(name: &str) -> bool {
+    name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// What is remembered of one set.
+#[derive(Debug)]
+pub(crate) struct Remembered {
+    sets: PathBuf,
+    record: Mutex<SetRecord>,
+}
+
+impl Remembered {
+    /// Notes a clear, durably. An older one than the last that was noted changes nothing.
+    pub(crate) fn note(&self, epoch: ClearEpoch) -> io::Result<()> {
+        let mut record = self.record.lock();
+        if epoch.counter <= record.epoch.counter {
+            return Ok(());
+        }
+        let next = SetRecord {
+            epoch,
+            ..record.clone()
+        };
+        self.write(&next)?;
+        *record = next;
+        Ok(())
+    }
+
+    fn write(&self, record: &SetRecord) -> io::Result<()> {
+        let name = hex(&record.set_id);
+        let unfinished = self.sets.join(format!("{name}{UNFINISHED}"));
+        // One that a kill has left, or a link that is not ours.
+        match fs::remove_file(&unfinished) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&unfinished)?;
+        file.write_all(&record.encode())?;
+        file.sync_all()?;
+        fs::rename(&unfinished, self.sets.join(name))?;
+        File::open(&self.sets)?.sync_all()
+    }
+}

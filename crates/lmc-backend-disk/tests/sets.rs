@@ -1,0 +1,259 @@
+//! Drive sets on real folders: what was cleared stays cleared, and what is missing is named.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{block_on, fill_value, test_key};
+use lmc_backend::{Backend, ClearError, Health, StoreItem};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+const MIB: u64 = 1 << 20;
+const CHUNKS: u64 = 16;
+
+/// A folder for the drives of a test and for their state.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("sets-{}-{count}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Drives by their names, without a state folder. None is made.
+    fn drives(&self, names: &[&str]) -> DiskConfig {
+        let paths = names.iter().map(|name| self.at(name));
+        DiskConfig::new(paths, 64 * MIB * names.len() as u64)
+            .with_keep_free(0)
+            .with_segment_bytes(MIB)
+    }
+
+    /// As [`Self::drives`], with a state folder.
+    fn known(&self, names: &[&str]) -> DiskConfig {
+        self.drives(names).with_state_dir(self.at("state"))
+    }
+
+    fn copy(&self, from: &str, to: &str) {
+        let _ = fs::remove_dir_all(self.at(to));
+        fs::create_dir(self.at(to)).unwrap();
+        for file in fs::read_dir(self.at(from)).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), self.at(to).join(file.file_name())).unwrap();
+        }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn store(tier: &DiskBackend) {
+    let arena = ArenaConfig::anonymous(MIB as usize).build().unwrap();
+    let pool = Pool::new(Arc::new(arena), PoolConfig::default()).unwrap();
+    let item = |number| {
+        let mut slot = pool.reserve(4096).unwrap();
+        fill_value(&test_key(number), slot.bytes_mut());
+        StoreItem::new(test_key(number), slot.written().seal())
+    };
+    for stored in block_on(tier.store((0..CHUNKS).map(item).collect(), soon())) {
+        stored.unwrap();
+    }
+}
+
+fn count(tier: &DiskBackend) -> usize {
+    let keys: Vec<_> = (0..CHUNKS).map(test_key).collect();
+    let found = block_on(tier.contains(&keys, soon()));
+    let found = found.iter().filter(|found| matches!(found, Ok(Some(_))));
+    found.count()
+}
+
+fn clear(tier: &DiskBackend) {
+    block_on(tier.clear(soon())).unwrap();
+}
+
+/// A drive was replaced by a copy of itself from before a clear, and served what was cleared.
+#[test]
+fn an_old_copy_of_the_only_drive_is_cleared() {
+    let folder = Folder::new();
+    let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
+    store(&tier);
+    drop(tier);
+    folder.copy("a", "backup");
+    let tier = folder.known(&["a"]).open().unwrap();
+    assert_eq!(count(&tier), CHUNKS as usize);
+    clear(&tier);
+    drop(tier);
+    // As it was, and as a version without sets left it.
+    for record in [true, false] {
+        folder.copy("backup", "a");
+        if !record {
+            fs::remove_file(folder.at("a").join("set")).unwrap();
+        }
+        let tier = folder.known(&["a"]).open().unwrap();
+        assert_eq!(count(&tier), 0, "with a record of its set: {record}");
+        store(&tier);
+        drop(tier);
+        let tier = folder.known(&["a"]).open().unwrap();
+        assert_eq!(count(&tier), CHUNKS as usize, "stored after the clear");
+    }
+    // An old copy of what was stored after the last clear is no danger.
+    folder.copy("a", "backup");
+    folder.copy("backup", "a");
+    assert_eq!(
+        count(&folder.known(&["a"]).open().unwrap()),
+        CHUNKS as usize
+    );
+}
+
+#[test]
+fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
+    let folder = Folder::new();
+    let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
+    store(&tier);
+    fs::remove_dir_all(folder.at("state")).unwrap();
+    let cleared = block_on(tier.clear(soon()));
+    assert!(matches!(cleared, Err(ClearError::Io(_))), "{cleared:?}");
+    assert_eq!(count(&tier), 0, "it took place all the same");
+    drop(tier);
+    fs::write(folder.at("state"), "no folder").unwrap();
+    let refused = folder.known(&["a"]).open().unwrap_err();
+    assert!(matches!(refused, DiskError::State { .. }), "{refused}");
+}
+
+#[test]
+fn a_missing_drive_is_named_until_it_is_forgotten() {
+    let folder = Folder::new();
+    let both = folder.drives(&["a", "b"]).with_new_drives();
+    drop(both.open().unwrap());
+    let tier = folder.drives(&["a"]).open().unwrap();
+    let [missing] = tier.missing() else {
+        panic!("{:?}", tier.missing());
+    };
+    assert_eq!(missing.path, folder.at("b").canonicalize().unwrap());
+    assert!(missing.last_seen > 1_700_000_000);
+    let id = missing.drive_id;
+    let Health::Degraded { reason } = tier.health() else {
+        panic!("{:?}", tier.health());
+    };
+    let path = missing.path.to_str().unwrap();
+    assert!(reason.contains(path), "{reason}");
+    drop(tier);
+    let tools = DiskConfig::existing([folder.at("a")]).unwrap();
+    let tools = tools.open().unwrap();
+    assert_eq!(tools.inspect()[0].members.len(), 2);
+    assert!(tools.forget_member(&id).unwrap());
+    assert!(!tools.forget_member(&id).unwrap());
+    drop(tools);
+    let tier = folder.drives(&["a"]).open().unwrap();
+    assert!(tier.missing().is_empty());
+    assert_eq!(tier.health(), Health::Ready);
+}
+
+/// An empty mount point was taken for a new drive, on the file system above it.
+#[test]
+fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
+    let folder = Folder::new();
+    fs::create_dir(folder.at("mnt")).unwrap();
+    for name in ["mnt", "nothing", "nothing/below"] {
+        let refused = folder.drives(&[name]).open().unwrap_err();
+        let DiskError::NoDriveYet { expected, .. } = &refused else {
+            panic!("{refused}");
+        };
+        assert_eq!(expected, "");
+        assert!(refused.to_string().contains("--disk-create"), "{refused}");
+    }
+    assert_eq!(fs::read_dir(folder.at("mnt")).unwrap().count(), 0);
+    assert!(!folder.at("nothing").exists());
+    let deep = folder.drives(&["mnt", "nothing/below"]).with_new_drives();
+    drop(deep.open().unwrap());
+    folder.drives(&["nothing/below", "mnt"]).open().unwrap();
+}
+
+#[test]
+fn what_was_in_an_empty_mount_point_is_named() {
+    let folder = Folder::new();
+    let made = folder.known(&["a", "b"]).with_new_drives().open().unwrap();
+    let id = made.inspect()[1].drive_id;
+    drop(made);
+    fs::rename(folder.at("b"), folder.at("unmounted")).unwrap();
+    fs::create_dir(folder.at("b")).unwrap();
+    let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+    // The other drive knows, or the state folder.
+    for config in [folder.drives(&["a", "b"]), folder.known(&["b"])] {
+        let refused = config.open().unwrap_err();
+        assert!(refused.to_string().contains(&id), "{refused}");
+    }
+    // It is another drive now, and the first is missing.
+    let tier = folder.known(&["a", "b"]).with_new_drives().open().unwrap();
+    assert_eq!(tier.missing().len(), 1);
+}
+
+#[test]
+fn drives_of_two_sets_do_not_serve_together() {
+    let folder = Folder::new();
+    for name in ["a", "b"] {
+        store(&folder.drives(&[name]).with_new_drives().open().unwrap());
+    }
+    let refused = folder.drives(&["a", "b"]).open().unwrap_err();
+    assert!(
+        matches!(refused, DiskError::DifferentSets { .. }),
+        "{refused}"
+    );
+    assert_eq!(
+        count(&folder.drives(&["b"]).open().unwrap()),
+        CHUNKS as usize
+    );
+    // A new drive joins, and its set is that of the other from then on.
+    let joined = folder.drives(&["a", "c"]).with_new_drives().open().unwrap();
+    assert_eq!(count(&joined), CHUNKS as usize);
+    drop(joined);
+    let refused = folder.drives(&["c", "b"]).open().unwrap_err();
+    assert!(
+        matches!(refused, DiskError::DifferentSets { .. }),
+        "{refused}"
+    );
+}
+
+#[test]
+fn chunks_of_other_settings_are_counted() {
+    let folder = Folder::new();
+    let open = |settings: &str| {
+        let config = folder.drives(&["a", "b"]).with_new_drives();
+        config.with_key_settings(settings).open().unwrap()
+    };
+    // Of a version, or an embedder, that named none.
+    store(&folder.drives(&["a", "b"]).with_new_drives().open().unwrap());
+    let tier = open("chunks of 256");
+    assert!(tier.unreachable().is_empty());
+    clear(&tier);
+    store(&tier);
+    drop(tier);
+    for _ in 0..2 {
+        let tier = open("chunks of 128");
+        let [other] = tier.unreachable() else {
+            panic!("{:?}", tier.unreachable());
+        };
+        let counted = (other.settings.as_str(), other.chunks, other.bytes);
+        assert_eq!(counted, ("chunks of 256", CHUNKS, CHUNKS * 4096));
+        assert_eq!(count(&tier), CHUNKS as usize);
+    }
+    assert!(open("chunks of 256").unreachable().is_empty());
+}
