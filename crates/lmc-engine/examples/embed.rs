@@ -18,6 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         layout: LayoutFingerprint::of(b"[2, 32, 256, 1024] bfloat16"),
         dtype: "bfloat16".parse()?,
         salt: "tenant-a".parse()?,
+        identity: "".parse()?,
     };
     let prompt: Vec<u32> = (0..1000).collect();
     let key = |hash| ChunkKey {

@@ -2,7 +2,8 @@
 //!
 //! A prompt is cut into chunks of `chunk_size` tokens. A [`ChunkHash`] names a chunk *and
 //! everything before it*; a [`ChunkKey`] adds what else decides the meaning of the bytes: model,
-//! layout, world size, KV rank, object group and tenant salt, folded into a [`SpaceId`].
+//! layout, world size, KV rank, object group, tenant salt and the operator's text, folded into a
+//! [`SpaceId`].
 //! Hashes agree byte for byte with those of LMCache 0.5.6 and vLLM, so that KV events agree.
 //!
 //! This crate holds no cached bytes, does no IO and knows no wire protocol. The types to start
@@ -21,6 +22,7 @@
 //!     layout: LayoutFingerprint::of(b"[2, 32, 256, 1024] bfloat16"),
 //!     dtype: "bfloat16".parse()?,
 //!     salt: "tenant-a".parse()?,
+//!     identity: "weights of 2026-11".parse()?,
 //! };
 //!
 //! let prompt: Vec<u32> = (0..600).collect();
@@ -59,7 +61,8 @@ pub use memo::{HashMemo, MemoStats};
 
 mod names;
 pub use names::{
-    DtypeName, MAX_DTYPE_BYTES, MAX_MODEL_BYTES, MAX_SALT_CHARS, ModelName, NameError, Salt,
+    DtypeName, IdentityText, MAX_DTYPE_BYTES, MAX_IDENTITY_BYTES, MAX_MODEL_BYTES, MAX_SALT_CHARS,
+    ModelName, NameError, Salt,
 };
 
 mod prefix;

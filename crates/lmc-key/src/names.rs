@@ -10,6 +10,8 @@ pub const MAX_MODEL_BYTES: usize = 1024;
 pub const MAX_DTYPE_BYTES: usize = 32;
 /// Longest salt, in characters: LMCache's limit.
 pub const MAX_SALT_CHARS: usize = 128;
+/// Longest [`IdentityText`], in bytes of UTF-8.
+pub const MAX_IDENTITY_BYTES: usize = 256;
 
 /// The name under which an engine serves its model. Not empty, at most [`MAX_MODEL_BYTES`], without
 /// control characters, so that it cannot end a line of a log.
@@ -31,6 +33,13 @@ pub struct DtypeName(Arc<str>);
 /// LMCache's rule: at most [`MAX_SALT_CHARS`] characters, none of `@`, `/`, `\` and NUL.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Salt(Arc<str>);
+
+/// What an operator adds to the identity of every chunk of a server, because no engine sends it:
+/// weights, revision, quantisation, format of the KV cache. Empty by default.
+///
+/// At most [`MAX_IDENTITY_BYTES`], no control characters. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct IdentityText(Arc<str>);
 
 /// Why a text is no name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +84,7 @@ impl ModelName {
     /// When it is empty, too long, or holds a control character.
     pub fn parse(name: &str) -> Result<Self, NameError> {
         let what = "model name";
+        check_not_empty(what, name)?;
         check_bytes(what, name, MAX_MODEL_BYTES)?;
         check_chars(what, name, "no control characters", |c| !c.is_control())?;
         Ok(Self(name.into()))
@@ -88,6 +98,7 @@ impl DtypeName {
     /// When it is empty, too long, or holds anything but ASCII letters, digits and `_`.
     pub fn parse(name: &str) -> Result<Self, NameError> {
         let what = "element type";
+        check_not_empty(what, name)?;
         check_bytes(what, name, MAX_DTYPE_BYTES)?;
         let expected = "letters, digits and '_', as in bfloat16 or fp8_e4m3fn";
         check_chars(what, name, expected, |c| {
@@ -135,10 +146,38 @@ impl Default for Salt {
     }
 }
 
-fn check_bytes(what: &'static str, text: &str, limit: usize) -> Result<(), NameError> {
-    if text.is_empty() {
-        return Err(NameError::Empty { what });
+impl IdentityText {
+    /// Checks a text.
+    ///
+    /// # Errors
+    /// When it is too long or holds a control character.
+    pub fn parse(text: &str) -> Result<Self, NameError> {
+        let what = "identity";
+        check_bytes(what, text, MAX_IDENTITY_BYTES)?;
+        check_chars(what, text, "no control characters", |c| !c.is_control())?;
+        Ok(Self(text.into()))
     }
+
+    /// Whether nothing is added.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl Default for IdentityText {
+    fn default() -> Self {
+        Self("".into())
+    }
+}
+
+fn check_not_empty(what: &'static str, text: &str) -> Result<(), NameError> {
+    match text.is_empty() {
+        true => Err(NameError::Empty { what }),
+        false => Ok(()),
+    }
+}
+
+fn check_bytes(what: &'static str, text: &str, limit: usize) -> Result<(), NameError> {
     if text.len() > limit {
         return Err(NameError::TooLong {
             what,
@@ -204,7 +243,7 @@ macro_rules! text_of_a_name {
     )*};
 }
 
-text_of_a_name!(ModelName, DtypeName, Salt);
+text_of_a_name!(ModelName, DtypeName, Salt, IdentityText);
 
 #[cfg(test)]
 mod tests {
@@ -227,6 +266,31 @@ mod tests {
             "cache salt has 129 characters; expected at most 128"
         );
         assert!(Salt::default().is_empty());
+    }
+
+    #[test]
+    fn identities_are_bounded_and_printable() {
+        assert!(IdentityText::default().is_empty());
+        for good in [
+            "",
+            "llama@2024-06-01 fp8_e4m3",
+            &"i".repeat(MAX_IDENTITY_BYTES),
+        ] {
+            assert_eq!(IdentityText::parse(good).unwrap().as_str(), good);
+        }
+        assert_eq!(
+            IdentityText::parse(&"i".repeat(MAX_IDENTITY_BYTES + 1)),
+            Err(NameError::TooLong {
+                what: "identity",
+                unit: "bytes",
+                limit: MAX_IDENTITY_BYTES,
+                found: MAX_IDENTITY_BYTES + 1,
+            })
+        );
+        assert!(matches!(
+            IdentityText::parse("a\nb"),
+            Err(NameError::Forbidden { found: '\n', .. })
+        ));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::hash::{HashParseError, parse_hex, write_hex};
-use crate::{DtypeName, HashAlgorithm, ModelName, Salt};
+use crate::{DtypeName, HashAlgorithm, IdentityText, ModelName, Salt};
 
 /// Names the canonical encoding below; another encoding gets another name, so that the ids of
 /// the two never meet.
@@ -39,6 +39,8 @@ pub struct KeySpace {
     pub dtype: DtypeName,
     /// The tenant.
     pub salt: Salt,
+    /// What the operator adds.
+    pub identity: IdentityText,
 }
 
 impl LayoutFingerprint {
@@ -65,6 +67,7 @@ impl KeySpace {
             layout,
             dtype,
             salt,
+            identity,
         } = self;
         let mut hasher = blake3::Hasher::new_derive_key(ENCODING);
         hasher.update(&[algorithm.code()]);
@@ -74,6 +77,12 @@ impl KeySpace {
         for text in [model.as_str(), dtype.as_str(), salt.as_str()] {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
+        }
+        // An empty identity adds nothing, so that ids from before this field stay as they are.
+        // What follows the salt is unambiguous, because the salt's length is known.
+        if !identity.is_empty() {
+            hasher.update(&(identity.as_str().len() as u64).to_le_bytes());
+            hasher.update(identity.as_str().as_bytes());
         }
         SpaceId(truncated(&hasher))
     }
@@ -138,6 +147,7 @@ mod tests {
             layout: LayoutFingerprint::of(b"layout"),
             dtype: "half".parse().unwrap(),
             salt: Salt::default(),
+            identity: IdentityText::default(),
         }
     }
 
@@ -172,6 +182,10 @@ mod tests {
                 salt: "a".parse().unwrap(),
                 ..space()
             },
+            KeySpace {
+                identity: "a".parse().unwrap(),
+                ..space()
+            },
             // Moving a character over a border must not give the same bytes.
             KeySpace {
                 model: "modelh".parse().unwrap(),
@@ -181,6 +195,15 @@ mod tests {
             KeySpace {
                 dtype: "hal".parse().unwrap(),
                 salt: "f".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                salt: "b".parse().unwrap(),
+                identity: "a".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                salt: "ba".parse().unwrap(),
                 ..space()
             },
         ];

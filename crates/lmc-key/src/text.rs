@@ -25,6 +25,7 @@ const TAG_CHUNK: &str = "lmc.chunk";
 const TAG_LAYOUT: &str = "lmc.layout";
 const TAG_GROUP: &str = "lmc.group";
 const TAG_SALT: &str = "lmc.salt";
+const TAG_IDENTITY: &str = "lmc.identity";
 
 /// A key as text: [`Display`](fmt::Display) prints it, [`FromStr`] reads it.
 ///
@@ -204,6 +205,9 @@ impl KeyText {
         if !space.salt.is_empty() {
             put(TAG_SALT, space.salt.to_string());
         }
+        if !space.identity.is_empty() {
+            put(TAG_IDENTITY, space.identity.to_string());
+        }
         text
     }
 
@@ -227,6 +231,7 @@ impl KeyText {
             layout: self.own_tag(TAG_LAYOUT)?,
             dtype: self.dtype.clone(),
             salt: self.own_tag_or_default(TAG_SALT)?,
+            identity: self.own_tag_or_default(TAG_IDENTITY)?,
         };
         let kv_rank = u16::try_from(self.worker_id).map_err(|_| KeyTextError::Number {
             part: "worker id",
@@ -459,7 +464,7 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{LayoutFingerprint, Salt};
+    use crate::{IdentityText, LayoutFingerprint, Salt};
 
     fn space() -> KeySpace {
         KeySpace {
@@ -470,6 +475,7 @@ mod tests {
             layout: LayoutFingerprint::new([0xab; 16]),
             dtype: "bfloat16".parse().unwrap(),
             salt: Salt::parse("50% é").unwrap(),
+            identity: IdentityText::parse("v2 / fp8").unwrap(),
         }
     }
 
@@ -489,7 +495,7 @@ mod tests {
             text.to_string(),
             format!(
                 "org/model%40v1@8@7@{}@bfloat16@lmc.algorithm%blake3@lmc.chunk%256\
-                 @lmc.layout%{}@lmc.group%2@lmc.salt%50%25%20%C3%A9",
+                 @lmc.layout%{}@lmc.group%2@lmc.salt%50%25%20%C3%A9@lmc.identity%v2%20/%20fp8",
                 "c0".repeat(32),
                 "ab".repeat(16)
             )
@@ -511,6 +517,7 @@ mod tests {
     fn defaults_have_no_tag() {
         let space = KeySpace {
             salt: Salt::default(),
+            identity: IdentityText::default(),
             ..space()
         };
         let key = ChunkKey {

@@ -43,8 +43,10 @@ fn space() -> impl Strategy<Value = KeySpace> {
     let salt = prop_oneof![Just(String::new()), salt];
     let numbers = (algorithm(), 1..=65_536_u32, any::<u32>(), any::<[u8; 16]>());
     let model = name(60).prop_map(|model| model.replace(char::is_control, "?"));
-    (numbers, model, "[a-z0-9_]{1,32}", salt).prop_map(
-        |((algorithm, chunk_size, world_size, layout), model, dtype, salt)| KeySpace {
+    let identity = name(60).prop_map(|text| text.replace(char::is_control, "%"));
+    let identity = prop_oneof![Just(String::new()), identity];
+    (numbers, model, "[a-z0-9_]{1,32}", salt, identity).prop_map(
+        |((algorithm, chunk_size, world_size, layout), model, dtype, salt, identity)| KeySpace {
             algorithm,
             chunk_size,
             model: model.parse().unwrap(),
@@ -52,6 +54,7 @@ fn space() -> impl Strategy<Value = KeySpace> {
             layout: LayoutFingerprint::new(layout),
             dtype: dtype.parse().unwrap(),
             salt: salt.parse().unwrap(),
+            identity: identity.parse().unwrap(),
         },
     )
 }
@@ -128,7 +131,7 @@ proptest! {
 
     /// Two spaces have one id only if they are one.
     #[test]
-    fn ids_differ_as_spaces_do(one in space(), other in space(), take in 0..128_u32) {
+    fn ids_differ_as_spaces_do(one in space(), other in space(), take in 0..256_u32) {
         // Each field of one or the other: pairs that differ in some fields only.
         let from = |bit: u32| if take & (1 << bit) == 0 { &one } else { &other };
         let mixed = KeySpace {
@@ -139,6 +142,7 @@ proptest! {
             layout: from(4).layout,
             dtype: from(5).dtype.clone(),
             salt: from(6).salt.clone(),
+            identity: from(7).identity.clone(),
         };
         prop_assert_eq!(mixed.id() == one.id(), mixed == one);
         prop_assert_eq!(mixed.id() == other.id(), mixed == other);

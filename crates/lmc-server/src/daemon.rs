@@ -452,6 +452,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     };
     let chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
     let mut service = ServiceConfig::new(ChunkHasher::new(algorithm, chunk_size)?);
+    service.identity = config.identity.clone();
     service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
     service.null_block_id = config.null_block_id;
     service.lookup_lease = config.read_ttl;
@@ -496,6 +497,12 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
         config.eviction_policy.name(),
         config.eviction_watermark * 100.0,
     );
+    if !config.identity.is_empty() {
+        info!(
+            "every chunk's key holds --identity {:?}",
+            config.identity.as_str()
+        );
+    }
 }
 
 #[cfg(test)]

@@ -649,3 +649,37 @@ fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
     );
     server.stop();
 }
+
+/// Weights that change under one model name: vLLM's connector sends the path and nothing of what
+/// lies there, so the operator tells the server with `--identity`. Chunks of the old weights are
+/// on disk, and must not be found under another identity, or under none.
+#[test]
+fn chunks_are_found_only_under_the_identity_that_they_were_stored_with() {
+    let folder = folder("identity");
+    let hits = |flags: &[&str], request: &str| {
+        let server = Server::start_with(&folder.0, flags);
+        let mut client = server.client();
+        let shm_name = register(&mut client);
+        let hits = retrieve(&mut client, &shm_name, request);
+        drop(client);
+        server.stop();
+        hits
+    };
+    let old = ["--identity", "weights of 2026-10"];
+    let server = Server::start_with(&folder.0, &old);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    let status = lmc(&[
+        "status",
+        "--url",
+        &format!("http://127.0.0.1:{}", server.http),
+    ]);
+    let status = String::from_utf8(status.stdout).expect("text");
+    assert!(status.contains("\"weights of 2026-10\""), "{status}");
+    drop(client);
+    server.stop();
+    assert_eq!(hits(&["--identity", "weights of 2026-11"], "new"), 0);
+    assert_eq!(hits(&[], "none"), 0);
+    assert_eq!(hits(&old, "old"), CHUNKS as u64);
+}

@@ -167,17 +167,20 @@ def space_vectors():
 
     codes = {"blake3": 1, "sha256_cbor": 2, "xxhash_cbor": 3}
     cases = [
-        ("blake3", 256, "model", 1, b"layout", "half", ""),
-        ("sha256_cbor", 16, "meta-llama/Llama-3.1-8B", 8, b"", "bfloat16", "tenant-é"),
-        ("xxhash_cbor", 65536, "m", 0xFFFF_FFFF, bytes(range(256)), "fp8_e4m3fn", "s" * 128),
+        ("blake3", 256, "model", 1, b"layout", "half", "", ""),
+        ("sha256_cbor", 16, "meta-llama/Llama-3.1-8B", 8, b"", "bfloat16", "tenant-é", ""),
+        ("xxhash_cbor", 65536, "m", 0xFFFF_FFFF, bytes(range(256)), "fp8_e4m3fn", "s" * 128, ""),
+        ("blake3", 256, "model", 1, b"layout", "half", "", "weights of 2026-11, fp8_é4m3"),
     ]
-    for algorithm, chunk, model, world, layout, dtype, salt in cases:
+    for algorithm, chunk, model, world, layout, dtype, salt, identity in cases:
         layout_id = cut("lmc 2026-11 layout fingerprint v1", layout)
         data = struct.pack("<BII", codes[algorithm], chunk, world) + layout_id
-        for text in [model, dtype, salt]:
+        # An empty identity adds nothing: ids from before that field stay.
+        for text in [model, dtype, salt] + [identity] * bool(identity):
             data += struct.pack("<Q", len(text.encode())) + text.encode()
         yield {"algorithm": algorithm, "chunk_size": chunk, "model": model, "world_size": world,
                "layout": layout.hex(), "dtype": dtype, "salt": salt,
+               **({"identity": identity} if identity else {}),
                "layout_fingerprint": layout_id.hex(),
                "space_id": cut("lmc 2026-11 key space v1", data).hex()}
 

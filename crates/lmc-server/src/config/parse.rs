@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use lmc_key::IdentityText;
 use lmc_memory::{Demand, SharedName};
 
 use super::setting::Raw;
@@ -147,6 +148,10 @@ fn choice<T>(raw: &Raw, parse: fn(&str) -> Option<T>, names: &[&str]) -> Result<
             None => expected,
         }
     })
+}
+
+pub(crate) fn identity(raw: &Raw) -> Result<IdentityText, String> {
+    IdentityText::parse(raw.text()?).map_err(|error| error.to_string())
 }
 
 pub(crate) fn hash_algorithm(raw: &Raw) -> Result<HashName, String> {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use lmc_key::IdentityText;
 use lmc_memory::Demand;
 
 use super::layers::{ConfigError, Entry, Layers};
@@ -29,6 +30,7 @@ pub struct ServeConfig {
     pub http_allowed_hosts: Vec<String>,
     pub chunk_size: usize,
     pub hash_algorithm: HashName,
+    pub identity: IdentityText,
     pub hash_memo_size: u64,
     pub transfer_mode: TransferMode,
     pub null_block_id: Option<u32>,
@@ -118,6 +120,7 @@ impl ServeConfig {
             http_allowed_hosts: layers.take(&s::HTTP_ALLOWED_HOST),
             chunk_size: layers.take(&s::CHUNK_SIZE),
             hash_algorithm: layers.take(&s::HASH_ALGORITHM),
+            identity: layers.take(&s::IDENTITY),
             hash_memo_size: layers.take(&s::HASH_MEMO_SIZE).0,
             transfer_mode: layers.take(&s::SUPPORTED_TRANSFER_MODE),
             null_block_id: layers.take(&s::NULL_BLOCK_ID),

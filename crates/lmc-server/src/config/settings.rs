@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use lmc_key::IdentityText;
 use lmc_memory::Demand;
 
 use super::log_level;
@@ -60,6 +61,8 @@ settings! {
         CHUNK_SIZE: usize = "chunk-size", Value "TOKENS", "256", |raw| parse::count(raw, 1, 65_536);
         /// Hash that identifies prefixes: blake3 (as LMCache), sha256_cbor (as vLLM) or xxhash_cbor (fast; one trusted tenant only).
         HASH_ALGORITHM: HashName = "hash-algorithm", Value "NAME", "blake3", parse::hash_algorithm;
+        /// Text that becomes part of every chunk's key, for what engines do not send: change it when you change the weights, their revision or quantisation, rope overrides or the KV cache's format under one model name. Chunks stored under another text are never found; empty adds nothing. LoRA adapters need one cache_salt each instead.
+        IDENTITY: IdentityText = "identity", Value "TEXT", "", parse::identity;
         /// Memory for hashes of prompts that were seen, so that they are compared instead of hashed again; 0 remembers none.
         HASH_MEMO_SIZE: ByteSize = "hash-memo-size", Value "SIZE", "64MiB", parse::memo_size;
         /// Who copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).

@@ -87,6 +87,9 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
             text(&status["hash_algorithm"])
         ),
     );
+    if let Some(identity) = status["identity"].as_str().filter(|text| !text.is_empty()) {
+        line("identity", format!("{identity:?}"));
+    }
     line(
         "pool",
         format!(

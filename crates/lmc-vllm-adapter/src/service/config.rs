@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lmc_key::ChunkHasher;
+use lmc_key::{ChunkHasher, IdentityText};
 use thiserror::Error;
 
 /// Settings of a service.
@@ -11,6 +11,9 @@ use thiserror::Error;
 pub struct ServiceConfig {
     /// Chunk size and hash algorithm.
     pub hasher: ChunkHasher,
+    /// What the operator adds to the identity of every chunk, because engines do not send it:
+    /// weights, revision, quantisation, format of the KV cache. Default: empty.
+    pub identity: IdentityText,
     /// Bytes of the memo of chunk hashes. Default: 64 MiB.
     pub hash_memo_bytes: usize,
     /// Block id that stands for "no data". Default: 0, as vLLM has it.
@@ -61,6 +64,7 @@ impl ServiceConfig {
         let since_epoch = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
         Self {
             hasher,
+            identity: IdentityText::default(),
             hash_memo_bytes: 64 << 20,
             null_block_id: Some(0),
             lookup_lease: Duration::from_secs(300),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::OwnerId;
-use lmc_key::{DtypeName, HashAlgorithm, KeySpace, LayoutFingerprint, ModelName, Salt};
+use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt};
 use lmc_memory::{
     DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
     SharedName,
@@ -13,8 +13,8 @@ use lmc_memory::{
 use thiserror::Error;
 
 use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
-use crate::service::ClientId;
 use crate::service::gate::Gate;
+use crate::service::{ClientId, ServiceConfig};
 
 /// Why a registration was refused.
 #[derive(Debug, Error)]
@@ -197,15 +197,16 @@ impl Instance {
     }
 
     /// The space of this worker's chunks under a tenant's salt.
-    pub(crate) fn space(&self, algorithm: HashAlgorithm, chunk_size: u32, salt: Salt) -> KeySpace {
+    pub(crate) fn space(&self, config: &ServiceConfig, salt: Salt) -> KeySpace {
         KeySpace {
-            algorithm,
-            chunk_size,
+            algorithm: config.hasher.algorithm(),
+            chunk_size: config.hasher.chunk_size(),
             model: self.model.clone(),
             world_size: self.world_size,
             layout: self.fingerprint,
             dtype: dtype_name(self.dtype),
             salt,
+            identity: config.identity.clone(),
         }
     }
 

@@ -122,8 +122,7 @@ impl Service {
 
     /// The space of a worker's chunks for one tenant.
     pub(super) fn space_of(&self, instance: &Instance, salt: &Salt) -> KeySpace {
-        let hasher = &self.shared.config.hasher;
-        instance.space(hasher.algorithm(), hasher.chunk_size(), salt.clone())
+        instance.space(&self.shared.config, salt.clone())
     }
 
     pub(super) fn lookup(&self, client: ClientId, key: &CacheKey, now: Instant) -> Reply {

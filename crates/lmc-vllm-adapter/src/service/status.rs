@@ -88,6 +88,8 @@ pub struct ServiceStatus {
     pub chunk_size: u32,
     /// Hash algorithm of chunks.
     pub hash_algorithm: String,
+    /// What the operator added to the identity of every chunk; empty by default.
+    pub identity: String,
     /// Seconds since the start.
     pub uptime_seconds: f64,
     /// Workers, oldest first.
@@ -130,6 +132,7 @@ impl Service {
         ServiceStatus {
             chunk_size: shared.config.hasher.chunk_size(),
             hash_algorithm: shared.config.hasher.algorithm().to_string(),
+            identity: shared.config.identity.to_string(),
             uptime_seconds: now.saturating_duration_since(shared.started).as_secs_f64(),
             instances,
             sessions,
