@@ -176,6 +176,10 @@ impl Shard {
         self.slab.entry(index)
     }
 
+    pub(crate) fn key(&self, index: u32) -> &ChunkKey {
+        &self.slab.identity(index).key
+    }
+
     pub(crate) fn name(&self, index: u32) -> EntryRef {
         self.slab.name(index)
     }

@@ -1,5 +1,6 @@
 //! The engine.
 
+use std::collections::HashSet;
 use std::iter;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -10,7 +11,7 @@ use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, OwnerId, TenantId,
     WriteStart,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
@@ -353,6 +354,16 @@ impl CacheEngine {
         let (mut found, below, complete) = lower.remove(keys, deadline, above);
         found.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
         Removed { found, complete }
+    }
+
+    /// Removes the chunks of spaces that nobody will name again from DRAM, and gives up their
+    /// copies that wait for slower tiers. How many chunks went. What slower tiers have of them
+    /// stays until it is evicted there, as does what is being written or promoted now.
+    pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
+        if let Some(lower) = &self.0.lower {
+            lower.drop_copies_of(spaces);
+        }
+        self.0.tier.remove_spaces(spaces)
     }
 
     /// Forgets everything that nobody holds in DRAM; with `force` also what is leased or pinned.

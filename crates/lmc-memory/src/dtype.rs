@@ -82,6 +82,12 @@ impl DType {
         self.row().1
     }
 
+    /// Whether the type says how big an element is and not what its bits mean: vLLM registers
+    /// `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed format as `uint8`.
+    pub fn is_opaque(self) -> bool {
+        self == Self::UInt8
+    }
+
     /// The stable code that stands for this type in canonical bytes.
     pub fn code(self) -> u8 {
         self.row().3

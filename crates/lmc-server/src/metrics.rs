@@ -82,6 +82,7 @@ metrics! {
     "lmc_pickles_refused_total" counter "Pickled payloads refused." = |s| s.counts.pickles_refused;
     "lmc_registrations_total" counter "Workers registered since the start." = |s| s.counts.registrations;
     "lmc_registrations_refused_total" counter "Registrations refused." = |s| s.counts.registrations_refused;
+    "lmc_opaque_layouts_shared_total" counter "Times that two engines were found to share a KV layout of dtype uint8, which does not name its format: one of them may read wrong KV data." = |s| s.counts.opaque_layouts_shared;
     "lmc_workers_reaped_total" counter "Workers removed because they were silent or gone." = |s| s.counts.workers_reaped;
     "lmc_sessions_expired_total" counter "Sessions ended by time." = |s| s.counts.sessions_expired;
     "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;

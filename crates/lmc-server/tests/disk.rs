@@ -129,6 +129,10 @@ fn register(client: &mut Client) -> String {
 
 /// Of so many values a token, layer and half.
 fn register_wide(client: &mut Client, hidden_dim_size: u32) -> String {
+    register_as(client, hidden_dim_size, "float32")
+}
+
+fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str) -> String {
     let reply = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
         instance_id: 1,
         model_name: "model".to_owned(),
@@ -136,7 +140,7 @@ fn register_wide(client: &mut Client, hidden_dim_size: u32) -> String {
         block_size: 16,
         num_layers: 2,
         hidden_dim_size,
-        dtype: "float32".to_owned(),
+        dtype: dtype.to_owned(),
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
     }));
@@ -682,4 +686,30 @@ fn chunks_are_found_only_under_the_identity_that_they_were_stored_with() {
     assert_eq!(hits(&["--identity", "weights of 2026-11"], "new"), 0);
     assert_eq!(hits(&[], "none"), 0);
     assert_eq!(hits(&old, "old"), CHUNKS as u64);
+}
+
+/// vLLM with `--kv-cache-dtype fp8_e4m3` registers `uint8`, and so does one with `fp8_e5m2`.
+/// Nothing on the drive says which of them wrote a chunk, so after a restart none is found, unless
+/// the operator vouches for the format with `--identity`.
+#[test]
+fn chunks_of_an_unknown_format_outlive_a_restart_only_under_an_identity() {
+    for (flags, expected) in [
+        (&[][..], 0),
+        (&["--identity", "fp8_e4m3"][..], CHUNKS as u64),
+    ] {
+        let folder = folder(&format!("opaque-{expected}"));
+        let server = Server::start_with(&folder.0, flags);
+        let mut client = server.client();
+        let shm_name = register_as(&mut client, 8, "uint8");
+        store(&mut client, &shm_name);
+        server.eventually("the chunks are on disk", |server| {
+            server.metric("lmc_tier_chunks") == CHUNKS as f64
+        });
+        server.kill();
+        let server = Server::start_with(&folder.0, flags);
+        assert_eq!(server.metric("lmc_tier_chunks"), CHUNKS as f64);
+        let mut client = server.client();
+        let shm_name = register_as(&mut client, 8, "uint8");
+        assert_eq!(retrieve(&mut client, &shm_name, "again"), expected);
+    }
 }

@@ -1,11 +1,11 @@
 //! Finding, leasing, pinning, removing, listing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use lmc_backend::Cursor;
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
@@ -13,6 +13,9 @@ use crate::lease::Leased;
 use crate::shard::{Linked, WARM};
 use crate::slab::EntryRef;
 use crate::{Lease, Leases, OwnerId, Removal, TenantId};
+
+/// Chunks that a walk over the index takes out under one lock.
+const AT_ONCE: usize = 256;
 
 /// How much [`LocalTier::clear`] takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,8 +202,6 @@ impl LocalTier {
     /// Takes many chunks out at once and says how many. A chunk whose write had begun is not found
     /// afterwards either; one that begins meanwhile may stay.
     pub fn clear(&self, which: Clear) -> u64 {
-        // Locks are held for this many chunks at a time.
-        const AT_ONCE: usize = 256;
         let inner = &self.0;
         inner.clears.fetch_add(1, Ordering::AcqRel);
         let mut cleared = 0;
@@ -231,6 +232,38 @@ impl LocalTier {
             }
         }
         cleared
+    }
+
+    /// Removes all chunks of some spaces and says how many. One that is leased cannot be found from
+    /// then on, and its memory comes back with the last lease. Walks the whole index.
+    pub fn remove_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
+        let mut removed = 0;
+        for shard in &self.0.shards {
+            let mut start = 0;
+            loop {
+                let mut taken = Vec::new();
+                let mut locked = shard.lock();
+                let indices = locked.indices(start, AT_ONCE);
+                for &index in &indices {
+                    if spaces.contains(&locked.key(index).space) {
+                        let entry = locked.take(index);
+                        self.0.account(&entry, Removal::Removed);
+                        taken.push(entry);
+                    }
+                }
+                locked.publish();
+                drop(locked);
+                removed += taken.len() as u64;
+                for entry in taken {
+                    self.0.bury(entry);
+                }
+                let Some(last) = indices.last() else {
+                    break;
+                };
+                start = last + 1;
+            }
+        }
+        removed
     }
 
     /// A page of at most `limit` chunks, and where to go on. A chunk that is there from the first

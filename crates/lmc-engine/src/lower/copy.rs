@@ -1,6 +1,6 @@
 //! Copies on their way down to a tier.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -116,12 +116,12 @@ impl Copies {
         dropped.len() as u64
     }
 
-    /// Gives up what has not begun of some chunks.
-    pub(super) fn drop_queued_of(&self, keys: &HashSet<ChunkKey>) {
+    /// Gives up what has not begun of the chunks that a condition picks.
+    pub(super) fn drop_queued_of(&self, pick: impl Fn(&ChunkKey) -> bool) {
         let mut queue = self.queue.lock();
-        let of_keys = |item: &OfferItem| keys.contains(&item.key);
         let waiting = mem::take(&mut queue.waiting);
-        let (dropped, kept): (VecDeque<_>, _) = waiting.into_iter().partition(of_keys);
+        let (dropped, kept): (VecDeque<_>, _) =
+            waiting.into_iter().partition(|item| pick(&item.key));
         queue.waiting = kept;
         drop(queue);
         self.give(dropped.iter().map(|item| item.slot.len()).sum());

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Health};
 use lmc_backend_local::LocalTier;
-use lmc_key::{ChunkKey, FoldState};
+use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Runtime};
@@ -293,7 +293,7 @@ impl Lower {
         let done = {
             let _alone = self.shared.forgetting.write();
             let tiers = self.shared.tiers.iter();
-            tiers.for_each(|tier| tier.copies.drop_queued_of(&removed));
+            tiers.for_each(|tier| tier.copies.drop_queued_of(|key| removed.contains(key)));
             above()
         };
         let shared = Arc::clone(&self.shared);
@@ -319,6 +319,14 @@ impl Lower {
         self.shared.removing.lock().retain(|set| !over(set));
         let (below, all) = below.unwrap_or_else(|| (vec![false; keys.len()], false));
         (done, below, all)
+    }
+
+    /// Gives up copies of some spaces that have not begun.
+    pub(crate) fn drop_copies_of(&self, spaces: &HashSet<SpaceId>) {
+        for tier in &self.shared.tiers {
+            let of_spaces = |key: &ChunkKey| spaces.contains(&key.space);
+            tier.copies.drop_queued_of(of_spaces);
+        }
     }
 
     /// Bytes of memory that copies hold.

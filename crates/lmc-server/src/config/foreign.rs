@@ -59,7 +59,7 @@ const HASH_LOG: &str = "lmc writes no file of hashes; subscribe to KV events ins
 static FLAGS: &[Foreign] = &[
     ignore(
         "instance-id",
-        "lmc needs no identity of its own; label its metrics in Prometheus.",
+        "lmc needs no instance id; label its metrics in Prometheus.",
     ),
     refuse(
         "transport",

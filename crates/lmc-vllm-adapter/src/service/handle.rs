@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use crate::protocol::{EngineDrivenContext, Operation, RegisterKvCache, Reply, Request};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::events::{EventLog, NextBatch, Subscription};
+use crate::service::generation::Joined;
 use crate::service::instance::{Instance, RegisterError, Transport};
 use crate::service::job::{Job, Lane, Workers};
 use crate::service::pulse::Pulse;
@@ -277,16 +278,29 @@ impl Service {
             add(&counters.over_limit, 1);
             return refuse("too many workers are registered");
         }
-        if let Some(known) = state.instances.get(&instance_id) {
-            if !known.belongs_to(instance.client) {
-                // Two processes may well have one id where it is made of their pids. Copies for
-                // one would land in the other's memory.
+        if let Some(known) = state.instances.get(&instance_id)
+            && !known.belongs_to(instance.client)
+        {
+            // Two processes may well have one id where it is made of their pids. Copies for
+            // one would land in the other's memory.
+            add(&counters.registrations_refused, 1);
+            return refuse(&format!(
+                "another worker is connected under instance_id {instance_id}: \
+                 ids must differ between workers of one server"
+            ));
+        }
+        if !self.shared.config.identity.is_empty() {
+            // The operator answers for the format.
+            instance.opaque = None;
+        }
+        let joined = match state.join_generation(instance_id, &mut instance) {
+            Ok(joined) => joined,
+            Err(error) => {
                 add(&counters.registrations_refused, 1);
-                return refuse(&format!(
-                    "another worker is connected under instance_id {instance_id}: \
-                     ids must differ between workers of one server"
-                ));
+                return refuse(&format!("no random bytes for this layout's keys: {error}"));
             }
+        };
+        if let Some(known) = state.instances.get(&instance_id) {
             instance.gate = known.gate.next();
             if known.fingerprint == instance.fingerprint {
                 instance.ranks.clone_from(&known.ranks);
@@ -306,17 +320,27 @@ impl Service {
         instance.owner = state.new_owner();
         // A worker that registers again describes itself anew. Transfers that it had prepared
         // stay as they are: their slots may still be in use.
-        state.instances.insert(instance_id, instance);
+        if joined == Some(Joined::First) {
+            self.report_opaque(instance_id, &instance);
+        }
+        let replaced = state.instances.insert(instance_id, instance);
+        self.warn_of_two_engines(&mut state, instance_id, None);
+        let ended = replaced.and_then(|replaced| state.ended_generation(&replaced));
+        drop(state);
+        self.end_generations(ended);
         add(&counters.registrations, 1);
         registered
     }
 
     fn unregister(&self, instance_id: u64) -> Outcome {
         self.shared.events.unsubscribe(instance_id);
-        let removed = self.shared.state.lock().instances.remove(&instance_id);
-        let Some(instance) = removed else {
+        let mut state = self.shared.state.lock();
+        let Some(instance) = state.instances.remove(&instance_id) else {
             return Outcome::Reply(Reply::None);
         };
+        let ended = state.ended_generation(&instance);
+        drop(state);
+        self.end_generations(ended);
         tracing::info!(instance = instance_id, "worker unregistered");
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
         // go with its commits, or with its connection. The server's own copies end before.

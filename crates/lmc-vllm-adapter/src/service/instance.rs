@@ -14,6 +14,7 @@ use thiserror::Error;
 
 use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
 use crate::service::gate::Gate;
+use crate::service::generation::Opaque;
 use crate::service::{ClientId, ServiceConfig};
 
 /// Why a registration was refused.
@@ -67,7 +68,10 @@ pub(crate) struct Instance {
     pub(crate) client: ClientId,
     pub(crate) model: ModelName,
     pub(crate) world_size: u32,
+    /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
+    /// Set when the format of its elements is unknown.
+    pub(crate) opaque: Option<Opaque>,
     pub(crate) dtype: DType,
     /// Shape that engine-driven workers see.
     pub(crate) shape: Vec<u64>,
@@ -108,12 +112,14 @@ impl Instance {
             dtype,
         )
         .map_err(invalid)?;
+        let fingerprint = token_order(&[layout], &[])?;
         Ok(Self {
             owner: OwnerId::default(),
             client,
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
-            fingerprint: token_order(&[layout], &[])?,
+            fingerprint,
+            opaque: Opaque::of(fingerprint, &[dtype], &layout.shape()),
             dtype,
             shape: layout.shape(),
             chunk_bytes: layout.chunk_bytes(),
@@ -156,13 +162,13 @@ impl Instance {
         };
         let mut copies = Vec::with_capacity(groups.len());
         let mut identities = Vec::with_capacity(groups.len());
-        let (mut end, mut dtype) = (0, None);
+        let (mut end, mut dtypes) = (0, Vec::with_capacity(groups.len()));
         for group in groups {
             let described = describe(group, &tensors, order, chunk_size)?;
             let (paged, layout) = described.open(&mut segments)?;
             let start = end;
             end += usize::try_from(layout.chunk_bytes()).map_err(invalid)?;
-            dtype.get_or_insert(layout.dtype());
+            dtypes.push(layout.dtype());
             identities.push(described.identity()?);
             copies.push(GroupCopy {
                 paged,
@@ -171,7 +177,9 @@ impl Instance {
                 range: start..end,
             });
         }
-        let dtype = dtype.ok_or_else(|| RegisterError::Invalid("no KV groups".to_owned()))?;
+        let Some(&dtype) = dtypes.first() else {
+            return Err(RegisterError::Invalid("no KV groups".to_owned()));
+        };
         let layers: Vec<u32> = groups
             .iter()
             .flat_map(|group| group.layer_indices.iter().copied())
@@ -183,6 +191,7 @@ impl Instance {
             model: registration.model_name.parse().map_err(invalid)?,
             world_size: registration.world_size,
             fingerprint,
+            opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
             shape,
             chunk_bytes: end as u64,

@@ -5,6 +5,7 @@
 mod config;
 mod events;
 mod gate;
+mod generation;
 mod handle;
 mod inspect;
 mod instance;

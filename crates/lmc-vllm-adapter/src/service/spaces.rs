@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use lmc_engine::{CacheEngine, EventSink, RemovedEvent, StoredEvent, TenantId};
-use lmc_key::{Salt, SpaceId};
+use lmc_key::{LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
@@ -15,6 +15,8 @@ const PURGE_ABOVE: usize = 65_536;
 #[derive(Debug)]
 struct Space {
     model: Arc<str>,
+    /// The generation that it is of, see `generation`.
+    generation: Option<LayoutFingerprint>,
     chunks: u64,
 }
 
@@ -64,9 +66,25 @@ impl Spaces {
         }
         let entry = table.spaces.entry(space).or_insert_with(|| Space {
             model: model.into(),
+            generation: None,
             chunks: 0,
         });
         Arc::clone(&entry.model)
+    }
+
+    /// Remembers that a named space is of a generation.
+    pub(crate) fn set_generation(&self, space: SpaceId, generation: LayoutFingerprint) {
+        if let Some(space) = self.table.lock().spaces.get_mut(&space) {
+            space.generation = Some(generation);
+        }
+    }
+
+    /// The spaces of a generation.
+    pub(crate) fn of_generation(&self, generation: LayoutFingerprint) -> HashSet<SpaceId> {
+        let table = self.table.lock();
+        let of_it = table.spaces.iter();
+        let of_it = of_it.filter(|(_, space)| space.generation == Some(generation));
+        of_it.map(|(&id, _)| id).collect()
     }
 
     /// The number of a tenant. The empty salt is tenant 0.

@@ -161,7 +161,15 @@ impl State {
             .entry(scheduler.client)
             .or_insert(Binding::One(fingerprint));
         if *binding != Binding::One(fingerprint) {
-            *binding = Binding::Several;
+            // A layout without workers is that of an engine before its restart.
+            let is_registered = |bound| {
+                let mut registered = self.instances.values();
+                registered.any(|instance| instance.fingerprint == bound)
+            };
+            *binding = match *binding {
+                Binding::One(bound) if !is_registered(bound) => Binding::One(fingerprint),
+                _ => Binding::Several,
+            };
         }
     }
 

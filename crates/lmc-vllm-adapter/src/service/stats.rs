@@ -186,6 +186,8 @@ counters! {
     registrations,
     /// Registrations refused.
     registrations_refused,
+    /// Times that two engines were found to share a KV layout that does not name its format.
+    opaque_layouts_shared,
     /// Workers removed because they were silent or their connection ended.
     workers_reaped,
     /// Sessions ended by time instead of by the engine.

@@ -33,13 +33,17 @@ impl Service {
             false
         });
         let silent = silent_workers(&state, now, config);
+        let mut ended_generations = Vec::new();
         for instance_id in &silent {
-            state.instances.remove(instance_id);
+            if let Some(instance) = state.instances.remove(instance_id) {
+                ended_generations.extend(state.ended_generation(&instance));
+            }
         }
         state
             .told_to_register
             .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
         drop(state);
+        self.end_generations(ended_generations);
         // Those who wait for one hear that there is nothing.
         drop(expired);
         tired

@@ -25,6 +25,8 @@ struct Worker {
     owner: OwnerId,
     space: KeySpace,
     kv_rank: u16,
+    /// Whether the space is of a generation that ends with its workers.
+    is_opaque: bool,
     chunk_bytes: u64,
     shape: Vec<u64>,
     dtype: &'static str,
@@ -96,12 +98,15 @@ impl Service {
             return Err(Declined::NotServed);
         }
         instance.seen(client, now);
-        instance.ranks.insert(worker_id as u16);
+        let rank = worker_id as u16;
+        let is_opaque = instance.opaque.is_some();
+        let shows_rank = instance.ranks.insert(rank) && is_opaque && key.num_kv_readers > 0;
         let fingerprint = instance.fingerprint;
         let worker = Worker {
             owner: instance.owner,
             space: self.space_of(instance, &hashed.salt),
-            kv_rank: worker_id as u16,
+            kv_rank: rank,
+            is_opaque,
             chunk_bytes: instance.chunk_bytes,
             shape: instance.shape.clone(),
             dtype: instance.dtype.name(),
@@ -111,6 +116,10 @@ impl Service {
             },
             entrance: instance.gate.entrance(),
         };
+        if shows_rank {
+            let of_rank = Some((rank, key.num_kv_readers));
+            self.warn_of_two_engines(&mut state, instance_id, of_rank);
+        }
         state.bind(client, &key.request_id, fingerprint);
         for session in state.sessions.named(&key.request_id) {
             session.last_used = now;
@@ -131,6 +140,10 @@ impl Service {
         shared
             .spaces
             .name(worker.space.id(), worker.space.model.as_str());
+        if worker.is_opaque {
+            let generation = worker.space.layout;
+            shared.spaces.set_generation(worker.space.id(), generation);
+        }
         let requests = self.write_requests(worker, hashed, tenant, wanted);
         let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
         let requests: Vec<WriteRequest> =

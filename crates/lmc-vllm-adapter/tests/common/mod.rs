@@ -233,7 +233,12 @@ impl Worker {
         dtype: &'static str,
     ) -> Self {
         let mut client = server.client();
-        let hidden = HIDDEN * 4 / if dtype == "float32" { 4 } else { 2 };
+        let size = match dtype {
+            "float32" => 4,
+            "uint8" => 1,
+            _ => 2,
+        };
+        let hidden = HIDDEN * 4 / size;
         let reply = client
             .ask(&Request::RegisterEngineDriven(EngineDrivenContext {
                 instance_id,
@@ -310,7 +315,8 @@ impl Worker {
 
     pub(crate) fn seed(&self, key: &CacheKey) -> u32 {
         let salt: u32 = key.cache_salt.bytes().map(u32::from).sum();
-        self.rank * 31 + salt * 7 + u32::from(self.dtype != "float32")
+        let dtype: u32 = self.dtype.bytes().map(u32::from).sum();
+        self.rank * 31 + salt * 7 + dtype * 1009
     }
 
     pub(crate) fn commit_store(&mut self, key: &CacheKey) -> bool {

@@ -1,0 +1,216 @@
+//! Generations of opaque layouts: chunks whose format nothing on the wire names.
+//!
+//! vLLM registers `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed KV cache as `uint8`, so two
+//! formats have one layout. Only the processes that wrote such chunks know their format. Without an
+//! identity of the operator's, the chunks therefore belong to a *generation*: a random fingerprint
+//! that lasts while a worker of it is registered, and that no later worker can name, in any tier.
+
+use std::io;
+
+use lmc_key::LayoutFingerprint;
+use lmc_memory::DType;
+
+use crate::service::handle::Service;
+use crate::service::instance::Instance;
+use crate::service::job::Lane;
+use crate::service::state::State;
+use crate::service::stats::add;
+
+/// What a worker of an opaque layout registered with.
+#[derive(Debug)]
+pub(crate) struct Opaque {
+    /// The layout as it was registered, the same in every generation.
+    layout: LayoutFingerprint,
+    /// Whether several workers of one engine may serve one KV rank: a layout of one plane may be
+    /// MLA, whose KV cache is the same on every tensor-parallel rank.
+    rank_is_shared: bool,
+    /// Whether this worker's coming led to a warning.
+    warned: bool,
+}
+
+impl Opaque {
+    /// `None` when all element types have a known format.
+    pub(crate) fn of(layout: LayoutFingerprint, dtypes: &[DType], shape: &[u64]) -> Option<Self> {
+        dtypes
+            .iter()
+            .any(|dtype| dtype.is_opaque())
+            .then_some(Self {
+                layout,
+                rank_is_shared: shape.len() < 4,
+                warned: false,
+            })
+    }
+
+    /// Draws a fingerprint that no layout and no other generation has.
+    fn draw(&self) -> io::Result<LayoutFingerprint> {
+        let mut nonce = [0; 16];
+        getrandom::fill(&mut nonce).map_err(io::Error::from)?;
+        let layout = self.layout.as_bytes();
+        let description = [&b"lmc layout 3: generation"[..], layout, &nonce];
+        Ok(LayoutFingerprint::of(&description.concat()))
+    }
+}
+
+/// How a worker of an opaque layout came to its generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Joined {
+    /// It is the first.
+    First,
+    /// Others are there, or it was there before.
+    Later,
+}
+
+impl Instance {
+    fn is_alike(&self, other: &Self) -> bool {
+        let layout = |one: &Self| one.opaque.as_ref().map(|opaque| opaque.layout);
+        layout(self) == layout(other)
+            && self.model == other.model
+            && self.world_size == other.world_size
+    }
+}
+
+impl State {
+    /// Puts a worker that is about to be registered into a generation: its own when it registers
+    /// again, else that of a connected worker of its layout, else a new one.
+    ///
+    /// A worker whose connection was cut keeps its generation for when it is heard of again, but
+    /// nobody joins it: the process that registers now may be the engine's next, with another
+    /// format, also under the same id where ids are made of pids.
+    ///
+    /// # Errors
+    /// When the system has no random bytes.
+    pub(crate) fn join_generation(
+        &self,
+        instance_id: u64,
+        instance: &mut Instance,
+    ) -> io::Result<Option<Joined>> {
+        let Some(opaque) = &instance.opaque else {
+            return Ok(None);
+        };
+        let alike = |known: &&Instance| known.is_alike(instance);
+        let connected = || {
+            let alike = self.instances.values().filter(alike);
+            let connected = alike.filter(|known| known.orphaned.is_none());
+            // The newest, where a worker of an older one came back: ranks of one engine register
+            // one after another.
+            connected.max_by_key(|known| known.registered)
+        };
+        let own = self.instances.get(&instance_id).filter(alike);
+        let own = own.filter(|known| known.orphaned.is_none());
+        let (fingerprint, joined) = match own.or_else(connected) {
+            Some(known) => (known.fingerprint, Joined::Later),
+            None => (opaque.draw()?, Joined::First),
+        };
+        instance.fingerprint = fingerprint;
+        Ok(Some(joined))
+    }
+
+    /// The generation of a worker that was removed, when no other worker is of it.
+    pub(crate) fn ended_generation(&self, removed: &Instance) -> Option<LayoutFingerprint> {
+        removed.opaque.as_ref()?;
+        let mut left = self.instances.values();
+        let ended = left.all(|known| known.fingerprint != removed.fingerprint);
+        ended.then_some(removed.fingerprint)
+    }
+
+    /// The connected workers of a worker's generation, when they must be those of two engines
+    /// because they are more than one engine has: each as `id at address`. `None` also when one of
+    /// them was warned about.
+    ///
+    /// Counts the workers that serve a KV rank, of which one engine has `readers`; without a rank
+    /// all of them, of which one engine has as many as ranks.
+    fn two_engines(
+        &mut self,
+        instance_id: u64,
+        of_rank: Option<(u16, u32)>,
+    ) -> Option<Vec<String>> {
+        let instance = self.instances.get(&instance_id)?;
+        let opaque = instance.opaque.as_ref()?;
+        if of_rank.is_none() && opaque.rank_is_shared {
+            return None;
+        }
+        let is_member = |known: &Instance| {
+            known.fingerprint == instance.fingerprint && known.orphaned.is_none()
+        };
+        let most = of_rank.map_or(instance.world_size, |(_, readers)| readers) as usize;
+        let (mut members, mut counted, mut warned) = (Vec::new(), 0, false);
+        for (&id, known) in self.instances.iter().filter(|(_, known)| is_member(known)) {
+            counted += usize::from(of_rank.is_none_or(|(rank, _)| known.ranks.contains(&rank)));
+            warned |= known.opaque.as_ref().is_some_and(|opaque| opaque.warned);
+            let peer = self.connections.get(&known.client).map(|open| &open.peer);
+            let address = peer.map_or("unknown", |peer| &peer.address);
+            members.push(format!("{id} at {address}"));
+        }
+        if counted <= most || warned {
+            return None;
+        }
+        // Goes with this worker, so that the next engine is warned about again.
+        let instance = self.instances.get_mut(&instance_id)?;
+        instance.opaque.as_mut()?.warned = true;
+        members.sort_unstable();
+        Some(members)
+    }
+}
+
+impl Service {
+    /// Warns when workers of two engines are in one generation. To be called when a worker has
+    /// registered, and when it has shown that it serves a rank; the state is locked.
+    pub(super) fn warn_of_two_engines(
+        &self,
+        state: &mut State,
+        instance_id: u64,
+        of_rank: Option<(u16, u32)>,
+    ) {
+        let Some(instances) = state.two_engines(instance_id, of_rank) else {
+            return;
+        };
+        add(&self.shared.stats.service.opaque_layouts_shared, 1);
+        let instance = &state.instances[&instance_id];
+        tracing::warn!(
+            model = ?instance.model,
+            ?instances,
+            shape = ?instance.shape,
+            "two engines registered one KV layout of dtype uint8, which does not name its format, \
+             and share its chunks: where their --kv-cache-dtype or weights differ, each reads \
+             wrong KV data; give each format a server of its own with its own --identity, or set \
+             --identity here when all engines of this server have the same"
+        );
+    }
+
+    /// Says what an opaque layout costs. To be called when its first worker has registered.
+    pub(super) fn report_opaque(&self, instance_id: u64, instance: &Instance) {
+        let disk = match self.shared.engine.has_lower() {
+            true => "; chunks on disk are not found after a restart of the server or the engine",
+            false => "",
+        };
+        tracing::warn!(
+            instance = instance_id,
+            model = ?instance.model,
+            "KV dtype uint8 does not name its format (fp8_e4m3, fp8_e5m2, nvfp4, ...), so chunks \
+             of this layout are found only while a worker of it is registered{disk}: to keep \
+             them, start lmc serve with --identity TEXT and change TEXT with --kv-cache-dtype \
+             and with the weights"
+        );
+    }
+
+    /// Removes the chunks of generations that ended from DRAM. No worker can name them any more;
+    /// this gives their memory back at once and tells subscribers of KV events. On slower tiers
+    /// they age out.
+    pub(super) fn end_generations(&self, ended: impl IntoIterator<Item = LayoutFingerprint>) {
+        for generation in ended {
+            let spaces = self.shared.spaces.of_generation(generation);
+            if spaces.is_empty() {
+                continue;
+            }
+            tracing::info!(
+                layout = %generation,
+                "the last worker of a layout of dtype uint8 has gone: its chunks are removed"
+            );
+            let engine = self.shared.engine.clone();
+            let remove = move || {
+                engine.end_spaces(&spaces);
+            };
+            self.run_job(Lane::Clear, Box::new(remove));
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! What may share chunks, and what may not: formats of KV caches that have one shape.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end, lookup, prompt};
+use lmc_backend::MemoryBackend;
+use lmc_backend::conformance::Gated;
+use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
+
+/// `--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`, `nvfp4` and others, as vLLM registers them.
+const OPAQUE: &str = "uint8";
+
+fn register(server: &Server, instance_id: u64) -> Worker {
+    Worker::register_rank(server, instance_id, 0, 1, OPAQUE)
+}
+
+fn unregister(worker: &mut Worker) {
+    let unregister = Request::Unregister {
+        instance_id: worker.instance_id,
+        engine_driven: true,
+    };
+    let reply = worker.client.ask(&unregister);
+    assert_eq!(reply.expect("an answer"), Reply::None);
+}
+
+/// Retrieves without a look at the bytes: whether there is anything to read.
+fn finds(worker: &mut Worker, key: &CacheKey) -> bool {
+    let found = worker.prepare_retrieve(key).is_some();
+    let commit = Request::CommitRetrieve {
+        key: key.clone(),
+        instance_id: worker.instance_id,
+    };
+    let committed = worker.client.ask(&commit).expect("an answer");
+    assert_eq!(committed, Reply::Bool(found));
+    found
+}
+
+/// Leading chunks that a new scheduler finds.
+fn hits(server: &Server, key: &CacheKey, request: &str) -> u64 {
+    let mut scheduler = server.client();
+    let key = CacheKey {
+        request_id: request.to_owned(),
+        ..key.clone()
+    };
+    let hits = lookup(&mut scheduler, &key);
+    end(&mut scheduler, request);
+    hits
+}
+
+fn ping(client: &mut Client, instance_id: u64) -> Reply {
+    let instance_id = Some(instance_id);
+    client.ask(&Request::Ping { instance_id }).expect("answer")
+}
+
+fn warnings(server: &Server) -> u64 {
+    server.status().counts.opaque_layouts_shared
+}
+
+/// `float16` and `bfloat16` have elements of one size, so nothing but the name tells them apart.
+#[test]
+fn float16_and_bfloat16_never_share_bytes() {
+    let server = Server::start();
+    let mut half = Worker::register_rank(&server, 1, 0, 1, "float16");
+    let tokens = prompt(1, 3 * CHUNK);
+    let key = half.key("a", &tokens, 0..3);
+    assert_eq!(half.store(&key), 3);
+    let mut brain = Worker::register_rank(&server, 2, 0, 1, "bfloat16");
+    assert!(!finds(&mut brain, &key), "float16 bytes for bfloat16");
+    assert_eq!(hits(&server, &key, "both"), 0);
+    assert_eq!(brain.store(&key), 3);
+    assert!(half.retrieve(&half.key("b", &tokens, 0..3)));
+    assert!(brain.retrieve(&brain.key("c", &tokens, 0..3)));
+}
+
+/// vLLM was stopped and comes back with `fp8_e5m2` instead of `fp8_e4m3`: the layout on the wire
+/// is the same, and the chunks of before would be garbage.
+#[test]
+fn chunks_of_an_unknown_format_end_with_their_last_worker() {
+    let server = Server::start();
+    let mut first = register(&server, 1);
+    let tokens = prompt(2, 3 * CHUNK);
+    let key = first.key("a", &tokens, 0..3);
+    assert_eq!(first.store(&key), 3);
+    assert!(first.retrieve(&key));
+    unregister(&mut first);
+    server.eventually("the memory comes back", |status| status.usage.chunks == 0);
+    for instance_id in [2, 1] {
+        let mut next = register(&server, instance_id);
+        assert_eq!(hits(&server, &key, "next"), 0);
+        assert!(!finds(&mut next, &key));
+        assert_eq!(next.store(&key), 3, "nothing is there");
+        assert!(next.retrieve(&key));
+        unregister(&mut next);
+    }
+    assert_eq!(warnings(&server), 0);
+}
+
+/// The same where the worker was not heard of for too long.
+#[test]
+fn chunks_of_an_unknown_format_end_when_a_silent_worker_is_removed() {
+    let grace = Duration::from_secs(7200);
+    let server = Server::with(1 << 20, |config| config.registration_grace = grace, |_| {});
+    let mut first = register(&server, 1);
+    let key = first.key("a", &prompt(3, 2 * CHUNK), 0..2);
+    first.store(&key);
+    server.service.tick(Instant::now() + grace);
+    assert!(server.status().instances.is_empty());
+    let mut again = register(&server, 1);
+    assert!(!finds(&mut again, &key));
+    assert_eq!(hits(&server, &key, "b"), 0);
+}
+
+/// A process that was killed is removed 30 s later. Its engine's next process may be there before.
+#[test]
+fn a_worker_whose_connection_was_cut_keeps_its_chunks_and_takes_nobody_in() {
+    let server = Server::start();
+    let mut first = register(&server, 1);
+    let tokens = prompt(4, 2 * CHUNK);
+    let key = first.key("a", &tokens, 0..2);
+    first.store(&key);
+    first.client = server.client();
+    server.eventually("the cut is noticed", |status| {
+        status.instances.iter().any(|worker| !worker.connected)
+    });
+    let mut next = register(&server, 2);
+    assert!(!finds(&mut next, &key), "chunks of another process");
+    assert_eq!(hits(&server, &key, "b"), 0);
+    // The first was alive, and its connection is another now.
+    assert_eq!(ping(&mut first.client, 1), Reply::Bool(true));
+    assert!(first.retrieve(&first.key("c", &tokens, 0..2)));
+    assert_eq!(next.store(&key), 2);
+    assert_eq!(warnings(&server), 0, "they share nothing");
+}
+
+/// Ranks of one engine register one after another, and each may do so again.
+#[test]
+fn ranks_of_one_engine_share_a_generation() {
+    let server = Server::start();
+    let rank = |id, rank| Worker::register_rank(&server, id, rank, 2, OPAQUE);
+    let mut workers = [rank(10, 0), rank(11, 1)];
+    let tokens = prompt(5, 3 * CHUNK);
+    for worker in &mut workers {
+        let key = worker.key("a", &tokens, 0..3);
+        assert_eq!(worker.store(&key), 3);
+    }
+    let key = workers[0].key("b", &tokens, 0..3);
+    assert_eq!(hits(&server, &key, "b"), 3);
+    // One goes and comes back while the other is there.
+    unregister(&mut workers[0]);
+    workers[0] = rank(10, 0);
+    for worker in &mut workers {
+        let key = worker.key("c", &tokens, 0..3);
+        assert!(worker.retrieve(&key));
+    }
+    assert_eq!(hits(&server, &key, "d"), 3);
+    assert_eq!(warnings(&server), 0);
+}
+
+/// Chunks that left DRAM, and such as are on their way down or up while the worker goes.
+#[test]
+fn chunks_of_an_unknown_format_end_in_every_tier() {
+    let tier = Arc::new(Gated::new(MemoryBackend::default()));
+    let lower = vec![Arc::clone(&tier) as _];
+    let server = Server::over(lower, 1 << 20, |_| {}, |_| {});
+    let copied = |chunks| {
+        server.eventually("copies are below", |status| {
+            status.lower[0].copied == chunks && status.lower[0].queued_bytes == 0
+        });
+    };
+    let mut first = register(&server, 1);
+    let tokens = prompt(6, 3 * CHUNK);
+    let key = first.key("a", &tokens, 0..3);
+    assert_eq!(first.store(&key), 3);
+    copied(3);
+    server.service.engine().clear_dram(true);
+    assert_eq!(hits(&server, &key, "below"), 3, "they are promoted");
+    server.service.engine().clear_dram(true);
+    // On their way up ...
+    tier.shut();
+    let mut scheduler = server.client();
+    let rising = CacheKey {
+        worker_id: None,
+        request_id: "rising".to_owned(),
+        ..key.clone()
+    };
+    let reply = scheduler.ask(&Request::Lookup(rising));
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    // ... and on their way down.
+    let more = first.key("more", &prompt(7, 2 * CHUNK), 0..2);
+    assert_eq!(first.store(&more), 2);
+    unregister(&mut first);
+    let mut next = register(&server, 2);
+    tier.open();
+    for key in [&key, &more] {
+        assert_eq!(hits(&server, key, "next"), 0);
+        assert!(!finds(&mut next, key));
+    }
+    end(&mut scheduler, "rising");
+    for key in [&key, &more] {
+        assert!(next.store(key) > 0);
+        assert!(next.retrieve(key));
+    }
+    end(&mut scheduler, "a");
+    server.assert_idle();
+}
+
+/// Whoever says with `--identity` which format the engines of a server have keeps the chunks.
+#[test]
+fn an_identity_keeps_chunks_of_an_unknown_format() {
+    let with = |identity: &'static str| {
+        let identity = identity.parse().expect("an identity");
+        Server::with(1 << 20, |config| config.identity = identity, |_| {})
+    };
+    let server = with("fp8_e4m3");
+    let mut first = register(&server, 1);
+    let tokens = prompt(8, 3 * CHUNK);
+    let key = first.key("a", &tokens, 0..3);
+    first.store(&key);
+    unregister(&mut first);
+    let mut next = register(&server, 2);
+    assert_eq!(hits(&server, &key, "b"), 3);
+    assert!(next.retrieve(&key));
+    let _another = register(&server, 3);
+    assert_eq!(warnings(&server), 0, "the operator answers for it");
+}
+
+/// Two engines, one of which may have been started with another `--kv-cache-dtype`.
+#[test]
+fn two_engines_of_one_unknown_format_are_warned_about_once() {
+    let server = Server::start();
+    let mut first = register(&server, 1);
+    assert_eq!(warnings(&server), 0);
+    let mut second = register(&server, 2);
+    assert_eq!(warnings(&server), 1);
+    let key = first.key("a", &prompt(9, 2 * CHUNK), 0..2);
+    first.store(&key);
+    assert!(second.retrieve(&key), "engines of one format do share");
+    assert_eq!(warnings(&server), 1);
+    unregister(&mut second);
+    let _third = register(&server, 3);
+    assert_eq!(warnings(&server), 2, "another engine, another warning");
+    // With known formats there is nothing to warn about.
+    let _brain = Worker::register_rank(&server, 4, 0, 1, "bfloat16");
+    let _brain = Worker::register_rank(&server, 5, 0, 1, "bfloat16");
+    assert_eq!(warnings(&server), 2);
+}
+
+/// Two engines of two ranks each, of which half is there: a rank that is served twice shows it.
+#[test]
+fn a_rank_that_is_served_twice_shows_two_engines() {
+    let server = Server::start();
+    let rank = |id| Worker::register_rank(&server, id, 0, 2, OPAQUE);
+    let (mut first, mut second) = (rank(1), rank(2));
+    assert_eq!(warnings(&server), 0, "they may be ranks 0 and 1");
+    let key = first.key("a", &prompt(10, 2 * CHUNK), 0..2);
+    first.store(&key);
+    assert_eq!(warnings(&server), 0);
+    assert!(second.retrieve(&key));
+    assert_eq!(warnings(&server), 1);
+}
+
+/// Tensor-parallel ranks of an MLA model have one KV cache: they register with a world size of 1
+/// and are all KV rank 0, and each chunk says how many of them read it.
+#[test]
+fn mla_readers_of_one_engine_are_not_taken_for_two() {
+    let server = Server::start();
+    let register = |id| {
+        let context = EngineDrivenContext {
+            instance_id: id,
+            model_name: MODEL.to_owned(),
+            world_size: 1,
+            block_size: 4,
+            num_layers: 2 * LAYERS,
+            hidden_dim_size: 4 * HIDDEN,
+            dtype: OPAQUE.to_owned(),
+            use_mla: true,
+            num_physical_slots: Some(CHUNK as u32),
+        };
+        let mut client = server.client();
+        let reply = client.ask(&Request::RegisterEngineDriven(context));
+        assert!(matches!(reply, Ok(Reply::Registered { .. })), "{reply:?}");
+        Worker {
+            client,
+            instance_id: id,
+            rank: 0,
+            world_size: 1,
+            pool: server.pool(),
+            dtype: OPAQUE,
+        }
+    };
+    let key = |worker: &Worker| CacheKey {
+        num_kv_readers: 2,
+        ..worker.key("a", &prompt(11, 2 * CHUNK), 0..2)
+    };
+    let mut readers = [register(1), register(2)];
+    let wanted = key(&readers[0]);
+    assert_eq!(readers[0].store(&wanted), 2);
+    for reader in &mut readers {
+        assert!(reader.retrieve(&wanted));
+    }
+    assert_eq!(warnings(&server), 0);
+    let mut stranger = register(3);
+    assert!(stranger.retrieve(&wanted));
+    assert_eq!(warnings(&server), 1, "two readers, three workers");
+}
+
+/// A scheduler outlives the registration of its worker (the server saw the worker silent). Beside
+/// another engine's layout, its lookups must count what its own worker has, as before.
+#[test]
+fn a_scheduler_follows_its_worker_into_the_next_generation() {
+    let server = Server::start();
+    let _other = Worker::register_rank(&server, 1, 0, 1, "bfloat16");
+    let mut scheduler = server.client();
+    for round in 0..2 {
+        let mut worker = register(&server, 2);
+        let key = |request: &str, seed| worker.key(request, &prompt(seed, 2 * CHUNK), 0..2);
+        let (first, second) = (format!("first {round}"), format!("second {round}"));
+        let (bind, ask) = (key(&first, 30 + round), key(&second, 30 + round));
+        assert_eq!(lookup(&mut scheduler, &bind), 0);
+        assert_eq!(worker.store(&bind), 2);
+        end(&mut scheduler, &first);
+        assert_eq!(lookup(&mut scheduler, &ask), 2, "round {round}");
+        end(&mut scheduler, &second);
+        unregister(&mut worker);
+    }
+}
