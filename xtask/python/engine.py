@@ -1,7 +1,7 @@
 """One vLLM engine, driven by JSON lines: commands on stdin, answers on stdout.
 
   {"op": "generate", "prompts": [{"ids": [...], "salt": "..."}], "max_tokens": 16}
-      -> {"outputs": [{"ids": [...], "cached": 512}]}
+      -> {"outputs": [{"ids": [...], "cached": 512, "finish": "length"}]}
   {"op": "quit"}
 
 The first line out is {"ready": true}. Everything that vLLM prints goes to stderr.
@@ -22,6 +22,7 @@ def connector(args):
     return KVTransferConfig(
         kv_connector="LMCacheMPConnector",
         kv_role="kv_both",
+        kv_load_failure_policy=args.policy,
         kv_connector_extra_config={
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": args.port,
@@ -37,6 +38,7 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, default=0, help="0: no connector")
     parser.add_argument("--mode", default="engine_driven")
+    parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=10)
@@ -79,7 +81,11 @@ def main():
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answer = [
-            {"ids": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens or 0}
+            {
+                "ids": list(o.outputs[0].token_ids),
+                "cached": o.num_cached_tokens or 0,
+                "finish": o.outputs[0].finish_reason,
+            }
             for o in outputs
         ]
         out.write(json.dumps({"outputs": answer}) + "\n")

@@ -15,7 +15,7 @@ pub(crate) const VERSION: u32 = 1;
 /// The version of frames and checkpoints with an epoch record, and the newest that is read. Each
 /// has the lowest version that describes it, so that an lmc that does not know of epochs refuses
 /// a folder only where it would undo a clear.
-pub(crate) const VERSION_WITH_EPOCH: u32 = 2;
+pub const VERSION_WITH_EPOCH: u32 = 2;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 

@@ -40,6 +40,7 @@ pub use config::{Admit, DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
 pub use epoch::ClearEpoch;
 pub use error::DiskError;
+pub use format::VERSION_WITH_EPOCH as FORMAT_VERSION;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};

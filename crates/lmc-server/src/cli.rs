@@ -1,24 +1,38 @@
 //! The command line.
 
 use std::ffi::OsString;
+use std::io::{ErrorKind, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::{Context as _, Result};
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap_complete::Shell;
+use lmc_backend_disk::FORMAT_VERSION;
+use lmc_vllm_adapter::LMCACHE_RELEASE;
 
-use crate::config::{self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, Verdict};
-use crate::{bench, daemon, open_files, tools};
+use crate::config::{
+    self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
+};
+use crate::{bench, daemon, open_files, tools, transfer_config};
 
 const EXAMPLES: &str = "\
 Examples:
   lmc serve                                  a quarter of the free memory, port 5555
-  lmc serve --l1-size-gb 100GiB --port 6555  more, and elsewhere
+  lmc serve --l1-size-gb 100GiB --port 6555  another size and port
   lmc serve --config lmc.toml --print-config show what is in effect, and why
-  lmc status                                 what is cached, and for whom
+  lmc status                                 hits, memory, disk, workers and latencies";
 
-Then, beside it:
-  vllm serve MODEL --kv-transfer-config \\
-    '{\"kv_connector\":\"LMCacheMPConnector\",\"kv_role\":\"kv_both\"}'";
+/// The examples, and the line for vLLM.
+fn examples() -> String {
+    let line = transfer_config("127.0.0.1", 5555, TransferMode::Auto);
+    format!(
+        "{EXAMPLES}\n\n\
+         Then start vLLM on the same host, as the same user. `lmc serve` prints this line for the\n\
+         address and port that it listens on:\n  \
+         vllm serve MODEL --kv-transfer-config \\\n    '{line}'"
+    )
+}
 
 /// Runs the program with these arguments, the name of the program first.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
@@ -35,13 +49,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
         Some(("bench", matches)) => return bench::run(matches),
+        Some(("completions", matches)) => completions(matches),
+        Some(("man", matches)) => man(matches),
         Some((name, matches)) => tools::run(name, matches),
         None => return ExitCode::from(2),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("lmc: {error:#}");
+            eprintln!("lmc: {}", error_text(&error));
             ExitCode::FAILURE
         }
     }
@@ -49,25 +65,103 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn command() -> Command {
     Command::new("lmc")
-        .version(env!("CARGO_PKG_VERSION"))
+        .version(version())
+        .long_version(format!(
+            "{}\n\
+             protocol     LMCache multiprocess, as of lmcache {LMCACHE_RELEASE}\n\
+             disk format  {FORMAT_VERSION}",
+            version()
+        ))
         .about("A KV-cache layer for LLM serving: keeps what engines have computed, and gives it back.")
-        .after_help(EXAMPLES)
+        .after_help(examples())
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(serve_command())
         .subcommands(tools::commands())
         .subcommand(bench::command())
+        .subcommand(
+            Command::new("completions")
+                .about("Prints a completion script for a shell")
+                .after_help("For bash: lmc completions bash > /etc/bash_completion.d/lmc")
+                .arg(
+                    Arg::new("shell")
+                        .required(true)
+                        .value_name("SHELL")
+                        .value_parser(clap::value_parser!(Shell)),
+                ),
+        )
+        .subcommand(
+            Command::new("man")
+                .about("Prints a manual page, of lmc or of one of its commands")
+                .after_help("To read it: lmc man serve | man -l -")
+                .arg(Arg::new("command").value_name("COMMAND").num_args(0..)),
+        )
+}
+
+/// The version, with the commit where it is known.
+fn version() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    match env!("LMC_COMMIT") {
+        "" => version.to_owned(),
+        commit => format!("{version} (commit {commit})"),
+    }
+}
+
+fn completions(matches: &ArgMatches) -> Result<()> {
+    let shell: Shell = *matches.get_one("shell").expect("clap requires it");
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut command(), "lmc", &mut script);
+    print_bytes(&script)
+}
+
+fn man(matches: &ArgMatches) -> Result<()> {
+    let mut page = command();
+    page.build();
+    for name in matches.get_many::<String>("command").into_iter().flatten() {
+        let found = page.find_subcommand(name).cloned();
+        page =
+            found.with_context(|| format!("{name}: no such command; `lmc --help` lists them"))?;
+    }
+    let name = page.get_bin_name().unwrap_or("lmc").replace(' ', "-");
+    let mut text = Vec::new();
+    clap_mangen::Man::new(page.name(name)).render(&mut text)?;
+    print_bytes(&text)
+}
+
+/// Prints to standard output. A reader that has read enough is no error.
+fn print_bytes(bytes: &[u8]) -> Result<()> {
+    match std::io::stdout().lock().write_all(bytes) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => Ok(written?),
+    }
+}
+
+/// An error with its causes, each said once: an I/O error's text often ends a context already.
+pub(crate) fn error_text(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.contains(&cause) {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push_str(": ");
+        }
+        text.push_str(&cause);
+    }
+    text
 }
 
 fn serve_command() -> Command {
     let mut command = Command::new("serve")
+        .visible_alias("server")
         .about("Serves engines on this host over LMCache's multiprocess protocol")
         .long_about(
             "Serves engines on this host over LMCache's multiprocess protocol.\n\n\
              Each setting below is a flag, a variable (LMC_…, capitals) and a key of a TOML file.\n\
              Flags win over variables, variables over the file.",
         )
-        .after_help(EXAMPLES)
+        .after_help(examples())
         .arg(
             Arg::new("config")
                 .long("config")
@@ -163,6 +257,9 @@ fn serve(matches: &ArgMatches) -> ExitCode {
     };
     loaded.warnings.extend(warnings);
     if matches.get_flag("print-config") {
+        for warning in &loaded.warnings {
+            eprintln!("lmc serve: warning: {warning}");
+        }
         print!("{}", print(&loaded));
         return ExitCode::SUCCESS;
     }
@@ -223,6 +320,17 @@ mod tests {
             .into_iter()
             .map(|(name, raw)| (name, raw.to_string()))
             .collect()
+    }
+
+    #[test]
+    fn every_cause_of_an_error_is_said_once() {
+        let refused = || std::io::Error::from_raw_os_error(111);
+        let twice = anyhow::Error::new(refused()).context(format!("http: {}", refused()));
+        let twice = twice.context("no server answers");
+        let expected = format!("no server answers: http: {}", refused());
+        assert_eq!(error_text(&twice), expected);
+        let chain = anyhow::anyhow!("c").context("b").context("a");
+        assert_eq!(error_text(&chain), "a: b: c");
     }
 
     #[test]

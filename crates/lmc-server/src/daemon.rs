@@ -16,12 +16,13 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use crate::cli::error_text;
 use crate::config::{
     DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName,
     ServeConfig, human_bytes, human_duration,
 };
 use crate::http::{self, Http};
-use crate::{FreeMemory, choose_pool_size, disk, log, occupant};
+use crate::{FreeMemory, choose_pool_size, disk, log, occupant, transfer_config};
 
 /// How LMCache's tools name traffic without a salt.
 pub const DEFAULT_SALT: &str = "_default";
@@ -38,8 +39,8 @@ pub fn run(loaded: &Loaded) -> ExitCode {
         Ok(Stop::Forced) => std::process::exit(1),
         Err(error) => {
             match loaded.config.log_format {
-                LogFormat::Text => eprintln!("lmc serve: {error:#}"),
-                LogFormat::Json => tracing::error!("{error:#}"),
+                LogFormat::Text => eprintln!("lmc serve: {}", error_text(&error)),
+                LogFormat::Json => tracing::error!("{}", error_text(&error)),
             }
             ExitCode::FAILURE
         }
@@ -127,6 +128,10 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         "listening for engines on tcp://{address}, HTTP on http://{http_address} \
          ({:.0} ms after the start)",
         started.elapsed().as_secs_f64() * 1e3
+    );
+    info!(
+        "for vLLM on this host, as the same user: vllm serve MODEL --kv-transfer-config '{}'",
+        transfer_config(&config.host, address.port(), config.transfer_mode)
     );
     let ended = tokio::select! {
         signal = signals.next() => signal,

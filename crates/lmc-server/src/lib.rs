@@ -16,5 +16,7 @@ mod occupant;
 mod open_files;
 mod pool_size;
 mod tools;
+mod vllm;
 
 pub use pool_size::{FreeMemory, choose_pool_size};
+pub use vllm::transfer_config;

@@ -50,7 +50,7 @@ metrics! {
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
     "lmc_uptime_seconds" gauge "Seconds since the start." = |s| s.uptime_seconds;
     "lmc_pool_bytes" gauge "Bytes of the pool." = |s| s.usage.pool_bytes;
-    "lmc_pool_prefaulted_bytes" gauge "Bytes of it that the system has provided already." = |s| s.usage.prefaulted_bytes;
+    "lmc_pool_prefaulted_bytes" gauge "Bytes of the memory pool that are backed by physical memory." = |s| s.usage.prefaulted_bytes;
     "lmc_pool_largest_free_bytes" gauge "Longest run of free bytes." = |s| s.usage.largest_free_bytes;
     "lmc_chunks" gauge "Chunks that can be found." = |s| s.usage.chunks;
     "lmc_chunk_bytes" gauge "Bytes of chunks that can be found." = |s| s.usage.chunk_bytes;
@@ -139,7 +139,7 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.copy_failed),
     ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.fetched),
     ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.fetched_bytes),
-    ("lmc_tier_fetches_missed_total", "counter", "Chunks that were not there, or not as they had been stored.", |t| t.fetch_missed),
+    ("lmc_tier_fetches_missed_total", "counter", "Reads from this tier that found no chunk, or a chunk that failed its checksum.", |t| t.fetch_missed),
     ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.fetch_failed),
 ];
 /// What a tier itself counted, with the labels `tier` and `what`.

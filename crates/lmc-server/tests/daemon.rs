@@ -313,11 +313,7 @@ fn the_tools_ask_a_running_server() {
     let status: serde_json::Value =
         serde_json::from_str(&run(&["status", "--json"])).expect("JSON");
     assert_eq!(status["lmc"]["usage"]["pool_bytes"], 16 << 20);
-    assert!(run(&["clear"]).contains("status: ok"));
-    assert!(run(&["quota", "set", "team-a", "8MiB"]).contains("ok"));
-    assert!(run(&["quota", "list"]).contains("team-a"));
-    assert!(run(&["quota", "get", "team-a"]).contains("exists: true"));
-    assert!(run(&["quota", "delete", "team-a"]).contains("removed"));
+    assert!(run(&["clear"]).contains("cleared 0 chunks"));
     let printed = run(&["serve", "--print-config", "--chunk-size", "64"]);
     assert!(printed.contains("chunk_size = 64"), "{printed}");
     let nobody = Command::new(env!("CARGO_BIN_EXE_lmc"))

@@ -31,4 +31,7 @@ pub use service::{
     InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
 };
+/// The release of lmcache whose multiprocess protocol this crate speaks.
+pub const LMCACHE_RELEASE: &str = "0.5.6";
+
 pub use transport::{BindError, Limits, ZmqConfig, ZmqServer, ZmtpError};

@@ -86,7 +86,12 @@ pub fn documentation() -> String {
     out.push_str(
         "\n## The other commands\n\n\
          `lmc status`, `lmc clear` and `lmc quota` ask a server's HTTP port, `--url` or `LMC_URL`; \
-         by default `http://127.0.0.1:8080`.\n\n\
+         by default `http://127.0.0.1:8080`. A URL without a scheme means http.\n\
+         A quota that `lmc quota set` (or `PUT /quota/SALT`) sets lasts until the server stops; \
+         `--quota SALT=SIZE` sets it at every start.\n\
+         `lmc bench` refuses a server that holds chunks or serves engines unless `--force` is given, \
+         and clears a server that was empty.\n\
+         `lmc completions SHELL` and `lmc man [COMMAND]` print a completion script and manual pages.\n\n\
          ## HTTP paths\n\n\
          Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\
          A browser on this host can reach it, so requests that the page of another site could have sent are refused:\n\n\
@@ -101,7 +106,7 @@ pub fn documentation() -> String {
          | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
          | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\
          | `POST /cache/clear` | empties the cache in every tier (`{\"tier\": \"l1\"}`: in memory only); `{\"force\": true}` also forgets what engines hold |\n\
-         | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}` |\n\
+         | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}`; they last until the server stops |\n\
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
          Refusals are JSON with the reason in `error` and `detail`.\n\n\

@@ -141,6 +141,10 @@ static FLAGS: &[Foreign] = &[
         "disable-metrics",
         "counters cost nothing measurable here; do not scrape /metrics if you do not want them.",
     ),
+    ignore(
+        "disable-prometheus",
+        "counters cost nothing measurable here; do not scrape /metrics if you do not want them.",
+    ),
     ignore("disable-grpc-metrics", "there is no gRPC here."),
     ignore("disable-logging", "use --log-level error."),
     refuse("enable-tracing", &["no"], TRACES),

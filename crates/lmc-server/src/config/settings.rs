@@ -107,9 +107,9 @@ settings! {
         DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
         DISK_KEEP_FREE: ByteSize = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
-        /// When chunks go to disk: through (as soon as they are stored) or back (when memory evicts them, and all of it, prompts' beginnings first, when the server stops in order and has the time).
+        /// When chunks are written to disk. through: every chunk at once. back: a chunk only when it is evicted from memory; a clean shutdown also writes what is still in memory, first chunks of each prompt first, until --shutdown-timeout-seconds and 5 s more are over.
         DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
-        /// Which chunks go to disk: always, or second (those that are offered again; with --disk-write back a stop is one such offer), which spares the drive.
+        /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life; not with --disk-write back.
         DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
         /// What has not come from disk after this long is a miss, and the engine computes it.
         DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
@@ -123,7 +123,7 @@ settings! {
     Lifetimes {
         /// What a lookup found is held for its engine for this long at most.
         L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
-        /// A transfer that was prepared and not committed counts as overdue after this long; its slots are freed only when the worker is known to be done.
+        /// Report a store or retrieve as overdue if the worker has not finished after this time. Its memory is freed only once the worker is known to have stopped.
         L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A request's session ends after this long without a message.
         SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
@@ -133,7 +133,7 @@ settings! {
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
         /// A worker whose connection ended may come back within this long before it is forgotten.
         WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
-        /// Requests in flight may finish for this long after SIGTERM, and what goes to disk 5 s longer (with --disk-write back, give it time to write the pool); a second signal stops at once.
+        /// Time for running requests to finish after SIGTERM. Pending disk writes get 5 s more; with --disk-write back, allow for the time in which the drive writes the whole pool. A second signal stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }
     Events {
