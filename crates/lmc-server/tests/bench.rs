@@ -16,19 +16,21 @@ const DEADLINE: Duration = Duration::from_secs(20);
 struct Server {
     child: Child,
     port: u16,
+    http: u16,
 }
 
 impl Server {
     fn start() -> Self {
-        let port = free_port();
+        let (port, http) = (free_port(), free_port());
         let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--port", &port.to_string(), "--http-port", "0"])
+            .args(["serve", "--port", &port.to_string()])
+            .args(["--http-port", &http.to_string()])
             .args(["--l1-size-gb", "64MiB", "--chunk-size", "32"])
             .env_remove("LMC_CONFIG")
             .stderr(Stdio::null())
             .spawn()
             .expect("the binary starts");
-        let server = Self { child, port };
+        let server = Self { child, port, http };
         let asked = Instant::now();
         while Client::connect(("127.0.0.1", port), DEADLINE).is_err() {
             assert!(asked.elapsed() < DEADLINE, "the server does not listen");
@@ -41,6 +43,7 @@ impl Server {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
         command
             .args(["bench", "--url", &format!("tcp://127.0.0.1:{}", self.port)])
+            .args(["--http-url", &format!("127.0.0.1:{}", self.http)])
             .args(["--layers", "2", "--hidden", "64", "--warmup", "0", "--json"])
             .args(args)
             .stdout(Stdio::piped())
@@ -199,4 +202,70 @@ fn no_server_and_wrong_flags_have_their_own_codes() {
     assert_eq!(nobody.status.code(), Some(1));
     let text = String::from_utf8_lossy(&nobody.stderr);
     assert!(text.contains("no server for engines"), "{text}");
+}
+
+/// A default run of `lmc bench` once sent its load to whatever listened on the production port,
+/// evicted chunks there, and left its own behind. It now refuses a server that is in use, and
+/// leaves one that was empty as it was.
+#[test]
+fn a_server_in_use_is_refused_and_an_empty_one_is_left_empty() {
+    let server = Server::start();
+    let run = |args: &[&str]| {
+        let args = [
+            args,
+            &["--workload", "store", "--tokens", "64", "--count", "3"],
+        ]
+        .concat();
+        let output = server.bench(&args).output().expect("it runs");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let chunks = || {
+        let url = format!("http://127.0.0.1:{}/status", server.http);
+        let mut answer = ureq::get(&url).call().expect("an answer");
+        let status: Value = answer.body_mut().read_json().expect("JSON");
+        status["lmc"]["usage"]["chunks"].as_u64().expect("a number")
+    };
+    let (code, errors) = run(&[]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert_eq!(chunks(), 0, "the run is cleared: {errors}");
+    let (code, errors) = run(&["--force"]);
+    assert_eq!(code, Some(0), "{errors}");
+    let held = chunks();
+    assert!(held >= 6, "nothing is cleared with --force: {errors}");
+    let (code, errors) = run(&[]);
+    assert_eq!(code, Some(1), "a server with chunks is refused: {errors}");
+    assert_eq!(chunks(), held, "and nothing was stored: {errors}");
+    // What cannot be seen may be in use. Another server's HTTP side says nothing about this one.
+    let other = Server::start();
+    for url in [
+        "127.0.0.1:1".to_owned(),
+        format!("127.0.0.1:{}", other.http),
+    ] {
+        let mut bench = Command::new(env!("CARGO_BIN_EXE_lmc"));
+        bench.args([
+            "bench",
+            "--url",
+            &format!("tcp://127.0.0.1:{}", server.port),
+        ]);
+        let output = bench.args(["--count", "1", "--http-url", &url]).output();
+        assert_eq!(output.expect("it runs").status.code(), Some(1), "{url}");
+    }
+    assert_eq!(chunks(), held);
+}
+
+/// `lmc --help` described `bench` by the name of a Rust type.
+#[test]
+fn the_overview_says_what_bench_does() {
+    let output = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .arg("--help")
+        .output();
+    let help = output.expect("the binary runs").stdout;
+    let help = String::from_utf8_lossy(&help).into_owned();
+    let bench = help
+        .lines()
+        .find(|line| line.trim_start().starts_with("bench "));
+    assert!(!bench.expect("a line").contains('`'), "{help}");
 }

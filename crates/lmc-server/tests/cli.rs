@@ -75,7 +75,9 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // A clean stop removes the pool; `Child::kill` would leave it behind.
-        let _ = Command::new("kill").arg(self.child.id().to_string()).status();
+        let _ = Command::new("kill")
+            .arg(self.child.id().to_string())
+            .status();
         let asked = Instant::now();
         while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
             if asked.elapsed() > DEADLINE {

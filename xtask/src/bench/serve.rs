@@ -240,7 +240,7 @@ fn clear(programs: &Programs, server: &Server) -> Result<()> {
 /// Runs the generator. Its report.
 fn bench(programs: &Programs, server: &Server, options: &Options, args: &[&str]) -> Result<Value> {
     let output = Command::new(&programs.lmc)
-        .args(["bench", "--json", "--url"])
+        .args(["bench", "--force", "--json", "--url"])
         .arg(format!("tcp://127.0.0.1:{}", server.port))
         .args(["--server-pid", &server.pid().to_string()])
         .args(["--duration", &options.duration])

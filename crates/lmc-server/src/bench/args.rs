@@ -108,6 +108,17 @@ pub(crate) struct Target {
     pub(crate) port: u16,
 }
 
+impl Target {
+    /// The host as it stands in a URL.
+    pub(crate) fn authority(&self) -> String {
+        if self.host.contains(':') {
+            format!("[{}]", self.host)
+        } else {
+            self.host.clone()
+        }
+    }
+}
+
 impl FromStr for Target {
     type Err = String;
 
@@ -133,6 +144,13 @@ pub(crate) struct BenchArgs {
     /// The server's address for engines.
     #[arg(long, value_name = "URL", default_value = "tcp://127.0.0.1:5555")]
     pub(crate) url: Target,
+    /// The server's HTTP address, to see whether it is in use and to clear it after the run; by
+    /// default port 8080 of --url's host.
+    #[arg(long, value_name = "URL", env = "LMC_URL")]
+    pub(crate) http_url: Option<String>,
+    /// Run although the server holds chunks or serves engines, or may; nothing is cleared then.
+    #[arg(long)]
+    pub(crate) force: bool,
     /// What the clients do.
     #[arg(long, value_delimiter = ',', default_value = "mixed")]
     pub(crate) workload: Vec<Workload>,

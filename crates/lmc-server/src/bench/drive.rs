@@ -49,7 +49,7 @@ impl Measured {
 }
 
 /// What a run counted beside its times.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Counts {
     /// Prompts that were asked for and not cached (any more).
     pub(crate) misses: u64,

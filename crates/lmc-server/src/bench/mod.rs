@@ -4,6 +4,7 @@
 mod args;
 mod drive;
 mod engine;
+mod footprint;
 mod mapped;
 mod process;
 mod prompt;
@@ -23,17 +24,23 @@ use indicatif::{ProgressBar, ProgressStyle};
 use lmc_vllm_adapter::{Reply, Request};
 
 use self::args::BenchArgs;
-use self::drive::Case;
+use self::drive::{Case, Counts};
 use self::engine::Plan;
+use self::footprint::Footprint;
 use self::report::{Row, Snapshots};
+use crate::cli::error_text;
 use crate::occupant;
 
 const LONG_ABOUT: &str = "\
-Plays engines against a server: lookups, stores and retrieves over the protocol that vLLM's
-LMCacheMPConnector speaks. Works against any server of that protocol, LMCache's own included.
+Sends lookups, stores and retrieves to a server, as vLLM's LMCacheMPConnector does. Works with any
+server of that protocol, LMCache's own included.
 
-Every byte that is read is checked against what was stored; making and checking bytes takes no
-part in the times. Ends with code 1 when a byte is wrong or a request fails.";
+Every byte that is read is compared with what was stored; the time for that is not measured. The
+exit code is 1 when a byte is wrong or a request fails.
+
+A server that holds chunks or serves engines is refused unless --force is given: the load slows
+those engines and may evict those chunks. The chunks of a run have a model name of their own. A
+server that was empty is cleared after the run, its disk tier included.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -43,11 +50,11 @@ Examples:
   lmc bench --workload mixed --mix lookup=0.5,store=0.2,retrieve=0.3 --tp 2 --json";
 
 pub(crate) fn command() -> Command {
-    let command = Command::new("bench")
-        .about("Measures a server, and checks every byte that it gives back")
+    // The texts come last: the arguments would bring the doc comment of their type along.
+    BenchArgs::augment_args(Command::new("bench"))
+        .about("Puts load on a server, measures it, and checks every byte that it gives back")
         .long_about(LONG_ABOUT)
-        .after_help(EXAMPLES);
-    BenchArgs::augment_args(command)
+        .after_help(EXAMPLES)
 }
 
 /// 0 when all went well, 1 when a byte was wrong or a request failed, 2 for wrong flags.
@@ -65,7 +72,7 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("lmc bench: {error:#}");
+            eprintln!("lmc bench: {}", error_text(&error));
             ExitCode::FAILURE
         }
     }
@@ -88,15 +95,19 @@ fn measure(args: BenchArgs) -> Result<bool> {
         bail!("the server names a chunk size that cannot be: {reply:?}");
     };
     plan.chunk_tokens = chunk_tokens as usize;
+    let footprint = Footprint::before(&plan.args)?;
     let plan = Arc::new(plan);
     let args = &plan.args;
+    let mut stored = 0;
     let server = args
         .server_pid
         .or_else(|| Some(occupant::of_port(args.url.port)?.pid()));
     let mut rows: Vec<Row> = Vec::new();
     let mut errors = Vec::new();
     for case in cases(args) {
-        let (more, failed) = one(&plan, case, server)?;
+        let (more, counts) = one(&plan, case, server)?;
+        stored += counts.stored_bytes;
+        let failed = counts.errors;
         if more.is_empty() && failed.is_empty() {
             errors.push(format!(
                 "{} with {} tokens and {} client(s): no operation was completed",
@@ -106,6 +117,7 @@ fn measure(args: BenchArgs) -> Result<bool> {
         rows.extend(more);
         errors.extend(failed);
     }
+    footprint.clear(args.url.port, stored);
     let wrong = rows.iter().any(|row| row.run.wrong_bytes > 0);
     let passed = errors.is_empty() && !wrong;
     if let Some(path) = &args.csv {
@@ -148,8 +160,8 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
     cases
 }
 
-/// Runs one combination. Its rows and what went wrong.
-fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, Vec<String>)> {
+/// Runs one combination. Its rows, and what it counted.
+fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, Counts)> {
     let usage = || server.and_then(process::usage);
     let own = || process::usage(std::process::id());
     let mut shots = Snapshots {
@@ -178,11 +190,9 @@ fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, V
     bar.finish_and_clear();
     let (tally, took) = outcome?;
     shots.server_after = usage();
-    let failed = tally.counts.errors.clone();
-    Ok((
-        report::rows(case, tally, took.as_secs_f64(), &shots),
-        failed,
-    ))
+    let counts = tally.counts.clone();
+    let rows = report::rows(case, tally, took.as_secs_f64(), &shots);
+    Ok((rows, counts))
 }
 
 /// A bar on a terminal, nothing elsewhere.

@@ -174,10 +174,12 @@ pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> Stri
     let chunk = args.chunk_bytes(chunk_tokens);
     let _ = writeln!(
         text,
-        "\n{} of {chunk_tokens} tokens, {chunk} bytes a chunk and worker, {} worker(s) an engine.\n\
-         ops/s: completed, by the wall clock. GB/s: bytes of completed operations over the time \
-         spent in them, client by client, added up;\nmaking and checking bytes is not in it. \
-         gen: cores that this generator used. cpu s/GB: of the server.",
+        "\n{}; chunks of {chunk_tokens} tokens, {chunk} bytes per chunk and worker, {} worker(s) \
+         per engine.\n\
+         ops/s: completed operations per second of the run.\n\
+         GB/s: sum over clients of bytes / time inside operations (time to create and verify \
+         data is excluded).\n\
+         gen: CPU cores used by this tool. cpu s/GB: CPU time of the server per GB.",
         args.mode, args.tp
     );
     if let Some(run) = runs().rfind(|run| run.stored_chunks >= 1000)
@@ -185,7 +187,7 @@ pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> Stri
     {
         let _ = writeln!(
             text,
-            "Memory of the server's own: {growth:.0} bytes for each of {} chunks stored, beyond their bytes.",
+            "Memory of the server per chunk: {growth:.0} bytes besides the data ({} chunks stored).",
             run.stored_chunks
         );
     }

@@ -1,0 +1,112 @@
+//! What a server holds before a run, and taking back what the run left there.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::args::BenchArgs;
+use crate::tools::http::Call;
+
+/// What a server says over HTTP about its use.
+#[derive(Debug, Clone, Copy)]
+struct Holdings {
+    /// In memory and in every tier below it.
+    chunks: u64,
+    workers: u64,
+    /// Since its start, by all engines; `None` for a server that is not lmc.
+    stored_bytes: Option<u64>,
+}
+
+/// The use of the server as it was before the run.
+#[derive(Debug)]
+pub(crate) struct Footprint {
+    url: String,
+    before: Option<Holdings>,
+}
+
+impl Footprint {
+    /// Looks at the server before anything is sent to it.
+    ///
+    /// # Errors
+    /// When it is in use, or may be, and `--force` was not given.
+    pub(crate) fn before(args: &BenchArgs) -> Result<Self> {
+        let target = &args.url;
+        let default = || format!("http://{}:8080", target.authority());
+        let url = args.http_url.clone().unwrap_or_else(default);
+        let server = format!("the server at tcp://{}:{}", target.authority(), target.port);
+        let found = holdings(&url, target.port);
+        if !args.force {
+            let found = found.with_context(|| {
+                format!(
+                    "cannot see whether {server} is in use: name its HTTP address with \
+                     --http-url, or go on with --force"
+                )
+            })?;
+            ensure!(
+                found.chunks == 0 && found.workers == 0,
+                "{server} holds {} chunks and serves {} workers, and this load would slow them \
+                 and may evict those chunks: use a server of its own (lmc serve --port 6555 \
+                 --http-port 8081, lmc bench --url tcp://127.0.0.1:6555 --http-url \
+                 127.0.0.1:8081), or go on with --force",
+                found.chunks,
+                found.workers
+            );
+            eprintln!("lmc bench: {server} is empty, and is cleared after the run");
+            return Ok(Self {
+                url,
+                before: Some(found),
+            });
+        }
+        eprintln!("lmc bench: what this run stores stays in {server} until it is evicted");
+        Ok(Self { url, before: None })
+    }
+
+    /// Empties a server that was empty before and holds nothing but the `stored` bytes of this
+    /// run. Says so where it does not.
+    pub(crate) fn clear(&self, port: u16, stored: u64) {
+        let Some(before) = self.before else {
+            return;
+        };
+        match self.try_clear(before, port, stored) {
+            Ok(chunks) => eprintln!("lmc bench: cleared {chunks} chunks"),
+            Err(error) => eprintln!(
+                "lmc bench: the chunks of this run stay in the server: {}",
+                crate::cli::error_text(&error)
+            ),
+        }
+    }
+
+    fn try_clear(&self, before: Holdings, port: u16, stored: u64) -> Result<u64> {
+        let now = holdings(&self.url, port)?;
+        let (Some(first), Some(last)) = (before.stored_bytes, now.stored_bytes) else {
+            bail!("it is not lmc, so what it calls clear is not known");
+        };
+        ensure!(now.workers == 0, "it serves {} workers now", now.workers);
+        let others = last.saturating_sub(first).saturating_sub(stored);
+        ensure!(others == 0, "other engines stored {others} bytes meanwhile");
+        let answer = Call::new("POST", "/cache/clear", Some(json!({"tier": "all"})));
+        let answer = answer.send(&self.url)?;
+        let count = |name: &str| answer["cleared"][name].as_u64().unwrap_or(0);
+        Ok(count("chunks").max(count("chunks_below")))
+    }
+}
+
+/// Asks the HTTP side at `url`, which must be the one of the server that engines reach at `port`.
+fn holdings(url: &str, port: u16) -> Result<Holdings> {
+    let config = Call::get("/config").send(url)?;
+    let its = &config["mp"]["port"];
+    ensure!(
+        *its == port,
+        "{url} belongs to another server, which serves engines on port {its}"
+    );
+    let status = Call::get("/status").send(url)?;
+    let workers = |name: &str| status[name].as_array().map_or(0, Vec::len) as u64;
+    let number = |value: &Value| value.as_u64().unwrap_or(0);
+    let lower = status["lmc"]["lower"].as_array().into_iter().flatten();
+    let lower: u64 = lower.map(|tier| number(&tier["chunks"])).sum();
+    let memory = &status["storage_manager"]["l1_manager"]["total_object_count"];
+    Ok(Holdings {
+        chunks: number(memory) + lower,
+        workers: workers("registered_gpu_ids") + workers("registered_non_cuda_instance_ids"),
+        stored_bytes: status["lmc"]["counts"]["stored_bytes"].as_u64(),
+    })
+}
