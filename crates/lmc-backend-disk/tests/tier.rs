@@ -1,5 +1,6 @@
 //! The tier on a real folder, through its public face.
 
+use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -311,6 +312,60 @@ fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
     assert_eq!(load(&tier, &pool, 0..40), 40);
     assert_eq!(tier.health(), Health::Ready);
     assert_eq!(pool.usage().used, 0);
+}
+
+/// Flips one byte of each stored chunk, so many bytes from the start of its payload.
+fn flip_in_each_chunk(folder: &Folder, numbers: std::ops::Range<u64>, from_payload: i64) {
+    let mut heads: HashMap<[u8; 64], u64> = numbers
+        .map(|n| {
+            let mut value = vec![0; CHUNK as usize];
+            fill_value(&test_key(n), &mut value);
+            (*value.first_chunk().unwrap(), n)
+        })
+        .collect();
+    for file in fs::read_dir(&folder.0).unwrap() {
+        let path = file.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if !name.starts_with("segment") {
+            continue;
+        }
+        let mut bytes = fs::read(&path).unwrap();
+        // Payloads begin at a block.
+        for at in (0..bytes.len()).step_by(4096) {
+            let head = bytes[at..].first_chunk().unwrap();
+            if heads.remove(head).is_some() {
+                bytes[at.checked_add_signed(from_payload as isize).unwrap()] ^= 1;
+            }
+        }
+        fs::write(&path, bytes).unwrap();
+    }
+    assert!(
+        heads.is_empty(),
+        "{} chunks are not in the files",
+        heads.len()
+    );
+}
+
+/// One bit of each chunk is another, in its payload or in its header, and all else is as written:
+/// each check must find it without the other.
+#[test]
+fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
+    for (at, in_header) in [(0, false), (CHUNK as i64 - 1, false), (-4096, true)] {
+        let (folder, pool) = (Folder::new(), pool(8 * MIB));
+        let tier = folder.config(64 * MIB).open().unwrap();
+        store(&tier, &pool, 0..20);
+        flip_in_each_chunk(&folder, 0..20, at);
+        assert_eq!(load(&tier, &pool, 0..20), 0, "byte {at}");
+        let stats = tier.stats();
+        let found = (stats.bad_headers, stats.bad_payloads);
+        assert_eq!(
+            found,
+            if in_header { (20, 0) } else { (0, 20) },
+            "byte {at}"
+        );
+        assert_eq!(store(&tier, &pool, 0..20), [Stored::Written; 20]);
+        assert_eq!(load(&tier, &pool, 0..20), 20);
+    }
 }
 
 #[test]
