@@ -71,6 +71,7 @@ pub struct Leases {
     tier: Arc<Inner>,
     owner: OwnerId,
     items: Vec<Leased>,
+    fresh: u64,
 }
 
 impl Leases {
@@ -79,7 +80,20 @@ impl Leases {
             tier: Arc::clone(tier),
             owner,
             items,
+            fresh: 0,
         }
+    }
+
+    pub(crate) fn with_fresh(mut self, fresh: u64) -> Self {
+        self.fresh = fresh;
+        self
+    }
+
+    /// Bytes of the pool under chunks that nothing else held when these leases were taken by
+    /// [`LocalTier::lease_leading`](crate::LocalTier::lease_leading): what they keep from
+    /// eviction. Splitting leaves it with the first part.
+    pub fn fresh_bytes(&self) -> u64 {
+        self.fresh
     }
 
     /// Who holds them.

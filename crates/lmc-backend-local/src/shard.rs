@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::hint::black_box;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lmc_key::{ChunkKey, FoldState};
 use lmc_memory::SealedSlot;
@@ -38,6 +39,12 @@ pub(crate) struct Shard {
     share: u64,
     /// Bytes of its chunks.
     bytes: u64,
+    /// Bytes that slots are aligned to.
+    align: u64,
+    /// Bytes of the pool under chunks that are leased or pinned, each counted once.
+    held: u64,
+    /// Where each shard publishes `held`.
+    published_held: Arc<[AtomicU64]>,
     table: Table,
     slab: Slab,
     shared: Order,
@@ -129,12 +136,21 @@ impl Order {
 }
 
 impl Shard {
-    pub(crate) fn new(id: usize, kind: PolicyKind, share: u64, shared: Arc<Class>) -> Self {
+    pub(crate) fn new(
+        id: usize,
+        kind: PolicyKind,
+        (share, align): (u64, u64),
+        shared: Arc<Class>,
+        published_held: Arc<[AtomicU64]>,
+    ) -> Self {
         Self {
             id,
             kind,
             share,
             bytes: 0,
+            align,
+            held: 0,
+            published_held,
             table: Table::default(),
             slab: Slab::new(id),
             shared: Order::new(kind, shared),
@@ -206,6 +222,10 @@ impl Shard {
         for order in self.quotas.values() {
             order.publish(self.id, &self.slab);
         }
+        let held = &self.published_held[self.id];
+        if held.load(Ordering::Relaxed) != self.held {
+            held.store(self.held, Ordering::Relaxed);
+        }
     }
 
     /// Adds a chunk that is not there.
@@ -250,13 +270,17 @@ impl Shard {
         order.touch(slab, index, stamp);
     }
 
-    /// Leases an entry and counts it as used.
-    pub(crate) fn lease(&mut self, index: u32, stamp: u64) -> (SealedSlot, EntryRef) {
+    /// Leases an entry and counts it as used. The last value is whether nothing held it before.
+    pub(crate) fn lease(&mut self, index: u32, stamp: u64) -> (SealedSlot, EntryRef, bool) {
         self.touch(index, stamp);
         let name = self.slab.name(index);
         let entry = self.slab.entry_mut(index);
+        let fresh = entry.holds == 0;
+        if fresh {
+            self.held += entry.slot.len().next_multiple_of(self.align);
+        }
         entry.holds += 1;
-        (entry.slot.clone(), name)
+        (entry.slot.clone(), name, fresh)
     }
 
     /// Gives a lease back. An entry that was removed meanwhile is no more of our concern.
@@ -266,6 +290,9 @@ impl Shard {
         };
         // Each lease gives back once what it took, so this stays at or above zero; saturating
         // only for a name that 2^24 inserts made good again.
+        if entry.holds == 1 {
+            self.held -= entry.slot.len().next_multiple_of(self.align);
+        }
         entry.holds = entry.holds.saturating_sub(1);
         if !entry.busy() && entry.place == Place::Held {
             self.revive(name.index(), stamp);
@@ -287,7 +314,11 @@ impl Shard {
         };
         *count = more;
         if more == 1 {
-            self.slab.entry_mut(index).holds += 1;
+            let entry = self.slab.entry_mut(index);
+            if entry.holds == 0 {
+                self.held += entry.slot.len().next_multiple_of(self.align);
+            }
+            entry.holds += 1;
         }
         true
     }
@@ -304,6 +335,9 @@ impl Shard {
         self.pins.remove(&index);
         let entry = self.slab.entry_mut(index);
         entry.holds -= 1;
+        if entry.holds == 0 {
+            self.held -= entry.slot.len().next_multiple_of(self.align);
+        }
         if !entry.busy() && entry.place == Place::Held {
             self.revive(index, stamp);
         }
@@ -372,6 +406,7 @@ impl Shard {
         self.bytes -= slot.len();
         if holds > 0 {
             self.pins.remove(&index);
+            self.held -= slot.len().next_multiple_of(self.align);
         }
         self.order(tenant).0.class.sub(slot.len());
         Taken {
@@ -602,6 +637,11 @@ impl Shard {
             .map(|(_, entry)| entry.slot.len())
             .sum();
         assert_eq!(self.bytes, sum);
+        let held = self.slab.occupied(0).filter(|(_, entry)| entry.busy());
+        let held: u64 = held
+            .map(|(_, entry)| entry.slot.len().next_multiple_of(self.align))
+            .sum();
+        assert_eq!(self.held, held);
         let mut queued: HashMap<Option<TenantId>, usize> = HashMap::new();
         let mut bytes: HashMap<Option<TenantId>, u64> = HashMap::new();
         for (index, entry) in self.slab.occupied(0) {

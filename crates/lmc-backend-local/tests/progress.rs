@@ -583,3 +583,45 @@ fn tenants_that_use_nothing_are_forgotten() {
     let there = |id| known.iter().any(|&(known, _)| known == id);
     assert!(there(kept) && there(TenantId(8)));
 }
+
+/// What cannot be evicted is counted in bytes: each chunk once, however often it is held, and
+/// each owner's leases by themselves.
+#[test]
+fn held_bytes_count_each_chunk_once() {
+    let tier = tier(PolicyKind::Lru, 8);
+    let keys: Vec<_> = (1..=4).map(test_key).collect();
+    for &key in &keys {
+        let Ok(WriteStart::Reserved(mut new)) = tier.begin_write(OwnerId(9), NOBODY, key, UNIT)
+        else {
+            panic!("there is room");
+        };
+        fill_value(&key, new.slot.bytes_mut());
+        tier.commit(vec![new.written(None)]);
+    }
+    assert_eq!(tier.held_bytes(), 0);
+    let first = tier.lease_leading(OwnerId(1), &keys[..3]);
+    let second = tier.lease_leading(OwnerId(2), &keys);
+    assert_eq!(
+        (first.fresh_bytes(), second.fresh_bytes()),
+        (3 * UNIT, UNIT)
+    );
+    assert_eq!(tier.held_bytes(), 4 * UNIT);
+    assert_eq!(tier.lease_bytes_of(OwnerId(1)), 3 * UNIT);
+    assert_eq!(tier.lease_bytes_of(OwnerId(2)), 4 * UNIT);
+    tier.pin(&keys[..1]);
+    drop(second);
+    assert_eq!(tier.held_bytes(), 3 * UNIT);
+    drop(first);
+    assert_eq!(tier.held_bytes(), UNIT);
+    tier.remove(&keys[..1]);
+    assert_eq!(tier.held_bytes(), 0);
+    let third = tier.lease_leading(OwnerId(1), &keys[1..]);
+    tier.remove(&keys);
+    assert_eq!(
+        tier.held_bytes(),
+        0,
+        "what was removed is not held against anybody"
+    );
+    drop(third);
+    assert_eq!(tier.lease_bytes_of(OwnerId(1)), 0);
+}

@@ -216,7 +216,8 @@ impl Inner {
         victims
     }
 
-    /// All classes by the part that they use of what they are entitled to, the greediest first.
+    /// All classes that use anything by the part that they use of what they are entitled to, the
+    /// greediest first, with the shared one in any case.
     fn by_greed(&self) -> Vec<(Victim, f64)> {
         let with_quota = self.tenants.with_quota();
         if with_quota.is_empty() {
@@ -233,8 +234,12 @@ impl Inner {
         };
         let mut classes = vec![(None, greed(self.shared.bytes(), rest))];
         for tenant in with_quota.iter() {
-            let greed = greed(tenant.class().bytes(), tenant.quota().unwrap_or(rest));
-            classes.push((Some(Arc::clone(tenant)), greed));
+            let used = tenant.class().bytes();
+            // A quota costs a look at each eviction, and a tenant without chunks no more.
+            if used > 0 {
+                let greed = greed(used, tenant.quota().unwrap_or(rest));
+                classes.push((Some(Arc::clone(tenant)), greed));
+            }
         }
         classes.sort_by(|a, b| b.1.total_cmp(&a.1));
         classes

@@ -45,8 +45,12 @@ pub(crate) struct Inner {
     shards: Box<[Mutex<Shard>]>,
     shared: Arc<Class>,
     tenants: Tenants,
-    /// What sessions and instances have leased.
+    /// Leases by owner.
     leases: Owners,
+    /// Bytes of leased chunks by owner, each counted for each lease.
+    lease_bytes: Owners,
+    /// Bytes of leased or pinned chunks in each shard, each chunk counted once.
+    held: Arc<[AtomicU64]>,
     /// What they are writing.
     writes: Owners,
     /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
@@ -78,7 +82,12 @@ impl LocalTier {
         let shared = Arc::new(Class::new(config.shards));
         let capacity = config.pool.usage().capacity;
         let share = capacity / config.shards as u64;
-        let shard = |id| Mutex::new(Shard::new(id, config.policy, share, Arc::clone(&shared)));
+        let align = config.pool.align();
+        let held: Arc<[AtomicU64]> = (0..config.shards).map(|_| AtomicU64::new(0)).collect();
+        let shard = |id| {
+            let (shared, held) = (Arc::clone(&shared), Arc::clone(&held));
+            Mutex::new(Shard::new(id, config.policy, (share, align), shared, held))
+        };
         let part = |part: f64| (capacity as f64 * part) as u64;
         Self(Arc::new(Inner {
             shards: (0..config.shards).map(shard).collect(),
@@ -86,6 +95,8 @@ impl LocalTier {
             shared,
             tenants: Tenants::new(config.shards),
             leases: Owners::default(),
+            lease_bytes: Owners::default(),
+            held,
             writes: Owners::default(),
             clock: AtomicU64::new(1),
             reservations: AtomicU64::new(0),
@@ -151,6 +162,18 @@ impl LocalTier {
         self.0.leases.of(owner)
     }
 
+    /// Bytes of the pool under the chunks that an owner leases, each counted for each lease.
+    pub fn lease_bytes_of(&self, owner: OwnerId) -> u64 {
+        self.0.lease_bytes.of(owner)
+    }
+
+    /// Bytes of the pool under chunks that are leased or pinned, each counted once: what cannot
+    /// be evicted.
+    pub fn held_bytes(&self) -> u64 {
+        let held = self.0.held.iter();
+        held.map(|held| held.load(Ordering::Relaxed)).sum()
+    }
+
     /// Keys that an owner is writing.
     pub fn writes_of(&self, owner: OwnerId) -> u64 {
         self.0.writes.of(owner)
@@ -175,6 +198,11 @@ impl Inner {
     fn shard_of(&self, fold: u64) -> usize {
         // The table takes the low bits for the place and the top seven for the tag.
         (fold >> 40) as usize & (self.shards.len() - 1)
+    }
+
+    /// Bytes of the pool that a chunk of `len` bytes takes.
+    fn taken(&self, len: u64) -> u64 {
+        len.next_multiple_of(self.pool.align())
     }
 
     /// The numbers of `n` uses, of which the caller gives the highest to the head.

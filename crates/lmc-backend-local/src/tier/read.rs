@@ -92,25 +92,23 @@ impl LocalTier {
     pub fn lease_again(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
-        let (mut leased, missing) = inner.lease_each(&keys[..limit]);
+        let (mut leased, missing, fresh) = inner.lease_each(&keys[..limit]);
         // A key was missing further to the front: rare, as tails are evicted before heads.
         let surplus = missing.map_or_else(Vec::new, |at| leased.split_off(at));
-        inner.leases.take(owner, leased.len() as u64);
-        inner.counters.leased.add(leased.len() as u64);
         inner.give_back(surplus.into_iter().flatten().collect());
         // Before the first missing key nothing is missing.
-        let leased = leased.into_iter().flatten().collect();
-        Leases::new(inner, owner, leased)
+        let leased: Vec<_> = leased.into_iter().flatten().collect();
+        inner.count_leases(owner, &leased);
+        Leases::new(inner, owner, leased).with_fresh(fresh)
     }
 
     /// Leases each key that is present, and counts it as used.
     pub fn lease(&self, owner: OwnerId, keys: &[ChunkKey]) -> Vec<Option<Lease>> {
         let inner = &self.0;
-        let (leased, _) = inner.lease_each(keys);
+        let (leased, _, _) = inner.lease_each(keys);
         let count = leased.iter().flatten().count();
         inner.count_lookup(keys.len(), count);
-        inner.leases.take(owner, count as u64);
-        inner.counters.leased.add(count as u64);
+        inner.count_leases(owner, leased.iter().flatten());
         let lease = |leased: Option<Leased>| Some(Lease::new(inner, owner, leased?));
         leased.into_iter().map(lease).collect()
     }
@@ -370,13 +368,33 @@ impl Inner {
         self.counters.misses.add((asked - found) as u64);
     }
 
-    /// Leases what is present, and says where the first missing key is.
-    pub(super) fn lease_each(&self, keys: &[ChunkKey]) -> (Vec<Option<Leased>>, Option<usize>) {
+    /// Counts leases that were taken for an owner.
+    pub(super) fn count_leases<'a>(
+        &self,
+        owner: OwnerId,
+        leased: impl IntoIterator<Item = &'a Leased>,
+    ) {
+        let lens = leased
+            .into_iter()
+            .map(|leased| self.taken(leased.slot.len()));
+        let (count, bytes) = lens.fold((0, 0), |(count, bytes), len| (count + 1, bytes + len));
+        self.leases.take(owner, count);
+        self.lease_bytes.take(owner, bytes);
+        self.counters.leased.add(count);
+    }
+
+    /// Leases what is present. Says where the first missing key is, and how many bytes nothing
+    /// held before.
+    pub(super) fn lease_each(
+        &self,
+        keys: &[ChunkKey],
+    ) -> (Vec<Option<Leased>>, Option<usize>, u64) {
         let batch = self.batch(keys.iter().copied());
         let first = self.stamps(keys.len());
         let mut leased: Vec<Option<Leased>> = Vec::new();
         leased.resize_with(keys.len(), || None);
         let mut missing = keys.len();
+        let mut fresh_bytes = 0;
         for (shard, places) in batch.shards() {
             let mut shard = self.shards[shard].lock();
             for places in places.chunks(WARM) {
@@ -389,20 +407,26 @@ impl Inner {
                         continue;
                     };
                     let stamp = first + (keys.len() - 1 - place) as u64;
-                    let (slot, name) = shard.lease(index, stamp);
+                    let (slot, name, fresh) = shard.lease(index, stamp);
+                    if fresh {
+                        fresh_bytes += self.taken(slot.len());
+                    }
                     leased[place] = Some(Leased { slot, name });
                 }
             }
             shard.publish();
         }
-        (leased, (missing < keys.len()).then_some(missing))
+        let missing = (missing < keys.len()).then_some(missing);
+        (leased, missing, fresh_bytes)
     }
 
     /// Gives leases back that an owner was counted for.
     pub(crate) fn release(&self, owner: OwnerId, items: Vec<Leased>) {
         let count = items.len() as u64;
+        let bytes = items.iter().map(|item| self.taken(item.slot.len())).sum();
         self.give_back(items);
         self.leases.give(owner, count);
+        self.lease_bytes.give(owner, bytes);
         self.counters.released.add(count);
     }
 

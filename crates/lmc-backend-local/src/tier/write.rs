@@ -353,7 +353,7 @@ impl LocalTier {
                 };
                 names[place] = shard.name(index);
                 if owner.is_some() {
-                    let (slot, name) = shard.lease(index, stamp);
+                    let (slot, name, _) = shard.lease(index, stamp);
                     leased[place] = Some(Leased { slot, name });
                 }
             }
@@ -365,8 +365,7 @@ impl LocalTier {
         let leased: Vec<_> = leased.into_iter().flatten().collect();
         let owner = match owner {
             Some(owner) => {
-                inner.leases.take(owner, leased.len() as u64);
-                inner.counters.leased.add(leased.len() as u64);
+                inner.count_leases(owner, &leased);
                 owner
             }
             None => OwnerId::default(),
