@@ -23,6 +23,8 @@ use crate::config::{Loaded, SegmentName};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
+/// Salts with a quota. Each eviction looks at all of them.
+const MAX_QUOTAS: usize = 1024;
 const NO_L2: &str =
     "no L2 adapters configured: the tiers below memory are set with --disk, and listed by /status";
 
@@ -422,6 +424,15 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         return refused("expected {\"limit_gb\": NUMBER} with a number that is not negative");
     };
     let bytes = (limit * GIB) as u64;
+    let of_others = |other: &TenantStatus| other.quota.is_some();
+    let known = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
+    let quotas = http.service.engine().tenants();
+    if !known && quotas.iter().filter(|other| of_others(other)).count() >= MAX_QUOTAS {
+        return refused(format!(
+            "{MAX_QUOTAS} salts have a quota, which is the most there may be: remove one with \
+             DELETE /quota/SALT"
+        ));
+    }
     change_quota(&http, &salt, Some(bytes)).await;
     tracing::info!(salt = shown(&salt), bytes, "quota set over HTTP");
     let body = json!({"cache_salt": shown(&salt), "limit_gb": limit, "status": "ok"});

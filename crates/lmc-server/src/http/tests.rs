@@ -337,6 +337,14 @@ fn what_cannot_be_is_refused_with_its_reason() {
     refuses(("PUT", "/quota/a", "{\"limit_gb\": -1}"), 400, "negative");
     refuses(("PUT", "/quota/a", "{\"limit_gb\": \"1\"}"), 400, "NUMBER");
     refuses(("PUT", "/quota/a", "not json"), 400, "JSON");
+    for salt in 0..1024 {
+        let path = format!("/quota/salt-{salt}");
+        let (code, answer) = server.ask("PUT", &path, "{\"limit_gb\": 0}");
+        assert_eq!(code, 200, "{answer}");
+    }
+    refuses(("PUT", "/quota/a", "{\"limit_gb\": 0}"), 400, "1024 salts");
+    let (code, _) = server.ask("PUT", "/quota/salt-7", "{\"limit_gb\": 1}");
+    assert_eq!(code, 200, "one that has a quota may have another");
     refuses(("GET", "/cache/objects", ""), 503, "L2");
     refuses(
         ("GET", "/cache/objects?tier=l1", ""),
