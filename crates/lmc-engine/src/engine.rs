@@ -47,6 +47,15 @@ impl Below {
         self.0.is_empty()
     }
 
+    /// Bytes that a fetch would read from the lower tiers.
+    pub fn bytes(&self) -> u64 {
+        let len = |source: &Source| match source {
+            Source::Dram => 0,
+            Source::Tier { len, .. } => *len,
+        };
+        self.0.iter().map(len).sum()
+    }
+
     /// Leaves out what lies from place `len` on.
     pub fn truncate(&mut self, len: usize) {
         self.0.truncate(len);

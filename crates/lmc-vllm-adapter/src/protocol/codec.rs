@@ -21,6 +21,8 @@ pub(crate) const MAX_NAME: usize = 1024;
 const MAX_REQUEST_ID: usize = 1 << 20;
 /// Most characters of a cache salt, as LMCache has it.
 pub(crate) const MAX_SALT: usize = 128;
+/// Pieces that one chunk's KV cache is split into; a lookup asks for each.
+const MAX_WORLD_SIZE: u32 = 4096;
 const MAX_BLOCK_IDS: usize = 4 << 20;
 const MAX_LAYERS: usize = 4096;
 const MAX_GROUPS: usize = 256;
@@ -328,16 +330,17 @@ fn request_id(reader: &mut Reader<'_>, what: &'static str) -> Result<String, Val
     if text.len() <= MAX_NAME {
         return Ok(text.to_owned());
     }
-    let sum = lmc_memory::checksum(text.as_bytes());
+    // A user of the engine may choose the name: no two names may be taken for one.
+    let digest = blake3::hash(text.as_bytes());
     let kept: String = text.chars().take(KEPT).collect();
-    Ok(format!("{kept}…{sum:016x}-{}", text.len()))
+    Ok(format!("{kept}…{digest}"))
 }
 
 fn world_size(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
     match reader.number::<u32>("world_size")? {
-        size @ 1..=65_535 => Ok(size),
+        size @ 1..=MAX_WORLD_SIZE => Ok(size),
         other => Err(ValueError::Invalid(format!(
-            "world_size must be 1 to 65535, found {other}"
+            "world_size must be 1 to {MAX_WORLD_SIZE}, found {other}"
         ))),
     }
 }

@@ -10,6 +10,7 @@ use std::io;
 use lmc_key::LayoutFingerprint;
 use lmc_memory::DType;
 
+use crate::service::ClientId;
 use crate::service::handle::Service;
 use crate::service::instance::Instance;
 use crate::service::job::Lane;
@@ -210,7 +211,7 @@ impl Service {
             let remove = move || {
                 engine.end_spaces(&spaces);
             };
-            self.run_job(Lane::Clear, Box::new(remove));
+            self.run_job(ClientId::SERVER, Lane::Clear, Box::new(remove));
         }
     }
 }

@@ -325,8 +325,12 @@ impl Service {
         }
         let replaced = state.instances.insert(instance_id, instance);
         self.warn_of_two_engines(&mut state, instance_id, None);
-        let ended = replaced.and_then(|replaced| state.ended_generation(&replaced));
+        let ended = replaced
+            .as_ref()
+            .and_then(|replaced| state.ended_generation(replaced));
         drop(state);
+        // Unmapping an engine's memory takes long, so no lock is held.
+        drop(replaced);
         self.end_generations(ended);
         add(&counters.registrations, 1);
         registered
@@ -392,11 +396,12 @@ impl Service {
         self.shared.stats.record_refusal(operation);
     }
 
-    pub(crate) fn run_job(&self, lane: Lane, work: Box<dyn FnOnce() + Send>) {
-        match lane {
-            Lane::Copy => self.shared.workers.run(work),
-            Lane::Clear => self.shared.clears.run(work),
-        }
+    pub(crate) fn run_job(&self, client: ClientId, lane: Lane, work: Box<dyn FnOnce() + Send>) {
+        let workers = match lane {
+            Lane::Retrieve | Lane::Store => &self.shared.workers,
+            Lane::Clear => &self.shared.clears,
+        };
+        workers.run(client, lane, work);
     }
 
     pub(crate) fn watch_events(&self) -> watch::Receiver<u64> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use lmc_engine::{Below, Leases};
+use lmc_engine::{Below, Leases, OwnerId};
 use lmc_key::{ChunkHash, ChunkKey, KeySpace, Salt, SpaceId};
 use parking_lot::Mutex;
 
@@ -15,9 +15,12 @@ use crate::service::ClientId;
 use crate::service::events::StoredChunk;
 use crate::service::handle::{Service, refuse};
 use crate::service::instance::Instance;
-use crate::service::session::{Hits, Lookup, RankHold, Session, Wait, Waiter};
-use crate::service::state::{Binding, LayoutOf, State};
+use crate::service::session::{Fetches, Hits, Lookup, RankHold, Session, Wait, Waiter};
+use crate::service::state::{Binding, LayoutOf, RankSet, State};
 use crate::service::stats::add;
+
+/// Layouts of one model above which a lookup finds nothing: each must have the chunk.
+const MAX_LAYOUTS: usize = 64;
 
 /// A range of a prompt in chunks, with the hashes up to its end.
 pub(super) struct Hashed {
@@ -40,8 +43,7 @@ impl Hashed {
     }
 
     /// Keys of the range for one KV rank.
-    pub(super) fn keys(&self, space: &KeySpace, kv_rank: u16) -> Vec<ChunkKey> {
-        let space = space.id();
+    pub(super) fn keys(&self, space: SpaceId, kv_rank: u16) -> Vec<ChunkKey> {
         let key = |&hash: &ChunkHash| ChunkKey {
             space,
             kv_rank,
@@ -53,15 +55,24 @@ impl Hashed {
 }
 
 /// What a lookup found for one rank.
-struct Found {
+pub(super) struct Found {
     space: SpaceId,
     kv_rank: u16,
     /// Keys of the range, as far as they are anywhere.
     keys: Vec<ChunkKey>,
     /// The leading ones in DRAM.
-    leases: Leases,
+    pub(super) leases: Leases,
     /// Where the ones after them are.
-    below: Below,
+    pub(super) below: Below,
+}
+
+/// A layout in which a lookup must find a chunk.
+struct Candidate {
+    space: KeySpace,
+    /// Ranks that workers of this layout are known to be of.
+    ranks: RankSet,
+    /// Whether a worker of this layout has yet to show its rank.
+    unknown_rank: bool,
 }
 
 impl Found {
@@ -138,12 +149,12 @@ impl Service {
             Ok(hashed) => hashed,
             Err(refusal) => return refusal,
         };
-        let (owner, spaces) = {
+        let owner = client.owner();
+        let candidates = {
             let mut state = shared.state.lock();
-            let known = state.sessions.of(client, &key.request_id);
-            let owner = known.map(|session| session.owner);
-            let full = owner.is_none() && state.sessions.len() >= shared.config.max_sessions;
-            if full || self.holds_too_much(&mut state, client) {
+            let known = state.sessions.of(client, &key.request_id).is_some();
+            let full = !known && state.sessions.len() >= shared.config.max_sessions;
+            if full || self.holds_too_much(owner) {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
                 let before = state.sessions.end(client, &key.request_id);
@@ -151,9 +162,9 @@ impl Service {
                 drop(before);
                 return Reply::None;
             }
-            let spaces = self.candidate_spaces(&state, client, key, &hashed.salt);
-            (owner.unwrap_or_else(|| state.new_owner()), spaces)
+            self.candidates(&state, client, key, &hashed.salt)
         };
+        let spaces = asked_ranks(&candidates, key.world_size as u16);
         if spaces.is_empty() {
             add(&counters.lookups_unregistered, 1);
         }
@@ -164,15 +175,15 @@ impl Service {
             hashed.chunks.len()
         };
         let mut found = Vec::new();
-        for (space, kv_rank) in &spaces {
-            let mut keys = hashed.keys(space, *kv_rank);
+        for &(space, kv_rank) in &spaces {
+            let mut keys = hashed.keys(space, kv_rank);
             keys.truncate(reach);
             let leases = shared.engine.lookup(owner, &keys);
             let below = shared.engine.below(&keys[leases.len()..]);
             reach = leases.len() + below.len();
             found.push(Found {
-                space: space.id(),
-                kv_rank: *kv_rank,
+                space,
+                kv_rank,
                 keys,
                 leases,
                 below,
@@ -181,6 +192,7 @@ impl Service {
                 break;
             }
         }
+        let reach = self.within_share(owner, &mut found, reach);
         let chunk = u64::from(shared.config.hasher.chunk_size());
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);
@@ -198,7 +210,7 @@ impl Service {
             }
         };
         let mut state = shared.state.lock();
-        let new = || Session::new(owner, client, now);
+        let new = || Session::new(client, now);
         let session = state.sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(lookup);
@@ -213,12 +225,13 @@ impl Service {
 
     /// Whether a connection may hold no more chunks: all together hold as many as they may, or half
     /// of that, and this one a quarter.
-    fn holds_too_much(&self, state: &mut State, client: ClientId) -> bool {
-        let (max, held) = (
+    fn holds_too_much(&self, owner: OwnerId) -> bool {
+        let (max, local) = (
             self.shared.config.max_lookup_leases,
-            self.shared.engine.leases(),
+            self.shared.engine.local(),
         );
-        held >= max || (held >= max / 2 && state.sessions.held_by(client) >= max / 4)
+        let held = local.leases();
+        held >= max || (held >= max / 2 && local.leases_of(owner) >= max / 4)
     }
 
     /// Brings up what only slower tiers have. The lookup is answered when all ranks are done.
@@ -233,6 +246,7 @@ impl Service {
             ranks: found.len(),
             risen: Mutex::default(),
         });
+        let mut fetches = Fetches::default();
         for mut found in found {
             found.keys.truncate(reach);
             found.leases.truncate(reach);
@@ -262,7 +276,17 @@ impl Service {
                 events.stored(&model, announced);
                 rising.risen.lock().push((space, kv_rank, leases));
             };
-            shared.engine.fetch(tenant, keys, leases, below, done);
+            let fetch = shared.engine.fetch(tenant, keys, leases, below, done);
+            fetches.0.push(fetch);
+        }
+        let mut state = shared.state.lock();
+        match state.sessions.looking_up(&key.request_id, number) {
+            Some(session) => session.set_fetches(fetches),
+            None => {
+                drop(state);
+                // The request ended meanwhile.
+                drop(fetches);
+            }
         }
     }
 
@@ -313,20 +337,20 @@ impl Service {
         }
     }
 
-    /// The spaces and KV ranks in which a lookup must find a chunk for it to count.
+    /// The layouts in which a lookup must find a chunk for it to count.
     ///
     /// A scheduler names its model, not its layout. Where workers of one model differ in layout
     /// and it is not known which of them the scheduler drives, only what all of them have is a
     /// hit: an engine is never promised what it cannot get. Workers of one engine may differ too
     /// (stages of a pipeline with more layers and fewer): a rank is asked for in the layouts of
     /// those that may be of that rank.
-    fn candidate_spaces(
+    fn candidates(
         &self,
         state: &State,
         client: ClientId,
         key: &CacheKey,
         salt: &Salt,
-    ) -> Vec<(KeySpace, u16)> {
+    ) -> Vec<Candidate> {
         let mut layouts = state.layouts(&key.model_name, key.world_size);
         if let Some(Binding::One(bound)) = state.bindings.get(&client)
             && layouts
@@ -335,18 +359,16 @@ impl Service {
         {
             layouts.retain(|layout| layout.instance.fingerprint == *bound);
         }
-        let world_size = key.world_size as u16;
-        let stages = |layout: &&LayoutOf<'_>| !layout.is_whole(world_size);
-        // Ranks that no stage is known to be of may be of any of them.
-        let known = |rank| layouts.iter().filter(stages).any(|stage| stage.has(rank));
-        let known: Vec<bool> = (0..world_size).map(known).collect();
-        let asked = |layout: &LayoutOf<'_>| {
-            let space = self.space_of(layout.instance, salt);
-            let of_layout = |rank: &u16| layout.may_have(*rank) || !known[usize::from(*rank)];
-            let asked = (0..world_size).filter(of_layout);
-            asked.map(|rank| (space.clone(), rank)).collect::<Vec<_>>()
+        if layouts.len() > MAX_LAYOUTS {
+            // No chunk is in so many layouts.
+            return Vec::new();
+        }
+        let candidate = |layout: LayoutOf<'_>| Candidate {
+            space: self.space_of(layout.instance, salt),
+            ranks: layout.ranks,
+            unknown_rank: layout.unknown_rank,
         };
-        layouts.iter().flat_map(asked).collect()
+        layouts.into_iter().map(candidate).collect()
     }
 
     /// Leading chunks found; 0 for a request that never looked up, none while chunks are on
@@ -379,11 +401,14 @@ impl Service {
         // A partial chunk at the start goes with its whole chunk, one at the end stays.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
         let mut state = self.shared.state.lock();
-        if let Some(session) = state.sessions.of(client, &key.request_id) {
+        let released = state.sessions.of(client, &key.request_id).map(|session| {
             session.last_used = now;
             let kv_rank = key.worker_id.map(|rank| rank as u16);
-            session.free(kv_rank, chunks, key.num_kv_readers.max(1));
-        }
+            session.free(kv_rank, chunks, key.num_kv_readers.max(1))
+        });
+        // The leases go back here, without the state being locked.
+        drop(state);
+        drop(released);
         Reply::None
     }
 
@@ -393,4 +418,26 @@ impl Service {
         drop(session);
         Reply::None
     }
+}
+
+/// The spaces and KV ranks that a lookup asks for: each rank in the layouts of those that may be
+/// of that rank.
+fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<(SpaceId, u16)> {
+    // A layout that has every rank is an engine by itself; the others are stages.
+    let is_whole = |ranks: &RankSet| ranks.len() == usize::from(world_size);
+    let mut known = RankSet::default();
+    for candidate in candidates {
+        if !is_whole(&candidate.ranks) {
+            known.add(&candidate.ranks);
+        }
+    }
+    let asked = |candidate: &Candidate| {
+        let space = candidate.space.id();
+        // Ranks that no stage is known to be of may be of any of them.
+        let of_layout =
+            |rank: &u16| candidate.unknown_rank || candidate.ranks.has(*rank) || !known.has(*rank);
+        let asked = (0..world_size).filter(of_layout);
+        asked.map(|rank| (space, rank)).collect::<Vec<_>>()
+    };
+    candidates.iter().flat_map(asked).collect()
 }

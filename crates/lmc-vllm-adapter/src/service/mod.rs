@@ -14,6 +14,7 @@ mod lookup;
 mod peer;
 mod pulse;
 mod session;
+mod share;
 mod spaces;
 mod state;
 mod stats;
@@ -42,6 +43,9 @@ pub use status::{EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, T
 pub struct ClientId(u64);
 
 impl ClientId {
+    /// Stands for this server, where work is for no connection.
+    pub(crate) const SERVER: Self = Self(u64::MAX);
+
     /// Numbers are given by whoever owns the connections.
     pub fn new(number: u64) -> Self {
         Self(number)

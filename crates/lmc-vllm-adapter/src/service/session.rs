@@ -6,14 +6,21 @@ use std::mem;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use lmc_engine::{Leases, OwnerId};
+use lmc_engine::{Fetch, Leases};
 use lmc_key::SpaceId;
 
 use crate::protocol::Reply;
 use crate::service::ClientId;
 
+/// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
+/// moving all of its leases.
+const PART: usize = 512;
+
 /// Longest that anybody waits for the answer to a lookup.
 const MAX_WAIT: Duration = Duration::from_secs(600);
+
+/// Leases that go back, to be dropped where nothing is locked.
+pub(crate) type Released = Vec<Leases>;
 
 /// Consecutive chunks that are held for the same number of readers.
 #[derive(Debug)]
@@ -47,33 +54,51 @@ pub(crate) struct RankHold {
 
 impl RankHold {
     pub(crate) fn new(space: SpaceId, kv_rank: u16, leases: Leases, readers: u32) -> Self {
+        let mut rest = Part {
+            first: 0,
+            leases,
+            readers,
+        };
+        let mut parts = Vec::with_capacity(rest.leases.len().div_ceil(PART));
+        // From the end on, so that no lease is moved twice.
+        while rest.leases.len() > PART {
+            let last = (rest.leases.len() - 1) / PART * PART;
+            parts.push(rest.split_off(rest.first + last));
+        }
+        parts.push(rest);
+        parts.reverse();
         Self {
             space,
             kv_rank,
-            parts: vec![Part {
-                first: 0,
-                leases,
-                readers,
-            }],
+            parts,
         }
     }
 
     /// Gives back everything from chunk `len` on.
     pub(crate) fn truncate(&mut self, len: usize) {
-        self.release(len..usize::MAX, u32::MAX);
+        drop(self.release(len..usize::MAX, u32::MAX));
     }
 
-    /// Takes `readers` readers off each chunk of a range; a chunk that nobody will read any
-    /// more is given back.
-    fn release(&mut self, range: Range<usize>, readers: u32) {
+    /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks that nobody
+    /// will read any more.
+    fn release(&mut self, range: Range<usize>, readers: u32) -> Released {
+        let mut released = Vec::new();
         for mut before in mem::take(&mut self.parts) {
+            if before.first >= range.end || before.first + before.leases.len() <= range.start {
+                self.parts.push(before);
+                continue;
+            }
             let mut inside = before.split_off(range.start);
             let after = inside.split_off(range.end);
             inside.readers = inside.readers.saturating_sub(readers);
-            let kept = [before, inside, after].into_iter();
-            self.parts
-                .extend(kept.filter(|part| part.readers > 0 && !part.leases.is_empty()));
+            for part in [before, inside, after] {
+                match part.readers > 0 && !part.leases.is_empty() {
+                    true => self.parts.push(part),
+                    false => released.push(part.leases),
+                }
+            }
         }
+        released
     }
 
     fn held(&self) -> usize {
@@ -151,6 +176,17 @@ pub(crate) struct Lookup {
     /// When the leases end by themselves.
     expires: Instant,
     waiting: Vec<Waiter>,
+    fetches: Fetches,
+}
+
+/// What promotes the chunks of a lookup. Ends with the lookup.
+#[derive(Debug, Default)]
+pub(crate) struct Fetches(pub(crate) Vec<Fetch>);
+
+impl Drop for Fetches {
+    fn drop(&mut self) {
+        self.0.iter().for_each(Fetch::cancel);
+    }
 }
 
 impl Lookup {
@@ -162,6 +198,7 @@ impl Lookup {
             holds: Vec::new(),
             expires,
             waiting: Vec::new(),
+            fetches: Fetches::default(),
         }
     }
 
@@ -189,7 +226,6 @@ pub(crate) enum Hits {
 /// One request of an engine.
 #[derive(Debug)]
 pub(crate) struct Session {
-    pub(crate) owner: OwnerId,
     /// Connection that looked up; its scheduler.
     pub(crate) client: ClientId,
     pub(crate) last_used: Instant,
@@ -197,9 +233,8 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(owner: OwnerId, client: ClientId, now: Instant) -> Self {
+    pub(crate) fn new(client: ClientId, now: Instant) -> Self {
         Self {
-            owner,
             client,
             last_used: now,
             lookup: None,
@@ -232,9 +267,11 @@ impl Session {
         }
     }
 
-    fn held(&self) -> u64 {
-        let holds = self.lookup.iter().flat_map(|lookup| &lookup.holds);
-        holds.map(|hold| hold.held() as u64).sum()
+    /// Keeps what promotes the chunks of its lookup until the lookup is over.
+    pub(crate) fn set_fetches(&mut self, fetches: Fetches) {
+        if let Some(lookup) = &mut self.lookup {
+            lookup.fetches = fetches;
+        }
     }
 
     /// Whether this is the request's lookup.
@@ -277,26 +314,35 @@ impl Session {
     }
 
     /// One worker has read (or will not read) a range of chunks of its rank.
-    pub(crate) fn reader_done(&mut self, space: SpaceId, kv_rank: u16, chunks: &Range<usize>) {
-        let Some(lookup) = &mut self.lookup else {
-            return;
-        };
+    #[must_use = "its leases should go back where nothing is locked"]
+    pub(crate) fn reader_done(
+        &mut self,
+        space: SpaceId,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+    ) -> Released {
         let of_rank = |hold: &&mut RankHold| hold.space == space && hold.kv_rank == kv_rank;
-        for hold in lookup.holds.iter_mut().filter(of_rank) {
-            hold.release(chunks.clone(), 1);
-        }
+        let holds = self.lookup.iter_mut().flat_map(|lookup| &mut lookup.holds);
+        let released = holds.filter(of_rank);
+        released
+            .flat_map(|hold| hold.release(chunks.clone(), 1))
+            .collect()
     }
 
     /// Nobody will read a range of chunks; of all ranks, or of one.
-    pub(crate) fn free(&mut self, kv_rank: Option<u16>, chunks: Range<usize>, readers: u32) {
-        let Some(lookup) = &mut self.lookup else {
-            return;
-        };
-        for hold in &mut lookup.holds {
-            if kv_rank.is_none_or(|rank| rank == hold.kv_rank) {
-                hold.release(chunks.clone(), readers);
-            }
-        }
+    #[must_use = "its leases should go back where nothing is locked"]
+    pub(crate) fn free(
+        &mut self,
+        kv_rank: Option<u16>,
+        chunks: Range<usize>,
+        readers: u32,
+    ) -> Released {
+        let of_rank = |hold: &&mut RankHold| kv_rank.is_none_or(|rank| rank == hold.kv_rank);
+        let holds = self.lookup.iter_mut().flat_map(|lookup| &mut lookup.holds);
+        let released = holds.filter(of_rank);
+        released
+            .flat_map(|hold| hold.release(chunks.clone(), readers))
+            .collect()
     }
 
     /// Takes the lookup out of a session that ends, so that its leases go back where nothing is
@@ -340,13 +386,6 @@ impl Sessions {
     pub(crate) fn rising(&self) -> usize {
         let all = self.by_name.values().flatten();
         all.filter(|session| session.hits() == Hits::Rising).count()
-    }
-
-    /// Chunks that the lookups of a connection hold.
-    pub(crate) fn held_by(&self, client: ClientId) -> u64 {
-        let all = self.by_name.values().flatten();
-        let own = all.filter(|session| session.client == client);
-        own.map(Session::held).sum()
     }
 
     /// The request of this name that a connection looked up.

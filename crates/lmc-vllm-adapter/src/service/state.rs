@@ -117,24 +117,16 @@ impl State {
     pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
+        let mut places: HashMap<LayoutFingerprint, usize> = HashMap::new();
         for instance in self.instances.values().filter(of_model) {
-            let known = found
-                .iter_mut()
-                .find(|known| known.instance.fingerprint == instance.fingerprint);
-            match known {
-                Some(known) => known.workers.push(instance),
-                None => found.push(LayoutOf {
-                    instance,
-                    workers: vec![instance],
-                }),
+            let place = *places.entry(instance.fingerprint).or_insert(found.len());
+            if place == found.len() {
+                found.push(LayoutOf::new(instance));
             }
+            found[place].add(instance);
         }
-        let connected = |layout: &LayoutOf<'_>| {
-            let mut workers = layout.workers.iter();
-            workers.any(|worker| worker.orphaned.is_none())
-        };
-        if found.iter().any(connected) {
-            found.retain(connected);
+        if found.iter().any(|layout| layout.connected) {
+            found.retain(|layout| layout.connected);
         }
         found
     }
@@ -207,29 +199,67 @@ impl State {
     }
 }
 
-/// A layout, with the workers that have it.
+/// A layout, with what is known of the workers that have it.
 #[derive(Debug)]
 pub(crate) struct LayoutOf<'a> {
     /// One of them.
     pub(crate) instance: &'a Instance,
-    workers: Vec<&'a Instance>,
+    /// Ranks that they are known to be of.
+    pub(crate) ranks: RankSet,
+    /// Whether one of them has yet to show its rank.
+    pub(crate) unknown_rank: bool,
+    /// Whether one of them is connected.
+    connected: bool,
 }
 
-impl LayoutOf<'_> {
-    /// Whether a worker of this layout is known to be of this rank.
-    pub(crate) fn has(&self, kv_rank: u16) -> bool {
-        self.workers
-            .iter()
-            .any(|worker| worker.ranks.contains(&kv_rank))
+impl<'a> LayoutOf<'a> {
+    fn new(instance: &'a Instance) -> Self {
+        Self {
+            instance,
+            ranks: RankSet::default(),
+            unknown_rank: false,
+            connected: false,
+        }
     }
 
-    /// Whether a worker of this layout may be of this rank: one is, or one has yet to show.
-    pub(crate) fn may_have(&self, kv_rank: u16) -> bool {
-        self.has(kv_rank) || self.workers.iter().any(|worker| worker.ranks.is_empty())
+    fn add(&mut self, worker: &Instance) {
+        for &rank in &worker.ranks {
+            self.ranks.insert(rank);
+        }
+        self.unknown_rank |= worker.ranks.is_empty();
+        self.connected |= worker.orphaned.is_none();
+    }
+}
+
+/// A set of KV ranks.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RankSet(Vec<u64>);
+
+impl RankSet {
+    fn insert(&mut self, rank: u16) {
+        let word = usize::from(rank / 64);
+        if self.0.len() <= word {
+            self.0.resize(word + 1, 0);
+        }
+        self.0[word] |= 1 << (rank % 64);
     }
 
-    /// Whether its workers are an engine by themselves: each rank is one of theirs.
-    pub(crate) fn is_whole(&self, world_size: u16) -> bool {
-        (0..world_size).all(|rank| self.has(rank))
+    /// Adds the ranks of another set.
+    pub(crate) fn add(&mut self, other: &Self) {
+        if self.0.len() < other.0.len() {
+            self.0.resize(other.0.len(), 0);
+        }
+        for (word, other) in self.0.iter_mut().zip(&other.0) {
+            *word |= other;
+        }
+    }
+
+    pub(crate) fn has(&self, rank: u16) -> bool {
+        let word = self.0.get(usize::from(rank / 64));
+        word.is_some_and(|word| word & 1 << (rank % 64) != 0)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 }

@@ -377,7 +377,7 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
         let (job, told) = (job(&service, request, Instant::now()), told.clone());
         let lane = job.lane;
         let work = move || told.send((lane, job.run())).expect("somebody waits");
-        service.run_job(lane, Box::new(work));
+        service.run_job(client(1), lane, Box::new(work));
     };
     // More than there are threads that copy.
     run(Request::Clear { force: true });
@@ -388,7 +388,7 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     }
     run(store(1));
     let next = || answers.recv_timeout(Duration::from_secs(5));
-    assert_eq!(next(), Ok((Lane::Copy, Reply::Transferred(true))));
+    assert_eq!(next(), Ok((Lane::Store, Reply::Transferred(true))));
     tier.open();
     for _ in 0..2 {
         assert_eq!(next(), Ok((Lane::Clear, Reply::None)));

@@ -34,15 +34,19 @@ impl Service {
         });
         let silent = silent_workers(&state, now, config);
         let mut ended_generations = Vec::new();
+        let mut removed = Vec::with_capacity(silent.len());
         for instance_id in &silent {
             if let Some(instance) = state.instances.remove(instance_id) {
                 ended_generations.extend(state.ended_generation(&instance));
+                removed.push(instance);
             }
         }
         state
             .told_to_register
             .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
         drop(state);
+        // Unmapping an engine's memory takes long, so no lock is held.
+        drop(removed);
         self.end_generations(ended_generations);
         // Those who wait for one hear that there is nothing.
         drop(expired);
@@ -114,6 +118,7 @@ impl Service {
         for instance_id in silent {
             self.shared.events.unsubscribe(instance_id);
         }
+        self.shared.workers.forget(client);
         self.count_abandoned(&dropped);
     }
 

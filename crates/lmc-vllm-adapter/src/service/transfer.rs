@@ -20,6 +20,9 @@ use crate::service::state::{Direction, Pending, PendingChunk, Transfer, Transfer
 use crate::service::stats::add;
 use crate::service::{ClientId, Outcome};
 
+/// KV ranks that are remembered of one worker. An engine's worker has one.
+const MAX_RANKS_OF_A_WORKER: usize = 16;
+
 /// What a transfer needs to know of its worker.
 struct Worker {
     owner: OwnerId,
@@ -100,7 +103,8 @@ impl Service {
         instance.seen(client, now);
         let rank = worker_id as u16;
         let is_opaque = instance.opaque.is_some();
-        let shows_rank = instance.ranks.insert(rank) && is_opaque && key.num_kv_readers > 0;
+        let is_new = instance.ranks.len() < MAX_RANKS_OF_A_WORKER && instance.ranks.insert(rank);
+        let shows_rank = is_new && is_opaque && key.num_kv_readers > 0;
         let fingerprint = instance.fingerprint;
         let worker = Worker {
             owner: instance.owner,
@@ -175,7 +179,7 @@ impl Service {
         tenant: TenantId,
         wanted: impl Fn(usize) -> bool,
     ) -> Vec<(usize, WriteRequest)> {
-        let keys = hashed.keys(&worker.space, worker.kv_rank);
+        let keys = hashed.keys(worker.space.id(), worker.kv_rank);
         let request = |(index, key): (usize, lmc_key::ChunkKey)| {
             let parent = hashed.parent(hashed.chunks.start + index);
             let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
@@ -395,11 +399,15 @@ impl Service {
 
     /// Leases all chunks of a range, or none.
     fn acquire(&self, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
-        let keys = hashed.keys(&worker.space, worker.kv_rank);
+        let keys = hashed.keys(worker.space.id(), worker.kv_rank);
         if keys.is_empty() {
             return None;
         }
         let leases = self.shared.engine.acquire(worker.owner, &keys)?;
+        if self.leases_too_much(&leases) {
+            add(&self.shared.stats.service.over_limit, 1);
+            return None;
+        }
         // Identity says the same; a chunk of another size must never reach an engine.
         let sized = leases.iter().all(|slot| slot.len() == worker.chunk_bytes);
         sized.then_some(leases)
@@ -422,9 +430,10 @@ impl Service {
             [only] => Some(only),
             _ => named.iter_mut().find(|session| session.client == client),
         };
-        if let Some(session) = session {
-            session.reader_done(space, kv_rank, chunks);
-        }
+        let released = session.map(|session| session.reader_done(space, kv_rank, chunks));
+        // The leases go back here, without the state being locked.
+        drop(state);
+        drop(released);
     }
 
     pub(super) fn prepare_retrieve(
@@ -569,7 +578,7 @@ impl Service {
             };
         let service = self.clone();
         let clears = self.shared.engine.clears();
-        Outcome::Job(Job::new(Lane::Copy, move || {
+        Outcome::Job(Job::new(Lane::Store, move || {
             let granted = service.may_copy(&worker, now, clears);
             let stored = granted.is_some_and(|granted| {
                 service.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
@@ -679,7 +688,7 @@ impl Service {
         let leases = self.acquire(&worker, &hashed);
         let clears = self.shared.engine.clears();
         let service = self.clone();
-        Outcome::Job(Job::new(Lane::Copy, move || {
+        Outcome::Job(Job::new(Lane::Retrieve, move || {
             let counters = &service.shared.stats.service;
             let granted = service.may_copy(&worker, now, clears);
             let copied = match (&leases, &granted) {

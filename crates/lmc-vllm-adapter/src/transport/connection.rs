@@ -261,7 +261,7 @@ impl<'a> Connection<'a> {
                     let failed = "lmc: the copy failed inside the server";
                     answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
                 };
-                self.service.run_job(lane, Box::new(work));
+                self.service.run_job(self.client, lane, Box::new(work));
             }
             Outcome::Wait(wait) => {
                 let answer = self.defer(uid, operation, asked, started);

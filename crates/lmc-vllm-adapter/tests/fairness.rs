@@ -1,0 +1,132 @@
+//! One engine does not starve another.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end, lookup, prompt};
+use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
+
+/// Chunks of one prompt in these tests.
+const PROMPT: usize = 32;
+
+/// A scheduler looks up prompts that fill the pool, and holds what it found for as long as it
+/// likes. A store of another engine used to get nothing for 300 s.
+#[test]
+fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
+    let server = Server::start();
+    // Each chunk takes a page.
+    let slots = server.pool_bytes as usize / CHUNK_BYTES.next_multiple_of(4096);
+    let mut greedy = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let mut hits = 0;
+    for number in 0..slots / PROMPT {
+        let tokens = prompt(number as u32 + 10, PROMPT * CHUNK);
+        let key = greedy.key(&format!("greedy {number}"), &tokens, 0..PROMPT);
+        greedy.store(&key);
+        hits += lookup(&mut scheduler, &key) as usize;
+    }
+    assert!(hits <= slots / 4 * 3, "{hits} of {slots} chunks");
+    assert!(
+        hits >= slots / 2,
+        "alone it has most of the pool: {hits} of {slots}"
+    );
+
+    let mut modest = Worker::register(&server, 2);
+    let mut its_scheduler = server.client();
+    let tokens = prompt(1, 8 * CHUNK);
+    let key = modest.key("modest", &tokens, 0..8);
+    assert_eq!(modest.store(&key), 8);
+    assert_eq!(lookup(&mut its_scheduler, &key), 8, "within its share");
+    assert!(modest.retrieve(&key));
+    // The first has far more than its share of two.
+    let more = greedy.key("more", &prompt(2, 4 * CHUNK), 0..4);
+    assert_eq!(greedy.store(&more), 4);
+    assert_eq!(lookup(&mut scheduler, &more), 0);
+    // What is leased anyway may be leased again.
+    let again = CacheKey {
+        request_id: "again".to_owned(),
+        ..greedy.key("", &prompt(10, PROMPT * CHUNK), 0..PROMPT)
+    };
+    assert_eq!(lookup(&mut scheduler, &again), PROMPT as u64);
+    assert!(server.status().counts.over_limit > 0);
+
+    for number in 0..slots / PROMPT {
+        end(&mut scheduler, &format!("greedy {number}"));
+    }
+    assert_eq!(lookup(&mut scheduler, &more), 4);
+    for request in ["more", "again"] {
+        end(&mut scheduler, request);
+    }
+    end(&mut its_scheduler, "modest");
+    server.assert_idle();
+}
+
+/// A lookup of many ranks under a model with many workers. Each used to look at every worker for
+/// every rank while all other requests waited.
+#[test]
+fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
+    const WORKERS: u64 = 400;
+    const RANKS: u32 = 4096;
+    let server = Server::start();
+    let mut client = server.client();
+    let register = |instance_id, world_size| {
+        Request::RegisterEngineDriven(EngineDrivenContext {
+            instance_id,
+            model_name: MODEL.to_owned(),
+            world_size,
+            block_size: 4,
+            num_layers: LAYERS,
+            hidden_dim_size: 8,
+            dtype: "float32".to_owned(),
+            use_mla: false,
+            num_physical_slots: Some(CHUNK as u32),
+        })
+    };
+    let key = |world_size, worker_id| CacheKey {
+        model_name: MODEL.to_owned(),
+        world_size,
+        worker_id,
+        token_ids: prompt(1, CHUNK),
+        start: 0,
+        end: CHUNK as u64,
+        request_id: "r".to_owned(),
+        cache_salt: String::new(),
+        num_kv_readers: 1,
+    };
+    for instance_id in 0..WORKERS {
+        let reply = client
+            .ask(&register(instance_id, RANKS))
+            .expect("an answer");
+        assert!(matches!(reply, Reply::Registered { .. }), "{reply:?}");
+        // Shows its rank.
+        let retrieve = Request::PrepareRetrieve {
+            key: key(RANKS, Some(instance_id as u32)),
+            instance_id,
+        };
+        let reply = client.ask(&retrieve).expect("an answer");
+        assert_eq!(reply, Reply::RetrieveSlots(None));
+    }
+    let asked = Instant::now();
+    for _ in 0..100 {
+        assert_eq!(lookup(&mut client, &key(RANKS, None)), 0);
+        assert_eq!(
+            lookup(&mut client, &key(RANKS - 1, None)),
+            0,
+            "no such worker"
+        );
+    }
+    let took = asked.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    // More ranks than any engine has are refused, wherever they are named.
+    for request in [
+        register(0, RANKS + 1),
+        Request::Lookup(key(RANKS + 1, None)),
+    ] {
+        let refused = client.ask(&request);
+        assert!(
+            matches!(refused, Err(ClientError::Refused { .. })),
+            "{refused:?}"
+        );
+    }
+}
