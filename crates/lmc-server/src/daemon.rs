@@ -96,13 +96,19 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let zmq = ZmqConfig {
         host: config.host.clone(),
         port: config.port,
+        ipc_path: config.ipc_path.clone(),
         stop_timeout: config.shutdown_timeout,
         ..ZmqConfig::default()
     };
     let server = ZmqServer::bind(zmq, service.clone())
         .await
         .map_err(|error| {
-            let why = occupied(&error.source, config.port, "--port");
+            let why = match error.address.starts_with("ipc://") {
+                true => "the socket of --ipc-path cannot be opened: choose another path, or stop \
+                         the server that listens there"
+                    .to_owned(),
+                false => occupied(&error.source, config.port, "--port"),
+            };
             anyhow!(error).context(why)
         })?;
     let address = server.local_addr();
@@ -304,8 +310,14 @@ async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
     let mut every = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
-            _ = every.tick() => service.tick(Instant::now()),
+            _ = every.tick() => {}
             _ = stopped.wait_for(|&stop| stop) => return,
+        }
+        // It may read files of /proc.
+        let service = service.clone();
+        let ticked = tokio::task::spawn_blocking(move || service.tick(Instant::now()));
+        if let Err(error) = ticked.await {
+            warn!(%error, "a tick failed");
         }
     }
 }
@@ -466,6 +478,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.reap_timeout = config.reap_timeout;
     service.registration_grace = config.registration_grace;
     service.orphan_grace = config.orphan_grace;
+    service.slot_grace = config.slot_grace;
     service.kv_event_log_size = config.kv_event_log_size;
     if let Some(threads) = config.copy_threads {
         service.copy_threads = threads;
@@ -527,6 +540,7 @@ mod tests {
                 service.reap_timeout,
                 service.registration_grace,
                 service.orphan_grace,
+                service.slot_grace,
             ]
         };
         assert_eq!(times(&found), times(&expected));

@@ -64,6 +64,7 @@ metrics! {
     "lmc_workers" gauge "Workers registered." = |s| s.instances.len();
     "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;
     "lmc_pending_retrieves" gauge "Retrieves prepared and not committed." = |s| s.transfers.retrieves;
+    "lmc_orphaned_transfers" gauge "Transfers of either kind whose connection has ended; their slots are held." = |s| s.transfers.orphaned;
     "lmc_overdue_transfers" gauge "Transfers of either kind that are older than their deadline." = |s| s.transfers.overdue;
     "lmc_stores_total" counter "Stores that ended well." = |s| s.counts.stores;
     "lmc_retrieves_total" counter "Retrieves that ended well." = |s| s.counts.retrieves;
@@ -73,6 +74,10 @@ metrics! {
     "lmc_retrieved_bytes_total" counter "Bytes handed back." = |s| s.counts.retrieved_bytes;
     "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;
     "lmc_stores_abandoned_total" counter "Stores abandoned by a worker that went away." = |s| s.counts.stores_abandoned;
+    "lmc_commits_foreign_total" counter "Commits and unregistrations refused because another connection owns the transfer or the worker." = |s| s.counts.commits_foreign;
+    "lmc_slots_orphaned_total" counter "Slots held after the connection that had prepared them ended." = |s| s.counts.slots_orphaned;
+    "lmc_slots_released_by_death_total" counter "Slots of ended connections released because their process was dead." = |s| s.counts.slots_released_by_death;
+    "lmc_slots_released_by_grace_total" counter "Slots of ended connections released because the grace time was over." = |s| s.counts.slots_released_by_grace;
     "lmc_retrieves_missed_total" counter "Retrieves that missed a chunk." = |s| s.counts.retrieves_missed;
     "lmc_gather_seconds_total" counter "Time that the server spent copying into the pool." = |s| s.counts.gather_nanos as f64 / 1e9;
     "lmc_gather_bytes_total" counter "Bytes that the server copied into the pool." = |s| s.counts.gather_bytes;
@@ -111,6 +116,8 @@ metrics! {
     "lmc_connections_refused_total" counter "Connections closed at once because there were too many." = |s| s.transport.connections_refused;
     "lmc_connections_broken_total" counter "Connections closed because the peer broke the protocol." = |s| s.transport.broken;
     "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
+    "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;
+    "lmc_connections_made_way_total" counter "Connections closed to make room for others: they owned nothing and were idle for longest." = |s| s.transport.made_way;
     "lmc_messages_unanswerable_total" counter "Messages dropped because nobody could be answered." = |s| s.transport.unanswerable;
     "lmc_unknown_operations_total" counter "Requests whose operation could not be told." = |s| s.transport.unknown_operations;
     "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;

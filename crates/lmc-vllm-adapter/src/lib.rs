@@ -27,11 +27,11 @@ pub use protocol::{
     Reply, Request, SlotDescriptor, TensorMeta, ValueError,
 };
 pub use service::{
-    ClientId, ConnectionEnd, EventLogStatus, HISTOGRAM_BUCKETS, HistogramSnapshot, InspectError,
+    ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
     InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
 };
 /// The release of lmcache whose multiprocess protocol this crate speaks.
 pub const LMCACHE_RELEASE: &str = "0.5.6";
 
-pub use transport::{BindError, Limits, ZmqConfig, ZmqServer, ZmtpError};
+pub use transport::{BindError, Keepalive, Limits, ZmqConfig, ZmqServer, ZmtpError};

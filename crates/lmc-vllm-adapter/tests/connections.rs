@@ -273,30 +273,34 @@ fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
     tier.open();
 }
 
+const HOUR: Duration = Duration::from_secs(3600);
+
 /// A frame of 1 GiB is announced, which no peer may send.
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
 #[test]
-fn what_a_cut_off_peer_holds_comes_back_with_its_death_and_not_before() {
-    let server = Server::start();
+fn what_a_cut_off_peer_holds_comes_back_when_the_grace_time_is_over_and_not_before() {
+    let server = Server::with(1 << 20, |config| config.slot_grace = HOUR, |_| {});
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
     worker.prepare_store(&key);
     worker.client.send_encoded(&TOO_LONG).expect("sent");
-    server.eventually("cut off", |s| s.transport.broken == 1);
-    // What it still sends is taken off its hands, and not answered.
-    let noops = encode_request_frames(9, &Request::Noop).repeat(1 << 20);
-    worker.client.send_encoded(&noops).expect("sent");
-    let status = server.status();
-    assert_eq!(status.usage.reserved_slots, 2, "it may still be copying");
-    assert_eq!(status.transport.connections_open, 1, "it counts");
-    drop(worker);
-    server.assert_idle();
     server.eventually("closed", |s| s.transport.connections_open == 0);
+    let status = server.status();
+    assert_eq!(status.transport.broken, 1);
+    assert_eq!(status.usage.reserved_slots, 2, "it may still be copying");
+    assert_eq!((status.held.len(), status.held[0].slots), (1, 2));
+    let later = Instant::now() + HOUR;
+    server.service.tick(later - HOUR / 2);
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    server.service.tick(later);
+    server.assert_idle();
+    assert_eq!(server.status().counts.slots_released_by_grace, 2);
 }
 
+/// As long as the connection stands, its slots are held: a stopped process takes no bytes.
 #[test]
-fn what_a_stalled_peer_holds_comes_back_with_its_death_and_not_before() {
+fn a_stalled_peer_keeps_its_slots_and_its_connection() {
     let server = Server::with(
         1 << 20,
         |_| {},
@@ -307,9 +311,10 @@ fn what_a_stalled_peer_holds_comes_back_with_its_death_and_not_before() {
     worker.prepare_store(&key);
     // Half a frame.
     worker.client.send_encoded(&[0, 200, 1]).expect("sent");
-    server.eventually("cut off", |s| s.transport.stalled == 1);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(server.status().usage.reserved_slots, 2);
+    server.eventually("it stalls", |s| s.transport.stalled == 2);
+    let status = server.status();
+    assert_eq!(status.usage.reserved_slots, 2);
+    assert_eq!(status.transport.connections_open, 1);
     drop(worker);
     server.assert_idle();
 }
@@ -454,4 +459,58 @@ fn a_cut_off_worker_does_not_count_as_connected() {
     assert_eq!(worker.store(&key), 2);
     let mut scheduler = server.client();
     assert_eq!(common::lookup(&mut scheduler, &key), 2);
+}
+
+/// 1,023 sockets that asked for nothing kept every engine out, without a limit of time.
+#[test]
+fn silent_connections_keep_no_engine_out() {
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_connections = 64);
+    let mut first = Worker::register(&server, 1);
+    let key = first.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let (slots, indices) = first.prepare_store(&key);
+    let mut reader = server.client();
+    let uid = reader.send(&subscribe(9)).expect("sent");
+    assert!(matches!(batch(&mut reader, uid), Reply::Events(_)));
+    let connect = || Client::connect(server.address, Duration::from_secs(5));
+    let silent: Vec<_> = (0..200).filter_map(|_| connect().ok()).collect();
+    assert!(silent.len() >= 46, "they fill a user's share");
+    // A stock client connects anew by itself when it is turned away.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let client = loop {
+        match connect() {
+            Ok(client) => break client,
+            Err(error) => assert!(Instant::now() < deadline, "kept out: {error}"),
+        }
+    };
+    let mut second = Worker::register_on(client, 2, 0, 1, "float32");
+    assert_eq!(second.store(&second.key("b", &prompt(2, CHUNK), 0..1)), 1);
+    // The engine that was idle meanwhile, and the reader of events, have kept theirs.
+    first.fill(&key, &slots, &indices);
+    assert!(first.commit_store(&key));
+    acknowledge(&mut reader, uid);
+    assert!(matches!(batch(&mut reader, uid), Reply::Events(_)));
+    let transport = server.status().transport;
+    assert!(transport.made_way > 0);
+    assert!(
+        transport.connections_open <= 65,
+        "{}",
+        transport.connections_open
+    );
+    drop(silent);
+}
+
+#[test]
+fn a_connection_that_asks_for_nothing_is_closed_and_an_idle_engine_is_not() {
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| zmq.first_request_timeout = Duration::from_millis(300),
+    );
+    let mut engine = Worker::register(&server, 1);
+    let silent: Vec<_> = (0..10).map(|_| server.client()).collect();
+    server.eventually("they are closed", |s| s.transport.silent == 10);
+    server.eventually("they are gone", |s| s.transport.connections_open == 1);
+    drop(silent);
+    let noop = engine.client.ask(&Request::Noop).expect("served");
+    assert_eq!(noop, Reply::Text("OK".to_owned()));
 }

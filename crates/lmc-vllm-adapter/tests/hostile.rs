@@ -255,13 +255,13 @@ fn a_message_beyond_the_limit_ends_its_connection_only() {
 #[test]
 fn more_connections_than_the_limit_are_closed_at_once() {
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_connections = 3);
-    let mut clients: Vec<_> = (0..3).map(|_| server.client()).collect();
+    let mut workers: Vec<_> = (0..3).map(|id| Worker::register(&server, id)).collect();
     assert!(Client::connect(server.address, Duration::from_secs(5)).is_err());
     assert_eq!(
-        clients[0].ask(&Request::Noop).expect("served"),
+        workers[0].client.ask(&Request::Noop).expect("served"),
         Reply::Text("OK".to_owned())
     );
-    clients.pop();
+    workers.pop();
     server.eventually("the place is free", |s| s.transport.connections_open == 2);
     assert!(Client::connect(server.address, Duration::from_secs(5)).is_ok());
     assert!(server.status().transport.connections_refused >= 1);

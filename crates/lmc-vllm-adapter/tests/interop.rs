@@ -7,12 +7,9 @@ use std::time::Duration;
 use common::Server;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
-async fn exchange(address: std::net::SocketAddr, payload: usize) {
+async fn exchange(endpoint: String, payload: usize) {
     let mut dealer = DealerSocket::new();
-    dealer
-        .connect(&format!("tcp://{address}"))
-        .await
-        .expect("a connection");
+    dealer.connect(&endpoint).await.expect("a connection");
     for uid in 0..20u8 {
         // An unknown operation with a payload: small and large frames, both ways.
         let mut message = ZmqMessage::from(vec![uid]);
@@ -34,10 +31,37 @@ async fn exchange(address: std::net::SocketAddr, payload: usize) {
 #[test]
 fn a_dealer_of_the_zeromq_crate_is_served() {
     let server = Server::start();
+    serve_dealers(&format!("tcp://{}", server.address));
+}
+
+/// A Unix socket for the same user only, which the kernel vouches for.
+#[test]
+fn a_dealer_is_served_on_a_unix_socket() {
+    let path = std::env::temp_dir().join(format!("lmc_interop_{}.sock", std::process::id()));
+    let listening = path.clone();
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.ipc_path = Some(listening));
+    let mode = std::fs::metadata(&path).expect("it listens").permissions();
+    assert_eq!(
+        std::os::unix::fs::PermissionsExt::mode(&mode) & 0o777,
+        0o600
+    );
+    serve_dealers(&format!("ipc://{}", path.display()));
+    assert!(
+        server
+            .client()
+            .ask(&lmc_vllm_adapter::Request::Noop)
+            .is_ok()
+    );
+    drop(server);
+    assert!(!path.exists(), "it went with the server");
+}
+
+fn serve_dealers(endpoint: &str) {
+    let endpoint = endpoint.to_owned();
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-    let address = server.address;
     runtime.block_on(async move {
-        let peers = (0..8).map(|peer| tokio::spawn(exchange(address, 10 << (2 * peer))));
+        let peer = |peer: usize| tokio::spawn(exchange(endpoint.clone(), 10usize << (2 * peer)));
+        let peers = (0..8).map(peer);
         for peer in peers.collect::<Vec<_>>() {
             let ended = tokio::time::timeout(Duration::from_secs(20), peer).await;
             ended.expect("in time").expect("served");

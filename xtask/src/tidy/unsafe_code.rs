@@ -122,6 +122,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "memcpy to compare with",
     ),
     (
+        "crates/lmc-vllm-adapter/src/transport/pidfd.rs",
+        "pidfd_open, poll",
+    ),
+    (
         "crates/lmc-server/src/bench/mapped.rs",
         "shared memory as an engine's worker maps it",
     ),

@@ -191,6 +191,23 @@ pub(crate) fn disk_io(raw: &Raw) -> Result<DiskIoName, String> {
     choice(raw, DiskIoName::parse, DiskIoName::NAMES)
 }
 
+/// Path of a Unix socket; `none` is none.
+pub(crate) fn ipc_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
+    // `sun_path` with its end, and the suffix under which the socket is made.
+    const LONGEST: usize = 96;
+    let text = raw.text()?;
+    let path = text.strip_prefix("ipc://").unwrap_or(text);
+    match path {
+        "none" => Ok(None),
+        path if !path.starts_with('/') => Err("expected an absolute path, or none".to_owned()),
+        path if path.len() > LONGEST => Err(format!(
+            "expected at most {LONGEST} bytes, found {}: the system allows no longer path",
+            path.len()
+        )),
+        path => Ok(Some(path.into())),
+    }
+}
+
 pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
     let text = raw.text()?.trim();
     if text.is_empty() || text.eq_ignore_ascii_case("none") {

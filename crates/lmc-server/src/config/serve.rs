@@ -26,6 +26,8 @@ pub struct ServeConfig {
     pub port: u16,
     pub max_workers: usize,
     pub http_host: String,
+    /// See [`s::IPC_PATH`].
+    pub ipc_path: Option<PathBuf>,
     pub http_port: u16,
     pub http_allowed_hosts: Vec<String>,
     pub chunk_size: usize,
@@ -62,6 +64,8 @@ pub struct ServeConfig {
     pub reap_timeout: Duration,
     pub registration_grace: Duration,
     pub orphan_grace: Duration,
+    /// See [`s::SLOT_GRACE_SECONDS`].
+    pub slot_grace: Duration,
     pub shutdown_timeout: Duration,
     pub kv_event_log_size: usize,
     pub log_level: String,
@@ -113,6 +117,7 @@ impl ServeConfig {
     fn take(layers: &mut Layers) -> Self {
         let config = Self {
             host: layers.take(&s::HOST),
+            ipc_path: layers.take(&s::IPC_PATH),
             port: layers.take(&s::PORT),
             max_workers: layers.take(&s::MAX_WORKERS),
             http_host: layers.take(&s::HTTP_HOST),
@@ -152,6 +157,7 @@ impl ServeConfig {
             reap_timeout: layers.take(&s::WORKER_REAP_TIMEOUT_SECONDS),
             registration_grace: layers.take(&s::WORKER_REGISTRATION_GRACE_SECONDS),
             orphan_grace: layers.take(&s::WORKER_ORPHAN_GRACE_SECONDS),
+            slot_grace: layers.take(&s::SLOT_GRACE_SECONDS),
             shutdown_timeout: layers.take(&s::SHUTDOWN_TIMEOUT_SECONDS),
             kv_event_log_size: layers.take(&s::KV_EVENT_LOG_SIZE),
             log_level: layers.take(&s::LOG_LEVEL),

@@ -45,6 +45,8 @@ settings! {
         HOST: String = "host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port that engines connect to; 0 lets the system choose.
         PORT: u16 = "port", Value "PORT", "5555", parse::port;
+        /// Unix socket that engines of the same user reach as ipc://PATH, in addition to TCP; none listens on TCP only.
+        IPC_PATH: Option<PathBuf> = "ipc-path", Value "PATH", "none", parse::ipc_path;
         /// Stores and retrieves that the server carries out at a time; others wait their turn.
         MAX_WORKERS: usize = "max-workers", Value "N", "2", |raw| parse::count(raw, 1, 1024);
     }
@@ -123,7 +125,7 @@ settings! {
     Lifetimes {
         /// What a lookup found is held for its engine for this long at most.
         L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
-        /// Report a store or retrieve as overdue if the worker has not finished after this time. Its memory is freed only once the worker is known to have stopped.
+        /// Report a store or retrieve as overdue if the worker has not finished after this time. Others may store the same chunks then; its memory is freed only once the worker is known to have stopped.
         L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A request's session ends after this long without a message.
         SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
@@ -133,6 +135,8 @@ settings! {
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
         /// A worker whose connection ended may come back within this long before it is forgotten.
         WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
+        /// Time for which memory that a worker may still be copying to or from stays held after its connection ended, unless the worker commits or its process is known to be dead before. Must be longer than any copy of a worker takes.
+        SLOT_GRACE_SECONDS: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::positive_duration;
         /// Time for running requests to finish after SIGTERM. Pending disk writes get 5 s more; with --disk-write back, allow for the time in which the drive writes the whole pool. A second signal stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }

@@ -17,7 +17,7 @@ use crate::protocol::{
     RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta,
 };
 use crate::service::{
-    ClientId, ConnectionEnd, Job, NextBatch, Outcome, Service, ServiceConfig, Subscription,
+    ClientId, Job, Life, NextBatch, Outcome, Peer, Service, ServiceConfig, Subscription, Witness,
 };
 
 const CHUNK: usize = 4;
@@ -307,11 +307,47 @@ impl Copy {
     }
 }
 
+/// Slots that a worker was told of and may still touch, and the byte that each holds.
+struct Held {
+    client: ClientId,
+    instance_id: u64,
+    /// Which transfer; readers do not count.
+    key: CacheKey,
+    store: bool,
+    slots: Vec<(SlotDescriptor, u8)>,
+}
+
+/// A process whose life the run decides.
+#[derive(Debug)]
+struct Process(Life);
+
+impl Witness for Process {
+    fn life(&self) -> Life {
+        self.0
+    }
+
+    fn pids(&self) -> Vec<u32> {
+        Vec::new()
+    }
+}
+
+/// A connection that has ended while its worker may go on.
+struct Gone {
+    client: ClientId,
+    at: Instant,
+    life: Option<Life>,
+}
+
 /// One run over the shared service.
 struct Run<'a> {
     world: &'a World<'a>,
     choices: Choices<'a>,
     now: Instant,
+    /// The open connection of each peer.
+    clients: [ClientId; CLIENTS as usize],
+    next_client: u64,
+    gone: Vec<Gone>,
+    held: Vec<Held>,
     /// Element type that each worker registered with.
     dtypes: [usize; INSTANCES as usize],
     streams: Vec<Subscription>,
@@ -326,21 +362,110 @@ pub fn service(data: &[u8]) {
         world: &world,
         choices: Choices(data),
         now: Instant::now(),
+        clients: [ClientId::new(0); CLIENTS as usize],
+        next_client: 0,
+        gone: Vec::new(),
+        held: Vec::new(),
         dtypes: [0; INSTANCES as usize],
         streams: Vec::new(),
         copies: VecDeque::new(),
     };
+    (0..CLIENTS as usize).for_each(|peer| run.connect(peer));
     while !run.choices.0.is_empty() {
         run.step();
+        run.check_held();
     }
     run.end();
 }
 
 impl Run<'_> {
+    /// A peer connects; no two connections have one number.
+    fn connect(&mut self, peer: usize) {
+        self.next_client += 1;
+        let client = ClientId::new(self.next_client);
+        self.world.service.connected(client, Peer::default());
+        self.clients[peer] = client;
+    }
+
+    /// A connection ends. Its process is unknown, or it runs, is stopped, or is dead.
+    fn disconnect(&mut self, peer: usize, life: Option<Life>) {
+        let client = self.clients[peer];
+        let service = self.world.service;
+        if let Some(life) = life {
+            service.set_witness(client, Arc::new(Process(life)));
+        }
+        service.client_gone(client, self.now);
+        let at = self.now;
+        self.gone.push(Gone { client, at, life });
+        self.connect(peer);
+        service.release_ended(self.now);
+        self.forget_released();
+    }
+
+    /// Slots that workers may still touch hold what is in them, whatever else took place; and
+    /// writers go on writing.
+    fn check_held(&self) {
+        for held in &self.held {
+            for (slot, byte) in &held.slots {
+                self.world.check_slot(slot, *byte);
+                if held.store {
+                    self.world.fill_slot(slot, *byte);
+                }
+            }
+        }
+    }
+
+    /// Leaves out what may have been given back: its process is dead, or its grace time is over.
+    fn forget_released(&mut self) {
+        let grace = self.world.service.config().slot_grace;
+        let now = self.now;
+        let over = |gone: &Gone| match gone.life {
+            Some(Life::Dead) => true,
+            Some(Life::Stopped) => false,
+            Some(Life::Running) | None => now.saturating_duration_since(gone.at) >= grace,
+        };
+        let over: Vec<ClientId> = self
+            .gone
+            .extract_if(.., |g| over(g))
+            .map(|g| g.client)
+            .collect();
+        self.held.retain(|held| !over.contains(&held.client));
+    }
+
+    /// Remembers the slots of a transfer, or forgets them with none.
+    fn hold(
+        &mut self,
+        client: ClientId,
+        instance_id: u64,
+        store: bool,
+        key: &CacheKey,
+        slots: Vec<(SlotDescriptor, u8)>,
+    ) {
+        let mut key = CacheKey {
+            num_kv_readers: 0,
+            ..key.clone()
+        };
+        // Transfers are told apart by the tokens up to their end.
+        key.token_ids.truncate(key.end as usize);
+        self.held.retain(|held| {
+            (held.instance_id, held.store) != (instance_id, store) || held.key != key
+        });
+        if !slots.is_empty() {
+            self.held.push(Held {
+                client,
+                instance_id,
+                key,
+                store,
+                slots,
+            });
+        }
+    }
+
     fn step(&mut self) {
         let service = self.world.service;
         let choices = &mut self.choices;
-        let client = ClientId::new(choices.below(CLIENTS));
+        let peer = choices.index(CLIENTS as usize);
+        let client = self.clients[peer];
         let instance_id = choices.below(INSTANCES);
         let mut dtype = self.dtypes[instance_id as usize];
         let request = match choices.below(25) {
@@ -402,15 +527,18 @@ impl Run<'_> {
             },
             18 => {
                 self.now += Duration::from_secs(choices.below(255) * 3);
-                return service.tick(self.now);
+                service.tick(self.now);
+                return self.forget_released();
             }
             19 => {
-                let end = if choices.below(2) == 0 {
-                    ConnectionEnd::Gone
-                } else {
-                    ConnectionEnd::Closed
-                };
-                return service.client_gone(client, end, self.now);
+                let lives = [
+                    None,
+                    Some(Life::Running),
+                    Some(Life::Stopped),
+                    Some(Life::Dead),
+                ];
+                let life = lives[choices.index(4)];
+                return self.disconnect(peer, life);
             }
             20 => {
                 let model = choices.index(2);
@@ -471,10 +599,16 @@ impl Run<'_> {
                 Request::PrepareStore { key, .. },
             ) => {
                 assert_eq!(slots.len(), chunk_indices.len());
-                for (slot, index) in slots.iter().zip(chunk_indices) {
+                let mut held = Vec::new();
+                for (slot, index) in slots.into_iter().zip(chunk_indices) {
                     assert_eq!(slot.length, CHUNK_BYTES as u64);
                     let chunk = key.start as usize / CHUNK + index as usize;
-                    world.fill_slot(slot, value(dtype, &key, chunk));
+                    let byte = value(dtype, &key, chunk);
+                    world.fill_slot(&slot, byte);
+                    held.push((slot, byte));
+                }
+                if !held.is_empty() {
+                    self.hold(client, instance_id, true, &key, held);
                 }
             }
             (
@@ -482,10 +616,20 @@ impl Run<'_> {
                 Request::PrepareRetrieve { key, .. },
             ) => {
                 assert!(!slots.is_empty());
-                for (index, slot) in slots.iter().enumerate() {
+                let mut held = Vec::new();
+                for (index, slot) in slots.into_iter().enumerate() {
                     let chunk = key.start as usize / CHUNK + index;
-                    world.check_slot(slot, value(dtype, &key, chunk));
+                    let byte = value(dtype, &key, chunk);
+                    world.check_slot(&slot, byte);
+                    held.push((slot, byte));
                 }
+                self.hold(client, instance_id, false, &key, held);
+            }
+            (Outcome::Reply(Reply::Bool(true)), Request::CommitStore { key, .. }) => {
+                self.hold(client, instance_id, true, &key, Vec::new());
+            }
+            (Outcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
+                self.hold(client, instance_id, false, &key, Vec::new());
             }
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
@@ -546,10 +690,25 @@ impl Run<'_> {
                 instance_id,
                 engine_driven: true,
             };
-            service.handle(ClientId::new(0), leave, self.now);
+            for client in self.clients {
+                service.handle(client, leave.clone(), self.now);
+            }
         }
-        for client in 0..CLIENTS {
-            service.client_gone(ClientId::new(client), ConnectionEnd::Gone, self.now);
+        for peer in 0..CLIENTS as usize {
+            let life = [None, Some(Life::Running), Some(Life::Dead)][peer % 3];
+            self.disconnect(peer, life);
+            self.check_held();
+        }
+        // Those that were stopped die, and for the others the grace time goes by.
+        for gone in self.gone.drain(..) {
+            if gone.life == Some(Life::Stopped) {
+                service.set_witness(gone.client, Arc::new(Process(Life::Dead)));
+            }
+        }
+        self.now += service.config().slot_grace;
+        service.tick(self.now);
+        for client in self.clients {
+            service.client_gone(client, self.now);
         }
         let status = service.status(self.now);
         assert_eq!(status.sessions.sessions, 0);

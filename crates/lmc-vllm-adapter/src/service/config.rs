@@ -37,6 +37,10 @@ pub struct ServiceConfig {
     /// Time between the end of a worker's connection and its removal, in which it may come
     /// back; a stock one looks every 10 s. Default: 30 s.
     pub orphan_grace: Duration,
+    /// Time for which slots stay held after the connection that had prepared them ended, unless
+    /// the process behind it is known to be dead before. Must be longer than any copy of a worker
+    /// takes. Default: 120 s.
+    pub slot_grace: Duration,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
     /// Sessions at a time. Default: 65,536.
@@ -74,6 +78,7 @@ impl ServiceConfig {
             reap_timeout: Duration::from_secs(120),
             registration_grace: Duration::from_secs(3600),
             orphan_grace: Duration::from_secs(30),
+            slot_grace: Duration::from_secs(120),
             kv_event_log_size: 32_768,
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,

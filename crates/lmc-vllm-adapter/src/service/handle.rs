@@ -114,7 +114,7 @@ impl Service {
             Request::RegisterEngineDriven(context) => {
                 self.register_engine_driven(client, &context, now)
             }
-            Request::Unregister { instance_id, .. } => return self.unregister(instance_id),
+            Request::Unregister { instance_id, .. } => return self.unregister(client, instance_id),
             Request::Store {
                 key,
                 instance_id,
@@ -157,12 +157,12 @@ impl Service {
                 key,
                 instance_id,
                 pickled,
-            } => self.commit_store(&key, instance_id, pickled, now),
+            } => self.commit_store(client, &key, instance_id, pickled, now),
             Request::PrepareRetrieve { key, instance_id } => {
                 self.prepare_retrieve(client, &key, instance_id, now)
             }
             Request::CommitRetrieve { key, instance_id } => {
-                self.commit_retrieve(&key, instance_id, now)
+                self.commit_retrieve(client, &key, instance_id, now)
             }
             Request::Clear { force } => return self.clear(force),
             Request::GetChunkSize => Reply::Int(u64::from(self.shared.config.hasher.chunk_size())),
@@ -336,18 +336,30 @@ impl Service {
         registered
     }
 
-    fn unregister(&self, instance_id: u64) -> Outcome {
-        self.shared.events.unsubscribe(instance_id);
+    fn unregister(&self, client: ClientId, instance_id: u64) -> Outcome {
         let mut state = self.shared.state.lock();
-        let Some(instance) = state.instances.remove(&instance_id) else {
-            return Outcome::Reply(Reply::None);
-        };
-        let ended = state.ended_generation(&instance);
+        let known = state.instances.get(&instance_id);
+        if known.is_some_and(|instance| !instance.belongs_to(client)) {
+            drop(state);
+            add(&self.shared.stats.service.commits_foreign, 1);
+            return Outcome::Reply(refuse(&format!(
+                "worker {instance_id} is connected elsewhere: it unregisters on its own connection"
+            )));
+        }
+        let removed = state.instances.remove(&instance_id);
+        let ended = removed
+            .as_ref()
+            .and_then(|removed| state.ended_generation(removed));
         drop(state);
         self.end_generations(ended);
+        self.shared.events.unsubscribe(instance_id);
+        let Some(instance) = removed else {
+            return Outcome::Reply(Reply::None);
+        };
         tracing::info!(instance = instance_id, "worker unregistered");
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
-        // go with its commits, or with its connection. The server's own copies end before.
+        // go with its commits, or some time after its connection. The server's own copies end
+        // before.
         match instance.transport {
             Transport::EngineDriven => Outcome::Reply(Reply::None),
             Transport::ServerDriven(_) => Outcome::Quiet(instance.gate.entrance()),

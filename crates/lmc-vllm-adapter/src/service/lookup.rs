@@ -76,9 +76,10 @@ struct Candidate {
 }
 
 impl Found {
-    fn hold(self, hits: usize, readers: u32) -> RankHold {
-        let mut hold = RankHold::new(self.space, self.kv_rank, self.leases, readers);
-        hold.truncate(hits);
+    /// Holds `hits` chunks from chunk `first` of the prompt on.
+    fn hold(self, first: usize, hits: usize, readers: u32) -> RankHold {
+        let mut hold = RankHold::new(self.space, self.kv_rank, first, self.leases, readers);
+        hold.truncate(first + hits);
         hold
     }
 }
@@ -88,6 +89,8 @@ struct Rising {
     service: Service,
     request_id: String,
     number: u64,
+    /// First chunk of the range that was looked up.
+    first: usize,
     readers: u32,
     ranks: usize,
     risen: Mutex<Vec<(SpaceId, u16, Leases)>>,
@@ -203,7 +206,8 @@ impl Service {
             // No engine waits longer for a tier, whatever became of it.
             true => Lookup::rising(number, now + 2 * shared.engine.fetch_deadline()),
             false => {
-                let hold = |found: Found| found.hold(reach, key.num_kv_readers);
+                let first = hashed.chunks.start;
+                let hold = |found: Found| found.hold(first, reach, key.num_kv_readers);
                 let holds = found.drain(..).map(hold).collect();
                 add(&counters.hit_tokens, reach as u64 * chunk);
                 Lookup::known(number, reach as u64, holds, expires)
@@ -242,6 +246,7 @@ impl Service {
             service: self.clone(),
             request_id: key.request_id.clone(),
             number,
+            first: hashed.chunks.start,
             readers: key.num_kv_readers,
             ranks: found.len(),
             risen: Mutex::default(),
@@ -299,8 +304,8 @@ impl Service {
         let hits = risen.iter().map(|(_, _, leases)| leases.len()).min();
         let hits = hits.filter(|_| all).unwrap_or(0);
         let hold = |(space, kv_rank, leases)| {
-            let mut hold = RankHold::new(space, kv_rank, leases, rising.readers);
-            hold.truncate(hits);
+            let mut hold = RankHold::new(space, kv_rank, rising.first, leases, rising.readers);
+            hold.truncate(rising.first + hits);
             hold
         };
         let holds: Vec<RankHold> = risen.into_iter().map(hold).collect();

@@ -3,6 +3,7 @@
 //! Nothing here knows an encoding or a socket, and time comes in as an argument.
 
 mod config;
+mod ends;
 mod events;
 mod gate;
 mod generation;
@@ -27,12 +28,14 @@ mod transfer;
 use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
+pub use ends::HeldStatus;
 pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::Service;
 pub use inspect::InspectError;
 pub(crate) use job::Job;
 pub use peer::Peer;
+pub(crate) use peer::{Life, Witness};
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };
@@ -56,16 +59,6 @@ impl fmt::Display for ClientId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "client {}", self.0)
     }
-}
-
-/// How a connection ended, and what that proves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ConnectionEnd {
-    /// The peer closed it or its process died: it touches no slot any more. (The kernel gives
-    /// up a process's memory before its sockets.)
-    Gone,
-    /// This side closed it: the peer may live on and still be copying.
-    Closed,
 }
 
 /// What becomes of a request.

@@ -1,4 +1,4 @@
-//! The process at the other end of a connection, as far as the kernel tells.
+//! The other end of a connection, as far as the kernel tells.
 
 use std::fmt;
 
@@ -16,8 +16,22 @@ pub struct Peer {
     pub inode: Option<u64>,
 }
 
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.address)
-    }
+/// What is known of processes that map the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// At least one lives, and none is stopped.
+    Running,
+    /// At least one is stopped by a signal, or frozen: it would go on where it was.
+    Stopped,
+    /// All have ended.
+    Dead,
+}
+
+/// Watches the processes at the other end of a connection.
+pub(crate) trait Witness: fmt::Debug + Send + Sync {
+    /// Looks at them. May read files of `/proc`.
+    fn life(&self) -> Life;
+
+    /// Their numbers, for logs.
+    fn pids(&self) -> Vec<u32>;
 }

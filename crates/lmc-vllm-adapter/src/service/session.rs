@@ -53,9 +53,16 @@ pub(crate) struct RankHold {
 }
 
 impl RankHold {
-    pub(crate) fn new(space: SpaceId, kv_rank: u16, leases: Leases, readers: u32) -> Self {
+    /// `first` is the chunk of the prompt that the first lease is of.
+    pub(crate) fn new(
+        space: SpaceId,
+        kv_rank: u16,
+        first: usize,
+        leases: Leases,
+        readers: u32,
+    ) -> Self {
         let mut rest = Part {
-            first: 0,
+            first,
             leases,
             readers,
         };
@@ -74,9 +81,9 @@ impl RankHold {
         }
     }
 
-    /// Gives back everything from chunk `len` on.
-    pub(crate) fn truncate(&mut self, len: usize) {
-        drop(self.release(len..usize::MAX, u32::MAX));
+    /// Gives back everything from chunk `end` of the prompt on.
+    pub(crate) fn truncate(&mut self, end: usize) {
+        drop(self.release(end..usize::MAX, u32::MAX));
     }
 
     /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks that nobody
@@ -386,6 +393,12 @@ impl Sessions {
     pub(crate) fn rising(&self) -> usize {
         let all = self.by_name.values().flatten();
         all.filter(|session| session.hits() == Hits::Rising).count()
+    }
+
+    /// The connections that they belong to.
+    pub(crate) fn clients(&self) -> impl Iterator<Item = ClientId> {
+        let all = self.by_name.values().flatten();
+        all.map(|session| session.client)
     }
 
     /// The request of this name that a connection looked up.

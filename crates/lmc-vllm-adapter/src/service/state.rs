@@ -1,14 +1,16 @@
 //! What the service remembers between requests.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Leases, OwnerId, WriteTicket};
+use lmc_engine::{Leases, MarkId, OwnerId, WriteTicket};
 use lmc_key::{ChunkHash, LayoutFingerprint, SpaceId};
 
+use crate::service::ClientId;
 use crate::service::instance::Instance;
+use crate::service::peer::{Life, Peer, Witness};
 use crate::service::session::Sessions;
-use crate::service::{ClientId, Peer};
 
 /// A transfer of one worker: its range of one request, with what the range holds.
 ///
@@ -59,14 +61,56 @@ impl Pending {
             Self::Store { space, .. } | Self::Retrieve { space, .. } => *space,
         }
     }
+
+    /// Slots that its worker may be copying into or out of.
+    pub(crate) fn slots(&self) -> usize {
+        match self {
+            Self::Store { chunks, .. } => chunks.len(),
+            Self::Retrieve { leases, .. } => leases.len(),
+        }
+    }
 }
 
 /// A prepared transfer.
 #[derive(Debug)]
 pub(crate) struct Transfer {
+    /// Connection that prepared it, and that alone may commit it while it is open.
     pub(crate) client: ClientId,
     pub(crate) since: Instant,
     pub(crate) pending: Pending,
+    /// Whether the connection has ended: any may commit it.
+    pub(crate) orphaned: bool,
+    /// Whether others may write its chunks.
+    shared: bool,
+}
+
+impl Transfer {
+    pub(crate) fn new(client: ClientId, since: Instant, pending: Pending) -> Self {
+        Self {
+            client,
+            since,
+            pending,
+            orphaned: false,
+            shared: false,
+        }
+    }
+
+    /// Whether a request on this connection may commit it or ask for its slots again.
+    pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
+        self.client == client || self.orphaned
+    }
+
+    /// Notes that others may write its chunks. Their marks, the first time.
+    #[must_use = "the marks are to be shared where nothing is locked"]
+    pub(crate) fn share(&mut self) -> Vec<MarkId> {
+        match &self.pending {
+            Pending::Store { chunks, .. } if !self.shared => {
+                self.shared = true;
+                chunks.iter().map(|chunk| chunk.ticket.mark()).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
 }
 
 /// Which layout the engine behind a scheduler's connection has, as far as its requests showed.
@@ -77,10 +121,36 @@ pub(crate) enum Binding {
     Several,
 }
 
-/// A connection that is open.
+/// A connection that is open, or that has ended and whose slots are still held.
 #[derive(Debug, Default)]
 pub(crate) struct Connection {
     pub(crate) peer: Peer,
+    pub(crate) witness: Option<Arc<dyn Witness>>,
+    pub(crate) ended: Option<Ended>,
+}
+
+/// The end of a connection.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ended {
+    at: Instant,
+    /// When the grace time began: at the end, or when its process was last seen stopped.
+    pub(crate) grace_from: Instant,
+    /// What its witness said last.
+    pub(crate) life: Option<Life>,
+}
+
+impl Ended {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self {
+            at: now,
+            grace_from: now,
+            life: None,
+        }
+    }
+
+    pub(crate) fn seconds(&self, now: Instant) -> f64 {
+        now.saturating_duration_since(self.at).as_secs_f64()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -165,9 +235,28 @@ impl State {
         }
     }
 
+    /// Processes that are known to be behind a connection.
+    pub(crate) fn pids_of(&self, client: ClientId) -> Vec<u32> {
+        let connection = self.connections.get(&client);
+        let witness = connection.and_then(|connection| connection.witness.as_ref());
+        witness.map(|witness| witness.pids()).unwrap_or_default()
+    }
+
     /// Transfers of one worker.
     pub(crate) fn transfers_of(&self, instance_id: u64) -> usize {
         self.transfers.get(&instance_id).map_or(0, HashMap::len)
+    }
+
+    /// All prepared transfers.
+    pub(crate) fn transfers_mut(&mut self) -> impl Iterator<Item = &mut Transfer> {
+        self.transfers.values_mut().flat_map(HashMap::values_mut)
+    }
+
+    /// Ended connections that hold slots.
+    pub(crate) fn orphans(&self) -> HashSet<ClientId> {
+        let transfers = self.transfers.values().flat_map(HashMap::values);
+        let orphaned = transfers.filter(|transfer| transfer.orphaned);
+        orphaned.map(|transfer| transfer.client).collect()
     }
 
     /// Takes the transfers that a condition picks.

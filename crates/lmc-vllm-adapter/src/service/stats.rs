@@ -111,6 +111,8 @@ pub(crate) struct TransportCounters {
     pub(crate) connections_refused: AtomicU64,
     pub(crate) broken: AtomicU64,
     pub(crate) stalled: AtomicU64,
+    pub(crate) silent: AtomicU64,
+    pub(crate) made_way: AtomicU64,
     pub(crate) unanswerable: AtomicU64,
     pub(crate) bytes_in: AtomicU64,
     pub(crate) bytes_out: AtomicU64,
@@ -178,8 +180,17 @@ counters! {
     copies_too_late,
     /// Commits of something that was never prepared, or committed before.
     commits_unknown,
+    /// Commits and unregistrations refused because another connection owns the transfer or the
+    /// worker.
+    commits_foreign,
     /// Stores abandoned by a worker that went away.
     stores_abandoned,
+    /// Slots held after the connection that had prepared them ended.
+    slots_orphaned,
+    /// Slots of ended connections released because their process was dead.
+    slots_released_by_death,
+    /// Slots of ended connections released because the grace time was over.
+    slots_released_by_grace,
     /// Pickled payloads refused.
     pickles_refused,
     /// Workers registered.
@@ -228,6 +239,10 @@ pub struct TransportCounts {
     pub broken: u64,
     /// Connections closed because the peer stalled.
     pub stalled: u64,
+    /// Connections closed because the peer asked for nothing.
+    pub silent: u64,
+    /// Connections closed to make room for others: they owned nothing and were idle for longest.
+    pub made_way: u64,
     /// Messages dropped because nobody could be answered.
     pub unanswerable: u64,
     /// Requests whose operation could not be told.
@@ -298,6 +313,8 @@ impl Stats {
             connections_refused: read(&t.connections_refused),
             broken: read(&t.broken),
             stalled: read(&t.stalled),
+            silent: read(&t.silent),
+            made_way: read(&t.made_way),
             unanswerable: read(&t.unanswerable),
             unknown_operations: read(&self.unknown_operations),
             bytes_in: read(&t.bytes_in),

@@ -6,6 +6,7 @@ use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
 use lmc_key::MemoStats;
 use serde::Serialize;
 
+use crate::service::ends::HeldStatus;
 use crate::service::handle::Service;
 use crate::service::state::Direction;
 use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
@@ -36,6 +37,9 @@ pub struct InstanceStatus {
     pub silent_seconds: f64,
     /// Whether its connection is open.
     pub connected: bool,
+    /// Processes at the other end of its connection that map the pool, as far as they are known;
+    /// searched for when it first prepares a transfer.
+    pub pids: Vec<u32>,
     /// Transfers that it has prepared and not committed.
     pub transfers: usize,
 }
@@ -60,6 +64,8 @@ pub struct TransferStatus {
     pub retrieves: usize,
     /// Of either kind, older than the deadline: held until the worker is known to be done.
     pub overdue: usize,
+    /// Of either kind, of connections that have ended.
+    pub orphaned: usize,
 }
 
 /// The event log.
@@ -98,6 +104,8 @@ pub struct ServiceStatus {
     pub sessions: SessionStatus,
     /// Transfers under way.
     pub transfers: TransferStatus,
+    /// Slots of connections that have ended, the longest held first.
+    pub held: Vec<HeldStatus>,
     /// How each tier is, fastest first.
     pub tiers: Vec<TierHealth>,
     /// What the tiers below DRAM hold, and what went to and fro.
@@ -137,6 +145,7 @@ impl Service {
             instances,
             sessions,
             transfers,
+            held: self.held_status(now),
             tiers: shared.engine.health(),
             lower: shared.engine.lower(),
             usage: shared.engine.usage(),
@@ -180,6 +189,7 @@ impl Service {
                     .saturating_duration_since(instance.last_seen)
                     .as_secs_f64(),
                 connected: instance.orphaned.is_none(),
+                pids: state.pids_of(instance.client),
                 transfers: state.transfers_of(instance_id),
             })
             .collect();
@@ -194,10 +204,13 @@ impl Service {
             .flat_map(|of_one| of_one.values())
             .filter(|transfer| now.saturating_duration_since(transfer.since) >= deadline)
             .count();
+        let all = state.transfers.values().flat_map(|of_one| of_one.values());
+        let orphaned = all.filter(|transfer| transfer.orphaned).count();
         let transfers = TransferStatus {
             stores: count(Direction::Store),
             retrieves: count(Direction::Retrieve),
             overdue,
+            orphaned,
         };
         let sessions = SessionStatus {
             sessions: state.sessions.len(),

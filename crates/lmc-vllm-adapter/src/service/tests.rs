@@ -253,7 +253,7 @@ fn two_requests_of_one_name_each_have_their_own_hits() {
     reply(&service, 2, end());
     assert_eq!(reply(&service, 2, ask()), Reply::Int(0));
     assert_eq!(reply(&service, 3, ask()), Reply::Int(1));
-    service.client_gone(client(3), ConnectionEnd::Gone, Instant::now());
+    service.client_gone(client(3), Instant::now());
     assert_eq!(service.engine().leases(), 0);
     assert_eq!(service.status(Instant::now()).sessions.sessions, 0);
 }
@@ -314,7 +314,7 @@ fn nobody_takes_over_the_number_of_a_connected_worker() {
         };
         assert!(text.contains("instance_id 1"), "{text}");
     }
-    service.client_gone(client(1), ConnectionEnd::Gone, Instant::now());
+    service.client_gone(client(1), Instant::now());
     assert_eq!(registered(2, 8), Reply::None);
 }
 
@@ -490,7 +490,7 @@ fn a_connection_that_was_closed_leaves_no_binding() {
     memory.register(&service);
     for scheduler in 10..20 {
         found(&service, scheduler, &format!("r{scheduler}"), 2);
-        service.client_gone(client(scheduler), ConnectionEnd::Closed, Instant::now());
+        service.client_gone(client(scheduler), Instant::now());
         let mut late = store(1);
         if let Request::Store { key, .. } = &mut late {
             key.request_id = format!("r{scheduler}");
@@ -509,7 +509,7 @@ fn sessions_that_nobody_can_reach_any_more_hold_nothing() {
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
     assert_eq!(found(&service, 2, "r", 2), Reply::Int(2));
     // Its connection breaks a rule; ZeroMQ connects it anew, under another number.
-    service.client_gone(client(2), ConnectionEnd::Closed, Instant::now());
+    service.client_gone(client(2), Instant::now());
     let end = Request::EndSession {
         request_id: "r".to_owned(),
     };
@@ -665,7 +665,7 @@ fn a_rank_that_is_away_for_a_moment_still_counts() {
         "rank 1 of the first engine lacks it"
     );
     // Its socket connects anew.
-    service.client_gone(client(2), ConnectionEnd::Gone, Instant::now());
+    service.client_gone(client(2), Instant::now());
     let promised = hits("meanwhile");
     reply(
         &service,

@@ -1,22 +1,27 @@
-//! What happens by itself: time passes, connections end.
+//! What happens by itself as time passes.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::protocol::{Operation, Reply};
 use crate::service::handle::Service;
-use crate::service::state::{Connection, Pending, State, Transfer};
+use crate::service::state::State;
 use crate::service::stats::add;
-use crate::service::{ClientId, ConnectionEnd, Peer};
 
 /// How long the "no" to an unknown worker's sign of life is remembered.
 const TOLD_TTL: Duration = Duration::from_secs(600);
 
 impl Service {
-    /// Ends what has outlived its time. To be called about once a second.
+    /// Ends what has outlived its time. To be called about once a second, on a thread that may
+    /// read files of `/proc`.
+    ///
+    /// Slots that workers of an ended connection had prepared come back when its process is known
+    /// to be dead, or when [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is
+    /// over, which begins anew as long as the process is stopped.
     pub fn tick(&self, now: Instant) {
         let shared = &self.shared;
         let config = &shared.config;
+        self.release_ended(now);
+        self.share_overdue(now);
         let mut state = shared.state.lock();
         let mut expired_leases = 0;
         let (mut ended, mut expired, mut tired) = (Vec::new(), Vec::new(), Vec::new());
@@ -67,68 +72,6 @@ impl Service {
         add(&counters.lookup_leases_expired, expired_leases as u64);
     }
 
-    /// A connection is accepted. To be called before its first request.
-    pub fn connected(&self, client: ClientId, peer: Peer) {
-        let connection = Connection { peer };
-        self.shared
-            .state
-            .lock()
-            .connections
-            .insert(client, connection);
-    }
-
-    /// The user at the other end of a connection; `None` where the kernel does not tell, as for a
-    /// peer on another host or in another network namespace.
-    #[expect(dead_code, reason = "registrations of engine memory will ask for it")]
-    pub(crate) fn uid_of(&self, client: ClientId) -> Option<u32> {
-        let state = self.shared.state.lock();
-        state.connections.get(&client)?.peer.uid
-    }
-
-    /// A connection is over.
-    ///
-    /// When the peer ended it, the slots that its workers had prepared come back: the process
-    /// that was copying is gone. When this side ended it they stay held, because the process
-    /// may still be copying; a commit gives them back.
-    pub fn client_gone(&self, client: ClientId, end: ConnectionEnd, now: Instant) {
-        let mut state = self.shared.state.lock();
-        state.connections.remove(&client);
-        state.bindings.remove(&client);
-        let mut silent = Vec::new();
-        for (&instance_id, instance) in &mut state.instances {
-            if instance.client == client {
-                instance.orphaned = Some(now);
-                silent.push(instance_id);
-            }
-        }
-        let mut sessions = Vec::new();
-        // A request belongs to its connection: on another nobody can end it.
-        state.sessions.retain(|session| {
-            let keep = session.client != client;
-            if !keep {
-                sessions.push(session.take());
-            }
-            keep
-        });
-        let dropped = match end {
-            ConnectionEnd::Gone => state.take_transfers(|transfer| transfer.client == client),
-            ConnectionEnd::Closed => Vec::new(),
-        };
-        drop(state);
-        for instance_id in silent {
-            self.shared.events.unsubscribe(instance_id);
-        }
-        self.shared.workers.forget(client);
-        self.count_abandoned(&dropped);
-    }
-
-    /// Whether the workers of a connection have slots that they may be copying into or out of.
-    pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
-        let state = self.shared.state.lock();
-        let mut transfers = state.transfers.values().flat_map(HashMap::values);
-        transfers.any(|transfer| transfer.client == client)
-    }
-
     /// Notes that the process runs. To be called about twice a second by whoever reads requests
     /// from sockets; one who calls it never has them counted as read at once.
     pub(crate) fn beat(&self, now: Instant) {
@@ -144,14 +87,6 @@ impl Service {
             _ => add(&counters.retrieves_missed, 1),
         }
         Reply::Transferred(false)
-    }
-
-    pub(super) fn count_abandoned(&self, dropped: &[Transfer]) {
-        let stores = dropped
-            .iter()
-            .filter(|t| matches!(t.pending, Pending::Store { .. }))
-            .count();
-        add(&self.shared.stats.service.stores_abandoned, stores as u64);
     }
 }
 

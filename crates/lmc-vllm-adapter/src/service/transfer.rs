@@ -284,14 +284,8 @@ impl Service {
         if chunks.is_empty() {
             return nothing;
         }
-        let transfer = Transfer {
-            client,
-            since: now,
-            pending: Pending::Store {
-                space: worker.space.id(),
-                chunks,
-            },
-        };
+        let space = worker.space.id();
+        let transfer = Transfer::new(client, now, Pending::Store { space, chunks });
         self.hold(instance_id, id, transfer, &worker)
             .unwrap_or(nothing)
     }
@@ -317,7 +311,7 @@ impl Service {
         })
     }
 
-    /// Keeps a prepared transfer until its worker commits it, or is gone. Its slots; those of the
+    /// Keeps a prepared transfer until its worker commits it, or is known to be done. Its slots; those of the
     /// first where the worker has prepared it twice at the same time, on two connections.
     fn hold(
         &self,
@@ -340,32 +334,48 @@ impl Service {
         }
     }
 
-    /// Takes out the transfer that a worker has prepared and now commits. None when there is
-    /// none, or when the worker has registered another layout since; that one stays held.
+    /// Takes out the transfer that a worker has prepared and now commits. `None` when there is
+    /// none, or when it belongs to another connection that is open.
+    ///
+    /// The layout is that of the preparation, whatever the worker registered since; a worker that
+    /// was removed for its silence may still commit, too.
     fn take_prepared(
         &self,
+        client: ClientId,
         key: &CacheKey,
         instance_id: u64,
         direction: Direction,
         now: Instant,
     ) -> Option<Transfer> {
-        let hashed = self.hash(key).ok()?;
+        let counters = &self.shared.stats.service;
+        let Ok(hashed) = self.hash(key) else {
+            add(&counters.commits_unknown, 1);
+            return None;
+        };
         let id = (transfer_key(key, &hashed), direction);
         let mut state = self.shared.state.lock();
-        let registered = state.instances.get_mut(&instance_id).map(|instance| {
+        if let Some(instance) = state.instances.get_mut(&instance_id)
+            && instance.belongs_to(client)
+        {
             instance.last_seen = now;
-            self.space_of(instance, &hashed.salt).id()
-        });
-        let prepared = state.transfers.get(&instance_id)?.get(&id)?.pending.space();
-        // A worker that was removed for its silence may still commit.
-        if registered.is_some_and(|registered| registered != prepared) {
-            return None;
         }
-        state.take_transfer(instance_id, &id)
+        let transfers = state.transfers.get(&instance_id);
+        match transfers.and_then(|transfers| transfers.get(&id)) {
+            Some(transfer) if transfer.belongs_to(client) => state.take_transfer(instance_id, &id),
+            Some(_) => {
+                add(&counters.commits_foreign, 1);
+                None
+            }
+            None => {
+                add(&counters.commits_unknown, 1);
+                None
+            }
+        }
     }
 
     pub(super) fn commit_store(
         &self,
+        client: ClientId,
         key: &CacheKey,
         instance_id: u64,
         pickled: usize,
@@ -383,13 +393,12 @@ impl Service {
             );
             return Reply::Bool(false);
         }
-        let transfer = self.take_prepared(key, instance_id, Direction::Store, now);
+        let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
         let Some(Transfer {
             pending: Pending::Store { space, chunks },
             ..
         }) = transfer
         else {
-            add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
         self.commit(space, key, chunks);
@@ -463,12 +472,12 @@ impl Service {
                     first_chunk,
                     leases: self.acquire(&worker, &hashed)?,
                 };
-                let transfer = Transfer {
-                    client,
-                    since: now,
-                    pending,
-                };
-                self.hold(instance_id, id, transfer, &worker)
+                self.hold(
+                    instance_id,
+                    id,
+                    Transfer::new(client, now, pending),
+                    &worker,
+                )
             });
         reply.unwrap_or_else(|| {
             add(&counters.retrieves_missed, 1);
@@ -478,14 +487,19 @@ impl Service {
         })
     }
 
-    pub(super) fn commit_retrieve(&self, key: &CacheKey, instance_id: u64, now: Instant) -> Reply {
+    pub(super) fn commit_retrieve(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
         let counters = &self.shared.stats.service;
-        let transfer = self.take_prepared(key, instance_id, Direction::Retrieve, now);
+        let transfer = self.take_prepared(client, key, instance_id, Direction::Retrieve, now);
         let Some(Transfer {
             client, pending, ..
         }) = transfer
         else {
-            add(&counters.commits_unknown, 1);
             return Reply::Bool(false);
         };
         let Pending::Retrieve {
@@ -768,13 +782,15 @@ impl Service {
 }
 
 impl Transfer {
-    /// The slots once more, so that none is held twice; none when the worker has registered
-    /// another layout since. They go with the connection that asked last.
+    /// The slots once more, so that none is held twice. `None` when the worker has registered
+    /// another layout since, or when they belong to another connection that is open. Those of a
+    /// connection that has ended belong to this one from now on.
     fn again(&mut self, client: ClientId, worker: &Worker) -> Option<Reply> {
-        if self.pending.space() != worker.space.id() {
+        if self.pending.space() != worker.space.id() || !self.belongs_to(client) {
             return None;
         }
         self.client = client;
+        self.orphaned = false;
         Some(slots(worker, &self.pending))
     }
 }

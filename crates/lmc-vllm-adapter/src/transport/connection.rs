@@ -7,15 +7,17 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use tokio::io::{AsyncReadExt, Interest};
-use tokio::net::TcpStream;
+use tokio::io::Interest;
 use tokio::sync::{mpsc, watch};
 use tracing::debug;
 
 use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
 use crate::protocol::{Operation, Reply, Request, decode_request};
-use crate::service::{ClientId, ConnectionEnd, NextBatch, Outcome, Service, Subscription};
-use crate::transport::router::ZmqConfig;
+use crate::service::{ClientId, NextBatch, Outcome, Service, Subscription};
+use crate::transport::admission::Seat;
+use crate::transport::router::Serving;
+use crate::transport::search::Search;
+use crate::transport::stream::Stream as Socket;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 
 /// Bytes asked from the socket at a time when nothing larger is announced.
@@ -26,8 +28,6 @@ const GROW_CHUNK: usize = 1 << 20;
 /// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
 /// takes tens of microseconds; other connections are served in between.
 const LOOK_AGAIN: Duration = Duration::from_micros(50);
-/// Bytes taken at a time from a peer that is not served any more.
-const SCRAP: usize = 4 << 10;
 /// Event streams of one connection.
 const MAX_STREAMS: usize = 64;
 
@@ -48,11 +48,17 @@ struct Stream {
     last: bool,
 }
 
-pub(super) struct Connection<'a> {
-    stream: &'a TcpStream,
+/// A connection is over: the peer ended it, broke a rule or stalled, or the server stops. None of
+/// these says what has become of the process behind it.
+pub(super) struct Ended;
+
+pub(super) struct Connection {
+    stream: Socket,
     client: ClientId,
     service: Service,
-    config: Arc<ZmqConfig>,
+    serving: Arc<Serving>,
+    seat: Arc<Seat>,
+    search: Search,
     stop: watch::Receiver<bool>,
     decoder: Decoder,
     input: BytesMut,
@@ -64,12 +70,13 @@ pub(super) struct Connection<'a> {
     events: watch::Receiver<u64>,
 }
 
-impl<'a> Connection<'a> {
+impl Connection {
     pub(super) fn new(
-        stream: &'a TcpStream,
-        client: ClientId,
+        stream: Socket,
         service: Service,
-        config: Arc<ZmqConfig>,
+        serving: Arc<Serving>,
+        seat: Arc<Seat>,
+        search: Search,
         stop: watch::Receiver<bool>,
     ) -> Self {
         let mut output = BytesMut::with_capacity(4096);
@@ -79,10 +86,12 @@ impl<'a> Connection<'a> {
         let events = service.watch_events();
         Self {
             stream,
-            client,
+            client: seat.client(),
             service,
-            decoder: Decoder::new(config.limits),
-            config,
+            decoder: Decoder::new(serving.config.limits),
+            serving,
+            seat,
+            search,
             stop,
             input: BytesMut::new(),
             output,
@@ -94,20 +103,22 @@ impl<'a> Connection<'a> {
         }
     }
 
-    /// Serves until the peer goes, breaks a rule, stalls, or the server stops.
-    pub(super) async fn run(mut self) -> ConnectionEnd {
+    /// Serves until the peer goes, breaks a rule, stalls, is silent from the first, has to make
+    /// way for another, or the server stops.
+    pub(super) async fn run(mut self) {
         let mut waiting_since = Instant::now();
+        let speak_by = waiting_since + self.serving.config.first_request_timeout;
         loop {
             let moved = match self.step() {
                 Ok(moved) => moved,
-                Err(end) => return end,
+                Err(Ended) => return,
             };
             if moved {
                 waiting_since = Instant::now();
             }
             let stopping = *self.stop.borrow();
             if stopping && self.in_flight == 0 && self.output.is_empty() {
-                return ConnectionEnd::Closed;
+                return;
             }
             let may_read = !stopping && self.may_read();
             // A peer that owes us something (the rest of a message, the acceptance of an
@@ -121,9 +132,10 @@ impl<'a> Connection<'a> {
                 (false, false) => Some(Interest::WRITABLE),
                 (false, true) => None,
             };
+            let silent = !self.seat.has_spoken();
             let streaming = !self.streams.is_empty();
             let look_again = interest.is_some() && waiting_since.elapsed() < LOOK_AGAIN;
-            let stalled = waiting_since + self.config.peer_timeout;
+            let stalled = waiting_since + self.serving.config.peer_timeout;
             tokio::select! {
                 biased;
                 ready = self.stream.ready(interest.unwrap_or(Interest::WRITABLE)),
@@ -131,10 +143,10 @@ impl<'a> Connection<'a> {
                     Ok(ready) if ready.is_readable() && may_read => match self.read() {
                         Ok(true) => waiting_since = Instant::now(),
                         Ok(false) => {}
-                        Err(end) => return end,
+                        Err(Ended) => return,
                     },
                     Ok(_) => {}
-                    Err(_) => return ConnectionEnd::Gone,
+                    Err(_) => return,
                 },
                 Some(deferred) = self.deferred.recv() => {
                     self.in_flight -= 1;
@@ -143,21 +155,31 @@ impl<'a> Connection<'a> {
                 Ok(()) = self.events.changed(), if streaming => {}
                 _ = self.stop.changed(), if !stopping => {}
                 () = tokio::task::yield_now(), if look_again => {}
+                () = tokio::time::sleep_until(speak_by.into()), if silent => {
+                    self.service.transport_counters().silent.fetch_add(1, Ordering::Relaxed);
+                    debug!(client = %self.client, "closing a connection that asks for nothing");
+                    return;
+                }
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
                     if !self.service.holds_slots(self.client) {
-                        return ConnectionEnd::Closed;
+                        return;
                     }
-                    // Its end is to be waited for anyway, and it may go on before: an engine
-                    // that stood still for a while is served as before.
+                    // As long as the connection stands, its slots are held without a limit of
+                    // time, and an engine that stood still for a while is served as before.
                     waiting_since = Instant::now();
+                }
+                () = self.seat.must_go() => {
+                    self.service.transport_counters().made_way.fetch_add(1, Ordering::Relaxed);
+                    debug!(client = %self.client, "closing an idle connection to make room");
+                    return;
                 }
             }
         }
     }
 
     /// Does all that needs no waiting. Whether a byte went out.
-    fn step(&mut self) -> Result<bool, ConnectionEnd> {
+    fn step(&mut self) -> Result<bool, Ended> {
         loop {
             while let Ok(deferred) = self.deferred.try_recv() {
                 self.in_flight -= 1;
@@ -168,15 +190,17 @@ impl<'a> Connection<'a> {
             }
         }
         self.pump_streams();
+        self.seat.set_streaming(!self.streams.is_empty());
         self.write()
     }
 
     fn may_read(&self) -> bool {
-        self.in_flight < self.config.most_in_flight() && self.output.len() < self.config.max_unread
+        self.in_flight < self.serving.config.most_in_flight()
+            && self.output.len() < self.serving.config.max_unread
     }
 
     /// Handles one message of the input. False when the input holds no whole one.
-    fn next_message(&mut self) -> Result<bool, ConnectionEnd> {
+    fn next_message(&mut self) -> Result<bool, Ended> {
         match self.decoder.next(&mut self.input) {
             Ok(None) => return Ok(false),
             Ok(Some(Event::Ready(_))) => {}
@@ -190,7 +214,7 @@ impl<'a> Connection<'a> {
                 debug!(client = %self.client, %error, "closing a connection");
                 self.service
                     .warn_throttled(&format!("closed a connection: {error}"));
-                return Err(ConnectionEnd::Closed);
+                return Err(Ended);
             }
         }
         Ok(true)
@@ -235,6 +259,7 @@ impl<'a> Connection<'a> {
 
     fn request(&mut self, uid: &Bytes, operation: &Bytes, request: Request, started: Instant) {
         let asked = request.operation();
+        self.seat.spoke(started);
         let outcome = match self.turned_away(uid, asked) {
             Some(reply) => Outcome::Reply(reply),
             None => {
@@ -250,6 +275,10 @@ impl<'a> Connection<'a> {
             Outcome::Reply(reply) => {
                 self.answer(uid, operation, &reply);
                 self.service.record(asked, &reply, started.elapsed());
+                if let Operation::PrepareStore | Operation::PrepareRetrieve = asked {
+                    self.search
+                        .begin_if_due(&self.service, self.client, started);
+                }
             }
             Outcome::Job(job) => {
                 let answer = self.defer(uid, operation, asked, started);
@@ -291,7 +320,7 @@ impl<'a> Connection<'a> {
             // Read on and declined: a sign of life behind it must not wait for the copies
             // before it.
             Operation::Store | Operation::Retrieve
-                if self.in_flight >= self.config.max_in_flight =>
+                if self.in_flight >= self.serving.config.max_in_flight =>
             {
                 Some(self.service.decline_copy(asked))
             }
@@ -380,26 +409,26 @@ impl<'a> Connection<'a> {
     }
 
     /// Takes what has arrived. False when nothing had, after all.
-    fn read(&mut self) -> Result<bool, ConnectionEnd> {
+    fn read(&mut self) -> Result<bool, Ended> {
         let missing = self
             .decoder
             .missing(&self.input)
             .clamp(READ_CHUNK, GROW_CHUNK);
         self.input.reserve(missing);
         match self.stream.try_read_buf(&mut self.input) {
-            Ok(0) => Err(ConnectionEnd::Gone),
+            Ok(0) => Err(Ended),
             Ok(read) => {
                 let counters = self.service.transport_counters();
                 counters.bytes_in.fetch_add(read as u64, Ordering::Relaxed);
                 Ok(true)
             }
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(false),
-            Err(_) => Err(ConnectionEnd::Gone),
+            Err(_) => Err(Ended),
         }
     }
 
     /// Sends what the socket takes. Whether it took anything.
-    fn write(&mut self) -> Result<bool, ConnectionEnd> {
+    fn write(&mut self) -> Result<bool, Ended> {
         let mut moved = false;
         while !self.output.is_empty() {
             match self.stream.try_write(&self.output) {
@@ -412,41 +441,17 @@ impl<'a> Connection<'a> {
                     moved = true;
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                Err(_) => return Err(ConnectionEnd::Gone),
+                Err(_) => return Err(Ended),
             }
         }
         Ok(moved)
     }
 }
 
-impl Drop for Connection<'_> {
+impl Drop for Connection {
     fn drop(&mut self) {
         for stream in self.streams.values() {
             self.service.forget_subscription(&stream.subscription);
         }
-    }
-}
-
-/// Takes what a peer sends off its hands, unread and unanswered, until it goes or the server
-/// stops.
-///
-/// The peer is not told. ZeroMQ answers the end of a connection by ending its own side and
-/// connecting anew, and an end that was asked for proves nothing about the process behind it.
-pub(super) async fn outlast(
-    mut stream: TcpStream,
-    service: &Service,
-    mut stop: watch::Receiver<bool>,
-) -> ConnectionEnd {
-    let counters = service.transport_counters();
-    let mut scrap = vec![0; SCRAP];
-    loop {
-        let read = tokio::select! {
-            read = stream.read(&mut scrap) => read,
-            _ = stop.wait_for(|&stop| stop) => return ConnectionEnd::Closed,
-        };
-        match read {
-            Ok(0) | Err(_) => return ConnectionEnd::Gone,
-            Ok(read) => counters.bytes_in.fetch_add(read as u64, Ordering::Relaxed),
-        };
     }
 }

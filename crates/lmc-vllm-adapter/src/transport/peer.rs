@@ -59,7 +59,6 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
     }
 }
 
-#[cfg_attr(not(test), expect(dead_code, reason = "the ipc:// listener will ask"))]
 /// The other end of a Unix socket. Its user is the one that connected.
 pub(super) fn of_unix(stream: &UnixStream) -> Peer {
     let credentials = stream.peer_cred().ok();

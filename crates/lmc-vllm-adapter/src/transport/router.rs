@@ -1,23 +1,58 @@
 //! The listening side: accepts connections, counts them, ends them.
 
+use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
-use crate::service::{ClientId, ConnectionEnd, Service};
-use crate::transport::connection::{Connection, outlast};
-use crate::transport::peer;
+use crate::service::{ClientId, Service};
+use crate::transport::admission::{Admission, Seat};
+use crate::transport::connection::Connection;
+use crate::transport::ipc::IpcListener;
+use crate::transport::process::MappedFile;
+use crate::transport::search::Search;
+use crate::transport::stream::Stream;
 use crate::transport::zmtp::Limits;
 
 /// Time between signs of the process's own life.
 const BEAT: Duration = Duration::from_millis(500);
+
+/// When a TCP connection is given up whose other end answers nothing any more: a host that is
+/// gone, or a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keepalive {
+    /// Silence after which the other end is asked. Default: 30 s.
+    pub idle: Duration,
+    /// Time between two questions. Default: 10 s.
+    pub interval: Duration,
+    /// Questions without an answer after which the connection is over. Default: 3.
+    pub probes: u32,
+}
+
+impl Default for Keepalive {
+    fn default() -> Self {
+        Self {
+            idle: Duration::from_secs(30),
+            interval: Duration::from_secs(10),
+            probes: 3,
+        }
+    }
+}
+
+impl Keepalive {
+    /// Time from the last sign of the other end to the end of the connection.
+    pub(super) fn longest(&self) -> Duration {
+        self.idle + self.interval * self.probes
+    }
+}
 
 /// How the server listens and what it grants to each peer.
 #[derive(Debug, Clone)]
@@ -26,9 +61,13 @@ pub struct ZmqConfig {
     pub host: String,
     /// TCP port; 0 takes any that is free. Default: 5555.
     pub port: u16,
+    /// Path of a Unix socket that clients reach as `ipc://PATH`, in addition. Default: none.
+    pub ipc_path: Option<PathBuf>,
     /// What one message may hold. Default: [`Limits::default`].
     pub limits: Limits,
-    /// Connections at a time; more are closed at once and counted. Default: 1024.
+    /// Connections at a time, three quarters of them for one user. Beyond that a new one takes the
+    /// place of the one that has been idle for longest and owns nothing, or is closed at once and
+    /// counted. Default: 1024.
     pub max_connections: usize,
     /// Requests of one connection that may be under way. Beyond it copies are declined at once;
     /// at twice as many the connection is not read until one is answered. Default: 1024.
@@ -39,6 +78,10 @@ pub struct ZmqConfig {
     /// Longest handshake, longest message from first to last byte, and longest time that a
     /// peer may take to accept a byte of an answer. Default: 30 s.
     pub peer_timeout: Duration,
+    /// Longest time from the start of a connection to its first request. Default: 60 s.
+    pub first_request_timeout: Duration,
+    /// When a TCP connection counts as dead. Default: [`Keepalive::default`].
+    pub keepalive: Keepalive,
     /// Longest time that a stop waits for answers under way. Default: 5 s.
     pub stop_timeout: Duration,
 }
@@ -48,11 +91,14 @@ impl Default for ZmqConfig {
         Self {
             host: "127.0.0.1".to_owned(),
             port: 5555,
+            ipc_path: None,
             limits: Limits::default(),
             max_connections: 1024,
             max_in_flight: 1024,
             max_unread: 16 << 20,
             peer_timeout: Duration::from_secs(30),
+            first_request_timeout: Duration::from_secs(60),
+            keepalive: Keepalive::default(),
             stop_timeout: Duration::from_secs(5),
         }
     }
@@ -65,62 +111,94 @@ impl ZmqConfig {
     }
 }
 
-/// The socket cannot be opened.
+/// A socket cannot be opened.
 #[derive(Debug, Error)]
-#[error("cannot listen on tcp://{host}:{port}: {source}")]
+#[error("cannot listen on {address}: {source}")]
 pub struct BindError {
-    /// Host that was asked for.
-    pub host: String,
-    /// Port that was asked for.
-    pub port: u16,
+    /// What was asked for: `tcp://HOST:PORT` or `ipc://PATH`.
+    pub address: String,
     /// What the system says.
-    pub source: std::io::Error,
+    pub source: io::Error,
 }
 
 /// A listening ROUTER socket in front of a [`Service`].
 #[derive(Debug)]
 pub struct ZmqServer {
     listener: TcpListener,
+    ipc: Option<IpcListener>,
     address: SocketAddr,
     config: ZmqConfig,
     service: Service,
 }
 
+/// What all connections have in common.
+#[derive(Debug)]
+pub(super) struct Serving {
+    pub(super) config: ZmqConfig,
+    /// The pool, as processes have it mapped.
+    pool: Option<MappedFile>,
+}
+
 impl ZmqServer {
-    /// Opens the socket. Peers may connect from now on; they are served once [`Self::run`] runs.
+    /// Opens the sockets. Peers may connect from now on; they are served once [`Self::run`] runs.
     ///
     /// # Errors
-    /// [`BindError`] when the address is taken or cannot be resolved.
+    /// [`BindError`] when an address is taken or cannot be resolved.
     pub async fn bind(config: ZmqConfig, service: Service) -> Result<Self, BindError> {
         let failed = |source| BindError {
-            host: config.host.clone(),
-            port: config.port,
+            address: format!("tcp://{}:{}", config.host, config.port),
             source,
         };
         let listener = TcpListener::bind((config.host.as_str(), config.port))
             .await
             .map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
+        let ipc = config.ipc_path.as_deref().map(|path| {
+            IpcListener::bind(path).map_err(|source| BindError {
+                address: format!("ipc://{}", path.display()),
+                source,
+            })
+        });
+        let ipc = ipc.transpose()?;
         // The timer's first beat comes late enough to be outrun by a request.
         service.beat(Instant::now());
         Ok(Self {
             listener,
+            ipc,
             address,
             config,
             service,
         })
     }
 
-    /// Where the socket listens.
+    /// Where the TCP socket listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// The next connection, of either kind.
+    async fn accept(&self) -> io::Result<Stream> {
+        let ipc = async {
+            match &self.ipc {
+                Some(ipc) => ipc.listener().accept().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            accepted = self.listener.accept() => Ok(Stream::Tcp(accepted?.0)),
+            accepted = ipc => Ok(Stream::Unix(accepted?.0)),
+        }
     }
 
     /// Serves until `stop` turns true, then answers what is under way and returns.
     pub async fn run(self, mut stop: watch::Receiver<bool>) {
         static NEXT_CLIENT: AtomicU64 = AtomicU64::new(1);
-        let config = Arc::new(self.config);
-        let open = Arc::new(AtomicUsize::new(0));
+        let pool = self.service.engine().local().pool();
+        let serving = Arc::new(Serving {
+            pool: MappedFile::at(pool.arena().base_ptr().addr().get()),
+            config: self.config.clone(),
+        });
+        let admission = Admission::new(serving.config.max_connections);
         let mut connections = JoinSet::new();
         let mut beats = tokio::time::interval(BEAT);
         loop {
@@ -129,12 +207,12 @@ impl ZmqServer {
                     self.service.beat(Instant::now());
                     continue;
                 }
-                accepted = self.listener.accept() => accepted,
+                accepted = self.accept() => accepted,
                 Some(_) = connections.join_next() => continue,
                 _ = stop.wait_for(|&stop| stop) => break,
             };
             let stream = match accepted {
-                Ok((stream, _)) => stream,
+                Ok(stream) => stream,
                 Err(error) => {
                     // Out of file descriptors, most likely: waiting is all that can help.
                     warn!(%error, "cannot accept a connection");
@@ -143,20 +221,24 @@ impl ZmqServer {
                 }
             };
             let counters = self.service.transport_counters();
-            if open.load(Ordering::Relaxed) >= config.max_connections {
+            let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
+            let peer = stream.peer();
+            let Some(seat) = admission.admit(&self.service, client, peer.uid, Instant::now())
+            else {
                 counters.connections_refused.fetch_add(1, Ordering::Relaxed);
                 continue;
-            }
+            };
             counters
                 .connections_accepted
                 .fetch_add(1, Ordering::Relaxed);
-            let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
-            self.service.connected(client, peer::of_tcp(&stream));
-            let place = Place::take(client, self.service.clone(), Arc::clone(&open));
-            connections.spawn(serve(stream, place, Arc::clone(&config), stop.clone()));
+            let search = Search::new(peer.inode, serving.pool.clone());
+            self.service.connected(client, peer);
+            let place = Place::take(seat, self.service.clone(), admission.clone());
+            let serving = Arc::clone(&serving);
+            connections.spawn(serve(stream, place, serving, search, stop.clone()));
         }
         let drained = async { while connections.join_next().await.is_some() {} };
-        if tokio::time::timeout(config.stop_timeout, drained)
+        if tokio::time::timeout(self.config.stop_timeout, drained)
             .await
             .is_err()
         {
@@ -165,58 +247,70 @@ impl ZmqServer {
     }
 }
 
-/// The place of a connection among those that are open. Its end is reported and counted when
-/// this is dropped, also by a panic or by the stop's deadline.
+/// A connection among those that are open. Its end is reported and counted when this is dropped,
+/// also by a panic or by the stop's deadline.
 struct Place {
-    client: ClientId,
+    seat: Arc<Seat>,
     service: Service,
-    taken: Arc<AtomicUsize>,
-    end: ConnectionEnd,
+    admission: Admission,
 }
 
 impl Place {
-    fn take(client: ClientId, service: Service, taken: Arc<AtomicUsize>) -> Self {
-        taken.fetch_add(1, Ordering::Relaxed);
+    fn take(seat: Arc<Seat>, service: Service, admission: Admission) -> Self {
         let counters = service.transport_counters();
         counters.connections_open.fetch_add(1, Ordering::Relaxed);
         Self {
-            client,
+            seat,
             service,
-            taken,
-            // What has not ended by itself was ended by this side.
-            end: ConnectionEnd::Closed,
+            admission,
         }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let (client, end) = (self.client, self.end);
-        debug!(%client, ?end, "connection ended");
-        self.service.client_gone(client, end, Instant::now());
+        let client = self.seat.client();
+        debug!(%client, "connection ended");
+        self.service.client_gone(client, Instant::now());
         let counters = self.service.transport_counters();
         counters.connections_open.fetch_sub(1, Ordering::Relaxed);
-        self.taken.fetch_sub(1, Ordering::Relaxed);
+        self.admission.left(client);
     }
 }
 
 async fn serve(
-    stream: TcpStream,
-    mut place: Place,
-    config: Arc<ZmqConfig>,
+    stream: Stream,
+    place: Place,
+    serving: Arc<Serving>,
+    search: Search,
     stop: watch::Receiver<bool>,
 ) {
-    // Answers are small and awaited; waiting to fill a segment would only delay them.
-    let _ = stream.set_nodelay(true);
-    let (client, service) = (place.client, place.service.clone());
-    let connection = Connection::new(&stream, client, service.clone(), config, stop.clone());
-    place.end = match connection.run().await {
-        // Its end is the proof that its slots may be given to others, so it is waited for.
-        ConnectionEnd::Closed if service.holds_slots(client) => {
-            debug!(%client, "waiting for the end of a peer that holds slots");
-            service.client_gone(client, ConnectionEnd::Closed, Instant::now());
-            outlast(stream, &service, stop).await
+    if let Err(error) = stream.prepare(&serving.config.keepalive) {
+        debug!(client = %place.seat.client(), %error, "cannot set up a connection");
+    }
+    let (service, client) = (place.service.clone(), place.seat.client());
+    let seat = Arc::clone(&place.seat);
+    let connection = Connection::new(stream, service.clone(), serving, seat, search, stop.clone());
+    connection.run().await;
+    drop(place);
+    watch_for_death(service, client, stop).await;
+}
+
+/// Looks for the death of the process behind a connection that has ended with slots held. One
+/// that was killed gives up its sockets a moment before it counts as dead; what takes longer than
+/// a second is left to [`Service::tick`].
+async fn watch_for_death(service: Service, client: ClientId, mut stop: watch::Receiver<bool>) {
+    let mut pause = Duration::from_millis(1);
+    while pause < Duration::from_secs(1) && service.holds_slots(client) {
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = stop.wait_for(|&stop| stop) => return,
         }
-        end => end,
-    };
+        pause *= 2;
+        let looking = service.clone();
+        let look = move || looking.release_ended(Instant::now());
+        if tokio::task::spawn_blocking(look).await.is_err() {
+            return;
+        }
+    }
 }

@@ -65,6 +65,8 @@ impl Server {
             .expect("an arena");
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let mut config = ServiceConfig::new(hasher);
+        // Tests that are about it set their own.
+        config.slot_grace = Duration::from_millis(200);
         service(&mut config);
         let engine = CacheEngine::with_tiers(EngineConfig::default(), Arc::new(arena), lower);
         let engine = engine.expect("an engine");
@@ -101,6 +103,11 @@ impl Server {
         }
     }
 
+    /// What ended connections hold no longer has to be held.
+    pub(crate) fn tick(&self) {
+        self.service.tick(Instant::now());
+    }
+
     pub(crate) fn client(&self) -> Client {
         Client::connect(self.address, TIMEOUT).expect("a connection")
     }
@@ -130,6 +137,7 @@ impl Server {
     /// Nothing is held by anybody: no lease, no reservation, no session, no transfer.
     pub(crate) fn assert_idle(&self) {
         self.eventually("nothing is held", |status| {
+            self.tick();
             status.sessions.sessions == 0
                 && status.transfers.stores == 0
                 && status.transfers.retrieves == 0
@@ -157,17 +165,23 @@ impl Drop for Server {
 /// The shared pool, read and written as a worker does.
 pub(crate) struct Pool {
     file: File,
+    /// What counts is that the process has it mapped, as a stock worker does.
+    _mapping: memmap2::MmapRaw,
 }
 
 impl Pool {
-    fn open(name: &str) -> Self {
+    pub(crate) fn open(name: &str) -> Self {
         let path = format!("/dev/shm/{name}");
         let file = std::fs::OpenOptions::new()
             .read(true)
             .write(true)
             .open(path)
             .expect("a pool");
-        Self { file }
+        let mapping = memmap2::MmapRaw::map_raw(&file).expect("the pool can be mapped");
+        Self {
+            file,
+            _mapping: mapping,
+        }
     }
 
     pub(crate) fn write(&self, slot: &SlotDescriptor, bytes: &[u8]) {
@@ -232,7 +246,17 @@ impl Worker {
         world_size: u32,
         dtype: &'static str,
     ) -> Self {
-        let mut client = server.client();
+        Self::register_on(server.client(), instance_id, rank, world_size, dtype)
+    }
+
+    /// Over a connection that may lead through a proxy.
+    pub(crate) fn register_on(
+        mut client: Client,
+        instance_id: u64,
+        rank: u32,
+        world_size: u32,
+        dtype: &'static str,
+    ) -> Self {
         let size = match dtype {
             "float32" => 4,
             "uint8" => 1,
@@ -252,20 +276,15 @@ impl Worker {
                 num_physical_slots: Some(CHUNK as u32),
             }))
             .expect("registered");
-        let shm_name = server.shm_name.clone();
-        assert_eq!(
-            reply,
-            Reply::Registered {
-                shm_name,
-                pool_size: server.pool_bytes
-            }
-        );
+        let Reply::Registered { shm_name, .. } = reply else {
+            panic!("unexpected {reply:?}");
+        };
         Self {
             client,
             instance_id,
             rank,
             world_size,
-            pool: server.pool(),
+            pool: Pool::open(&shm_name),
             dtype,
         }
     }

@@ -1,0 +1,108 @@
+//! A Unix socket that ZeroMQ clients reach as `ipc://PATH`.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process;
+
+use tokio::net::UnixListener;
+
+/// A listening Unix socket. Its file goes on drop.
+#[derive(Debug)]
+pub(super) struct IpcListener {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the file, so that another's is never removed.
+    file: (u64, u64),
+}
+
+impl IpcListener {
+    /// Listens at a path, for the same user only (mode 0600). A socket that a killed server left
+    /// there is replaced.
+    ///
+    /// # Errors
+    /// `AddrInUse` when a server listens there, `AlreadyExists` for a file of another kind.
+    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+        match fs::symlink_metadata(path) {
+            Ok(there) if !there.file_type().is_socket() => {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            Ok(_) => match UnixStream::connect(path) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
+                Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
+                Err(error) => return Err(error),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        // Made under another name, so that nobody connects before the mode is set.
+        let mut name = path
+            .file_name()
+            .ok_or(io::ErrorKind::InvalidInput)?
+            .to_owned();
+        name.push(format!(".{}", process::id()));
+        let made = path.with_file_name(name);
+        let _ = fs::remove_file(&made);
+        let listener = UnixListener::bind(&made)?;
+        let named = fs::set_permissions(&made, Permissions::from_mode(0o600))
+            .and_then(|()| fs::rename(&made, path))
+            .and_then(|()| fs::symlink_metadata(path));
+        match named {
+            Ok(file) => Ok(Self {
+                listener,
+                path: path.to_owned(),
+                file: (file.dev(), file.ino()),
+            }),
+            Err(error) => {
+                let _ = fs::remove_file(&made);
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+impl Drop for IpcListener {
+    fn drop(&mut self) {
+        let there = fs::symlink_metadata(&self.path);
+        if there.is_ok_and(|there| (there.dev(), there.ino()) == self.file) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(tag: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("lmc_ipc_{tag}_{}", process::id()));
+        fs::create_dir_all(&folder).expect("a folder");
+        folder
+    }
+
+    #[tokio::test]
+    async fn a_stale_socket_is_replaced_and_a_live_one_or_a_file_is_not() {
+        let folder = folder("stale");
+        let path = folder.join("lmc.sock");
+        // As a killed server leaves it.
+        drop(std::os::unix::net::UnixListener::bind(&path).expect("a socket"));
+        let first = IpcListener::bind(&path).expect("the stale one is replaced");
+        let mode = fs::metadata(&path).expect("it is there").mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let error = IpcListener::bind(&path).expect_err("one listens there");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        assert!(!path.exists());
+        fs::write(&path, "a file").expect("written");
+        let error = IpcListener::bind(&path).expect_err("it is a file");
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(&path).expect("untouched"), b"a file");
+        fs::remove_dir_all(folder).expect("removed");
+    }
+}

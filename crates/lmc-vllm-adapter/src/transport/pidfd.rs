@@ -1,0 +1,59 @@
+//! A handle of a process that stays with it when its number is used again.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+/// A process, alive or dead.
+#[derive(Debug)]
+pub(super) struct PidFd(OwnedFd);
+
+impl PidFd {
+    /// Opens the process that has this number now.
+    pub(super) fn open(pid: u32) -> io::Result<Self> {
+        // SAFETY: the call takes two integers and touches no memory of ours.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just opened this descriptor for us, so we alone own it. A
+        // descriptor always fits the type.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }))
+    }
+
+    /// Whether all threads of the process have ended. They have given up their memory and their
+    /// files by then, a GPU's among them.
+    pub(super) fn is_dead(&self) -> bool {
+        let mut poll = libc::pollfd {
+            fd: self.0.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one entry is given and lives across the call, which does not wait.
+        let ready = unsafe { libc::poll(&mut poll, 1, 0) };
+        ready == 1 && poll.revents & libc::POLLIN != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn death_is_seen_and_nothing_else_is_taken_for_it() {
+        let mut child = Command::new("cat");
+        let mut child = child.stdin(Stdio::piped()).spawn().expect("a child");
+        let process = PidFd::open(child.id()).expect("it lives");
+        assert!(!process.is_dead());
+        child.kill().expect("it lives");
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while !process.is_dead() {
+            assert!(std::time::Instant::now() < deadline, "never seen dead");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        // Dead before its parent has asked for its status, and after.
+        child.wait().expect("it ended");
+        assert!(process.is_dead());
+    }
+}

@@ -1,0 +1,606 @@
+//! Connections that end while the process behind them lives on, or dies, or stands still.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use common::{CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
+use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfig};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// A frame of 1 GiB is announced, which no peer may send: the server ends the connection.
+const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
+
+fn holding_for_an_hour(config: &mut ServiceConfig) {
+    config.slot_grace = HOUR;
+}
+
+/// How a connection ends on its way.
+#[derive(Debug, Clone, Copy)]
+enum Cut {
+    /// As by a proxy that ends.
+    Fin,
+    /// As by a firewall.
+    Reset,
+    /// Only what the worker says does not arrive any more.
+    Half,
+}
+
+/// A TCP proxy for one connection, which can be cut.
+struct Proxy {
+    address: SocketAddr,
+    cut: mpsc::Sender<Cut>,
+}
+
+impl Proxy {
+    fn start(server: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let (cut, cuts) = mpsc::channel();
+        std::thread::spawn(move || {
+            let (near, _) = listener.accept().expect("the worker connects");
+            let far = TcpStream::connect(server).expect("the server listens");
+            pass_on(&near, &far);
+            pass_on(&far, &near);
+            let Ok(cut) = cuts.recv() else { return };
+            if let Cut::Half = cut {
+                far.shutdown(Shutdown::Write).expect("open");
+                // The other half stays.
+                std::thread::sleep(TIMEOUT);
+                return;
+            }
+            for side in [&near, &far] {
+                match cut {
+                    Cut::Fin | Cut::Half => side.shutdown(Shutdown::Both).expect("open"),
+                    Cut::Reset => {
+                        let socket = socket2::SockRef::from(side);
+                        socket.set_linger(Some(Duration::ZERO)).expect("open");
+                        // What is read from it holds it open: this is the end for both.
+                        side.shutdown(Shutdown::Read).expect("open");
+                    }
+                }
+            }
+        });
+        Self { address, cut }
+    }
+}
+
+/// Passes bytes on until either side ends. What is left of a socket goes with its last handle.
+fn pass_on(from: &TcpStream, to: &TcpStream) {
+    let (mut from, mut to) = (
+        from.try_clone().expect("a handle"),
+        to.try_clone().expect("a handle"),
+    );
+    std::thread::spawn(move || {
+        let mut bytes = [0; 1 << 16];
+        while let Ok(read @ 1..) = from.read(&mut bytes) {
+            if to.write_all(&bytes[..read]).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// A worker in a process of its own, which does what it is told line by line.
+struct Process {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn start(server: SocketAddr) -> Self {
+        Self::launch(
+            Command::new(std::env::current_exe().expect("this test")),
+            server,
+        )
+    }
+
+    fn launch(mut command: Command, server: SocketAddr) -> Self {
+        let mut child = command
+            .args(["--exact", "a_worker_process", "--nocapture"])
+            .env(AS_PROCESS, server.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a process");
+        let orders = child.stdin.take().expect("piped");
+        let answers = BufReader::new(child.stdout.take().expect("piped"));
+        Self {
+            child,
+            orders,
+            answers,
+        }
+    }
+
+    /// Gives an order and waits until it is carried out.
+    fn tell(&mut self, order: &str) {
+        writeln!(self.orders, "{order}").expect("it lives");
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let read = self.answers.read_line(&mut line).expect("it lives");
+            assert!(read > 0, "the process ended at {order:?}");
+            // The test harness says things, too.
+            if line.trim_end() == format!("done {order}") {
+                return;
+            }
+        }
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        let sent = Command::new("kill").args([signal, &pid]).status();
+        assert!(sent.expect("kill runs").success());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Names the server's address to a process that is to be a worker.
+const AS_PROCESS: &str = "LMC_TEST_AS_PROCESS";
+
+/// Not a test: what a process of [`Process`] does. As a test by itself it does nothing.
+#[test]
+fn a_worker_process() {
+    let Ok(address) = std::env::var(AS_PROCESS) else {
+        return;
+    };
+    let address: SocketAddr = address.parse().expect("an address");
+    let mut worker = None;
+    for order in std::io::stdin().lines() {
+        let order = order.expect("a line");
+        match order.as_str() {
+            "register" => {
+                let client = Client::connect(address, TIMEOUT).expect("a connection");
+                worker = Some(Worker::register_on(client, 77, 0, 1, "float32"));
+            }
+            "prepare" => {
+                let worker = worker.as_mut().expect("registered");
+                let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+                assert_eq!(worker.prepare_store(&key).0.len(), 2);
+            }
+            "break" => {
+                let worker = worker.as_mut().expect("registered");
+                worker.client.send_encoded(&TOO_LONG).expect("sent");
+            }
+            // Passes on what comes at its own port, and says which it is.
+            "proxy" => {
+                let proxy = Proxy::start(address);
+                println!("\nport {}", proxy.address.port());
+                // Dropping the sender would end it.
+                std::thread::spawn(move || {
+                    let _proxy = proxy;
+                    std::thread::sleep(HOUR);
+                });
+            }
+            other => panic!("unknown order {other:?}"),
+        }
+        println!("\ndone {order}");
+    }
+}
+
+/// Any one connection is over, and the service knows.
+fn wait_for_an_end(server: &Server, open: u64) {
+    server.eventually("the connection is over", |status| {
+        status.transport.connections_open == open
+    });
+}
+
+/// The server took the end of a connection for the death of its process: the slots of a worker
+/// that was still copying went to another one, whose chunk then had the first one's bytes.
+#[test]
+fn a_writer_whose_connection_is_cut_writes_into_nobody_elses_slot() {
+    for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
+        let server = Server::with(4 * 4096, holding_for_an_hour, |_| {});
+        let proxy = Proxy::start(server.address);
+        let through = Client::connect(proxy.address, TIMEOUT).expect("a connection");
+        let mut a = Worker::register_on(through, 1, 0, 1, "float32");
+        let of_a = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
+        let (slots, indices) = a.prepare_store(&of_a);
+        proxy.cut.send(cut).expect("it runs");
+        wait_for_an_end(&server, 0);
+        let mut b = Worker::register(&server, 2);
+        let of_b = b.key("b", &prompt(2, 2 * CHUNK), 0..2);
+        let (others, _) = b.prepare_store(&of_b);
+        assert!(others.iter().all(|slot| !slots.contains(slot)), "{cut:?}");
+        assert_eq!(b.store(&b.key("c", &prompt(3, 2 * CHUNK), 0..2)), 0, "full");
+        let (again, at) = b.prepare_store(&of_b);
+        b.fill(&of_b, &again, &at);
+        assert!(b.commit_store(&of_b));
+        // A's copy goes on, and its client connects anew by itself.
+        a.fill(&of_a, &slots, &indices);
+        assert!(b.retrieve(&of_b), "byte for byte");
+        a.client = server.client();
+        assert!(a.commit_store(&of_a), "any connection may: its own is over");
+        assert!(b.retrieve(&CacheKey {
+            request_id: "d".to_owned(),
+            ..of_a
+        }));
+        let counts = server.status().counts;
+        assert_eq!((counts.slots_orphaned, counts.stores_abandoned), (2, 0));
+    }
+}
+
+/// The reader's side of it: the lease ended with the connection, other chunks took the slot, and
+/// the stock client, which overlooks that its commit is answered "no", used their bytes.
+#[test]
+fn a_reader_whose_connection_is_cut_keeps_its_bytes() {
+    for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
+        let server = Server::with(4 * 4096, holding_for_an_hour, |_| {});
+        let mut b = Worker::register(&server, 2);
+        let tokens = prompt(1, 2 * CHUNK);
+        assert_eq!(b.store(&b.key("b", &tokens, 0..2)), 2);
+        let proxy = Proxy::start(server.address);
+        let through = Client::connect(proxy.address, TIMEOUT).expect("a connection");
+        let mut a = Worker::register_on(through, 1, 0, 1, "float32");
+        let key = a.key("a", &tokens, 0..2);
+        let slots = a.prepare_retrieve(&key).expect("a hit");
+        proxy.cut.send(cut).expect("it runs");
+        wait_for_an_end(&server, 1);
+        let clear = Request::Clear { force: true };
+        assert_eq!(b.client.ask(&clear).expect("an answer"), Reply::None);
+        for round in 2..6 {
+            b.store(&b.key("c", &prompt(round, 2 * CHUNK), 0..2));
+        }
+        for (chunk, slot) in slots.iter().enumerate() {
+            assert!(
+                a.pool.read(slot) == chunk_bytes(&tokens, chunk, a.seed(&key)),
+                "{cut:?}"
+            );
+        }
+        assert_eq!(server.status().usage.leases, 2);
+        server.service.tick(Instant::now() + HOUR);
+        assert_eq!(server.status().usage.leases, 0);
+    }
+}
+
+/// A cut or late writer kept everybody else from storing its chunks, without a limit of time.
+#[test]
+fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let tokens = prompt(1, 2 * CHUNK);
+    let mut b = Worker::register(&server, 2);
+    for cleared in [false, true] {
+        let mut a = Worker::register(&server, 1);
+        let key = a.key("a", &tokens, 0..2);
+        let (slots, indices) = a.prepare_store(&key);
+        assert_eq!(slots.len(), 2);
+        a.client = server.client();
+        wait_for_an_end(&server, 2);
+        let mut store = |name: &str| b.store(&b.key(name, &tokens, 0..2));
+        assert_eq!(store("b"), 2, "in slots of its own");
+        if cleared {
+            let clear = Request::Clear { force: true };
+            assert_eq!(a.client.ask(&clear).expect("an answer"), Reply::None);
+        }
+        a.fill(&key, &slots, &indices);
+        assert!(a.commit_store(&key));
+        let hits = lookup(
+            &mut a.client,
+            &CacheKey {
+                request_id: "l".to_owned(),
+                ..key
+            },
+        );
+        assert_eq!(hits, if cleared { 0 } else { 2 });
+        common::end(&mut a.client, "l");
+        // One copy of the chunks is left, or none.
+        let used = if cleared { 0 } else { 2 * 4096 };
+        assert_eq!(server.status().usage.used_bytes, used);
+        let clear = Request::Clear { force: true };
+        assert_eq!(a.client.ask(&clear).expect("an answer"), Reply::None);
+        drop(a);
+        wait_for_an_end(&server, 1);
+    }
+    // A writer that is merely late, on an open connection.
+    let mut a = Worker::register(&server, 1);
+    let key = a.key("a", &tokens, 0..2);
+    let (slots, indices) = a.prepare_store(&key);
+    assert_eq!(b.store(&b.key("b", &tokens, 0..2)), 0, "not yet");
+    let overdue = server.service.config().transfer_deadline;
+    server.service.tick(Instant::now() + overdue);
+    let mut b = Worker::register(&server, 3);
+    assert_eq!(b.store(&b.key("b", &tokens, 0..2)), 2);
+    a.fill(&key, &slots, &indices);
+    assert!(a.commit_store(&key));
+    assert!(b.retrieve(&b.key("c", &tokens, 0..2)));
+}
+
+/// Where the kernel shows that the process is dead, nothing has to be waited for.
+#[test]
+fn a_killed_workers_slots_come_back_at_once() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut process = Process::start(server.address);
+    process.tell("register");
+    process.tell("prepare");
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    wait_for_the_witness(&server, &process);
+    process.signal("-KILL");
+    server.assert_idle();
+    let counts = server.status().counts;
+    assert_eq!(
+        (counts.slots_released_by_death, counts.stores_abandoned),
+        (2, 1)
+    );
+    // Half-written chunks never become findable, and the keys are free again.
+    let mut next = Worker::register(&server, 2);
+    let key = next.key("b", &prompt(1, 2 * CHUNK), 0..2);
+    assert_eq!(lookup(&mut next.client, &key), 0);
+    assert_eq!(next.store(&key), 2);
+    assert!(next.retrieve(&key));
+}
+
+/// The processes behind the connections with slots are known; a search takes a moment.
+fn wait_for_the_witness(server: &Server, process: &Process) {
+    let pid = process.child.id();
+    server.eventually("the process is known", |status| {
+        status.instances.iter().any(|worker| worker.pids == [pid])
+    });
+}
+
+/// A stopped process (SIGSTOP, `docker pause`) goes on in the middle of its copy.
+#[test]
+fn a_stopped_workers_slots_are_held_until_it_goes_on_or_dies() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut process = Process::start(server.address);
+    process.tell("register");
+    process.tell("prepare");
+    wait_for_the_witness(&server, &process);
+    process.tell("break");
+    wait_for_an_end(&server, 0);
+    process.signal("-STOP");
+    let begin = Instant::now();
+    let reserved_after = |time: Duration| {
+        server.service.tick(begin + time);
+        server.status().usage.reserved_slots
+    };
+    let stopped = |status: &lmc_vllm_adapter::ServiceStatus| {
+        server.service.tick(begin);
+        status
+            .held
+            .first()
+            .is_some_and(|held| held.waits_for == "stopped")
+    };
+    server.eventually("it is seen stopped", stopped);
+    for hours in 1..5 {
+        assert_eq!(reserved_after(HOUR * hours), 2, "after {hours} h");
+    }
+    // It goes on, and has the whole grace time from then on.
+    process.signal("-CONT");
+    server.eventually("it is seen running", |status| {
+        server.service.tick(begin + HOUR * 4);
+        status.held[0].waits_for == "grace"
+    });
+    assert_eq!(reserved_after(HOUR * 4 + HOUR / 2), 2);
+    process.signal("-STOP");
+    server.eventually("it is seen stopped again", stopped);
+    assert_eq!(reserved_after(HOUR * 9), 2);
+    process.signal("-KILL");
+    server.eventually("its slots are back", |status| {
+        server.service.tick(begin + HOUR * 9);
+        status.usage.reserved_slots == 0
+    });
+    assert_eq!(server.status().counts.slots_released_by_death, 2);
+}
+
+/// The process that held the socket is dead, and it never mapped the pool: the worker lives.
+#[test]
+fn a_proxy_that_dies_proves_nothing() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut process = Process::start(server.address);
+    writeln!(process.orders, "proxy").expect("it lives");
+    let mut line = String::new();
+    let port: u16 = loop {
+        line.clear();
+        assert!(process.answers.read_line(&mut line).expect("it lives") > 0);
+        if let Some(port) = line.strip_prefix("port ") {
+            break port.trim().parse().expect("a port");
+        }
+    };
+    let through = Client::connect(("127.0.0.1", port), TIMEOUT).expect("a connection");
+    let mut a = Worker::register_on(through, 1, 0, 1, "float32");
+    let key = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let (slots, indices) = a.prepare_store(&key);
+    process.signal("-KILL");
+    wait_for_an_end(&server, 0);
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(1500) {
+        server.tick();
+        assert_eq!(server.status().usage.reserved_slots, 2);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(server.status().held[0].pids, []);
+    a.client = server.client();
+    a.fill(&key, &slots, &indices);
+    assert!(a.commit_store(&key));
+    assert!(a.retrieve(&key));
+}
+
+/// Anybody could commit a worker's half-written store, or unregister it.
+#[test]
+fn only_its_own_connection_commits_or_unregisters() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut a = Worker::register(&server, 1);
+    let mut b = Worker::register(&server, 2);
+    let tokens = prompt(1, 2 * CHUNK);
+    let key = a.key("a", &tokens, 0..2);
+    let (slots, indices) = a.prepare_store(&key);
+    let commit = Request::CommitStore {
+        key: key.clone(),
+        instance_id: 1,
+        pickled: 0,
+    };
+    assert_eq!(
+        b.client.ask(&commit).expect("an answer"),
+        Reply::Bool(false)
+    );
+    let unregister = Request::Unregister {
+        instance_id: 1,
+        engine_driven: true,
+    };
+    let refused = b.client.call(&unregister).expect("an answer");
+    assert!(matches!(refused, Reply::Error(_)), "{refused:?}");
+    let status = server.status();
+    assert_eq!(status.counts.commits_foreign, 2);
+    assert_eq!((status.instances.len(), status.transfers.stores), (2, 1));
+    assert!(
+        !b.retrieve(&b.key("b", &tokens, 0..2)),
+        "it is half-written"
+    );
+    a.fill(&key, &slots, &indices);
+    assert!(a.commit_store(&key));
+    let slots = a.prepare_retrieve(&key).expect("a hit");
+    let commit = Request::CommitRetrieve {
+        key: key.clone(),
+        instance_id: 1,
+    };
+    assert_eq!(
+        b.client.ask(&commit).expect("an answer"),
+        Reply::Bool(false)
+    );
+    assert_eq!(server.status().usage.leases, slots.len() as u64);
+    assert_eq!(a.client.ask(&commit).expect("an answer"), Reply::Bool(true));
+    assert_eq!(a.client.ask(&unregister).expect("an answer"), Reply::None);
+}
+
+/// Its slots could be given back by nothing but the end of its connection.
+#[test]
+fn a_worker_that_registers_another_layout_commits_what_it_had_prepared() {
+    let server = Server::start();
+    let mut a = Worker::register(&server, 1);
+    let key = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let (slots, indices) = a.prepare_store(&key);
+    a.fill(&key, &slots, &indices);
+    let client = std::mem::replace(&mut a.client, server.client());
+    let mut again = Worker::register_on(client, 1, 0, 1, "bfloat16");
+    let commit = Request::CommitStore {
+        key: key.clone(),
+        instance_id: 1,
+        pickled: 0,
+    };
+    assert_eq!(
+        again.client.ask(&commit).expect("an answer"),
+        Reply::Bool(true)
+    );
+    assert_eq!(server.status().usage.reserved_slots, 0);
+    let mut b = Worker::register(&server, 2);
+    assert!(
+        b.retrieve(&b.key("b", &key.token_ids, 0..2)),
+        "in the layout of then"
+    );
+}
+
+/// Leases of a lookup in the middle of a prompt were numbered from its first chunk, while readers
+/// count from the prompt's: they stayed until the session ended.
+#[test]
+fn leases_of_a_lookup_in_the_middle_of_a_prompt_go_back_with_its_reader() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let tokens = prompt(1, 6 * CHUNK);
+    worker.store(&worker.key("a", &tokens, 0..6));
+    let mut scheduler = server.client();
+    let middle = worker.key("b", &tokens, 2..6);
+    assert_eq!(lookup(&mut scheduler, &middle), 4);
+    assert_eq!(server.status().usage.leases, 4);
+    assert!(worker.retrieve(&worker.key("b", &tokens, 2..4)));
+    assert_eq!(server.status().usage.leases, 2);
+    assert!(worker.retrieve(&worker.key("b", &tokens, 4..6)));
+    assert_eq!(server.status().usage.leases, 0);
+}
+
+/// A network namespace with one link to this one.
+struct Network {
+    name: String,
+    link: String,
+    address: String,
+}
+
+impl Network {
+    /// Why there is none, where this process may not make one.
+    fn make() -> Result<Self, String> {
+        let pid = std::process::id();
+        let subnet = format!("10.213.{}", pid % 250);
+        let network = Self {
+            name: format!("lmc{pid}"),
+            link: format!("lmc{}", pid % 1_000_000),
+            address: format!("{subnet}.1"),
+        };
+        let (name, link) = (&network.name, &network.link);
+        let there = format!("{link}b");
+        for command in [
+            format!("netns add {name}"),
+            format!("link add {link} type veth peer name {there} netns {name}"),
+            format!("addr add {subnet}.1/24 dev {link}"),
+            format!("link set {link} up"),
+            format!("-n {name} addr add {subnet}.2/24 dev {there}"),
+            format!("-n {name} link set {there} up"),
+        ] {
+            Self::ip(&command)?;
+        }
+        Ok(network)
+    }
+
+    fn ip(command: &str) -> Result<(), String> {
+        let done = Command::new("ip").args(command.split(' ')).output();
+        let done = done.map_err(|error| format!("ip cannot be run: {error}"))?;
+        let said = String::from_utf8_lossy(&done.stderr);
+        match done.status.success() {
+            true => Ok(()),
+            false => Err(format!("ip {command}: {}", said.trim())),
+        }
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        let _ = Self::ip(&format!("link del {}", self.link));
+        let _ = Self::ip(&format!("netns del {}", self.name));
+    }
+}
+
+/// A host, a virtual machine or a container's network that is gone says nothing: its slots, its
+/// keys and its connection were held until the server was started anew.
+#[test]
+fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
+    let network = match Network::make() {
+        Ok(network) => network,
+        Err(why) => return println!("skipped: no network namespace here ({why})"),
+    };
+    let server = Server::with(
+        1 << 20,
+        |_| {},
+        |zmq| {
+            zmq.host.clone_from(&network.address);
+            zmq.keepalive = Keepalive {
+                idle: Duration::from_secs(1),
+                interval: Duration::from_secs(1),
+                probes: 2,
+            };
+        },
+    );
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", &network.name]);
+    command.arg(std::env::current_exe().expect("this test"));
+    let mut process = Process::launch(command, server.address);
+    process.tell("register");
+    process.tell("prepare");
+    // A peer that is there answers for itself, however long it is silent.
+    std::thread::sleep(Duration::from_secs(4));
+    assert_eq!(server.status().transport.connections_open, 1);
+    assert_eq!(server.status().usage.reserved_slots, 2);
+    Network::ip(&format!("link set {} down", network.link)).expect("the link is there");
+    wait_for_an_end(&server, 0);
+    server.assert_idle();
+    assert_eq!(server.status().counts.slots_released_by_grace, 2);
+}
