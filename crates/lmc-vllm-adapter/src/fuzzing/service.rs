@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
@@ -29,6 +30,10 @@ const PROMPT: usize = 16;
 const MODELS: [&str; 2] = ["m", "n"];
 const DTYPES: [&str; 2] = ["int8", "uint8"];
 const SALTS: [&str; 2] = ["", "s"];
+/// KV ranks of each engine.
+const WORLD_SIZE: u32 = 2;
+/// Longest wait for the lower tier, which answers within microseconds.
+const TIER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The engines' own cache: `[2, blocks, tokens, heads, size]` of one layer, one head.
 const BLOCKS: usize = 16;
@@ -58,7 +63,9 @@ fn shared() -> &'static Mutex<Shared> {
         // Nothing drops what a static holds, so the names go now.
         let _ = std::fs::remove_file(&path);
         let _ = std::fs::remove_file(path + ".lmc-owner");
-        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
+        let lower: Arc<dyn Backend> = Arc::new(MemoryBackend::default());
+        let config = EngineConfig::default();
+        let engine = CacheEngine::with_tiers(config, Arc::new(arena), vec![lower]);
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let config = ServiceConfig {
             max_sessions: 6,
@@ -110,16 +117,43 @@ impl Drop for World<'_> {
 fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
     let model = usize::from(key.model_name == MODELS[1]);
     let salt = usize::from(key.cache_salt == SALTS[1]);
+    let rank = key.worker_id.unwrap_or(0) as usize;
     // The first chunk is common to all prompts; later tokens say which prompt it is.
     let prompt = (key.token_ids[CHUNK] as usize - CHUNK) / 100;
     let content = match chunk {
         0 => 0,
         _ => 1 + (chunk - 1) * 4 + prompt,
     };
-    (((model * 2 + salt) * 2 + dtype) * 13 + content + 1) as u8
+    ((((model * 2 + salt) * 2 + dtype) * 2 + rank) * 13 + content + 1) as u8
 }
 
 impl World<'_> {
+    /// Waits until a condition holds that other threads bring about.
+    fn wait_until(&self, what: &str, holds: impl Fn() -> bool) {
+        let begun = Instant::now();
+        while !holds() {
+            assert!(begun.elapsed() < TIER_TIMEOUT, "timeout: {what}");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Waits until everything that was committed is in the lower tier, too.
+    fn wait_for_copies(&self) {
+        let queued = || self.service.engine().lower()[0].queued_bytes;
+        self.wait_until("copies to the lower tier", || queued() == 0);
+    }
+
+    /// Waits until the chunks that a lookup found in the lower tier are promoted.
+    fn wait_for_promotion(&self, client: ClientId, request_id: &str, now: Instant) {
+        let pending = || {
+            let request_id = request_id.to_owned();
+            let ask = Request::QueryPrefetchStatus { request_id };
+            let answer = self.service.handle(client, ask, now);
+            matches!(answer, Outcome::Reply(Reply::None))
+        };
+        self.wait_until("promotion", || !pending());
+    }
+
     fn fill_slot(&self, slot: &SlotDescriptor, byte: u8) {
         let filled = self.pool.write_all_at(&[byte; CHUNK_BYTES], slot.offset);
         filled.expect("a slot lies in the pool");
@@ -170,7 +204,7 @@ impl World<'_> {
                 },
             })],
             model_name: MODELS[model].to_owned(),
-            world_size: 1,
+            world_size: WORLD_SIZE,
             engine_type: "vllm".to_owned(),
             kv_layout: Some("NHD".to_owned()),
             groups: vec![EngineGroup {
@@ -213,8 +247,8 @@ impl Choices<'_> {
         };
         CacheKey {
             model_name: MODELS[self.index(2)].to_owned(),
-            world_size: 1,
-            worker_id: [Some(0), Some(0), Some(0), None][self.index(4)],
+            world_size: WORLD_SIZE,
+            worker_id: [Some(0), Some(0), Some(1), None][self.index(4)],
             // The first chunk is common to all prompts.
             token_ids: (0..PROMPT as u32)
                 .map(|i| {
@@ -374,6 +408,7 @@ pub fn service(data: &[u8]) {
     while !run.choices.0.is_empty() {
         run.step();
         run.check_held();
+        run.world.wait_for_copies();
     }
     run.end();
 }
@@ -475,7 +510,7 @@ impl Run<'_> {
                 Request::RegisterEngineDriven(EngineDrivenContext {
                     instance_id,
                     model_name: MODELS[model].to_owned(),
-                    world_size: 1,
+                    world_size: WORLD_SIZE,
                     block_size: CHUNK as u32,
                     num_layers: 1,
                     hidden_dim_size: HIDDEN as u32,
@@ -631,6 +666,12 @@ impl Run<'_> {
             (Outcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
                 self.hold(client, instance_id, false, &key, Vec::new());
             }
+            (Outcome::Reply(_), Request::Lookup(key)) => {
+                // Some go on while the chunks are promoted.
+                if self.choices.below(4) > 0 {
+                    world.wait_for_promotion(client, &key.request_id, self.now);
+                }
+            }
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
             // Copies run to their end one after the other, so there is none under way.
@@ -639,7 +680,10 @@ impl Run<'_> {
                 entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
                 quiet.try_recv().expect("no copy is under way");
             }
-            (Outcome::Wait(_), request) => panic!("{request:?} waits, and all is in DRAM"),
+            (Outcome::Wait(_), request) => panic!("{request:?} waits, and none asks for that"),
+            (Outcome::Job(job), Request::Clear { .. }) => {
+                job.run();
+            }
             (
                 Outcome::Job(job),
                 Request::Store {
@@ -710,6 +754,13 @@ impl Run<'_> {
         for client in self.clients {
             service.client_gone(client, self.now);
         }
+        // Promotions for requests that are over end by themselves.
+        let idle = || {
+            let usage = service.status(self.now).usage;
+            (usage.leases, usage.reserved_slots) == (0, 0)
+        };
+        self.world
+            .wait_until("leases and slots that are given back", idle);
         let status = service.status(self.now);
         assert_eq!(status.sessions.sessions, 0);
         assert_eq!(
