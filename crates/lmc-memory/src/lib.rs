@@ -35,7 +35,10 @@ mod segment;
 mod shared_name;
 mod sigbus;
 
-pub use arena::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
+pub use arena::{
+    Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress, StaleSegment,
+    reclaim_stale_segments,
+};
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{
     Axis, CopyError, CopyPlan, CopyPool, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv,

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 
 use thiserror::Error;
@@ -43,6 +44,13 @@ pub enum SegmentError {
         /// The segment.
         name: SharedName,
     },
+    /// The segment is not a regular file with one name. With a second name it could be memory
+    /// that its user never gave to this server.
+    #[error("shared memory {name} is not a regular file with one link")]
+    NotPlain {
+        /// The segment.
+        name: SharedName,
+    },
     /// The owner cut the segment short, or the system had no page left for it, while we were
     /// using it. Nothing copied since can be trusted; the engine must register again.
     #[error("shared memory {name} was cut short or ran out of pages while it was in use")]
@@ -71,18 +79,20 @@ impl MappedSegment {
     /// # Errors
     /// See [`SegmentError`]; a `len` of 0 is an error of [`SegmentError::Open`].
     pub fn open(name: &SharedName, len: u64) -> Result<Self, SegmentError> {
-        if shared_file::is_ours(name) {
-            return Err(SegmentError::OwnPool { name: name.clone() });
-        }
         let open = |source| SegmentError::Open {
             name: name.clone(),
             source,
         };
-        let file = shared_file::shm_open(name, libc::O_RDWR | libc::O_NOFOLLOW).map_err(open)?;
+        let file = shared_file::shm_open(name, libc::O_RDWR).map_err(open)?;
+        if shared_file::is_pool(name, &file).map_err(open)? {
+            return Err(SegmentError::OwnPool { name: name.clone() });
+        }
+        check_kind(&file, name)?;
         check_size(&file, name, len)?;
         let bytes = usize::try_from(len).map_err(|e| open(io::Error::other(e)))?;
         let map = Mapping::shared(&file, bytes).map_err(open)?;
-        let guard = Guard::new(map.base(), map.len()).map_err(open)?;
+        let user = file.metadata().map_err(open)?.uid();
+        let guard = Guard::new(map.base(), map.len(), Some(user)).map_err(open)?;
         Ok(Self {
             guard,
             map,
@@ -118,13 +128,25 @@ impl MappedSegment {
     /// # Errors
     /// [`SegmentError::Size`] or [`SegmentError::Lost`], which stay for good.
     pub fn check(&self) -> Result<(), SegmentError> {
-        if self.guard.lost() {
+        if self.guard.is_lost() {
             return Err(SegmentError::Lost {
                 name: self.name.clone(),
             });
         }
         check_size(&self.file, &self.name, self.len())
     }
+}
+
+fn check_kind(file: &File, name: &SharedName) -> Result<(), SegmentError> {
+    let meta = file.metadata().map_err(|source| SegmentError::Open {
+        name: name.clone(),
+        source,
+    })?;
+    // No links at all: the engine has removed the name since.
+    if meta.is_file() && meta.nlink() <= 1 {
+        return Ok(());
+    }
+    Err(SegmentError::NotPlain { name: name.clone() })
 }
 
 fn check_size(file: &File, name: &SharedName, expected: u64) -> Result<(), SegmentError> {

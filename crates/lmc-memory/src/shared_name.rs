@@ -92,6 +92,21 @@ impl SharedName {
         PathBuf::from("/dev/shm").join(format!("{}{OWNER_SUFFIX}", self.0))
     }
 
+    /// The name whose owner record has this file name.
+    pub(crate) fn of_record(file_name: &str) -> Option<Self> {
+        Self::new(file_name.strip_suffix(OWNER_SUFFIX)?).ok()
+    }
+
+    /// Whether the name is `label`, or `label` with the unpredictable suffix of a unique name.
+    pub(crate) fn is_named_for(&self, label: &Self) -> bool {
+        let hex = |suffix: &str| {
+            let digits = suffix.strip_prefix('_').unwrap_or_default();
+            digits.len() == 16 && digits.bytes().all(|digit| digit.is_ascii_hexdigit())
+        };
+        let suffix = self.0.strip_prefix(&label.0);
+        suffix.is_some_and(|suffix| suffix.is_empty() || hex(suffix))
+    }
+
     /// The name as `shm_open` takes it.
     pub(crate) fn to_c(&self) -> CString {
         CString::new(format!("/{}", self.0)).expect("a checked name holds no NUL")

@@ -1,86 +1,166 @@
-//! Surviving a foreign segment that is cut short while we copy.
+//! Surviving shared memory that another process takes away.
 //!
 //! Touching a page of a shared mapping beyond the end of its file, or one that the file system
-//! has no room for, raises SIGBUS, which ends the process by default: one engine could stop
+//! has no space for, raises SIGBUS, which ends the process by default: one engine could stop
 //! the server for all. Checking the size first leaves a window, and moving the bytes with
 //! `pread` and `pwrite`, which end short instead, has less than half the speed (5 against
 //! 12 GB/s on one core). So, as Wayland compositors do for their clients' buffers, a
-//! handler puts private zero pages in place of the segment that faulted and marks it lost; the
-//! copy runs to its end over zeroes, and whoever asked for it finds the mark and throws the
-//! result away.
+//! handler puts private zero pages in place of the whole mapping that faulted and marks it lost;
+//! the copy runs to its end over zeroes, and its caller finds the mark and discards the result.
 //!
 //! Faults at any other address go to the handler that was there before.
 
+use std::collections::HashMap;
 use std::io;
 use std::mem;
 use std::ptr::{self, NonNull};
+use std::slice;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Segments that can be guarded at once.
-const SLOTS: usize = 4096;
+use parking_lot::Mutex;
+
+/// Ranges of the first block of the table; each further block has twice as many.
+const FIRST_BLOCK: usize = 512;
+
+/// Blocks of the table.
+const BLOCKS: usize = 6;
+
+/// Ranges that can be guarded at once: about half of the mappings that Linux lets a process have
+/// (`vm.max_map_count`, 65,530 unless set).
+pub(crate) const MAX_GUARDS: usize = FIRST_BLOCK * ((1 << BLOCKS) - 1);
+
+/// Foreign segments of one user that can be guarded at once; 8 engines of 8 ranks with a segment
+/// for each of 128 layers take 8,192.
+pub(crate) const MAX_GUARDS_PER_USER: usize = MAX_GUARDS / 2;
 
 /// A guarded range. The handler reads these without a lock; `end` is 0 while the slot is free
 /// or half written.
+#[derive(Debug)]
 struct Slot {
-    taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
     lost: AtomicBool,
 }
 
-static TABLE: [Slot; SLOTS] = [const {
-    Slot {
-        taken: AtomicBool::new(false),
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-        lost: AtomicBool::new(false),
-    }
-}; SLOTS];
+/// The blocks of the table, each null until it is needed. Blocks are never freed, so the handler
+/// can walk them at any time.
+static TABLE: [AtomicPtr<Slot>; BLOCKS] = [const { AtomicPtr::new(ptr::null_mut()) }; BLOCKS];
+
+/// Which slots are free, and how many ranges each user has; not for the handler.
+static BOOKS: Mutex<Option<Books>> = Mutex::new(None);
+
+#[derive(Debug, Default)]
+struct Books {
+    free: Vec<&'static Slot>,
+    blocks: usize,
+    users: HashMap<u32, usize>,
+}
 
 /// The handler that was there before ours.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
+fn block_len(block: usize) -> usize {
+    FIRST_BLOCK << block
+}
+
+/// The slots of all blocks there are.
+fn slots() -> impl Iterator<Item = &'static Slot> {
+    let blocks = TABLE.iter().enumerate().map_while(|(block, start)| {
+        let start = start.load(Ordering::Acquire);
+        // SAFETY: a pointer that is not null was published by `Books::grow` for a leaked block
+        // of this length, which is only ever accessed by shared reference.
+        (!start.is_null()).then(|| unsafe { slice::from_raw_parts(start, block_len(block)) })
+    });
+    blocks.flatten()
+}
+
+impl Books {
+    /// Adds a block, unless all are there.
+    fn grow(&mut self) {
+        let Some(published) = TABLE.get(self.blocks) else {
+            return;
+        };
+        let slot = || Slot {
+            start: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+            lost: AtomicBool::new(false),
+        };
+        let block: Vec<Slot> = (0..block_len(self.blocks)).map(|_| slot()).collect();
+        let block: &'static mut [Slot] = block.leak();
+        let start = block.as_mut_ptr();
+        let block: &'static [Slot] = block;
+        published.store(start, Ordering::Release);
+        self.free.extend(block);
+        self.blocks += 1;
+    }
+}
+
 /// A range whose faults are survived, until drop.
 #[derive(Debug)]
 pub(crate) struct Guard {
-    slot: usize,
+    slot: &'static Slot,
+    user: Option<u32>,
 }
 
 impl Guard {
     /// Guards a mapping. It must be dropped before the mapping is unmapped, since the range
-    /// may belong to somebody else at once afterwards.
-    pub(crate) fn new(base: NonNull<u8>, len: usize) -> io::Result<Self> {
+    /// may belong to another mapping at once afterwards.
+    ///
+    /// With a user, the range counts against that user's share of the table.
+    pub(crate) fn new(base: NonNull<u8>, len: usize, user: Option<u32>) -> io::Result<Self> {
         install()?;
-        let free = TABLE.iter().position(|slot| {
-            slot.taken
-                .compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        });
-        let Some(index) = free else {
-            return Err(io::Error::other(format!(
-                "more than {SLOTS} foreign segments are mapped"
-            )));
+        let mut books = BOOKS.lock();
+        let books = books.get_or_insert_default();
+        if books.free.is_empty() {
+            books.grow();
+        }
+        let full = |who: &str, max: usize| {
+            io::Error::other(format!(
+                "{who} has {max} shared segments mapped, the most there may be"
+            ))
         };
-        let slot = &TABLE[index];
+        if let Some(user) = user {
+            let count = books.users.entry(user).or_default();
+            if *count >= MAX_GUARDS_PER_USER {
+                return Err(full(&format!("user {user}"), MAX_GUARDS_PER_USER));
+            }
+            if !books.free.is_empty() {
+                *count += 1;
+            }
+        }
+        let Some(slot) = books.free.pop() else {
+            return Err(full("this process", MAX_GUARDS));
+        };
         let start = base.as_ptr() as usize;
         slot.lost.store(false, Ordering::Relaxed);
         slot.start.store(start, Ordering::Release);
         slot.end.store(start + len, Ordering::Release);
-        Ok(Self { slot: index })
+        Ok(Self { slot, user })
     }
 
-    /// Whether a fault was survived in the range.
-    pub(crate) fn lost(&self) -> bool {
-        TABLE[self.slot].lost.load(Ordering::Acquire)
+    /// Whether a fault was survived in the range, or [`Guard::mark_lost`] was called.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.slot.lost.load(Ordering::Acquire)
+    }
+
+    /// Marks the range as lost before any byte of it is touched.
+    pub(crate) fn mark_lost(&self) {
+        self.slot.lost.store(true, Ordering::Release);
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let slot = &TABLE[self.slot];
-        slot.end.store(0, Ordering::Release);
-        slot.taken.store(false, Ordering::Release);
+        self.slot.end.store(0, Ordering::Release);
+        let mut books = BOOKS.lock();
+        let Some(books) = books.as_mut() else {
+            return;
+        };
+        books.free.push(self.slot);
+        if let Some(count) = self.user.and_then(|user| books.users.get_mut(&user)) {
+            *count -= 1;
+        }
     }
 }
 
@@ -123,7 +203,7 @@ extern "C" fn on_sigbus(
 ) {
     // SAFETY: the kernel passes valid information to a handler installed with SA_SIGINFO.
     let address = unsafe { (*info).si_addr() } as usize;
-    for slot in &TABLE {
+    for slot in slots() {
         let end = slot.end.load(Ordering::Acquire);
         let start = slot.start.load(Ordering::Acquire);
         // Read again: a guard that went and another that came in between would mix two ranges.
@@ -134,8 +214,9 @@ extern "C" fn on_sigbus(
         slot.lost.store(true, Ordering::Release);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the range is a mapping of ours that is guarded, so it is still mapped, and
-        // only copies that check `lost` afterwards use its bytes. `mmap` is a bare system call.
+        // SAFETY: the range is a mapping of ours that is guarded, so it is still mapped, and its
+        // bytes are only used by code that checks the mark afterwards. `mmap` is a bare system
+        // call.
         let placed = unsafe {
             libc::mmap(
                 start as *mut libc::c_void,

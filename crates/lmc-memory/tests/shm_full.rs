@@ -4,9 +4,10 @@
 //! Needs a small tmpfs over /dev/shm, which only a mount namespace gives without disturbing
 //! the machine; where that cannot be had the test says that it was skipped.
 
+mod common;
+
 use std::fs::{self, File};
 use std::io::Write;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,12 +17,12 @@ use lmc_memory::{
     TensorView,
 };
 
-const VARIABLE: &str = "LMC_TEST_SMALL_SHM";
+use common::with_own_shm;
 
 #[test]
 fn a_full_file_system_is_an_error_and_no_sigbus() {
     let test = "a_full_file_system_is_an_error_and_no_sigbus";
-    with_small_shm("size=64m", test, || {
+    with_own_shm("size=64m", test, || {
         a_pool_that_does_not_fit_is_refused();
         an_engine_without_pages_is_lost();
         a_prefault_that_runs_out_of_room_says_so();
@@ -32,7 +33,7 @@ fn a_full_file_system_is_an_error_and_no_sigbus() {
 #[test]
 fn huge_pages_are_used_and_a_full_file_system_is_an_error_then_too() {
     let test = "huge_pages_are_used_and_a_full_file_system_is_an_error_then_too";
-    with_small_shm("size=64m,huge=advise", test, || {
+    with_own_shm("size=64m,huge=advise", test, || {
         let arena = ArenaConfig::shared("lmc_huge", 60 << 20)
             .with_huge_pages(Demand::Required)
             .build()
@@ -61,38 +62,6 @@ fn huge_pages_are_used_and_a_full_file_system_is_an_error_then_too() {
             .ensure(32 << 20, 28 << 20)
             .expect("there is room again");
     });
-}
-
-/// Runs `inside` in a process of its own, over a file system of its own.
-fn with_small_shm(options: &str, test: &str, inside: fn()) {
-    if std::env::var_os(VARIABLE).is_some() {
-        return inside();
-    }
-    let this = std::env::current_exe().expect("a test has a path");
-    let script = format!(
-        "mount -t tmpfs -o {options} tmpfs /dev/shm || exit 77; exec {} --exact {test} --nocapture",
-        this.display()
-    );
-    let run = Command::new("unshare")
-        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
-        .env(VARIABLE, "1")
-        .output();
-    match run {
-        Ok(out) if out.status.success() => {}
-        Ok(out) if out.status.code() == Some(77) || !out.stdout.starts_with(b"\nrunning") => {
-            println!(
-                "skipped: no mount namespace here ({})",
-                String::from_utf8_lossy(&out.stderr)
-            );
-        }
-        Ok(out) => panic!(
-            "{}\n{}\n{}",
-            out.status,
-            String::from_utf8_lossy(&out.stdout),
-            String::from_utf8_lossy(&out.stderr)
-        ),
-        Err(err) => println!("skipped: unshare cannot be run: {err}"),
-    }
 }
 
 fn a_pool_that_does_not_fit_is_refused() {

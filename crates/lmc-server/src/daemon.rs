@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_engine::{CacheEngine, CopyDown, EngineConfig, PolicyKind};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
-use lmc_memory::{Arena, ArenaConfig, ArenaError, Prefault};
+use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -18,11 +18,11 @@ use tracing::{info, warn};
 
 use crate::cli::error_text;
 use crate::config::{
-    DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, PoolSize, SegmentName,
-    ServeConfig, human_bytes, human_duration,
+    DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, ServeConfig, human_bytes,
+    human_duration,
 };
 use crate::http::{self, Http};
-use crate::{FreeMemory, choose_pool_size, disk, log, occupant, transfer_config};
+use crate::{disk, log, occupant, pool, transfer_config};
 
 /// How LMCache's tools name traffic without a salt.
 pub const DEFAULT_SALT: &str = "_default";
@@ -84,7 +84,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
-    let arena = Arc::new(make_arena(config, cores)?);
+    let arena = Arc::new(pool::make(config, cores)?);
     let prepared = prepare(config, &arena, &mut signals).await;
     let service = match prepared.inspect_err(|_| arena.unlink())? {
         Ok(service) => service,
@@ -366,66 +366,6 @@ fn is_loopback(host: &str) -> bool {
             .is_ok_and(|ip| ip.is_loopback())
 }
 
-fn make_arena(config: &ServeConfig, cores: usize) -> Result<Arena> {
-    let shared = config.shm_name != SegmentName::None;
-    let bytes = match config.pool_size {
-        PoolSize::Bytes(bytes) => {
-            let free = FreeMemory::now(shared).bound();
-            if bytes > free {
-                warn!(
-                    "pool: {} are asked for and {} of memory are free; the system may kill this \
-                     server, or others, once the pool fills",
-                    human_bytes(bytes),
-                    human_bytes(free)
-                );
-            }
-            bytes
-        }
-        PoolSize::Auto => {
-            let (bytes, why) = choose_pool_size(FreeMemory::now(shared));
-            info!("pool: {why}");
-            bytes
-        }
-    };
-    let bytes = usize::try_from(bytes).context("--l1-size-gb")?;
-    let arena = match &config.shm_name {
-        SegmentName::None => ArenaConfig::anonymous(bytes),
-        SegmentName::Name(name) => ArenaConfig::shared(name.as_str(), bytes),
-        // A port that the system chooses is not known yet, and must not tie two servers together.
-        SegmentName::Auto if config.port == 0 => {
-            ArenaConfig::shared(format!("lmc_p{}", std::process::id()), bytes)
-        }
-        SegmentName::Auto => ArenaConfig::shared(format!("lmc_{}", config.port), bytes),
-    };
-    let threads = (cores / 2).clamp(1, 8);
-    let prefault = if config.prefault {
-        Prefault::Background { threads }
-    } else {
-        Prefault::None
-    };
-    let arena = arena
-        .with_huge_pages(config.huge_pages)
-        .with_lock(config.lock_memory)
-        .with_numa_node(config.numa_node)
-        .with_prefault(prefault)
-        .build()
-        .map_err(|error| {
-            let holder = match &error {
-                ArenaError::Held { owner, .. } => occupant::of_pid_text(owner),
-                _ => None,
-            };
-            let error = anyhow!(error);
-            match holder {
-                Some(holder) => error.context(format!("the pool is held by {holder}")),
-                None => error.context("the pool cannot be made"),
-            }
-        })?;
-    for note in &arena.report().notes {
-        info!("pool: {note}");
-    }
-    Ok(arena)
-}
-
 fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let mut engine = EngineConfig::default();
     engine.policy = match config.eviction_policy {
@@ -494,7 +434,7 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
         None => "private memory: workers that copy by themselves are refused".to_owned(),
     };
     info!(
-        "pool: {} in {place}{}{}{}",
+        "pool: {} in {place}{}{}",
         human_bytes(report.bytes as u64),
         if report.huge_pages {
             ", huge pages"
@@ -502,11 +442,6 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
             ""
         },
         if report.locked { ", locked" } else { "" },
-        if report.reclaimed {
-            ", reclaimed from a server that was killed"
-        } else {
-            ""
-        },
     );
     info!(
         "chunks of {} tokens, hashed with {}, evicted by {} above {:.0} %",

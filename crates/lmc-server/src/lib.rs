@@ -14,9 +14,10 @@ mod log;
 pub mod metrics;
 mod occupant;
 mod open_files;
+mod pool;
 mod pool_size;
 mod tools;
 mod vllm;
 
-pub use pool_size::{FreeMemory, choose_pool_size};
+pub use pool_size::{CgroupLimit, FreeMemory, choose_pool_size};
 pub use vllm::transfer_config;

@@ -3,15 +3,30 @@
 use std::fs;
 use std::path::Path;
 
+/// Memory that this process needs besides its pool: code, stacks, index, remembered hashes.
+const HEADROOM: u64 = 32 << 20;
+
+/// The size below which `auto` goes only where no more fits.
+const FLOOR: u64 = 64 << 20;
+
 /// Memory that a pool could take, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FreeMemory {
     /// `MemAvailable` of `/proc/meminfo`.
     pub available: u64,
-    /// What the control group may still take, where it has a limit.
-    pub cgroup: Option<u64>,
+    /// The tightest limit of this process's control groups, where there is one.
+    pub cgroup: Option<CgroupLimit>,
     /// Free space of `/dev/shm`, when the pool lies there.
     pub shm: Option<u64>,
+}
+
+/// A hard limit on the memory of a control group, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CgroupLimit {
+    /// The limit; who goes beyond it is killed.
+    pub limit: u64,
+    /// What is left of it. Page cache that the kernel can drop counts as left.
+    pub left: u64,
 }
 
 impl FreeMemory {
@@ -29,56 +44,111 @@ impl FreeMemory {
             shm: shared.then(free_shm).flatten(),
         }
     }
-}
 
-impl FreeMemory {
     /// The memory that may be taken before something gives.
     pub fn bound(&self) -> u64 {
-        self.available.min(self.cgroup.unwrap_or(u64::MAX))
+        let left = self.cgroup.map(|cgroup| cgroup.left);
+        self.available.min(left.unwrap_or(u64::MAX))
+    }
+
+    /// Whether a pool of so many bytes fits within every limit.
+    pub(crate) fn holds(&self, bytes: u64) -> bool {
+        self.check_cgroup(bytes).is_ok()
+            && bytes <= self.available
+            && self.shm.is_none_or(|free| bytes <= free)
+    }
+
+    /// Checks that a pool of so many bytes does not get this process killed by its cgroup.
+    ///
+    /// # Errors
+    /// The numbers and the remedy.
+    pub(crate) fn check_cgroup(&self, bytes: u64) -> Result<(), String> {
+        let Some(CgroupLimit { limit, left }) = self.cgroup else {
+            return Ok(());
+        };
+        if bytes.saturating_add(HEADROOM) <= left {
+            return Ok(());
+        }
+        let human = crate::config::human_bytes;
+        Err(format!(
+            "a pool of {} does not fit into the memory limit of this server's cgroup: {} of {} \
+             are left, of which the server needs {} besides the pool, and the kernel kills \
+             whoever goes beyond; set --l1-size-gb to {}MiB at most, or raise the limit (docker \
+             --memory, Kubernetes resources.limits.memory, systemd MemoryMax=)",
+            human(bytes),
+            human(left),
+            human(limit),
+            human(HEADROOM),
+            left.saturating_sub(HEADROOM) >> 20
+        ))
     }
 }
 
-/// What this process's control groups (version 2, or 1) may still take: the least of any from
-/// its own up to the root.
-fn cgroup() -> Option<u64> {
+/// Files of a control group's memory controller.
+struct Controller {
+    root: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    /// Fields of `memory.stat` that count page cache which the kernel can drop. Shared memory
+    /// is not among them.
+    cache: [&'static str; 2],
+}
+
+const V2: Controller = Controller {
+    root: "/sys/fs/cgroup",
+    limit: "memory.max",
+    used: "memory.current",
+    cache: ["inactive_file", "active_file"],
+};
+
+const V1: Controller = Controller {
+    root: "/sys/fs/cgroup/memory",
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cache: ["total_inactive_file", "total_active_file"],
+};
+
+/// The tightest limit of this process's control groups (version 2, or 1) from its own up to the
+/// root.
+fn cgroup() -> Option<CgroupLimit> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    groups
-        .lines()
-        .filter_map(|line| {
-            let mut parts = line.splitn(3, ':').skip(1);
-            let (controllers, path) = (parts.next()?, parts.next()?);
-            match controllers {
-                "" => rest_of("/sys/fs/cgroup", path, "memory.max", "memory.current"),
-                _ if controllers.split(',').any(|name| name == "memory") => rest_of(
-                    "/sys/fs/cgroup/memory",
-                    path,
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                ),
-                _ => None,
-            }
-        })
-        .min()
+    let limit_of = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (parts.next()?, parts.next()?);
+        match controllers {
+            "" => tightest(&V2, path),
+            _ if controllers.split(',').any(|name| name == "memory") => tightest(&V1, path),
+            _ => None,
+        }
+    };
+    let limits = groups.lines().filter_map(limit_of);
+    limits.min_by_key(|limit| limit.left)
 }
 
 /// Inside a container the path is often the host's and not there, while the root is the
 /// container's own.
-fn rest_of(root: &str, path: &str, limit: &str, used: &str) -> Option<u64> {
-    let number = |folder: &Path, name: &str| {
-        fs::read_to_string(folder.join(name))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
+fn tightest(controller: &Controller, path: &str) -> Option<CgroupLimit> {
+    let read = |folder: &Path, name: &str| fs::read_to_string(folder.join(name)).ok();
+    let number = |folder: &Path, name: &str| read(folder, name)?.trim().parse::<u64>().ok();
+    let cache = |folder: &Path| {
+        let stat = read(folder, "memory.stat").unwrap_or_default();
+        let bytes = |line: &str| {
+            let (name, bytes) = line.split_once(' ')?;
+            let counted = controller.cache.contains(&name);
+            counted.then(|| bytes.trim().parse::<u64>().ok()).flatten()
+        };
+        stat.lines().filter_map(bytes).sum::<u64>()
     };
-    let own = Path::new(root).join(path.trim_start_matches('/'));
+    let own = Path::new(controller.root).join(path.trim_start_matches('/'));
     own.ancestors()
-        .take_while(|folder| folder.starts_with(root))
+        .take_while(|folder| folder.starts_with(controller.root))
         .filter_map(|folder| {
-            let limit = number(folder, limit)?;
-            Some(limit.saturating_sub(number(folder, used).unwrap_or(0)))
+            let limit = number(folder, controller.limit)?;
+            let used = number(folder, controller.used).unwrap_or(0);
+            let left = limit.saturating_sub(used.saturating_sub(cache(folder)));
+            Some(CgroupLimit { limit, left })
         })
-        .min()
+        .min_by_key(|limit| limit.left)
 }
 
 fn free_shm() -> Option<u64> {
@@ -95,15 +165,21 @@ fn free_shm() -> Option<u64> {
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// A quarter of the memory that is free, in whole MiB, and the sentence that says so.
+/// A quarter of the memory that is free, as far as it fits, and the sentence that says so.
 pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
     let quarter = free.bound() / 4;
-    // Leave /dev/shm some room for the engines' own segments.
+    // Leave /dev/shm some space for the engines' own segments.
     let shm = free.shm.map_or(u64::MAX, |free| free / 10 * 9);
-    let bytes = (quarter.min(shm) >> 20 << 20).max(64 << 20);
+    let fits = shm.min(free.bound().saturating_sub(HEADROOM));
+    // Whole huge pages, so that rounding up to them cannot exceed what fits.
+    let bytes = (quarter.max(FLOOR).min(fits) >> 21 << 21).max(2 << 20);
     let of = match (free.cgroup, free.shm) {
-        _ if shm < quarter => "as much as /dev/shm has",
-        (Some(cgroup), _) if cgroup < free.available => "a quarter of what the cgroup has left",
+        _ if shm < quarter.max(FLOOR) => {
+            "as much as /dev/shm has (docker --shm-size or --ipc=host enlarges it)"
+        }
+        (Some(cgroup), _) if cgroup.left < free.available => {
+            "a quarter of what the cgroup has left"
+        }
         _ => "a quarter of the memory that is free",
     };
     let size = crate::config::human_bytes(bytes);
@@ -114,10 +190,15 @@ pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
 mod tests {
     use super::*;
 
-    fn check(available: u64, cgroup: Option<u64>, shm: Option<u64>, bytes: u64, why: &str) {
+    fn cgroup(left: u64) -> Option<CgroupLimit> {
+        let limit = left + (1 << 30);
+        Some(CgroupLimit { limit, left })
+    }
+
+    fn check(available: u64, left: Option<u64>, shm: Option<u64>, bytes: u64, why: &str) {
         let (found, text) = choose_pool_size(FreeMemory {
             available,
-            cgroup,
+            cgroup: left.and_then(cgroup),
             shm,
         });
         assert_eq!(found, bytes, "{text}");
@@ -126,23 +207,33 @@ mod tests {
 
     #[test]
     fn the_pool_is_a_quarter_of_what_is_free_within_every_limit() {
-        let gib = 1 << 30;
+        let (mib, gib) = (1 << 20, 1 << 30);
         check(16 * gib, None, None, 4 * gib, "a quarter of the memory");
         check(16 * gib, Some(8 * gib), None, 2 * gib, "cgroup");
-        check(
-            16 * gib,
-            Some(64 * gib),
-            Some(100 * gib),
-            4 * gib,
-            "a quarter of the memory",
-        );
-        check(
-            16 * gib,
-            None,
-            Some(gib),
-            (gib / 10 * 9) >> 20 << 20,
-            "/dev/shm",
-        );
-        check(1 << 20, None, None, 64 << 20, "quarter");
+        let shm = Some(100 * gib);
+        check(16 * gib, Some(64 * gib), shm, 4 * gib, "of the memory");
+        check(16 * gib, None, Some(gib), (gib / 10 * 9) >> 21 << 21, "shm");
+        // A container's default /dev/shm, a page of it taken.
+        check(16 * gib, None, Some(64 * mib - 4096), 56 * mib, "/dev/shm");
+        check(16 * gib, Some(80 * mib), None, 48 * mib, "cgroup");
+        check(16 * gib, Some(200 * mib), None, 64 * mib, "cgroup");
+        check(mib, None, None, 2 * mib, "quarter");
+    }
+
+    #[test]
+    fn a_pool_that_leaves_the_server_nothing_in_its_cgroup_is_refused() {
+        let free = FreeMemory {
+            available: 16 << 30,
+            cgroup: cgroup(500 << 20),
+            shm: None,
+        };
+        assert!(free.check_cgroup(1 << 30).is_err());
+        assert!(free.check_cgroup(500 << 20).is_err());
+        assert_eq!(free.check_cgroup(468 << 20), Ok(()));
+        let free = FreeMemory {
+            cgroup: None,
+            ..free
+        };
+        assert_eq!(free.check_cgroup(1 << 40), Ok(()));
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use lmc_vllm_adapter::Client;
 use serde_json::Value;
 
-use common::free_port;
+use common::{free_port, remove_segment, segment};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -56,9 +56,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let pool = format!("/dev/shm/lmc_{}", self.port);
-        let _ = std::fs::remove_file(&pool);
-        let _ = std::fs::remove_file(pool + ".lmc-owner");
+        remove_segment(self.port);
     }
 }
 
@@ -153,7 +151,7 @@ fn a_wrong_byte_makes_exit_code_1() {
     let pool = std::fs::File::options()
         .read(true)
         .write(true)
-        .open(format!("/dev/shm/lmc_{}", server.port))
+        .open(segment(server.port).expect("the pool's name"))
         .expect("the pool");
     let started = Instant::now();
     while child.try_wait().expect("a child").is_none() && started.elapsed() < DEADLINE {

@@ -1,6 +1,8 @@
 //! The real binary: start, stop, kill, start again, and two at a time.
 
 mod common;
+#[path = "../../lmc-memory/tests/common/mod.rs"]
+mod own_shm;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +16,7 @@ use lmc_vllm_adapter::{
     Request, TensorMeta,
 };
 
-use common::free_port;
+use common::{free_port, segment};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -166,7 +168,7 @@ fn engines(port: u16) -> Client {
 }
 
 fn segment_exists(port: u16) -> bool {
-    Path::new("/dev/shm").join(format!("lmc_{port}")).exists()
+    segment(port).is_some()
 }
 
 #[test]
@@ -197,21 +199,24 @@ fn it_listens_at_once_and_stops_clean_on_sigterm() {
 
 #[test]
 fn a_killed_server_leaves_nothing_in_the_way_of_the_next() {
-    let (port, http) = (free_port(), free_port());
-    let mut first = Daemon::start(port, http);
-    first.signal(libc::SIGKILL);
-    first.wait();
-    assert!(segment_exists(port), "nobody could have removed it");
-    let mut second = Daemon::start(port, http);
-    let line = second.line("reclaimed");
-    assert!(
-        line.contains(&format!("pid {}", first.child.id())),
-        "{line}"
-    );
-    assert!(get(http, "/healthz").starts_with("HTTP/1.1 200"));
-    second.signal(libc::SIGINT);
-    assert_eq!(second.wait().code(), Some(0));
-    assert!(!segment_exists(port));
+    let test = "a_killed_server_leaves_nothing_in_the_way_of_the_next";
+    own_shm::with_own_shm("size=64m", test, || {
+        let (port, http) = (free_port(), free_port());
+        let mut first = Daemon::start(port, http);
+        first.signal(libc::SIGKILL);
+        first.wait();
+        assert!(segment_exists(port), "nobody could have removed it");
+        let mut second = Daemon::start(port, http);
+        let line = second.line("reclaimed");
+        assert!(
+            line.contains(&format!("pid {}", first.child.id())),
+            "{line}"
+        );
+        assert!(get(http, "/healthz").starts_with("HTTP/1.1 200"));
+        second.signal(libc::SIGINT);
+        assert_eq!(second.wait().code(), Some(0));
+        assert!(!segment_exists(port));
+    });
 }
 
 #[test]
@@ -228,16 +233,19 @@ fn a_second_server_says_who_is_in_the_way() {
             assert!(line.contains(part), "{line:?} lacks {part:?}");
         }
     };
+    let first_port = port;
     let (port, http) = (port.to_string(), http.to_string());
-    let segment = format!("lmc_{port}");
+    let segment = segment(first_port).expect("the pool's name");
+    let segment = segment.file_name().and_then(|name| name.to_str());
+    let segment = segment.expect("an ASCII name");
     check(&["--port", &port, "--http-port", &own], &[&port, "--port"]);
     check(
         &["--port", &own, "--http-port", &http],
         &[&http, "--http-port"],
     );
     check(
-        &["--port", &own, "--http-port", "0", "--shm-name", &segment],
-        &["the pool", &segment],
+        &["--port", &own, "--http-port", "0", "--shm-name", segment],
+        &["the pool", segment],
     );
     assert!(
         get(http.parse().expect("a port"), "/healthz").starts_with("HTTP/1.1 200"),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
 
-use common::free_port;
+use common::{free_port, remove_segment};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const CHUNK: usize = 256;
@@ -116,10 +116,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // What a killed server leaves to the next on its port.
-        for end in ["", ".lmc-owner"] {
-            let _ = std::fs::remove_file(format!("/dev/shm/lmc_{}{end}", self.port));
-        }
+        remove_segment(self.port);
     }
 }
 

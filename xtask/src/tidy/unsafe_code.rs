@@ -46,6 +46,14 @@ const EXPECTED: &[(&str, &str)] = &[
         "mmap, madvise, mlock, mbind",
     ),
     (
+        "crates/lmc-memory/src/arena/memfd.rs",
+        "memfd_create and its seals",
+    ),
+    (
+        "crates/lmc-memory/src/arena/record.rs",
+        "renameat2 and geteuid",
+    ),
+    (
         "crates/lmc-memory/src/arena/shared_file.rs",
         "shm_open and its friends",
     ),
@@ -92,6 +100,10 @@ const EXPECTED: &[(&str, &str)] = &[
     (
         "crates/lmc-memory/src/sigbus.rs",
         "a handler for pages that another process took away",
+    ),
+    (
+        "crates/lmc-memory/tests/sealed.rs",
+        "a descriptor is passed over a socket and mapped",
     ),
     (
         "crates/lmc-transfer/examples/transfer_speed/nixl.rs",

@@ -1,40 +1,87 @@
 //! A mapping together with the file behind it, if any.
 
+use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::map::{HUGE_PAGE, Mapping};
-use super::shared_file::SharedFile;
+use super::shared_file::{self, SharedFile};
+use crate::sigbus::Guard;
 
 /// Bytes that are made present together, and noted together.
 const PART: u64 = HUGE_PAGE as u64;
 
-/// The memory of an arena. Fields are dropped in order: the mapping first,
+/// What lies behind the memory of an arena.
+#[derive(Debug)]
+pub(super) enum Behind {
+    /// Nothing: private memory.
+    Nothing,
+    /// A segment of `/dev/shm`.
+    Named(SharedFile),
+    /// A file without a name, which cannot be cut short.
+    Sealed(File),
+}
+
+impl Behind {
+    fn file(&self) -> Option<&File> {
+        match self {
+            Self::Nothing => None,
+            Self::Named(named) => Some(named.file()),
+            Self::Sealed(file) => Some(file),
+        }
+    }
+}
+
+/// The memory of an arena. Fields are dropped in order: the guard first, then the mapping,
 /// then the file with its name.
 #[derive(Debug)]
 pub(super) struct Backing {
+    /// For a shared file, of which another process can take the pages away.
+    guard: Option<Guard>,
     map: Mapping,
-    file: Option<SharedFile>,
-    /// Parts of a shared file whose pages are known to be there, a bit each. Nobody takes pages
-    /// out of it, so that a bit once set stays right.
+    behind: Behind,
+    /// Parts of a shared file whose pages were taken from the file system, a bit each. A process
+    /// that maps the file can still punch holes into it; touching such a hole when the file
+    /// system is full is a fault that the guard survives.
     present: Box<[AtomicU64]>,
     /// Whether pages of the file are to be huge.
     huge: bool,
 }
 
 impl Backing {
-    pub(super) fn new(map: Mapping, file: Option<SharedFile>) -> Self {
-        let parts = match file {
-            Some(_) => (map.len() as u64).div_ceil(PART),
-            None => 0,
+    pub(super) fn new(map: Mapping, behind: Behind) -> io::Result<Self> {
+        let (parts, guard) = match behind {
+            Behind::Nothing => (0, None),
+            _ => {
+                let guard = Guard::new(map.base(), map.len(), None)?;
+                ((map.len() as u64).div_ceil(PART), Some(guard))
+            }
         };
         let present = (0..parts.div_ceil(64)).map(|_| AtomicU64::new(0));
         let present = present.collect();
-        Self {
+        Ok(Self {
+            guard,
             map,
-            file,
+            behind,
             present,
             huge: false,
+        })
+    }
+
+    /// Whether bytes were lost because another process cut the file short, or a page could not
+    /// be had.
+    pub(super) fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_lost)
+    }
+
+    /// Compares the file's size with the mapping's, and marks all as lost if it is shorter.
+    pub(super) fn check_size(&self) {
+        let (Some(file), Some(guard)) = (self.behind.file(), &self.guard) else {
+            return;
+        };
+        let len = file.metadata().map(|meta| meta.len());
+        if len.is_ok_and(|len| len < self.map.len() as u64) {
+            guard.mark_lost();
         }
     }
 
@@ -51,8 +98,8 @@ impl Backing {
         &self.map
     }
 
-    pub(super) fn file(&self) -> Option<&SharedFile> {
-        self.file.as_ref()
+    pub(super) fn behind(&self) -> &Behind {
+        &self.behind
     }
 
     pub(super) fn len(&self) -> usize {
@@ -70,7 +117,7 @@ impl Backing {
     /// before: whoever touches them then, here or in another process, cannot be killed because
     /// the file system is full. Anonymous memory has no such error to give.
     pub(super) fn ensure(&self, offset: u64, len: u64) -> io::Result<()> {
-        let Some(file) = &self.file else {
+        let Some(file) = self.behind.file() else {
             return Ok(());
         };
         for part in offset / PART..(offset + len).div_ceil(PART) {
@@ -79,12 +126,12 @@ impl Backing {
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let start = part * PART;
                 let len = PART.min(self.len() as u64 - start);
-                if self.huge && file.has_room(len) {
+                if self.huge && shared_file::has_space(file, len) {
                     // The advice is heeded where memory is touched, and not by the file system
                     // itself. What this does not bring is taken in small pages, or fails there.
                     let _ = self.map.try_populate(start as usize, len as usize);
                 }
-                file.reserve(start, len)?;
+                shared_file::reserve(file, start, len)?;
                 word.fetch_or(bit, Ordering::Relaxed);
             }
         }

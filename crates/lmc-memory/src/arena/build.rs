@@ -3,13 +3,12 @@
 use std::io;
 use std::sync::Arc;
 
-use super::backing::Backing;
-use super::config::Kind;
+use super::backing::{Backing, Behind};
+use super::config::{Kind, Naming};
 use super::map::{HUGE_PAGE, Mapping, page_size};
 use super::prefault::Prefaulter;
 use super::shared_file::SharedFile;
-use super::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, host};
-use crate::SharedName;
+use super::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, host, memfd};
 
 /// Beyond this no address space has room.
 const MAX_BYTES: usize = 1 << 46;
@@ -45,8 +44,12 @@ impl ArenaConfig {
             notes: Vec::new(),
         };
         let backing = match &self.kind {
-            Kind::Anonymous => Backing::new(anonymous(bytes, self.huge_pages, &mut report)?, None),
-            Kind::Shared(name) => shared(name, bytes, self.huge_pages, &mut report)?,
+            Kind::Anonymous => {
+                let map = anonymous(bytes, self.huge_pages, &mut report)?;
+                backing(map, Behind::Nothing)?
+            }
+            Kind::Sealed => sealed(bytes, self.huge_pages, &mut report)?,
+            Kind::Shared(naming) => shared(naming, bytes, self.huge_pages, &mut report)?,
         };
         // Before any page is present, so that every page comes from the node.
         if let Some(node) = self.numa_node {
@@ -118,21 +121,40 @@ fn anonymous(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Map
     Ok(map)
 }
 
+fn backing(map: Mapping, behind: Behind) -> Result<Backing, ArenaError> {
+    let what = "guarding the arena".to_owned();
+    Backing::new(map, behind).map_err(|source| ArenaError::System { what, source })
+}
+
+fn sealed(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Backing, ArenaError> {
+    let why = "sealed memory is not backed by huge pages";
+    match huge {
+        Demand::Off => {}
+        Demand::Auto => report.notes.push(format!("no huge pages: {why}")),
+        Demand::Required => {
+            let why = why.to_owned();
+            return Err(ArenaError::HugePages { why });
+        }
+    }
+    let file = memfd::create(bytes as u64).map_err(|source| ArenaError::System {
+        what: format!("making a sealed file of {bytes} bytes"),
+        source,
+    })?;
+    let map = Mapping::shared(&file, bytes).map_err(map_error(bytes))?;
+    backing(map, Behind::Sealed(file))
+}
+
 fn shared(
-    name: &str,
+    naming: &Naming,
     bytes: usize,
     huge: Demand,
     report: &mut ArenaReport,
 ) -> Result<Backing, ArenaError> {
-    let file = SharedFile::create(SharedName::new(name)?, bytes as u64)?;
-    if let Some(owner) = file.reclaimed() {
-        report.reclaimed = true;
-        report.notes.push(format!(
-            "reclaimed shared memory {name}, left behind by a server that was killed ({owner})"
-        ));
-    }
+    let (file, reclaimed) = SharedFile::create(naming, bytes as u64)?;
+    report.reclaimed = reclaimed.is_some();
+    report.notes.extend(reclaimed);
     let map = Mapping::shared(file.file(), bytes).map_err(map_error(bytes))?;
-    let mut backing = Backing::new(map, Some(file));
+    let mut backing = backing(map, Behind::Named(file))?;
     if huge != Demand::Off {
         let option = host::shm_huge_option();
         let why = match option.as_str() {

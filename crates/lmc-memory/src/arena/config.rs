@@ -34,7 +34,16 @@ pub enum Prefault {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Anonymous,
-    Shared(String),
+    Shared(Naming),
+    Sealed,
+}
+
+/// How a shared segment gets its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Naming {
+    Exact(String),
+    /// The label and an unpredictable suffix.
+    Unique(String),
 }
 
 /// What an arena shall be. [`ArenaConfig::build`] checks it and makes the
@@ -69,12 +78,30 @@ impl ArenaConfig {
     /// POSIX shared memory under `name` (such as `lmc_5555`), mode 0600, `bytes` bytes.
     ///
     /// That `/dev/shm` has room is checked when the arena is made, but only pages that are
-    /// present are sure to stay: if something else fills the file system first, whoever touches
-    /// the next page is killed by SIGBUS, clients included. [`Prefault::Background`] takes the
+    /// present are sure to stay: if something else fills the file system first, a client that
+    /// touches the next page is killed by SIGBUS, and in this process the arena is lost
+    /// ([`crate::Arena::is_lost`]). [`Prefault::Background`] takes the
     /// pages from the file system by `fallocate`, which fails with an error instead
     /// ([`PrefaultProgress::error`]); once it is through, no touch can fail.
     pub fn shared(name: impl Into<String>, bytes: usize) -> Self {
-        Self::new(Kind::Shared(name.into()), bytes)
+        Self::new(Kind::Shared(Naming::Exact(name.into())), bytes)
+    }
+
+    /// As [`ArenaConfig::shared`], under the name `<label>_<16 hexadecimal digits>`, which other
+    /// users cannot predict and so cannot take first; [`crate::Arena::shared_name`] tells it.
+    ///
+    /// An error while a running server of this user has a segment of the same label. Segments of
+    /// killed servers are left to [`crate::reclaim_stale_segments`].
+    pub fn shared_unique(label: impl Into<String>, bytes: usize) -> Self {
+        Self::new(Kind::Shared(Naming::Unique(label.into())), bytes)
+    }
+
+    /// Shared memory without a name, `bytes` bytes, sealed so that no process can cut it short or
+    /// lengthen it (a `memfd`); [`crate::Arena::sealed_file`] is passed to those who map it.
+    ///
+    /// Huge pages are not supported: [`Demand::Required`] is an error, [`Demand::Auto`] a note.
+    pub fn sealed(bytes: usize) -> Self {
+        Self::new(Kind::Sealed, bytes)
     }
 
     /// Whether to use huge pages. Default: [`Demand::Off`].
@@ -158,6 +185,18 @@ pub enum ArenaError {
         name: SharedName,
         /// Who holds it, such as `pid 1234`.
         owner: String,
+    },
+    /// The file beside the segment, which would say who owns it, cannot be trusted. It was not
+    /// touched.
+    #[error(
+        "{} is {what}, so shared memory {name} cannot be owned by this server: choose another \
+         name, or let the file's owner remove it", name.owner_path().display()
+    )]
+    ForeignRecord {
+        /// The name.
+        name: SharedName,
+        /// What the file is.
+        what: &'static str,
     },
     /// A segment of that name exists and lmc did not make it.
     #[error(

@@ -1,5 +1,6 @@
 //! Ranges of memory.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -8,12 +9,15 @@ mod build;
 mod config;
 mod host;
 pub(crate) mod map;
+mod memfd;
 mod prefault;
+pub(crate) mod record;
 pub(crate) mod shared_file;
 
-use backing::Backing;
+use backing::{Backing, Behind};
 pub use config::{ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
 use prefault::Prefaulter;
+pub use record::{StaleSegment, reclaim_stale_segments};
 
 use crate::SharedName;
 
@@ -47,7 +51,35 @@ impl Arena {
 
     /// The name under which other processes map it; `None` for anonymous memory.
     pub fn shared_name(&self) -> Option<&SharedName> {
-        self.backing.file().map(|file| file.name())
+        match self.backing.behind() {
+            Behind::Named(file) => Some(file.name()),
+            Behind::Nothing | Behind::Sealed(_) => None,
+        }
+    }
+
+    /// The file behind a sealed arena ([`ArenaConfig::sealed`]), for a process that shall map it:
+    /// send the descriptor over a Unix socket (`SCM_RIGHTS`). `None` for other arenas.
+    pub fn sealed_file(&self) -> Option<BorrowedFd<'_>> {
+        match self.backing.behind() {
+            Behind::Sealed(file) => Some(file.as_fd()),
+            Behind::Nothing | Behind::Named(_) => None,
+        }
+    }
+
+    /// Whether bytes of a shared arena were lost: another process cut its file short, or punched
+    /// a hole that the file system has no page for. Bytes that were read before this returned
+    /// `false` are the ones written; from the loss on, reads give zeroes. Costs one atomic load.
+    ///
+    /// It stays so for good: whoever owns the arena must stop using what lies in it.
+    pub fn is_lost(&self) -> bool {
+        self.backing.is_lost()
+    }
+
+    /// As [`Arena::is_lost`], and asks the system whether the file has been cut short while no
+    /// byte was touched. For a look from time to time.
+    pub fn check_lost(&self) -> bool {
+        self.backing.check_size();
+        self.is_lost()
     }
 
     /// What was got of what was asked for.
@@ -86,7 +118,7 @@ impl Arena {
     /// A server calls this on a clean stop, where a leaked (quarantined) slot would keep the
     /// arena, and so its name, alive to the end of the process.
     pub fn unlink(&self) {
-        if let Some(file) = self.backing.file() {
+        if let Behind::Named(file) = self.backing.behind() {
             file.unlink();
         }
     }

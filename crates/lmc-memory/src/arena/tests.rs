@@ -227,3 +227,25 @@ fn impossible_configurations_are_refused() {
     let err = ArenaConfig::shared("a/b", 1).build().unwrap_err();
     assert!(matches!(err, ArenaError::Name(_)));
 }
+
+/// Finding 7 of the review: whoever mapped the pool could kill the server by truncating it.
+#[test]
+fn a_shared_arena_that_is_cut_short_is_lost_and_its_process_lives() {
+    for in_use in [false, true] {
+        let arena = ArenaConfig::shared(name("cut"), 1 << 20).build().unwrap();
+        let path = arena.shared_name().unwrap().path();
+        let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+        write(&arena, 5, 7);
+        assert!(!arena.check_lost());
+        file.set_len(4096).unwrap();
+        if in_use {
+            assert_eq!(read(&arena, 500_000), 0);
+            assert!(arena.is_lost());
+            write(&arena, 500_000, 1);
+        }
+        assert!(arena.check_lost() && arena.is_lost());
+        file.set_len(1 << 20).unwrap();
+        assert!(arena.check_lost(), "a lost arena stays lost");
+    }
+    assert!(!ArenaConfig::anonymous(1).build().unwrap().check_lost());
+}

@@ -79,7 +79,7 @@ settings! {
         L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
         /// Back the pool with 2 MiB huge pages (on shared memory after mount -o remount,huge=advise /dev/shm): true fails without them, auto goes on and says why not.
         L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
-        /// Name of the shared-memory segment; auto derives it from the port, none keeps the pool private (no engine-driven transfers).
+        /// Name of the shared-memory segment; auto is lmc_PORT_ and 16 digits that other users cannot predict (engines learn it when they register), none keeps the pool private (no engine-driven transfers).
         SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
         /// Bind the pool to a NUMA node; none leaves the placement to the system.
         NUMA_NODE: Option<u32> = "numa-node", Value "NODE", "none", parse::numa_node;

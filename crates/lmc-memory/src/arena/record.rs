@@ -1,0 +1,305 @@
+//! Owner records: which process owns a shared segment, and which segments are stale.
+//!
+//! Beside the segment `/dev/shm/<name>` lies `/dev/shm/<name>.lmc-owner`, which holds the
+//! owner's pid in text. The owner keeps an exclusive `flock` on it for life, and the kernel
+//! drops the lock with the process, however it dies. So:
+//!
+//! | record | lock | segment | meaning |
+//! |---|---|---|---|
+//! | there | held | any | a running server owns the name: error, with its pid |
+//! | there | free | there | a server was killed: the segment is stale and is reclaimed |
+//! | absent | – | there | not made by lmc: error, never touched |
+//! | any | free | absent | the name is free |
+//!
+//! Every user may create names in `/dev/shm`, so a record counts only if it is a regular file
+//! of this user with one link, which other users cannot make. A record gets its name by a
+//! rename that replaces nothing, when it is locked and complete; an existing file is only ever
+//! opened with `O_NOFOLLOW` and never written.
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process;
+
+use super::ArenaError;
+use crate::SharedName;
+
+/// How often to start over when another process wins a race for the record.
+const ATTEMPTS: usize = 16;
+
+/// Longest record, in bytes.
+const MAX_RECORD: u64 = 64;
+
+/// A segment whose owner was killed. Its name is removed; its pages are freed on drop, which
+/// takes about a tenth of a second per GiB.
+#[derive(Debug)]
+pub struct StaleSegment {
+    name: SharedName,
+    owner: String,
+    bytes: u64,
+    /// Keeps the pages until drop.
+    _file: Option<File>,
+}
+
+impl StaleSegment {
+    /// The name that the segment had.
+    pub fn name(&self) -> &SharedName {
+        &self.name
+    }
+
+    /// The process that owned it, such as `pid 1234`.
+    pub fn owner(&self) -> &str {
+        &self.owner
+    }
+
+    /// Bytes that it takes from the file system until drop.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// Removes the segments of this user in `/dev/shm` whose lmc server was killed, whatever their
+/// name. What cannot be removed is left for the next call.
+pub fn reclaim_stale_segments() -> Vec<StaleSegment> {
+    let reclaim = |name: SharedName| match look(&name) {
+        Ok(Found::Stale(record)) => reclaim(&name, record).ok(),
+        _ => None,
+    };
+    recorded_names().filter_map(reclaim).collect()
+}
+
+/// A record that this process made and locked.
+#[derive(Debug)]
+pub(super) struct Record {
+    path: PathBuf,
+    file: File,
+}
+
+/// What lies at the path of a record.
+enum Found {
+    Absent,
+    /// The owner runs, such as `pid 1234`.
+    Held(String),
+    /// The owner is dead; the record is locked by this process now.
+    Stale(StaleRecord),
+    /// Not a record of this user.
+    Foreign(&'static str),
+}
+
+struct StaleRecord {
+    file: File,
+    owner: String,
+}
+
+/// The user whose records and segments are trusted.
+pub(crate) fn own_uid() -> u32 {
+    // SAFETY: geteuid has no preconditions and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// 16 hexadecimal digits that other users cannot predict.
+pub(super) fn unpredictable() -> io::Result<String> {
+    let mut bytes = [0; 8];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(format!("{:016x}", u64::from_ne_bytes(bytes)))
+}
+
+/// Opens a file of this user without following links or waiting for a pipe.
+fn open_plain(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+}
+
+/// Looks at the record of a name without changing it.
+fn look(name: &SharedName) -> io::Result<Found> {
+    let path = name.owner_path();
+    let file = match open_plain(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            return match (error.kind(), error.raw_os_error()) {
+                (io::ErrorKind::NotFound, _) => Ok(Found::Absent),
+                (io::ErrorKind::PermissionDenied, _) => Ok(Found::Foreign("of another user")),
+                (_, Some(libc::ELOOP)) => Ok(Found::Foreign("a symbolic link")),
+                (_, Some(libc::ENXIO)) => Ok(Found::Foreign("a socket")),
+                _ => Err(error),
+            };
+        }
+    };
+    let meta = file.metadata()?;
+    if !meta.is_file() {
+        return Ok(Found::Foreign("not a regular file"));
+    }
+    if meta.uid() != own_uid() {
+        return Ok(Found::Foreign("of another user"));
+    }
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Ok(Found::Held(owner(&file))),
+        Err(TryLockError::Error(error)) => return Err(error),
+    }
+    // The last owner may have removed the record before this process got its lock.
+    if !is_at(&path, &file).unwrap_or(false) {
+        return Ok(Found::Absent);
+    }
+    if meta.nlink() != 1 {
+        return Ok(Found::Foreign("a hard link to another file"));
+    }
+    let owner = owner(&file);
+    if !owner.starts_with("pid ") {
+        return Ok(Found::Foreign("without the pid of an lmc server"));
+    }
+    Ok(Found::Stale(StaleRecord { file, owner }))
+}
+
+/// What a record says about its owner.
+fn owner(record: &File) -> String {
+    let mut text = String::new();
+    match record.take(MAX_RECORD).read_to_string(&mut text) {
+        Ok(_) if !text.trim().is_empty() => text.trim().to_owned(),
+        _ => "its pid is not recorded".to_owned(),
+    }
+}
+
+/// Whether a path leads to an open file, links not followed.
+pub(super) fn is_at(path: &Path, file: &File) -> io::Result<bool> {
+    let (there, ours) = (fs::symlink_metadata(path)?, file.metadata()?);
+    Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino()))
+}
+
+/// The names for which there is a record.
+fn recorded_names() -> impl Iterator<Item = SharedName> {
+    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    entries.filter_map(|entry| SharedName::of_record(entry.file_name().to_str()?))
+}
+
+/// The running server of this user whose segment has the name `label`, or was named for it.
+pub(super) fn holder(label: &SharedName) -> Option<(SharedName, String)> {
+    let mut names = recorded_names().filter(|name| name.is_named_for(label));
+    names.find_map(|name| match look(&name) {
+        Ok(Found::Held(owner)) => Some((name, owner)),
+        _ => None,
+    })
+}
+
+/// Removes a stale segment and then its record, whose lock this process has.
+fn reclaim(name: &SharedName, record: StaleRecord) -> io::Result<StaleSegment> {
+    let path = name.path();
+    let own = |file: &File| {
+        let meta = file.metadata();
+        meta.is_ok_and(|meta| meta.is_file() && meta.uid() == own_uid())
+    };
+    // While it is open, removing its name frees no page and takes no time.
+    let segment = open_plain(&path).ok().filter(own);
+    if let Some(segment) = &segment
+        && is_at(&path, segment).unwrap_or(false)
+    {
+        fs::remove_file(&path)?;
+    }
+    // The record goes last: a segment without one would look as if lmc had not made it.
+    fs::remove_file(name.owner_path())?;
+    drop(record.file);
+    let bytes = segment.as_ref().and_then(|segment| segment.metadata().ok());
+    Ok(StaleSegment {
+        name: name.clone(),
+        owner: record.owner,
+        bytes: bytes.map_or(0, |meta| meta.blocks() * 512),
+        _file: segment,
+    })
+}
+
+impl Record {
+    /// Makes the record of a name, after reclaiming a stale segment of that name.
+    pub(super) fn create(name: &SharedName) -> Result<(Self, Option<StaleSegment>), ArenaError> {
+        let path = name.owner_path();
+        let fail = |source| ArenaError::System {
+            what: format!("making {}", path.display()),
+            source,
+        };
+        let mut reclaimed = None;
+        for _ in 0..ATTEMPTS {
+            match look(name).map_err(fail)? {
+                Found::Absent => match Self::link(&path) {
+                    Ok(this) => return Ok((this, reclaimed)),
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                    Err(error) => return Err(fail(error)),
+                },
+                Found::Stale(record) => reclaimed = Some(reclaim(name, record).map_err(fail)?),
+                Found::Held(owner) => {
+                    return Err(ArenaError::Held {
+                        name: name.clone(),
+                        owner,
+                    });
+                }
+                Found::Foreign(what) => {
+                    return Err(ArenaError::ForeignRecord {
+                        name: name.clone(),
+                        what,
+                    });
+                }
+            }
+        }
+        Err(ArenaError::Held {
+            name: name.clone(),
+            owner: "several processes are starting".to_owned(),
+        })
+    }
+
+    /// Makes a locked record with this process's pid and gives it its name, replacing nothing.
+    fn link(path: &Path) -> io::Result<Self> {
+        let new = path.with_file_name(format!(".lmc-{}", unpredictable()?));
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&new)?;
+        let named = match file.try_lock() {
+            Ok(()) => write!(file, "pid {}", process::id()).and_then(|()| rename_new(&new, path)),
+            Err(error) => Err(error.into()),
+        };
+        if let Err(error) = named {
+            let _ = fs::remove_file(&new);
+            return Err(error);
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+        })
+    }
+
+    /// Whether the record still has its name: after an operator's `rm` another server may have
+    /// taken it.
+    pub(super) fn is_in_place(&self) -> bool {
+        is_at(&self.path, &self.file).unwrap_or(false)
+    }
+
+    /// Removes the record.
+    pub(super) fn remove(&self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Renames a file unless the new name is taken.
+fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    let c = |path: &Path| CString::new(path.as_os_str().as_bytes());
+    let (from, to) = (c(from)?, c(to)?);
+    // SAFETY: both names are NUL-terminated and live across the call.
+    let result = unsafe {
+        libc::renameat2(
+            libc::AT_FDCWD,
+            from.as_ptr(),
+            libc::AT_FDCWD,
+            to.as_ptr(),
+            libc::RENAME_NOREPLACE,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,50 @@
+//! A `/dev/shm` of the test's own.
+
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+
+const VARIABLE: &str = "LMC_TEST_OWN_SHM";
+
+/// Runs `inside` in a process of its own, in a mount namespace with a new tmpfs over `/dev/shm`:
+/// other tests, whose servers reclaim what killed ones leave, do not see its segments.
+///
+/// Where there are no namespaces, prints that the test was skipped.
+pub(crate) fn with_own_shm(options: &str, test: &str, inside: fn()) {
+    if std::env::var_os(VARIABLE).is_some() {
+        return inside();
+    }
+    let this = std::env::current_exe().expect("a test has a path");
+    let script = format!(
+        "mount -t tmpfs -o {options} tmpfs /dev/shm || exit 77; exec {} --exact {test} --nocapture",
+        this.display()
+    );
+    // Root needs no user namespace, and keeps the other users.
+    let is_root = std::fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0);
+    let user: &[&str] = match is_root {
+        true => &[],
+        false => &["--user", "--map-root-user"],
+    };
+    let run = Command::new("unshare")
+        .args(user)
+        .args(["--mount", "sh", "-c", &script])
+        .env(VARIABLE, "1")
+        .output();
+    match run {
+        Ok(out) if out.status.success() => {
+            print!("{}", String::from_utf8_lossy(&out.stdout));
+        }
+        Ok(out) if out.status.code() == Some(77) || !out.stdout.starts_with(b"\nrunning") => {
+            println!(
+                "skipped: no mount namespace here ({})",
+                String::from_utf8_lossy(&out.stderr)
+            );
+        }
+        Ok(out) => panic!(
+            "{}\n{}\n{}",
+            out.status,
+            String::from_utf8_lossy(&out.stdout),
+            String::from_utf8_lossy(&out.stderr)
+        ),
+        Err(err) => println!("skipped: unshare cannot be run: {err}"),
+    }
+}

@@ -1,0 +1,307 @@
+//! The pool's memory at start, with the real binary: its name, its size, what limits it, and what
+//! killed servers left.
+
+mod common;
+#[path = "../../lmc-memory/tests/common/mod.rs"]
+mod own_shm;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use common::{free_port, segment};
+use own_shm::with_own_shm;
+
+/// For everything that must happen soon, on a machine that is busy with other tests.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+struct Server {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Server {
+    fn spawn(mut command: Command) -> Self {
+        let mut child = command
+            .env_remove("LMC_CONFIG")
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the binary starts");
+        let stderr = BufReader::new(child.stderr.take().expect("it is piped"));
+        let (send, lines) = channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                if send.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, lines }
+    }
+
+    /// One with these settings, on a port of its own.
+    fn start(args: &[&str]) -> Self {
+        Self::spawn(serve(Command::new(env!("CARGO_BIN_EXE_lmc")), args))
+    }
+
+    /// All lines of the log up to one that holds `part`.
+    fn lines_to(&self, part: &str) -> Vec<String> {
+        let deadline = Instant::now() + DEADLINE;
+        let mut seen: Vec<String> = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => seen.push(line),
+                Err(error) => panic!("no line with {part:?} ({error}); the log: {seen:#?}"),
+            }
+            if seen.last().is_some_and(|line| line.contains(part)) {
+                return seen;
+            }
+        }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("a child");
+        self.child.wait().expect("a child");
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn serve(mut command: Command, args: &[&str]) -> Command {
+    command.arg("serve").args(args);
+    for flag in ["--port", "--http-port"] {
+        if !args.contains(&flag) {
+            command.args([flag, "0"]);
+        }
+    }
+    command
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
+}
+
+/// Bytes of the one segment that a server has.
+fn segment_bytes() -> u64 {
+    let entries = fs::read_dir("/dev/shm").expect("it is there").flatten();
+    let paths = entries.map(|entry| entry.path());
+    let pools: Vec<PathBuf> = paths
+        .filter(|path| path.extension().is_none() && path.to_string_lossy().contains("lmc_"))
+        .collect();
+    assert_eq!(pools.len(), 1, "{pools:?}");
+    fs::metadata(&pools[0]).expect("it is there").len()
+}
+
+/// Finding 3 of the review: an unprivileged user let root's server overwrite any file by a link
+/// at the name that its record was going to have.
+#[test]
+fn a_link_at_a_name_of_the_pool_is_not_followed() {
+    let test = "a_link_at_a_name_of_the_pool_is_not_followed";
+    with_own_shm("size=64m", test, || {
+        let victim = Path::new("/dev/shm/victim");
+        fs::write(victim, "secret").expect("space");
+        let port = free_port();
+        for end in ["", ".lmc-owner"] {
+            symlink(victim, format!("/dev/shm/lmc_{port}{end}")).expect("the name is free");
+        }
+        let args = ["--port", &port.to_string(), "--l1-size-gb", "16MiB"];
+        let server = Server::start(&args);
+        server.lines_to("listening for engines");
+        assert_eq!(fs::read(victim).expect("it is there"), b"secret");
+        let name = segment(port).expect("the pool has a name");
+        let suffix = name.to_string_lossy().rsplit('_').next().map(str::len);
+        assert_eq!(suffix, Some(16), "{name:?} can be predicted");
+        // A name that was given in full and is taken is an error.
+        let name = format!("lmc_{port}");
+        let mut second = Server::start(&["--shm-name", &name, "--l1-size-gb", "16MiB"]);
+        assert_eq!(second.wait().code(), Some(1));
+        assert_eq!(fs::read(victim).expect("it is there"), b"secret");
+    });
+}
+
+/// D15: the segment of another user's dead server said "held by a running process"; now it is in
+/// nobody's way.
+#[test]
+fn what_another_users_killed_server_left_is_not_in_the_way() {
+    let test = "what_another_users_killed_server_left_is_not_in_the_way";
+    with_own_shm("size=512m", test, || {
+        if !is_root() {
+            return println!("skipped: not root");
+        }
+        let port = free_port().to_string();
+        let args = ["--port", &port, "--l1-size-gb", "16MiB"];
+        // Readable by everybody, unlike the folder that cargo builds in.
+        let binary = Path::new("/dev/shm/binary");
+        fs::copy(env!("CARGO_BIN_EXE_lmc"), binary).expect("space");
+        let of_user = |uid: &str| {
+            let mut command = Command::new("setpriv");
+            command.args(["--reuid", uid, "--regid", uid, "--clear-groups"]);
+            Server::spawn(serve(
+                {
+                    command.arg(binary);
+                    command
+                },
+                &args,
+            ))
+        };
+        let first = of_user("65534");
+        first.lines_to("listening for engines");
+        first.kill();
+        of_user("65533").lines_to("listening for engines");
+    });
+}
+
+/// D3: `auto` took 64 MiB of a container's default /dev/shm, which has a page less, and failed.
+#[test]
+fn auto_starts_in_the_default_shared_memory_of_a_container() {
+    let test = "auto_starts_in_the_default_shared_memory_of_a_container";
+    with_own_shm("size=64m", test, || {
+        fs::write("/dev/shm/other", "a page").expect("space");
+        let server = Server::start(&[]);
+        let log = server.lines_to("listening for engines");
+        assert_eq!(segment_bytes(), 56 << 20, "{log:#?}");
+        assert!(
+            log.iter().any(|line| line.contains("--shm-size")),
+            "{log:#?}"
+        );
+    });
+}
+
+/// D8 and D16: each `auto` after a kill was smaller than the one before, and what a server on
+/// another port left stayed for ever.
+#[test]
+fn what_killed_servers_left_is_reclaimed_before_the_size_is_chosen() {
+    let test = "what_killed_servers_left_is_reclaimed_before_the_size_is_chosen";
+    with_own_shm("size=128m", test, || {
+        let start = || {
+            let server = Server::start(&[]);
+            let log = server.lines_to("are present");
+            (server, log, segment_bytes())
+        };
+        let (first, _, bytes) = start();
+        let pid = first.child.id();
+        first.kill();
+        // On another port.
+        let (second, log, again) = start();
+        assert_eq!(again, bytes);
+        let reclaimed = format!("(pid {pid})");
+        assert!(log.iter().any(|line| line.contains(&reclaimed)), "{log:#?}");
+        second.kill();
+        // The size is given, and only fits when the old segment is gone.
+        let server = Server::start(&["--l1-size-gb", "100MiB"]);
+        server.lines_to("are present");
+        assert_eq!(segment_bytes(), 100 << 20);
+    });
+}
+
+/// A control group with a memory limit, for the servers of one test.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    /// `None`, with the reason printed, where none can be made.
+    fn new(limit: u64) -> Option<Self> {
+        let name = format!("lmc_test_{}", std::process::id());
+        let made = |root: &str, limit_file: &str| {
+            let folder = Path::new(root).join(&name);
+            fs::create_dir(&folder).ok()?;
+            let group = Self(folder);
+            fs::write(group.0.join(limit_file), limit.to_string()).ok()?;
+            Some(group)
+        };
+        let group = made("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            .or_else(|| made("/sys/fs/cgroup", "memory.max"));
+        if group.is_none() {
+            println!("skipped: no memory cgroup can be made here");
+        }
+        group
+    }
+
+    fn start(&self, args: &[&str]) -> Server {
+        let procs = self.0.join("cgroup.procs");
+        let script = format!("echo $$ > {} && exec \"$@\"", procs.display());
+        let mut command = Command::new("sh");
+        command.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_lmc")]);
+        Server::spawn(serve(command, args))
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// D7: a pool beyond the limit of the cgroup was a warning, and then the kernel killed the server;
+/// `auto` after it as well, because what the first had left was still charged.
+#[test]
+fn a_pool_beyond_the_limit_of_the_cgroup_is_refused_and_auto_stays_below_it() {
+    let test = "a_pool_beyond_the_limit_of_the_cgroup_is_refused_and_auto_stays_below_it";
+    with_own_shm("size=1g", test, || {
+        let Some(group) = Cgroup::new(200 << 20) else {
+            return;
+        };
+        let mut refused = group.start(&["--l1-size-gb", "400MiB"]);
+        refused.lines_to("--l1-size-gb to ");
+        assert_eq!(refused.wait().code(), Some(1));
+        for _ in 0..2 {
+            let server = group.start(&["--l1-size-gb", "120MiB"]);
+            server.lines_to("are present");
+            assert_eq!(segment_bytes(), 120 << 20);
+            server.kill();
+            let server = group.start(&[]);
+            server.lines_to("are present");
+            assert!(segment_bytes() <= 64 << 20, "{}", segment_bytes());
+            server.kill();
+        }
+        reclaim();
+    });
+}
+
+/// Lets go of what the last killed server left, so that the cgroup can be removed.
+fn reclaim() {
+    drop(lmc_memory::reclaim_stale_segments());
+}
+
+/// A pool that no model fits into, and a quota beyond the pool, started without a word.
+#[test]
+fn sizes_that_cannot_be_meant_are_warned_of() {
+    let test = "sizes_that_cannot_be_meant_are_warned_of";
+    with_own_shm("size=256m", test, || {
+        let warnings = |args: &[&str]| {
+            let server = Server::start(args);
+            let mut log = server.lines_to("listening for engines");
+            log.retain(|line| line.contains("WARN"));
+            log
+        };
+        let few = warnings(&["--l1-size-gb", "1MiB", "--quota", "a=1GiB"]);
+        assert_eq!(few.len(), 2, "{few:#?}");
+        assert!(
+            few[0].contains("32.0 MiB per chunk") && few[1].contains("1.00 GiB"),
+            "{few:#?}"
+        );
+        let none = warnings(&["--l1-size-gb", "64MiB", "--quota", "a=32MiB"]);
+        assert!(none.is_empty(), "{none:#?}");
+    });
+}
