@@ -32,6 +32,9 @@ const REMOVE_AT_ONCE: usize = 1024;
 /// - **Visibility.** What `store` has answered with [`Stored::Written`] is found by the next
 ///   operation, until it is removed or evicted; what `remove` or `clear` has answered `Ok` for is
 ///   not found by the next operation.
+/// - **Lost memory.** Bytes that were read from a slot whose arena is lost afterwards
+///   ([`lmc_memory::Arena::is_lost`]) are not the chunk's: `store` answers an error and keeps none,
+///   and `load` takes nothing for damaged because of them.
 /// - **Cancellation.** A future may be dropped at any point. Slots that something may still write
 ///   to stay with the implementation until that is known to be over; they are never returned
 ///   to their pool before. A dropped `store` or `remove` may or may not take effect.

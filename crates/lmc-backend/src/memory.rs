@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::future::ready;
+use std::io;
 use std::ops::Bound;
 use std::time::Instant;
 
@@ -84,9 +85,15 @@ impl MemoryBackend {
         {
             return Err(StoreError::Full { needed });
         }
+        let bytes: Box<[u8]> = item.slot.bytes().into();
+        if item.slot.arena().is_lost() {
+            return Err(StoreError::Io(io::Error::other(
+                "the slot's memory was lost",
+            )));
+        }
         state.arrived += 1;
         state.bytes += needed;
-        let (arrival, bytes) = (state.arrived, item.slot.bytes().into());
+        let arrival = state.arrived;
         state.arrivals.insert(arrival, item.key);
         state.chunks.insert(item.key, Chunk { arrival, bytes });
         Ok(Stored::Written)

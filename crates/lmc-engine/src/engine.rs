@@ -184,6 +184,9 @@ impl CacheEngine {
 
     /// Leases the leading chunks of a prompt that are in DRAM. They stay until the leases go.
     pub fn lookup(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        if self.pool_is_lost() {
+            return self.0.tier.lease_leading(owner, &[]);
+        }
         let offered = self.0.copy_down == CopyDown::OnCommitAndHit;
         let lower = self.0.lower.as_ref().filter(|_| offered);
         // Nothing is forgotten between its finding and its offer.
@@ -210,7 +213,7 @@ impl CacheEngine {
     /// come up when they are asked for with [`Self::fetch`]. Takes a moment only: a tier that
     /// does not know at once counts as not having any.
     pub fn below(&self, keys: &[ChunkKey]) -> Below {
-        let lower = self.0.lower.as_ref();
+        let lower = self.0.lower.as_ref().filter(|_| !self.pool_is_lost());
         Below(lower.map_or_else(Vec::new, |lower| lower.locate(keys)))
     }
 
@@ -272,6 +275,9 @@ impl CacheEngine {
     /// Reserves memory for chunks, one answer each, in order. Evicts what may go; never waits.
     /// A batch is best given in the order of the prompt: what is there of it counts as used.
     pub fn reserve(&self, owner: OwnerId, requests: &[WriteRequest]) -> Vec<Reservation> {
+        if self.pool_is_lost() {
+            return requests.iter().map(|_| Reservation::NoRoom).collect();
+        }
         let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
         self.0.tier.touch(&prompt);
         let reserve = |request: &WriteRequest| {
@@ -294,10 +300,14 @@ impl CacheEngine {
     }
 
     /// Makes written chunks findable, at once and for everybody. One answer for each, in order.
+    /// None is findable in a pool that is lost: they count as [`Inserted::Cleared`].
     ///
     /// # Panics
     /// When a ticket is another engine's.
     pub fn commit(&self, tickets: Vec<WriteTicket>) -> Vec<Inserted> {
+        if self.pool_is_lost() {
+            return tickets.iter().map(|_| Inserted::Cleared).collect();
+        }
         let writes: Vec<_> = tickets.into_iter().map(WriteTicket::written).collect();
         let at_once = self.0.copy_down != CopyDown::OnEviction;
         let Some(lower) = self.0.lower.as_ref().filter(|_| at_once) else {
@@ -412,7 +422,7 @@ impl CacheEngine {
         };
         let before = lower.missed();
         let mut late = 0;
-        if self.0.copy_down == CopyDown::OnEviction {
+        if self.0.copy_down == CopyDown::OnEviction && !self.pool_is_lost() {
             // What is on its way then may get there.
             let left = deadline.saturating_duration_since(Instant::now());
             late = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
@@ -480,6 +490,12 @@ impl CacheEngine {
     /// Bytes of the pool.
     pub fn pool_bytes(&self) -> u64 {
         self.arena().len() as u64
+    }
+
+    /// Whether the pool's memory was lost ([`Arena::is_lost`]): nothing is found or committed any
+    /// more, and a copy that was under way is to be discarded. It stays so for good.
+    pub fn pool_is_lost(&self) -> bool {
+        self.arena().is_lost()
     }
 
     fn arena(&self) -> &Arena {

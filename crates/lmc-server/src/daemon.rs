@@ -14,7 +14,7 @@ use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::cli::error_text;
 use crate::config::{
@@ -37,6 +37,7 @@ pub fn run(loaded: &Loaded) -> ExitCode {
         Ok(Stop::Clean) => ExitCode::SUCCESS,
         // Something is stuck, and returning would wait for it. The pool's name is gone already.
         Ok(Stop::Forced) => std::process::exit(1),
+        Ok(Stop::PoolLost) => ExitCode::from(POOL_LOST),
         Err(error) => {
             match loaded.config.log_format {
                 LogFormat::Text => eprintln!("lmc serve: {}", error_text(&error)),
@@ -46,6 +47,9 @@ pub fn run(loaded: &Loaded) -> ExitCode {
         }
     }
 }
+
+/// Exit code of a server whose pool was lost; a restart makes a new one.
+const POOL_LOST: u8 = 3;
 
 /// How long drives have to be opened, and how often it is said that they are not yet.
 const OPEN_PATIENCE: Duration = Duration::from_secs(300);
@@ -57,6 +61,8 @@ enum Stop {
     Clean,
     /// By a deadline or a second signal.
     Forced,
+    /// In order, because another process took the pool's memory away.
+    PoolLost,
 }
 
 fn start(loaded: &Loaded) -> Result<Stop> {
@@ -141,6 +147,15 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     );
     let ended = tokio::select! {
         signal = signals.next() => signal,
+        () = pool::lost(&arena) => {
+            error!(
+                "the pool was lost: a process cut its shared memory short, or /dev/shm had no page \
+                 for a hole that a process punched; nothing in it is served or written to disk \
+                 any more; look for who writes to {}, and start the server again",
+                arena.shared_name().map_or_else(String::new, |name| name.path().display().to_string())
+            );
+            "the loss of the pool"
+        }
         ended = &mut engines => {
             ended.context("serving engines failed")?;
             bail!("serving engines ended by itself");
@@ -173,6 +188,10 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
             warn!("stopped at once");
             Stop::Forced
         }
+    };
+    let stop = match stop {
+        Stop::Clean if arena.is_lost() => Stop::PoolLost,
+        stop => stop,
     };
     arena.unlink();
     info!(

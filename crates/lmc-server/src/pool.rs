@@ -1,6 +1,7 @@
 //! Makes the pool's memory: reclaims what killed servers left, checks the size, maps the arena.
 
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_memory::{Arena, ArenaConfig, ArenaError, Prefault, reclaim_stale_segments};
@@ -12,6 +13,9 @@ use crate::{FreeMemory, choose_pool_size, occupant};
 /// KV bytes per token of a model of 8 billion parameters (Llama-3-8B: 32 layers, K and V, 1,024
 /// values of 2 bytes).
 const TOKEN_BYTES_8B: u64 = 128 << 10;
+
+/// Time between two looks at whether the pool is whole; copies look by themselves.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// Makes the arena of the pool.
 pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
@@ -111,6 +115,14 @@ fn size(config: &ServeConfig, freeing: Option<JoinHandle<()>>) -> Result<u64> {
             info!("pool: {why}");
             Ok(bytes)
         }
+    }
+}
+
+/// Returns when another process has taken the pool's memory away.
+pub(crate) async fn lost(arena: &Arena) {
+    let mut every = tokio::time::interval(LOOK);
+    while !arena.check_lost() {
+        every.tick().await;
     }
 }
 

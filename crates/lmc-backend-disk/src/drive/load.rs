@@ -210,6 +210,14 @@ impl Shared {
             return batch.answer(*place, failed);
         }
         self.condition.read_works();
+        if slot.arena().is_lost() {
+            // The sum is of other bytes than the drive's, which says nothing about the drive's.
+            let failed = Loaded::Failed {
+                error: LoadError::Io(io::Error::other("the slot's memory was lost")),
+                slot: FailedSlot::Quiet(slot),
+            };
+            return batch.answer(*place, failed);
+        }
         let right = |header: &AlignedBuf| {
             ChunkHeader::decode(header).is_ok_and(|header| {
                 header.drive_id == self.header.drive_id

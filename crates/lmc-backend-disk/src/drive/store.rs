@@ -20,6 +20,8 @@ struct Writes {
     ready: Ready,
     left: u8,
     error: Option<io::Error>,
+    /// Whether the pool was lost before the sum was made, so that it may be of other bytes.
+    lost: bool,
 }
 
 impl Shared {
@@ -93,6 +95,7 @@ impl Shared {
             ready: Ready { put, file },
             left: 2,
             error: None,
+            lost: false,
         }));
         let write = |offset, len, buf| {
             let (writes, shared) = (Arc::clone(&writes), Arc::clone(self));
@@ -108,15 +111,20 @@ impl Shared {
                     writes.left -= 1;
                     writes.error = writes.error.take().or(done.result.err());
                     if writes.left == 0 {
-                        shared.write_ended(writes.ready, writes.error.take());
+                        let lost = writes.lost;
+                        shared.write_ended(writes.ready, writes.error.take(), lost);
                     }
                 }),
             }]);
         };
         write(at + BLOCK, len, payload);
         let sum = sum.unwrap_or_else(|| payload_sum(slot.bytes()));
+        {
+            let mut writes = writes.lock();
+            writes.ready.put.payload_sum = sum;
+            writes.lost = slot.arena().is_lost();
+        }
         drop(slot);
-        writes.lock().ready.put.payload_sum = sum;
         let mut header = AlignedBuf::new(BLOCK);
         ChunkHeader {
             drive_id: self.header.drive_id,
@@ -130,9 +138,14 @@ impl Shared {
         write(at, BLOCK, Buf::Own(header));
     }
 
-    fn write_ended(self: &Arc<Self>, ready: Ready, error: Option<io::Error>) {
+    fn write_ended(self: &Arc<Self>, ready: Ready, error: Option<io::Error>, lost: bool) {
         let put = ready.put;
         match error {
+            _ if lost => {
+                self.state.lock().index.leave(put.place.segment);
+                let lost = || StoreError::Io(io::Error::other("the slot's memory was lost"));
+                self.store_ended(&put.key, put.len, |_| Err(lost()));
+            }
             None => {
                 self.state.lock().queue.changes.push(Change::Put(ready));
                 self.work.notify_one();

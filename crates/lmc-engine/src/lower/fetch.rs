@@ -377,6 +377,12 @@ impl Shared {
                 Loaded::Failed { .. } => count(&counters.fetch_failed, 1),
             }
         }
+        if self.local.pool().arena().is_lost() {
+            // The bytes may have gone into memory that is no longer the pool's.
+            count(&counters.fetch_failed, writes.len() as u64);
+            writes.clear();
+            bytes = 0;
+        }
         count(&counters.fetched, writes.len() as u64);
         count(&counters.fetched_bytes, bytes);
         // What was forgotten meanwhile is not found.

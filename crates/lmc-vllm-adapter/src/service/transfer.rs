@@ -538,13 +538,14 @@ impl Service {
     }
 
     /// Returns false when a copy under way must stop: its worker's registration is over, the
-    /// worker may have given the blocks away, or this process stood still.
+    /// worker may have given the blocks away, this process stood still, or the pool was lost.
     ///
     /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
     fn may_go_on(&self, granted: &Granted) -> bool {
         let patience = self.shared.config.copy_deadline / 4 * 3;
         granted.copying.may_go_on(granted.asked, patience)
             && self.shared.pulse.is_steady(Instant::now())
+            && !self.shared.engine.pool_is_lost()
     }
 
     /// Counts a copy that was stopped, and says of any failed one why it failed.
@@ -771,6 +772,9 @@ impl Service {
                 .collect();
             let copied = self.shared.copies.scatter_while(plan, &chunks, &proceed);
             copied.map_err(|error| self.copy_failed(&error))?;
+        }
+        if self.shared.engine.pool_is_lost() {
+            return Err("the pool's memory was lost".to_owned());
         }
         add(&counters.scatter_nanos, started.elapsed().as_nanos() as u64);
         add(

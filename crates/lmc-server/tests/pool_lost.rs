@@ -1,0 +1,314 @@
+//! The pool's memory is taken away while the server works, with the real binary: it ends in order
+//! with its own exit code, and neither an engine nor the disk gets a byte of what came after.
+
+mod common;
+#[path = "../../lmc-memory/tests/common/mod.rs"]
+mod own_shm;
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_vllm_adapter::{
+    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
+    TensorMeta,
+};
+
+use common::{free_port, segment};
+use own_shm::with_own_shm;
+
+const DEADLINE: Duration = Duration::from_secs(40);
+/// Exit code of a server whose pool was lost.
+const POOL_LOST: i32 = 3;
+const CHUNK: usize = 256;
+const CHUNKS: usize = 4;
+/// A block of the engine is a chunk of one layer; block 0 stands for absent data.
+const BLOCK_BYTES: usize = CHUNK * 512 * 4;
+const BLOCKS: usize = 1 + 2 * CHUNKS;
+/// First of the blocks to store from, and of those to retrieve into.
+const FROM: usize = 1;
+const TO: usize = FROM + CHUNKS;
+
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(disk: &Path) -> Self {
+        let port = free_port();
+        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
+            .args(["serve", "--l1-size-gb", "32MiB", "--disk-size", "512MiB"])
+            .args(["--port", &port.to_string(), "--http-port", "0"])
+            .args(["--disk-keep-free", "0", "--log-level", "warn", "--disk"])
+            .arg(disk)
+            .env_remove("LMC_CONFIG")
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the binary starts");
+        let this = Self { child, port };
+        let deadline = Instant::now() + DEADLINE;
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(Instant::now() < deadline, "it does not listen");
+            thread::sleep(Duration::from_millis(10));
+        }
+        this
+    }
+
+    fn pool(&self) -> PathBuf {
+        segment(self.port).expect("the pool's name")
+    }
+
+    fn signal(&self, signal: &str) {
+        let kill = format!("kill -{signal} {}", self.child.id());
+        let told = Command::new("sh").args(["-c", &kill]).status();
+        assert!(told.expect("sh is there").success());
+    }
+
+    fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("a child")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// An engine whose memory the server copies from and to: one block per chunk.
+struct Engine {
+    client: Client,
+    memory: File,
+}
+
+impl Engine {
+    fn new(port: u16, name: &str) -> Self {
+        let path = Path::new("/dev/shm").join(name);
+        let memory = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(&path)
+            .expect("space for the engine");
+        memory
+            .write_all_at(&vec![1; BLOCKS * BLOCK_BYTES], 0)
+            .expect("space for the engine");
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        let mut client = Client::connect(address, DEADLINE).expect("a connection");
+        let registration = RegisterKvCache {
+            instance_id: 1,
+            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
+                shm_name: name.to_owned(),
+                nbytes: (BLOCKS * BLOCK_BYTES) as u64,
+                tensor: TensorMeta {
+                    dtype: "float32".to_owned(),
+                    shape: vec![BLOCKS as u64, CHUNK as u64, 512],
+                    stride: vec![(CHUNK * 512) as u64, 512, 1],
+                    storage_offset: 0,
+                },
+            })],
+            model_name: "m".to_owned(),
+            world_size: 1,
+            engine_type: "vllm".to_owned(),
+            kv_layout: None,
+            groups: vec![EngineGroup {
+                layer_indices: vec![0],
+                tokens_per_block: CHUNK as u32,
+                sw_size_tokens: -1,
+                ..EngineGroup::default()
+            }],
+        };
+        let registered = client.ask(&Request::RegisterKvCache(Box::new(registration)));
+        assert_eq!(registered.expect("an answer"), Reply::None);
+        Self { client, memory }
+    }
+
+    /// Stores a prompt from its blocks. Whether it was; an error when the
+    /// server is gone.
+    fn store(&mut self, prompt: usize) -> Result<bool, String> {
+        for chunk in 0..CHUNKS {
+            let at = ((FROM + chunk) * BLOCK_BYTES) as u64;
+            let bytes = bytes_of(prompt, chunk);
+            self.memory.write_all_at(&bytes, at).expect("its own");
+        }
+        let request = Request::Store {
+            key: key(prompt, CHUNKS, Some(0), "store"),
+            instance_id: 1,
+            block_ids: vec![(FROM as u32..(FROM + CHUNKS) as u32).collect()],
+        };
+        let reply = self
+            .client
+            .ask(&request)
+            .map_err(|error| error.to_string())?;
+        Ok(reply == Reply::Transferred(true))
+    }
+
+    /// Retrieves as much of a prompt as there is into other blocks, and checks
+    /// every byte of what the server calls a success. How many chunks there were.
+    fn retrieve(&mut self, prompt: usize) -> Result<usize, String> {
+        let client = &mut self.client;
+        let mut ask = |request| client.ask(&request).map_err(|error| error.to_string());
+        ask(Request::Lookup(key(prompt, CHUNKS, None, "retrieve")))?;
+        let wait = Request::WaitPrefetchStatus {
+            request_id: "retrieve".to_owned(),
+            timeout: 10.0,
+        };
+        let Reply::Int(hits) = ask(wait)? else {
+            return Ok(0);
+        };
+        let hits = hits as usize;
+        if hits > 0 {
+            let at = (TO * BLOCK_BYTES) as u64;
+            let old = vec![0xee; CHUNKS * BLOCK_BYTES];
+            self.memory.write_all_at(&old, at).expect("its own");
+            let reply = ask(Request::Retrieve {
+                key: key(prompt, hits, Some(0), "retrieve"),
+                instance_id: 1,
+                block_ids: vec![(TO as u32..(TO + hits) as u32).collect()],
+                skip_first_n_tokens: 0,
+            })?;
+            if reply != Reply::Transferred(true) {
+                return Ok(0);
+            }
+            let mut found = vec![0; BLOCK_BYTES];
+            for chunk in 0..hits {
+                let at = at + (chunk * BLOCK_BYTES) as u64;
+                self.memory.read_exact_at(&mut found, at).expect("its own");
+                let right = found == bytes_of(prompt, chunk);
+                assert!(right, "prompt {prompt}, chunk {chunk}: {:?}", &found[..8]);
+            }
+        }
+        ask(Request::EndSession {
+            request_id: "retrieve".to_owned(),
+        })?;
+        Ok(hits)
+    }
+}
+
+fn key(prompt: usize, chunks: usize, worker_id: Option<u32>, request: &str) -> CacheKey {
+    CacheKey {
+        model_name: "m".to_owned(),
+        world_size: 1,
+        worker_id,
+        token_ids: (0..(CHUNK * CHUNKS) as u32)
+            .map(|token| token + (prompt * 100_000) as u32)
+            .collect(),
+        start: 0,
+        end: (CHUNK * chunks) as u64,
+        request_id: request.to_owned(),
+        cache_salt: String::new(),
+        num_kv_readers: 1,
+    }
+}
+
+/// Never zero, which is what memory that was taken away reads as.
+fn bytes_of(prompt: usize, chunk: usize) -> Vec<u8> {
+    let byte = |at: usize| ((at * 31 + chunk * 7 + prompt * 13) % 255) as u8 + 1;
+    (0..BLOCK_BYTES).map(byte).collect()
+}
+
+/// Stores and retrieves until the server has gone, takes its pool away meanwhile, and looks
+/// whether what a new server finds on the drive is right. How many chunks that were.
+fn lose_the_pool(disk: &Path, take_away: fn(&Server)) -> usize {
+    let mut server = Server::start(disk);
+    let mut engine = Engine::new(server.port, "lmcache_kv_first");
+    for prompt in 0..4 {
+        assert_eq!(engine.store(prompt), Ok(true));
+        assert_eq!(engine.retrieve(prompt), Ok(CHUNKS));
+    }
+    let load = thread::spawn(move || {
+        let mut prompts = 4..;
+        for prompt in &mut prompts {
+            let stored = engine.store(prompt);
+            let found = [prompt, prompt % 4].map(|prompt| engine.retrieve(prompt));
+            if stored.is_err() || found.iter().any(Result::is_err) {
+                break;
+            }
+        }
+        prompts.start
+    });
+    thread::sleep(Duration::from_millis(100));
+    take_away(&server);
+    let deadline = Instant::now() + DEADLINE;
+    let status = loop {
+        if let Some(status) = server.ended() {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "it does not end");
+        thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(POOL_LOST), "{status}");
+    let prompts = load.join().expect("every byte was right");
+    let _ = std::fs::remove_file("/dev/shm/filler");
+    assert!(segment(server.port).is_none(), "the name is removed");
+
+    let server = Server::start(disk);
+    let mut engine = Engine::new(server.port, "lmcache_kv_second");
+    (0..prompts)
+        .map(|prompt| engine.retrieve(prompt).expect("it serves"))
+        .sum()
+}
+
+fn folder(name: &str) -> PathBuf {
+    let name = format!("{name}-{}", std::process::id());
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    path
+}
+
+/// Finding 7 of the review: `truncate` of the pool killed the server by SIGBUS.
+#[test]
+fn a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing() {
+    let test = "a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing";
+    with_own_shm("size=128m", test, || {
+        for cut_to in [0, 1] {
+            let disk = folder("cut");
+            let found = match cut_to {
+                0 => lose_the_pool(&disk, |server| cut(server, 0)),
+                _ => lose_the_pool(&disk, |server| cut(server, 1 << 20)),
+            };
+            std::fs::remove_dir_all(&disk).expect("it was made");
+            assert!(found > 0, "nothing was on the drive");
+        }
+    });
+}
+
+fn cut(server: &Server, to: u64) {
+    let pool = OpenOptions::new().write(true).open(server.pool());
+    pool.expect("the pool")
+        .set_len(to)
+        .expect("it is not sealed");
+}
+
+/// The other half of finding 7: pages were thought to be there for good, so a hole in a full
+/// `/dev/shm` killed the server as well.
+#[test]
+fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
+    let test = "holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing";
+    with_own_shm("size=128m", test, || {
+        let disk = folder("holes");
+        let found = lose_the_pool(&disk, |server| {
+            // Until /dev/shm is full again a hole reads as zeroes that anybody could have written.
+            server.signal("STOP");
+            let pool = server.pool();
+            let punched = Command::new("fallocate")
+                .args(["--punch-hole", "--length", "32MiB"])
+                .arg(&pool)
+                .status();
+            assert!(punched.expect("util-linux is there").success());
+            let mut filler = File::create("/dev/shm/filler").expect("a name");
+            while filler.write_all(&[1; 4096]).is_ok() {}
+            server.signal("CONT");
+        });
+        std::fs::remove_dir_all(&disk).expect("it was made");
+        assert!(found > 0, "nothing was on the drive");
+    });
+}
