@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use super::overlap;
 use crate::layout::MAX_CHUNK_TOKENS;
 use crate::{DType, GroupLayout, LayoutError, MappedSegment, Planes};
 
@@ -275,6 +276,8 @@ struct Inner {
     geometry: PagedGeometry,
     planes: Vec<PlaneBase>,
     segments: Vec<Arc<MappedSegment>>,
+    /// Whether no byte belongs to two of its runs.
+    disjoint: bool,
 }
 
 impl PagedKv {
@@ -335,12 +338,14 @@ impl PagedKv {
                 });
             }
         }
+        let disjoint = overlap::is_disjoint(&geometry, &planes);
         Ok(Self {
             inner: Arc::new(Inner {
                 layout,
                 geometry,
                 planes,
                 segments,
+                disjoint,
             }),
         })
     }
@@ -463,6 +468,12 @@ impl PagedKv {
     /// The bases, in chunk order.
     pub fn planes(&self) -> &[PlaneBase] {
         &self.inner.planes
+    }
+
+    /// Whether no byte belongs to two of its planes, blocks, tokens or heads. Layers that share
+    /// one cache are an engine's reason to describe it otherwise.
+    pub(super) fn is_disjoint(&self) -> bool {
+        self.inner.disjoint
     }
 
     /// The segments that the planes lie in.

@@ -2,6 +2,7 @@
 
 use thiserror::Error;
 
+use super::overlap;
 use super::paged::PagedGeometry;
 use crate::{GroupLayout, PagedKv};
 
@@ -111,6 +112,8 @@ pub struct CopyPlan {
     pub(super) ops: Vec<Op>,
     pub(super) holes: Vec<Hole>,
     bytes: u64,
+    /// Whether no byte of the paged cache is in two copies.
+    pub(super) disjoint: bool,
 }
 
 impl CopyPlan {
@@ -149,7 +152,9 @@ impl CopyPlan {
             ops: Vec::new(),
             holes: Vec::new(),
             bytes: 0,
+            disjoint: false,
         };
+        let mut spans = Vec::with_capacity(request.block_ids.len());
         for (chunk, &start) in request.chunk_starts.iter().enumerate() {
             let end = start.saturating_add(u64::from(layout.tokens()));
             if end > covered {
@@ -160,8 +165,11 @@ impl CopyPlan {
                 });
             }
             let pieces = pieces(&geometry, request, start, end);
+            let span = |piece: &Piece| Some((piece.block?, piece.first, piece.tokens));
+            spans.extend(pieces.iter().filter_map(span));
             plan.add_chunk(chunk as u32, &geometry, &pieces);
         }
+        plan.disjoint = paged.is_disjoint() && overlap::are_distinct(&mut spans);
         Ok(plan)
     }
 

@@ -36,7 +36,8 @@ const SHORT: u64 = 16 << 10;
 /// # Safety
 /// `op` comes from a plan whose paged cache lies in `sides.segment` and whose chunks have the
 /// length of the plan's layout from `sides.chunk` on; the chunk and the segment do not
-/// overlap; nobody else in this process accesses the bytes that are written.
+/// overlap; no reference to the bytes that are written is used meanwhile, and no other thread
+/// writes them for the same plan.
 pub(super) unsafe fn copy(
     op: &Op,
     next: Option<(&Op, Sides)>,

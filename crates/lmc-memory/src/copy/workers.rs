@@ -71,8 +71,8 @@ struct Addresses {
     chunks: Vec<*mut u8>,
 }
 
-// SAFETY: addresses are shared among the threads of one gather or scatter, which write
-// disjoint ranges.
+// SAFETY: addresses are shared among the threads of one gather or scatter, no two of which write
+// the same byte: see `CopyPool::copy`.
 unsafe impl Sync for Addresses {}
 
 impl CopyPool {
@@ -175,7 +175,7 @@ impl CopyPool {
         };
         let step = ops_of_a_share(plan);
         let stopped = AtomicBool::new(false);
-        self.team.run(plan.ops.len().div_ceil(step), &|i| {
+        let copy_share = |i: usize| {
             if stopped.load(Ordering::Relaxed) || !proceed() {
                 stopped.store(true, Ordering::Relaxed);
                 return;
@@ -186,7 +186,14 @@ impl CopyPool {
                 carry_out(plan, op, next, direction, store, addresses);
             }
             store.finish();
-        });
+        };
+        let shares = plan.ops.len().div_ceil(step);
+        // A gather writes chunks, whose copies are always disjoint.
+        if direction == Direction::Gather || plan.disjoint {
+            self.team.run(shares, &copy_share);
+        } else {
+            (0..shares).for_each(copy_share);
+        }
         for segment in segments {
             segment.check()?;
         }
@@ -212,9 +219,13 @@ fn carry_out(
     let next = next.map(|next| (next, sides(next)));
     let sides = sides(op);
     // SAFETY: the plan was checked against these segments when it was made, and `check` has
-    // compared the chunks' lengths with its layout. Chunks lie in memory of this process and
-    // segments are never pools of lmc, so the sides do not overlap; the copies of a plan write
-    // disjoint ranges of chunks, which are borrowed for the call.
+    // compared the chunks' lengths with its layout. Chunks lie in memory of this process, of
+    // which no shared part can be opened as a segment (`shared_file::is_pool`), so the sides do
+    // not overlap. A gather writes chunks, which are borrowed mutably for the call, each byte in
+    // one copy; a scatter writes the segment, each byte on one thread (`copy`). The segment's
+    // bytes belong to the engine's process, which may write them at any time, as may another
+    // plan that the engine asks for meanwhile: they are only ever copied, never borrowed, and
+    // nothing is decided by them, so such a race garbles bytes of that engine and nothing else.
     unsafe {
         raw::copy(
             op,

@@ -1,10 +1,11 @@
 //! The arena as a socket sees it: ranges of it go to the kernel and come from it, by address.
 //!
-//! All ranges are checked against the arena here, whoever named them. Within the arena, who may
-//! write where is decided above: a call writes to slots that it holds reserved, and a peer to
-//! places that it was given. A peer that writes elsewhere is like a device or another process
-//! that does: it may spoil what lies there, which no reader in this process can see as a change
-//! of Rust's own, since the kernel makes it.
+//! All ranges are checked against the arena here, so nothing outside it is touched. Within the
+//! arena, a call writes to slots that it holds reserved, and a peer names offsets that it was
+//! given for writing. A peer is trusted with that: one that breaks the rule overwrites bytes that
+//! a thread of this process may be reading as a slice. Most such writes are the kernel's, but
+//! bytes that came in together with other frames are copied here ([`Window::put`]), which would be
+//! a data race. So a channel is opened only to peers that may write anything in the arena.
 
 use std::io;
 use std::ops::Range;
@@ -61,10 +62,9 @@ impl Window {
 
     fn bytes(&self, segment: Segment) -> &[u8] {
         let start = self.at(segment);
-        // SAFETY: mapped for the arena's life and initialised (zero-filled). Nobody writes to it
-        // where the slot is held; where a peer named a place that is being written, against the
-        // rules, bytes and sum are of no value and are found wrong by whoever compares them:
-        // nothing else hangs on these bytes.
+        // SAFETY: mapped for the arena's life and initialised (zero-filled). No thread of this
+        // process writes to it: a slot that is read is not reserved, and peers name only ranges
+        // that they may read (see the module). The slice is summed or copied and then dropped.
         unsafe { std::slice::from_raw_parts(start, segment.len as usize) }
     }
 
@@ -83,7 +83,8 @@ impl Window {
         assert!(bytes.len() as u64 <= segment.len, "no more than fits");
         let start = self.at(segment);
         // SAFETY: the range has room for the bytes, and they are the caller's own, so no part of
-        // the arena.
+        // the arena. The range is of a reserved slot, by this process's own call or by the peer
+        // that was given it for writing (see the module), so no thread has a slice of it.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
     }
 

@@ -1,11 +1,15 @@
+use std::collections::HashSet;
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
 
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::super::testing::{Engine, FORMATS, Sizes, marked};
 use super::*;
-use crate::{DType, PlanRequest};
+use crate::{DType, PagedKv, PlanRequest};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -420,4 +424,59 @@ fn a_copy_that_is_stopped_writes_at_most_one_share_for_each_thread() {
             assert!(matches!(stopped, Err(CopyError::Stopped)), "{stopped:?}");
         }
     }
+}
+
+/// Finding 16 of the review: an engine that names a block twice, or strides that overlap, had two
+/// threads write the same bytes.
+#[test]
+fn a_scatter_that_writes_bytes_twice_runs_on_one_thread() {
+    const BLOCK: usize = 16 << 10;
+    let sizes = Sizes {
+        layers: 1,
+        blocks: 512,
+        block_tokens: 1,
+        heads: 1,
+        element: BLOCK as u64 / 2,
+        padding: 0,
+        one_segment: true,
+    };
+    let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
+    let paged = engine.paged(sizes.blocks as u32);
+    let pool = CopyPool::new(3).unwrap();
+    let chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
+    let threads = |paged: &PagedKv, table: &[u32]| {
+        let request = PlanRequest {
+            block_ids: table,
+            chunk_starts: &[0],
+            skip_first_tokens: 0,
+            null_block: Some(u32::MAX),
+        };
+        let plan = CopyPlan::new(paged, paged.layout(), &request).unwrap();
+        let seen = Mutex::new(HashSet::new());
+        let proceed = || {
+            seen.lock().insert(thread::current().id());
+            // Time for the others to take a share.
+            thread::sleep(Duration::from_millis(2));
+            true
+        };
+        pool.scatter_while(&plan, &[&chunk], &proceed).unwrap();
+        seen.into_inner()
+    };
+    let shuffled: Vec<u32> = (0..512).map(|id| (id * 7) % 512).collect();
+    assert!(threads(&paged, &shuffled).len() > 1);
+    let alone = HashSet::from([thread::current().id()]);
+    let mut twice = shuffled.clone();
+    twice[100] = twice[400];
+    assert_eq!(threads(&paged, &twice), alone);
+    // What stands for nothing is not written, however often it is named.
+    let mut absent = shuffled.clone();
+    absent[100] = u32::MAX;
+    absent[400] = u32::MAX;
+    assert!(threads(&paged, &absent).len() > 1);
+    // Blocks that overlap by a byte.
+    let mut geometry = *paged.geometry();
+    geometry.block_stride -= 1;
+    let planes = paged.planes().to_vec();
+    let overlapping = PagedKv::new(*paged.layout(), geometry, planes, paged.segments().to_vec());
+    assert_eq!(threads(&overlapping.unwrap(), &shuffled), alone);
 }
