@@ -44,6 +44,19 @@ pub enum SegmentError {
         /// The segment.
         name: SharedName,
     },
+    /// The segment belongs to another user than the one who named it.
+    #[error(
+        "shared memory {name} belongs to user {owner}, but the connection to user {user}: \
+         a server maps only segments of the user that names them"
+    )]
+    OtherUser {
+        /// The segment.
+        name: SharedName,
+        /// User that owns it.
+        owner: u32,
+        /// User that named it.
+        user: u32,
+    },
     /// The segment is not a regular file with one name. With a second name it could be memory
     /// that its user never gave to this server.
     #[error("shared memory {name} is not a regular file with one link")]
@@ -74,11 +87,33 @@ pub struct MappedSegment {
 }
 
 impl MappedSegment {
-    /// Maps the first `len` bytes of a segment.
+    /// Maps the first `len` bytes of a segment, whoever owns it.
     ///
     /// # Errors
     /// See [`SegmentError`]; a `len` of 0 is an error of [`SegmentError::Open`].
     pub fn open(name: &SharedName, len: u64) -> Result<Self, SegmentError> {
+        Self::find(name).and_then(|found| found.map(len))
+    }
+
+    /// Maps the first `len` bytes of a segment that a user owns; root may name any segment.
+    ///
+    /// A process that may open more than its clients must ask for no less: it would read and
+    /// write for one user what belongs to another.
+    ///
+    /// # Errors
+    /// [`SegmentError::OtherUser`], and those of [`MappedSegment::open`].
+    pub fn open_for(user: u32, name: &SharedName, len: u64) -> Result<Self, SegmentError> {
+        let found = Self::find(name)?;
+        let owner = found.owner;
+        if user != 0 && user != owner {
+            let name = name.clone();
+            return Err(SegmentError::OtherUser { name, owner, user });
+        }
+        found.map(len)
+    }
+
+    /// Opens a segment and checks what it is.
+    fn find(name: &SharedName) -> Result<Found, SegmentError> {
         let open = |source| SegmentError::Open {
             name: name.clone(),
             source,
@@ -87,17 +122,15 @@ impl MappedSegment {
         if shared_file::is_pool(name, &file).map_err(open)? {
             return Err(SegmentError::OwnPool { name: name.clone() });
         }
-        check_kind(&file, name)?;
-        check_size(&file, name, len)?;
-        let bytes = usize::try_from(len).map_err(|e| open(io::Error::other(e)))?;
-        let map = Mapping::shared(&file, bytes).map_err(open)?;
-        let user = file.metadata().map_err(open)?.uid();
-        let guard = Guard::new(map.base(), map.len(), Some(user)).map_err(open)?;
-        Ok(Self {
-            guard,
-            map,
-            file,
+        let meta = file.metadata().map_err(open)?;
+        // No links at all: the engine has removed the name since.
+        if !meta.is_file() || meta.nlink() > 1 {
+            return Err(SegmentError::NotPlain { name: name.clone() });
+        }
+        Ok(Found {
             name: name.clone(),
+            owner: meta.uid(),
+            file,
         })
     }
 
@@ -137,16 +170,31 @@ impl MappedSegment {
     }
 }
 
-fn check_kind(file: &File, name: &SharedName) -> Result<(), SegmentError> {
-    let meta = file.metadata().map_err(|source| SegmentError::Open {
-        name: name.clone(),
-        source,
-    })?;
-    // No links at all: the engine has removed the name since.
-    if meta.is_file() && meta.nlink() <= 1 {
-        return Ok(());
+/// A segment that is open and not mapped yet.
+struct Found {
+    name: SharedName,
+    owner: u32,
+    file: File,
+}
+
+impl Found {
+    fn map(self, len: u64) -> Result<MappedSegment, SegmentError> {
+        let Self { name, owner, file } = self;
+        let open = |source| SegmentError::Open {
+            name: name.clone(),
+            source,
+        };
+        check_size(&file, &name, len)?;
+        let bytes = usize::try_from(len).map_err(|e| open(io::Error::other(e)))?;
+        let map = Mapping::shared(&file, bytes).map_err(open)?;
+        let guard = Guard::new(map.base(), map.len(), Some(owner)).map_err(open)?;
+        Ok(MappedSegment {
+            guard,
+            map,
+            file,
+            name,
+        })
     }
-    Err(SegmentError::NotPlain { name: name.clone() })
 }
 
 fn check_size(file: &File, name: &SharedName, expected: u64) -> Result<(), SegmentError> {

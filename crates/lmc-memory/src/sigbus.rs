@@ -258,3 +258,28 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Finding 16 of the review: 4,096 guards for the process, which one registration could take.
+    #[test]
+    fn one_user_takes_half_of_the_table_at_most() {
+        let (greedy, other) = (4_000_000_000, 4_000_000_001);
+        let mut page = [0u8; 64];
+        let base = NonNull::from(&mut page[0]);
+        let guard = |user| Guard::new(base, page.len(), Some(user));
+        let guards: Vec<Guard> = (0..MAX_GUARDS_PER_USER)
+            .map(|_| guard(greedy).expect("half of the table"))
+            .collect();
+        assert!(MAX_GUARDS_PER_USER >= 8 * 8 * 128);
+        assert!(guard(greedy).is_err());
+        let others = guard(other).expect("the other half");
+        assert!(!others.is_lost());
+        others.mark_lost();
+        assert!(others.is_lost() && guards.iter().all(|guard| !guard.is_lost()));
+        drop(guards);
+        assert!(!guard(greedy).expect("given back").is_lost());
+    }
+}

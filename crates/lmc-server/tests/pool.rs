@@ -7,6 +7,7 @@ mod own_shm;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -14,6 +15,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use common::{free_port, segment};
+use lmc_vllm_adapter::{
+    Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request, TensorMeta,
+};
 use own_shm::with_own_shm;
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
@@ -303,5 +307,79 @@ fn sizes_that_cannot_be_meant_are_warned_of() {
         );
         let none = warnings(&["--l1-size-gb", "64MiB", "--quota", "a=32MiB"]);
         assert!(none.is_empty(), "{none:#?}");
+    });
+}
+
+const PORT_VARIABLE: &str = "LMC_TEST_REGISTER_ON";
+
+/// Registers 4 KiB of a segment as the memory of an engine.
+fn register(port: u16, shm_name: &str) -> Reply {
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    let mut client = Client::connect(address, DEADLINE).expect("a connection");
+    let registration = RegisterKvCache {
+        instance_id: 1,
+        kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
+            shm_name: shm_name.to_owned(),
+            nbytes: 4096,
+            tensor: TensorMeta {
+                dtype: "float32".to_owned(),
+                shape: vec![1, 256, 4],
+                stride: vec![1024, 4, 1],
+                storage_offset: 0,
+            },
+        })],
+        model_name: "m".to_owned(),
+        world_size: 1,
+        engine_type: "vllm".to_owned(),
+        kv_layout: None,
+        groups: vec![EngineGroup {
+            layer_indices: vec![0],
+            tokens_per_block: 256,
+            sw_size_tokens: -1,
+            ..EngineGroup::default()
+        }],
+    };
+    let request = Request::RegisterKvCache(Box::new(registration));
+    client.ask(&request).expect("an answer")
+}
+
+/// The process of the other user. Runs nothing when the test suite calls it by itself.
+#[test]
+fn other_user() {
+    let Ok(port) = std::env::var(PORT_VARIABLE) else {
+        return;
+    };
+    let port = port.parse().expect("a port");
+    fs::write("/dev/shm/own", vec![1; 4096]).expect("space");
+    assert!(fs::read("/dev/shm/secret").is_err(), "root's alone");
+    assert!(matches!(register(port, "secret"), Reply::Error(_)));
+    assert_eq!(register(port, "own"), Reply::None);
+}
+
+/// Finding 10 of the review: a user registered root's memory through root's server, and read it.
+#[test]
+fn another_users_memory_is_not_mapped() {
+    let test = "another_users_memory_is_not_mapped";
+    with_own_shm("size=1g", test, || {
+        if !is_root() {
+            return println!("skipped: not root");
+        }
+        let port = free_port();
+        let server = Server::start(&["--port", &port.to_string(), "--l1-size-gb", "64MiB"]);
+        server.lines_to("listening for engines");
+        fs::write("/dev/shm/secret", vec![1; 4096]).expect("space");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        fs::set_permissions("/dev/shm/secret", mode).expect("it is ours");
+        let this = std::env::current_exe().expect("a test has a path");
+        fs::copy(this, "/dev/shm/test").expect("space");
+        let other = Command::new("setpriv")
+            .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
+            .args(["/dev/shm/test", "--exact", "other_user", "--nocapture"])
+            .env(PORT_VARIABLE, port.to_string())
+            .status();
+        assert!(other.expect("util-linux is there").success());
+        // Root itself may name any segment.
+        assert_eq!(register(port, "secret"), Reply::None);
+        fs::remove_file("/dev/shm/test").expect("it was copied");
     });
 }

@@ -19,12 +19,14 @@ use lmc_vllm_adapter::{
     TensorMeta,
 };
 
-use common::{free_port, segment};
+use common::free_port;
 use own_shm::with_own_shm;
 
 const DEADLINE: Duration = Duration::from_secs(40);
 /// Exit code of a server whose pool was lost.
 const POOL_LOST: i32 = 3;
+/// The pool's segment, in a /dev/shm of the test's own.
+const POOL: &str = "lmc_pool_to_lose";
 const CHUNK: usize = 256;
 const CHUNKS: usize = 4;
 /// A block of the engine is a chunk of one layer; block 0 stands for absent data.
@@ -45,7 +47,8 @@ impl Server {
         let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
             .args(["serve", "--l1-size-gb", "32MiB", "--disk-size", "512MiB"])
             .args(["--port", &port.to_string(), "--http-port", "0"])
-            .args(["--disk-keep-free", "0", "--log-level", "warn", "--disk"])
+            .args(["--shm-name", POOL, "--disk-keep-free", "0"])
+            .args(["--log-level", "warn", "--disk"])
             .arg(disk)
             .env_remove("LMC_CONFIG")
             .stdout(Stdio::null())
@@ -58,10 +61,6 @@ impl Server {
             thread::sleep(Duration::from_millis(10));
         }
         this
-    }
-
-    fn pool(&self) -> PathBuf {
-        segment(self.port).expect("the pool's name")
     }
 
     fn signal(&self, signal: &str) {
@@ -248,13 +247,17 @@ fn lose_the_pool(disk: &Path, take_away: fn(&Server)) -> usize {
     assert_eq!(status.code(), Some(POOL_LOST), "{status}");
     let prompts = load.join().expect("every byte was right");
     let _ = std::fs::remove_file("/dev/shm/filler");
-    assert!(segment(server.port).is_none(), "the name is removed");
+    assert!(!pool().exists(), "the name is removed");
 
     let server = Server::start(disk);
     let mut engine = Engine::new(server.port, "lmcache_kv_second");
     (0..prompts)
         .map(|prompt| engine.retrieve(prompt).expect("it serves"))
         .sum()
+}
+
+fn pool() -> PathBuf {
+    Path::new("/dev/shm").join(POOL)
 }
 
 fn folder(name: &str) -> PathBuf {
@@ -272,8 +275,8 @@ fn a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing() {
         for cut_to in [0, 1] {
             let disk = folder("cut");
             let found = match cut_to {
-                0 => lose_the_pool(&disk, |server| cut(server, 0)),
-                _ => lose_the_pool(&disk, |server| cut(server, 1 << 20)),
+                0 => lose_the_pool(&disk, |_| cut(0)),
+                _ => lose_the_pool(&disk, |_| cut(1 << 20)),
             };
             std::fs::remove_dir_all(&disk).expect("it was made");
             assert!(found > 0, "nothing was on the drive");
@@ -281,8 +284,8 @@ fn a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing() {
     });
 }
 
-fn cut(server: &Server, to: u64) {
-    let pool = OpenOptions::new().write(true).open(server.pool());
+fn cut(to: u64) {
+    let pool = OpenOptions::new().write(true).open(pool());
     pool.expect("the pool")
         .set_len(to)
         .expect("it is not sealed");
@@ -298,10 +301,9 @@ fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
         let found = lose_the_pool(&disk, |server| {
             // Until /dev/shm is full again a hole reads as zeroes that anybody could have written.
             server.signal("STOP");
-            let pool = server.pool();
             let punched = Command::new("fallocate")
                 .args(["--punch-hole", "--length", "32MiB"])
-                .arg(&pool)
+                .arg(pool())
                 .status();
             assert!(punched.expect("util-linux is there").success());
             let mut filler = File::create("/dev/shm/filler").expect("a name");

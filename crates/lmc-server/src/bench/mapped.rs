@@ -6,10 +6,12 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 
 use anyhow::{Context, Result, ensure};
+use lmc_memory::SharedName;
 
 /// A mapping of a whole segment, removed from the system on drop where it is our own.
 #[derive(Debug)]
@@ -27,10 +29,12 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     /// Maps the first `len` bytes of a segment that exists.
     pub(crate) fn open(name: &str, len: u64) -> Result<Self> {
-        let path = PathBuf::from("/dev/shm").join(name.trim_start_matches('/'));
+        // The name comes from whatever process listens on the port.
+        let path = SharedName::new(name)?.path();
         let file = OpenOptions::new()
             .read(true)
             .write(true)
+            .custom_flags(libc::O_NOFOLLOW)
             .open(&path)
             .with_context(|| {
                 format!(
@@ -54,6 +58,7 @@ impl Mapped {
             .read(true)
             .write(true)
             .create_new(true)
+            .mode(0o600)
             .open(&path)
             .with_context(|| format!("cannot make {}", path.display()))?;
         // From here on a failure removes the file again.

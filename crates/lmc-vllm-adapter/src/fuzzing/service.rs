@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -418,7 +418,12 @@ impl Run<'_> {
     fn connect(&mut self, peer: usize) {
         self.next_client += 1;
         let client = ClientId::new(self.next_client);
-        self.world.service.connected(client, Peer::default());
+        let process = std::fs::metadata("/proc/self").expect("proc");
+        let own_user = Peer {
+            uid: Some(process.uid()),
+            ..Peer::default()
+        };
+        self.world.service.connected(client, own_user);
         self.clients[peer] = client;
     }
 

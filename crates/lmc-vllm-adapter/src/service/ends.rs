@@ -65,7 +65,6 @@ impl Service {
 
     /// The user at the other end of a connection; `None` where the kernel does not tell, as for a
     /// peer on another host or in another network namespace.
-    #[expect(dead_code, reason = "registrations of engine memory will ask for it")]
     pub(crate) fn uid_of(&self, client: ClientId) -> Option<u32> {
         let state = self.shared.state.lock();
         state.connections.get(&client)?.peer.uid

@@ -245,7 +245,8 @@ impl Service {
             ));
         }
         let chunk_size = self.shared.config.hasher.chunk_size();
-        let instance = Instance::server_driven(registration, client, chunk_size, now);
+        let user = self.uid_of(client);
+        let instance = Instance::server_driven(registration, client, user, chunk_size, now);
         self.add_instance(registration.instance_id, instance, Reply::None)
     }
 

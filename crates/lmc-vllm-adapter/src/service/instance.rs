@@ -1,6 +1,6 @@
 //! A registered worker: what its chunks look like and how their bytes move.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt};
 use lmc_memory::{
     DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
-    SharedName,
+    SegmentError, SharedName,
 };
 use thiserror::Error;
 
@@ -30,6 +30,13 @@ pub(crate) enum RegisterError {
          (cpu_shm); use lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Memory(String),
+    /// The user that names the memory is not known, so neither is whether it is theirs.
+    #[error(
+        "the user of this connection is not known, so this server maps no memory for it: connect \
+         over loopback from the server's own network namespace, or use \
+         lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    UnknownUser,
 }
 
 fn invalid(error: impl std::fmt::Display) -> RegisterError {
@@ -133,15 +140,18 @@ impl Instance {
         })
     }
 
-    /// A worker whose memory the server copies from and to.
+    /// A worker whose memory the server copies from and to. `user` is the one at the other end of
+    /// its connection.
     pub(crate) fn server_driven(
         registration: &RegisterKvCache,
         client: ClientId,
+        user: Option<u32>,
         chunk_size: u32,
         now: Instant,
     ) -> Result<Self, RegisterError> {
         let tensors = tensors(registration)?;
-        let mut segments = Segments::default();
+        let user = user.ok_or(RegisterError::UnknownUser)?;
+        let mut segments = Segments::of(user);
         let whole = [EngineGroup {
             layer_indices: (0..tensors.len() as u32).collect(),
             ..EngineGroup::default()
@@ -549,26 +559,45 @@ impl Described<'_> {
     }
 }
 
+/// Segments of one worker at most; an engine has one for each layer or fewer.
+const MAX_SEGMENTS: usize = 1024;
+
 /// The segments of one registration, each mapped once however many layers lie in it.
-#[derive(Default)]
 struct Segments {
-    names: Vec<String>,
+    user: u32,
+    numbers: HashMap<SharedName, usize>,
     mapped: Vec<Arc<MappedSegment>>,
 }
 
 impl Segments {
-    fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
-        if let Some(index) = self.names.iter().position(|name| *name == tensor.shm_name) {
-            return Ok(index);
+    fn of(user: u32) -> Self {
+        Self {
+            user,
+            numbers: HashMap::new(),
+            mapped: Vec::new(),
         }
+    }
+
+    fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
         let name = SharedName::new(&tensor.shm_name).map_err(invalid)?;
-        let mapped = MappedSegment::open(&name, tensor.nbytes).map_err(|error| {
-            RegisterError::Invalid(format!(
-                "{error}: engine and server must run on one host and share /dev/shm"
-            ))
+        if let Some(&number) = self.numbers.get(&name) {
+            return Ok(number);
+        }
+        if self.mapped.len() >= MAX_SEGMENTS {
+            return Err(RegisterError::Invalid(format!(
+                "more than {MAX_SEGMENTS} shared-memory segments in one registration"
+            )));
+        }
+        let mapped = MappedSegment::open_for(self.user, &name, tensor.nbytes);
+        let mapped = mapped.map_err(|error| {
+            let remedy = match error {
+                SegmentError::OtherUser { .. } => "run the server as the engines' user",
+                _ => "engine and server must run on one host and share /dev/shm",
+            };
+            RegisterError::Invalid(format!("{error}: {remedy}"))
         })?;
-        self.names.push(tensor.shm_name.clone());
         self.mapped.push(Arc::new(mapped));
-        Ok(self.names.len() - 1)
+        self.numbers.insert(name, self.mapped.len() - 1);
+        Ok(self.mapped.len() - 1)
     }
 }

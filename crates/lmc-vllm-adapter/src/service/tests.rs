@@ -1,7 +1,7 @@
 //! What the service does when things happen in an order that connections seldom have.
 
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,22 @@ fn service_over(lower: Vec<Arc<dyn Backend>>, change: impl FnOnce(&mut ServiceCo
     let mut config = ServiceConfig::new(hasher);
     change(&mut config);
     let engine = CacheEngine::with_tiers(EngineConfig::default(), Arc::new(arena), lower);
-    Service::new(config, engine.expect("an engine")).expect("threads")
+    let service = Service::new(config, engine.expect("an engine")).expect("threads");
+    for number in 0..16 {
+        service.connected(client(number), peer(own_uid()));
+    }
+    service
+}
+
+fn peer(uid: u32) -> Peer {
+    Peer {
+        uid: Some(uid),
+        ..Peer::default()
+    }
+}
+
+fn own_uid() -> u32 {
+    std::fs::metadata("/proc/self").expect("proc").uid()
 }
 
 fn client(number: u64) -> ClientId {
@@ -327,7 +342,7 @@ fn layers_in_another_order_are_another_layout_and_none_comes_twice() {
         registration.groups[0].layer_indices = layers.to_vec();
         change(&mut registration);
         let now = Instant::now();
-        instance::Instance::server_driven(&registration, client(1), CHUNK as u32, now)
+        instance::Instance::server_driven(&registration, client(1), Some(0), CHUNK as u32, now)
             .map(|instance| instance.fingerprint)
     };
     let plain = layout(&[0, 1, 2], &|_| {}).expect("three layers");
@@ -801,4 +816,87 @@ fn what_was_asked_for_while_the_server_stood_still_is_not_given() {
         assert!(declined, "{request:?}");
     }
     assert_eq!(service.status(late).counts.copies_too_late, 4);
+}
+
+/// Finding 10 of the review: the server mapped any segment that it could open, so that a user
+/// could read and write another user's memory through it.
+#[test]
+fn only_the_memory_of_the_connections_own_user_is_mapped() {
+    let service = service(|_| {});
+    let memory = Memory::new();
+    let register = |from: u64| {
+        let request = Request::RegisterKvCache(Box::new(memory.registration()));
+        reply(&service, from, request)
+    };
+    service.connected(client(1), peer(own_uid() + 1));
+    // The other user is root where the tests are not, who may name any memory.
+    if own_uid() + 1 != 0 {
+        assert!(matches!(register(1), Reply::Error(_)));
+    }
+    // A connection of which nothing is known, and one that is over.
+    service.connected(client(2), Peer::default());
+    service.client_gone(client(3), Instant::now());
+    for from in [2, 3] {
+        assert!(matches!(register(from), Reply::Error(_)), "{from}");
+    }
+    assert!(service.status(Instant::now()).instances.is_empty());
+    service.connected(client(4), peer(0));
+    assert_eq!(register(4), Reply::None);
+    if own_uid() == 0 {
+        // Root's server maps a user's memory for that user, and for no other.
+        std::os::unix::fs::chown(&memory.path, Some(65_534), None).expect("root may");
+        service.connected(client(4), peer(65_534));
+        assert_eq!(register(4), Reply::None);
+        service.connected(client(4), peer(65_533));
+        assert!(matches!(register(4), Reply::Error(_)));
+    }
+}
+
+/// Finding 16 of the review: one registration took all of the process's guards.
+#[test]
+fn a_registration_maps_each_segment_once_and_not_too_many() {
+    let service = service(|_| {});
+    let memory = Memory::new();
+    let links: Vec<Memory> = (0..1024).map(|_| Memory::new()).collect();
+    let mut registration = memory.registration();
+    let one = registration.kv_caches[0].clone();
+    let KvDescriptor::CpuShm(one) = one else {
+        panic!("it is shared memory");
+    };
+    let layers = |registration: &mut RegisterKvCache| {
+        let count = registration.kv_caches.len() as u32;
+        registration.groups[0].layer_indices = (0..count).collect();
+        Request::RegisterKvCache(Box::new(registration.clone()))
+    };
+    // The same segment for every layer, its name spelled in two ways.
+    for layer in 0..1500 {
+        let mut shm = one.clone();
+        if layer % 2 == 0 {
+            shm.shm_name = shm.shm_name.trim_start_matches('/').to_owned();
+        }
+        registration.kv_caches.push(KvDescriptor::CpuShm(shm));
+    }
+    assert_eq!(reply(&service, 1, layers(&mut registration)), Reply::None);
+    let mapped = std::fs::read_to_string("/proc/self/maps").expect("proc");
+    let name = memory.path.to_str().expect("ASCII");
+    assert_eq!(
+        mapped.lines().filter(|line| line.ends_with(name)).count(),
+        1
+    );
+
+    registration.kv_caches.truncate(1);
+    for link in &links {
+        let mut shm = one.clone();
+        shm.shm_name = link
+            .path
+            .file_name()
+            .expect("a name")
+            .to_string_lossy()
+            .into();
+        registration.kv_caches.push(KvDescriptor::CpuShm(shm));
+    }
+    let refused = reply(&service, 1, layers(&mut registration));
+    assert!(matches!(refused, Reply::Error(_)), "{refused:?}");
+    registration.kv_caches.pop();
+    assert_eq!(reply(&service, 1, layers(&mut registration)), Reply::None);
 }
