@@ -31,7 +31,12 @@ pub fn documentation() -> String {
          Sizes take `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024) and `KB`, `MB`, `GB`, `TB` (powers of 1000); \
          durations are seconds, or `250ms`, `10s`, `5m`, `1h`; switches are turned off with `--no-NAME`.\n\
          A key that is not known, or a value that cannot be, ends the start with all that is wrong and the nearest valid names.\n\
-         A variable that begins with `LMC_` and is no setting is warned about.\n",
+         A variable that begins with `LMC_` and is no setting is warned about.\n\n\
+         ## Which user to run as\n\n\
+         Run `lmc serve` as the user of the engines, never as root.\n\
+         Engines that copy by themselves open the pool, which has mode 0600.\n\
+         For engines whose memory the server copies from, the server maps only segments that belong to the user of the engine's connection; the kernel names that user for connections within one network namespace. A connection from elsewhere registers no memory, and can use `lmcache.mp.mp_transfer_mode=engine_driven`.\n\
+         All engines of one pool can write to it, so they trust each other. Users that do not trust each other run a server each.\n",
     );
     let mut group: Option<Group> = None;
     for info in ALL {
@@ -114,7 +119,9 @@ pub fn documentation() -> String {
          | code | meaning |\n|---|---|\n\
          | 0 | stopped by SIGTERM or SIGINT, with every request under way answered |\n\
          | 1 | could not start or go on; the last line of the log says why |\n\
-         | 2 | the command line or the configuration is wrong |\n",
+         | 2 | the command line or the configuration is wrong |\n\
+         | 3 | the pool was lost: a process cut its shared memory short, or punched a hole for which `/dev/shm` had no page. \
+         The server stopped in order and used nothing of it since; a new server makes a new pool |\n",
     );
     out
 }

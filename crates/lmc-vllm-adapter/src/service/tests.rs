@@ -52,7 +52,7 @@ fn peer(uid: u32) -> Peer {
 }
 
 fn own_uid() -> u32 {
-    std::fs::metadata("/proc/self").expect("proc").uid()
+    fs::metadata("/proc/self").expect("proc").uid()
 }
 
 fn client(number: u64) -> ClientId {
@@ -877,7 +877,7 @@ fn a_registration_maps_each_segment_once_and_not_too_many() {
         registration.kv_caches.push(KvDescriptor::CpuShm(shm));
     }
     assert_eq!(reply(&service, 1, layers(&mut registration)), Reply::None);
-    let mapped = std::fs::read_to_string("/proc/self/maps").expect("proc");
+    let mapped = fs::read_to_string("/proc/self/maps").expect("proc");
     let name = memory.path.to_str().expect("ASCII");
     assert_eq!(
         mapped.lines().filter(|line| line.ends_with(name)).count(),
