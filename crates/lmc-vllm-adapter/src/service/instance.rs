@@ -589,12 +589,11 @@ impl Segments {
             )));
         }
         let mapped = MappedSegment::open_for(self.user, &name, tensor.nbytes);
-        let mapped = mapped.map_err(|error| {
-            let remedy = match error {
-                SegmentError::OtherUser { .. } => "run the server as the engines' user",
-                _ => "engine and server must run on one host and share /dev/shm",
-            };
-            RegisterError::Invalid(format!("{error}: {remedy}"))
+        let mapped = mapped.map_err(|error| match error {
+            SegmentError::OtherUser { .. } => invalid(error),
+            _ => invalid(format!(
+                "{error}: engine and server must run on one host and share /dev/shm"
+            )),
         })?;
         self.mapped.push(Arc::new(mapped));
         self.numbers.insert(name, self.mapped.len() - 1);
