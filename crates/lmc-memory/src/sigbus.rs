@@ -273,7 +273,7 @@ mod tests {
         let guards: Vec<Guard> = (0..MAX_GUARDS_PER_USER)
             .map(|_| guard(greedy).expect("half of the table"))
             .collect();
-        assert!(MAX_GUARDS_PER_USER >= 8 * 8 * 128);
+        const { assert!(MAX_GUARDS_PER_USER >= 8 * 8 * 128) };
         assert!(guard(greedy).is_err());
         let others = guard(other).expect("the other half");
         assert!(!others.is_lost());

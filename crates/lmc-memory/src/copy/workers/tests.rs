@@ -352,8 +352,8 @@ fn an_engine_that_cuts_its_memory_during_the_copy_is_found_out() {
         .unwrap();
         let pool = CopyPool::new(1).unwrap();
         let path = engine.segments[0].name().path();
-        let cut = std::thread::spawn(move || {
-            std::thread::sleep(std::time::Duration::from_micros(100 * round));
+        let cut = thread::spawn(move || {
+            thread::sleep(Duration::from_micros(100 * round));
             fs::OpenOptions::new()
                 .write(true)
                 .open(path)
