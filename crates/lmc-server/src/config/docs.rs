@@ -111,7 +111,7 @@ pub fn documentation() -> String {
          | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
          | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\
          | `POST /cache/clear` | empties the cache in every tier (`{\"tier\": \"l1\"}`: in memory only); `{\"force\": true}` also forgets what engines hold |\n\
-         | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}`; they last until the server stops |\n\
+         | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}`; at most 1,024 salts have one; they last until the server stops |\n\
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
          Refusals are JSON with the reason in `error` and `detail`.\n\n\
