@@ -36,10 +36,11 @@ metrics! {
     "lmcache_mp_lookups_requests_total" counter "Lookups answered." = |s| s.counts.lookups;
     "lmcache_mp_lookup_early_exit_requests_total{reason=\"no_gpu_context\"}" counter "Lookups for a model that no engine has registered." = |s| s.counts.lookups_unregistered;
     "lmcache_mp_lookup_requested_tokens_total" counter "Tokens of whole chunks that lookups asked for." = |s| s.counts.lookup_tokens;
-    "lmcache_mp_lookup_hit_tokens_total" counter "Tokens of them that were found." = |s| s.counts.hit_tokens;
-    "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that were found in the pool." = |s| s.counts.hit_tokens;
-    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from the pool for engines." = |s| s.counts.retrieved_chunks;
-    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to the pool by engines." = |s| s.counts.stored_chunks;
+    "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier." = |s| s.counts.hit_tokens;
+    "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found and memory had on its own." = |s| s.counts.hit_tokens_dram;
+    "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
+    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.copied).sum::<u64>();
+    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.fetched).sum::<u64>();
     "lmcache_mp_num_chunks_loaded_total" counter "Chunks loaded into engines." = |s| s.counts.retrieved_chunks;
     "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
     "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
@@ -155,6 +156,12 @@ const TIER_EVENTS: (&str, &str) = (
     "What a tier itself counted, such as damaged chunks and failed reads.",
 );
 
+/// What runs, with the labels `version` and `commit`.
+const BUILD_INFO: (&str, &str) = (
+    "lmc_build_info",
+    "Version and commit of this server, as labels; always 1.",
+);
+
 /// Metrics by operation, with the label `operation`.
 const OPERATION_SECONDS: &str = "lmc_operation_seconds";
 const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
@@ -162,6 +169,11 @@ const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
 /// The page for one moment.
 pub fn page(status: &ServiceStatus) -> String {
     let mut out = String::with_capacity(16 << 10);
+    let (name, help) = BUILD_INFO;
+    head(&mut out, name, "gauge", help);
+    let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("LMC_COMMIT"));
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{name}{{version=\"{version}\",commit=\"{commit}\"}} 1");
     for metric in METRICS {
         let Metric {
             name,
@@ -279,6 +291,11 @@ pub fn documentation() -> String {
     for (name, kind, help, _) in TIER_METRICS {
         let _ = writeln!(out, "| `{name}` | {kind}, by `tier` | {help} |");
     }
+    let (name, help) = BUILD_INFO;
+    let _ = writeln!(
+        out,
+        "| `{name}` | gauge, by `version` and `commit` | {help} |"
+    );
     let (name, help) = TIER_EVENTS;
     let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
     let _ = writeln!(

@@ -77,6 +77,40 @@ fn a_prompt_that_left_dram_is_found_and_read_back_byte_for_byte() {
     assert_eq!(status.counts.hit_tokens, 5 * CHUNK as u64);
 }
 
+/// Until f2c35f9 the metric of tokens found in memory was that of all tokens found, so that disk
+/// hits were reported as memory hits.
+#[test]
+fn hits_are_counted_for_the_tier_that_had_them() {
+    let (server, _tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(1, 6 * CHUNK);
+    let head = worker.key("a", &tokens, 0..2);
+    let whole = worker.key("b", &tokens, 0..6);
+    worker.store(&whole);
+    sink(&server);
+    let hits = |scheduler: &mut Client, key: &CacheKey| {
+        let found = lookup(scheduler, key);
+        end(scheduler, &key.request_id);
+        let counts = server.status().counts;
+        assert_eq!(
+            counts.hit_tokens,
+            counts.hit_tokens_dram + counts.hit_tokens_lower
+        );
+        let chunks = |tokens: u64| tokens / CHUNK as u64;
+        (
+            found,
+            chunks(counts.hit_tokens_dram),
+            chunks(counts.hit_tokens_lower),
+        )
+    };
+    // From below, then from memory; then a prompt of which memory has the first two chunks.
+    assert_eq!(hits(&mut scheduler, &head), (2, 0, 2));
+    assert_eq!(hits(&mut scheduler, &head), (2, 2, 2));
+    assert_eq!(hits(&mut scheduler, &whole), (6, 4, 6));
+    assert_eq!(hits(&mut scheduler, &whole), (6, 10, 6));
+}
+
 #[test]
 fn while_chunks_come_up_the_answer_is_not_yet_and_no_one_else_waits() {
     let (server, tier) = server();

@@ -93,6 +93,8 @@ struct Rising {
     first: usize,
     readers: u32,
     ranks: usize,
+    /// Leading chunks that DRAM had for every rank when the lookup came.
+    dram: usize,
     risen: Mutex<Vec<(SpaceId, u16, Leases)>>,
 }
 
@@ -209,7 +211,7 @@ impl Service {
                 let first = hashed.chunks.start;
                 let hold = |found: Found| found.hold(first, reach, key.num_kv_readers);
                 let holds = found.drain(..).map(hold).collect();
-                add(&counters.hit_tokens, reach as u64 * chunk);
+                self.count_hits(reach, reach);
                 Lookup::known(number, reach as u64, holds, expires)
             }
         };
@@ -249,6 +251,11 @@ impl Service {
             first: hashed.chunks.start,
             readers: key.num_kv_readers,
             ranks: found.len(),
+            dram: found
+                .iter()
+                .map(|found| found.leases.len())
+                .min()
+                .unwrap_or(0),
             risen: Mutex::default(),
         });
         let mut fetches = Fetches::default();
@@ -295,6 +302,16 @@ impl Service {
         }
     }
 
+    /// Counts the chunks that a lookup found, and how many of them DRAM had without lower tiers.
+    fn count_hits(&self, hits: usize, dram: usize) {
+        let counters = &self.shared.stats.service;
+        let chunk = u64::from(self.shared.config.hasher.chunk_size());
+        let dram = dram.min(hits);
+        add(&counters.hit_tokens, hits as u64 * chunk);
+        add(&counters.hit_tokens_dram, dram as u64 * chunk);
+        add(&counters.hit_tokens_lower, (hits - dram) as u64 * chunk);
+    }
+
     /// All ranks of a lookup are done.
     fn risen(&self, rising: &mut Rising) {
         let shared = &self.shared;
@@ -309,8 +326,7 @@ impl Service {
             hold
         };
         let holds: Vec<RankHold> = risen.into_iter().map(hold).collect();
-        let chunk = u64::from(shared.config.hasher.chunk_size());
-        add(&shared.stats.service.hit_tokens, hits as u64 * chunk);
+        self.count_hits(hits, rising.dram);
         let expires = Instant::now() + shared.config.lookup_lease;
         let waiting = {
             let mut state = shared.state.lock();

@@ -144,6 +144,10 @@ counters! {
     lookup_tokens,
     /// Tokens of them that were found.
     hit_tokens,
+    /// Tokens of those found that DRAM had on its own, in every rank.
+    hit_tokens_dram,
+    /// Tokens of those found that lower tiers added to what DRAM had.
+    hit_tokens_lower,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
     /// Stores that ended well, in either mode.
