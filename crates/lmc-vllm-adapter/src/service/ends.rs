@@ -87,8 +87,8 @@ impl Service {
         let mut silent = Vec::new();
         for (&instance_id, instance) in &mut state.instances {
             if instance.client == client {
-                instance.orphaned = Some(now);
-                silent.push(instance_id);
+                let first = instance.orphaned.replace(now).is_none();
+                silent.push((instance_id, first));
             }
         }
         let mut sessions = Vec::new();
@@ -116,8 +116,11 @@ impl Service {
         }
         drop(state);
         drop(sessions);
-        for instance_id in silent {
-            self.shared.events.unsubscribe(instance_id);
+        for (instance, first) in silent {
+            self.shared.events.unsubscribe(instance);
+            if first {
+                tracing::info!(instance, peer = peer.address, "worker's connection ended");
+            }
         }
         self.shared.workers.forget(client);
         if slots > 0 {

@@ -1,7 +1,7 @@
 //! The service's face: one method that takes a request and says what becomes of it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
@@ -21,6 +21,7 @@ use crate::service::session::Wait;
 use crate::service::spaces::Spaces;
 use crate::service::state::State;
 use crate::service::stats::{Stats, TransportCounters, add};
+use crate::service::throttle::Throttle;
 use crate::service::{ClientId, Outcome};
 
 /// Capability that tells clients of [`Operation::SubscribeKvEvents`].
@@ -50,9 +51,10 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     /// Numbers lookups.
     pub(super) lookups: AtomicU64,
-    /// Milliseconds after `started` at which the last warning was logged, plus one.
-    last_warning: AtomicU64,
-    suppressed: AtomicU64,
+    /// Of warnings that peers can provoke.
+    warnings: Throttle,
+    /// Of warnings about refused registrations, which others must not suppress.
+    refusals: Throttle,
 }
 
 impl std::fmt::Debug for Service {
@@ -84,8 +86,8 @@ impl Service {
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
             lookups: AtomicU64::new(0),
-            last_warning: AtomicU64::new(0),
-            suppressed: AtomicU64::new(0),
+            warnings: Throttle::default(),
+            refusals: Throttle::default(),
             config,
             engine,
         };
@@ -109,10 +111,19 @@ impl Service {
         let counters = &self.shared.stats.service;
         let reply = match request {
             Request::RegisterKvCache(registration) => {
-                self.register_server_driven(client, &registration, now)
+                let reply = self.register_server_driven(client, &registration, now);
+                self.log_refusal(
+                    client,
+                    registration.instance_id,
+                    &registration.model_name,
+                    &reply,
+                );
+                reply
             }
             Request::RegisterEngineDriven(context) => {
-                self.register_engine_driven(client, &context, now)
+                let reply = self.register_engine_driven(client, &context, now);
+                self.log_refusal(client, context.instance_id, &context.model_name, &reply);
+                reply
             }
             Request::Unregister { instance_id, .. } => return self.unregister(client, instance_id),
             Request::Store {
@@ -219,6 +230,7 @@ impl Service {
         now: Instant,
     ) -> Reply {
         let Some(name) = self.shared.engine.shared_name() else {
+            add(&self.shared.stats.service.registrations_refused, 1);
             return refuse("this server's pool is not shared memory, so no worker can map it");
         };
         let registered = Reply::Registered {
@@ -248,6 +260,31 @@ impl Service {
         let user = self.uid_of(client);
         let instance = Instance::server_driven(registration, client, user, chunk_size, now);
         self.add_instance(registration.instance_id, instance, Reply::None)
+    }
+
+    /// Logs a refused registration: the engine's own log may be all that says so otherwise, on a
+    /// machine that the operator of this server does not see.
+    fn log_refusal(&self, client: ClientId, instance_id: u64, model: &str, reply: &Reply) {
+        let Reply::Error(reason) = reply else {
+            return;
+        };
+        let shared = &self.shared;
+        let Some(suppressed) = shared.refusals.pass(shared.started.elapsed()) else {
+            return;
+        };
+        let peer = {
+            let state = shared.state.lock();
+            let connection = state.connections.get(&client);
+            connection.map_or_else(String::new, |connection| connection.peer.to_string())
+        };
+        tracing::warn!(
+            instance = instance_id,
+            model,
+            peer,
+            suppressed = (suppressed > 0).then_some(suppressed),
+            "registration refused: {}",
+            Printable(reason)
+        );
     }
 
     pub(super) fn add_instance(
@@ -437,23 +474,9 @@ impl Service {
     /// peer put into it.
     pub(crate) fn warn_throttled(&self, text: &str) {
         let shared = &self.shared;
-        let now = shared.started.elapsed().as_millis() as u64 + 1;
-        let last = shared.last_warning.load(Ordering::Relaxed);
-        let due = last == 0 || now >= last + 1000;
-        let swap = || {
-            shared
-                .last_warning
-                .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
-        };
-        if due && swap() {
-            let text = Printable(text);
-            match shared.suppressed.swap(0, Ordering::Relaxed) {
-                0 => tracing::warn!("{text}"),
-                suppressed => tracing::warn!(suppressed, "{text}"),
-            }
-        } else {
-            shared.suppressed.fetch_add(1, Ordering::Relaxed);
+        if let Some(suppressed) = shared.warnings.pass(shared.started.elapsed()) {
+            let suppressed = (suppressed > 0).then_some(suppressed);
+            tracing::warn!(suppressed, "{}", Printable(text));
         }
     }
 }

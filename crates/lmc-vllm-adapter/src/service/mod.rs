@@ -22,6 +22,7 @@ mod stats;
 mod status;
 #[cfg(test)]
 mod tests;
+mod throttle;
 mod tick;
 mod transfer;
 

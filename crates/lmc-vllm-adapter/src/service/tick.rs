@@ -51,6 +51,10 @@ impl Service {
             .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
         drop(state);
         // Unmapping an engine's memory takes long, so no lock is held.
+        let disconnected: Vec<bool> = removed
+            .iter()
+            .map(|instance| instance.orphaned.is_some())
+            .collect();
         drop(removed);
         self.end_generations(ended_generations);
         // Those who wait for one hear that there is nothing.
@@ -58,13 +62,16 @@ impl Service {
         tired
             .into_iter()
             .for_each(|waiter| waiter.tell(Reply::None));
-        for instance_id in &silent {
+        for (instance, disconnected) in silent.iter().zip(disconnected) {
             // Its transfers stay: silence does not prove that it has stopped copying.
-            shared.events.unsubscribe(*instance_id);
-            tracing::warn!(
-                instance = instance_id,
-                "worker removed: it was silent for too long"
-            );
+            shared.events.unsubscribe(*instance);
+            match disconnected {
+                true => tracing::info!(
+                    instance,
+                    "worker removed: its connection ended and it did not come back"
+                ),
+                false => tracing::warn!(instance, "worker removed: it was silent for too long"),
+            }
         }
         let counters = &shared.stats.service;
         add(&counters.workers_reaped, silent.len() as u64);
