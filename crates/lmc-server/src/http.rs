@@ -17,10 +17,11 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use lmc_vllm_adapter::Service;
+use lmc_vllm_adapter::{Service, ServiceStatus};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
+use tower_http::compression::CompressionLayer;
 
 use crate::config::Loaded;
 use crate::metrics;
@@ -77,6 +78,7 @@ fn router(http: Arc<Http>) -> Router {
         .fallback(unknown_path)
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
+        .layer(CompressionLayer::new())
         .layer(middleware::from_fn(within_deadline))
         .layer(middleware::from_fn_with_state(Arc::clone(&http), guarded))
         .with_state(http)
@@ -120,14 +122,19 @@ async fn unknown_method(method: Method, uri: Uri) -> Response {
     refusal(StatusCode::METHOD_NOT_ALLOWED, text)
 }
 
+/// `ok`, or `degraded` while a tier has a fault.
+fn condition(status: &ServiceStatus) -> &'static str {
+    match status.tiers.iter().any(|tier| tier.fault.is_some()) {
+        true => "degraded",
+        false => "ok",
+    }
+}
+
 async fn health(State(http): Shared) -> Response {
     match http.probe.run().await {
         Ok(status) => {
-            let word = match status.tiers.iter().any(|tier| tier.fault.is_some()) {
-                true => "degraded",
-                false => "ok",
-            };
-            Json(json!({"status": word, "tiers": status.tiers})).into_response()
+            let body = json!({"status": condition(&status), "tiers": status.tiers});
+            Json(body).into_response()
         }
         Err(reason) => {
             let body = json!({"status": "stuck", "reason": reason, "error": reason});

@@ -14,7 +14,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{TenantId, TenantStatus};
 use lmc_key::{NameError, Salt};
-use lmc_vllm_adapter::{InspectError, InstanceStatus, Service, ServiceStatus};
+use lmc_vllm_adapter::{
+    HistogramSnapshot, InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus,
+};
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
@@ -127,18 +129,49 @@ pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
     })
 }
 
-/// LMCache's fields where its tools look for them, and everything of ours under `lmc`.
-async fn status(State(http): Shared) -> Response {
-    let (healthy, status) = match http.probe.run().await {
-        Ok(status) => (true, status),
-        Err(_) => match http.probe.status().await {
-            Ok(status) => (false, status),
+/// LMCache's fields where its tools look for them, and everything of ours under `lmc`; with
+/// `full=1` every bucket of the durations, too.
+async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) -> Response {
+    let (stuck, status) = match http.probe.run().await {
+        Ok(status) => (None, status),
+        Err(stuck) => match http.probe.status().await {
+            Ok(status) => (Some(stuck), status),
             Err(reason) => return refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
         },
     };
-    let mut answer = lmcache_status(&http, healthy, &status);
+    let mut answer = lmcache_status(&http, stuck.is_none(), &status);
+    answer["status"] = match stuck {
+        None => super::condition(&status),
+        Some(_) => "stuck",
+    }
+    .into();
+    answer["reason"] = stuck.into();
+    let full = asked.get("full").is_some_and(|full| full == "1");
     answer["lmc"] = json!(status);
+    answer["lmc"]["operations"] = operations(&status, full);
     Json(answer).into_response()
+}
+
+/// How often each operation was asked for, and how long it took.
+fn operations(status: &ServiceStatus, full: bool) -> Value {
+    let operation = |counts: &OperationCounts| {
+        let latency = &counts.latency;
+        let quantile = |share| (latency.count() > 0).then(|| latency.quantile(share));
+        let mut operation = json!({
+            "operation": counts.operation,
+            "answered": latency.count(),
+            "refused": counts.refused,
+            "sum_seconds": latency.sum_seconds,
+            "p50_seconds": quantile(0.5),
+            "p99_seconds": quantile(0.99),
+        });
+        if full {
+            let bucket = |(index, count): (usize, &u64)| json!({"below_seconds": HistogramSnapshot::upper_bound(index), "count": count});
+            operation["buckets"] = latency.buckets.iter().enumerate().map(bucket).collect();
+        }
+        operation
+    };
+    status.operations.iter().map(operation).collect()
 }
 
 fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
@@ -148,7 +181,9 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
     for instance in &status.instances {
         let context = context(instance, status.chunk_size);
         contexts.insert(instance.instance_id.to_string(), context);
-        ids[usize::from(instance.mode == "engine_driven")].push(instance.instance_id);
+        // Text: an id may be above 2^53, which JavaScript and jq round.
+        let id = instance.instance_id.to_string();
+        ids[usize::from(instance.mode == "engine_driven")].push(id);
     }
     let l1 = json!({
         "is_healthy": healthy,
@@ -197,7 +232,7 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
         },
         "kv_events": {
             "enabled": status.events.enabled,
-            "incarnation": status.events.incarnation,
+            "incarnation": status.events.incarnation.to_string(),
             "log_depth": status.events.depth,
             "log_capacity": status.events.capacity,
             "next_seq": status.events.next_seq,
@@ -208,26 +243,29 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
 
 /// A worker as `lmcache describe kvcache` shows it.
 fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
-    // [2, layers, tokens, hidden], or [layers, tokens, hidden] where K and V are one (MLA).
-    let (is_mla, layers) = match instance.shape.as_slice() {
-        [layers, _, _] => (true, *layers),
-        [_, layers, ..] => (false, *layers),
-        _ => (false, 0),
+    // [2, layers, tokens, hidden], or [layers, tokens, hidden] where K and V are one plane.
+    let layers = match instance.shape.as_slice() {
+        [layers, _, _] | [_, layers, ..] => *layers,
+        _ => 0,
     };
+    let mut group = json!({
+        "kernel_group_idx": 0,
+        "object_group_idx": 0,
+        "num_layers": layers,
+        "dtype": instance.dtype,
+        "engine_kv_shape": format!("{:?}", instance.shape),
+    });
+    // The tool shows the fields that are there.
+    if let Some(mla) = instance.mla {
+        group["is_mla"] = mla.into();
+    }
     json!({
         "model_name": instance.model,
         "world_size": instance.world_size,
         "kv_cache_layout": {
             "num_layers": layers,
             "cache_size_per_token": instance.chunk_bytes / u64::from(chunk_size.max(1)),
-            "kernel_groups": [{
-                "kernel_group_idx": 0,
-                "object_group_idx": 0,
-                "num_layers": layers,
-                "dtype": instance.dtype,
-                "is_mla": is_mla,
-                "engine_kv_shape": format!("{:?}", instance.shape),
-            }],
+            "kernel_groups": [group],
         },
     })
 }
@@ -324,7 +362,10 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
             "layerwise checksums are not supported",
         );
     }
-    let instance = asked["instance_id"].as_u64().unwrap_or(0);
+    // LMCache's tool sends a number; `/status` shows text.
+    let id = &asked["instance_id"];
+    let of_text = || id.as_str()?.parse().ok();
+    let instance = id.as_u64().or_else(of_text).unwrap_or(0);
     // One at a time: it copies gigabytes, and the engines' copies come first.
     let Ok(permit) = Arc::clone(&http.inspections).try_acquire_owned() else {
         let text = "another request for checksums is under way: ask again when it is over";

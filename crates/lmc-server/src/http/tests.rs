@@ -506,3 +506,26 @@ fn tools_scrapers_and_the_servers_own_pages_pass() {
     ];
     passes("POST /cache/clear", &own, "{}");
 }
+
+/// Prometheus takes gzip, and a page of metrics was 47 KB at every scrape.
+#[test]
+fn answers_are_compressed_for_those_who_take_it() {
+    let server = Server::start();
+    let length = |accepts: &str| {
+        let ask = format!(
+            "GET /metrics HTTP/1.1\r\nhost: localhost\r\n{accepts}connection: close\r\n\r\n"
+        );
+        let mut stream = TcpStream::connect(server.http).expect("a connection");
+        stream.write_all(ask.as_bytes()).expect("a request");
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).expect("an answer");
+        let head = String::from_utf8_lossy(&answer).to_ascii_lowercase();
+        let head = head.split("\r\n\r\n").next().expect("a head").to_owned();
+        (head.contains("content-encoding: gzip"), answer.len())
+    };
+    let (compressed, plain) = length("");
+    assert!(!compressed);
+    assert!(!length("accept-encoding: identity\r\n").0);
+    let (compressed, small) = length("accept-encoding: gzip\r\n");
+    assert!(compressed && small * 4 < plain, "{small} of {plain}");
+}

@@ -40,28 +40,6 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// Seconds that a share of the operations did not exceed, from the server's buckets.
-fn quantile(latency: &Value, share: f64) -> Option<f64> {
-    let snapshot = lmc_vllm_adapter::HistogramSnapshot {
-        buckets: latency["buckets"]
-            .as_array()?
-            .iter()
-            .filter_map(Value::as_u64)
-            .collect(),
-        sum_seconds: number(&latency["sum_seconds"]),
-    };
-    (snapshot.count() > 0).then(|| snapshot.quantile(share))
-}
-
-fn count(latency: &Value) -> u64 {
-    latency["buckets"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_u64)
-        .sum()
-}
-
 pub(super) fn table(url: &str, answer: &Value) -> String {
     let status = &answer["lmc"];
     let (usage, counts, engine) = (&status["usage"], &status["counts"], &status["engine"]);
@@ -70,10 +48,11 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name:<12} {value}");
     };
-    let health = if answer["is_healthy"] == true {
-        "healthy"
-    } else {
-        "NOT ANSWERING ENGINES"
+    // The words of /healthz, which load balancers and people see.
+    let health = match answer["status"].as_str() {
+        Some("ok") => "healthy".to_owned(),
+        Some("degraded") => "DEGRADED".to_owned(),
+        _ => format!("NOT ANSWERING ENGINES: {}", text(&answer["reason"])),
     };
     let up = duration(number(&status["uptime_seconds"]));
     line("server", format!("{url}, {health}, up {up}"));
@@ -128,6 +107,27 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
                 bytes(&tier["queued_bytes"]),
             ),
         );
+        let lost = [
+            "dropped",
+            "declined",
+            "copy_failed",
+            "fetch_missed",
+            "fetch_failed",
+        ];
+        if lost.iter().any(|why| number(&tier[*why]) > 0.0) {
+            line(
+                "",
+                format!(
+                    "writes: {} dropped (queue full), {} declined, {} failed; reads: {} missed, \
+                     {} failed (chunks)",
+                    tier["dropped"],
+                    tier["declined"],
+                    tier["copy_failed"],
+                    tier["fetch_missed"],
+                    tier["fetch_failed"],
+                ),
+            );
+        }
     }
     for tier in status["tiers"].as_array().into_iter().flatten() {
         if let Some(fault) = tier["fault"].as_str() {
@@ -209,7 +209,7 @@ fn workers(out: &mut String, instances: &Value) {
         let _ = writeln!(
             out,
             "{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}{}",
-            instance["instance_id"].to_string(),
+            text(&instance["instance_id"]),
             text(&instance["model"]),
             instance["world_size"].to_string(),
             text(&instance["mode"]),
@@ -230,7 +230,7 @@ fn operations(out: &mut String, operations: &Value) {
         .as_array()
         .into_iter()
         .flatten()
-        .filter(|o| count(&o["latency"]) > 0 || number(&o["refused"]) > 0.0)
+        .filter(|o| number(&o["answered"]) > 0.0 || number(&o["refused"]) > 0.0)
         .collect();
     if used.is_empty() {
         return;
@@ -241,16 +241,53 @@ fn operations(out: &mut String, operations: &Value) {
         "operation", "answered", "p50", "p99", "refused"
     );
     for operation in used {
-        let latency = &operation["latency"];
-        let at = |share| quantile(latency, share).map_or_else(|| "-".to_owned(), duration);
+        let took = |seconds: &Value| seconds.as_f64().map_or_else(|| "-".to_owned(), duration);
         let _ = writeln!(
             out,
             "{:<42} {:>9} {:>9} {:>9} {:>8}",
             text(&operation["operation"]),
-            count(latency),
-            at(0.5),
-            at(0.99),
+            operation["answered"].to_string(),
+            took(&operation["p50_seconds"]),
+            took(&operation["p99_seconds"]),
             operation["refused"].to_string()
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Until f2c35f9 the table said "healthy" while `/healthz` said "degraded", and nothing of
+    /// copies that were dropped.
+    #[test]
+    fn the_table_shows_faults_losses_and_whole_ids() {
+        let lossy = json!({"tier": "disk", "chunks": 1600, "dropped": 752, "declined": 0,
+            "copy_failed": 4, "fetch_missed": 0, "fetch_failed": 9});
+        let mut answer = json!({"status": "degraded", "is_healthy": true, "lmc": {
+            "lower": [lossy],
+            "tiers": [{"tier": "disk", "fault": "drive 0 cannot be written"}],
+            "instances": [{"instance_id": "275782994765433869", "model": "m\n\u{1b}[2J"}],
+        }});
+        let shown = table("http://127.0.0.1:8080", &answer);
+        for part in [
+            "DEGRADED",
+            "752 dropped",
+            "4 failed; reads: 0 missed, 9 failed",
+            "drive 0 cannot be written",
+            "275782994765433869",
+            "m\\n\\u001b[2J",
+        ] {
+            assert!(shown.contains(part), "{shown} lacks {part:?}");
+        }
+        answer["status"] = "ok".into();
+        answer["lmc"]["lower"][0] = json!({"tier": "disk"});
+        let shown = table("http://127.0.0.1:8080", &answer);
+        assert!(
+            shown.contains("healthy") && !shown.contains("dropped"),
+            "{shown}"
         );
     }
 }

@@ -83,6 +83,9 @@ pub(crate) struct Instance {
     /// Shape that engine-driven workers see.
     pub(crate) shape: Vec<u64>,
     pub(crate) chunk_bytes: u64,
+    /// Whether the model has multi-head latent attention; `None` where the registration does not
+    /// tell it from K and V that are packed into one plane.
+    pub(crate) mla: Option<bool>,
     pub(crate) transport: Transport,
     /// Stands before copies in its memory.
     pub(crate) gate: Gate,
@@ -130,6 +133,8 @@ impl Instance {
             dtype,
             shape: layout.shape(),
             chunk_bytes: layout.chunk_bytes(),
+            // The field is true for every layout of one plane.
+            mla: (!context.use_mla).then_some(false),
             transport: Transport::EngineDriven,
             gate: Gate::default(),
             ranks: BTreeSet::new(),
@@ -172,9 +177,11 @@ impl Instance {
         };
         let mut copies = Vec::with_capacity(groups.len());
         let mut identities = Vec::with_capacity(groups.len());
-        let (mut end, mut dtypes) = (0, Vec::with_capacity(groups.len()));
+        let (mut end, mut mla) = (0, true);
+        let mut dtypes = Vec::with_capacity(groups.len());
         for group in groups {
             let described = describe(group, &tensors, order, chunk_size)?;
+            mla &= described.heads_are_latent();
             let (paged, layout) = described.open(&mut segments)?;
             let start = end;
             end += usize::try_from(layout.chunk_bytes()).map_err(invalid)?;
@@ -205,6 +212,7 @@ impl Instance {
             dtype,
             shape,
             chunk_bytes: end as u64,
+            mla: Some(mla),
             transport: Transport::ServerDriven(copies.into()),
             gate: Gate::default(),
             ranks: BTreeSet::new(),
@@ -472,6 +480,12 @@ fn describe<'a>(
 }
 
 impl Described<'_> {
+    /// Whether tokens have one latent vector instead of heads: rank 3, as vLLM lays MLA out.
+    fn heads_are_latent(&self) -> bool {
+        let first = self.tensors.first();
+        first.is_some_and(|first| first.tensor.shape.len() == 3)
+    }
+
     fn planes(&self) -> Planes {
         if self.split {
             Planes::KeyValue

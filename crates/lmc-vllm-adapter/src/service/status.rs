@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
 use lmc_key::MemoStats;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::service::ends::HeldStatus;
 use crate::service::handle::Service;
@@ -15,7 +15,8 @@ use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct InstanceStatus {
-    /// Id that the worker chose.
+    /// Id that the worker chose; text in JSON, whose readers may round numbers above 2^53.
+    #[serde(serialize_with = "as_text")]
     pub instance_id: u64,
     /// Model name as the engine gives it.
     pub model: String,
@@ -29,6 +30,8 @@ pub struct InstanceStatus {
     pub dtype: &'static str,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
+    /// Whether the model has multi-head latent attention; `None` where the worker does not tell.
+    pub mla: Option<bool>,
     /// What tells this layout from others, in hexadecimal.
     pub layout: String,
     /// Seconds since the registration.
@@ -74,7 +77,8 @@ pub struct TransferStatus {
 pub struct EventLogStatus {
     /// Whether there is one.
     pub enabled: bool,
-    /// Changes with each start.
+    /// Changes with each start; text in JSON, as ids are.
+    #[serde(serialize_with = "as_text")]
     pub incarnation: u64,
     /// Events kept.
     pub depth: usize,
@@ -130,6 +134,10 @@ pub struct ServiceStatus {
     pub operations: Vec<OperationCounts>,
 }
 
+fn as_text<S: Serializer>(id: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(id)
+}
+
 impl Service {
     /// Looks at everything. Meant for people and scrapers: takes locks for a moment.
     pub fn status(&self, now: Instant) -> ServiceStatus {
@@ -181,6 +189,7 @@ impl Service {
                 shape: instance.shape.clone(),
                 dtype: instance.dtype.name(),
                 chunk_bytes: instance.chunk_bytes,
+                mla: instance.mla,
                 layout: instance.fingerprint.to_string(),
                 age_seconds: now
                     .saturating_duration_since(instance.registered)
