@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::iter;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,6 +27,8 @@ use crate::write::{Reservation, WriteRequest, WriteTicket};
 const EVICT_AT_ONCE: usize = 256;
 /// Time at the end of a close in which nothing more is offered, at most.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
+/// Of [`Inner::unoffered`] before a close.
+const NOT_CLOSED: u64 = u64::MAX;
 
 /// Who the engine holds chunks for while it offers them to the tiers below.
 const COPIER: OwnerId = OwnerId(u64::MAX - 1);
@@ -107,6 +110,8 @@ struct Inner {
     tier: LocalTier,
     lower: Option<Lower>,
     copy_down: CopyDown,
+    /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
+    unoffered: AtomicU64,
     relay: Arc<Relay>,
     stop: Arc<Stop>,
 }
@@ -166,6 +171,7 @@ impl CacheEngine {
             tier,
             lower,
             copy_down: config.copy_down,
+            unoffered: AtomicU64::new(NOT_CLOSED),
             relay,
             stop: Arc::clone(&stop),
         });
@@ -446,6 +452,11 @@ impl CacheEngine {
     fn copy_all_down(&self, lower: &Lower, deadline: Instant) -> u64 {
         let tier = &self.0.tier;
         let chunks = tier.list_heads_first();
+        let unoffered = &self.0.unoffered;
+        unoffered.store(
+            chunks.iter().map(|chunk| chunk.len).sum(),
+            Ordering::Relaxed,
+        );
         for (place, chunk) in chunks.iter().enumerate() {
             if !lower.wait_for_room(chunk.len, deadline) {
                 return (chunks.len() - place) as u64;
@@ -458,8 +469,24 @@ impl CacheEngine {
                 slot: slot.clone(),
             };
             lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
+            unoffered.fetch_sub(chunk.len, Ordering::Relaxed);
         }
         0
+    }
+
+    /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
+    /// where only what is evicted is copied ([`CopyDown::OnEviction`]), what [`Self::close`] has
+    /// not offered yet, or before it all that DRAM holds.
+    pub fn unwritten_bytes(&self) -> u64 {
+        let Some(lower) = &self.0.lower else {
+            return 0;
+        };
+        let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
+            _ if self.0.copy_down != CopyDown::OnEviction => 0,
+            NOT_CLOSED => self.usage().chunk_bytes,
+            bytes => bytes,
+        };
+        lower.queued() + unoffered
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.

@@ -12,7 +12,6 @@ use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -22,7 +21,8 @@ use crate::config::{
     human_duration,
 };
 use crate::http::{self, Http};
-use crate::{disk, log, occupant, pool, transfer_config};
+use crate::signals::Signals;
+use crate::{disk, log, losses, occupant, pool, transfer_config};
 
 /// How LMCache's tools name traffic without a salt.
 pub const DEFAULT_SALT: &str = "_default";
@@ -134,6 +134,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let http = Http::new(service.clone(), address, loaded);
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
+    let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
     info!(
@@ -146,7 +147,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         transfer_config(&config.host, address.port(), config.transfer_mode)
     );
     let ended = tokio::select! {
-        signal = signals.next() => signal,
+        signal = signals.first() => signal,
         () = pool::lost(&arena) => {
             error!(
                 "the pool was lost: a process cut its shared memory short, or /dev/shm had no page \
@@ -162,13 +163,13 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     };
     info!(
-        "stopping after {ended}: answering what is under way, for {} at most; a second signal \
-         stops at once",
+        "stopping after {ended}: answering what is under way, for {} at most; a second SIGTERM \
+         or SIGINT stops at once",
         human_duration(config.shutdown_timeout)
     );
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks, prefault);
+        let _ = tokio::join!(engines, http, ticks, losses, prefault);
     };
     let closed = async {
         let deadline = Instant::now() + stop_patience(config);
@@ -184,8 +185,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     };
     let stop = tokio::select! {
         stop = closed => stop,
-        _ = signals.next() => {
-            warn!("stopped at once");
+        signal = signals.second() => {
+            stopped_at_once(signal, &service);
             Stop::Forced
         }
     };
@@ -199,6 +200,17 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         started.elapsed().as_secs_f64()
     );
     Ok(stop)
+}
+
+fn stopped_at_once(signal: &str, service: &Service) {
+    match service.engine().unwritten_bytes() {
+        0 => warn!("stopped at once after a second {signal}"),
+        unwritten => warn!(
+            unwritten_bytes = unwritten,
+            "stopped at once after a second {signal}: up to {} of chunks were not written to disk",
+            human_bytes(unwritten)
+        ),
+    }
 }
 
 /// How long a stop may take, with what goes to disk.
@@ -221,7 +233,7 @@ async fn prepare(
     loop {
         tokio::select! {
             made = &mut made => return Ok(Ok(made.context(failed)??)),
-            signal = signals.next() => {
+            signal = signals.first() => {
                 warn!("stopping after {signal}, when the tiers are open; a second signal stops at once");
                 break;
             }
@@ -247,7 +259,7 @@ async fn prepare(
             close_tiers(&made.context(failed)??, deadline).await;
             Ok(Err(Stop::Clean))
         }
-        _ = signals.next() => Ok(Err(Stop::Forced)),
+        _ = signals.second() => Ok(Err(Stop::Forced)),
         () = tokio::time::sleep(patience) => Ok(Err(Stop::Forced)),
     }
 }
@@ -266,28 +278,6 @@ async fn close_tiers(service: &Service, deadline: Instant) {
     let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
     for (tier, reason) in closed.unwrap_or_default() {
         warn!("{tier}: {reason}; what was acknowledged as durable is");
-    }
-}
-
-/// The signals that end the server, noted from the first moment on.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn new() -> Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?,
-            interrupt: signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?,
-        })
-    }
-
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-        }
     }
 }
 

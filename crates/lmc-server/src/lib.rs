@@ -11,11 +11,13 @@ pub mod daemon;
 mod disk;
 pub mod http;
 mod log;
+mod losses;
 pub mod metrics;
 mod occupant;
 mod open_files;
 mod pool;
 mod pool_size;
+mod signals;
 mod tools;
 mod vllm;
 

@@ -17,6 +17,8 @@ use common::free_port;
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
+/// Above 2^53, which JSON's readers in JavaScript and jq round.
+const ID: u64 = 275_782_994_765_433_869;
 /// A false line of the log, and a command to a terminal.
 const FORGED: &str = "\n2026-01-01T00:00:00.000000Z  WARN FORGED \u{1b}[2J\u{9b}2J";
 
@@ -30,10 +32,17 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Self {
+        Self::start_after("", args)
+    }
+
+    /// One that a shell starts after these commands.
+    fn start_after(commands: &str, args: &[&str]) -> Self {
         let (port, http) = (free_port(), free_port());
         let log = std::env::temp_dir().join(format!("lmc_operator_{port}.log"));
         let file = std::fs::File::create(&log).expect("a file");
-        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        let child = Command::new("sh")
+            .args(["-c", &format!("{commands} exec \"$0\" \"$@\"")])
+            .arg(env!("CARGO_BIN_EXE_lmc"))
             .args(["serve", "--l1-size-gb", "16MiB"])
             .args([
                 "--port",
@@ -93,9 +102,25 @@ impl Server {
     }
 
     fn signal(&self, signal: libc::c_int) {
-        let kill = format!("kill -{signal} {}", self.child.id());
-        let told = Command::new("sh").args(["-c", &kill]).status();
+        self.signals(&[signal]);
+    }
+
+    /// Sends signals one right after the other.
+    fn signals(&self, signals: &[libc::c_int]) {
+        let pid = self.child.id();
+        let kills: Vec<String> = signals.iter().map(|s| format!("kill -{s} {pid}")).collect();
+        let told = Command::new("sh")
+            .args(["-c", &kills.join(" && ")])
+            .status();
         assert!(told.expect("sh is there").success());
+    }
+
+    /// A number of `/metrics`.
+    fn metric(&self, name: &str) -> u64 {
+        let page = self.ask("GET", "/metrics", "");
+        let line = page.lines().find_map(|line| line.strip_prefix(name));
+        let line = line.unwrap_or_else(|| panic!("no {name} in {page}"));
+        line.trim().parse().expect("a number")
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -126,6 +151,52 @@ impl Drop for Server {
     }
 }
 
+/// A folder that is not there yet, and goes with this.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("lmc_operator_{name}_{}", std::process::id()));
+        Self(path)
+    }
+
+    fn text(&self) -> &str {
+        self.0.to_str().expect("UTF-8")
+    }
+
+    /// Flags of a server that writes there.
+    fn flags(&self) -> [&str; 7] {
+        [
+            "--disk-create",
+            "--disk",
+            self.text(),
+            "--disk-size",
+            "256MiB",
+            "--disk-keep-free",
+            "0",
+        ]
+    }
+
+    /// Chunks that `lmc disk inspect` finds.
+    fn chunks(&self) -> u64 {
+        let inspect = Command::new(env!("CARGO_BIN_EXE_lmc"))
+            .args(["disk", "inspect", "--json", self.text()])
+            .output()
+            .expect("the binary runs");
+        let found: serde_json::Value = serde_json::from_slice(&inspect.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {inspect:?}"));
+        found["drives"][0]["chunks"]
+            .as_u64()
+            .unwrap_or_else(|| panic!("no chunks in {found}"))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 /// An engine's memory: four blocks of 256 tokens of one layer, which the server copies.
 struct Engine {
     path: PathBuf,
@@ -142,9 +213,21 @@ impl Engine {
         Self { path, name }
     }
 
+    /// Registers and stores `chunks` chunks.
+    fn store(&self, client: &mut Client, chunks: u32) {
+        let mut ask = |request: &Request| client.ask(request).expect("an answer");
+        assert_eq!(ask(&self.registration("m")), Reply::None);
+        let store = Request::Store {
+            key: key("store", Some(0), 1, chunks),
+            instance_id: ID,
+            block_ids: vec![(1..=chunks).collect()],
+        };
+        assert_eq!(ask(&store), Reply::Transferred(true));
+    }
+
     fn registration(&self, model_name: &str) -> Request {
         Request::RegisterKvCache(Box::new(RegisterKvCache {
-            instance_id: 1,
+            instance_id: ID,
             kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
                 shm_name: format!("/{}", self.name),
                 nbytes: Self::BYTES as u64,
@@ -204,11 +287,12 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
             "{hostile:?}"
         );
         let mut ask = |request: &Request| client.ask(request).expect("an answer");
+        server.wait_for_log("registration refused");
         assert_eq!(ask(&engine.registration("m")), Reply::None);
         // One block is too few for two chunks, which is a warning that names the request.
         let store = Request::Store {
             key: key(&format!("request{FORGED}"), Some(0), 1, 2),
-            instance_id: 1,
+            instance_id: ID,
             block_ids: vec![vec![2]],
         };
         let deadline = Instant::now() + DEADLINE;
@@ -239,4 +323,259 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
         }
         assert!(log.contains("FORGED"), "the request's id is not in {log}");
     }
+}
+
+/// Until f2c35f9 a lost ssh session, or `kill -HUP` to reload, killed the server on the spot, with
+/// all that was to be written back.
+#[test]
+fn a_hang_up_stops_in_order_and_writes_back() {
+    let folder = Folder::new("hang_up");
+    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
+    let mut server = Server::start(&flags);
+    let engine = Engine::new(server.port);
+    let mut client = server.client();
+    engine.store(&mut client, 3);
+    // Log rotation, for many daemons.
+    server.signals(&[libc::SIGUSR1, libc::SIGUSR2]);
+    server.wait_for_log("SIGUSR2");
+    assert_eq!(
+        client.ask(&Request::Noop).expect("an answer"),
+        Reply::Text("OK".to_owned())
+    );
+    server.signal(libc::SIGHUP);
+    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+    assert!(
+        server.log().contains("stopping after SIGHUP"),
+        "{}",
+        server.log()
+    );
+    assert_eq!(folder.chunks(), 3);
+}
+
+/// coreutils' `timeout` sends SIGTERM twice, a closed terminal SIGHUP: the second one skipped the
+/// write-back until f2c35f9.
+#[test]
+fn signals_that_come_together_are_one() {
+    let folder = Folder::new("together");
+    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
+    let mut server = Server::start(&flags);
+    let engine = Engine::new(server.port);
+    engine.store(&mut server.client(), 3);
+    server.signals(&[libc::SIGTERM, libc::SIGHUP, libc::SIGTERM, libc::SIGINT]);
+    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+    assert_eq!(folder.chunks(), 3);
+}
+
+#[test]
+fn a_second_signal_stops_at_once_and_says_what_is_not_written() {
+    let folder = Folder::new("second");
+    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
+    let mut server = Server::start(&flags);
+    let engine = Engine::new(server.port);
+    engine.store(&mut server.client(), 3);
+    // A request whose body does not come holds the stop up for ten seconds.
+    let mut slow = TcpStream::connect(("127.0.0.1", server.http)).expect("a connection");
+    let head = "POST /cache/clear HTTP/1.1\r\nhost: 127.0.0.1\r\nexpect: 100-continue\r\n\
+                content-type: application/json\r\ncontent-length: 100\r\n\r\n";
+    slow.write_all(head.as_bytes()).expect("a request");
+    let mut begun = [0; 12];
+    slow.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+    slow.read_exact(&mut begun).expect("it waits for the body");
+    assert_eq!(&begun, b"HTTP/1.1 100");
+    server.signal(libc::SIGTERM);
+    server.wait_for_log("stopping after SIGTERM");
+    // What comes within a second belongs to the first.
+    std::thread::sleep(Duration::from_millis(1200));
+    // Nor does a terminal that closes meanwhile make it hurry.
+    server.signal(libc::SIGHUP);
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(
+        matches!(server.child.try_wait(), Ok(None)),
+        "{}",
+        server.log()
+    );
+    server.signal(libc::SIGINT);
+    assert_eq!(server.wait().code(), Some(1), "{}", server.log());
+    assert!(
+        server.log().contains("unwritten_bytes=12288"),
+        "{}",
+        server.log()
+    );
+}
+
+#[test]
+fn a_server_under_nohup_outlives_its_session() {
+    let mut server = Server::start_after("trap '' HUP;", &[]);
+    server.signals(&[libc::SIGHUP, libc::SIGUSR1]);
+    server.wait_for_log("SIGUSR1");
+    assert!(server.ask("GET", "/healthz", "").contains("ok"));
+    server.signal(libc::SIGTERM);
+    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+}
+
+/// Each event of the log was a panic until f2c35f9 where stderr was gone: a closed terminal, a pipe
+/// whose reader had ended.
+#[test]
+fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
+    let (port, http) = (free_port(), free_port());
+    let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .args(["serve", "--l1-size-gb", "16MiB"])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--http-port",
+            &http.to_string(),
+        ])
+        .env_remove("LMC_CONFIG")
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    drop(child.stderr.take());
+    let deadline = Instant::now() + DEADLINE;
+    while TcpStream::connect(("127.0.0.1", http)).is_err() {
+        assert!(Instant::now() < deadline, "it does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut server = Server {
+        child,
+        log: std::env::temp_dir().join(format!("lmc_operator_{port}.log")),
+        port,
+        http,
+    };
+    std::fs::write(&server.log, "").expect("a file");
+    // Each of these is an event of the log.
+    server.ask("POST", "/cache/clear", "{}");
+    server.ask("PUT", "/quota/a", "{\"limit_gb\": 1}");
+    server.signal(libc::SIGTERM);
+    assert_eq!(server.wait().code(), Some(0));
+}
+
+/// Until f2c35f9 all hits were counted as hits in memory, ids lost their last digits in JSON's
+/// readers, and `/status` carried a hundred numbers for each operation.
+#[test]
+fn disk_hits_are_disk_hits_and_ids_are_whole() {
+    let folder = Folder::new("hits");
+    let server = Server::start(&folder.flags());
+    let engine = Engine::new(server.port);
+    let mut client = server.client();
+    engine.store(&mut client, 3);
+    let deadline = Instant::now() + DEADLINE;
+    while server.metric("lmc_tier_chunks{tier=\"disk\"} ") != 3 {
+        assert!(Instant::now() < deadline, "not all goes down");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    server.ask(
+        "POST",
+        "/cache/clear",
+        "{\"tier\": \"l1\", \"force\": true}",
+    );
+    let mut lookup = |request_id: &str| {
+        let asked = client.ask(&Request::Lookup(key(request_id, None, 1, 3)));
+        assert_eq!(asked.expect("an answer"), Reply::None);
+        let request_id = request_id.to_owned();
+        let wait = Request::WaitPrefetchStatus {
+            request_id,
+            timeout: 10.0,
+        };
+        assert_eq!(client.ask(&wait).expect("an answer"), Reply::Int(3));
+        ["", "_l1", "_l2"]
+            .map(|tier| server.metric(&format!("lmcache_mp_lookup_hit{tier}_tokens_total ")))
+    };
+    assert_eq!(lookup("from disk"), [768, 0, 768]);
+    assert_eq!(lookup("from memory"), [1536, 768, 768]);
+    assert_eq!(server.metric("lmcache_mp_l1_write_chunks_total "), 6);
+
+    let status = |path: &str| -> serde_json::Value {
+        serde_json::from_str(&server.ask("GET", path, "")).expect("JSON")
+    };
+    let brief = status("/status");
+    assert_eq!(brief["status"], "ok");
+    assert_eq!(brief["lmc"]["instances"][0]["instance_id"], ID.to_string());
+    assert_eq!(brief["registered_gpu_ids"][0], ID.to_string());
+    let context = &brief["cache_context_meta"][ID.to_string()];
+    assert_eq!(
+        context["kv_cache_layout"]["kernel_groups"][0]["is_mla"],
+        true
+    );
+    whole(&brief, "/status");
+    let of = |status: &serde_json::Value| -> serde_json::Value {
+        let operations = status["lmc"]["operations"].as_array().expect("a list");
+        let store = operations
+            .iter()
+            .find(|operation| operation["operation"] == "store");
+        store.expect("an operation").clone()
+    };
+    assert_eq!(of(&brief)["answered"], 1);
+    assert!(of(&brief)["p50_seconds"].as_f64() > Some(0.0));
+    assert_eq!(of(&brief)["buckets"], serde_json::Value::Null);
+    let full = of(&status("/status?full=1"));
+    let buckets = full["buckets"].as_array().expect("a list");
+    let count = |bucket: &serde_json::Value| bucket["count"].as_u64().expect("a count");
+    assert_eq!(buckets.iter().map(count).sum::<u64>(), 1);
+}
+
+/// No number is one that a reader of floating-point numbers rounds.
+fn whole(value: &serde_json::Value, at: &str) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            fields
+                .iter()
+                .for_each(|(name, value)| whole(value, &format!("{at}/{name}")));
+        }
+        serde_json::Value::Array(values) => values.iter().for_each(|value| whole(value, at)),
+        value => assert!(value.as_u64().is_none_or(|n| n < 1 << 53), "{at}: {value}"),
+    }
+}
+
+/// Until f2c35f9 an engine whose registration was refused was a counter and nothing else.
+#[test]
+fn a_refused_registration_is_a_line_of_the_log() {
+    let server = Server::start(&["--log-format", "json"]);
+    let mut client = server.client();
+    let engine = Engine::new(server.port);
+    let mut registration = engine.registration("big-model");
+    let Request::RegisterKvCache(body) = &mut registration else {
+        unreachable!("it is one");
+    };
+    // No divisor of the chunk size.
+    body.groups[0].tokens_per_block = 7;
+    assert!(matches!(
+        client.ask(&registration),
+        Err(ClientError::Refused { .. })
+    ));
+    server.wait_for_log("registration refused");
+    let log = server.log();
+    let line = log
+        .lines()
+        .find(|line| line.contains("registration refused"));
+    let event: serde_json::Value = serde_json::from_str(line.expect("a line")).expect("JSON");
+    assert_eq!(event["level"], "WARN");
+    let fields = &event["fields"];
+    assert_eq!(
+        (&fields["model"], &fields["instance"]),
+        (&"big-model".into(), &ID.into())
+    );
+    assert!(
+        fields["peer"]
+            .as_str()
+            .is_some_and(|peer| peer.starts_with("127.0.0.1:")),
+        "{event}"
+    );
+    let message = fields["message"].as_str().expect("a text");
+    assert!(message.contains("--chunk-size"), "{message}");
+}
+
+/// Until f2c35f9 the log said nothing when a worker's connection ended, and of its worker later
+/// that it had been silent for too long.
+#[test]
+fn the_end_of_a_workers_connection_is_logged_and_is_the_reason_of_its_removal() {
+    let server = Server::start(&["--worker-orphan-grace-seconds", "1"]);
+    let engine = Engine::new(server.port);
+    let mut client = server.client();
+    let registered = client.ask(&engine.registration("m"));
+    assert_eq!(registered.expect("an answer"), Reply::None);
+    drop(client);
+    server.wait_for_log("worker's connection ended");
+    server.wait_for_log("worker removed");
+    assert!(!server.log().contains("silent"), "{}", server.log());
 }

@@ -108,17 +108,23 @@ pub fn documentation() -> String {
          | path | answers |\n|---|---|\n\
          | `GET /healthz` | 200 when engines are answered, with `degraded` and the reason when a tier is not all well; 503 with the reason when the engines' own socket or the state behind it does not answer within 2 s |\n\
          | `GET /metrics` | Prometheus' text format, see [metrics](metrics.md) |\n\
-         | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc` |\n\
+         | `GET /status` | JSON: LMCache's fields where its tools look for them, everything of lmc's under `lmc`; `status` is the word of `/healthz`. Ids are text, because they may be above 2^53, which many readers of JSON round. `?full=1` adds the histogram of each operation |\n\
          | `GET /config` | JSON: LMCache's fields, and under `lmc` every setting with its origin |\n\
          | `POST /cache/clear` | empties the cache in every tier (`{\"tier\": \"l1\"}`: in memory only); `{\"force\": true}` also forgets what engines hold |\n\
          | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}`; at most 1,024 salts have one; they last until the server stops |\n\
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
-         Refusals are JSON with the reason in `error` and `detail`.\n\n\
+         Refusals are JSON with the reason in `error` and `detail`. Answers are compressed for clients that accept gzip.\n\n\
+         ## Signals\n\n\
+         | signal | effect |\n|---|---|\n\
+         | SIGTERM, SIGINT, SIGHUP | stops in order: answers requests under way, writes to disk what is to go there, and ends. SIGHUP stays ignored under `nohup`; there is no reload |\n\
+         | a second SIGTERM or SIGINT, a second or more after the first signal | stops at once; the log says how much was not written |\n\
+         | SIGUSR1, SIGUSR2 | ignored, with a line in the log |\n\
+         | SIGQUIT | ends at once with a core dump |\n\n\
          ## Exit codes\n\n\
          | code | meaning |\n|---|---|\n\
-         | 0 | stopped by SIGTERM or SIGINT, with every request under way answered |\n\
-         | 1 | could not start or go on; the last line of the log says why |\n\
+         | 0 | stopped by SIGTERM, SIGINT or SIGHUP, with every request under way answered |\n\
+         | 1 | could not start or go on, or was stopped at once; the last lines of the log say why |\n\
          | 2 | the command line or the configuration is wrong |\n\
          | 3 | the pool was lost: a process cut its shared memory short, or punched a hole for which `/dev/shm` had no page. \
          The server stopped in order and used nothing of it since; a new server makes a new pool |\n",

@@ -275,7 +275,7 @@ impl Service {
         let peer = {
             let state = shared.state.lock();
             let connection = state.connections.get(&client);
-            connection.map_or_else(String::new, |connection| connection.peer.to_string())
+            connection.map_or_else(String::new, |connection| connection.peer.address.clone())
         };
         tracing::warn!(
             instance = instance_id,

@@ -1,0 +1,100 @@
+//! The signals that end the server, and those that must not.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tracing::info;
+
+/// Signals that follow the first one within this time belong to it: `timeout` of coreutils sends
+/// its own twice, a closed terminal sends SIGHUP to its shell's jobs and to its process group, and
+/// systemd may send SIGHUP after SIGTERM.
+const TOGETHER: Duration = Duration::from_secs(1);
+
+/// The signals of this process, noted from the first moment on.
+///
+/// SIGTERM, SIGINT and SIGHUP end the server in order; SIGHUP is a lost ssh session more often than
+/// a wish to reload, and there is no reload. SIGUSR1 and SIGUSR2, which would kill, are ignored.
+/// SIGQUIT keeps its meaning, to end at once with a core dump; SIGPIPE is ignored by Rust.
+pub(crate) struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    /// `None` where whoever started the server ignores it, as `nohup` does.
+    hang_up: Option<Signal>,
+    user: [Signal; 2],
+    first: Option<Instant>,
+}
+
+impl Signals {
+    pub(crate) fn new() -> Result<Self> {
+        let on = |kind: SignalKind, name: &str| {
+            signal(kind).with_context(|| format!("cannot wait for {name}"))
+        };
+        let hang_up = match is_ignored(libc::SIGHUP) {
+            true => None,
+            false => Some(on(SignalKind::hangup(), "SIGHUP")?),
+        };
+        Ok(Self {
+            terminate: on(SignalKind::terminate(), "SIGTERM")?,
+            interrupt: on(SignalKind::interrupt(), "SIGINT")?,
+            hang_up,
+            user: [
+                on(SignalKind::user_defined1(), "SIGUSR1")?,
+                on(SignalKind::user_defined2(), "SIGUSR2")?,
+            ],
+            first: None,
+        })
+    }
+
+    /// Waits for the signal that ends the server; its name.
+    pub(crate) async fn first(&mut self) -> &'static str {
+        loop {
+            let name = self.any().await;
+            if !name.starts_with("SIGUSR") {
+                self.first = Some(Instant::now());
+                return name;
+            }
+        }
+    }
+
+    /// Waits, after the first, for one that ends the server at once: SIGTERM or SIGINT, and not
+    /// together with the first.
+    pub(crate) async fn second(&mut self) -> &'static str {
+        loop {
+            let name = self.any().await;
+            let apart = self.first.is_none_or(|first| first.elapsed() >= TOGETHER);
+            if apart && matches!(name, "SIGTERM" | "SIGINT") {
+                return name;
+            }
+        }
+    }
+
+    async fn any(&mut self) -> &'static str {
+        let hang_up = async {
+            match &mut self.hang_up {
+                Some(signal) => signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        let [one, two] = &mut self.user;
+        let name = tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = hang_up => "SIGHUP",
+            _ = one.recv() => "SIGUSR1",
+            _ = two.recv() => "SIGUSR2",
+        };
+        if name.starts_with("SIGUSR") {
+            info!("{name} ignored: it has no meaning for this server");
+        }
+        name
+    }
+}
+
+/// Whether this process was started with a signal ignored.
+fn is_ignored(signal: libc::c_int) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
