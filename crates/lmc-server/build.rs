@@ -1,4 +1,4 @@
-//! Tells the crate which commit it is built from, as `LMC_COMMIT`.
+//! Tells the crate which commit it is built from, as `BUILD_COMMIT`.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::process::Command;
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!(
-        "cargo:rustc-env=LMC_COMMIT={}",
+        "cargo:rustc-env=BUILD_COMMIT={}",
         commit().unwrap_or_default()
     );
 }

@@ -101,7 +101,7 @@ fn command() -> Command {
 /// The version, with the commit where it is known.
 fn version() -> String {
     let version = env!("CARGO_PKG_VERSION");
-    match env!("LMC_COMMIT") {
+    match env!("BUILD_COMMIT") {
         "" => version.to_owned(),
         commit => format!("{version} (commit {commit})"),
     }

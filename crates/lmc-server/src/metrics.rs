@@ -171,7 +171,7 @@ pub fn page(status: &ServiceStatus) -> String {
     let mut out = String::with_capacity(16 << 10);
     let (name, help) = BUILD_INFO;
     head(&mut out, name, "gauge", help);
-    let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("LMC_COMMIT"));
+    let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("BUILD_COMMIT"));
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{name}{{version=\"{version}\",commit=\"{commit}\"}} 1");
     for metric in METRICS {

@@ -32,6 +32,8 @@ const DTYPES: [&str; 2] = ["int8", "uint8"];
 const SALTS: [&str; 2] = ["", "s"];
 /// KV ranks of each engine.
 const WORLD_SIZE: u32 = 2;
+/// Ranges that are remembered, to be read again.
+const RANGES: usize = 4;
 /// Longest wait for the lower tier, which answers within microseconds.
 const TIER_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -384,6 +386,10 @@ struct Run<'a> {
     held: Vec<Held>,
     /// Element type that each worker registered with.
     dtypes: [usize; INSTANCES as usize],
+    /// Model that each worker registered with.
+    models: [usize; INSTANCES as usize],
+    /// Ranges that workers prepared to store, the last ones.
+    ranges: VecDeque<CacheKey>,
     streams: Vec<Subscription>,
     copies: VecDeque<Copy>,
 }
@@ -401,16 +407,39 @@ pub fn service(data: &[u8]) {
         gone: Vec::new(),
         held: Vec::new(),
         dtypes: [0; INSTANCES as usize],
+        models: [0; INSTANCES as usize],
+        ranges: VecDeque::new(),
         streams: Vec::new(),
         copies: VecDeque::new(),
     };
     (0..CLIENTS as usize).for_each(|peer| run.connect(peer));
+    // Two engines of two ranks.
+    for instance_id in 0..INSTANCES {
+        let client = run.clients[instance_id as usize];
+        let registration = registration(instance_id, 0, 0);
+        run.ask(client, registration, instance_id, 0, 0);
+    }
     while !run.choices.0.is_empty() {
         run.step();
         run.check_held();
         run.world.wait_for_copies();
     }
     run.end();
+}
+
+/// A worker that copies by itself.
+fn registration(instance_id: u64, model: usize, dtype: usize) -> Request {
+    Request::RegisterEngineDriven(EngineDrivenContext {
+        instance_id,
+        model_name: MODELS[model].to_owned(),
+        world_size: WORLD_SIZE,
+        block_size: CHUNK as u32,
+        num_layers: 1,
+        hidden_dim_size: HIDDEN as u32,
+        dtype: DTYPES[dtype].to_owned(),
+        use_mla: false,
+        num_physical_slots: None,
+    })
 }
 
 impl Run<'_> {
@@ -504,25 +533,21 @@ impl Run<'_> {
     fn step(&mut self) {
         let service = self.world.service;
         let choices = &mut self.choices;
-        let peer = choices.index(CLIENTS as usize);
-        let client = self.clients[peer];
         let instance_id = choices.below(INSTANCES);
+        // Mostly a worker of an engine that keeps the rules, else any peer with any request.
+        let keeps_rules = choices.below(8) > 0;
+        let peer = match keeps_rules {
+            true => instance_id as usize,
+            false => choices.index(CLIENTS as usize),
+        };
+        let client = self.clients[peer];
         let mut dtype = self.dtypes[instance_id as usize];
-        let request = match choices.below(25) {
+        let mut model = self.models[instance_id as usize];
+        let mut request = match choices.below(25) {
             0 | 1 => {
-                let model = choices.index(2);
+                model = choices.index(2);
                 dtype = choices.index(2);
-                Request::RegisterEngineDriven(EngineDrivenContext {
-                    instance_id,
-                    model_name: MODELS[model].to_owned(),
-                    world_size: WORLD_SIZE,
-                    block_size: CHUNK as u32,
-                    num_layers: 1,
-                    hidden_dim_size: HIDDEN as u32,
-                    dtype: DTYPES[dtype].to_owned(),
-                    use_mla: false,
-                    num_physical_slots: None,
-                })
+                registration(instance_id, model, dtype)
             }
             2 => Request::Unregister {
                 instance_id,
@@ -581,7 +606,7 @@ impl Run<'_> {
                 return self.disconnect(peer, life);
             }
             20 => {
-                let model = choices.index(2);
+                model = choices.index(2);
                 dtype = choices.index(2);
                 let registration = self.world.registration(instance_id, model, dtype);
                 Request::RegisterKvCache(Box::new(registration))
@@ -615,10 +640,58 @@ impl Run<'_> {
                 return;
             }
         };
-        self.ask(client, request, instance_id, dtype);
+        if keeps_rules {
+            self.steer(&mut request, instance_id);
+        }
+        self.ask(client, request, instance_id, model, dtype);
     }
 
-    fn ask(&mut self, client: ClientId, request: Request, instance_id: u64, dtype: usize) {
+    /// Makes a request one that the worker's engine would send: of its model and rank, for ranges
+    /// that were stored, and commits of what it has prepared.
+    fn steer(&mut self, request: &mut Request, instance_id: u64) {
+        let choice = self.choices.index(RANGES);
+        let prepared = |store: bool| {
+            let own = |held: &&Held| (held.instance_id, held.store) == (instance_id, store);
+            self.held.iter().find(own).map(|held| held.key.clone())
+        };
+        let key = match request {
+            Request::CommitStore { key, .. } => {
+                prepared(true).into_iter().for_each(|known| *key = known);
+                return;
+            }
+            Request::CommitRetrieve { key, .. } => {
+                prepared(false).into_iter().for_each(|known| *key = known);
+                return;
+            }
+            Request::Lookup(key)
+            | Request::PrepareRetrieve { key, .. }
+            | Request::Retrieve { key, .. } => {
+                if let Some(known) = self.ranges.get(choice) {
+                    let request_id = key.request_id.clone();
+                    let num_kv_readers = key.num_kv_readers.max(1);
+                    *key = CacheKey {
+                        request_id,
+                        num_kv_readers,
+                        ..known.clone()
+                    };
+                }
+                key
+            }
+            Request::PrepareStore { key, .. } | Request::Store { key, .. } => key,
+            _ => return,
+        };
+        MODELS[self.models[instance_id as usize]].clone_into(&mut key.model_name);
+        key.worker_id = Some(instance_id as u32 % WORLD_SIZE);
+    }
+
+    fn ask(
+        &mut self,
+        client: ClientId,
+        request: Request,
+        instance_id: u64,
+        model: usize,
+        dtype: usize,
+    ) {
         let world = self.world;
         let registers = matches!(
             request,
@@ -630,6 +703,7 @@ impl Run<'_> {
         ) {
             (Outcome::Reply(Reply::Registered { .. } | Reply::None), _) if registers => {
                 self.dtypes[instance_id as usize] = dtype;
+                self.models[instance_id as usize] = model;
             }
             (
                 Outcome::Reply(Reply::StoreSlots {
@@ -649,6 +723,8 @@ impl Run<'_> {
                 }
                 if !held.is_empty() {
                     self.hold(client, instance_id, true, &key, held);
+                    self.ranges.push_front(key);
+                    self.ranges.truncate(RANGES);
                 }
             }
             (
@@ -775,7 +851,8 @@ impl Run<'_> {
         assert!(status.instances.is_empty());
         assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
         service.engine().clear(true);
-        let used = service.status(self.now).usage.used_bytes;
-        assert_eq!(used, 0, "memory came back");
+        let used = || service.status(self.now).usage.used_bytes;
+        self.world
+            .wait_until("memory that is given back", || used() == 0);
     }
 }
