@@ -26,7 +26,6 @@ pub struct ServeConfig {
     pub port: u16,
     pub max_workers: usize,
     pub http_host: String,
-    /// See [`s::IPC_PATH`].
     pub ipc_path: Option<PathBuf>,
     pub http_port: u16,
     pub http_allowed_hosts: Vec<String>,
@@ -64,7 +63,6 @@ pub struct ServeConfig {
     pub reap_timeout: Duration,
     pub registration_grace: Duration,
     pub orphan_grace: Duration,
-    /// See [`s::SLOT_GRACE_SECONDS`].
     pub slot_grace: Duration,
     pub shutdown_timeout: Duration,
     pub kv_event_log_size: usize,
