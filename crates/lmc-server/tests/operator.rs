@@ -9,8 +9,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use lmc_vllm_adapter::{
-    CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply,
-    Request, TensorMeta,
+    CacheKey, Client, ClientError, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
+    RegisterKvCache, Reply, Request, TensorMeta,
 };
 
 use common::free_port;
@@ -578,4 +578,36 @@ fn the_end_of_a_workers_connection_is_logged_and_is_the_reason_of_its_removal() 
     server.wait_for_log("worker's connection ended");
     server.wait_for_log("worker removed");
     assert!(!server.log().contains("silent"), "{}", server.log());
+}
+
+/// Until f2c35f9 `lmcache describe kvcache` said `MLA: True` for a Llama whose engine packs K and V
+/// into one plane. The registration says the same of both, so the server says nothing.
+#[test]
+fn one_plane_is_not_taken_for_latent_attention() {
+    let server = Server::start(&[]);
+    let mut client = server.client();
+    let mut is_mla = |instance_id: u64, use_mla: bool| {
+        let registered = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
+            instance_id,
+            model_name: "llama".to_owned(),
+            world_size: 1,
+            block_size: 16,
+            num_layers: 4,
+            hidden_dim_size: 256,
+            dtype: "bfloat16".to_owned(),
+            use_mla,
+            num_physical_slots: None,
+        }));
+        assert!(
+            matches!(registered, Ok(Reply::Registered { .. })),
+            "{registered:?}"
+        );
+        let status = server.ask("GET", "/status", "");
+        let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+        let layout = &status["cache_context_meta"][instance_id.to_string()]["kv_cache_layout"];
+        assert_eq!(layout["num_layers"], 4);
+        layout["kernel_groups"][0].get("is_mla").cloned()
+    };
+    assert_eq!(is_mla(1, false), Some(false.into()));
+    assert_eq!(is_mla(2, true), None);
 }
