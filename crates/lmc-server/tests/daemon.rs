@@ -11,12 +11,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use lmc_vllm_adapter::{
-    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply,
-    Request, TensorMeta,
-};
+use lmc_vllm_adapter::{CacheKey, Client, Operation, Reply, Request};
 
-use common::{free_port, segment};
+use common::{free_port, registration, segment};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -88,28 +85,7 @@ impl Daemon {
     }
 
     fn signal(&self, signal: libc::c_int) {
-        let pid = libc::pid_t::try_from(self.child.id()).expect("a pid");
-        // SAFETY: the process is our child and not waited for yet, so the pid is its own.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-    }
-
-    /// Stops all its threads, until SIGCONT.
-    fn stop(&self) {
-        self.signal(libc::SIGSTOP);
-        let deadline = Instant::now() + DEADLINE;
-        let stopped = || {
-            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
-            let mut threads = threads.expect("its threads").flatten();
-            // The state follows the name, which is in brackets.
-            threads.all(|thread| {
-                let stat = std::fs::read_to_string(thread.path().join("stat"));
-                stat.is_ok_and(|stat| stat.contains(") T "))
-            })
-        };
-        while !stopped() {
-            assert!(Instant::now() < deadline, "it does not stop");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        common::signal(&self.child, signal);
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -335,30 +311,8 @@ fn the_tools_ask_a_running_server() {
 
 /// Registers an engine of one layer `[blocks, tokens, size]` whose memory the server copies.
 fn register_memory(client: &mut Client, shm_name: &str) {
-    let registration = RegisterKvCache {
-        instance_id: 1,
-        kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
-            shm_name: format!("/{shm_name}"),
-            nbytes: 4 * 256 * 4 * 4,
-            tensor: TensorMeta {
-                dtype: "float32".to_owned(),
-                shape: vec![4, 256, 4],
-                stride: vec![256 * 4, 4, 1],
-                storage_offset: 0,
-            },
-        })],
-        model_name: "m".to_owned(),
-        world_size: 1,
-        engine_type: "vllm".to_owned(),
-        kv_layout: None,
-        groups: vec![EngineGroup {
-            layer_indices: vec![0],
-            tokens_per_block: 256,
-            sw_size_tokens: -1,
-            ..EngineGroup::default()
-        }],
-    };
-    let registered = client.ask(&Request::RegisterKvCache(Box::new(registration)));
+    let name = format!("/{shm_name}");
+    let registered = client.ask(&registration(1, "m", &name, ("float32", 4), [4, 256, 4]));
     assert_eq!(registered.expect("an answer"), Reply::None);
 }
 
@@ -386,7 +340,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
         instance_id: 1,
         block_ids: vec![vec![2]],
     };
-    daemon.stop();
+    common::stop(&daemon.child);
     let uid = client.send(&store("before")).expect("sent");
     // Longer than the server thinks that the worker waits with patience.
     std::thread::sleep(Duration::from_millis(5500));

@@ -9,12 +9,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use lmc_vllm_adapter::{
-    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply,
-    Request, TensorMeta,
-};
+use lmc_vllm_adapter::{CacheKey, Client, Operation, Reply, Request};
 
-use common::free_port;
+use common::{free_port, registration};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -71,28 +68,7 @@ impl Server {
     }
 
     fn signal(&self, signal: libc::c_int) {
-        let pid = libc::pid_t::try_from(self.child.id()).expect("a pid");
-        // SAFETY: the process is our child and not waited for yet, so the pid is its own.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-    }
-
-    /// Stops all its threads, until SIGCONT.
-    fn stop(&self) {
-        self.signal(libc::SIGSTOP);
-        let deadline = Instant::now() + DEADLINE;
-        let stopped = || {
-            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
-            let mut threads = threads.expect("its threads").flatten();
-            // The state follows the name, which is in brackets.
-            threads.all(|thread| {
-                let stat = std::fs::read_to_string(thread.path().join("stat"));
-                stat.is_ok_and(|stat| stat.contains(") T "))
-            })
-        };
-        while !stopped() {
-            assert!(Instant::now() < deadline, "it does not stop");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        common::signal(&self.child, signal);
     }
 }
 
@@ -160,30 +136,9 @@ impl Memory {
     fn register(&self, client: &mut Client) {
         let name = self.path.file_name().expect("a name").to_string_lossy();
         let elements = BLOCK_BYTES as u64 / CHUNK;
-        let registration = RegisterKvCache {
-            instance_id: 1,
-            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
-                shm_name: format!("/{name}"),
-                nbytes: BLOCKS * BLOCK_BYTES as u64,
-                tensor: TensorMeta {
-                    dtype: "float16".to_owned(),
-                    shape: vec![BLOCKS, CHUNK, elements / 2],
-                    stride: vec![BLOCK_BYTES as u64 / 2, elements / 2, 1],
-                    storage_offset: 0,
-                },
-            })],
-            model_name: "m".to_owned(),
-            world_size: 1,
-            engine_type: "vllm".to_owned(),
-            kv_layout: None,
-            groups: vec![EngineGroup {
-                layer_indices: vec![0],
-                tokens_per_block: CHUNK as u32,
-                sw_size_tokens: -1,
-                ..EngineGroup::default()
-            }],
-        };
-        let registered = client.ask(&Request::RegisterKvCache(Box::new(registration)));
+        let shape = [BLOCKS, CHUNK, elements / 2];
+        let name = format!("/{name}");
+        let registered = client.ask(&registration(1, "m", &name, ("float16", 2), shape));
         assert_eq!(registered.expect("an answer"), Reply::None);
     }
 }
@@ -251,7 +206,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         while memory.byte(BLOCK_BYTES as u64) != STORED {
             assert!(Instant::now() < deadline, "the copy never begins");
         }
-        server.stop();
+        common::stop(&server.child);
         // Far more is left than may be written once the server goes on.
         if memory.count(BEFORE) > 2 * window {
             break uid;

@@ -8,12 +8,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use lmc_vllm_adapter::{
-    CacheKey, Client, ClientError, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
-    RegisterKvCache, Reply, Request, TensorMeta,
-};
+use lmc_vllm_adapter::{CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request};
 
-use common::free_port;
+use common::{free_port, registration};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -226,29 +223,8 @@ impl Engine {
     }
 
     fn registration(&self, model_name: &str) -> Request {
-        Request::RegisterKvCache(Box::new(RegisterKvCache {
-            instance_id: ID,
-            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
-                shm_name: format!("/{}", self.name),
-                nbytes: Self::BYTES as u64,
-                tensor: TensorMeta {
-                    dtype: "float32".to_owned(),
-                    shape: vec![4, 256, 4],
-                    stride: vec![256 * 4, 4, 1],
-                    storage_offset: 0,
-                },
-            })],
-            model_name: model_name.to_owned(),
-            world_size: 1,
-            engine_type: "vllm".to_owned(),
-            kv_layout: None,
-            groups: vec![EngineGroup {
-                layer_indices: vec![0],
-                tokens_per_block: 256,
-                sw_size_tokens: -1,
-                ..EngineGroup::default()
-            }],
-        }))
+        let name = format!("/{}", self.name);
+        registration(ID, model_name, &name, ("float32", 4), [4, 256, 4])
     }
 }
 

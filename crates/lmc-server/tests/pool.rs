@@ -14,11 +14,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use common::{free_port, segment};
-use lmc_vllm_adapter::{
-    Client, ClientError, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
-    TensorMeta,
-};
+use common::{free_port, registration, segment};
+use lmc_vllm_adapter::{Client, ClientError, Reply};
 use own_shm::with_own_shm;
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
@@ -317,31 +314,7 @@ const PORT_VARIABLE: &str = "LMC_TEST_REGISTER_ON";
 fn register(port: u16, shm_name: &str) -> Result<Reply, ClientError> {
     let address = SocketAddr::from(([127, 0, 0, 1], port));
     let mut client = Client::connect(address, DEADLINE).expect("a connection");
-    let registration = RegisterKvCache {
-        instance_id: 1,
-        kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
-            shm_name: shm_name.to_owned(),
-            nbytes: 4096,
-            tensor: TensorMeta {
-                dtype: "float32".to_owned(),
-                shape: vec![1, 256, 4],
-                stride: vec![1024, 4, 1],
-                storage_offset: 0,
-            },
-        })],
-        model_name: "m".to_owned(),
-        world_size: 1,
-        engine_type: "vllm".to_owned(),
-        kv_layout: None,
-        groups: vec![EngineGroup {
-            layer_indices: vec![0],
-            tokens_per_block: 256,
-            sw_size_tokens: -1,
-            ..EngineGroup::default()
-        }],
-    };
-    let request = Request::RegisterKvCache(Box::new(registration));
-    client.ask(&request)
+    client.ask(&registration(1, "m", shm_name, ("float32", 4), [1, 256, 4]))
 }
 
 /// The process of the other user. Runs nothing when the test suite calls it by itself.

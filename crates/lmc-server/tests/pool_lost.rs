@@ -14,12 +14,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_vllm_adapter::{
-    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
-    TensorMeta,
-};
+use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
-use common::free_port;
+use common::{free_port, registration};
 use own_shm::with_own_shm;
 
 const DEADLINE: Duration = Duration::from_secs(40);
@@ -103,30 +100,8 @@ impl Engine {
             .expect("space for the engine");
         let address = SocketAddr::from(([127, 0, 0, 1], port));
         let mut client = Client::connect(address, DEADLINE).expect("a connection");
-        let registration = RegisterKvCache {
-            instance_id: 1,
-            kv_caches: vec![KvDescriptor::CpuShm(CpuShm {
-                shm_name: name.to_owned(),
-                nbytes: (BLOCKS * BLOCK_BYTES) as u64,
-                tensor: TensorMeta {
-                    dtype: "float32".to_owned(),
-                    shape: vec![BLOCKS as u64, CHUNK as u64, 512],
-                    stride: vec![(CHUNK * 512) as u64, 512, 1],
-                    storage_offset: 0,
-                },
-            })],
-            model_name: "m".to_owned(),
-            world_size: 1,
-            engine_type: "vllm".to_owned(),
-            kv_layout: None,
-            groups: vec![EngineGroup {
-                layer_indices: vec![0],
-                tokens_per_block: CHUNK as u32,
-                sw_size_tokens: -1,
-                ..EngineGroup::default()
-            }],
-        };
-        let registered = client.ask(&Request::RegisterKvCache(Box::new(registration)));
+        let shape = [BLOCKS as u64, CHUNK as u64, 512];
+        let registered = client.ask(&registration(1, "m", name, ("float32", 4), shape));
         assert_eq!(registered.expect("an answer"), Reply::None);
         Self { client, memory }
     }

@@ -150,11 +150,7 @@ const EXPECTED: &[(&str, &str)] = &[
         "sysconf and its friends",
     ),
     (
-        "crates/lmc-server/tests/daemon.rs",
-        "signals to the daemon under test",
-    ),
-    (
-        "crates/lmc-server/tests/frozen_copies.rs",
+        "crates/lmc-server/tests/common/mod.rs",
         "signals to the daemon under test",
     ),
     (
