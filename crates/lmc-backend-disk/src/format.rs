@@ -5,7 +5,7 @@
 
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use crate::epoch::ClearEpoch;
 use crate::volume::BLOCK;
@@ -31,6 +31,8 @@ const SUM_AT: usize = BLOCK_LEN - 8;
 pub(crate) const RECORD_LEN: usize = 128;
 /// Bytes before the first record of a frame.
 const FRAME_HEAD: usize = 64;
+/// Offset of a frame's checksum.
+const FRAME_SUM_AT: usize = 48;
 
 /// Why bytes are not the structure that was expected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -151,12 +153,28 @@ fn sum_block(block: &mut [u8]) {
     block[SUM_AT..BLOCK_LEN].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// What a structure begins with.
+/// Start of a structure.
 pub(crate) struct Head {
     pub(crate) magic: [u8; 8],
     pub(crate) what: &'static str,
     /// The newest version that is read.
     pub(crate) newest: u32,
+}
+
+/// Writes the checksum of a structure at `at`. It is made with these eight bytes zero, as they
+/// are now.
+pub(crate) fn put_sum(bytes: &mut [u8], at: usize) {
+    let sum = xxh3_64(bytes);
+    bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Returns true if the checksum at `at` is that of the structure with these eight bytes zero.
+pub(crate) fn sum_is_right(bytes: &[u8], at: usize) -> bool {
+    let mut hash = Xxh3Default::new();
+    hash.update(&bytes[..at]);
+    hash.update(&[0; 8]);
+    hash.update(&bytes[at + 8..]);
+    bytes[at..at + 8] == hash.digest().to_le_bytes()
 }
 
 /// Checks what all structures begin with: magic, checksum of the whole (`intact` says whether it
@@ -472,8 +490,7 @@ pub(crate) fn encode_frame(
     {
         record.encode(place);
     }
-    let sum = xxh3_64(out);
-    out[48..56].copy_from_slice(&sum.to_le_bytes());
+    put_sum(out, FRAME_SUM_AT);
 }
 
 /// Reads the frame at the front of `bytes`: its records and its length. The log ends where this
@@ -504,14 +521,7 @@ pub(crate) fn decode_frame(
         }
         let len = frame_len(count);
         frame_bytes = Some((len, count));
-        let sum = u64::from_le_bytes(bytes[48..56].try_into().expect("eight bytes"));
-        let mut head = [0; FRAME_HEAD];
-        head.copy_from_slice(&bytes[..FRAME_HEAD]);
-        head[48..56].fill(0);
-        let mut hash = xxhash_rust::xxh3::Xxh3Default::new();
-        hash.update(&head);
-        hash.update(&bytes[FRAME_HEAD..len]);
-        hash.digest() == sum
+        sum_is_right(&bytes[..len], FRAME_SUM_AT)
     })?;
     let (len, count) = frame_bytes.ok_or(FormatError::Damaged { what })?;
     let mut r = Reader::new(&bytes[16..]);

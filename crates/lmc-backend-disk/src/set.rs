@@ -7,16 +7,16 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-use xxhash_rust::xxh3::xxh3_64;
-
 use crate::epoch::{ClearEpoch, random_id};
-use crate::format::{BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head};
+use crate::format::{
+    BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head, put_sum, sum_is_right,
+};
 
 /// Name of the file with a drive's record of its set.
 pub(crate) const SET_NAME: &str = "set";
 
 const MAGIC: [u8; 8] = *b"LMCDRSET";
-/// Where the checksum lies. It is made with these eight bytes zero.
+/// Offset of the checksum.
 const SUM_AT: usize = 72;
 const HEAD: usize = 128;
 const MEMBER: usize = 512;
@@ -37,7 +37,7 @@ pub struct SetMember {
     pub path: PathBuf,
 }
 
-/// What one place remembers of a set.
+/// The record of a set, as one drive or the state folder remembers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
     /// The drive on which this record lies; zeroes outside of the drives.
@@ -72,8 +72,7 @@ impl SetRecord {
             w.u32(0);
             w.put(path);
         }
-        let sum = xxh3_64(&out);
-        out[SUM_AT..SUM_AT + 8].copy_from_slice(&sum.to_le_bytes());
+        put_sum(&mut out, SUM_AT);
         out
     }
 
@@ -87,11 +86,7 @@ impl SetRecord {
             what,
             newest: VERSION,
         };
-        check_head(bytes, head, || {
-            let mut zeroed = bytes.to_vec();
-            zeroed[SUM_AT..SUM_AT + 8].fill(0);
-            bytes[SUM_AT..SUM_AT + 8] == xxh3_64(&zeroed).to_le_bytes()
-        })?;
+        check_head(bytes, head, || sum_is_right(bytes, SUM_AT))?;
         let mut r = Reader::new(&bytes[12..]);
         let count = r.u32() as usize;
         if count > MAX_MEMBERS || HEAD + count * MEMBER > bytes.len() {
@@ -132,15 +127,15 @@ pub(crate) struct Present {
     pub(crate) path: PathBuf,
     /// The last clear that its log knows of.
     pub(crate) epoch: ClearEpoch,
-    /// Its own record; none on a drive that is new or of an lmc without sets.
+    /// The drive's own record; `None` on a drive that is new or of an lmc without sets.
     pub(crate) record: Option<SetRecord>,
 }
 
-/// How drives serve together.
+/// The outcome of comparing the drives of a set.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Joined {
     pub(crate) set_id: [u8; 16],
-    /// What every drive has to reach. Those of another epoch are to be cleared.
+    /// Epoch of the set. Drives of another epoch are to be cleared.
     pub(crate) epoch: ClearEpoch,
     pub(crate) members: Vec<SetMember>,
     /// Those of them that are not here.

@@ -8,16 +8,17 @@
 use std::collections::HashMap;
 
 use lmc_key::SpaceId;
-use xxhash_rust::xxh3::xxh3_64;
 
-use crate::format::{BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head};
+use crate::format::{
+    BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head, put_sum, sum_is_right,
+};
 use crate::index::IndexSpace;
 
 /// Name of the file.
 pub(crate) const SPACES_NAME: &str = "spaces";
 
 const MAGIC: [u8; 8] = *b"LMCSPACE";
-/// Where the checksum lies. It is made with these eight bytes zero.
+/// Offset of the checksum.
 const SUM_AT: usize = 40;
 const HEAD: usize = 64;
 const TEXT: usize = 256;
@@ -34,7 +35,7 @@ pub struct SpaceUsage {
     pub settings: Option<String>,
     /// Chunks that are there.
     pub chunks: u64,
-    /// Their payload bytes.
+    /// Payload bytes of these chunks.
     pub bytes: u64,
 }
 
@@ -44,9 +45,9 @@ pub struct SpaceUsage {
 pub struct Unreachable {
     /// The settings under which they were stored.
     pub settings: String,
-    /// How many there are.
+    /// Number of chunks.
     pub chunks: u64,
-    /// Their payload bytes.
+    /// Payload bytes of these chunks.
     pub bytes: u64,
 }
 
@@ -97,8 +98,7 @@ impl SpacesRecord {
             w.put(space.as_bytes());
             w.u32(text);
         }
-        let sum = xxh3_64(&out);
-        out[SUM_AT..SUM_AT + 8].copy_from_slice(&sum.to_le_bytes());
+        put_sum(&mut out, SUM_AT);
         out
     }
 
@@ -112,11 +112,7 @@ impl SpacesRecord {
             what,
             newest: VERSION,
         };
-        check_head(bytes, head, || {
-            let mut zeroed = bytes.to_vec();
-            zeroed[SUM_AT..SUM_AT + 8].fill(0);
-            bytes[SUM_AT..SUM_AT + 8] == xxh3_64(&zeroed).to_le_bytes()
-        })?;
+        check_head(bytes, head, || sum_is_right(bytes, SUM_AT))?;
         let mut r = Reader::new(&bytes[12..]);
         let texts = r.u32() as usize;
         let drive_id = r.array();

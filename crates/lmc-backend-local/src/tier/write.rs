@@ -10,6 +10,7 @@ use lmc_memory::{ReservedSlot, WrittenSlot};
 use super::{Inner, LocalTier, ReserveError};
 use crate::class::Tenant;
 use crate::lease::Leased;
+use crate::shard::Shard;
 use crate::slab::EntryRef;
 use crate::{Leases, OwnerId, StoredEvent, TenantId};
 
@@ -160,25 +161,12 @@ impl LocalTier {
         key: ChunkKey,
         len: u64,
     ) -> Result<WriteStart, ReserveError> {
-        let inner = self.inner();
-        let fold = key.fold();
-        let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
-        let mut shard = inner.shards[inner.shard_of(fold)].lock();
-        if shard.find(fold, &key).is_some() {
-            return Ok(WriteStart::Present);
-        }
-        if !shard.begin_write(key, number) {
-            drop(shard);
-            inner.counters.busy.add(1);
-            return Ok(WriteStart::Busy);
-        }
-        drop(shard);
-        self.reserve_marked(owner, tenant, key, len, number)
+        self.begin_marked(owner, tenant, key, len, Shard::begin_write)
     }
 
-    /// The same with a shared mark: never answers [`WriteStart::Busy`]. For one who cannot wait
-    /// for the owner of the exclusive mark, such as a read from a lower tier while a worker
-    /// writes the same chunk.
+    /// Marks a key as being written by `owner` among others and takes `len` bytes for it. Never
+    /// answers [`WriteStart::Busy`], so a caller need not wait for the owner of the exclusive
+    /// mark: a read from a lower tier goes on while a worker writes the same chunk.
     ///
     /// # Errors
     /// [`ReserveError`] when there is no room; no mark is left then.
@@ -189,6 +177,22 @@ impl LocalTier {
         key: ChunkKey,
         len: u64,
     ) -> Result<WriteStart, ReserveError> {
+        let mark = |shard: &mut Shard, key, number| {
+            shard.begin_shared_write(key, number);
+            true
+        };
+        self.begin_marked(owner, tenant, key, len, mark)
+    }
+
+    /// Puts a mark on a key that is not present, if `mark` can, and takes memory for it.
+    fn begin_marked(
+        &self,
+        owner: OwnerId,
+        tenant: TenantId,
+        key: ChunkKey,
+        len: u64,
+        mark: impl FnOnce(&mut Shard, ChunkKey, u64) -> bool,
+    ) -> Result<WriteStart, ReserveError> {
         let inner = self.inner();
         let fold = key.fold();
         let number = inner.reservations.fetch_add(1, Ordering::Relaxed);
@@ -196,21 +200,12 @@ impl LocalTier {
         if shard.find(fold, &key).is_some() {
             return Ok(WriteStart::Present);
         }
-        shard.begin_shared_write(key, number);
+        let marked = mark(&mut shard, key, number);
         drop(shard);
-        self.reserve_marked(owner, tenant, key, len, number)
-    }
-
-    /// Takes memory for a key whose mark is on.
-    fn reserve_marked(
-        &self,
-        owner: OwnerId,
-        tenant: TenantId,
-        key: ChunkKey,
-        len: u64,
-        number: u64,
-    ) -> Result<WriteStart, ReserveError> {
-        let inner = self.inner();
+        if !marked {
+            inner.counters.busy.add(1);
+            return Ok(WriteStart::Busy);
+        }
         let tenant = inner.tenants.get(tenant);
         inner.writes.take(owner, 1);
         // From here on the mark goes with this value. It counts no bytes yet, so that the quota
@@ -383,13 +378,7 @@ impl LocalTier {
 
 impl Inner {
     /// Adds a chunk that is not there, under its shard's lock.
-    fn insert_into(
-        &self,
-        shard: &mut crate::shard::Shard,
-        fold: u64,
-        chunk: NewChunk,
-        stamp: u64,
-    ) -> u32 {
+    fn insert_into(&self, shard: &mut Shard, fold: u64, chunk: NewChunk, stamp: u64) -> u32 {
         let NewChunk {
             key,
             parent,

@@ -10,7 +10,6 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::MarkId;
 use serde::Serialize;
 
 use crate::service::ClientId;
@@ -31,7 +30,7 @@ pub struct HeldStatus {
     pub slots: usize,
     /// Seconds since the connection ended.
     pub seconds: f64,
-    /// What is waited for: `grace` (the process is unknown, or may be running), `stopped` (the
+    /// Condition of the release: `grace` (the process is unknown, or may be running), `stopped` (the
     /// process is stopped or frozen and would go on copying) or `dead` (they go back at once).
     pub waits_for: &'static str,
 }
@@ -78,9 +77,9 @@ impl Service {
         }
     }
 
-    /// A connection is over, whoever ended it.
+    /// Ends a connection, whichever side closed it.
     ///
-    /// Its requests end. Slots that its workers had prepared stay held, see [`Self::tick`].
+    /// The connection's requests end. Slots that its workers had prepared stay held, see [`Self::tick`].
     pub fn client_gone(&self, client: ClientId, now: Instant) {
         let mut state = self.shared.state.lock();
         state.bindings.remove(&client);
@@ -92,7 +91,7 @@ impl Service {
             }
         }
         let mut sessions = Vec::new();
-        // A request belongs to its connection: on another nobody can end it.
+        // A request belongs to its connection: no other connection can end it.
         state.sessions.retain(|session| {
             let keep = session.client != client;
             if !keep {
@@ -124,7 +123,7 @@ impl Service {
         }
         self.shared.workers.forget(client);
         if slots > 0 {
-            self.share_writes(&marks);
+            self.shared.engine.share_writes(&marks);
             add(&self.shared.stats.service.slots_orphaned, slots as u64);
             tracing::warn!(
                 %client,
@@ -158,11 +157,6 @@ impl Service {
         owners
     }
 
-    /// Lets others write chunks whose writers are late.
-    pub(super) fn share_writes(&self, marks: &[MarkId]) {
-        self.shared.engine.share_writes(marks);
-    }
-
     /// Lets others write the chunks of stores that are overdue.
     pub(super) fn share_overdue(&self, now: Instant) {
         let deadline = self.shared.config.transfer_deadline;
@@ -172,7 +166,7 @@ impl Service {
                 marks.append(&mut transfer.share());
             }
         }
-        self.share_writes(&marks);
+        self.shared.engine.share_writes(&marks);
     }
 
     /// Gives back the slots of ended connections that nothing touches any more. May read files
@@ -196,7 +190,7 @@ impl Service {
         let ended: Vec<_> = ended
             .map(|(client, witness)| (client, life(witness)))
             .collect();
-        // Whatever stopped this process may have stopped a worker beside it.
+        // A stop of this process may have stopped the workers on this host as well.
         let steady = self.shared.pulse.is_steady(Instant::now());
         let mut released = Vec::new();
         let mut state = self.shared.state.lock();
@@ -274,7 +268,7 @@ impl Service {
         );
     }
 
-    /// What ended connections hold.
+    /// Returns the slots that ended connections hold.
     pub(super) fn held_status(&self, now: Instant) -> Vec<HeldStatus> {
         let state = self.shared.state.lock();
         let mut slots: HashMap<ClientId, usize> = HashMap::new();
