@@ -443,7 +443,7 @@ fn nearest(path: &Path) -> &Path {
     above.unwrap_or(Path::new("."))
 }
 
-/// What the file system of a folder keeps files on.
+/// Returns the medium behind a folder's file system.
 fn medium_of(path: &Path) -> Result<Medium, DiskError> {
     let found = medium(nearest(path)).map_err(|source| DiskError::Io {
         path: path.to_owned(),

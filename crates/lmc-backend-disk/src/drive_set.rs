@@ -16,7 +16,7 @@ use crate::format::FormatError;
 use crate::set::{DifferentSets, Joined, Present, SET_NAME, SetMember, SetRecord, join};
 use crate::state_dir::{Remembered, StateDir};
 
-/// What the open drives have in common.
+/// The set that the open drives belong to.
 #[derive(Debug)]
 pub(crate) struct DriveSet {
     epoch: Mutex<ClearEpoch>,
@@ -176,7 +176,7 @@ pub(crate) fn missing_text(member: &SetMember) -> String {
     )
 }
 
-/// How long ago a second from 1970 was, for people.
+/// Formats the age of a Unix time in seconds.
 pub(crate) fn ago(then: u64) -> String {
     match now().saturating_sub(then) {
         seconds @ 0..120 => format!("{seconds} s ago"),

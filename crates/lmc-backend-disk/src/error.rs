@@ -22,7 +22,7 @@ pub enum DiskError {
     NoDriveYet {
         /// The folder.
         path: PathBuf,
-        /// Which drive was there, if that is known.
+        /// The drive that was in the folder before, if it is known.
         expected: String,
     },
     /// It is a file.
@@ -31,7 +31,7 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// Its file system keeps no files.
+    /// The folder's file system stores no files.
     #[error(
         "{path}: the file system there is {name}, which keeps no files; name a folder on a drive"
     )]
@@ -41,7 +41,7 @@ pub enum DiskError {
         /// The file system.
         name: &'static str,
     },
-    /// Its file system does not say how large it is.
+    /// The folder's file system reports no size.
     #[error("{path}: the file system does not say how many bytes are free; set --disk-size")]
     NoSize {
         /// The folder.
@@ -56,14 +56,14 @@ pub enum DiskError {
     DifferentSets {
         /// A folder.
         path: PathBuf,
-        /// Its set.
+        /// Set of the drive.
         set: String,
         /// A folder of another set.
         other_path: PathBuf,
         /// That set.
         other_set: String,
     },
-    /// What was cleared cannot be read or noted outside of the drives.
+    /// The record of the last clear, outside of the drives, cannot be read or written.
     #[error(
         "state folder, {path}: {source}; make it writable, name another with --state-dir, or remove a damaged file"
     )]
@@ -98,7 +98,7 @@ pub enum DiskError {
     Locked {
         /// The folder.
         path: PathBuf,
-        /// Who has it.
+        /// Process that holds it.
         owner: String,
     },
     /// The folder is no drive of lmc.
@@ -126,9 +126,9 @@ pub enum DiskError {
     TooSmall {
         /// The folder.
         path: PathBuf,
-        /// What was asked for.
+        /// Bytes requested.
         size: u64,
-        /// What is needed.
+        /// Bytes required.
         least: u64,
     },
     /// The file system is smaller than what was asked for.
@@ -138,12 +138,12 @@ pub enum DiskError {
     Space {
         /// The folder.
         path: PathBuf,
-        /// What was asked for, for this drive.
+        /// Bytes requested for this drive.
         size: u64,
-        /// What can be had, with what the folder holds already.
+        /// Bytes available, including those that the folder holds already.
         room: u64,
     },
-    /// Its segments and logs are more files than the process may open.
+    /// The drive's segments and logs are more files than the process may open.
     #[error(
         "{path}: the drive has more files than may be open at a time; raise the limit (ulimit -n)"
     )]
@@ -156,7 +156,7 @@ pub enum DiskError {
     Io {
         /// The folder.
         path: PathBuf,
-        /// What it refused.
+        /// Operation that the system refused.
         source: io::Error,
     },
 }

@@ -131,7 +131,7 @@ pub(crate) struct Snapshot {
     at: usize,
 }
 
-/// What one space has on a drive.
+/// Chunks of one space on a drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct IndexSpace {
     pub(crate) chunks: u64,
@@ -526,7 +526,7 @@ impl Index {
         found
     }
 
-    /// What each space has.
+    /// Returns the chunks of each space.
     pub(crate) fn spaces(&self) -> HashMap<SpaceId, IndexSpace> {
         let mut spaces: HashMap<SpaceId, IndexSpace> = HashMap::new();
         for segment in &self.segments {
@@ -623,7 +623,7 @@ impl Index {
         self.epoch
     }
 
-    /// Removes every chunk: each segment is begun anew. Returns how many chunks there were, and
+    /// Removes every chunk: each segment is written from its start again. Returns how many chunks there were, and
     /// the records of the clear, that of its epoch last.
     pub(crate) fn clear(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
         let gone = self.chunks;

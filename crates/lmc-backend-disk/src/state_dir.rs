@@ -75,7 +75,7 @@ fn is_record(name: &str) -> bool {
     name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// What is remembered of one set.
+/// Returns the record of one set.
 #[derive(Debug)]
 pub(crate) struct Remembered {
     sets: PathBuf,

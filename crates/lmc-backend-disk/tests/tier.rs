@@ -314,7 +314,7 @@ fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
     assert_eq!(pool.usage().used, 0);
 }
 
-/// Flips one byte of each stored chunk, so many bytes from the start of its payload.
+/// Flips one byte of each stored chunk, at an offset from the start of its payload.
 fn flip_in_each_chunk(folder: &Folder, numbers: std::ops::Range<u64>, from_payload: i64) {
     let mut heads: HashMap<[u8; 64], u64> = numbers
         .map(|n| {

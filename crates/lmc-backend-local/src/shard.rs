@@ -43,7 +43,7 @@ pub(crate) struct Shard {
     align: u64,
     /// Bytes of the pool under chunks that are leased or pinned, each counted once.
     held: u64,
-    /// Where each shard publishes `held`.
+    /// Counter in which each shard publishes `held`.
     published_held: Arc<[AtomicU64]>,
     table: Table,
     slab: Slab,

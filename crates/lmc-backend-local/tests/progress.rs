@@ -230,7 +230,7 @@ fn one_key_has_one_writer() {
     let key = test_key(1);
     let begin = |owner| tier.begin_write(OwnerId(owner), NOBODY, key, UNIT).unwrap();
     let WriteStart::Reserved(first) = begin(1) else {
-        panic!("nobody writes it yet");
+        panic!("no other writes it");
     };
     assert!(matches!(begin(2), WriteStart::Busy));
     assert_eq!(
@@ -252,7 +252,7 @@ fn one_key_has_one_writer() {
 }
 
 /// A writer of whom no commit is expected soon (its connection was cut, its transfer is overdue)
-/// keeps its slot, and keeps nobody from writing the same chunk. The first commit counts.
+/// keeps its slot, and others may write the same chunk. The first commit counts.
 #[test]
 fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
     let tier = tier(PolicyKind::Lru, 8);
@@ -264,7 +264,7 @@ fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
         }
         _ => None,
     };
-    let late = begin(1).expect("nobody writes it yet");
+    let late = begin(1).expect("no other writes it");
     assert!(begin(2).is_none());
     tier.share_writes(&[late.mark.id()]);
     assert!(!tier.is_writing(&key));
@@ -303,7 +303,7 @@ fn a_dead_writers_slot_goes_to_quarantine() {
     let key = test_key(1);
     let started = tier.begin_write(OwnerId(1), NOBODY, key, UNIT).unwrap();
     let WriteStart::Reserved(reservation) = started else {
-        panic!("nobody writes it yet");
+        panic!("no other writes it");
     };
     let quarantined = reservation.slot.quarantine();
     drop(reservation.mark);

@@ -381,7 +381,7 @@ impl CacheEngine {
         Removed { found, complete }
     }
 
-    /// Removes the chunks of spaces that nobody will name again from DRAM, and gives up their
+    /// Removes the chunks of spaces that no key will name again from DRAM, and gives up their
     /// copies that wait for slower tiers. How many chunks went. What slower tiers have of them
     /// stays until it is evicted there, as does what is being written or promoted now.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {

@@ -34,7 +34,7 @@ pub struct DtypeName(Arc<str>);
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Salt(Arc<str>);
 
-/// What an operator adds to the identity of every chunk of a server, because no engine sends it:
+/// Text that an operator adds to the identity of every chunk of a server, because no engine sends it:
 /// weights, revision, quantisation, format of the KV cache. Empty by default.
 ///
 /// At most [`MAX_IDENTITY_BYTES`], no control characters. Cheap to clone.

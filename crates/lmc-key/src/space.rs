@@ -39,7 +39,7 @@ pub struct KeySpace {
     pub dtype: DtypeName,
     /// The tenant.
     pub salt: Salt,
-    /// What the operator adds.
+    /// Text that the operator adds.
     pub identity: IdentityText,
 }
 

@@ -87,7 +87,7 @@ pub struct MappedSegment {
 }
 
 impl MappedSegment {
-    /// Maps the first `len` bytes of a segment, whoever owns it.
+    /// Maps the first `len` bytes of a segment of any user.
     ///
     /// # Errors
     /// See [`SegmentError`]; a `len` of 0 is an error of [`SegmentError::Open`].

@@ -47,7 +47,7 @@ struct Slot {
 /// can walk them at any time.
 static TABLE: [AtomicPtr<Slot>; BLOCKS] = [const { AtomicPtr::new(ptr::null_mut()) }; BLOCKS];
 
-/// Which slots are free, and how many ranges each user has; not for the handler.
+/// Free slots, and the number of ranges of each user; not for the handler.
 static BOOKS: Mutex<Option<Books>> = Mutex::new(None);
 
 #[derive(Debug, Default)]

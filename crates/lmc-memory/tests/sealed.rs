@@ -102,7 +102,7 @@ fn other_process() {
         u64::from_ne_bytes(bytes) as usize
     };
     for i in 0..100_000 {
-        // SAFETY: both slots have so many bytes and lie inside the mapping.
+        // SAFETY: both slots have this length and lie inside the mapping.
         unsafe {
             assert_eq!(base.add(offset(0) + i).read(), (i % 251) as u8);
             base.add(offset(8) + i).write((i % 241) as u8);

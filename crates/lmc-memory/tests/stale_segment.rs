@@ -178,7 +178,7 @@ fn nothing_is_written_through_a_squatted_record() {
                 assert_eq!(fs::read(&victim).unwrap(), b"secret", "{what}");
                 assert!(!segment.exists(), "{what}");
                 assert!(record.symlink_metadata().is_ok(), "{what} was removed");
-                // A server whose name is not given in full gets one that nobody could take.
+                // A server whose name is not given in full gets one that no other process could take.
                 ArenaConfig::shared_unique(what, 4096).build().unwrap();
                 assert!(record.symlink_metadata().is_ok(), "{what} was removed");
             };

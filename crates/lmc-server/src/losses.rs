@@ -1,4 +1,5 @@
-//! Warns of what lower tiers lose: a store and a lookup go on without them, so nobody else notices.
+//! Warns of chunks that lower tiers lose. Stores and lookups succeed without them, so no client
+//! reports them.
 
 use std::time::Duration;
 
@@ -8,8 +9,9 @@ use tokio::sync::watch;
 use tokio::time::{Instant, interval};
 use tracing::warn;
 
-/// How often the counters are looked at, and the shortest time between two warnings.
+/// Time between two reads of the counters.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Shortest time between two warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
 /// Chunks that a tier has lost.
@@ -38,7 +40,7 @@ pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) 
     }
 }
 
-/// What was warned of, and when.
+/// Losses that were logged, and the time of the last warning.
 #[derive(Default)]
 struct News {
     told: Vec<Losses>,

@@ -156,7 +156,7 @@ const TIER_EVENTS: (&str, &str) = (
     "What a tier itself counted, such as damaged chunks and failed reads.",
 );
 
-/// What runs, with the labels `version` and `commit`.
+/// The build, with the labels `version` and `commit`.
 const BUILD_INFO: (&str, &str) = (
     "lmc_build_info",
     "Version and commit of this server, as labels; always 1.",

@@ -25,7 +25,7 @@ pub struct FreeMemory {
 pub struct CgroupLimit {
     /// The limit; who goes beyond it is killed.
     pub limit: u64,
-    /// What is left of it. Page cache that the kernel can drop counts as left.
+    /// Bytes left below the limit. Page cache that the kernel can drop counts as left.
     pub left: u64,
 }
 
@@ -51,14 +51,14 @@ impl FreeMemory {
         self.available.min(left.unwrap_or(u64::MAX))
     }
 
-    /// Whether a pool of so many bytes fits within every limit.
+    /// Returns true if a pool of `bytes` fits within every limit.
     pub(crate) fn holds(&self, bytes: u64) -> bool {
         self.check_cgroup(bytes).is_ok()
             && bytes <= self.available
             && self.shm.is_none_or(|free| bytes <= free)
     }
 
-    /// Checks that a pool of so many bytes does not get this process killed by its cgroup.
+    /// Checks that a pool of `bytes` does not get this process killed by its cgroup.
     ///
     /// # Errors
     /// The numbers and the remedy.
@@ -73,7 +73,7 @@ impl FreeMemory {
         Err(format!(
             "a pool of {} does not fit into the memory limit of this server's cgroup: {} of {} \
              are left, of which the server needs {} besides the pool, and the kernel kills \
-             whoever goes beyond; set --l1-size-gb to {}MiB at most, or raise the limit (docker \
+             a process that goes beyond; set --l1-size-gb to {}MiB at most, or raise the limit (docker \
              --memory, Kubernetes resources.limits.memory, systemd MemoryMax=)",
             human(bytes),
             human(left),

@@ -19,7 +19,7 @@ const TOGETHER: Duration = Duration::from_secs(1);
 pub(crate) struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// `None` where whoever started the server ignores it, as `nohup` does.
+    /// `None` where the parent process ignores it, as `nohup` does.
     hang_up: Option<Signal>,
     user: [Signal; 2],
     first: Option<Instant>,

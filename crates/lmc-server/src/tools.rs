@@ -68,7 +68,7 @@ pub(crate) fn run(name: &str, matches: &ArgMatches) -> Result<()> {
     Ok(())
 }
 
-/// What `lmc clear` did, as a sentence.
+/// Formats the result of `lmc clear` as a sentence.
 fn cleared(answer: &Value) -> String {
     let count = |name: &str| answer[name].as_u64().unwrap_or(0);
     let memory = format!("cleared {} chunks in memory", count("chunks"));

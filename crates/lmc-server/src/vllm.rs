@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::config::TransferMode;
 
-/// Where LMCache's connector looks for a server unless it is told otherwise.
+/// Default address at which LMCache's connector looks for a server.
 const CONNECTOR_PORT: u16 = 5555;
 
 /// The value of vLLM's `--kv-transfer-config` for engines that are to reach the server which

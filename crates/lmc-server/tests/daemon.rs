@@ -181,7 +181,7 @@ fn a_killed_server_leaves_nothing_in_the_way_of_the_next() {
         let mut first = Daemon::start(port, http);
         first.signal(libc::SIGKILL);
         first.wait();
-        assert!(segment_exists(port), "nobody could have removed it");
+        assert!(segment_exists(port), "no process could have removed it");
         let mut second = Daemon::start(port, http);
         let line = second.line("reclaimed");
         assert!(

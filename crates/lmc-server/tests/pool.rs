@@ -143,8 +143,8 @@ fn a_link_at_a_name_of_the_pool_is_not_followed() {
     });
 }
 
-/// D15: the segment of another user's dead server said "held by a running process"; now it is in
-/// nobody's way.
+/// D15: the segment of another user's dead server said "held by a running process"; now it
+/// does not keep a server from starting.
 #[test]
 fn what_another_users_killed_server_left_is_not_in_the_way() {
     let test = "what_another_users_killed_server_left_is_not_in_the_way";

@@ -474,7 +474,7 @@ fn silent_connections_keep_no_engine_out() {
     let connect = || Client::connect(server.address, Duration::from_secs(5));
     let silent: Vec<_> = (0..200).filter_map(|_| connect().ok()).collect();
     assert!(silent.len() >= 46, "they fill a user's share");
-    // A stock client connects anew by itself when it is turned away.
+    // A stock client reconnects by itself when it is turned away.
     let deadline = Instant::now() + Duration::from_secs(10);
     let client = loop {
         match connect() {

@@ -200,7 +200,7 @@ fn wait_for_an_end(server: &Server, open: u64) {
 /// The server took the end of a connection for the death of its process: the slots of a worker
 /// that was still copying went to another one, whose chunk then had the first one's bytes.
 #[test]
-fn a_writer_whose_connection_is_cut_writes_into_nobody_elses_slot() {
+fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
     for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
         let server = Server::with(4 * 4096, holding_for_an_hour, |_| {});
         let proxy = Proxy::start(server.address);
@@ -218,7 +218,7 @@ fn a_writer_whose_connection_is_cut_writes_into_nobody_elses_slot() {
         let (again, at) = b.prepare_store(&of_b);
         b.fill(&of_b, &again, &at);
         assert!(b.commit_store(&of_b));
-        // A's copy goes on, and its client connects anew by itself.
+        // A's copy goes on, and its client reconnects by itself.
         a.fill(&of_a, &slots, &indices);
         assert!(b.retrieve(&of_b), "byte for byte");
         a.client = server.client();
@@ -570,7 +570,7 @@ impl Drop for Network {
 }
 
 /// A host, a virtual machine or a container's network that is gone says nothing: its slots, its
-/// keys and its connection were held until the server was started anew.
+/// keys and its connection were held until the server was restarted.
 #[test]
 fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
     let network = match Network::make() {

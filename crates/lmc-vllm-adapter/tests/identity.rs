@@ -115,7 +115,7 @@ fn chunks_of_an_unknown_format_end_when_a_silent_worker_is_removed() {
 
 /// A process that was killed is removed 30 s later. Its engine's next process may be there before.
 #[test]
-fn a_worker_whose_connection_was_cut_keeps_its_chunks_and_takes_nobody_in() {
+fn a_worker_whose_connection_was_cut_keeps_its_chunks_and_shares_with_no_other() {
     let server = Server::start();
     let mut first = register(&server, 1);
     let tokens = prompt(4, 2 * CHUNK);
@@ -207,7 +207,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     server.assert_idle();
 }
 
-/// Whoever says with `--identity` which format the engines of a server have keeps the chunks.
+/// With `--identity`, which names the format of the engines' caches, the chunks are kept.
 #[test]
 fn an_identity_keeps_chunks_of_an_unknown_format() {
     let with = |identity: &'static str| {

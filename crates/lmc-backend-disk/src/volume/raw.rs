@@ -71,7 +71,7 @@ pub(super) fn set_direct(file: &File) -> io::Result<()> {
     }
 }
 
-/// What a file system keeps files on.
+/// The medium behind a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Medium {
     /// A drive, or something that lmc does not know.
@@ -82,7 +82,7 @@ pub(crate) enum Medium {
     Nothing(&'static str),
 }
 
-/// What the file system of `path` keeps files on.
+/// Returns the medium behind the file system of `path`.
 pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut stat = MaybeUninit::<libc::statfs>::uninit();
@@ -107,7 +107,7 @@ pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
     })
 }
 
-/// What is free on a file system that has no size, such as one in memory without a limit.
+/// Free bytes on a file system that has no size, such as one in memory without a limit.
 pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
 
 /// Bytes that a user may still take on the file system of `path`.

@@ -311,7 +311,7 @@ impl Shared {
             || (self.local.is_writing(key) && Instant::now() < writers_until)
     }
 
-    /// Takes memory for those chunks of `busy` that are still not in DRAM, whoever writes them.
+    /// Takes memory for those chunks of `busy` that are still not in DRAM, although others write them.
     /// The places that another prompt began to promote meanwhile are left.
     fn prepare_rest(
         self: &Arc<Self>,

@@ -1,4 +1,4 @@
-//! The right to promote so many bytes at a time, handed out fairly.
+//! Permits to promote a bounded number of bytes at a time, handed out fairly.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 /// A number of units that owners take and give back. Owners that wait are served in turn, each
-/// in the order in which it asked; nobody overtakes the one whose turn it is.
+/// in the order in which it asked; no later request overtakes an earlier one.
 #[derive(Debug, Clone)]
 pub(super) struct Permits(Arc<Mutex<State>>);
 

@@ -11,7 +11,7 @@ use crate::sigbus::Guard;
 /// Bytes that are made present together, and noted together.
 const PART: u64 = HUGE_PAGE as u64;
 
-/// What lies behind the memory of an arena.
+/// The memory or file behind an arena.
 #[derive(Debug)]
 pub(super) enum Behind {
     /// Nothing: private memory.

@@ -38,7 +38,7 @@ pub(super) enum Kind {
     Sealed,
 }
 
-/// How a shared segment gets its name.
+/// Source of a shared segment's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
     Exact(String),
@@ -195,7 +195,7 @@ pub enum ArenaError {
     ForeignRecord {
         /// The name.
         name: SharedName,
-        /// What the file is.
+        /// Kind of the file.
         what: &'static str,
     },
     /// A segment of that name exists and lmc did not make it.

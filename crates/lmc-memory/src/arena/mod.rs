@@ -70,7 +70,7 @@ impl Arena {
     /// a hole that the file system has no page for. Bytes that were read before this returned
     /// `false` are the ones written; from the loss on, reads give zeroes. Costs one atomic load.
     ///
-    /// It stays so for good: whoever owns the arena must stop using what lies in it.
+    /// It stays so for good: the arena's owner must stop using what lies in it.
     pub fn is_lost(&self) -> bool {
         self.backing.is_lost()
     }

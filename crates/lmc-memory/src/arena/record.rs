@@ -27,7 +27,7 @@ use std::process;
 use super::ArenaError;
 use crate::SharedName;
 
-/// How often to start over when another process wins a race for the record.
+/// Attempts when another process wins a race for the record.
 const ATTEMPTS: usize = 16;
 
 /// Longest record, in bytes.
@@ -78,7 +78,7 @@ pub(super) struct Record {
     file: File,
 }
 
-/// What lies at the path of a record.
+/// State of the file at a record's path.
 enum Found {
     Absent,
     /// The owner runs, such as `pid 1234`.
@@ -156,7 +156,7 @@ fn look(name: &SharedName) -> io::Result<Found> {
     Ok(Found::Stale(StaleRecord { file, owner }))
 }
 
-/// What a record says about its owner.
+/// Content of a record.
 fn owner(record: &File) -> String {
     let mut text = String::new();
     match record.take(MAX_RECORD).read_to_string(&mut text) {

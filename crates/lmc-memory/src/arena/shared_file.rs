@@ -148,7 +148,7 @@ impl Drop for SharedFile {
 }
 
 /// Checks that a file system has so much free space. A page that it has no space for kills
-/// whoever touches it (SIGBUS), so this is checked while the segment is still empty.
+/// a process that touches it (SIGBUS), so this is checked while the segment is still empty.
 fn check_space(file: &File, need: u64) -> Result<(), ArenaError> {
     // SAFETY: statvfs is plain data for which zeroes are valid.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };

@@ -228,7 +228,7 @@ fn impossible_configurations_are_refused() {
     assert!(matches!(err, ArenaError::Name(_)));
 }
 
-/// Finding 7 of the review: whoever mapped the pool could kill the server by truncating it.
+/// Finding 7 of the review: any process that mapped the pool could kill the server by truncating it.
 #[test]
 fn a_shared_arena_that_is_cut_short_is_lost_and_its_process_lives() {
     for in_use in [false, true] {

@@ -9,7 +9,7 @@ use super::paged::{PagedGeometry, PlaneBase};
 /// Pairs of planes that are compared at most; what has more counts as overlapping.
 const MAX_PAIRS: usize = 1 << 18;
 
-/// A repetition: so many, and so many bytes apart.
+/// A repetition: its count, and the bytes from one to the next.
 #[derive(Clone, Copy)]
 struct Level {
     count: i128,

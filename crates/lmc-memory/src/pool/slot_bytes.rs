@@ -4,8 +4,8 @@
 //! a handle's range goes back only when its last owner goes. What other *processes* that map a
 //! shared arena do is outside of Rust's rules: they get offsets of reserved slots to write and
 //! of sealed ones to read, and the protocol above keeps them to it. An arena that is lost
-//! ([`Arena::is_lost`]) reads as zeroes from then on, also in slices that exist already; whoever
-//! copies out of one checks for that afterwards.
+//! ([`Arena::is_lost`]) reads as zeroes from then on, also in slices that exist already; a copy
+//! out of one checks for that afterwards.
 
 use std::ptr::NonNull;
 use std::slice;

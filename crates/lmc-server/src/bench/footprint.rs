@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::args::BenchArgs;
 use crate::tools::http::Call;
 
-/// What a server says over HTTP about its use.
+/// A server's use, as its HTTP side reports it.
 #[derive(Debug, Clone, Copy)]
 struct Holdings {
     /// In memory and in every tier below it.

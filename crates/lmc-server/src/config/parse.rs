@@ -221,7 +221,7 @@ pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
     Ok(folders)
 }
 
-/// Where the server remembers what outlives it.
+/// The folder for records that outlive the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StateDir {
     /// The first of the usual folders that can be written.

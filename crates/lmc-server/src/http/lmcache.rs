@@ -152,7 +152,7 @@ async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) ->
     Json(answer).into_response()
 }
 
-/// How often each operation was asked for, and how long it took.
+/// Number and duration of each operation's requests.
 fn operations(status: &ServiceStatus, full: bool) -> Value {
     let operation = |counts: &OperationCounts| {
         let latency = &counts.latency;

@@ -388,7 +388,7 @@ fn bodies_and_heads_are_bounded() {
     check(&server, ("GET", "/healthz", ""), 200, &[]);
 }
 
-/// Until f2c35f9 any page that somebody opened on the server's host could empty the cache, cut
+/// Until f2c35f9 any page that was opened on the server's host could empty the cache, cut
 /// quotas to nothing and, with a name that it let point to 127.0.0.1, read `/status`. These are the
 /// requests that Chromium and Firefox send for such pages.
 #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// Where the HTTP side listens unless `--http-host` and `--http-port` say otherwise.
+/// Default address of the HTTP side.
 pub(crate) const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEADLINE: Duration = Duration::from_secs(10);
 

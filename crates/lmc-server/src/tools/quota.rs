@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::http::Call;
 use crate::config::{GIB, human_bytes, parse_bytes};
 
-/// What a quota from here does not survive, and what does.
+/// Note on the lifetime of a quota that is set over HTTP.
 const LASTS: &str = "until the server stops; `lmc serve --quota SALT=SIZE` sets it at every start";
 
 pub(super) fn command(url: impl Fn() -> Arg, json: impl Fn() -> Arg) -> Command {

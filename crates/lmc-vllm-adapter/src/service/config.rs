@@ -11,7 +11,7 @@ use thiserror::Error;
 pub struct ServiceConfig {
     /// Chunk size and hash algorithm.
     pub hasher: ChunkHasher,
-    /// What the operator adds to the identity of every chunk, because engines do not send it:
+    /// Text that the operator adds to the identity of every chunk, because engines do not send it:
     /// weights, revision, quantisation, format of the KV cache. Default: empty.
     pub identity: IdentityText,
     /// Bytes of the memo of chunk hashes. Default: 64 MiB.

@@ -17,7 +17,7 @@ use crate::service::job::Lane;
 use crate::service::state::State;
 use crate::service::stats::add;
 
-/// What a worker of an opaque layout registered with.
+/// Registration of a worker with an opaque layout.
 #[derive(Debug)]
 pub(crate) struct Opaque {
     /// The layout as it was registered, the same in every generation.
@@ -52,7 +52,7 @@ impl Opaque {
     }
 }
 
-/// How a worker of an opaque layout came to its generation.
+/// Way in which a worker of an opaque layout got its generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Joined {
     /// It is the first.
@@ -75,7 +75,7 @@ impl State {
     /// again, else that of a connected worker of its layout, else a new one.
     ///
     /// A worker whose connection was cut keeps its generation for when it is heard of again, but
-    /// nobody joins it: the process that registers now may be the engine's next, with another
+    /// no worker joins it: the process that registers now may be the engine's next, with another
     /// format, also under the same id where ids are made of pids.
     ///
     /// # Errors

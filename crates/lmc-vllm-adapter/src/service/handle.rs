@@ -51,9 +51,9 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     /// Numbers lookups.
     pub(super) lookups: AtomicU64,
-    /// Of warnings that peers can provoke.
+    /// Limits warnings that peers can provoke.
     warnings: Throttle,
-    /// Of warnings about refused registrations, which others must not suppress.
+    /// Limits warnings about refused registrations, which other warnings must not suppress.
     refusals: Throttle,
 }
 

@@ -12,7 +12,7 @@ use crate::service::ClientId;
 /// Retrieves that go before a store that waits.
 const RETRIEVES_PER_STORE: u32 = 4;
 
-/// Which threads do a job, and how soon.
+/// Threads and priority of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lane {
     /// Copies out of the pool. A request waits for them, so they go before stores.

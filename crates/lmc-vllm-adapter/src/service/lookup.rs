@@ -381,7 +381,7 @@ impl Service {
             layouts.retain(|layout| layout.instance.fingerprint == *bound);
         }
         if layouts.len() > MAX_LAYOUTS {
-            // No chunk is in so many layouts.
+            // No chunk is in that number of layouts.
             return Vec::new();
         }
         let candidate = |layout: LayoutOf<'_>| Candidate {

@@ -16,7 +16,7 @@ pub struct Peer {
     pub inode: Option<u64>,
 }
 
-/// What is known of processes that map the pool.
+/// State of the processes that map the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Life {
     /// At least one lives, and none is stopped.
@@ -32,6 +32,6 @@ pub(crate) trait Witness: fmt::Debug + Send + Sync {
     /// Looks at them. May read files of `/proc`.
     fn life(&self) -> Life;
 
-    /// Their numbers, for logs.
+    /// Process ids, for logs.
     fn pids(&self) -> Vec<u32>;
 }

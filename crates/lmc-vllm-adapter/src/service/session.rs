@@ -86,8 +86,8 @@ impl RankHold {
         drop(self.release(end..usize::MAX, u32::MAX));
     }
 
-    /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks that nobody
-    /// will read any more.
+    /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks
+    /// without a reader.
     fn release(&mut self, range: Range<usize>, readers: u32) -> Released {
         let mut released = Vec::new();
         for mut before in mem::take(&mut self.parts) {
@@ -186,7 +186,7 @@ pub(crate) struct Lookup {
     fetches: Fetches,
 }
 
-/// What promotes the chunks of a lookup. Ends with the lookup.
+/// Promotion of a lookup's chunks. Ends with the lookup.
 #[derive(Debug, Default)]
 pub(crate) struct Fetches(pub(crate) Vec<Fetch>);
 

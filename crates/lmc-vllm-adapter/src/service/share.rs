@@ -15,13 +15,13 @@ use crate::service::stats::add;
 const CONNECTION: u64 = 1 << 62;
 
 impl ClientId {
-    /// Who the leases of this connection's lookups belong to.
+    /// Owner of the leases of this connection's lookups.
     pub(super) fn owner(self) -> OwnerId {
         OwnerId(CONNECTION | self.0)
     }
 }
 
-/// What leases keep from eviction, at one moment.
+/// Bytes that leases keep from eviction, at one moment.
 #[derive(Debug, Clone, Copy)]
 struct Held {
     /// Bytes of the pool.
@@ -111,7 +111,7 @@ mod tests {
             let pool = 1600;
             Held { pool, own, holders }.limit()
         };
-        assert_eq!(limit(5000, 1), 1200, "nobody else asks for any");
+        assert_eq!(limit(5000, 1), 1200, "no other connection asks for any");
         // Three quarters are shared out among two.
         assert_eq!((limit(600, 2), limit(601, 2)), (1400, 800));
         // However many there are, one may hold a sixteenth.

@@ -135,7 +135,7 @@ pub(crate) struct Ended {
     at: Instant,
     /// When the grace time began: at the end, or when its process was last seen stopped.
     pub(crate) grace_from: Instant,
-    /// What its witness said last.
+    /// Last answer of the connection's witness.
     pub(crate) life: Option<Life>,
 }
 

@@ -67,7 +67,7 @@ pub struct TransferStatus {
     pub retrieves: usize,
     /// Of either kind, older than the deadline: held until the worker is known to be done.
     pub overdue: usize,
-    /// Of either kind, of connections that have ended.
+    /// Transfers of either kind whose connection has ended.
     pub orphaned: usize,
 }
 
@@ -98,7 +98,7 @@ pub struct ServiceStatus {
     pub chunk_size: u32,
     /// Hash algorithm of chunks.
     pub hash_algorithm: String,
-    /// What the operator added to the identity of every chunk; empty by default.
+    /// Text that the operator added to the identity of every chunk; empty by default.
     pub identity: String,
     /// Seconds since the start.
     pub uptime_seconds: f64,

@@ -16,7 +16,7 @@ impl Service {
     ///
     /// Slots that workers of an ended connection had prepared come back when its process is known
     /// to be dead, or when [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is
-    /// over, which begins anew as long as the process is stopped.
+    /// over, which restarts as long as the process is stopped.
     pub fn tick(&self, now: Instant) {
         let shared = &self.shared;
         let config = &shared.config;

@@ -37,7 +37,7 @@ impl IpcListener {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
-        // Made under another name, so that nobody connects before the mode is set.
+        // Made under another name, so that no client connects before the mode is set.
         let mut name = path
             .file_name()
             .ok_or(io::ErrorKind::InvalidInput)?

@@ -35,7 +35,7 @@ const UDIAG_SHOW_PEER: u32 = 4;
 const UNIX_DIAG_PEER: u16 = 2;
 /// Bytes of `struct unix_diag_msg`, after which attributes follow.
 const UNIX_DIAG_MSG: usize = 16;
-/// Where `struct inet_diag_msg` has the owner and the inode.
+/// Offsets of the owner and the inode in `struct inet_diag_msg`.
 const INET_DIAG_UID: usize = 64;
 const INET_DIAG_INODE: usize = 68;
 /// A socket's cookie that is not known.
@@ -78,7 +78,7 @@ fn canonical(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Who owns a socket.
+/// Owner of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Owner {
     uid: u32,
@@ -128,7 +128,7 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes))
 }
 
-/// Who owns the socket whose own address is `theirs` and whose peer is `ours`.
+/// Returns the owner of the socket whose own address is `theirs` and whose peer is `ours`.
 fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>> {
     let answer = ask(&inet_question(theirs, ours))?;
     let read = |at| number(&answer, at).ok_or(io::ErrorKind::InvalidData);
@@ -267,7 +267,7 @@ mod tests {
 
     /// The kernel says that root owns a socket that no process holds.
     #[tokio::test]
-    async fn nobody_owns_a_socket_that_is_closed() {
+    async fn a_closed_socket_has_no_owner() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.expect("loopback");
         let address = listener.local_addr().expect("bound");

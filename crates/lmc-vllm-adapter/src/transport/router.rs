@@ -115,7 +115,7 @@ impl ZmqConfig {
 #[derive(Debug, Error)]
 #[error("cannot listen on {address}: {source}")]
 pub struct BindError {
-    /// What was asked for: `tcp://HOST:PORT` or `ipc://PATH`.
+    /// Address requested: `tcp://HOST:PORT` or `ipc://PATH`.
     pub address: String,
     /// What the system says.
     pub source: io::Error,
@@ -131,7 +131,7 @@ pub struct ZmqServer {
     service: Service,
 }
 
-/// What all connections have in common.
+/// Values that all connections share.
 #[derive(Debug)]
 pub(super) struct Serving {
     pub(super) config: ZmqConfig,
@@ -171,7 +171,7 @@ impl ZmqServer {
         })
     }
 
-    /// Where the TCP socket listens.
+    /// Address of the TCP socket.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
