@@ -73,10 +73,14 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
     Ok(Arc::new(tier))
 }
 
-/// The settings that are in every key, as flags.
+/// Formats the settings that are in every key, as flags.
 fn key_settings(config: &ServeConfig) -> String {
+    let identity = match config.identity.as_str() {
+        "" => String::new(),
+        identity => format!(" --identity {identity:?}"),
+    };
     format!(
-        "--chunk-size {} --hash-algorithm {}",
+        "--chunk-size {} --hash-algorithm {}{identity}",
         config.chunk_size,
         config.hash_algorithm.name()
     )

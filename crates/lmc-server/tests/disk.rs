@@ -519,6 +519,12 @@ fn chunks_of_other_settings_are_counted_and_named() {
         other.contains("--chunk-size 256 --hash-algorithm blake3"),
         "{other}"
     );
+    let other = said(&["--identity", "v2 \"a\""]);
+    assert!(other.contains("6 chunks (192 KiB)"), "{other}");
+    assert!(
+        other.contains(r#"--chunk-size 256 --hash-algorithm blake3 --identity "v2 \"a\"""#),
+        "{other}"
+    );
     let same = said(&[]);
     assert!(!same.contains("chunks (192 KiB)"), "{same}");
     assert_eq!(

@@ -331,9 +331,15 @@ fn sessions_beyond_the_limit_get_a_miss_and_old_ones_end_by_time() {
             &mut scheduler,
             &worker.key(&format!("r{round}"), &tokens, 0..2),
         );
-        assert_eq!(hits, if round < 10 { 2 } else { 0 }, "round {round}");
+        // One connection may have three quarters of them.
+        assert_eq!(hits, if round < 8 { 2 } else { 0 }, "round {round}");
     }
-    assert_eq!(server.status().counts.over_limit, 5);
+    let mut other = server.client();
+    for round in 0..3 {
+        let hits = lookup(&mut other, &worker.key(&format!("s{round}"), &tokens, 0..2));
+        assert_eq!(hits, if round < 2 { 2 } else { 0 }, "round {round}");
+    }
+    assert_eq!(server.status().counts.over_limit, 8);
     assert_eq!(server.status().usage.leases, 20);
     server
         .service

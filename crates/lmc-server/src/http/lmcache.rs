@@ -4,6 +4,7 @@
 //! What needs a tier that is not there (listing, deleting and prefetching of L2 objects) is
 //! answered as LMCache answers without L2 adapters.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::body::Bytes;
@@ -503,10 +504,11 @@ async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response
 }
 
 async fn quotas(State(http): Shared) -> Response {
-    let tenants = http.service.engine().tenants();
+    let tenants = http.service.engine().tenants().into_iter();
+    let tenants: HashMap<u32, TenantStatus> = tenants.map(|usage| (usage.tenant, usage)).collect();
     let mut users = Map::new();
     for (salt, id) in named(&http) {
-        let known = tenants.iter().find(|tenant| tenant.tenant == id.0);
+        let known = tenants.get(&id.0);
         if let Some((tenant, quota)) = known.and_then(|t| Some((t, t.quota?))) {
             let entry = json!({
                 "limit_gb": quota as f64 / GIB,

@@ -15,8 +15,11 @@ use serde::Serialize;
 use crate::service::ClientId;
 use crate::service::handle::Service;
 use crate::service::peer::{Life, Peer, Witness};
-use crate::service::state::{Connection, Ended, Pending, Transfer};
+use crate::service::prepared::{Pending, Transfer};
+use crate::service::session::Session;
+use crate::service::state::{Connection, Ended};
 use crate::service::stats::add;
+use crate::service::tick::SESSIONS_AT_A_TIME;
 
 /// The slots of a connection that has ended, and why they are still held.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -90,22 +93,12 @@ impl Service {
                 silent.push((instance_id, first));
             }
         }
-        let mut sessions = Vec::new();
-        // A request belongs to its connection: no other connection can end it.
-        state.sessions.retain(|session| {
-            let keep = session.client != client;
-            if !keep {
-                sessions.push(session.take());
-            }
-            keep
-        });
+        let requests = state.sessions.take_names(client);
         let (mut slots, mut marks) = (0, Vec::new());
-        for transfer in state.transfers_mut() {
-            if transfer.client == client {
-                transfer.orphaned = true;
-                slots += transfer.pending.slots();
-                marks.append(&mut transfer.share());
-            }
+        for transfer in state.transfers.of_mut(client) {
+            transfer.orphaned = true;
+            slots += transfer.pending.slots();
+            marks.append(&mut transfer.share());
         }
         let connection = state.connections.entry(client).or_default();
         let (peer, witness) = (connection.peer.clone(), connection.witness.clone());
@@ -114,7 +107,7 @@ impl Service {
             _ => connection.ended = Some(Ended::new(now)),
         }
         drop(state);
-        drop(sessions);
+        self.end_sessions(client, &requests);
         for (instance, first) in silent {
             self.shared.events.unsubscribe(instance);
             if first {
@@ -137,20 +130,29 @@ impl Service {
         }
     }
 
-    /// Whether the workers of a connection have slots that they may be copying into or out of.
+    /// Ends requests of a connection, a share at a time: others are served in between.
+    fn end_sessions(&self, client: ClientId, requests: &[Arc<str>]) {
+        for requests in requests.chunks(SESSIONS_AT_A_TIME) {
+            let mut state = self.shared.state.lock();
+            let end = |request: &Arc<str>| state.sessions.end(client, request);
+            let ended: Vec<Session> = requests.iter().filter_map(end).collect();
+            drop(state);
+            // Their leases go back here, where nothing is locked.
+            drop(ended);
+        }
+    }
+
+    /// Returns true while the workers of a connection have slots that they may be copying into or out of.
     pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
-        let state = self.shared.state.lock();
-        let mut transfers = state.transfers.values().flat_map(HashMap::values);
-        transfers.any(|transfer| transfer.client == client)
+        self.shared.state.lock().transfers.has(client)
     }
 
     /// The connections that a worker, a request or a prepared transfer belongs to, or that an
     /// engine's scheduler is known to be behind.
     pub(crate) fn owners(&self) -> HashSet<ClientId> {
         let state = self.shared.state.lock();
-        let transfers = state.transfers.values().flat_map(HashMap::values);
         let instances = state.instances.values().map(|instance| instance.client);
-        let mut owners: HashSet<ClientId> = transfers.map(|transfer| transfer.client).collect();
+        let mut owners: HashSet<ClientId> = state.transfers.clients().collect();
         owners.extend(instances);
         owners.extend(state.bindings.keys());
         owners.extend(state.sessions.clients());
@@ -161,7 +163,7 @@ impl Service {
     pub(super) fn share_overdue(&self, now: Instant) {
         let deadline = self.shared.config.transfer_deadline;
         let mut marks = Vec::new();
-        for transfer in self.shared.state.lock().transfers_mut() {
+        for transfer in self.shared.state.lock().transfers.iter_mut() {
             if now.saturating_duration_since(transfer.since) >= deadline {
                 marks.append(&mut transfer.share());
             }
@@ -194,7 +196,6 @@ impl Service {
         let steady = self.shared.pulse.is_steady(Instant::now());
         let mut released = Vec::new();
         let mut state = self.shared.state.lock();
-        let holding = state.orphans();
         for (client, life) in ended {
             let Some(connection) = state.connections.get_mut(&client) else {
                 continue;
@@ -218,12 +219,11 @@ impl Service {
                 }
             };
             end.life = life;
-            if !holding.contains(&client) {
+            if !state.transfers.has(client) {
                 // All of it was committed since.
                 state.connections.remove(&client);
             } else if let Some(proof) = proof {
-                let of_client = |t: &Transfer| t.orphaned && t.client == client;
-                let transfers = state.take_transfers(of_client);
+                let transfers = state.transfers.take_of(client);
                 let connection = state.connections.remove(&client).unwrap_or_default();
                 released.push(Released {
                     client,
@@ -272,7 +272,7 @@ impl Service {
     pub(super) fn held_status(&self, now: Instant) -> Vec<HeldStatus> {
         let state = self.shared.state.lock();
         let mut slots: HashMap<ClientId, usize> = HashMap::new();
-        for transfer in state.transfers.values().flat_map(HashMap::values) {
+        for (_, transfer) in state.transfers.iter() {
             if transfer.orphaned {
                 *slots.entry(transfer.client).or_default() += transfer.pending.slots();
             }

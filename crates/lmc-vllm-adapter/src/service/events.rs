@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::{KvEvent, KvEventBatch, KvEventKind};
+use crate::service::ClientId;
 
 /// Most events of one batch, as LMCache has it.
 pub(crate) const MAX_BATCH: usize = 1024;
@@ -36,16 +37,26 @@ struct Log {
     records: VecDeque<Record>,
     /// Sequence number of the record at the front; the first ever is 1.
     first_seq: u64,
-    /// The running subscription of each instance.
-    subscribers: HashMap<u64, u64>,
+    /// The running subscriptions of each instance: one for each connection that made one.
+    subscribers: HashMap<u64, HashMap<ClientId, u64>>,
     next_subscription: u64,
 }
 
-/// A place in the log that one reader goes on from.
+impl Log {
+    /// Returns false once a subscription was ended or replaced.
+    fn runs(&self, subscription: &Subscription) -> bool {
+        let of_instance = self.subscribers.get(&subscription.instance_id);
+        let running = of_instance.and_then(|of_instance| of_instance.get(&subscription.client));
+        running == Some(&subscription.number)
+    }
+}
+
+/// A reader's position in the log.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     instance_id: u64,
-    /// Which of the instance's subscriptions this is; a later one ends it.
+    client: ClientId,
+    /// Number among all subscriptions; a later one of the instance and connection ends this one.
     number: u64,
     model: String,
     cursor: u64,
@@ -145,9 +156,11 @@ impl EventLog {
         self.newest.send_replace(newest);
     }
 
-    /// Begins a subscription after `cursor`; an earlier one of the instance ends.
+    /// Begins a subscription after `cursor`; an earlier one of the instance on this connection
+    /// ends.
     pub(crate) fn subscribe(
         &self,
+        client: ClientId,
         instance_id: u64,
         model: String,
         cursor: u64,
@@ -156,12 +169,14 @@ impl EventLog {
         let mut log = self.log.lock();
         log.next_subscription += 1;
         let number = log.next_subscription;
-        log.subscribers.insert(instance_id, number);
+        let of_instance = log.subscribers.entry(instance_id).or_default();
+        of_instance.insert(client, number);
         drop(log);
         self.newest.send_modify(|_| {});
         let max_events = max_events.clamp(1, MAX_BATCH);
         Subscription {
             instance_id,
+            client,
             number,
             model,
             cursor,
@@ -171,7 +186,7 @@ impl EventLog {
         }
     }
 
-    /// Ends the subscription of an instance that is gone.
+    /// Ends the subscriptions of an instance that is gone.
     pub(crate) fn unsubscribe(&self, instance_id: u64) {
         if self.log.lock().subscribers.remove(&instance_id).is_some() {
             self.newest.send_modify(|_| {});
@@ -181,15 +196,19 @@ impl EventLog {
     /// Forgets a subscription whose reader went away, unless a newer one took its place.
     pub(crate) fn forget(&self, subscription: &Subscription) {
         let mut log = self.log.lock();
-        if log.subscribers.get(&subscription.instance_id) == Some(&subscription.number) {
-            log.subscribers.remove(&subscription.instance_id);
+        if !log.runs(subscription) {
+            return;
+        }
+        if let Some(of_instance) = log.subscribers.get_mut(&subscription.instance_id) {
+            of_instance.remove(&subscription.client);
+            if of_instance.is_empty() {
+                log.subscribers.remove(&subscription.instance_id);
+            }
         }
     }
 
     pub(crate) fn ended(&self, subscription: &Subscription) -> bool {
-        let log = self.log.lock();
-        subscription.ended
-            || log.subscribers.get(&subscription.instance_id) != Some(&subscription.number)
+        subscription.ended || !self.log.lock().runs(subscription)
     }
 
     /// What the subscription's reader gets next. The first call always has a batch, which tells
@@ -249,7 +268,7 @@ impl EventLog {
             depth: log.records.len(),
             capacity: self.capacity,
             next_seq: log.first_seq + log.records.len() as u64,
-            subscribers: log.subscribers.len(),
+            subscribers: log.subscribers.values().map(HashMap::len).sum(),
         }
     }
 }
@@ -273,6 +292,10 @@ fn event(seq: u64, record: &Record) -> KvEvent {
 mod tests {
     use super::*;
 
+    fn client(number: u64) -> ClientId {
+        ClientId::new(number)
+    }
+
     fn chunk(byte: u8) -> StoredChunk {
         StoredChunk {
             hash: ChunkHash::new([byte; 32]),
@@ -295,7 +318,7 @@ mod tests {
         log.stored(&ours, [chunk(1), chunk(2)]);
         log.stored(&other, [chunk(3)]);
         log.removed(&ours, chunk(1).hash);
-        let mut subscription = log.subscribe(5, "ours".to_owned(), 1, 10);
+        let mut subscription = log.subscribe(client(1), 5, "ours".to_owned(), 1, 10);
         assert_eq!(seqs(log.next(&mut subscription)), [2, 4]);
         assert_eq!(log.next(&mut subscription), NextBatch::Nothing);
         log.stored(&ours, [chunk(9)]);
@@ -313,7 +336,7 @@ mod tests {
     #[test]
     fn the_first_batch_comes_even_when_there_is_nothing() {
         let log = EventLog::new(4, 1);
-        let mut subscription = log.subscribe(5, "m".to_owned(), 0, 10);
+        let mut subscription = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);
         assert_eq!(seqs(log.next(&mut subscription)), [0; 0]);
         assert_eq!(log.next(&mut subscription), NextBatch::Nothing);
     }
@@ -322,7 +345,7 @@ mod tests {
     fn a_slow_subscriber_is_told_that_it_lost_events() {
         let log = EventLog::new(2, 1);
         let model: Arc<str> = "m".into();
-        let mut subscription = log.subscribe(5, "m".to_owned(), 0, 10);
+        let mut subscription = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);
         assert_eq!(seqs(log.next(&mut subscription)), [0; 0]);
         log.stored(&model, (1..6).map(chunk));
         let NextBatch::Batch(batch) = log.next(&mut subscription) else {
@@ -336,13 +359,19 @@ mod tests {
     }
 
     #[test]
-    fn a_new_subscription_of_an_instance_ends_the_old_one() {
+    fn a_new_subscription_of_a_connection_ends_its_old_one_and_no_other() {
         let log = EventLog::new(2, 1);
-        let mut old = log.subscribe(5, "m".to_owned(), 0, 10);
-        let mut new = log.subscribe(5, "m".to_owned(), 0, 10);
+        let mut old = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);
+        let mut new = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);
+        let mut other = log.subscribe(client(2), 5, "m".to_owned(), 0, 10);
         assert_eq!(log.next(&mut old), NextBatch::End);
         log.forget(&old);
         assert_eq!(seqs(log.next(&mut new)), [0; 0]);
+        assert_eq!(seqs(log.next(&mut other)), [0; 0]);
+        assert_eq!(log.status().subscribers, 2);
+        log.forget(&other);
+        assert_eq!(log.next(&mut other), NextBatch::End);
+        assert_eq!(log.next(&mut new), NextBatch::Nothing);
         log.unsubscribe(5);
         assert_eq!(log.next(&mut new), NextBatch::End);
         assert_eq!(log.status().subscribers, 0);
@@ -352,7 +381,7 @@ mod tests {
     fn a_log_of_size_zero_says_so_and_ends() {
         let log = EventLog::new(0, 1);
         log.stored(&"m".into(), [chunk(1)]);
-        let mut subscription = log.subscribe(5, "m".to_owned(), 0, 10);
+        let mut subscription = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);
         let NextBatch::Batch(batch) = log.next(&mut subscription) else {
             panic!("no batch")
         };

@@ -1,7 +1,7 @@
 //! The service's face: one method that takes a request and says what becomes of it.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
@@ -51,6 +51,8 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     /// Numbers lookups.
     pub(super) lookups: AtomicU64,
+    /// Lookups whose chunks are being promoted.
+    pub(super) promoting: AtomicUsize,
     /// Limits warnings that peers can provoke.
     warnings: Throttle,
     /// Limits warnings about refused registrations, which other warnings must not suppress.
@@ -85,6 +87,7 @@ impl Service {
             stats: Stats::new(),
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
+            promoting: AtomicUsize::new(0),
             lookups: AtomicU64::new(0),
             warnings: Throttle::default(),
             refusals: Throttle::default(),
@@ -200,7 +203,8 @@ impl Service {
                     return Outcome::Reply(Reply::Error(text));
                 }
                 let events = &self.shared.events;
-                let subscription = events.subscribe(instance_id, model_name, cursor, max_events);
+                let subscription =
+                    events.subscribe(client, instance_id, model_name, cursor, max_events);
                 return Outcome::Stream(subscription);
             }
         };

@@ -101,6 +101,7 @@ struct Rising {
 impl Drop for Rising {
     fn drop(&mut self) {
         let service = self.service.clone();
+        service.shared.promoting.fetch_sub(1, Ordering::Relaxed);
         service.risen(self);
     }
 }
@@ -158,7 +159,7 @@ impl Service {
         let candidates = {
             let mut state = shared.state.lock();
             let known = state.sessions.of(client, &key.request_id).is_some();
-            let full = !known && state.sessions.len() >= shared.config.max_sessions;
+            let full = !known && self.has_too_many_sessions(&state, client);
             if full || self.holds_too_much(owner) {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
@@ -229,6 +230,14 @@ impl Service {
         Reply::None
     }
 
+    /// Returns true when a connection may begin no more requests: all have as many as they may, or
+    /// this one has three quarters of that.
+    fn has_too_many_sessions(&self, state: &State, client: ClientId) -> bool {
+        let max = self.shared.config.max_sessions;
+        let sessions = &state.sessions;
+        sessions.len() >= max || sessions.len_of(client) >= max - max / 4
+    }
+
     /// Whether a connection may hold no more chunks: all together hold as many as they may, or half
     /// of that, and this one a quarter.
     fn holds_too_much(&self, owner: OwnerId) -> bool {
@@ -244,6 +253,7 @@ impl Service {
     fn raise(&self, key: &CacheKey, hashed: &Hashed, number: u64, reach: usize, found: Vec<Found>) {
         let shared = &self.shared;
         let tenant = shared.spaces.tenant(&hashed.salt, &shared.engine);
+        shared.promoting.fetch_add(1, Ordering::Relaxed);
         let rising = Arc::new(Rising {
             service: self.clone(),
             request_id: key.request_id.clone(),

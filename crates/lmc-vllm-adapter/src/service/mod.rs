@@ -13,6 +13,7 @@ mod instance;
 mod job;
 mod lookup;
 mod peer;
+mod prepared;
 mod pulse;
 mod session;
 mod share;

@@ -1,9 +1,10 @@
 //! What one request of an engine holds, from its lookup to its end.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{Fetch, Leases};
@@ -352,13 +353,6 @@ impl Session {
             .collect()
     }
 
-    /// Takes the lookup out of a session that ends, so that its leases go back where nothing is
-    /// locked.
-    #[must_use = "its leases should go back where nothing is locked"]
-    pub(crate) fn take(&mut self) -> Option<Lookup> {
-        self.lookup.take()
-    }
-
     /// Ends what a lookup holds when its time is over: how many leases, and the lookup that held
     /// them, for where nothing is locked. One whose chunks have not come up by then has no hits.
     pub(crate) fn expire(&mut self, now: Instant) -> Option<(usize, Lookup)> {
@@ -380,7 +374,11 @@ impl Session {
 /// give theirs one name.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions {
-    by_name: HashMap<String, Vec<Session>>,
+    by_name: HashMap<Arc<str>, Vec<Session>>,
+    /// Names of each connection's requests.
+    by_client: HashMap<ClientId, HashSet<Arc<str>>>,
+    /// Names in the order of [`Self::sweep`]. One whose requests ended leaves when it is visited.
+    visits: VecDeque<Arc<str>>,
     len: usize,
 }
 
@@ -389,16 +387,14 @@ impl Sessions {
         self.len
     }
 
-    /// Those whose lookup has no answer yet.
-    pub(crate) fn rising(&self) -> usize {
-        let all = self.by_name.values().flatten();
-        all.filter(|session| session.hits() == Hits::Rising).count()
+    /// Requests of one connection.
+    pub(crate) fn len_of(&self, client: ClientId) -> usize {
+        self.by_client.get(&client).map_or(0, HashSet::len)
     }
 
     /// The connections that they belong to.
     pub(crate) fn clients(&self) -> impl Iterator<Item = ClientId> {
-        let all = self.by_name.values().flatten();
-        all.map(|session| session.client)
+        self.by_client.keys().copied()
     }
 
     /// The request of this name that a connection looked up.
@@ -427,35 +423,128 @@ impl Sessions {
         request_id: &str,
         new: impl FnOnce() -> Session,
     ) -> &mut Session {
-        let named = self.by_name.entry(request_id.to_owned()).or_default();
-        let place = named.iter().position(|session| session.client == client);
-        let place = place.unwrap_or_else(|| {
+        let known = self.by_name.get_key_value(request_id);
+        let name = known.map(|(name, _)| Arc::clone(name)).unwrap_or_else(|| {
+            let name: Arc<str> = request_id.into();
+            self.visits.push_back(Arc::clone(&name));
+            name
+        });
+        let named = self.by_name.entry(Arc::clone(&name)).or_default();
+        let index = named.iter().position(|session| session.client == client);
+        let index = index.unwrap_or_else(|| {
             self.len += 1;
+            self.by_client.entry(client).or_default().insert(name);
             named.push(new());
             named.len() - 1
         });
-        &mut named[place]
+        &mut named[index]
     }
 
     /// Takes the request of this name that a connection looked up.
     pub(crate) fn end(&mut self, client: ClientId, request_id: &str) -> Option<Session> {
         let named = self.by_name.get_mut(request_id)?;
-        let place = named.iter().position(|session| session.client == client)?;
-        let ended = named.swap_remove(place);
+        let index = named.iter().position(|session| session.client == client)?;
+        let ended = named.swap_remove(index);
         self.len -= 1;
         if named.is_empty() {
             self.by_name.remove(request_id);
         }
+        self.forget(client, request_id);
         Some(ended)
     }
 
-    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&mut Session) -> bool) {
-        let len = &mut self.len;
-        self.by_name.retain(|_, named| {
-            let before = named.len();
-            named.retain_mut(&mut keep);
-            *len -= before - named.len();
-            !named.is_empty()
-        });
+    fn forget(&mut self, client: ClientId, request_id: &str) {
+        if let Some(names) = self.by_client.get_mut(&client) {
+            names.remove(request_id);
+            if names.is_empty() {
+                self.by_client.remove(&client);
+            }
+        }
+    }
+
+    /// The names of a connection's requests, which [`Self::end`] takes one by one.
+    pub(crate) fn take_names(&mut self, client: ClientId) -> Vec<Arc<str>> {
+        let names = self.by_client.remove(&client);
+        names.into_iter().flatten().collect()
+    }
+
+    /// Names that a sweep over all requests has to visit.
+    pub(crate) fn to_visit(&self) -> usize {
+        self.visits.len()
+    }
+
+    /// Visits the requests of the next `names` names. Returns those that `keep` refuses.
+    pub(crate) fn sweep(
+        &mut self,
+        names: usize,
+        mut keep: impl FnMut(&mut Session) -> bool,
+    ) -> Vec<Session> {
+        let mut ended = Vec::new();
+        for _ in 0..names {
+            let Some(name) = self.visits.pop_front() else {
+                break;
+            };
+            let known = self.by_name.get_key_value(&name);
+            // A name that was used again after its requests had ended is in the queue twice.
+            if !known.is_some_and(|(known, _)| Arc::ptr_eq(known, &name)) {
+                continue;
+            }
+            let Some(named) = self.by_name.get_mut(&name) else {
+                continue;
+            };
+            let refused: Vec<Session> = named.extract_if(.., |session| !keep(session)).collect();
+            match named.is_empty() {
+                true => drop(self.by_name.remove(&name)),
+                false => self.visits.push_back(Arc::clone(&name)),
+            }
+            self.len -= refused.len();
+            for session in &refused {
+                self.forget(session.client, &name);
+            }
+            ended.extend(refused);
+        }
+        ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sweep_visits_each_request_once_and_no_name_stays_after_its_requests() {
+        let mut sessions = Sessions::default();
+        let now = Instant::now();
+        let client = ClientId::new;
+        for (owner, name) in [(1, "a"), (2, "a"), (1, "b"), (2, "c")] {
+            sessions.begin(client(owner), name, || Session::new(client(owner), now));
+        }
+        // Used again: its first entry in the queue counts no more.
+        assert!(sessions.end(client(2), "c").is_some());
+        sessions.begin(client(2), "c", || Session::new(client(2), now));
+        assert_eq!((sessions.len(), sessions.to_visit()), (4, 4));
+        let mut visited = 0;
+        for _ in 0..sessions.to_visit() {
+            let ended = sessions.sweep(1, |_| {
+                visited += 1;
+                true
+            });
+            assert_eq!(ended.len(), 0);
+        }
+        assert_eq!((visited, sessions.to_visit()), (4, 3));
+        let ended = sessions.sweep(9, |session| session.client == client(1));
+        assert_eq!((ended.len(), sessions.len()), (2, 2));
+        assert_eq!(
+            (sessions.len_of(client(1)), sessions.len_of(client(2))),
+            (2, 0)
+        );
+        let names = sessions.take_names(client(1));
+        assert_eq!(names.len(), 2);
+        for name in names {
+            assert!(sessions.end(client(1), &name).is_some(), "{name}");
+        }
+        assert_eq!((sessions.len(), sessions.clients().count()), (0, 0));
+        sessions.sweep(9, |_| true);
+        assert_eq!(sessions.to_visit(), 0);
     }
 }

@@ -1,117 +1,17 @@
 //! What the service remembers between requests.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Leases, MarkId, OwnerId, WriteTicket};
-use lmc_key::{ChunkHash, LayoutFingerprint, SpaceId};
+use lmc_engine::OwnerId;
+use lmc_key::LayoutFingerprint;
 
 use crate::service::ClientId;
 use crate::service::instance::Instance;
 use crate::service::peer::{Life, Peer, Witness};
+use crate::service::prepared::Transfers;
 use crate::service::session::Sessions;
-
-/// A transfer of one worker: its range of one request, with what the range holds.
-///
-/// An engine may use a request's name again, for other tokens or another tenant, before it has
-/// committed the first; the two must not be taken for one.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct TransferKey {
-    pub(crate) request_id: String,
-    pub(crate) model_name: String,
-    pub(crate) cache_salt: String,
-    pub(crate) worker_id: Option<u32>,
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-    /// Hash of the range's last chunk, which stands for all tokens up to its end.
-    pub(crate) tail: Option<ChunkHash>,
-}
-
-/// A chunk that a worker is writing.
-#[derive(Debug)]
-pub(crate) struct PendingChunk {
-    /// Position in the range.
-    pub(crate) index: usize,
-    pub(crate) hash: ChunkHash,
-    pub(crate) parent: Option<ChunkHash>,
-    pub(crate) ticket: WriteTicket,
-}
-
-/// Slots that a worker is copying into or out of. Dropping it gives them back, so it is
-/// dropped only when the worker is known to be done with them.
-#[derive(Debug)]
-pub(crate) enum Pending {
-    Store {
-        space: SpaceId,
-        chunks: Vec<PendingChunk>,
-    },
-    Retrieve {
-        space: SpaceId,
-        kv_rank: u16,
-        first_chunk: usize,
-        leases: Leases,
-    },
-}
-
-impl Pending {
-    /// The space that its chunks belong to.
-    pub(crate) fn space(&self) -> SpaceId {
-        match self {
-            Self::Store { space, .. } | Self::Retrieve { space, .. } => *space,
-        }
-    }
-
-    /// Slots that its worker may be copying into or out of.
-    pub(crate) fn slots(&self) -> usize {
-        match self {
-            Self::Store { chunks, .. } => chunks.len(),
-            Self::Retrieve { leases, .. } => leases.len(),
-        }
-    }
-}
-
-/// A prepared transfer.
-#[derive(Debug)]
-pub(crate) struct Transfer {
-    /// Connection that prepared it, and that alone may commit it while it is open.
-    pub(crate) client: ClientId,
-    pub(crate) since: Instant,
-    pub(crate) pending: Pending,
-    /// Whether the connection has ended: any may commit it.
-    pub(crate) orphaned: bool,
-    /// Whether others may write its chunks.
-    shared: bool,
-}
-
-impl Transfer {
-    pub(crate) fn new(client: ClientId, since: Instant, pending: Pending) -> Self {
-        Self {
-            client,
-            since,
-            pending,
-            orphaned: false,
-            shared: false,
-        }
-    }
-
-    /// Whether a request on this connection may commit it or ask for its slots again.
-    pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
-        self.client == client || self.orphaned
-    }
-
-    /// Notes that others may write its chunks. Their marks, the first time.
-    #[must_use = "the marks are to be shared where nothing is locked"]
-    pub(crate) fn share(&mut self) -> Vec<MarkId> {
-        match &self.pending {
-            Pending::Store { chunks, .. } if !self.shared => {
-                self.shared = true;
-                chunks.iter().map(|chunk| chunk.ticket.mark()).collect()
-            }
-            _ => Vec::new(),
-        }
-    }
-}
 
 /// Which layout the engine behind a scheduler's connection has, as far as its requests showed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,20 +58,12 @@ pub(crate) struct State {
     pub(crate) connections: HashMap<ClientId, Connection>,
     pub(crate) instances: HashMap<u64, Instance>,
     pub(crate) sessions: Sessions,
-    /// Of each worker, also of one that is not registered any more. None is empty.
-    pub(crate) transfers: HashMap<u64, HashMap<(TransferKey, Direction), Transfer>>,
+    pub(crate) transfers: Transfers,
     pub(crate) bindings: HashMap<ClientId, Binding>,
     /// Workers whose first sign of life after a loss was answered with "no", so that they
     /// register again.
     pub(crate) told_to_register: HashMap<u64, Instant>,
     next_owner: u64,
-}
-
-/// Which way bytes go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Direction {
-    Store,
-    Retrieve,
 }
 
 impl State {
@@ -240,51 +132,6 @@ impl State {
         let connection = self.connections.get(&client);
         let witness = connection.and_then(|connection| connection.witness.as_ref());
         witness.map(|witness| witness.pids()).unwrap_or_default()
-    }
-
-    /// Transfers of one worker.
-    pub(crate) fn transfers_of(&self, instance_id: u64) -> usize {
-        self.transfers.get(&instance_id).map_or(0, HashMap::len)
-    }
-
-    /// All prepared transfers.
-    pub(crate) fn transfers_mut(&mut self) -> impl Iterator<Item = &mut Transfer> {
-        self.transfers.values_mut().flat_map(HashMap::values_mut)
-    }
-
-    /// Ended connections that hold slots.
-    pub(crate) fn orphans(&self) -> HashSet<ClientId> {
-        let transfers = self.transfers.values().flat_map(HashMap::values);
-        let orphaned = transfers.filter(|transfer| transfer.orphaned);
-        orphaned.map(|transfer| transfer.client).collect()
-    }
-
-    /// Takes the transfers that a condition picks.
-    pub(crate) fn take_transfers(
-        &mut self,
-        mut pick: impl FnMut(&Transfer) -> bool,
-    ) -> Vec<Transfer> {
-        let mut taken = Vec::new();
-        self.transfers.retain(|_, transfers| {
-            let picked = transfers.extract_if(|_, transfer| pick(transfer));
-            taken.extend(picked.map(|(_, transfer)| transfer));
-            !transfers.is_empty()
-        });
-        taken
-    }
-
-    /// Takes one transfer.
-    pub(crate) fn take_transfer(
-        &mut self,
-        instance_id: u64,
-        id: &(TransferKey, Direction),
-    ) -> Option<Transfer> {
-        let transfers = self.transfers.get_mut(&instance_id)?;
-        let taken = transfers.remove(id);
-        if transfers.is_empty() {
-            self.transfers.remove(&instance_id);
-        }
-        taken
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a service shows of itself.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
@@ -8,7 +9,7 @@ use serde::{Serialize, Serializer};
 
 use crate::service::ends::HeldStatus;
 use crate::service::handle::Service;
-use crate::service::state::Direction;
+use crate::service::prepared::Direction;
 use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
 
 /// A registered worker.
@@ -58,7 +59,7 @@ pub struct SessionStatus {
 }
 
 /// The transfers that workers have prepared and not committed.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TransferStatus {
     /// Into the pool.
@@ -199,31 +200,23 @@ impl Service {
                     .as_secs_f64(),
                 connected: instance.orphaned.is_none(),
                 pids: state.pids_of(instance.client),
-                transfers: state.transfers_of(instance_id),
+                transfers: state.transfers.len_of(instance_id),
             })
             .collect();
         instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
-        let count = |direction| {
-            let keys = state.transfers.values().flat_map(|of_one| of_one.keys());
-            keys.filter(|(_, d)| *d == direction).count()
-        };
-        let overdue = state
-            .transfers
-            .values()
-            .flat_map(|of_one| of_one.values())
-            .filter(|transfer| now.saturating_duration_since(transfer.since) >= deadline)
-            .count();
-        let all = state.transfers.values().flat_map(|of_one| of_one.values());
-        let orphaned = all.filter(|transfer| transfer.orphaned).count();
-        let transfers = TransferStatus {
-            stores: count(Direction::Store),
-            retrieves: count(Direction::Retrieve),
-            overdue,
-            orphaned,
-        };
+        let mut transfers = TransferStatus::default();
+        for (direction, transfer) in state.transfers.iter() {
+            match direction {
+                Direction::Store => transfers.stores += 1,
+                Direction::Retrieve => transfers.retrieves += 1,
+            }
+            let age = now.saturating_duration_since(transfer.since);
+            transfers.overdue += usize::from(age >= deadline);
+            transfers.orphaned += usize::from(transfer.orphaned);
+        }
         let sessions = SessionStatus {
             sessions: state.sessions.len(),
-            rising: state.sessions.rising(),
+            rising: self.shared.promoting.load(Ordering::Relaxed),
         };
         (instances, sessions, transfers)
     }

@@ -461,7 +461,7 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
     // A router that follows the events.
     let events = &service.shared.events;
-    let mut subscription = events.subscribe(77, MODEL.to_owned(), 0, 100);
+    let mut subscription = events.subscribe(client(7), 77, MODEL.to_owned(), 0, 100);
     let NextBatch::Batch(batch) = events.next(&mut subscription) else {
         panic!("no batch")
     };

@@ -10,6 +10,9 @@ use crate::service::stats::add;
 /// How long the "no" to an unknown worker's sign of life is remembered.
 const TOLD_TTL: Duration = Duration::from_secs(600);
 
+/// Sessions that are visited under one lock of the state.
+pub(super) const SESSIONS_AT_A_TIME: usize = 512;
+
 impl Service {
     /// Ends what has outlived its time. To be called about once a second, on a thread that may
     /// read files of `/proc`.
@@ -22,21 +25,8 @@ impl Service {
         let config = &shared.config;
         self.release_ended(now);
         self.share_overdue(now);
+        self.sweep_sessions(now);
         let mut state = shared.state.lock();
-        let mut expired_leases = 0;
-        let (mut ended, mut expired, mut tired) = (Vec::new(), Vec::new(), Vec::new());
-        state.sessions.retain(|session| {
-            tired.append(&mut session.tired(now));
-            if now.saturating_duration_since(session.last_used) < config.session_ttl {
-                if let Some((leases, lookup)) = session.expire(now) {
-                    expired_leases += leases;
-                    expired.push(lookup);
-                }
-                return true;
-            }
-            ended.push(session.take());
-            false
-        });
         let silent = silent_workers(&state, now, config);
         let mut ended_generations = Vec::new();
         let mut removed = Vec::with_capacity(silent.len());
@@ -57,11 +47,6 @@ impl Service {
             .collect();
         drop(removed);
         self.end_generations(ended_generations);
-        // Those who wait for one hear that there is nothing.
-        drop(expired);
-        tired
-            .into_iter()
-            .for_each(|waiter| waiter.tell(Reply::None));
         for (instance, disconnected) in silent.iter().zip(disconnected) {
             // Its transfers stay: silence does not prove that it has stopped copying.
             shared.events.unsubscribe(*instance);
@@ -75,8 +60,40 @@ impl Service {
         }
         let counters = &shared.stats.service;
         add(&counters.workers_reaped, silent.len() as u64);
-        add(&counters.sessions_expired, ended.len() as u64);
-        add(&counters.lookup_leases_expired, expired_leases as u64);
+    }
+
+    /// Ends lookups, waits and requests whose time is over, a share at a time: others are served
+    /// in between.
+    fn sweep_sessions(&self, now: Instant) {
+        let shared = &self.shared;
+        let counters = &shared.stats.service;
+        let mut to_visit = shared.state.lock().sessions.to_visit();
+        while to_visit > 0 {
+            let names = to_visit.min(SESSIONS_AT_A_TIME);
+            to_visit -= names;
+            let mut expired_leases = 0;
+            let (mut expired, mut tired) = (Vec::new(), Vec::new());
+            let mut state = shared.state.lock();
+            let ended = state.sessions.sweep(names, |session| {
+                tired.append(&mut session.tired(now));
+                if now.saturating_duration_since(session.last_used) >= shared.config.session_ttl {
+                    return false;
+                }
+                if let Some((leases, lookup)) = session.expire(now) {
+                    expired_leases += leases;
+                    expired.push(lookup);
+                }
+                true
+            });
+            drop(state);
+            add(&counters.sessions_expired, ended.len() as u64);
+            add(&counters.lookup_leases_expired, expired_leases as u64);
+            // Leases go back and waiters are answered here, where nothing is locked.
+            drop((ended, expired));
+            tired
+                .into_iter()
+                .for_each(|waiter| waiter.tell(Reply::None));
+        }
     }
 
     /// Notes that the process runs. To be called about twice a second by whoever reads requests

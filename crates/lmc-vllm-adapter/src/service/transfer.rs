@@ -1,6 +1,5 @@
 //! Moving chunks between engines and the pool, in both modes.
 
-use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,7 +15,9 @@ use crate::service::handle::{Service, refuse};
 use crate::service::instance::{GroupCopy, Transport};
 use crate::service::job::{Job, Lane};
 use crate::service::lookup::Hashed;
-use crate::service::state::{Direction, Pending, PendingChunk, Transfer, TransferKey};
+use crate::service::prepared::{
+    Direction, Pending, PendingChunk, Transfer, TransferId, TransferKey,
+};
 use crate::service::stats::add;
 use crate::service::{ClientId, Outcome};
 
@@ -295,43 +296,47 @@ impl Service {
     fn held(
         &self,
         instance_id: u64,
-        id: &(TransferKey, Direction),
+        id: &TransferId,
         client: ClientId,
         worker: &Worker,
     ) -> Option<Option<Reply>> {
         let mut state = self.shared.state.lock();
-        let transfers = state.transfers.get_mut(&instance_id)?;
-        if let Some(transfer) = transfers.get_mut(id) {
-            return Some(transfer.again(client, worker));
+        let transfers = &mut state.transfers;
+        if transfers.get(instance_id, id).is_some() {
+            let claimed = transfers.claim(instance_id, id, client, worker.space.id());
+            return Some(claimed.map(|transfer| slots(worker, &transfer.pending)));
         }
-        let over = transfers.len() >= self.shared.config.max_transfers;
+        let over = transfers.len_of(instance_id) >= self.shared.config.max_transfers;
         over.then(|| {
             add(&self.shared.stats.service.over_limit, 1);
             None
         })
     }
 
-    /// Keeps a prepared transfer until its worker commits it, or is known to be done. Its slots; those of the
-    /// first where the worker has prepared it twice at the same time, on two connections.
+    /// Keeps a prepared transfer until its worker commits it, or is known to be done. Returns its
+    /// slots, or those of the first where the worker has prepared it twice at the same time, on two
+    /// connections.
     fn hold(
         &self,
         instance_id: u64,
-        id: (TransferKey, Direction),
+        id: TransferId,
         transfer: Transfer,
         worker: &Worker,
     ) -> Option<Reply> {
         let mut state = self.shared.state.lock();
-        let transfers = state.transfers.entry(instance_id).or_default();
-        match transfers.entry(id) {
-            Entry::Vacant(place) => Some(slots(worker, &place.insert(transfer).pending)),
-            Entry::Occupied(mut first) => {
-                let reply = first.get_mut().again(transfer.client, worker);
-                drop(state);
-                // Gives slots back that nobody was told of, which takes other locks.
-                drop(transfer);
-                reply
-            }
-        }
+        let second = match state.transfers.insert(instance_id, id.clone(), transfer) {
+            Ok(transfer) => return Some(slots(worker, &transfer.pending)),
+            Err(second) => second,
+        };
+        let space = worker.space.id();
+        let first = state
+            .transfers
+            .claim(instance_id, &id, second.client, space);
+        let reply = first.map(|first| slots(worker, &first.pending));
+        drop(state);
+        // Gives back slots that no answer named, which takes other locks.
+        drop(second);
+        reply
     }
 
     /// Takes out the transfer that a worker has prepared and now commits. `None` when there is
@@ -359,9 +364,8 @@ impl Service {
         {
             instance.last_seen = now;
         }
-        let transfers = state.transfers.get(&instance_id);
-        match transfers.and_then(|transfers| transfers.get(&id)) {
-            Some(transfer) if transfer.belongs_to(client) => state.take_transfer(instance_id, &id),
+        match state.transfers.get(instance_id, &id) {
+            Some(transfer) if transfer.belongs_to(client) => state.transfers.take(instance_id, &id),
             Some(_) => {
                 add(&counters.commits_foreign, 1);
                 None
@@ -782,20 +786,6 @@ impl Service {
             worker.chunk_bytes * leases.len() as u64,
         );
         Ok(())
-    }
-}
-
-impl Transfer {
-    /// The slots once more, so that none is held twice. `None` when the worker has registered
-    /// another layout since, or when they belong to another connection that is open. Those of a
-    /// connection that has ended belong to this one from now on.
-    fn again(&mut self, client: ClientId, worker: &Worker) -> Option<Reply> {
-        if self.pending.space() != worker.space.id() || !self.belongs_to(client) {
-            return None;
-        }
-        self.client = client;
-        self.orphaned = false;
-        Some(slots(worker, &self.pending))
     }
 }
 

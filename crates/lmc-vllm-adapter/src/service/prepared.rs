@@ -1,0 +1,260 @@
+//! Transfers that workers have prepared and not yet committed.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
+use std::mem;
+use std::time::Instant;
+
+use lmc_engine::{Leases, MarkId, WriteTicket};
+use lmc_key::{ChunkHash, SpaceId};
+
+use crate::service::ClientId;
+
+/// A transfer of one worker: its range of one request, with what the range holds.
+///
+/// An engine may use a request's name again, for other tokens or another tenant, before it has
+/// committed the first; the two must not be taken for one.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct TransferKey {
+    pub(crate) request_id: String,
+    pub(crate) model_name: String,
+    pub(crate) cache_salt: String,
+    pub(crate) worker_id: Option<u32>,
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// Hash of the range's last chunk, which stands for all tokens up to its end.
+    pub(crate) tail: Option<ChunkHash>,
+}
+
+/// A chunk that a worker is writing.
+#[derive(Debug)]
+pub(crate) struct PendingChunk {
+    /// Position in the range.
+    pub(crate) index: usize,
+    pub(crate) hash: ChunkHash,
+    pub(crate) parent: Option<ChunkHash>,
+    pub(crate) ticket: WriteTicket,
+}
+
+/// Slots that a worker is copying into or out of. Dropping it gives them back, so it is
+/// dropped only when the worker is known to be done with them.
+#[derive(Debug)]
+pub(crate) enum Pending {
+    Store {
+        space: SpaceId,
+        chunks: Vec<PendingChunk>,
+    },
+    Retrieve {
+        space: SpaceId,
+        kv_rank: u16,
+        first_chunk: usize,
+        leases: Leases,
+    },
+}
+
+impl Pending {
+    /// The space that its chunks belong to.
+    pub(crate) fn space(&self) -> SpaceId {
+        match self {
+            Self::Store { space, .. } | Self::Retrieve { space, .. } => *space,
+        }
+    }
+
+    /// Slots that its worker may be copying into or out of.
+    pub(crate) fn slots(&self) -> usize {
+        match self {
+            Self::Store { chunks, .. } => chunks.len(),
+            Self::Retrieve { leases, .. } => leases.len(),
+        }
+    }
+}
+
+/// A prepared transfer.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    /// Connection that prepared it, and that alone may commit it while it is open.
+    pub(crate) client: ClientId,
+    pub(crate) since: Instant,
+    pub(crate) pending: Pending,
+    /// Whether the connection has ended: any may commit it.
+    pub(crate) orphaned: bool,
+    /// Whether others may write its chunks.
+    shared: bool,
+}
+
+impl Transfer {
+    pub(crate) fn new(client: ClientId, since: Instant, pending: Pending) -> Self {
+        Self {
+            client,
+            since,
+            pending,
+            orphaned: false,
+            shared: false,
+        }
+    }
+
+    /// Whether a request on this connection may commit it or ask for its slots again.
+    pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
+        self.client == client || self.orphaned
+    }
+
+    /// Notes that others may write its chunks. Their marks, the first time.
+    #[must_use = "the marks are to be shared where nothing is locked"]
+    pub(crate) fn share(&mut self) -> Vec<MarkId> {
+        match &self.pending {
+            Pending::Store { chunks, .. } if !self.shared => {
+                self.shared = true;
+                chunks.iter().map(|chunk| chunk.ticket.mark()).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    Store,
+    Retrieve,
+}
+
+/// Name of a transfer among those of its worker.
+pub(crate) type TransferId = (TransferKey, Direction);
+
+/// All prepared transfers.
+#[derive(Debug, Default)]
+pub(crate) struct Transfers {
+    /// Of each worker, also of one that is not registered any more. None is empty.
+    by_worker: HashMap<u64, HashMap<TransferId, Transfer>>,
+    /// Transfers of each connection, by worker. None is empty.
+    by_client: HashMap<ClientId, HashMap<u64, usize>>,
+}
+
+impl Transfers {
+    /// Transfers of one worker.
+    pub(crate) fn len_of(&self, instance_id: u64) -> usize {
+        self.by_worker.get(&instance_id).map_or(0, HashMap::len)
+    }
+
+    pub(crate) fn get(&self, instance_id: u64, id: &TransferId) -> Option<&Transfer> {
+        self.by_worker.get(&instance_id)?.get(id)
+    }
+
+    /// Keeps a transfer, or gives it back where its worker has one of this name.
+    pub(crate) fn insert(
+        &mut self,
+        instance_id: u64,
+        id: TransferId,
+        transfer: Transfer,
+    ) -> Result<&Transfer, Transfer> {
+        match self.by_worker.entry(instance_id).or_default().entry(id) {
+            Entry::Occupied(_) => Err(transfer),
+            Entry::Vacant(entry) => {
+                let of_client = self.by_client.entry(transfer.client).or_default();
+                *of_client.entry(instance_id).or_default() += 1;
+                Ok(entry.insert(transfer))
+            }
+        }
+    }
+
+    /// Gives a transfer to a connection that asks for its slots again. `None` when it is of another
+    /// space, or of another connection that is open.
+    pub(crate) fn claim(
+        &mut self,
+        instance_id: u64,
+        id: &TransferId,
+        client: ClientId,
+        space: SpaceId,
+    ) -> Option<&Transfer> {
+        let transfer = self.by_worker.get_mut(&instance_id)?.get_mut(id)?;
+        if transfer.pending.space() != space || !transfer.belongs_to(client) {
+            return None;
+        }
+        transfer.orphaned = false;
+        let before = mem::replace(&mut transfer.client, client);
+        self.uncount(before, instance_id);
+        let of_client = self.by_client.entry(client).or_default();
+        *of_client.entry(instance_id).or_default() += 1;
+        self.get(instance_id, id)
+    }
+
+    /// Takes one transfer.
+    pub(crate) fn take(&mut self, instance_id: u64, id: &TransferId) -> Option<Transfer> {
+        let transfers = self.by_worker.get_mut(&instance_id)?;
+        let taken = transfers.remove(id);
+        if transfers.is_empty() {
+            self.by_worker.remove(&instance_id);
+        }
+        if let Some(taken) = &taken {
+            self.uncount(taken.client, instance_id);
+        }
+        taken
+    }
+
+    fn uncount(&mut self, client: ClientId, instance_id: u64) {
+        let Some(of_client) = self.by_client.get_mut(&client) else {
+            return;
+        };
+        if let Entry::Occupied(mut count) = of_client.entry(instance_id) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+        if of_client.is_empty() {
+            self.by_client.remove(&client);
+        }
+    }
+
+    /// Takes the transfers of a connection.
+    pub(crate) fn take_of(&mut self, client: ClientId) -> Vec<Transfer> {
+        let workers = self.by_client.remove(&client).unwrap_or_default();
+        let mut taken = Vec::new();
+        for instance_id in workers.into_keys() {
+            let Some(transfers) = self.by_worker.get_mut(&instance_id) else {
+                continue;
+            };
+            let of_client = transfers.extract_if(|_, transfer| transfer.client == client);
+            taken.extend(of_client.map(|(_, transfer)| transfer));
+            if transfers.is_empty() {
+                self.by_worker.remove(&instance_id);
+            }
+        }
+        taken
+    }
+
+    /// Returns true while a connection has transfers.
+    pub(crate) fn has(&self, client: ClientId) -> bool {
+        self.by_client.contains_key(&client)
+    }
+
+    /// The connections that have transfers.
+    pub(crate) fn clients(&self) -> impl Iterator<Item = ClientId> {
+        self.by_client.keys().copied()
+    }
+
+    /// The transfers of a connection.
+    pub(crate) fn of_mut(&mut self, client: ClientId) -> impl Iterator<Item = &mut Transfer> {
+        let workers: HashSet<u64> = self
+            .by_client
+            .get(&client)
+            .map(|of_client| of_client.keys().copied().collect())
+            .unwrap_or_default();
+        let of_workers = self
+            .by_worker
+            .iter_mut()
+            .filter(move |(instance_id, _)| workers.contains(instance_id));
+        of_workers
+            .flat_map(|(_, transfers)| transfers.values_mut())
+            .filter(move |transfer| transfer.client == client)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Direction, &Transfer)> {
+        let all = self.by_worker.values().flatten();
+        all.map(|((_, direction), transfer)| (*direction, transfer))
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Transfer> {
+        self.by_worker.values_mut().flat_map(HashMap::values_mut)
+    }
+}
