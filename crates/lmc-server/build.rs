@@ -26,7 +26,7 @@ fn commit() -> Option<String> {
     git(&["rev-parse", "--short=12", "HEAD"])
 }
 
-/// What git prints about this folder; `None` when it fails or is not installed.
+/// Returns the output of git in this folder; `None` when it fails or is not installed.
 fn git(args: &[&str]) -> Option<String> {
     let output = Command::new("git").args(args).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;

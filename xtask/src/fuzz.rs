@@ -88,7 +88,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     Ok(failed == 0)
 }
 
-/// Why the targets cannot run under libFuzzer. A nightly toolchain is whatever was newest when it
+/// Returns the reason why the targets cannot run under libFuzzer. A nightly toolchain is whatever was newest when it
 /// was installed, so one that cannot build the targets counts as none.
 fn no_libfuzzer() -> Option<String> {
     if !succeeds("cargo", &["+nightly", "fuzz", "--version"]) {

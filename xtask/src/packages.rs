@@ -22,7 +22,7 @@ pub(crate) fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
 }
 
-/// Whether apt-get may be run, as root or by a sudo that does not ask.
+/// Returns true if apt-get may be run, as root or by a sudo that does not ask.
 fn may_install() -> bool {
     is_root() || succeeds("sudo", &["-n", "true"])
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 /// Exit status of a script where something cannot be had on this machine.
 const NOT_TO_BE_HAD: i32 = 75;
 
-/// What is missing cannot be had on this machine, and why; any other error is a fault.
+/// Something that this machine cannot get, with the reason; any other error is a fault.
 #[derive(Debug)]
 pub(crate) struct NotToBeHad(pub(crate) String);
 

@@ -8,10 +8,10 @@ use crate::scripts::NotToBeHad;
 use crate::steps::{Step, Steps};
 use crate::{nixl, toolchain};
 
-/// What the machine has of what steps differ in.
+/// Parts of the machine that decide which steps run.
 struct Has {
     nextest: bool,
-    /// What the feature `nixl` is built with.
+    /// True if the tools that build the feature `nixl` are installed.
     nixl_tools: bool,
     /// A toolchain whose warnings are errors.
     denies_warnings: bool,
@@ -113,7 +113,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     Ok(done.finish())
 }
 
-/// Why a step cannot run. A component that a fresh toolchain lacks is added.
+/// Returns the reason why a step cannot run. A component that a fresh toolchain lacks is added.
 fn lacks(step: &str) -> Option<String> {
     let (component, probe) = match step {
         "format" => ("rustfmt", "fmt"),

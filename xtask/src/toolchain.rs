@@ -8,7 +8,7 @@ use crate::test::succeeds;
 /// lacks, so its warnings are shown and do not fail a run.
 const CHECKED: &str = "1.95";
 
-/// Whether a warning fails a run.
+/// Returns true if a warning fails a run.
 pub(crate) fn denies_warnings() -> bool {
     let version = Command::new("rustc").arg("--version").output();
     version.is_ok_and(|said| is_checked(&String::from_utf8_lossy(&said.stdout)))
@@ -20,7 +20,7 @@ fn is_checked(version: &str) -> bool {
     minor.starts_with('.') && !number.contains("-nightly")
 }
 
-/// What a run says where warnings do not fail it.
+/// Returns the note of a run in which warnings do not fail.
 pub(crate) fn note() -> String {
     format!(
         "warnings did not fail this run, because they are errors under Rust {CHECKED} only: \

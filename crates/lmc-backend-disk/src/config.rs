@@ -98,8 +98,8 @@ impl DiskConfig {
         }
     }
 
-    /// For folders that are there, to look into them: with room for what each holds and a little
-    /// more. The drives are not compared, and none is cleared.
+    /// Returns a configuration for inspecting existing drives, each with capacity for what
+    /// it holds and a little more. The drives are not compared, and none is cleared.
     ///
     /// # Errors
     /// [`DiskError::NoDrive`], or what else is wrong with a folder.

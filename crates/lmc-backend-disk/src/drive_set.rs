@@ -116,8 +116,8 @@ impl DriveSet {
         *epoch
     }
 
-    /// Notes a clear in the state folder, aside: its file system may not answer. The answer is
-    /// false when that failed.
+    /// Notes a clear in the state folder, on a thread of its own because the file system may hang.
+    /// The answer is false when that failed.
     pub(crate) fn note(&self, epoch: ClearEpoch, (batch, place): ChangeWaiter) {
         let Some(remembered) = self.remembered.clone() else {
             return batch.answer(place, Some(true));

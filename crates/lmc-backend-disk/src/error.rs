@@ -1,4 +1,4 @@
-//! Why a disk tier cannot be opened.
+//! Errors of opening a disk tier.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::drive::HEADER_NAME;
 
-/// Why a disk tier cannot be opened. Nothing on the drive was changed.
+/// A disk tier cannot be opened. Nothing on the drive was changed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -70,7 +70,7 @@ pub enum DiskError {
     State {
         /// The folder or the file in it.
         path: PathBuf,
-        /// What is wrong.
+        /// Cause.
         source: io::Error,
     },
     /// The folder is not there and cannot be made.
@@ -80,7 +80,7 @@ pub enum DiskError {
     Missing {
         /// The folder.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system.
         source: io::Error,
     },
     /// The folder cannot be written.
@@ -90,7 +90,7 @@ pub enum DiskError {
     NotWritable {
         /// The folder.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system.
         source: io::Error,
     },
     /// Another process has it.
@@ -118,7 +118,7 @@ pub enum DiskError {
     Format {
         /// The folder.
         path: PathBuf,
-        /// What is wrong.
+        /// Cause.
         source: io::Error,
     },
     /// Less than a tier can work with.
@@ -133,7 +133,7 @@ pub enum DiskError {
     },
     /// The file system is smaller than what was asked for.
     #[error(
-        "{path}: {size} bytes were asked for, the file system has room for {room}; ask for less, or free some"
+        "{path}: {size} bytes were asked for, the file system has {room} free; ask for less, or free some"
     )]
     Space {
         /// The folder.

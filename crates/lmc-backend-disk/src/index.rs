@@ -623,8 +623,8 @@ impl Index {
         self.epoch
     }
 
-    /// Removes every chunk: each segment is written from its start again. Returns how many chunks there were, and
-    /// the records of the clear, that of its epoch last.
+    /// Removes every chunk: each segment is written from its start again. Returns how many chunks
+    /// there were, and the records of the clear, that of its epoch last.
     pub(crate) fn clear(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
         let gone = self.chunks;
         self.reach(epoch);

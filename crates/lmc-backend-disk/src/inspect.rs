@@ -84,8 +84,8 @@ impl DiskBackend {
         self.drives().iter().map(|drive| drive.inspect()).collect()
     }
 
-    /// Removes a drive that will not come back from the memory of the open ones. Whether any of
-    /// them knew it.
+    /// Removes a drive that will not return from the set records of the open ones. Returns true if
+    /// any of them listed it.
     ///
     /// # Errors
     /// When a drive's record of its set cannot be read or written.

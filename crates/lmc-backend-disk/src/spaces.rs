@@ -1,4 +1,4 @@
-//! Which settings the chunks of a drive were stored under.
+//! Record of the settings that the chunks of a drive were stored under.
 //!
 //! A space id is a digest: it does not say which chunk size or hash is in it. A server has one
 //! value of these settings as long as it runs, so the spaces that come to a drive meanwhile are
@@ -152,7 +152,7 @@ impl SpacesRecord {
         })
     }
 
-    /// Returns the settings of a space, as this record and the run that wrote it tell.
+    /// Returns the settings of a space according to this record and the run that wrote it.
     fn settings_of(&self, space: SpaceId, has: &IndexSpace) -> &str {
         let known = self.of_space.iter().find(|(known, _)| *known == space);
         match known {

@@ -75,7 +75,7 @@ fn is_record(name: &str) -> bool {
     name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Returns the record of one set.
+/// The record of one set in the state folder.
 #[derive(Debug)]
 pub(crate) struct Remembered {
     sets: PathBuf,

@@ -573,7 +573,7 @@ impl Shard {
         self.shared_writes.clear();
     }
 
-    /// Whether a key has an exclusive mark.
+    /// Returns true if a key has an exclusive mark.
     pub(crate) fn is_writing(&self, key: &ChunkKey) -> bool {
         self.writing.contains_key(key)
     }

@@ -584,7 +584,7 @@ fn tenants_that_use_nothing_are_forgotten() {
     assert!(there(kept) && there(TenantId(8)));
 }
 
-/// What cannot be evicted is counted in bytes: each chunk once, however often it is held, and
+/// Bytes that cannot be evicted are counted: each chunk once, however often it is held, and
 /// each owner's leases by themselves.
 #[test]
 fn held_bytes_count_each_chunk_once() {
@@ -617,11 +617,7 @@ fn held_bytes_count_each_chunk_once() {
     assert_eq!(tier.held_bytes(), 0);
     let third = tier.lease_leading(OwnerId(1), &keys[1..]);
     tier.remove(&keys);
-    assert_eq!(
-        tier.held_bytes(),
-        0,
-        "what was removed is not held against anybody"
-    );
+    assert_eq!(tier.held_bytes(), 0, "what was removed counts for no owner");
     drop(third);
     assert_eq!(tier.lease_bytes_of(OwnerId(1)), 0);
 }

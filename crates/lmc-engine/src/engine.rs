@@ -381,8 +381,8 @@ impl CacheEngine {
         Removed { found, complete }
     }
 
-    /// Removes the chunks of spaces that no key will name again from DRAM, and gives up their
-    /// copies that wait for slower tiers. How many chunks went. What slower tiers have of them
+    /// Removes the chunks of spaces that no key will name again from DRAM, and drops their queued
+    /// copies to lower tiers. Returns the number of chunks removed. What lower tiers have of them
     /// stays until it is evicted there, as does what is being written or promoted now.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
         if let Some(lower) = &self.0.lower {
@@ -519,8 +519,8 @@ impl CacheEngine {
         self.arena().len() as u64
     }
 
-    /// Whether the pool's memory was lost ([`Arena::is_lost`]): nothing is found or committed any
-    /// more, and a copy that was under way is to be discarded. It stays so for good.
+    /// Returns true once the pool's memory was lost ([`Arena::is_lost`]): nothing is found or
+    /// committed any more, and the result of a running copy must be discarded. This is permanent.
     pub fn pool_is_lost(&self) -> bool {
         self.arena().is_lost()
     }

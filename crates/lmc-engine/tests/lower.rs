@@ -80,7 +80,7 @@ fn fetch(engine: &CacheEngine, owner: u64, keys: Vec<ChunkKey>) -> mpsc::Receive
     let below = engine.below(&keys[held.len()..]);
     let (sender, receiver) = mpsc::channel();
     engine.fetch(NOBODY, keys, held, below, move |leases| {
-        sender.send(leases).expect("somebody waits");
+        sender.send(leases).expect("the receiver waits");
     });
     receiver
 }
@@ -211,7 +211,7 @@ fn a_cancelled_fetch_ends_and_another_one_of_the_same_chunks_goes_on() {
     let below = engine.below(&keys(0..8));
     let (sender, done) = mpsc::channel();
     let first = engine.fetch(NOBODY, keys(0..8), held, below, move |leases| {
-        sender.send(leases).expect("somebody waits");
+        sender.send(leases).expect("the receiver waits");
     });
     until("the first reads", || tier.loads() == 8);
     let second = fetch(&engine, 3, keys(0..8));
@@ -600,7 +600,7 @@ fn everything_at_once_ends_and_serves_right_bytes() {
                         }
                     }
                 }
-                told.send(number).expect("somebody waits");
+                told.send(number).expect("the receiver waits");
             });
         }
         for _ in 0..6 {

@@ -158,7 +158,7 @@ impl IdentityText {
         Ok(Self(text.into()))
     }
 
-    /// Whether nothing is added.
+    /// Returns true if nothing is added.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -36,7 +36,7 @@ impl fmt::Display for Printable<'_> {
     }
 }
 
-/// Whether a character can make what stands on a screen differ from what was written.
+/// Returns true for a character that can make a screen show other text than was written.
 fn is_hidden(c: char) -> bool {
     c.is_control()
         || matches!(

@@ -82,7 +82,7 @@ impl DType {
         self.row().1
     }
 
-    /// Whether the type says how big an element is and not what its bits mean: vLLM registers
+    /// Returns true if the type gives the size of an element but not its format: vLLM registers
     /// `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed format as `uint8`.
     pub fn is_opaque(self) -> bool {
         self == Self::UInt8

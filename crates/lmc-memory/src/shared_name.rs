@@ -97,7 +97,7 @@ impl SharedName {
         Self::new(file_name.strip_suffix(OWNER_SUFFIX)?).ok()
     }
 
-    /// Whether the name is `label`, or `label` with the unpredictable suffix of a unique name.
+    /// Returns true for `label` itself, and for `label` with the random suffix of a unique name.
     pub(crate) fn is_named_for(&self, label: &Self) -> bool {
         let hex = |suffix: &str| {
             let digits = suffix.strip_prefix('_').unwrap_or_default();

@@ -139,7 +139,7 @@ impl Guard {
         Ok(Self { slot, user })
     }
 
-    /// Whether a fault was survived in the range, or [`Guard::mark_lost`] was called.
+    /// Returns true once the range faulted or [`Guard::mark_lost`] was called.
     pub(crate) fn is_lost(&self) -> bool {
         self.slot.lost.load(Ordering::Acquire)
     }

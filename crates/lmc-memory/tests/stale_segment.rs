@@ -111,7 +111,7 @@ fn a_killed_server_is_replaced_and_a_running_one_is_not() {
     });
 }
 
-/// Whoever still maps a stale segment keeps its old bytes and does not see the new server's.
+/// A process that still maps a stale segment keeps its old bytes and does not see the new server's.
 #[test]
 fn a_client_of_the_killed_server_keeps_its_mapping() {
     let test = "a_client_of_the_killed_server_keeps_its_mapping";

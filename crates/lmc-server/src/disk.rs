@@ -119,7 +119,7 @@ fn usual_state_dirs() -> Vec<PathBuf> {
     usual.into_iter().flatten().collect()
 }
 
-/// Whether files can be made in a folder, which is made where it is not there.
+/// Returns true if files can be created in a folder. Creates the folder if it is missing.
 fn is_writable(path: &Path) -> bool {
     let probe = path.join(format!(".probe-{}", std::process::id()));
     let made = std::fs::create_dir_all(path).and_then(|()| {

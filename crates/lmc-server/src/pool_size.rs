@@ -165,7 +165,7 @@ fn free_shm() -> Option<u64> {
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// A quarter of the memory that is free, as far as it fits, and the sentence that says so.
+/// Returns a quarter of the free memory, as far as it fits, and a sentence that explains the size.
 pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
     let quarter = free.bound() / 4;
     // Leave /dev/shm some space for the engines' own segments.

@@ -91,7 +91,7 @@ impl Signals {
     }
 }
 
-/// Whether this process was started with a signal ignored.
+/// Returns true if this process was started with a signal ignored.
 fn is_ignored(signal: libc::c_int) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -460,7 +460,7 @@ fn what_was_cleared_while_a_drive_was_absent_does_not_come_back_with_it() {
             (&0.into(), &1.into())
         );
     }
-    // A drive that stays away is named, until it is told that it will not come back.
+    // A drive that stays absent is named until it is removed from the set.
     let server = Server::start(&a.0);
     let missing = said["drives"][1]["drive_id"].as_str().expect("an id");
     let status = lmc(&[

@@ -120,7 +120,7 @@ impl Memory {
         byte[0]
     }
 
-    /// How many bytes of all blocks are `byte`.
+    /// Counts the bytes of all blocks that are `byte`.
     fn count(&self, byte: u8) -> usize {
         let mut block = vec![0; BLOCK_BYTES];
         let of_block = |number: u64| {

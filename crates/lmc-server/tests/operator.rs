@@ -1,4 +1,4 @@
-//! What an operator sees and does: the log, the signals, `lmc status` of a real server.
+//! The operator's view of a real server: its log, its signals, `lmc status`.
 
 mod common;
 

@@ -275,7 +275,7 @@ fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
     with_own_shm("size=128m", test, || {
         let disk = folder("holes");
         let found = lose_the_pool(&disk, |server| {
-            // Until /dev/shm is full again a hole reads as zeroes that anybody could have written.
+            // Until /dev/shm is full again a hole reads as zeroes, as if a process had written them.
             server.signal("STOP");
             let punched = Command::new("fallocate")
                 .args(["--punch-hole", "--length", "32MiB"])

@@ -20,7 +20,7 @@ fn holding_for_an_hour(config: &mut ServiceConfig) {
     config.slot_grace = HOUR;
 }
 
-/// How a connection ends on its way.
+/// Kind of cut of a connection.
 #[derive(Debug, Clone, Copy)]
 enum Cut {
     /// As by a proxy that ends.
@@ -317,7 +317,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
     assert!(b.retrieve(&b.key("c", &tokens, 0..2)));
 }
 
-/// Where the kernel shows that the process is dead, nothing has to be waited for.
+/// No grace time is needed when the kernel shows that the process is dead.
 #[test]
 fn a_killed_workers_slots_come_back_at_once() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -427,7 +427,7 @@ fn a_proxy_that_dies_proves_nothing() {
     assert!(a.retrieve(&key));
 }
 
-/// Anybody could commit a worker's half-written store, or unregister it.
+/// Any connection could commit a worker's half-written store, or unregister it.
 #[test]
 fn only_its_own_connection_commits_or_unregisters() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -527,7 +527,7 @@ struct Network {
 }
 
 impl Network {
-    /// Why there is none, where this process may not make one.
+    /// Creates a network, or returns the reason why this process may not.
     fn make() -> Result<Self, String> {
         let pid = std::process::id();
         let subnet = format!("10.213.{}", pid % 250);

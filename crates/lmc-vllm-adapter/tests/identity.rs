@@ -1,4 +1,4 @@
-//! What may share chunks, and what may not: formats of KV caches that have one shape.
+//! Sharing of chunks among KV caches of one shape and different formats.
 
 mod common;
 

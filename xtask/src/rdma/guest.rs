@@ -28,7 +28,7 @@ const NEEDED: [&str; 5] = ["virtio_pci", "virtio_net", "dummy", "ib_uverbs", "rd
 /// Modules that a kernel asks for by name when it needs them, which no guest has `modprobe` for:
 /// soft-RoCE's checksum.
 const ASKED_FOR: [&str; 1] = ["crc32_generic"];
-/// Where parts hold modules, with the list of them in the order in which they are loaded.
+/// Folder of a part that has the modules and the list of them in the order in which they are loaded.
 const MODULES: &str = "modules";
 /// Begins the names of folders with parts. Parts of another layout need another beginning.
 const PARTS: &str = "rdma-guest-";
@@ -170,7 +170,7 @@ fn parts() -> Result<PathBuf> {
 }
 
 /// Fetches parts with the kernel of a package. All of its modules are unpacked, because only
-/// they tell what they need, and those that are not needed are removed.
+/// they name what they need, and those that are not needed are removed.
 fn fetch(kernel: &str, part: &Path) -> Result<()> {
     let unpacked = part.join("kernel");
     fs::create_dir_all(&unpacked)?;

@@ -16,7 +16,7 @@ use crate::shown;
 
 const DECOMPRESSION: Duration = Duration::from_secs(30);
 
-/// What a module needs before it can be loaded.
+/// Modules that must be loaded before a module.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Needs {
     /// Modules whose symbols it uses (`depends=`).

@@ -375,7 +375,7 @@ impl Drive {
         attribute(own.as_ref(), &usage)
     }
 
-    /// Notes the settings of this run, and what `spaces` says of those before.
+    /// Writes the settings of this run, and those of earlier runs from `spaces`.
     pub(crate) fn note_settings(&self, current: &str, spaces: &[SpaceUsage]) -> io::Result<()> {
         let of_space = |usage: &SpaceUsage| {
             let settings = usage.settings.clone();

@@ -174,7 +174,7 @@ impl Shared {
         self.room.wake.notify_one();
     }
 
-    /// Lets the thread give up what is above the capacity, which may be smaller than before.
+    /// Lets the thread evict what exceeds the capacity, which may be smaller than before.
     pub(super) fn hold_size(&self) {
         let mut state = self.state.lock();
         let (made, most) = (state.segments_made, self.max_segments());
@@ -183,7 +183,7 @@ impl Shared {
                 segments = made,
                 allowed = most,
                 segment_bytes = self.header.segment_bytes,
-                "drive holds more than its size; its oldest segments are given up"
+                "drive holds more than its size; its oldest segments are evicted"
             );
             self.want_room(&mut state);
         }
@@ -226,7 +226,7 @@ impl Shared {
                 self.room.wake.wait(&mut state);
                 continue;
             }
-            // What was read or written a moment ago can be given up now.
+            // A segment that was read or written a moment ago may be idle now.
             let waited = self
                 .room
                 .wake
@@ -296,13 +296,13 @@ impl Shared {
 
     /// Gives segments back while there are more than the capacity has room for, empty ones first.
     fn shrink(&self) {
-        let mut given_up = 0u64;
+        let mut evicted = 0u64;
         loop {
             let segment = {
                 let mut state = self.state.lock();
                 if state.segments_made <= self.max_segments() {
-                    if given_up > 0 {
-                        info!(given_up, "drive is within its size again");
+                    if evicted > 0 {
+                        info!(evicted, "drive is within its size again");
                     }
                     return;
                 }
@@ -317,7 +317,7 @@ impl Shared {
                 warn!("removing {}: {error}", segment_name(segment));
                 return;
             }
-            given_up += 1;
+            evicted += 1;
         }
     }
 

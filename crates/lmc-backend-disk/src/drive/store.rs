@@ -20,7 +20,7 @@ struct Writes {
     ready: Ready,
     left: u8,
     error: Option<io::Error>,
-    /// Whether the pool was lost before the sum was made, so that it may be of other bytes.
+    /// True if the pool was lost before the sum was computed, so that it may be of other bytes.
     lost: bool,
 }
 

@@ -232,8 +232,8 @@ impl LocalTier {
         cleared
     }
 
-    /// Removes all chunks of some spaces and says how many. One that is leased cannot be found from
-    /// then on, and its memory comes back with the last lease. Walks the whole index.
+    /// Removes all chunks of some spaces and returns their number. One that is leased cannot be found
+    /// from then on, and its memory is released with the last lease. Walks the whole index.
     pub fn remove_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
         let mut removed = 0;
         for shard in &self.0.shards {
@@ -383,7 +383,7 @@ impl Inner {
         self.counters.leased.add(count);
     }
 
-    /// Leases what is present. Says where the first missing key is, and how many bytes nothing
+    /// Leases what is present. Returns the index of the first missing key, and the bytes that nothing
     /// held before.
     pub(super) fn lease_each(
         &self,

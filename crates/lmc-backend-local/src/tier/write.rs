@@ -55,7 +55,7 @@ pub enum WriteStart {
 #[derive(Debug)]
 pub struct Reservation {
     /// The mark. While it exists and is exclusive, [`LocalTier::begin_write`] answers
-    /// [`WriteStart::Busy`] to everybody else.
+    /// [`WriteStart::Busy`] to all other callers.
     pub mark: InFlight,
     /// The memory. It may go elsewhere meanwhile, such as into a load from a lower tier.
     pub slot: ReservedSlot,
@@ -169,7 +169,7 @@ impl LocalTier {
     /// mark: a read from a lower tier goes on while a worker writes the same chunk.
     ///
     /// # Errors
-    /// [`ReserveError`] when there is no room; no mark is left then.
+    /// [`ReserveError`] when there is no memory for it; no mark is left then.
     pub fn begin_shared_write(
         &self,
         owner: OwnerId,
@@ -235,7 +235,7 @@ impl LocalTier {
         }
     }
 
-    /// Whether an exclusive write mark is on this key.
+    /// Returns true if this key has an exclusive write mark.
     pub fn is_writing(&self, key: &ChunkKey) -> bool {
         let inner = self.inner();
         inner.shards[inner.shard_of(key.fold())]

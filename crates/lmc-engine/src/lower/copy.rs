@@ -116,7 +116,7 @@ impl Copies {
         dropped.len() as u64
     }
 
-    /// Gives up what has not begun of the chunks that a condition picks.
+    /// Drops queued copies of the chunks that a condition picks.
     pub(super) fn drop_queued_of(&self, pick: impl Fn(&ChunkKey) -> bool) {
         let mut queue = self.queue.lock();
         let waiting = mem::take(&mut queue.waiting);

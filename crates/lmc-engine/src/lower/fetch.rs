@@ -45,7 +45,7 @@ struct Part {
     kept: Vec<Leases>,
     /// What is read from each tier.
     loads: Vec<Vec<Load>>,
-    /// Places of chunks that another prompt promotes or a worker writes.
+    /// Positions of chunks that another prompt promotes or a worker writes.
     busy: Vec<usize>,
     /// The chunks of `loads`, so that other prompts wait for them.
     promoting: Promoting,
@@ -84,12 +84,12 @@ impl Drop for Promoting {
     }
 }
 
-/// A fetch under way.
+/// A running fetch.
 #[derive(Debug, Default)]
 pub struct Fetch(Option<AbortHandle>);
 
 impl Fetch {
-    /// Ends the fetch if it is under way. Its `done` is then dropped without a call. Chunks that
+    /// Ends the fetch if it is running. Its `done` is then dropped without a call. Chunks that
     /// another fetch waits for are promoted by that one.
     pub fn cancel(&self) {
         if let Some(task) = &self.0 {
@@ -304,15 +304,15 @@ impl Shared {
         self.local.lease_again(prompt.owner, &prompt.keys[places])
     }
 
-    /// Whether a chunk is probably findable soon: another prompt promotes it, or, until
+    /// Returns true if a chunk is probably findable soon: another prompt promotes it, or, until
     /// `writers_until`, a worker writes it.
     fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
         self.promoting.lock().contains(key)
             || (self.local.is_writing(key) && Instant::now() < writers_until)
     }
 
-    /// Takes memory for those chunks of `busy` that are still not in DRAM, although others write them.
-    /// The places that another prompt began to promote meanwhile are left.
+    /// Reserves memory for those chunks of `busy` that are still not in DRAM, although others write
+    /// them. Returns the positions that another prompt began to promote meanwhile.
     fn prepare_rest(
         self: &Arc<Self>,
         prompt: &Prompt,

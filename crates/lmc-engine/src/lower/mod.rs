@@ -321,7 +321,7 @@ impl Lower {
         (done, below, all)
     }
 
-    /// Gives up copies of some spaces that have not begun.
+    /// Drops queued copies of some spaces.
     pub(crate) fn drop_copies_of(&self, spaces: &HashSet<SpaceId>) {
         for tier in &self.shared.tiers {
             let of_spaces = |key: &ChunkKey| spaces.contains(&key.space);

@@ -78,7 +78,7 @@ impl Permits {
         }
     }
 
-    /// Serves those who wait, as far as units are free.
+    /// Grants waiting requests while enough units are free.
     fn grant(&self) {
         // A permit whose receiver is gone comes back through its own drop, after the lock.
         let mut refused = Vec::new();

@@ -68,8 +68,8 @@ impl Backing {
         })
     }
 
-    /// Whether bytes were lost because another process cut the file short, or a page could not
-    /// be had.
+    /// Returns true once bytes were lost: another process cut the file short, or the file system
+    /// had no page.
     pub(super) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }

@@ -88,7 +88,7 @@ impl ArenaConfig {
     }
 
     /// As [`ArenaConfig::shared`], under the name `<label>_<16 hexadecimal digits>`, which other
-    /// users cannot predict and so cannot take first; [`crate::Arena::shared_name`] tells it.
+    /// users cannot predict and so cannot take first; [`crate::Arena::shared_name`] returns it.
     ///
     /// An error while a running server of this user has a segment of the same label. Segments of
     /// killed servers are left to [`crate::reclaim_stale_segments`].
@@ -97,7 +97,7 @@ impl ArenaConfig {
     }
 
     /// Shared memory without a name, `bytes` bytes, sealed so that no process can cut it short or
-    /// lengthen it (a `memfd`); [`crate::Arena::sealed_file`] is passed to those who map it.
+    /// lengthen it (a `memfd`); processes that map it get [`crate::Arena::sealed_file`].
     ///
     /// Huge pages are not supported: [`Demand::Required`] is an error, [`Demand::Auto`] a note.
     pub fn sealed(bytes: usize) -> Self {

@@ -66,9 +66,10 @@ impl Arena {
         }
     }
 
-    /// Whether bytes of a shared arena were lost: another process cut its file short, or punched
-    /// a hole that the file system has no page for. Bytes that were read before this returned
-    /// `false` are the ones written; from the loss on, reads give zeroes. Costs one atomic load.
+    /// Returns true once bytes of a shared arena were lost: another process cut its file short, or
+    /// punched a hole that the file system has no page for. Bytes that were read before this
+    /// returned `false` are the ones written; from the loss on, reads give zeroes. Costs one atomic
+    /// load.
     ///
     /// It stays so for good: the arena's owner must stop using what lies in it.
     pub fn is_lost(&self) -> bool {

@@ -165,7 +165,7 @@ fn owner(record: &File) -> String {
     }
 }
 
-/// Whether a path leads to an open file, links not followed.
+/// Returns true if a path leads to an open file, links not followed.
 pub(super) fn is_at(path: &Path, file: &File) -> io::Result<bool> {
     let (there, ours) = (fs::symlink_metadata(path)?, file.metadata()?);
     Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino()))
@@ -272,7 +272,7 @@ impl Record {
         })
     }
 
-    /// Whether the record still has its name: after an operator's `rm` another server may have
+    /// Returns true while the record has its name: after an operator's `rm` another server may have
     /// taken it.
     pub(super) fn is_in_place(&self) -> bool {
         is_at(&self.path, &self.file).unwrap_or(false)

@@ -47,8 +47,8 @@ pub(crate) fn shm_open(name: &SharedName, flags: libc::c_int) -> io::Result<File
     Ok(unsafe { File::from_raw_fd(fd) })
 }
 
-/// Whether an open segment is the pool of an lmc process: one of this process under whatever
-/// name, or one that has a record of its own user.
+/// Returns true if an open segment is the pool of an lmc process: one of this process under any
+/// name, or one with a record of the same user.
 pub(crate) fn is_pool(name: &SharedName, file: &File) -> io::Result<bool> {
     let meta = file.metadata()?;
     if OWN.lock().contains(&(meta.dev(), meta.ino())) {
@@ -165,7 +165,7 @@ fn check_space(file: &File, need: u64) -> Result<(), ArenaError> {
     Ok(())
 }
 
-/// Whether the file system of a file has so much free space.
+/// Returns true if the file system of a file has `need` bytes free.
 pub(super) fn has_space(file: &File, need: u64) -> bool {
     check_space(file, need).is_ok()
 }

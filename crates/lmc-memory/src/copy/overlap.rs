@@ -1,4 +1,4 @@
-//! Whether two copies of a scatter could write the same byte of an engine's segment.
+//! Detects scatters of which two copies could write the same byte of an engine's segment.
 //!
 //! Threads share out the copies of a plan, so no two of them may write one byte. Engines name
 //! strides, offsets and block ids as they like, so this is checked: where it cannot be shown, a
@@ -60,7 +60,7 @@ impl Shape {
         })
     }
 
-    /// Whether the shape and the same shape `delta` bytes further on have a byte in common.
+    /// Returns true if the shape and the same shape `delta` bytes further on share a byte.
     fn meets(&self, delta: i128) -> bool {
         fn meets(levels: &[Level], run: i128, delta: i128) -> bool {
             let Some((level, inner)) = levels.split_first() else {
@@ -77,7 +77,7 @@ impl Shape {
     }
 }
 
-/// Whether no byte of a cache belongs to two runs of its planes, blocks, tokens or heads.
+/// Returns true if no byte of a cache belongs to two runs of its planes, blocks, tokens or heads.
 pub(super) fn is_disjoint(geometry: &PagedGeometry, planes: &[PlaneBase]) -> bool {
     let Some(shape) = Shape::new(geometry) else {
         return false;
@@ -103,7 +103,7 @@ pub(super) fn is_disjoint(geometry: &PagedGeometry, planes: &[PlaneBase]) -> boo
 /// Tokens of a block: block, first token, number of tokens.
 pub(super) type Span = (u32, u32, u32);
 
-/// Whether no token of any block is in two spans.
+/// Returns true if no token of any block is in two spans.
 pub(super) fn are_distinct(spans: &mut [Span]) -> bool {
     spans.sort_unstable();
     let touch = |pair: &[Span]| pair[0].0 == pair[1].0 && pair[0].1 + pair[0].2 > pair[1].1;

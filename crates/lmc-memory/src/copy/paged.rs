@@ -276,7 +276,7 @@ struct Inner {
     geometry: PagedGeometry,
     planes: Vec<PlaneBase>,
     segments: Vec<Arc<MappedSegment>>,
-    /// Whether no byte belongs to two of its runs.
+    /// True if no byte belongs to two of its runs.
     disjoint: bool,
 }
 
@@ -470,8 +470,8 @@ impl PagedKv {
         &self.inner.planes
     }
 
-    /// Whether no byte belongs to two of its planes, blocks, tokens or heads. Layers that share
-    /// one cache are an engine's reason to describe it otherwise.
+    /// Returns true if no byte belongs to two of its planes, blocks, tokens or heads. It is false
+    /// for an engine whose layers share one cache.
     pub(super) fn is_disjoint(&self) -> bool {
         self.inner.disjoint
     }

@@ -112,7 +112,7 @@ pub struct CopyPlan {
     pub(super) ops: Vec<Op>,
     pub(super) holes: Vec<Hole>,
     bytes: u64,
-    /// Whether no byte of the paged cache is in two copies.
+    /// True if no byte of the paged cache is in two copies.
     pub(super) disjoint: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What a server holds before a run, and taking back what the run left there.
+//! Checks that a server is unused before a run, and clears it afterwards.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};

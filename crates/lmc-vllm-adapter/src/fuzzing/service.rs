@@ -343,11 +343,11 @@ impl Copy {
     }
 }
 
-/// Slots that a worker was told of and may still touch, and the byte that each holds.
+/// Slots whose offsets a worker knows and may still touch, and the byte that each holds.
 struct Held {
     client: ClientId,
     instance_id: u64,
-    /// Which transfer; readers do not count.
+    /// The transfer; the number of readers does not count.
     key: CacheKey,
     store: bool,
     slots: Vec<(SlotDescriptor, u8)>,
@@ -514,7 +514,7 @@ impl Run<'_> {
             num_kv_readers: 0,
             ..key.clone()
         };
-        // Transfers are told apart by the tokens up to their end.
+        // Transfers differ in the tokens up to their end.
         key.token_ids.truncate(key.end as usize);
         self.held.retain(|held| {
             (held.instance_id, held.store) != (instance_id, store) || held.key != key

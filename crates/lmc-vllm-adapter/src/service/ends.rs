@@ -38,12 +38,12 @@ pub struct HeldStatus {
     pub waits_for: &'static str,
 }
 
-/// Why slots of an ended connection go back.
+/// Reason why slots of an ended connection are released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Proof {
     /// The processes behind it are dead.
     Death,
-    /// No copy takes as long as it is over.
+    /// The grace time is over, and no copy takes that long.
     Grace,
 }
 
@@ -55,7 +55,7 @@ struct Released {
 }
 
 impl Service {
-    /// A connection is accepted. To be called before its first request.
+    /// Registers a connection. To be called before its first request.
     pub fn connected(&self, client: ClientId, peer: Peer) {
         let connection = Connection {
             peer,
@@ -65,14 +65,14 @@ impl Service {
         state.connections.insert(client, connection);
     }
 
-    /// The user at the other end of a connection; `None` where the kernel does not tell, as for a
+    /// Returns the user at the other end of a connection; `None` where the kernel does not show it, as for a
     /// peer on another host or in another network namespace.
     pub(crate) fn uid_of(&self, client: ClientId) -> Option<u32> {
         let state = self.shared.state.lock();
         state.connections.get(&client)?.peer.uid
     }
 
-    /// The processes at the other end of a connection are known from now on.
+    /// Sets the watcher of the processes at the other end of a connection.
     pub(crate) fn set_witness(&self, client: ClientId, witness: Arc<dyn Witness>) {
         let mut state = self.shared.state.lock();
         if let Some(connection) = state.connections.get_mut(&client) {
@@ -142,13 +142,14 @@ impl Service {
         }
     }
 
-    /// Returns true while the workers of a connection have slots that they may be copying into or out of.
+    /// Returns true while the workers of a connection have slots that they may be copying into or
+    /// out of.
     pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
         self.shared.state.lock().transfers.has(client)
     }
 
-    /// The connections that a worker, a request or a prepared transfer belongs to, or that an
-    /// engine's scheduler is known to be behind.
+    /// Returns the connections that own a worker, a request or a prepared transfer, or that are
+    /// known to be a scheduler's.
     pub(crate) fn owners(&self) -> HashSet<ClientId> {
         let state = self.shared.state.lock();
         let instances = state.instances.values().map(|instance| instance.client);

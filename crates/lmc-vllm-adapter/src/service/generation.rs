@@ -22,10 +22,10 @@ use crate::service::stats::add;
 pub(crate) struct Opaque {
     /// The layout as it was registered, the same in every generation.
     layout: LayoutFingerprint,
-    /// Whether several workers of one engine may serve one KV rank: a layout of one plane may be
+    /// True if several workers of one engine may serve one KV rank: a layout of one plane may be
     /// MLA, whose KV cache is the same on every tensor-parallel rank.
     rank_is_shared: bool,
-    /// Whether this worker's coming led to a warning.
+    /// True if the registration of this worker led to a warning.
     warned: bool,
 }
 
@@ -74,8 +74,8 @@ impl State {
     /// Puts a worker that is about to be registered into a generation: its own when it registers
     /// again, else that of a connected worker of its layout, else a new one.
     ///
-    /// A worker whose connection was cut keeps its generation for when it is heard of again, but
-    /// no worker joins it: the process that registers now may be the engine's next, with another
+    /// A worker whose connection was cut keeps its generation until it is removed, but no other
+    /// worker joins it: the process that registers now may be the engine's next, with another
     /// format, also under the same id where ids are made of pids.
     ///
     /// # Errors
@@ -178,7 +178,7 @@ impl Service {
         );
     }
 
-    /// Says what an opaque layout costs. To be called when its first worker has registered.
+    /// Warns of the limits of an opaque layout. To be called when its first worker has registered.
     pub(super) fn report_opaque(&self, instance_id: u64, instance: &Instance) {
         let disk = match self.shared.engine.has_lower() {
             true => "; chunks on disk are not found after a restart of the server or the engine",
@@ -195,7 +195,7 @@ impl Service {
     }
 
     /// Removes the chunks of generations that ended from DRAM. No worker can name them any more;
-    /// this gives their memory back at once and tells subscribers of KV events. On slower tiers
+    /// this releases their memory at once and notifies subscribers of KV events. On slower tiers
     /// they age out.
     pub(super) fn end_generations(&self, ended: impl IntoIterator<Item = LayoutFingerprint>) {
         for generation in ended {

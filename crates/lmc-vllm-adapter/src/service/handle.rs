@@ -266,8 +266,8 @@ impl Service {
         self.add_instance(registration.instance_id, instance, Reply::None)
     }
 
-    /// Logs a refused registration: the engine's own log may be all that says so otherwise, on a
-    /// machine that the operator of this server does not see.
+    /// Logs a refused registration: without this only the engine's log would show it, which the
+    /// operator of this server may not see.
     fn log_refusal(&self, client: ClientId, instance_id: u64, model: &str, reply: &Reply) {
         let Reply::Error(reason) = reply else {
             return;

@@ -83,8 +83,8 @@ pub(crate) struct Instance {
     /// Shape that engine-driven workers see.
     pub(crate) shape: Vec<u64>,
     pub(crate) chunk_bytes: u64,
-    /// Whether the model has multi-head latent attention; `None` where the registration does not
-    /// tell it from K and V that are packed into one plane.
+    /// True for multi-head latent attention; `None` if the registration does not distinguish it
+    /// from K and V that are packed into one plane.
     pub(crate) mla: Option<bool>,
     pub(crate) transport: Transport,
     /// Stands before copies in its memory.
@@ -480,7 +480,7 @@ fn describe<'a>(
 }
 
 impl Described<'_> {
-    /// Whether tokens have one latent vector instead of heads: rank 3, as vLLM lays MLA out.
+    /// Returns true if tokens have one latent vector instead of heads: rank 3, as vLLM lays MLA out.
     fn heads_are_latent(&self) -> bool {
         let first = self.tensors.first();
         first.is_some_and(|first| first.tensor.shape.len() == 3)

@@ -71,7 +71,7 @@ struct Candidate {
     space: KeySpace,
     /// Ranks that workers of this layout are known to be of.
     ranks: RankSet,
-    /// Whether a worker of this layout has yet to show its rank.
+    /// True if the rank of a worker of this layout is not known yet.
     unknown_rank: bool,
 }
 

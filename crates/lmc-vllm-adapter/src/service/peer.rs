@@ -1,10 +1,10 @@
-//! The other end of a connection, as far as the kernel tells.
+//! The other end of a connection, as far as the kernel shows it.
 
 use std::fmt;
 
 /// The other end of a connection.
 ///
-/// Everything but the address is `None` where the kernel does not tell: a peer on another host
+/// Everything but the address is `None` where the kernel does not show it: a peer on another host
 /// or in another network namespace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Peer {

@@ -76,9 +76,9 @@ pub(crate) struct Transfer {
     pub(crate) client: ClientId,
     pub(crate) since: Instant,
     pub(crate) pending: Pending,
-    /// Whether the connection has ended: any may commit it.
+    /// True once the connection has ended: any may commit it.
     pub(crate) orphaned: bool,
-    /// Whether others may write its chunks.
+    /// True once others may write its chunks.
     shared: bool,
 }
 
@@ -93,12 +93,12 @@ impl Transfer {
         }
     }
 
-    /// Whether a request on this connection may commit it or ask for its slots again.
+    /// Returns true if a request on this connection may commit it or ask for its slots again.
     pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
         self.client == client || self.orphaned
     }
 
-    /// Notes that others may write its chunks. Their marks, the first time.
+    /// Lets others write its chunks. Returns the marks of the chunks, the first time.
     #[must_use = "the marks are to be shared where nothing is locked"]
     pub(crate) fn share(&mut self) -> Vec<MarkId> {
         match &self.pending {
@@ -111,7 +111,7 @@ impl Transfer {
     }
 }
 
-/// Which way bytes go.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Direction {
     Store,

@@ -1,6 +1,6 @@
-//! How much of the pool leases may keep from eviction.
+//! Limits on the part of the pool that leases keep from eviction.
 //!
-//! A chunk that is leased cannot make room for another. So lookups that would lease more than
+//! A chunk that is leased cannot be evicted. So lookups that would lease more than
 //! their connection's share are answered with fewer hits, and stores of all engines always find
 //! an eighth of the pool that no lookup can keep.
 
@@ -94,7 +94,8 @@ impl Service {
         reach.saturating_sub(over.div_ceil(chunk) as usize)
     }
 
-    /// Whether a worker may not lease these: they would keep from eviction what no lookup may.
+    /// Returns true if a worker must not lease these: leases would exceed what they may keep from
+    /// eviction.
     pub(super) fn leases_too_much(&self, leases: &Leases) -> bool {
         let engine = &self.shared.engine;
         leases.fresh_bytes() > 0 && engine.local().held_bytes() > engine.pool_bytes() / 8 * 7

@@ -13,7 +13,7 @@ use crate::service::peer::{Life, Peer, Witness};
 use crate::service::prepared::Transfers;
 use crate::service::session::Sessions;
 
-/// Which layout the engine behind a scheduler's connection has, as far as its requests showed.
+/// The layout of the engine behind a scheduler's connection, as far as its requests showed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Binding {
     One(LayoutFingerprint),
@@ -33,7 +33,8 @@ pub(crate) struct Connection {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ended {
     at: Instant,
-    /// When the grace time began: at the end, or when its process was last seen stopped.
+    /// Start of the grace time: the end of the connection, or when its process was last seen
+    /// stopped.
     pub(crate) grace_from: Instant,
     /// Last answer of the connection's witness.
     pub(crate) life: Option<Life>,
@@ -142,9 +143,9 @@ pub(crate) struct LayoutOf<'a> {
     pub(crate) instance: &'a Instance,
     /// Ranks that they are known to be of.
     pub(crate) ranks: RankSet,
-    /// Whether one of them has yet to show its rank.
+    /// True if the rank of one of them is not known yet.
     pub(crate) unknown_rank: bool,
-    /// Whether one of them is connected.
+    /// True if one of them is connected.
     connected: bool,
 }
 

@@ -245,7 +245,7 @@ pub struct TransportCounts {
     pub stalled: u64,
     /// Connections closed because the peer asked for nothing.
     pub silent: u64,
-    /// Connections closed to make room for others: they owned nothing and were idle for longest.
+    /// Connections closed to admit others: they owned nothing and were idle for longest.
     pub made_way: u64,
     /// Messages dropped because nobody could be answered.
     pub unanswerable: u64,

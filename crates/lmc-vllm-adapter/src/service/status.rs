@@ -31,7 +31,7 @@ pub struct InstanceStatus {
     pub dtype: &'static str,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Whether the model has multi-head latent attention; `None` where the worker does not tell.
+    /// True for multi-head latent attention; `None` if the registration does not show it.
     pub mla: Option<bool>,
     /// What tells this layout from others, in hexadecimal.
     pub layout: String,

@@ -1,4 +1,4 @@
-//! What happens by itself as time passes.
+//! Expiry of sessions, workers and slots.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ impl Service {
     /// Ends what has outlived its time. To be called about once a second, on a thread that may
     /// read files of `/proc`.
     ///
-    /// Slots that workers of an ended connection had prepared come back when its process is known
+    /// Slots that workers of an ended connection had prepared are released when its process is known
     /// to be dead, or when [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is
     /// over, which restarts as long as the process is stopped.
     pub fn tick(&self, now: Instant) {

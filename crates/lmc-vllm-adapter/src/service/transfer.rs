@@ -29,7 +29,7 @@ struct Worker {
     owner: OwnerId,
     space: KeySpace,
     kv_rank: u16,
-    /// Whether the space is of a generation that ends with its workers.
+    /// True if the space is of a generation that ends with its workers.
     is_opaque: bool,
     chunk_bytes: u64,
     shape: Vec<u64>,
@@ -541,7 +541,7 @@ impl Service {
         })
     }
 
-    /// Returns false when a copy under way must stop: its worker's registration is over, the
+    /// Returns false when a running copy must stop: its worker's registration is over, the
     /// worker may have given the blocks away, this process stood still, or the pool was lost.
     ///
     /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
@@ -552,7 +552,7 @@ impl Service {
             && !self.shared.engine.pool_is_lost()
     }
 
-    /// Counts a copy that was stopped, and says of any failed one why it failed.
+    /// Counts a copy that was stopped, and returns the reason why a copy failed.
     fn copy_failed(&self, error: &CopyError) -> String {
         if matches!(error, CopyError::Stopped) {
             add(&self.shared.stats.service.copies_too_late, 1);

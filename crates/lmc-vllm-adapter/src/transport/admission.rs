@@ -1,4 +1,4 @@
-//! Who may connect when there are many: a share for each user, and room made by those who idle.
+//! Admission of connections: a share for each user, and idle ones are closed for new ones.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Seat {
         self.has_spoken.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it has asked for anything yet.
+    /// Returns true once it has sent a request.
     pub(super) fn has_spoken(&self) -> bool {
         self.has_spoken.load(Ordering::Relaxed)
     }
@@ -52,12 +52,12 @@ impl Seat {
         self.is_streaming.load(Ordering::Relaxed)
     }
 
-    /// When it asked last; when it came, for one that never has.
+    /// Time of its last request, or of its start if it has sent none.
     fn idle_since(&self) -> Instant {
         self.began + Duration::from_millis(self.spoke.load(Ordering::Relaxed))
     }
 
-    /// Waits until it has to make way for another.
+    /// Waits until the connection is to be closed for another one.
     pub(super) async fn must_go(&self) {
         self.leave.notified().await;
     }
@@ -71,7 +71,7 @@ pub(super) struct Admission(Arc<Mutex<Seats>>);
 struct Seats {
     max: usize,
     taken: HashMap<ClientId, Arc<Seat>>,
-    /// Those that may be closed, the longest idle first, with when they had asked last.
+    /// Connections that may be closed, the longest idle first, with the time of their last request.
     idle: VecDeque<(Arc<Seat>, Instant)>,
     looked: Option<Instant>,
 }
@@ -87,7 +87,7 @@ impl Admission {
     }
 
     /// A seat for a connection; `None` when all are taken, or all of its user's share, by
-    /// connections that something belongs to. One that idles is told to leave where that helps.
+    /// connections that own something. Closes an idle one where that helps.
     pub(super) fn admit(
         &self,
         service: &Service,
@@ -130,8 +130,8 @@ impl Seats {
         self.max - self.max / 4
     }
 
-    /// Tells the connection that has idled longest to leave, of one user's or of all. Whether
-    /// there was one.
+    /// Closes the connection that has been idle for longest, of one user's or of all. Returns true
+    /// if there was one.
     fn close_idle(&mut self, service: &Service, uid: Option<u32>, now: Instant) -> bool {
         let recently = |looked: Instant| now.saturating_duration_since(looked) < LOOK_EVERY;
         if self.idle.is_empty() && !self.looked.is_some_and(recently) {

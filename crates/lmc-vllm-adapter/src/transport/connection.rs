@@ -171,7 +171,7 @@ impl Connection {
                 }
                 () = self.seat.must_go() => {
                     self.service.transport_counters().made_way.fetch_add(1, Ordering::Relaxed);
-                    debug!(client = %self.client, "closing an idle connection to make room");
+                    debug!(client = %self.client, "closing an idle connection to admit another");
                     return;
                 }
             }

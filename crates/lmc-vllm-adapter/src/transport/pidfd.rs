@@ -20,8 +20,8 @@ impl PidFd {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }))
     }
 
-    /// Whether all threads of the process have ended. They have given up their memory and their
-    /// files by then, a GPU's among them.
+    /// Returns true once all threads of the process have ended. Their memory and their files, a
+    /// GPU's among them, are released by then.
     pub(super) fn is_dead(&self) -> bool {
         let mut poll = libc::pollfd {
             fd: self.0.as_raw_fd(),

@@ -41,7 +41,7 @@ impl MappedFile {
         })
     }
 
-    /// Whether a process has it mapped.
+    /// Returns true if a process has it mapped.
     fn is_mapped_by(&self, pid: u32) -> bool {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps"));
         let maps = maps.unwrap_or_default();
@@ -66,7 +66,7 @@ pub(super) struct Holders {
 }
 
 impl Holders {
-    /// Searches for them. `None` when there is none to be seen. Reads `/proc` of every process,
+    /// Searches for them. `None` when none is visible. Reads `/proc` of every process,
     /// which takes milliseconds: for a thread that may wait.
     pub(super) fn find(socket: u64, pool: MappedFile) -> Option<Self> {
         let processes = find(socket, &pool);
@@ -115,15 +115,15 @@ fn find(socket: u64, pool: &MappedFile) -> Vec<Process> {
     pids.filter_map(open).collect()
 }
 
-/// Whether a process holds a socket open.
+/// Returns true if a process holds a socket open.
 fn holds(pid: u32, socket: &str) -> bool {
     let open = fs::read_dir(format!("/proc/{pid}/fd"));
     let mut open = open.into_iter().flatten().flatten();
     open.any(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == Path::new(socket)))
 }
 
-/// Whether a process is stopped by a signal or a debugger, or frozen with its control group, as
-/// by `docker pause`.
+/// Returns true if a process is stopped by a signal or a debugger, or frozen with its control
+/// group, as by `docker pause`.
 fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // After the command's name, which may hold anything.

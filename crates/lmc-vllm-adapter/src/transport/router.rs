@@ -25,8 +25,8 @@ use crate::transport::zmtp::Limits;
 /// Time between signs of the process's own life.
 const BEAT: Duration = Duration::from_millis(500);
 
-/// When a TCP connection is given up whose other end answers nothing any more: a host that is
-/// gone, or a network.
+/// Timeouts after which a TCP connection whose other end no longer answers is closed: its host or
+/// the network is gone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keepalive {
     /// Silence after which the other end is asked. Default: 30 s.
@@ -80,7 +80,7 @@ pub struct ZmqConfig {
     pub peer_timeout: Duration,
     /// Longest time from the start of a connection to its first request. Default: 60 s.
     pub first_request_timeout: Duration,
-    /// When a TCP connection counts as dead. Default: [`Keepalive::default`].
+    /// Timeouts of a TCP connection whose other end no longer answers. Default: [`Keepalive::default`].
     pub keepalive: Keepalive,
     /// Longest time that a stop waits for answers under way. Default: 5 s.
     pub stop_timeout: Duration,
@@ -297,7 +297,7 @@ async fn serve(
 }
 
 /// Looks for the death of the process behind a connection that has ended with slots held. One
-/// that was killed gives up its sockets a moment before it counts as dead; what takes longer than
+/// that was killed closes its sockets a moment before it counts as dead; what takes longer than
 /// a second is left to [`Service::tick`].
 async fn watch_for_death(service: Service, client: ClientId, mut stop: watch::Receiver<bool>) {
     let mut pause = Duration::from_millis(1);

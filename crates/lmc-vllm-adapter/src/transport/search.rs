@@ -1,4 +1,4 @@
-//! When the processes behind a connection are searched for.
+//! Search for the processes behind a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

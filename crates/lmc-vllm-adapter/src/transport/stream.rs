@@ -26,14 +26,14 @@ impl Stream {
         };
         // Answers are small and awaited; waiting to fill a segment would only delay them.
         stream.set_nodelay(true)?;
-        // A host that is gone says nothing, and what it holds would be held for ever.
+        // A host that is gone sends nothing, and what it holds would be held for ever.
         let socket = SockRef::from(stream);
         let probes = TcpKeepalive::new()
             .with_time(keepalive.idle)
             .with_interval(keepalive.interval)
             .with_retries(keepalive.probes);
         socket.set_tcp_keepalive(&probes)?;
-        // The same for a connection on which something is under way: keepalive does not probe it.
+        // The same for a connection with unacknowledged bytes, which keepalive does not probe.
         socket.set_tcp_user_timeout(Some(keepalive.longest()))
     }
 

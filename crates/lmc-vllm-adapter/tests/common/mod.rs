@@ -103,7 +103,7 @@ impl Server {
         }
     }
 
-    /// What ended connections hold no longer has to be held.
+    /// Runs the work of one second: releases slots of ended connections, and expires what is due.
     pub(crate) fn tick(&self) {
         self.service.tick(Instant::now());
     }
@@ -165,7 +165,7 @@ impl Drop for Server {
 /// The shared pool, read and written as a worker does.
 pub(crate) struct Pool {
     file: File,
-    /// What counts is that the process has it mapped, as a stock worker does.
+    /// Makes this process a witness: it maps the pool, as a stock worker does.
     _mapping: memmap2::MmapRaw,
 }
 
