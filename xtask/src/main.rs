@@ -56,6 +56,7 @@ Every developer action of lmc.
   cargo xtask bench serve          lmc against LMCache's server; writes docs/benchmarks.md
       --rounds N --duration S      3 rounds, 1.5 seconds a cell unless given
       --lmcache PROGRAM            LMCache's `lmcache`, fetched from PyPI unless given
+      --before PROGRAM             an earlier lmc in the place of LMCache's server; writes nothing
       --dry-run                    writes nothing
   cargo xtask bench disk           the disk tier beside fio and LMCache's adapters; the same page
       --rounds N --seconds S       3 rounds, 2 seconds a cell unless given

@@ -60,7 +60,7 @@ impl Figures {
     pub(crate) fn ratio(&self, name: &str) -> Option<f64> {
         let (_, unit) = self.order.iter().find(|(known, _)| known == name)?;
         let ours = self.median(Kind::Lmc, name)?;
-        let theirs = self.median(Kind::LmCache, name)?;
+        let theirs = self.median(Kind::Peer, name)?;
         let ratio = if unit.more_is_better() {
             ours / theirs
         } else {
@@ -70,17 +70,20 @@ impl Figures {
     }
 
     /// Rows of a Markdown table.
-    pub(crate) fn markdown(&self) -> String {
-        let mut text =
-            "| what | lmc | LMCache | lmc is better by |\n|---|---|---|---|\n".to_owned();
+    pub(crate) fn markdown(&self, peer: &str) -> String {
+        let mut text = format!("| what | lmc | {peer} | lmc is better by |\n|---|---|---|---|\n");
         for (name, unit) in &self.order {
             let shown = |kind| {
                 let value = self.median(kind, name);
                 value.map_or_else(|| "–".to_owned(), |value| unit.show(value))
             };
             let ratio = self.ratio(name);
-            let ratio = ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.1}×"));
-            let (ours, theirs) = (shown(Kind::Lmc), shown(Kind::LmCache));
+            let ratio = match ratio {
+                None => "–".to_owned(),
+                Some(ratio) if ratio < 10.0 => format!("{ratio:.2}×"),
+                Some(ratio) => format!("{ratio:.0}×"),
+            };
+            let (ours, theirs) = (shown(Kind::Lmc), shown(Kind::Peer));
             let _ = writeln!(text, "| {name} | {ours} | {theirs} | {ratio} |");
         }
         text
@@ -93,9 +96,9 @@ impl Figures {
                 "name": name,
                 "unit": format!("{unit:?}"),
                 "lmc": of(Kind::Lmc),
-                "lmcache": of(Kind::LmCache),
+                "lmcache": of(Kind::Peer),
                 "lmc_median": self.median(Kind::Lmc, name),
-                "lmcache_median": self.median(Kind::LmCache, name),
+                "lmcache_median": self.median(Kind::Peer, name),
                 "ratio": self.ratio(name),
             })
         });
@@ -124,17 +127,17 @@ mod tests {
         let mut figures = Figures::default();
         for (ours, theirs) in [(1.0, 9.0), (2.0, 10.0), (3.0, 100.0)] {
             figures.add(Kind::Lmc, "time", Unit::Seconds, ours);
-            figures.add(Kind::LmCache, "time", Unit::Seconds, theirs);
+            figures.add(Kind::Peer, "time", Unit::Seconds, theirs);
             figures.add(Kind::Lmc, "rate", Unit::PerSecond, ours);
-            figures.add(Kind::LmCache, "rate", Unit::PerSecond, theirs);
+            figures.add(Kind::Peer, "rate", Unit::PerSecond, theirs);
         }
         figures.add(Kind::Lmc, "alone", Unit::Bytes, 128.0);
         assert_eq!(figures.ratio("time"), Some(5.0));
         assert_eq!(figures.ratio("rate"), Some(0.2));
         assert_eq!(figures.ratio("alone"), None);
-        let rows = figures.markdown();
+        let rows = figures.markdown("LMCache");
         assert!(
-            rows.contains("| time | 2.00 s | 10.00 s | 5.0× |"),
+            rows.contains("| time | 2.00 s | 10.00 s | 5.00× |"),
             "{rows}"
         );
         assert!(rows.contains("| alone | 128 B | – | – |"), "{rows}");

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use super::figures::{Figures, Unit};
-use super::server::{Kind, Programs, Server};
+use super::server::{Kind, Peer, Programs, Server};
 use super::{ceiling, conditions, metrics};
 
 const JSON: &str = "docs/benchmarks/serve.json";
@@ -56,6 +56,7 @@ struct Options {
     rounds: usize,
     duration: String,
     lmcache: Option<String>,
+    before: Option<String>,
     write: bool,
 }
 
@@ -64,6 +65,7 @@ fn options(args: &[String]) -> Result<Options> {
         rounds: 3,
         duration: "1.5".to_owned(),
         lmcache: None,
+        before: None,
         write: true,
     };
     let mut args = args.iter();
@@ -73,10 +75,14 @@ fn options(args: &[String]) -> Result<Options> {
             "--rounds" => options.rounds = value()?.parse().context("--rounds: a number")?,
             "--duration" => options.duration.clone_from(value()?),
             "--lmcache" => options.lmcache = Some(value()?.clone()),
+            "--before" => {
+                options.before = Some(value()?.clone());
+                options.write = false;
+            }
             "--dry-run" => options.write = false,
             other => bail!(
-                "expected --rounds N, --duration SECONDS, --lmcache PROGRAM or --dry-run, \
-                 found {other}"
+                "expected --rounds N, --duration SECONDS, --lmcache PROGRAM, --before PROGRAM or \
+                 --dry-run, found {other}"
             ),
         }
     }
@@ -89,20 +95,28 @@ fn options(args: &[String]) -> Result<Options> {
 pub(crate) fn run(args: &[String]) -> Result<bool> {
     let options = options(args)?;
     let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
-    let lmcache = match &options.lmcache {
-        Some(program) => program.clone(),
-        None => format!("{}/bin/lmcache", crate::vllm::environment()?),
+    let peer = match (&options.before, &options.lmcache) {
+        (Some(program), _) => Peer::Earlier(program.clone()),
+        (None, Some(program)) => Peer::LmCache(program.clone()),
+        (None, None) => Peer::LmCache(format!("{}/bin/lmcache", crate::vllm::environment()?)),
     };
-    let conditions = conditions::list(&lmcache);
+    let conditions = match &peer {
+        Peer::LmCache(program) => conditions::list(program),
+        Peer::Earlier(_) => conditions::machine(),
+    };
     for (what, value) in &conditions {
         eprintln!("{what}: {value}");
     }
-    let programs = Programs { lmc, lmcache };
+    let programs = Programs { lmc, peer };
     let mut figures = Figures::default();
     let mut all_well = true;
     for round in 1..=options.rounds {
         for kind in Kind::BOTH {
-            eprintln!("round {round} of {}: {}", options.rounds, kind.name());
+            eprintln!(
+                "round {round} of {}: {}",
+                options.rounds,
+                programs.name(kind)
+            );
             all_well &= measure(kind, &programs, &options, &mut figures)?;
         }
     }
@@ -137,7 +151,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     for (name, unit, value) in &ceilings {
         figures.add(Kind::Lmc, &format!("ceiling: {name}"), *unit, *value);
     }
-    let text = page(&conditions, &figures, options.rounds);
+    let text = page(&conditions, &figures, options.rounds, programs.peer.name());
     println!("{text}");
     if options.write {
         super::page::write("bench serve", &text)?;
@@ -160,7 +174,7 @@ fn measure(
     figures: &mut Figures,
 ) -> Result<bool> {
     fs::create_dir_all("target/bench")?;
-    let log = format!("target/bench/{}.log", kind.name());
+    let log = format!("target/bench/{}.log", programs.name(kind).replace(' ', "-"));
     let server = Server::start(kind, programs, &log)?;
     figures.add(kind, START, Unit::Seconds, server.start.as_secs_f64());
     let mut all_well = true;
@@ -171,7 +185,11 @@ fn measure(
             take(kind, &report, row, figures);
         }
         if report["passed"] != true {
-            eprintln!("{} with {args:?}: {}", kind.name(), report["errors"]);
+            eprintln!(
+                "{} with {args:?}: {}",
+                programs.name(kind),
+                report["errors"]
+            );
             all_well = false;
         }
         Ok(())
@@ -333,16 +351,16 @@ fn grouped(number: u64) -> String {
     text
 }
 
-fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize) -> String {
+fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize, peer: &str) -> String {
     let mut text = format!(
-        "## lmc serve against LMCache's server\n\n`cargo xtask bench serve`: medians of \
+        "## lmc serve against {peer}\n\n`cargo xtask bench serve`: medians of \
          {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
          figures are in [serve.json](benchmarks/serve.json).\n\n"
     );
     for (what, value) in conditions {
         let _ = writeln!(text, "- {what}: {value}");
     }
-    let _ = writeln!(text, "\n{}", figures.markdown());
+    let _ = writeln!(text, "\n{}", figures.markdown(peer));
     text.push_str(
         "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has told the number of chunks.\n\
          GB/s are bytes of completed operations over the time that clients spent in them, added \

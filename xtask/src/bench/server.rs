@@ -10,29 +10,48 @@ use anyhow::{Context, Result, bail};
 
 use crate::{ports, shown};
 
-/// Which of the two.
+/// One of the two servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Lmc,
-    LmCache,
+    Peer,
 }
 
 impl Kind {
-    pub(crate) const BOTH: [Self; 2] = [Self::Lmc, Self::LmCache];
+    pub(crate) const BOTH: [Self; 2] = [Self::Lmc, Self::Peer];
+}
 
-    pub(crate) fn name(self) -> &'static str {
+/// The server that lmc is compared with, and the path of its program.
+#[derive(Debug, Clone)]
+pub(crate) enum Peer {
+    LmCache(String),
+    /// An lmc of an earlier commit.
+    Earlier(String),
+}
+
+impl Peer {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
-            Self::Lmc => "lmc",
-            Self::LmCache => "LMCache",
+            Self::LmCache(_) => "LMCache",
+            Self::Earlier(_) => "earlier lmc",
         }
     }
 }
 
-/// Where the programs are.
+/// Paths of the programs.
 #[derive(Debug, Clone)]
 pub(crate) struct Programs {
     pub(crate) lmc: String,
-    pub(crate) lmcache: String,
+    pub(crate) peer: Peer,
+}
+
+impl Programs {
+    pub(crate) fn name(&self, kind: Kind) -> &'static str {
+        match kind {
+            Kind::Lmc => "lmc",
+            Kind::Peer => self.peer.name(),
+        }
+    }
 }
 
 /// A running server.
@@ -51,14 +70,19 @@ const STOP_DEADLINE: Duration = Duration::from_secs(15);
 impl Server {
     pub(crate) fn start(kind: Kind, programs: &Programs, log: &str) -> Result<Self> {
         let (port, http) = (ports::free()?, ports::free()?);
-        let mut command = match kind {
-            Kind::Lmc => {
+        let mut command = match (kind, &programs.peer) {
+            (Kind::Lmc, _) => {
                 let mut command = Command::new(&programs.lmc);
                 command.arg("serve");
                 command
             }
-            Kind::LmCache => {
-                let mut command = Command::new(&programs.lmcache);
+            (Kind::Peer, Peer::Earlier(program)) => {
+                let mut command = Command::new(program);
+                command.arg("serve");
+                command
+            }
+            (Kind::Peer, Peer::LmCache(program)) => {
+                let mut command = Command::new(program);
                 command.arg("server");
                 command.args(["--eviction-policy", "LRU", "--no-l1-use-lazy"]);
                 // Its default serves lmcache_driven workers only.
@@ -76,30 +100,31 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(File::create(log)?)
             .stderr(File::options().append(true).open(log)?);
+        let name = programs.name(kind);
         let started = Instant::now();
         let child = command
             .spawn()
-            .with_context(|| format!("cannot start {}", kind.name()))?;
+            .with_context(|| format!("cannot start {name}"))?;
         let mut server = Self {
             child,
             port,
             http,
             start: Duration::ZERO,
         };
-        server.await_port(kind, port, started, log)?;
+        server.await_port(name, port, started, log)?;
         server.start = started.elapsed();
         // LMCache's HTTP side comes later than its engines' side.
-        server.await_port(kind, http, started, log)?;
+        server.await_port(name, http, started, log)?;
         Ok(server)
     }
 
-    fn await_port(&mut self, kind: Kind, port: u16, started: Instant, log: &str) -> Result<()> {
+    fn await_port(&mut self, name: &str, port: u16, started: Instant, log: &str) -> Result<()> {
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             if let Some(status) = self.child.try_wait()? {
-                bail!("{} ended with {status}; its log: {log}", kind.name());
+                bail!("{name} ended with {status}; its log: {log}");
             }
             if started.elapsed() > START_DEADLINE {
-                bail!("{} does not listen; its log: {log}", kind.name());
+                bail!("{name} does not listen; its log: {log}");
             }
             thread::sleep(Duration::from_millis(2));
         }
