@@ -70,6 +70,8 @@ pub struct DiskConfig {
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
     state_dir: Option<PathBuf>,
+    /// Further folders whose records are read.
+    other_state_dirs: Vec<PathBuf>,
     key_settings: Option<String>,
     /// Make a drive of a folder that is none.
     new_drives: bool,
@@ -92,6 +94,7 @@ impl DiskConfig {
             probe_every: Duration::from_secs(5),
             arena: None,
             state_dir: None,
+            other_state_dirs: Vec::new(),
             key_settings: None,
             new_drives: false,
             existing: false,
@@ -137,6 +140,13 @@ impl DiskConfig {
     /// chunks again. Default: none.
     pub fn with_state_dir(mut self, path: impl Into<PathBuf>) -> Self {
         self.state_dir = Some(path.into());
+        self
+    }
+
+    /// Names folders that may have been the state folder before. Their records are read where they
+    /// are there, and never written. Default: none.
+    pub fn with_other_state_dirs(mut self, paths: Vec<PathBuf>) -> Self {
+        self.other_state_dirs = paths;
         self
     }
 
@@ -200,7 +210,9 @@ impl DiskConfig {
             return Err(DiskError::NoFolder);
         }
         let share = self.size / self.paths.len() as u64;
-        let state = self.state_dir.as_deref().map(StateDir::open).transpose()?;
+        let state = self.state_dir.as_deref();
+        let state = state.map(|path| StateDir::open(path, &self.other_state_dirs));
+        let state = state.transpose()?;
         if !self.new_drives {
             for path in &self.paths {
                 self.is_drive(path, state.as_ref())?;

@@ -61,7 +61,7 @@ impl DriveSet {
         } = joined.map_err(|DifferentSets(first, second)| {
             let set = |number: usize| {
                 let record = present[number].record.as_ref();
-                record.map_or_else(String::new, |record| hex(&record.set_id))
+                record.map_or_else(|| "unknown".to_owned(), |record| hex(&record.set_id))
             };
             DiskError::DifferentSets {
                 path: paths[first].clone(),

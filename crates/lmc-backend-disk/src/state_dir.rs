@@ -22,36 +22,33 @@ const UNFINISHED: &str = ".unfinished";
 #[derive(Debug)]
 pub(crate) struct StateDir {
     sets: PathBuf,
+    /// The same folder in other state folders; not all are there.
+    others: Vec<PathBuf>,
 }
 
 impl StateDir {
     /// Opens the folder, and makes it where it is not there.
-    pub(crate) fn open(path: &Path) -> Result<Self, DiskError> {
+    pub(crate) fn open(path: &Path, others: &[PathBuf]) -> Result<Self, DiskError> {
         let sets = path.join(SETS);
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&sets);
         made.map_err(|source| DiskError::State {
             path: sets.clone(),
             source,
         })?;
-        Ok(Self { sets })
+        let others = others.iter().filter(|other| *other != path);
+        let others = others.map(|other| other.join(SETS)).collect();
+        Ok(Self { sets, others })
     }
 
-    /// Returns the records of all sets.
+    /// Returns the records of all sets; of one set several, where several folders have one.
     pub(crate) fn records(&self) -> Result<Vec<SetRecord>, DiskError> {
-        let failed = |path: &Path| {
-            let path = path.to_owned();
-            move |source| DiskError::State { path, source }
-        };
-        let mut records = Vec::new();
-        for entry in fs::read_dir(&self.sets).map_err(failed(&self.sets))? {
-            let path = entry.map_err(failed(&self.sets))?.path();
-            let name = path.file_name().and_then(|name| name.to_str());
-            if name.is_none_or(|name| !is_record(name)) {
-                continue;
+        let mut records = read_records(&self.sets)?;
+        for other in &self.others {
+            match read_records(other) {
+                Ok(more) => records.extend(more),
+                Err(DiskError::State { source, .. }) if is_out_of_reach(&source) => {}
+                Err(error) => return Err(error),
             }
-            let bytes = fs::read(&path).map_err(failed(&path))?;
-            let record = SetRecord::decode(&bytes).map_err(io::Error::other);
-            records.push(record.map_err(failed(&path))?);
         }
         Ok(records)
     }
@@ -69,6 +66,30 @@ impl StateDir {
         })?;
         Ok(remembered)
     }
+}
+
+fn is_out_of_reach(error: &io::Error) -> bool {
+    use io::ErrorKind::{NotADirectory, NotFound, PermissionDenied};
+    matches!(error.kind(), NotFound | NotADirectory | PermissionDenied)
+}
+
+fn read_records(sets: &Path) -> Result<Vec<SetRecord>, DiskError> {
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| DiskError::State { path, source }
+    };
+    let mut records = Vec::new();
+    for entry in fs::read_dir(sets).map_err(failed(sets))? {
+        let path = entry.map_err(failed(sets))?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        if name.is_none_or(|name| !is_record(name)) {
+            continue;
+        }
+        let bytes = fs::read(&path).map_err(failed(&path))?;
+        let record = SetRecord::decode(&bytes).map_err(io::Error::other);
+        records.push(record.map_err(failed(&path))?);
+    }
+    Ok(records)
 }
 
 fn is_record(name: &str) -> bool {

@@ -95,17 +95,18 @@ impl MappedSegment {
         Self::find(name).and_then(|found| found.map(len))
     }
 
-    /// Maps the first `len` bytes of a segment that a user owns; root may name any segment.
+    /// Maps the first `len` bytes of a segment that a user owns.
     ///
     /// A process that may open more than its clients must ask for no less: it would read and
-    /// write for one user what belongs to another.
+    /// write for one user what belongs to another. Root is no exception: a proxy that root runs
+    /// connects for any user.
     ///
     /// # Errors
     /// [`SegmentError::OtherUser`], and those of [`MappedSegment::open`].
     pub fn open_for(user: u32, name: &SharedName, len: u64) -> Result<Self, SegmentError> {
         let found = Self::find(name)?;
         let owner = found.owner;
-        if user != 0 && user != owner {
+        if user != owner {
             let name = name.clone();
             return Err(SegmentError::OtherUser { name, owner, user });
         }
@@ -132,6 +133,12 @@ impl MappedSegment {
             owner: meta.uid(),
             file,
         })
+    }
+
+    /// Returns true if another mapping is of the same file, under whatever name.
+    pub fn is_same_file(&self, other: &Self) -> bool {
+        let identity = |of: &Self| of.file.metadata().map(|meta| (meta.dev(), meta.ino()));
+        matches!((identity(self), identity(other)), (Ok(ours), Ok(theirs)) if ours == theirs)
     }
 
     /// Its name.

@@ -195,15 +195,42 @@ fn nothing_is_written_through_a_squatted_record() {
                 assert!(made.expect("mkfifo is there").success());
             });
             check("text", &|record| fs::write(record, "no pid").unwrap());
+            check("pid_alone", &|record| fs::write(record, "pid 1").unwrap());
             if fs::metadata("/proc/self").unwrap().uid() == 0 {
                 check("other_user", &|record| {
-                    fs::write(record, "pid 1").unwrap();
+                    fs::write(record, "pid 1 other_user").unwrap();
                     std::os::unix::fs::chown(record, Some(65_534), None).unwrap();
                 });
             }
             assert!(reclaim_stale_segments().is_empty());
         },
     );
+}
+
+/// A hard link to a running server's record, which other users can make where
+/// `fs.protected_hardlinks` is 0, stood for a server of another name: no server of that name
+/// started, and once its target was gone, a file that lmc had not made was deleted for it.
+#[test]
+fn a_link_to_the_record_of_another_segment_is_no_record() {
+    let test = "a_link_to_the_record_of_another_segment_is_no_record";
+    with_own_shm("size=64m", test, || {
+        let (mut running, name) = start_named("unique:lmc_1");
+        let [_, record] = paths(&name);
+        let linked = "lmc_2_0000000000000000";
+        fs::hard_link(&record, &paths(linked)[1]).unwrap();
+        fs::write(&paths("theirs")[0], "not lmc's").unwrap();
+        fs::hard_link(&record, &paths("theirs")[1]).unwrap();
+        ArenaConfig::shared_unique("lmc_2", 4096).build().unwrap();
+        let held = ArenaConfig::shared_unique("lmc_1", 4096).build();
+        assert!(matches!(held, Err(ArenaError::Held { .. })), "{held:?}");
+        running.kill().expect("SIGKILL");
+        running.wait().expect("the child ends");
+        // The links are all that is left of the record.
+        fs::remove_file(&record).unwrap();
+        fs::remove_file(&paths(linked)[1]).unwrap();
+        assert!(reclaim_stale_segments().is_empty());
+        assert_eq!(fs::read(&paths("theirs")[0]).unwrap(), b"not lmc's");
+    });
 }
 
 /// Another user's name in place of a segment is a file that lmc did not make.

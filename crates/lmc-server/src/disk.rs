@@ -31,6 +31,10 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
     }
     if let Some(path) = state_dir(config) {
         disk = disk.with_state_dir(path);
+        if config.state_dir == StateDir::Auto {
+            // Another may have been writable at the last start: under another user or HOME.
+            disk = disk.with_other_state_dirs(usual_state_dirs());
+        }
     }
     let tier = disk
         .with_keep_free(config.disk_keep_free)

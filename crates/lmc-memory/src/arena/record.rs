@@ -1,7 +1,7 @@
 //! Owner records: which process owns a shared segment, and which segments are stale.
 //!
 //! Beside the segment `/dev/shm/<name>` lies `/dev/shm/<name>.lmc-owner`, which holds the
-//! owner's pid in text. The owner keeps an exclusive `flock` on it for life, and the kernel
+//! owner's pid and the name in text: `pid 1234 <name>`. The owner keeps an exclusive `flock` on it for life, and the kernel
 //! drops the lock with the process, however it dies. So:
 //!
 //! | record | lock | segment | meaning |
@@ -12,7 +12,8 @@
 //! | any | free | absent | the name is free |
 //!
 //! Every user may create names in `/dev/shm`, so a record counts only if it is a regular file
-//! of this user with one link, which other users cannot make. A record gets its name by a
+//! of this user that names its own segment: where `fs.protected_hardlinks` is 0, another user can
+//! link a record of this user to a second name. A stale one must have one link, too. A record gets its name by a
 //! rename that replaces nothing, when it is locked and complete; an existing file is only ever
 //! opened with `O_NOFOLLOW` and never written.
 
@@ -30,8 +31,8 @@ use crate::SharedName;
 /// Attempts when another process wins a race for the record.
 const ATTEMPTS: usize = 16;
 
-/// Longest record, in bytes.
-const MAX_RECORD: u64 = 64;
+/// Longest record, in bytes: a name has up to 255.
+const MAX_RECORD: u64 = 320;
 
 /// A segment whose owner was killed. Its name is removed; its pages are freed on drop, which
 /// takes about a tenth of a second per GiB.
@@ -77,6 +78,8 @@ pub(super) struct Record {
     path: PathBuf,
     file: File,
 }
+
+const NOT_A_RECORD: &str = "not the record of an lmc server for this name";
 
 /// State of the file at a record's path.
 enum Found {
@@ -137,10 +140,12 @@ fn look(name: &SharedName) -> io::Result<Found> {
     if meta.uid() != own_uid() {
         return Ok(Found::Foreign("of another user"));
     }
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => return Ok(Found::Held(owner(&file))),
-        Err(TryLockError::Error(error)) => return Err(error),
+    let owner = owner(&file, name);
+    match (file.try_lock(), &owner) {
+        (Ok(()), _) => {}
+        (Err(TryLockError::WouldBlock), Some(owner)) => return Ok(Found::Held(owner.clone())),
+        (Err(TryLockError::WouldBlock), None) => return Ok(Found::Foreign(NOT_A_RECORD)),
+        (Err(TryLockError::Error(error)), _) => return Err(error),
     }
     // The last owner may have removed the record before this process got its lock.
     if !is_at(&path, &file).unwrap_or(false) {
@@ -149,20 +154,18 @@ fn look(name: &SharedName) -> io::Result<Found> {
     if meta.nlink() != 1 {
         return Ok(Found::Foreign("a hard link to another file"));
     }
-    let owner = owner(&file);
-    if !owner.starts_with("pid ") {
-        return Ok(Found::Foreign("without the pid of an lmc server"));
-    }
-    Ok(Found::Stale(StaleRecord { file, owner }))
+    Ok(match owner {
+        Some(owner) => Found::Stale(StaleRecord { file, owner }),
+        None => Found::Foreign(NOT_A_RECORD),
+    })
 }
 
-/// Content of a record.
-fn owner(record: &File) -> String {
+/// Returns the owner that a record of a segment names, such as `pid 1234`.
+fn owner(record: &File, name: &SharedName) -> Option<String> {
     let mut text = String::new();
-    match record.take(MAX_RECORD).read_to_string(&mut text) {
-        Ok(_) if !text.trim().is_empty() => text.trim().to_owned(),
-        _ => "its pid is not recorded".to_owned(),
-    }
+    record.take(MAX_RECORD).read_to_string(&mut text).ok()?;
+    let (owner, segment) = text.trim().rsplit_once(' ')?;
+    (owner.starts_with("pid ") && segment == name.as_str()).then(|| owner.to_owned())
 }
 
 /// Returns true if a path leads to an open file, links not followed.
@@ -223,7 +226,7 @@ impl Record {
         let mut reclaimed = None;
         for _ in 0..ATTEMPTS {
             match look(name).map_err(fail)? {
-                Found::Absent => match Self::link(&path) {
+                Found::Absent => match Self::link(&path, name) {
                     Ok(this) => return Ok((this, reclaimed)),
                     Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                     Err(error) => return Err(fail(error)),
@@ -250,7 +253,7 @@ impl Record {
     }
 
     /// Makes a locked record with this process's pid and gives it its name, replacing nothing.
-    fn link(path: &Path) -> io::Result<Self> {
+    fn link(path: &Path, name: &SharedName) -> io::Result<Self> {
         let new = path.with_file_name(format!(".lmc-{}", unpredictable()?));
         let mut file = OpenOptions::new()
             .read(true)
@@ -259,7 +262,9 @@ impl Record {
             .mode(0o600)
             .open(&new)?;
         let named = match file.try_lock() {
-            Ok(()) => write!(file, "pid {}", process::id()).and_then(|()| rename_new(&new, path)),
+            Ok(()) => {
+                write!(file, "pid {} {name}", process::id()).and_then(|()| rename_new(&new, path))
+            }
             Err(error) => Err(error.into()),
         };
         if let Err(error) = named {

@@ -46,7 +46,11 @@ fn a_shared_arena_is_a_file_that_others_map_and_that_goes_at_drop() {
     );
     assert_eq!(
         fs::read_to_string(&owner).unwrap(),
-        format!("pid {}", std::process::id())
+        format!(
+            "pid {} {}",
+            std::process::id(),
+            arena.shared_name().unwrap()
+        )
     );
     drop(arena);
     assert!(!path.exists() && !owner.exists());

@@ -105,7 +105,8 @@ fn measure(args: BenchArgs) -> Result<bool> {
     let mut rows: Vec<Row> = Vec::new();
     let mut errors = Vec::new();
     for case in cases(args) {
-        let (more, counts) = one(&plan, case, server)?;
+        let measured = one(&plan, case, server);
+        let (more, counts) = measured.inspect_err(|_| footprint.clear(args.url.port, stored))?;
         stored += counts.stored_bytes;
         let failed = counts.errors;
         if more.is_empty() && failed.is_empty() {

@@ -414,6 +414,15 @@ pub(crate) fn positive_duration(raw: &Raw) -> Result<Duration, String> {
     }
 }
 
+pub(crate) fn slot_grace(raw: &Raw) -> Result<Duration, String> {
+    let grace = duration(raw)?;
+    // A stock worker waits so long for an answer before it gives a transfer up.
+    if grace < Duration::from_secs(10) {
+        return Err("expected at least 10 seconds, the timeout of an engine's copies".to_owned());
+    }
+    Ok(grace)
+}
+
 pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
     let timeout = duration(raw)?;
     // Engines ping every 10 s; less than three of those would reap live workers.

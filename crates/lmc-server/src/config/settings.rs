@@ -136,7 +136,7 @@ settings! {
         /// A worker whose connection ended may come back within this long before it is forgotten.
         WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
         /// Time for which memory that a worker may still be copying to or from stays held after its connection ended, unless the worker commits or its process is known to be dead before. Must be longer than any copy of a worker takes.
-        SLOT_GRACE_SECONDS: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::positive_duration;
+        SLOT_GRACE_SECONDS: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::slot_grace;
         /// Time for running requests to finish after SIGTERM. Pending disk writes get 5 s more; with --disk-write back, allow for the time in which the drive writes the whole pool. A second SIGTERM or SIGINT, a second or more after the first, stops at once.
         SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }

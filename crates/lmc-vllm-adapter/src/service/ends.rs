@@ -85,7 +85,6 @@ impl Service {
     /// The connection's requests end. Slots that its workers had prepared stay held, see [`Self::tick`].
     pub fn client_gone(&self, client: ClientId, now: Instant) {
         let mut state = self.shared.state.lock();
-        state.bindings.remove(&client);
         let mut silent = Vec::new();
         for (&instance_id, instance) in &mut state.instances {
             if instance.client == client {
@@ -108,6 +107,8 @@ impl Service {
         }
         drop(state);
         self.end_sessions(client, &requests);
+        // A transfer may have bound it again until the last of its requests ended.
+        self.shared.state.lock().bindings.remove(&client);
         for (instance, first) in silent {
             self.shared.events.unsubscribe(instance);
             if first {
@@ -172,9 +173,22 @@ impl Service {
         self.shared.engine.share_writes(&marks);
     }
 
+    /// Gives back the slots of ended connections whose processes are dead, unless another thread
+    /// is about to. May read files of `/proc`.
+    pub(crate) fn release_dead(&self, now: Instant) {
+        if let Some(_looking) = self.shared.looking.try_lock() {
+            self.release_looked_at(now);
+        }
+    }
+
     /// Gives back the slots of ended connections that nothing touches any more. May read files
     /// of `/proc`.
     pub(crate) fn release_ended(&self, now: Instant) {
+        let _looking = self.shared.looking.lock();
+        self.release_looked_at(now);
+    }
+
+    fn release_looked_at(&self, now: Instant) {
         let ended: Vec<(ClientId, Option<Arc<dyn Witness>>)> = {
             let state = self.shared.state.lock();
             let ended = |(_, connection): &(_, &Connection)| connection.ended.is_some();
@@ -187,7 +201,10 @@ impl Service {
         if ended.is_empty() {
             return;
         }
-        // Looked at where nothing is locked.
+        // Looked at while the state is not locked.
+        for (_, witness) in &ended {
+            witness.iter().for_each(|witness| witness.look());
+        }
         let life = |witness: Option<Arc<dyn Witness>>| witness.map(|witness| witness.life());
         let ended = ended.into_iter();
         let ended: Vec<_> = ended

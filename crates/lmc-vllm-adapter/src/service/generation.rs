@@ -7,7 +7,7 @@
 
 use std::io;
 
-use lmc_key::LayoutFingerprint;
+use lmc_key::{LayoutFingerprint, ModelName};
 use lmc_memory::DType;
 
 use crate::service::ClientId;
@@ -59,6 +59,15 @@ pub(crate) enum Joined {
     First,
     /// Others are there, or it was there before.
     Later,
+}
+
+/// Workers of two engines in one generation.
+#[derive(Debug)]
+pub(crate) struct TwoEngines {
+    model: ModelName,
+    shape: Vec<u64>,
+    /// The workers, each as `id at address`.
+    instances: Vec<String>,
 }
 
 impl Instance {
@@ -114,17 +123,17 @@ impl State {
         ended.then_some(removed.fingerprint)
     }
 
-    /// The connected workers of a worker's generation, when they must be those of two engines
-    /// because they are more than one engine has: each as `id at address`. `None` also when one of
-    /// them was warned about.
+    /// Returns the connected workers of a worker's generation, when they must be those of two
+    /// engines because they are more than one engine has. `None` also when one of them was warned
+    /// about.
     ///
     /// Counts the workers that serve a KV rank, of which one engine has `readers`; without a rank
     /// all of them, of which one engine has as many as ranks.
-    fn two_engines(
+    pub(crate) fn two_engines(
         &mut self,
         instance_id: u64,
         of_rank: Option<(u16, u32)>,
-    ) -> Option<Vec<String>> {
+    ) -> Option<TwoEngines> {
         let instance = self.instances.get(&instance_id)?;
         let opaque = instance.opaque.as_ref()?;
         if of_rank.is_none() && opaque.rank_is_shared {
@@ -134,43 +143,42 @@ impl State {
             known.fingerprint == instance.fingerprint && known.orphaned.is_none()
         };
         let most = of_rank.map_or(instance.world_size, |(_, readers)| readers) as usize;
-        let (mut members, mut counted, mut warned) = (Vec::new(), 0, false);
-        for (&id, known) in self.instances.iter().filter(|(_, known)| is_member(known)) {
+        let (mut counted, mut warned) = (0, false);
+        for known in self.instances.values().filter(|known| is_member(known)) {
             counted += usize::from(of_rank.is_none_or(|(rank, _)| known.ranks.contains(&rank)));
             warned |= known.opaque.as_ref().is_some_and(|opaque| opaque.warned);
-            let peer = self.connections.get(&known.client).map(|open| &open.peer);
-            let address = peer.map_or("unknown", |peer| &peer.address);
-            members.push(format!("{id} at {address}"));
         }
         if counted <= most || warned {
             return None;
         }
+        let member = |(&id, known): (&u64, &Instance)| {
+            let peer = self.connections.get(&known.client).map(|open| &open.peer);
+            let address = peer.map_or("unknown", |peer| &peer.address);
+            format!("{id} at {address}")
+        };
+        let members = self.instances.iter().filter(|(_, known)| is_member(known));
+        let mut two = TwoEngines {
+            model: instance.model.clone(),
+            shape: instance.shape.clone(),
+            instances: members.map(member).collect(),
+        };
+        two.instances.sort_unstable();
         // Goes with this worker, so that the next engine is warned about again.
         let instance = self.instances.get_mut(&instance_id)?;
         instance.opaque.as_mut()?.warned = true;
-        members.sort_unstable();
-        Some(members)
+        Some(two)
     }
 }
 
 impl Service {
-    /// Warns when workers of two engines are in one generation. To be called when a worker has
-    /// registered, and when it has shown that it serves a rank; the state is locked.
-    pub(super) fn warn_of_two_engines(
-        &self,
-        state: &mut State,
-        instance_id: u64,
-        of_rank: Option<(u16, u32)>,
-    ) {
-        let Some(instances) = state.two_engines(instance_id, of_rank) else {
-            return;
-        };
+    /// Warns that workers of two engines are in one generation. Call it while the state is not
+    /// locked.
+    pub(super) fn warn_of_two_engines(&self, two: &TwoEngines) {
         add(&self.shared.stats.service.opaque_layouts_shared, 1);
-        let instance = &state.instances[&instance_id];
         tracing::warn!(
-            model = ?instance.model,
-            ?instances,
-            shape = ?instance.shape,
+            model = ?two.model,
+            instances = ?two.instances,
+            shape = ?two.shape,
             "two engines registered one KV layout of dtype uint8, which does not name its format, \
              and share its chunks: where their --kv-cache-dtype or weights differ, each reads \
              wrong KV data; give each format a server of its own with its own --identity, or set \
@@ -178,15 +186,16 @@ impl Service {
         );
     }
 
-    /// Warns of the limits of an opaque layout. To be called when its first worker has registered.
-    pub(super) fn report_opaque(&self, instance_id: u64, instance: &Instance) {
+    /// Warns of the limits of an opaque layout, whose first worker has registered. Call it while
+    /// the state is not locked.
+    pub(super) fn report_opaque(&self, instance_id: u64, model: &ModelName) {
         let disk = match self.shared.engine.has_lower() {
             true => "; chunks on disk are not found after a restart of the server or the engine",
             false => "",
         };
         tracing::warn!(
             instance = instance_id,
-            model = ?instance.model,
+            ?model,
             "KV dtype uint8 does not name its format (fp8_e4m3, fp8_e5m2, nvfp4, ...), so chunks \
              of this layout are found only while a worker of it is registered{disk}: to keep \
              them, start lmc serve with --identity TEXT and change TEXT with --kv-cache-dtype \

@@ -53,6 +53,8 @@ pub(super) struct Shared {
     pub(super) lookups: AtomicU64,
     /// Lookups whose chunks are being promoted.
     pub(super) promoting: AtomicUsize,
+    /// Held by the thread that looks at the processes behind ended connections.
+    pub(super) looking: Mutex<()>,
     /// Limits warnings that peers can provoke.
     warnings: Throttle,
     /// Limits warnings about refused registrations, which other warnings must not suppress.
@@ -88,6 +90,7 @@ impl Service {
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
             promoting: AtomicUsize::new(0),
+            looking: Mutex::default(),
             lookups: AtomicU64::new(0),
             warnings: Throttle::default(),
             refusals: Throttle::default(),
@@ -348,31 +351,37 @@ impl Service {
                 instance.ranks.clone_from(&known.ranks);
             }
         }
-        tracing::info!(
-            instance = instance_id,
-            model = instance.model.as_str(),
-            world_size = instance.world_size,
-            mode = instance.mode(),
-            shape = ?instance.shape,
-            dtype = %instance.dtype,
-            chunk_bytes = instance.chunk_bytes,
-            "worker registered"
-        );
+        let (model, shape) = (instance.model.clone(), instance.shape.clone());
+        let (world_size, mode) = (instance.world_size, instance.mode());
+        let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
         state.told_to_register.remove(&instance_id);
         instance.owner = state.new_owner();
         // A worker that registers again describes itself anew. Transfers that it had prepared
         // stay as they are: their slots may still be in use.
-        if joined == Some(Joined::First) {
-            self.report_opaque(instance_id, &instance);
-        }
         let replaced = state.instances.insert(instance_id, instance);
-        self.warn_of_two_engines(&mut state, instance_id, None);
+        let two_engines = state.two_engines(instance_id, None);
         let ended = replaced
             .as_ref()
             .and_then(|replaced| state.ended_generation(replaced));
         drop(state);
-        // Unmapping an engine's memory takes long, so no lock is held.
+        // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
         drop(replaced);
+        tracing::info!(
+            instance = instance_id,
+            model = model.as_str(),
+            world_size,
+            mode,
+            ?shape,
+            %dtype,
+            chunk_bytes,
+            "worker registered"
+        );
+        if joined == Some(Joined::First) {
+            self.report_opaque(instance_id, &model);
+        }
+        if let Some(two) = two_engines {
+            self.warn_of_two_engines(&two);
+        }
         self.end_generations(ended);
         add(&counters.registrations, 1);
         registered

@@ -609,8 +609,22 @@ impl Segments {
                 "{error}: engine and server must run on one host and share /dev/shm"
             )),
         })?;
-        self.mapped.push(Arc::new(mapped));
-        self.numbers.insert(name, self.mapped.len() - 1);
-        Ok(self.mapped.len() - 1)
+        // Two names may lead to one file where it was renamed in between. Its bytes are then those
+        // of one segment, or copies of two layers could overlap unnoticed.
+        let is_same = |known: &Arc<MappedSegment>| known.is_same_file(&mapped);
+        let number = match self.mapped.iter().position(is_same) {
+            Some(known) if self.mapped[known].len() >= mapped.len() => known,
+            Some(_) => {
+                return Err(RegisterError::Invalid(format!(
+                    "shared-memory segment {name} has two names: register it under one"
+                )));
+            }
+            None => {
+                self.mapped.push(Arc::new(mapped));
+                self.mapped.len() - 1
+            }
+        };
+        self.numbers.insert(name, number);
+        Ok(number)
     }
 }

@@ -29,6 +29,10 @@ pub(crate) enum Life {
 
 /// Watches the processes at the other end of a connection.
 pub(crate) trait Witness: fmt::Debug + Send + Sync {
+    /// Notes the deaths of known processes. Called for all witnesses before [`Self::life`] is, so
+    /// that one walk over `/proc` answers for all.
+    fn look(&self) {}
+
     /// Looks at them. May read files of `/proc`.
     fn life(&self) -> Life;
 

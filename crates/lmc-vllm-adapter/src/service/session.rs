@@ -183,8 +183,10 @@ pub(crate) struct Lookup {
     holds: Vec<RankHold>,
     /// When the leases end by themselves.
     expires: Instant,
-    waiting: Vec<Waiter>,
+    /// Dropped before those who wait are told, so that nothing is promoted for a lookup whose end
+    /// was told.
     fetches: Fetches,
+    waiting: Vec<Waiter>,
 }
 
 /// Promotion of a lookup's chunks. Ends with the lookup.

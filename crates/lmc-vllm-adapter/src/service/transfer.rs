@@ -121,13 +121,15 @@ impl Service {
             },
             entrance: instance.gate.entrance(),
         };
-        if shows_rank {
-            let of_rank = Some((rank, key.num_kv_readers));
-            self.warn_of_two_engines(&mut state, instance_id, of_rank);
-        }
+        let of_rank = shows_rank.then_some((rank, key.num_kv_readers));
+        let two_engines = of_rank.and_then(|rank| state.two_engines(instance_id, Some(rank)));
         state.bind(client, &key.request_id, fingerprint);
         for session in state.sessions.named(&key.request_id) {
             session.last_used = now;
+        }
+        drop(state);
+        if let Some(two) = two_engines {
+            self.warn_of_two_engines(&two);
         }
         Ok((worker, hashed))
     }

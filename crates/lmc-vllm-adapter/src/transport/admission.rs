@@ -97,11 +97,9 @@ impl Admission {
     ) -> Option<Arc<Seat>> {
         let mut seats = self.0.lock();
         let full = seats.taken.len() >= seats.max;
-        let full_for = |seats: &Seats, uid| {
-            let taken = seats.taken.values().filter(|seat| seat.uid == Some(uid));
-            taken.count() >= seats.share()
-        };
-        let own = uid.filter(|&uid| full_for(&seats, uid));
+        // Connections whose user the kernel does not show count as those of one user.
+        let taken = seats.taken.values().filter(|seat| seat.uid == uid);
+        let own = (taken.count() >= seats.share()).then_some(uid);
         if (full || own.is_some()) && !seats.close_idle(service, own, now) {
             return None;
         }
@@ -132,7 +130,7 @@ impl Seats {
 
     /// Closes the connection that has been idle for longest, of one user's or of all. Returns true
     /// if there was one.
-    fn close_idle(&mut self, service: &Service, uid: Option<u32>, now: Instant) -> bool {
+    fn close_idle(&mut self, service: &Service, of: Option<Option<u32>>, now: Instant) -> bool {
         let recently = |looked: Instant| now.saturating_duration_since(looked) < LOOK_EVERY;
         if self.idle.is_empty() && !self.looked.is_some_and(recently) {
             self.looked = Some(now);
@@ -147,7 +145,7 @@ impl Seats {
             idle.sort_by_key(|(_, since)| *since);
             self.idle = idle.into();
         }
-        let of_user = |seat: &Seat| uid.is_none() || seat.uid == uid;
+        let of_user = |seat: &Seat| of.is_none_or(|uid| seat.uid == uid);
         while let Some(at) = self.idle.iter().position(|(seat, _)| of_user(seat)) {
             let Some((seat, since)) = self.idle.remove(at) else {
                 break;

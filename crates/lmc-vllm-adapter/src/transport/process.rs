@@ -6,8 +6,11 @@
 //! the pool, so it is no witness; where the kernel does not show the processes (another pid
 //! namespace, another user, another host) there is none.
 
+use std::collections::HashMap;
 use std::fs;
-use std::path::Path;
+use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::pidfd::PidFd;
 use crate::service::{Life, Witness};
@@ -62,33 +65,67 @@ pub(super) struct Holders {
     /// Inode of the socket.
     socket: u64,
     pool: MappedFile,
+    known: Mutex<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
     processes: Vec<Process>,
+    /// Time at which all of them were first seen dead.
+    dead: Option<Instant>,
+}
+
+impl Known {
+    /// Returns the time at which all of them were first seen dead.
+    fn dead(&mut self) -> Option<Instant> {
+        if self.dead.is_none()
+            && self
+                .processes
+                .iter()
+                .all(|process| process.handle.is_dead())
+        {
+            self.dead = Some(Instant::now());
+        }
+        self.dead
+    }
 }
 
 impl Holders {
     /// Searches for them. `None` when none is visible. Reads `/proc` of every process,
     /// which takes milliseconds: for a thread that may wait.
     pub(super) fn find(socket: u64, pool: MappedFile) -> Option<Self> {
-        let processes = find(socket, &pool);
-        (!processes.is_empty()).then_some(Self {
+        let processes = find(socket, &pool, Instant::now());
+        let known = Known {
+            processes,
+            dead: None,
+        };
+        (!known.processes.is_empty()).then_some(Self {
             socket,
             pool,
-            processes,
+            known: Mutex::new(known),
         })
     }
 }
 
 impl Witness for Holders {
+    fn look(&self) {
+        self.known.lock().dead();
+    }
+
     fn life(&self) -> Life {
-        let living = |process: &&Process| !process.handle.is_dead();
-        let mut living = self.processes.iter().filter(living).peekable();
-        if living.peek().is_none() {
+        let mut known = self.known.lock();
+        if let Some(dead) = known.dead() {
             // A child that was forked after the search has the socket and the pool, too.
-            return match find(self.socket, &self.pool).is_empty() {
-                true => Life::Dead,
-                false => Life::Running,
+            let heirs = find(self.socket, &self.pool, dead);
+            if heirs.is_empty() {
+                return Life::Dead;
+            }
+            *known = Known {
+                processes: heirs,
+                dead: None,
             };
         }
+        let mut living = known.processes.iter().filter(|p| !p.handle.is_dead());
         match living.any(|process| is_stopped(process.pid)) {
             true => Life::Stopped,
             false => Life::Running,
@@ -96,30 +133,72 @@ impl Witness for Holders {
     }
 
     fn pids(&self) -> Vec<u32> {
-        self.processes.iter().map(|process| process.pid).collect()
+        let known = self.known.lock();
+        known.processes.iter().map(|process| process.pid).collect()
     }
 }
 
-fn find(socket: u64, pool: &MappedFile) -> Vec<Process> {
-    let held = format!("socket:[{socket}]");
-    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+/// Finds the processes that hold a socket and map the pool, in a walk that began after `after`.
+fn find(socket: u64, pool: &MappedFile, after: Instant) -> Vec<Process> {
     let open = |pid: u32| {
-        if !holds(pid, &held) || !pool.is_mapped_by(pid) {
+        if !pool.is_mapped_by(pid) {
             return None;
         }
         let handle = PidFd::open(pid).ok()?;
         // Its number may have gone to another process before it was opened.
-        (holds(pid, &held) && !handle.is_dead()).then_some(Process { pid, handle })
+        let holds = sockets_of(pid).any(|held| held == socket);
+        (holds && !handle.is_dead()).then_some(Process { pid, handle })
     };
-    pids.filter_map(open).collect()
+    let pids = Walk::begun_after(after, |walk| walk.holders.get(&socket).cloned());
+    pids.into_iter().flatten().filter_map(open).collect()
 }
 
-/// Returns true if a process holds a socket open.
-fn holds(pid: u32, socket: &str) -> bool {
+/// The sockets of all processes that the kernel shows, as one walk over `/proc` found them.
+///
+/// A walk takes milliseconds to seconds, and an engine that dies ends many connections at once, so
+/// one walk answers all who asked before it began.
+#[derive(Debug)]
+struct Walk {
+    began: Instant,
+    /// Processes that hold each socket, by the socket's inode.
+    holders: HashMap<u64, Vec<u32>>,
+}
+
+static LAST_WALK: Mutex<Option<Walk>> = Mutex::new(None);
+
+impl Walk {
+    fn begun_after<T>(after: Instant, read: impl FnOnce(&Self) -> T) -> T {
+        let mut last = LAST_WALK.lock();
+        let fresh = last.take().filter(|walk| walk.began > after);
+        read(last.insert(fresh.unwrap_or_else(Self::now)))
+    }
+
+    fn now() -> Self {
+        let began = Instant::now();
+        let mut holders: HashMap<u64, Vec<u32>> = HashMap::new();
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        for pid in pids {
+            for socket in sockets_of(pid) {
+                let of_socket = holders.entry(socket).or_default();
+                if of_socket.last() != Some(&pid) {
+                    of_socket.push(pid);
+                }
+            }
+        }
+        Self { began, holders }
+    }
+}
+
+/// Returns the inodes of the sockets that a process holds open.
+fn sockets_of(pid: u32) -> impl Iterator<Item = u64> {
     let open = fs::read_dir(format!("/proc/{pid}/fd"));
-    let mut open = open.into_iter().flatten().flatten();
-    open.any(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == Path::new(socket)))
+    let open = open.into_iter().flatten().flatten();
+    open.filter_map(|entry| {
+        let link = fs::read_link(entry.path()).ok()?;
+        let inode = link.to_str()?.strip_prefix("socket:[")?;
+        inode.strip_suffix(']')?.parse().ok()
+    })
 }
 
 /// Returns true if a process is stopped by a signal or a debugger, or frozen with its control
@@ -156,6 +235,9 @@ fn is_frozen(pid: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::net::UdpSocket;
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -165,6 +247,21 @@ mod tests {
         assert_eq!((&*file.device, &*file.inode), ("00:1a", "12345"));
         let anonymous = "7ffd0000-7ffe0000 rw-p 00000000 00:00 0    [stack]";
         assert_eq!(MappedFile::of(anonymous), None);
+    }
+
+    #[test]
+    fn one_walk_answers_all_who_asked_before_it_began() {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let link =
+            fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).expect("its link");
+        let link = link.to_str().expect("text");
+        let digits = link.chars().filter(char::is_ascii_digit);
+        let inode: u64 = digits.collect::<String>().parse().expect("an inode");
+        let asked = Instant::now();
+        let (first, pids) = Walk::begun_after(asked, |w| (w.began, w.holders[&inode].clone()));
+        assert_eq!(pids, [std::process::id()]);
+        assert_eq!(Walk::begun_after(asked, |walk| walk.began), first);
+        assert_ne!(Walk::begun_after(first, |walk| walk.began), first);
     }
 
     #[test]

@@ -308,7 +308,7 @@ async fn watch_for_death(service: Service, client: ClientId, mut stop: watch::Re
         }
         pause *= 2;
         let looking = service.clone();
-        let look = move || looking.release_ended(Instant::now());
+        let look = move || looking.release_dead(Instant::now());
         if tokio::task::spawn_blocking(look).await.is_err() {
             return;
         }
