@@ -29,22 +29,27 @@ pub const DEFAULT_SALT: &str = "_default";
 
 /// Serves until a signal; the exit code of the process.
 pub fn run(loaded: &Loaded) -> ExitCode {
-    log::to_stderr(&loaded.config);
+    if let Err(error) = log::to_stderr(&loaded.config) {
+        eprintln!("lmc serve: cannot start threads: {error}");
+        return ExitCode::FAILURE;
+    }
     for warning in &loaded.warnings {
         warn!("{warning}");
     }
-    match start(loaded) {
+    let stop = start(loaded);
+    if let Err(error) = &stop {
+        match loaded.config.log_format {
+            LogFormat::Text => log::print(&format!("lmc serve: {}", error_text(error))),
+            LogFormat::Json => error!("{}", error_text(error)),
+        }
+    }
+    log::flush();
+    match stop {
         Ok(Stop::Clean) => ExitCode::SUCCESS,
         // Something is stuck, and returning would wait for it. The pool's name is gone already.
         Ok(Stop::Forced) => std::process::exit(1),
         Ok(Stop::PoolLost) => ExitCode::from(POOL_LOST),
-        Err(error) => {
-            match loaded.config.log_format {
-                LogFormat::Text => eprintln!("lmc serve: {}", error_text(&error)),
-                LogFormat::Json => tracing::error!("{}", error_text(&error)),
-            }
-            ExitCode::FAILURE
-        }
+        Err(_) => ExitCode::FAILURE,
     }
 }
 

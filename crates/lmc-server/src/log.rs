@@ -3,9 +3,15 @@
 //! **Invariant:** an event is one line, whatever is in it. Names and ids come from peers, and from
 //! the users of those peers; none of them can end a line and begin a false one, or send a terminal
 //! a command. This is the only way to stderr for events of all crates.
+//!
+//! **Invariant:** no thread of the server waits for stderr, which may be a pipe that nobody reads.
+//! One thread of its own writes the lines, see [`queue`].
+
+mod queue;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
 
 use lmc_key::Printable;
 use tracing_subscriber::EnvFilter;
@@ -14,9 +20,20 @@ use tracing_subscriber::fmt::FormatFields;
 use tracing_subscriber::fmt::format::{DefaultFields, Writer};
 
 use crate::config::{LogFormat, ServeConfig, filter_of};
+use queue::{LineQueue, LineWriter};
+
+static QUEUE: LineQueue = LineQueue::new();
+/// Longest time that the end of the process waits for its last lines.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Sends events to stderr from here on.
-pub(crate) fn to_stderr(config: &ServeConfig) {
+///
+/// # Errors
+/// An I/O error if the thread that writes lines cannot be started.
+pub(crate) fn to_stderr(config: &ServeConfig) -> io::Result<()> {
+    std::thread::Builder::new()
+        .name("lmc-log".to_owned())
+        .spawn(|| QUEUE.write_to(io::stderr()))?;
     let filter = EnvFilter::try_new(filter_of(&config.log_level));
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("info")))
@@ -28,13 +45,30 @@ pub(crate) fn to_stderr(config: &ServeConfig) {
             .with_target(false)
             .with_ansi(io::stderr().is_terminal())
             .fmt_fields(PrintableFields)
-            .with_writer(io::stderr)
+            .with_writer(|| LineWriter(&QUEUE))
             .try_init(),
         LogFormat::Json => lines
             .json()
-            .with_writer(|| PrintableLine(io::stderr()))
+            .with_writer(|| PrintableLine(LineWriter(&QUEUE)))
             .try_init(),
     };
+    Ok(())
+}
+
+/// Prints a line that is no event.
+pub(crate) fn print(text: &str) {
+    QUEUE.push(format!("{text}\n").as_bytes());
+}
+
+/// Waits for the lines so far to be written, for [`FLUSH_TIMEOUT`] at most. Belongs before every
+/// end of the process.
+pub(crate) fn flush() {
+    QUEUE.flush(FLUSH_TIMEOUT);
+}
+
+/// Log lines that were not written since the start.
+pub(crate) fn dropped_lines() -> u64 {
+    QUEUE.dropped()
 }
 
 /// Message and fields of a text line.

@@ -10,6 +10,8 @@ use std::fmt::Write;
 use lmc_engine::LowerStatus;
 use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
 
+use crate::log;
+
 /// Of the text exposition format.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -121,6 +123,7 @@ metrics! {
     "lmc_connections_made_way_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.made_way;
     "lmc_messages_unanswerable_total" counter "Messages dropped because nobody could be answered." = |s| s.transport.unanswerable;
     "lmc_unknown_operations_total" counter "Requests whose operation could not be told." = |s| s.transport.unknown_operations;
+    "lmc_log_lines_dropped_total" counter "Log lines that were not written: stderr is gone, or is not read fast enough." = |_status| log::dropped_lines();
     "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;
     "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
 }

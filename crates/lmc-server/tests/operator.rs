@@ -426,6 +426,61 @@ fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
     assert_eq!(server.wait().code(), Some(0));
 }
 
+/// Until 8bf0141 the threads that answer engines wrote the log themselves: a pipe that nobody read
+/// stopped `/healthz` and every engine, and SIGTERM.
+#[test]
+fn a_server_whose_stderr_nobody_reads_serves_on_and_stops_in_order() {
+    let (port, http) = (free_port(), free_port());
+    let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .args(["serve", "--l1-size-gb", "16MiB"])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--http-port",
+            &http.to_string(),
+        ])
+        .env_remove("LMC_CONFIG")
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut stderr = child.stderr.take().expect("it is piped");
+    let deadline = Instant::now() + DEADLINE;
+    while TcpStream::connect(("127.0.0.1", http)).is_err() {
+        assert!(Instant::now() < deadline, "it does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut server = Server {
+        child,
+        log: std::env::temp_dir().join(format!("lmc_operator_{port}.log")),
+        port,
+        http,
+    };
+    std::fs::write(&server.log, "").expect("a file");
+    let mut client = server.client();
+    // Each of these is an event of the log, of half a kilobyte.
+    let path = format!("/quota/{}", "%F0%9F%98%80".repeat(128));
+    let deadline = Instant::now() + 3 * DEADLINE;
+    while server.metric("lmc_log_lines_dropped_total ") == 0 {
+        assert!(Instant::now() < deadline, "no line is dropped");
+        for _ in 0..100 {
+            server.ask("PUT", &path, "{\"limit_gb\": 1}");
+        }
+    }
+    let noop = client.ask(&Request::Noop);
+    assert!(noop.is_ok(), "engines are answered: {noop:?}");
+    assert!(server.ask("GET", "/healthz", "").contains("ok"));
+    let status = server.ask("GET", "/status", "");
+    let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+    assert!(status["lmc"]["log_lines_dropped"].as_u64() > Some(0));
+    server.signal(libc::SIGTERM);
+    assert_eq!(server.wait().code(), Some(0));
+    let mut log = String::new();
+    stderr
+        .read_to_string(&mut log)
+        .expect("what the pipe holds");
+    assert!(log.contains("listening for engines"), "{log}");
+}
+
 /// Until f2c35f9 all hits were counted as hits in memory, ids lost their last digits in JSON's
 /// readers, and `/status` carried a hundred numbers for each operation.
 #[test]

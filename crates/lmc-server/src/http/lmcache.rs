@@ -150,6 +150,7 @@ async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) ->
     let full = asked.get("full").is_some_and(|full| full == "1");
     answer["lmc"] = json!(status);
     answer["lmc"]["operations"] = operations(&status, full);
+    answer["lmc"]["log_lines_dropped"] = crate::log::dropped_lines().into();
     Json(answer).into_response()
 }
 

@@ -188,6 +188,13 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
             ),
         );
     }
+    if number(&status["log_lines_dropped"]) > 0.0 {
+        let dropped = &status["log_lines_dropped"];
+        line(
+            "log",
+            format!("{dropped} lines dropped: stderr is not read"),
+        );
+    }
     workers(&mut out, &status["instances"]);
     operations(&mut out, &status["operations"]);
     out
