@@ -202,7 +202,7 @@ fn wait_for_an_end(server: &Server, open: u64) {
 #[test]
 fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
     for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
-        let server = Server::with(4 * 4096, holding_for_an_hour, |_| {});
+        let server = Server::with(8 * 4096, holding_for_an_hour, |_| {});
         let proxy = Proxy::start(server.address);
         let through = Client::connect(proxy.address, TIMEOUT).expect("a connection");
         let mut a = Worker::register_on(through, 1, 0, 1, "float32");
@@ -214,7 +214,8 @@ fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
         let of_b = b.key("b", &prompt(2, 2 * CHUNK), 0..2);
         let (others, _) = b.prepare_store(&of_b);
         assert!(others.iter().all(|slot| !slots.contains(slot)), "{cut:?}");
-        assert_eq!(b.store(&b.key("c", &prompt(3, 2 * CHUNK), 0..2)), 0, "full");
+        let more = b.key("c", &prompt(3, 2 * CHUNK), 0..2);
+        assert_eq!(b.store(&more), 0, "beyond its share");
         let (again, at) = b.prepare_store(&of_b);
         b.fill(&of_b, &again, &at);
         assert!(b.commit_store(&of_b));
@@ -230,6 +231,39 @@ fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
         let counts = server.status().counts;
         assert_eq!((counts.slots_orphaned, counts.stores_abandoned), (2, 0));
     }
+}
+
+/// Another process that registered the id of a worker whose connection was cut, and prepared the
+/// same, was given its slots: when it died they went to a third, while the first was still copying.
+#[test]
+fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut a = Worker::register(&server, 1);
+    let key = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let (slots, indices) = a.prepare_store(&key);
+    let _cut = std::mem::replace(&mut a.client, server.client());
+    drop(_cut);
+    wait_for_an_end(&server, 1);
+    let mut other = Worker::register(&server, 1);
+    let (of_other, at) = other.prepare_store(&key);
+    assert_eq!(of_other.len(), 2);
+    assert!(of_other.iter().all(|slot| !slots.contains(slot)));
+    let (again, _) = other.prepare_store(&key);
+    assert_eq!(again, of_other, "on its own connection");
+    assert_eq!(server.status().usage.reserved_slots, 4);
+    other.fill(&key, &of_other, &at);
+    assert!(other.commit_store(&key));
+    // The first goes on.
+    for slot in &slots {
+        a.pool.write(slot, &vec![0xEE; slot.length as usize]);
+    }
+    assert_eq!(indices, at);
+    assert!(other.retrieve(&key), "byte for byte");
+    drop(other);
+    wait_for_an_end(&server, 1);
+    assert_eq!(server.status().usage.reserved_slots, 2, "the first's");
+    server.service.tick(Instant::now() + HOUR);
+    assert_eq!(server.status().usage.reserved_slots, 0);
 }
 
 /// The reader's side of it: the lease ended with the connection, other chunks took the slot, and

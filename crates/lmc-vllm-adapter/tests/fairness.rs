@@ -4,7 +4,9 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end, lookup, prompt};
+use common::{
+    CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end, lookup, prompt, resident_bytes,
+};
 use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
 
 /// Chunks of one prompt in these tests.
@@ -60,6 +62,80 @@ fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
     }
     end(&mut its_scheduler, "modest");
     server.assert_idle();
+}
+
+/// A worker prepares all it can and commits nothing. Every store of another engine got no slot, for
+/// as long as it was connected.
+#[test]
+fn a_worker_that_commits_nothing_leaves_another_engine_its_share() {
+    let server = Server::start();
+    let slots = server.pool_bytes as usize / CHUNK_BYTES.next_multiple_of(4096);
+    let mut modest = Worker::register(&server, 2);
+    let of_modest = modest.key("modest", &prompt(1, 8 * CHUNK), 0..8);
+    assert_eq!(modest.store(&of_modest), 8);
+    let mut greedy = Worker::register(&server, 1);
+    let mut taken = 0;
+    for number in 0..2 * slots / PROMPT {
+        let tokens = prompt(number as u32 + 10, PROMPT * CHUNK);
+        let key = greedy.key(&format!("store {number}"), &tokens, 0..PROMPT);
+        taken += greedy.prepare_store(&key).0.len();
+    }
+    assert!(
+        (slots / 2..=slots / 4 * 3).contains(&taken),
+        "alone it has most of the pool: {taken} of {slots}"
+    );
+    let again = modest.key("again", &prompt(2, 8 * CHUNK), 0..8);
+    assert_eq!(modest.store(&again), 8, "within its share");
+    assert!(modest.retrieve(&again));
+    assert!(server.status().counts.over_limit > 0);
+}
+
+/// The same with retrieves.
+#[test]
+fn a_worker_that_ends_no_retrieve_leaves_another_engine_its_share() {
+    let server = Server::start();
+    let slots = server.pool_bytes as usize / CHUNK_BYTES.next_multiple_of(4096);
+    let mut greedy = Worker::register(&server, 1);
+    let mut taken = 0;
+    for number in 0..slots / PROMPT {
+        let tokens = prompt(number as u32 + 10, PROMPT * CHUNK);
+        let key = greedy.key(&format!("{number}"), &tokens, 0..PROMPT);
+        greedy.store(&key);
+        taken += greedy.prepare_retrieve(&key).map_or(0, |slots| slots.len());
+    }
+    assert!(taken <= slots / 8 * 7, "{taken} of {slots}");
+    let mut modest = Worker::register(&server, 2);
+    let mut scheduler = server.client();
+    let key = modest.key("modest", &prompt(1, 8 * CHUNK), 0..8);
+    assert_eq!(modest.store(&key), 8);
+    assert_eq!(lookup(&mut scheduler, &key), 8);
+    assert!(modest.retrieve(&key));
+}
+
+/// One lookup of a long prompt for all ranks that there may be took 24 GB and the server's memory
+/// with it: keys of all chunks were made for each rank.
+#[test]
+fn a_lookup_of_every_rank_takes_little_memory() {
+    const RANKS: u32 = 4096;
+    let server = Server::with(32 << 20, |_| {}, |_| {});
+    let mut worker = Worker::register_on(server.client(), 1, 0, RANKS, "float32");
+    let tokens = prompt(1, CHUNK << 15);
+    for rank in 0..RANKS {
+        let key = CacheKey {
+            worker_id: Some(rank),
+            ..worker.key("store", &tokens[..CHUNK], 0..1)
+        };
+        assert_eq!(worker.store(&key), 1);
+    }
+    let key = CacheKey {
+        end: tokens.len() as u64,
+        token_ids: tokens.clone(),
+        ..worker.key("lookup", &tokens[..CHUNK], 0..1)
+    };
+    let before = resident_bytes();
+    assert_eq!(lookup(&mut server.client(), &key), 1);
+    let grown = resident_bytes().saturating_sub(before);
+    assert!(grown < 256 << 20, "{grown} bytes");
 }
 
 /// A lookup of many ranks under a model with many workers. Each used to look at every worker for

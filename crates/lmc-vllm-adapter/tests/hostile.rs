@@ -235,6 +235,73 @@ fn a_peer_that_stalls_in_the_handshake_or_in_a_message_is_cut_off() {
     );
 }
 
+/// A peer sent one byte of a long message now and then. Each restarted its deadline, so the
+/// buffers of unfinished messages were held for ever.
+#[test]
+fn a_message_that_comes_byte_by_byte_has_one_deadline() {
+    let timeout = Duration::from_millis(500);
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.peer_timeout = timeout);
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    let announced = [0x02, 0, 0, 0, 0, 0, 0x10, 0, 0];
+    stream.write_all(&opened(&announced)).expect("sent");
+    let began = Instant::now();
+    while server.status().transport.stalled == 0 {
+        assert!(
+            began.elapsed() < Duration::from_secs(20),
+            "it is still open"
+        );
+        let _ = stream.write_all(&[0]);
+        std::thread::sleep(timeout / 10);
+    }
+    assert_serving(&server);
+}
+
+/// Event streams whose reader asks for more and reads nothing: each batch was kept for it.
+#[test]
+fn event_streams_that_are_not_read_hold_little_memory() {
+    const CONNECTIONS: usize = 8;
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    // Batches of about 100 KiB.
+    for round in 0..24 {
+        let key = worker.key("a", &prompt(round, 32 * CHUNK), 0..32);
+        worker.store(&key);
+    }
+    let subscribe = |uid| {
+        let request = Request::SubscribeKvEvents {
+            instance_id: uid,
+            model_name: common::MODEL.to_owned(),
+            cursor: 0,
+            max_events: 1024,
+        };
+        encode_request_frames(uid, &request)
+    };
+    let streams: Vec<u8> = (0..64).flat_map(subscribe).collect();
+    let before = common::resident_bytes();
+    let mut unread = Vec::new();
+    for _ in 0..CONNECTIONS {
+        let mut stream = TcpStream::connect(server.address).expect("a connection");
+        stream.write_all(&opened(&streams)).expect("sent");
+        unread.push(stream);
+    }
+    server.eventually("all are subscribed", |status| {
+        status.events.subscribers == 64 * CONNECTIONS
+    });
+    assert_serving(&server);
+    let grown = common::resident_bytes().saturating_sub(before);
+    assert!(grown < 16 << 20, "{grown} bytes");
+    // Those who read get every event.
+    let mut all = vec![0; 64 << 10];
+    let mut read = 0;
+    let first = &mut unread[0];
+    first
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a timeout");
+    while read < 4 << 20 {
+        read += first.read(&mut all).expect("more batches");
+    }
+}
+
 #[test]
 fn a_message_beyond_the_limit_ends_its_connection_only() {
     let limits = Limits {

@@ -433,6 +433,14 @@ pub struct KvEventBatch {
     pub events: Vec<KvEvent>,
 }
 
+impl KvEventBatch {
+    /// Bytes of the encoded batch, about.
+    pub(crate) fn encoded_bytes(&self) -> usize {
+        let event = |event: &KvEvent| 160 + event.model_name.len() + 5 * event.tokens.len();
+        self.events.iter().map(event).sum()
+    }
+}
+
 /// What the server answers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Reply {

@@ -88,6 +88,7 @@ impl Service {
         let mut silent = Vec::new();
         for (&instance_id, instance) in &mut state.instances {
             if instance.client == client {
+                instance.gate.cut();
                 let first = instance.orphaned.replace(now).is_none();
                 silent.push((instance_id, first));
             }

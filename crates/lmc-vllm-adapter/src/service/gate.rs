@@ -12,6 +12,9 @@ type Then = Box<dyn FnOnce() + Send>;
 struct Inside {
     /// Number of the registration whose copies are let in.
     open: u64,
+    /// Ends of connections of this registration. What was asked for before one is not copied
+    /// after it: no answer reaches the worker, which gives the blocks away.
+    cuts: u64,
     copies: usize,
     /// What happens when the last copy is over.
     then: Vec<Then>,
@@ -36,12 +39,22 @@ impl Gate {
         Self(Entrance {
             inside,
             registration,
+            cuts: 0,
         })
     }
 
-    /// Where copies come in.
+    /// The entrance for copies that are asked for on the worker's present connection.
     pub(crate) fn entrance(&self) -> Entrance {
-        self.0.clone()
+        let cuts = self.0.inside.lock().cuts;
+        Entrance {
+            cuts,
+            ..self.0.clone()
+        }
+    }
+
+    /// The worker's connection ended: copies that were asked for on it stop.
+    pub(crate) fn cut(&self) {
+        self.0.inside.lock().cuts += 1;
     }
 
     /// The worker was answered a sign of life.
@@ -64,14 +77,15 @@ impl Drop for Gate {
 pub(crate) struct Entrance {
     inside: Arc<Mutex<Inside>>,
     registration: u64,
+    cuts: u64,
 }
 
 impl Entrance {
     /// The right to make a copy that was asked for at `asked`. None when the worker is not
-    /// registered any more, or has heard nothing for `patience`.
+    /// registered any more, its connection ended since, or it has heard nothing for `patience`.
     pub(crate) fn enter(&self, asked: Instant, patience: Duration) -> Option<Copying> {
         let mut inside = self.inside.lock();
-        if inside.open != self.registration || inside.gave_up(asked, patience) {
+        if !inside.lets_in(self) || inside.gave_up(asked, patience) {
             return None;
         }
         inside.copies += 1;
@@ -91,6 +105,10 @@ impl Entrance {
 }
 
 impl Inside {
+    fn lets_in(&self, entrance: &Entrance) -> bool {
+        (self.open, self.cuts) == (entrance.registration, entrance.cuts)
+    }
+
     fn gave_up(&self, asked: Instant, patience: Duration) -> bool {
         let heard = self.answered.map_or(asked, |answered| answered.max(asked));
         heard.elapsed() >= patience
@@ -109,11 +127,11 @@ impl fmt::Debug for Entrance {
 pub(crate) struct Copying(Entrance);
 
 impl Copying {
-    /// Returns false when the copy must stop: the registration is over, or the worker has heard
-    /// nothing for `patience` and may have given the blocks away.
+    /// Returns false when the copy must stop: the registration or the connection is over, or the
+    /// worker has heard nothing for `patience` and may have given the blocks away.
     pub(crate) fn may_go_on(&self, asked: Instant, patience: Duration) -> bool {
         let inside = self.0.inside.lock();
-        inside.open == self.0.registration && !inside.gave_up(asked, patience)
+        inside.lets_in(&self.0) && !inside.gave_up(asked, patience)
     }
 }
 
@@ -181,6 +199,12 @@ mod tests {
             assert!(!copying.may_go_on(now, PATIENCE));
             drop(next);
         }
+        let gate = Gate::default();
+        let before = gate.entrance();
+        let copying = enter(&before).expect("it is registered");
+        gate.cut();
+        assert!(!copying.may_go_on(now, PATIENCE) && enter(&before).is_none());
+        assert!(enter(&gate.entrance()).is_some(), "it is back");
         let gate = Gate::default();
         let copying = enter(&gate.entrance()).expect("it is registered");
         let long_ago = now - PATIENCE;

@@ -5,7 +5,7 @@
 //! identity of the operator's, the chunks therefore belong to a *generation*: a random fingerprint
 //! that lasts while a worker of it is registered, and that no later worker can name, in any tier.
 
-use std::io;
+use std::{io, mem};
 
 use lmc_key::{LayoutFingerprint, ModelName};
 use lmc_memory::DType;
@@ -216,11 +216,19 @@ impl Service {
                 layout = %generation,
                 "the last worker of a layout of dtype uint8 has gone: its chunks are removed"
             );
-            let engine = self.shared.engine.clone();
-            let remove = move || {
-                engine.end_spaces(&spaces);
-            };
-            self.run_job(ClientId::SERVER, Lane::Clear, Box::new(remove));
+            let mut ended = self.shared.ended_spaces.lock();
+            let is_queued = !ended.is_empty();
+            ended.extend(spaces);
+            drop(ended);
+            // Each removal looks at the whole index, so one takes all that ended until it begins.
+            if !is_queued {
+                let service = self.clone();
+                let remove = move || {
+                    let ended = mem::take(&mut *service.shared.ended_spaces.lock());
+                    service.shared.engine.end_spaces(&ended);
+                };
+                self.run_job(ClientId::SERVER, Lane::Clear, Box::new(remove));
+            }
         }
     }
 }

@@ -1,11 +1,12 @@
 //! The service's face: one method that takes a request and says what becomes of it.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
-use lmc_key::{HashMemo, Printable};
+use lmc_key::{HashMemo, Printable, SpaceId};
 use lmc_memory::CopyPool;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -53,6 +54,8 @@ pub(super) struct Shared {
     pub(super) lookups: AtomicU64,
     /// Lookups whose chunks are being promoted.
     pub(super) promoting: AtomicUsize,
+    /// Spaces of layouts whose last worker has gone, until their chunks are removed.
+    pub(super) ended_spaces: Mutex<HashSet<SpaceId>>,
     /// Held by the thread that looks at the processes behind ended connections.
     pub(super) looking: Mutex<()>,
     /// Limits warnings that peers can provoke.
@@ -90,6 +93,7 @@ impl Service {
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
             promoting: AtomicUsize::new(0),
+            ended_spaces: Mutex::default(),
             looking: Mutex::default(),
             lookups: AtomicU64::new(0),
             warnings: Throttle::default(),
@@ -218,10 +222,6 @@ impl Service {
     /// the old ones may be found in any tier.
     fn clear(&self, force: bool) -> Outcome {
         let engine = self.shared.engine.clone();
-        if !engine.has_lower() {
-            engine.clear(force);
-            return Outcome::Reply(Reply::None);
-        }
         Outcome::Job(Job::new(Lane::Clear, move || {
             match engine.clear(force).complete {
                 true => Reply::None,
@@ -319,7 +319,10 @@ impl Service {
         }
         let mut state = self.shared.state.lock();
         let full = state.instances.len() >= self.shared.config.max_instances;
-        if full && !state.instances.contains_key(&instance_id) {
+        let of_client = |known: &&Instance| known.client == instance.client;
+        let most = self.shared.config.max_instances;
+        let own = state.instances.values().filter(of_client).count();
+        if (full || own >= most - most / 4) && !state.instances.contains_key(&instance_id) {
             add(&counters.over_limit, 1);
             return refuse("too many workers are registered");
         }

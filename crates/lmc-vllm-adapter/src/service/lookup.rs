@@ -19,6 +19,9 @@ use crate::service::session::{Fetches, Hits, Lookup, RankHold, Session, Wait, Wa
 use crate::service::state::{Binding, LayoutOf, RankSet, State};
 use crate::service::stats::add;
 
+/// Keys of one lookup, of all its ranks: those of 64 ranks and a million tokens.
+const MAX_KEYS: usize = 1 << 18;
+
 /// Layouts of one model above which a lookup finds nothing: each must have the chunk.
 const MAX_LAYOUTS: usize = 64;
 
@@ -44,13 +47,19 @@ impl Hashed {
 
     /// Keys of the range for one KV rank.
     pub(super) fn keys(&self, space: SpaceId, kv_rank: u16) -> Vec<ChunkKey> {
+        self.leading_keys(space, kv_rank, self.chunks.len())
+    }
+
+    /// Keys of the first `len` chunks of the range for one KV rank.
+    fn leading_keys(&self, space: SpaceId, kv_rank: u16, len: usize) -> Vec<ChunkKey> {
         let key = |&hash: &ChunkHash| ChunkKey {
             space,
             kv_rank,
             group: 0,
             hash,
         };
-        self.hashes[self.chunks.clone()].iter().map(key).collect()
+        let range = &self.hashes[self.chunks.clone()];
+        range.iter().take(len).map(key).collect()
     }
 }
 
@@ -178,12 +187,11 @@ impl Service {
         let mut reach = if spaces.is_empty() {
             0
         } else {
-            hashed.chunks.len()
+            hashed.chunks.len().min(MAX_KEYS / spaces.len())
         };
         let mut found = Vec::new();
         for &(space, kv_rank) in &spaces {
-            let mut keys = hashed.keys(space, kv_rank);
-            keys.truncate(reach);
+            let keys = hashed.leading_keys(space, kv_rank, reach);
             let leases = shared.engine.lookup(owner, &keys);
             let below = shared.engine.below(&keys[leases.len()..]);
             reach = leases.len() + below.len();
@@ -198,7 +206,7 @@ impl Service {
                 break;
             }
         }
-        let reach = self.within_share(owner, &mut found, reach);
+        let reach = self.within_share(client, &mut found, reach);
         let chunk = u64::from(shared.config.hasher.chunk_size());
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);

@@ -2,7 +2,6 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
-use std::mem;
 use std::time::Instant;
 
 use lmc_engine::{Leases, MarkId, WriteTicket};
@@ -76,6 +75,8 @@ pub(crate) struct Transfer {
     pub(crate) client: ClientId,
     pub(crate) since: Instant,
     pub(crate) pending: Pending,
+    /// Bytes of the pool that its slots take.
+    bytes: u64,
     /// True once the connection has ended: any may commit it.
     pub(crate) orphaned: bool,
     /// True once others may write its chunks.
@@ -83,19 +84,26 @@ pub(crate) struct Transfer {
 }
 
 impl Transfer {
-    pub(crate) fn new(client: ClientId, since: Instant, pending: Pending) -> Self {
+    /// `align` is that of the pool's slots.
+    pub(crate) fn new(client: ClientId, since: Instant, pending: Pending, align: u64) -> Self {
+        let bytes = match &pending {
+            Pending::Store { chunks, .. } => chunks
+                .iter()
+                .map(|chunk| chunk.ticket.len().next_multiple_of(align))
+                .sum(),
+            Pending::Retrieve { leases, .. } => leases
+                .iter()
+                .map(|slot| slot.len().next_multiple_of(align))
+                .sum(),
+        };
         Self {
             client,
             since,
             pending,
+            bytes,
             orphaned: false,
             shared: false,
         }
-    }
-
-    /// Returns true if a request on this connection may commit it or ask for its slots again.
-    pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
-        self.client == client || self.orphaned
     }
 
     /// Lets others write its chunks. Returns the marks of the chunks, the first time.
@@ -119,15 +127,43 @@ pub(crate) enum Direction {
 }
 
 /// Name of a transfer among those of its worker.
-pub(crate) type TransferId = (TransferKey, Direction);
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct TransferId {
+    pub(crate) key: TransferKey,
+    pub(crate) direction: Direction,
+    /// Zero while a worker can name it, else a number of its own.
+    detached: u64,
+}
+
+impl TransferId {
+    pub(crate) fn new(key: TransferKey, direction: Direction) -> Self {
+        Self {
+            key,
+            direction,
+            detached: 0,
+        }
+    }
+}
+
+/// Transfers of one connection.
+#[derive(Debug, Default)]
+struct OfClient {
+    /// Transfers of each worker. None is zero.
+    workers: HashMap<u64, usize>,
+    /// Bytes of their slots.
+    bytes: u64,
+}
 
 /// All prepared transfers.
 #[derive(Debug, Default)]
 pub(crate) struct Transfers {
     /// Of each worker, also of one that is not registered any more. None is empty.
     by_worker: HashMap<u64, HashMap<TransferId, Transfer>>,
-    /// Transfers of each connection, by worker. None is empty.
-    by_client: HashMap<ClientId, HashMap<u64, usize>>,
+    /// Transfers of each connection. None is empty.
+    by_client: HashMap<ClientId, OfClient>,
+    /// Bytes of slots that workers may be writing to.
+    store_bytes: u64,
+    detached: u64,
 }
 
 impl Transfers {
@@ -151,31 +187,33 @@ impl Transfers {
             Entry::Occupied(_) => Err(transfer),
             Entry::Vacant(entry) => {
                 let of_client = self.by_client.entry(transfer.client).or_default();
-                *of_client.entry(instance_id).or_default() += 1;
+                *of_client.workers.entry(instance_id).or_default() += 1;
+                of_client.bytes += transfer.bytes;
+                if entry.key().direction == Direction::Store {
+                    self.store_bytes += transfer.bytes;
+                }
                 Ok(entry.insert(transfer))
             }
         }
     }
 
-    /// Gives a transfer to a connection that asks for its slots again. `None` when it is of another
-    /// space, or of another connection that is open.
-    pub(crate) fn claim(
-        &mut self,
-        instance_id: u64,
-        id: &TransferId,
-        client: ClientId,
-        space: SpaceId,
-    ) -> Option<&Transfer> {
-        let transfer = self.by_worker.get_mut(&instance_id)?.get_mut(id)?;
-        if transfer.pending.space() != space || !transfer.belongs_to(client) {
-            return None;
+    /// Takes its name off a transfer whose connection has ended, so that its worker can prepare the
+    /// same again on another connection, in other slots: the process behind the first may still be
+    /// copying.
+    pub(crate) fn detach_ended(&mut self, instance_id: u64, id: &TransferId) {
+        let Some(of_worker) = self.by_worker.get_mut(&instance_id) else {
+            return;
+        };
+        if of_worker.get(id).is_some_and(|transfer| transfer.orphaned)
+            && let Some(transfer) = of_worker.remove(id)
+        {
+            self.detached += 1;
+            let id = TransferId {
+                detached: self.detached,
+                ..id.clone()
+            };
+            of_worker.insert(id, transfer);
         }
-        transfer.orphaned = false;
-        let before = mem::replace(&mut transfer.client, client);
-        self.uncount(before, instance_id);
-        let of_client = self.by_client.entry(client).or_default();
-        *of_client.entry(instance_id).or_default() += 1;
-        self.get(instance_id, id)
     }
 
     /// Takes one transfer.
@@ -186,41 +224,60 @@ impl Transfers {
             self.by_worker.remove(&instance_id);
         }
         if let Some(taken) = &taken {
-            self.uncount(taken.client, instance_id);
+            self.uncount(instance_id, id.direction, taken);
         }
         taken
     }
 
-    fn uncount(&mut self, client: ClientId, instance_id: u64) {
-        let Some(of_client) = self.by_client.get_mut(&client) else {
+    fn uncount(&mut self, instance_id: u64, direction: Direction, taken: &Transfer) {
+        let bytes = taken.bytes;
+        if direction == Direction::Store {
+            self.store_bytes -= bytes;
+        }
+        let Some(of_client) = self.by_client.get_mut(&taken.client) else {
             return;
         };
-        if let Entry::Occupied(mut count) = of_client.entry(instance_id) {
+        of_client.bytes -= bytes;
+        if let Entry::Occupied(mut count) = of_client.workers.entry(instance_id) {
             *count.get_mut() -= 1;
             if *count.get() == 0 {
                 count.remove();
             }
         }
-        if of_client.is_empty() {
-            self.by_client.remove(&client);
+        if of_client.workers.is_empty() {
+            self.by_client.remove(&taken.client);
         }
     }
 
     /// Takes the transfers of a connection.
     pub(crate) fn take_of(&mut self, client: ClientId) -> Vec<Transfer> {
-        let workers = self.by_client.remove(&client).unwrap_or_default();
+        let of_client = self.by_client.remove(&client).unwrap_or_default();
         let mut taken = Vec::new();
-        for instance_id in workers.into_keys() {
+        for instance_id in of_client.workers.into_keys() {
             let Some(transfers) = self.by_worker.get_mut(&instance_id) else {
                 continue;
             };
-            let of_client = transfers.extract_if(|_, transfer| transfer.client == client);
-            taken.extend(of_client.map(|(_, transfer)| transfer));
+            for (id, transfer) in transfers.extract_if(|_, transfer| transfer.client == client) {
+                if id.direction == Direction::Store {
+                    self.store_bytes -= transfer.bytes;
+                }
+                taken.push(transfer);
+            }
             if transfers.is_empty() {
                 self.by_worker.remove(&instance_id);
             }
         }
         taken
+    }
+
+    /// Bytes of the slots of a connection's transfers.
+    pub(crate) fn bytes_of(&self, client: ClientId) -> u64 {
+        self.by_client.get(&client).map_or(0, |of| of.bytes)
+    }
+
+    /// Bytes of slots that workers may be writing to.
+    pub(crate) fn store_bytes(&self) -> u64 {
+        self.store_bytes
     }
 
     /// Returns true while a connection has transfers.
@@ -238,7 +295,7 @@ impl Transfers {
         let workers: HashSet<u64> = self
             .by_client
             .get(&client)
-            .map(|of_client| of_client.keys().copied().collect())
+            .map(|of_client| of_client.workers.keys().copied().collect())
             .unwrap_or_default();
         let of_workers = self
             .by_worker
@@ -251,7 +308,7 @@ impl Transfers {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Direction, &Transfer)> {
         let all = self.by_worker.values().flatten();
-        all.map(|((_, direction), transfer)| (*direction, transfer))
+        all.map(|(id, transfer)| (id.direction, transfer))
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Transfer> {

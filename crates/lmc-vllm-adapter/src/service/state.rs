@@ -10,7 +10,7 @@ use lmc_key::LayoutFingerprint;
 use crate::service::ClientId;
 use crate::service::instance::Instance;
 use crate::service::peer::{Life, Peer, Witness};
-use crate::service::prepared::Transfers;
+use crate::service::prepared::{Transfer, Transfers};
 use crate::service::session::Sessions;
 
 /// The layout of the engine behind a scheduler's connection, as far as its requests showed.
@@ -126,6 +126,18 @@ impl State {
                 _ => Binding::Several,
             };
         }
+    }
+
+    /// Returns true for the connection that prepared a transfer. Once that has ended, for every
+    /// other, unless its process is known to be another one.
+    pub(crate) fn may_commit(&self, client: ClientId, transfer: &Transfer) -> bool {
+        if transfer.client == client {
+            return true;
+        }
+        let (before, now) = (self.pids_of(transfer.client), self.pids_of(client));
+        let is_other =
+            !before.is_empty() && !now.is_empty() && !before.iter().any(|p| now.contains(p));
+        transfer.orphaned && !is_other
     }
 
     /// Processes that are known to be behind a connection.

@@ -134,12 +134,14 @@ impl Service {
         Ok((worker, hashed))
     }
 
-    /// Reserves slots for those chunks of a range that are neither there nor under way.
+    /// Reserves slots for those chunks of a range that are neither there nor under way, at most
+    /// `most`.
     fn reserve(
         &self,
         worker: &Worker,
         hashed: &Hashed,
         wanted: impl Fn(usize) -> bool,
+        most: usize,
     ) -> Vec<PendingChunk> {
         let shared = &self.shared;
         let counters = &shared.stats.service;
@@ -155,22 +157,31 @@ impl Service {
         let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
         let requests: Vec<WriteRequest> =
             requests.into_iter().map(|(_, request)| request).collect();
-        let mut chunks = Vec::with_capacity(requests.len());
-        for (index, reservation) in indices
-            .into_iter()
-            .zip(shared.engine.reserve(worker.owner, &requests))
-        {
-            let chunk = hashed.chunks.start + index;
-            match reservation {
-                Reservation::Reserved(ticket) => chunks.push(PendingChunk {
-                    index,
-                    hash: hashed.hash(chunk),
-                    parent: hashed.parent(chunk),
-                    ticket,
-                }),
-                Reservation::Present | Reservation::Busy => add(&counters.chunks_present, 1),
-                Reservation::NoRoom => add(&counters.chunks_no_room, 1),
+        let mut chunks = Vec::with_capacity(requests.len().min(most));
+        let mut asked = 0;
+        // Once, but where chunks that are there left some of the share.
+        while asked < requests.len() && chunks.len() < most {
+            let left = most - chunks.len();
+            let end = requests.len().min(asked.saturating_add(left));
+            let reservations = shared.engine.reserve(worker.owner, &requests[asked..end]);
+            for (&index, reservation) in indices[asked..end].iter().zip(reservations) {
+                let chunk = hashed.chunks.start + index;
+                match reservation {
+                    Reservation::Reserved(ticket) => chunks.push(PendingChunk {
+                        index,
+                        hash: hashed.hash(chunk),
+                        parent: hashed.parent(chunk),
+                        ticket,
+                    }),
+                    Reservation::Present | Reservation::Busy => add(&counters.chunks_present, 1),
+                    Reservation::NoRoom => add(&counters.chunks_no_room, 1),
+                }
             }
+            asked = end;
+        }
+        if asked < requests.len() {
+            add(&counters.over_limit, 1);
+            add(&counters.chunks_no_room, (requests.len() - asked) as u64);
         }
         chunks
     }
@@ -276,19 +287,20 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, &hashed), Direction::Store);
+        let id = TransferId::new(transfer_key(key, &hashed), Direction::Store);
         if let Some(asked_before) = self.held(instance_id, &id, client, &worker) {
             return asked_before.unwrap_or_else(|| {
                 add(&counters.stores_failed, 1);
                 nothing
             });
         }
-        let chunks = self.reserve(&worker, &hashed, |_| true);
+        let most = self.writable(client, worker.chunk_bytes, hashed.chunks.len());
+        let chunks = self.reserve(&worker, &hashed, |_| true, most);
         if chunks.is_empty() {
             return nothing;
         }
         let space = worker.space.id();
-        let transfer = Transfer::new(client, now, Pending::Store { space, chunks });
+        let transfer = self.transfer(client, now, Pending::Store { space, chunks });
         self.hold(instance_id, id, transfer, &worker)
             .unwrap_or(nothing)
     }
@@ -304,15 +316,20 @@ impl Service {
     ) -> Option<Option<Reply>> {
         let mut state = self.shared.state.lock();
         let transfers = &mut state.transfers;
-        if transfers.get(instance_id, id).is_some() {
-            let claimed = transfers.claim(instance_id, id, client, worker.space.id());
-            return Some(claimed.map(|transfer| slots(worker, &transfer.pending)));
+        transfers.detach_ended(instance_id, id);
+        if let Some(transfer) = transfers.get(instance_id, id) {
+            return Some(transfer.again(client, worker));
         }
         let over = transfers.len_of(instance_id) >= self.shared.config.max_transfers;
         over.then(|| {
             add(&self.shared.stats.service.over_limit, 1);
             None
         })
+    }
+
+    fn transfer(&self, client: ClientId, now: Instant, pending: Pending) -> Transfer {
+        let align = self.shared.engine.local().pool().align();
+        Transfer::new(client, now, pending, align)
     }
 
     /// Keeps a prepared transfer until its worker commits it, or is known to be done. Returns its
@@ -330,11 +347,8 @@ impl Service {
             Ok(transfer) => return Some(slots(worker, &transfer.pending)),
             Err(second) => second,
         };
-        let space = worker.space.id();
-        let first = state
-            .transfers
-            .claim(instance_id, &id, second.client, space);
-        let reply = first.map(|first| slots(worker, &first.pending));
+        let first = state.transfers.get(instance_id, &id);
+        let reply = first.and_then(|first| first.again(second.client, worker));
         drop(state);
         // Gives back slots that no answer named, which takes other locks.
         drop(second);
@@ -359,7 +373,7 @@ impl Service {
             add(&counters.commits_unknown, 1);
             return None;
         };
-        let id = (transfer_key(key, &hashed), direction);
+        let id = TransferId::new(transfer_key(key, &hashed), direction);
         let mut state = self.shared.state.lock();
         if let Some(instance) = state.instances.get_mut(&instance_id)
             && instance.belongs_to(client)
@@ -367,7 +381,9 @@ impl Service {
             instance.last_seen = now;
         }
         match state.transfers.get(instance_id, &id) {
-            Some(transfer) if transfer.belongs_to(client) => state.transfers.take(instance_id, &id),
+            Some(transfer) if state.may_commit(client, transfer) => {
+                state.transfers.take(instance_id, &id)
+            }
             Some(_) => {
                 add(&counters.commits_foreign, 1);
                 None
@@ -413,13 +429,13 @@ impl Service {
     }
 
     /// Leases all chunks of a range, or none.
-    fn acquire(&self, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
+    fn acquire(&self, client: ClientId, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
         let keys = hashed.keys(worker.space.id(), worker.kv_rank);
         if keys.is_empty() {
             return None;
         }
         let leases = self.shared.engine.acquire(worker.owner, &keys)?;
-        if self.leases_too_much(&leases) {
+        if self.leases_too_much(client, &leases) {
             add(&self.shared.stats.service.over_limit, 1);
             return None;
         }
@@ -467,7 +483,7 @@ impl Service {
             }
             Err(Declined::Refused(reply)) => return reply,
         };
-        let id = (transfer_key(key, &hashed), Direction::Retrieve);
+        let id = TransferId::new(transfer_key(key, &hashed), Direction::Retrieve);
         let first_chunk = hashed.chunks.start;
         let reply = self
             .held(instance_id, &id, client, &worker)
@@ -476,12 +492,12 @@ impl Service {
                     space: worker.space.id(),
                     kv_rank: worker.kv_rank,
                     first_chunk,
-                    leases: self.acquire(&worker, &hashed)?,
+                    leases: self.acquire(client, &worker, &hashed)?,
                 };
                 self.hold(
                     instance_id,
                     id,
-                    Transfer::new(client, now, pending),
+                    self.transfer(client, now, pending),
                     &worker,
                 )
             });
@@ -644,7 +660,8 @@ impl Service {
             .filter(|&index| !whole(index))
             .count();
         add(&counters.chunks_null, absent as u64);
-        let mut chunks = self.reserve(worker, hashed, whole);
+        // The server ends these writes itself, so no share limits them.
+        let mut chunks = self.reserve(worker, hashed, whole, usize::MAX);
         if self.shared.engine.clears() != granted.clears {
             // The blocks are of before the clear, and the slots may not be.
             return false;
@@ -706,7 +723,7 @@ impl Service {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
-        let leases = self.acquire(&worker, &hashed);
+        let leases = self.acquire(client, &worker, &hashed);
         let clears = self.shared.engine.clears();
         let service = self.clone();
         Outcome::Job(Job::new(Lane::Retrieve, move || {
@@ -788,6 +805,15 @@ impl Service {
             worker.chunk_bytes * leases.len() as u64,
         );
         Ok(())
+    }
+}
+
+impl Transfer {
+    /// The slots once more, so that none is held twice. `None` when the worker has registered
+    /// another layout since, or when they belong to another connection.
+    fn again(&self, client: ClientId, worker: &Worker) -> Option<Reply> {
+        let is_same = self.pending.space() == worker.space.id() && self.client == client;
+        is_same.then(|| slots(worker, &self.pending))
     }
 }
 

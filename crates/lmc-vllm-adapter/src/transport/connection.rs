@@ -28,8 +28,16 @@ const GROW_CHUNK: usize = 1 << 20;
 /// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
 /// takes tens of microseconds; other connections are served in between.
 const LOOK_AGAIN: Duration = Duration::from_micros(50);
+/// Longest that a connection's requests are handled one after the other before the requests of
+/// others are.
+const TURN: Duration = Duration::from_micros(500);
 /// Event streams of one connection.
 const MAX_STREAMS: usize = 64;
+/// Bytes of unread answers above which a connection's event streams wait.
+const MAX_UNREAD_EVENTS: usize = 256 << 10;
+/// Bytes of unread answers above which a connection that stalls is closed although its workers
+/// hold slots.
+const MAX_STALLED: usize = 1 << 20;
 
 /// An answer that comes later, from a thread that copies.
 struct Deferred {
@@ -46,6 +54,17 @@ struct Stream {
     /// Whether the last batch said that there is no log. A reader that hears of the end before
     /// it has read that one (the stock client throws it away then) would subscribe again.
     last: bool,
+}
+
+/// What one turn of a connection did.
+#[derive(Debug, Default, Clone, Copy)]
+struct Step {
+    /// True if at least one message of the input was handled.
+    took_message: bool,
+    /// True if a byte was sent.
+    wrote: bool,
+    /// True if the turn was over before all was done that needs no waiting.
+    goes_on: bool,
 }
 
 /// A connection is over: the peer ended it, broke a rule or stalled, or the server stops. None of
@@ -107,14 +126,16 @@ impl Connection {
     /// way for another, or the server stops.
     pub(super) async fn run(mut self) {
         let mut waiting_since = Instant::now();
+        // Since when the rest of a message, and the acceptance of answers, is owed.
+        let (mut input_since, mut output_since) = (waiting_since, waiting_since);
         let speak_by = waiting_since + self.serving.config.first_request_timeout;
         loop {
-            let moved = match self.step() {
-                Ok(moved) => moved,
-                Err(Ended) => return,
+            let Ok(step) = self.step() else {
+                return;
             };
-            if moved {
+            if step.wrote {
                 waiting_since = Instant::now();
+                output_since = waiting_since;
             }
             let stopping = *self.stop.borrow();
             if stopping && self.in_flight == 0 && self.output.is_empty() {
@@ -125,7 +146,17 @@ impl Connection {
             // answer) gets a deadline; one that is merely silent, or waits for us, does not.
             let owes_input =
                 !self.decoder.is_ready() || self.decoder.in_message() || !self.input.is_empty();
-            let owes = !self.output.is_empty() || (may_read && owes_input);
+            let owes_output = !self.output.is_empty();
+            let owes_input = may_read && owes_input;
+            let owes = owes_output || owes_input;
+            if !owes_output {
+                output_since = Instant::now();
+            }
+            // A message has the whole time from its first byte to its last.
+            let is_between = self.input.is_empty() && !self.decoder.in_message();
+            if !owes_input || step.took_message || is_between {
+                input_since = Instant::now();
+            }
             let interest = match (may_read, self.output.is_empty()) {
                 (true, true) => Some(Interest::READABLE),
                 (true, false) => Some(Interest::READABLE | Interest::WRITABLE),
@@ -135,7 +166,13 @@ impl Connection {
             let silent = !self.seat.has_spoken();
             let streaming = !self.streams.is_empty();
             let look_again = interest.is_some() && waiting_since.elapsed() < LOOK_AGAIN;
-            let stalled = waiting_since + self.serving.config.peer_timeout;
+            let look_again = look_again || step.goes_on;
+            let owed_since = match (owes_output, owes_input) {
+                (true, true) => input_since.min(output_since),
+                (true, false) => output_since,
+                (false, _) => input_since,
+            };
+            let stalled = owed_since + self.serving.config.peer_timeout;
             tokio::select! {
                 biased;
                 ready = self.stream.ready(interest.unwrap_or(Interest::WRITABLE)),
@@ -162,12 +199,14 @@ impl Connection {
                 }
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
-                    if !self.service.holds_slots(self.client) {
+                    let buffered = self.input.len() + self.output.len();
+                    if buffered > MAX_STALLED || !self.service.holds_slots(self.client) {
                         return;
                     }
                     // As long as the connection stands, its slots are held without a limit of
                     // time, and an engine that stood still for a while is served as before.
-                    waiting_since = Instant::now();
+                    input_since = Instant::now();
+                    output_since = input_since;
                 }
                 () = self.seat.must_go() => {
                     self.service.transport_counters().made_way.fetch_add(1, Ordering::Relaxed);
@@ -178,20 +217,28 @@ impl Connection {
         }
     }
 
-    /// Does all that needs no waiting. Whether a byte went out.
-    fn step(&mut self) -> Result<bool, Ended> {
+    /// Does what needs no waiting, for one turn at most.
+    fn step(&mut self) -> Result<Step, Ended> {
+        let began = Instant::now();
+        let mut step = Step::default();
         loop {
             while let Ok(deferred) = self.deferred.try_recv() {
                 self.in_flight -= 1;
                 self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
             }
+            if began.elapsed() >= TURN {
+                step.goes_on = true;
+                break;
+            }
             if !self.may_read() || !self.next_message()? {
                 break;
             }
+            step.took_message = true;
         }
         self.pump_streams();
         self.seat.set_streaming(!self.streams.is_empty());
-        self.write()
+        step.wrote = self.write()?;
+        Ok(step)
     }
 
     fn may_read(&self) -> bool {
@@ -379,12 +426,15 @@ impl Connection {
         // Seen before the log is read, so that what comes in between wakes us again.
         self.events.borrow_and_update();
         let mut answers = Vec::new();
+        let mut unread = self.output.len();
         self.streams.retain(|uid, stream| {
             if stream.credit
+                && unread < MAX_UNREAD_EVENTS
                 && let NextBatch::Batch(batch) = self.service.next_batch(&mut stream.subscription)
             {
                 stream.credit = false;
                 stream.last = !batch.enabled;
+                unread += batch.encoded_bytes();
                 answers.push((uid.clone(), stream.operation.clone(), Reply::Events(batch)));
             }
             let waits = stream.last && !stream.credit;

@@ -471,3 +471,10 @@ impl Drop for Segment {
         let _ = std::fs::remove_file(&self.path);
     }
 }
+
+/// Returns the bytes of memory that this process has.
+pub(crate) fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages = status.split(' ').nth(1).expect("resident pages");
+    pages.parse::<u64>().expect("a number") * 4096
+}
