@@ -37,7 +37,7 @@ mod sigbus;
 
 pub use arena::{
     Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress, StaleSegment,
-    reclaim_stale_segments,
+    own_uid, reclaim_stale_segments,
 };
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{

@@ -108,6 +108,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         host: config.host.clone(),
         port: config.port,
         ipc_path: config.ipc_path.clone(),
+        trusted_users: config.trusted_users.clone(),
         stop_timeout: config.shutdown_timeout,
         ..ZmqConfig::default()
     };

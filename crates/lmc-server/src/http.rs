@@ -11,13 +11,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::extract::{DefaultBodyLimit, Extension, Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use lmc_vllm_adapter::{Service, ServiceStatus};
+use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -25,7 +25,7 @@ use tower_http::compression::CompressionLayer;
 
 use crate::config::Loaded;
 use crate::metrics;
-use guard::Guard;
+use guard::{ConnectionUser, Guard};
 use probe::Probe;
 
 /// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
@@ -38,6 +38,7 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 pub struct Http {
     service: Service,
     guard: Guard,
+    trusted_users: TrustedUsers,
     probe: Probe,
     config: serde_json::Value,
     /// Lets one request at a time read an engine's memory.
@@ -52,6 +53,7 @@ impl Http {
     pub fn new(service: Service, engines: SocketAddr, loaded: &Loaded) -> Self {
         Self {
             guard: Guard::new(&loaded.config),
+            trusted_users: loaded.config.trusted_users.clone(),
             probe: Probe::new(service.clone(), engines),
             config: lmcache::config(&service, loaded),
             service,
@@ -67,7 +69,9 @@ type Shared = State<Arc<Http>>;
 
 /// Answers until `stopped` turns true.
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
-    connections::serve(socket, router(Arc::new(http)), stopped).await;
+    let trusted_users = http.trusted_users.clone();
+    let router = router(Arc::new(http));
+    connections::serve(socket, router, trusted_users, stopped).await;
 }
 
 fn router(http: Arc<Http>) -> Router {
@@ -90,9 +94,15 @@ fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     (code, Json(json!({"error": text, "detail": text}))).into_response()
 }
 
-/// Keeps the pages of other sites out, before anything is done for a request.
-async fn guarded(State(http): Shared, request: Request, next: Next) -> Response {
-    match http.guard.check(&request) {
+/// Keeps the pages of other sites and other users' changes out, before anything is done for a
+/// request.
+async fn guarded(
+    State(http): Shared,
+    Extension(user): Extension<ConnectionUser>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match http.guard.check(&request, user) {
         Ok(()) => next.run(request).await,
         Err((code, reason)) => refusal(code, reason),
     }

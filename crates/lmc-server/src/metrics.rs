@@ -117,6 +117,7 @@ metrics! {
     "lmc_connections" gauge "Connections open." = |s| s.transport.connections_open;
     "lmc_connections_accepted_total" counter "Connections accepted." = |s| s.transport.connections_accepted;
     "lmc_connections_refused_total" counter "Connections closed at once because there were too many." = |s| s.transport.connections_refused;
+    "lmc_connections_untrusted_total" counter "Connections closed at once because their user is not one of --trusted-users, or had closed its end before it could be known." = |s| s.transport.untrusted;
     "lmc_connections_broken_total" counter "Connections closed because the peer broke the protocol." = |s| s.transport.broken;
     "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
     "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;

@@ -343,7 +343,14 @@ fn another_users_memory_is_not_mapped() {
             return println!("skipped: not root");
         }
         let port = free_port();
-        let server = Server::start(&["--port", &port.to_string(), "--l1-size-gb", "64MiB"]);
+        let server = Server::start(&[
+            "--port",
+            &port.to_string(),
+            "--l1-size-gb",
+            "64MiB",
+            "--trusted-users",
+            "65534",
+        ]);
         server.lines_to("listening for engines");
         fs::write("/dev/shm/secret", vec![1; 4096]).expect("space");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);

@@ -34,4 +34,6 @@ pub use service::{
 /// The release of lmcache whose multiprocess protocol this crate speaks.
 pub const LMCACHE_RELEASE: &str = "0.5.6";
 
-pub use transport::{BindError, Keepalive, Limits, ZmqConfig, ZmqServer, ZmtpError};
+pub use transport::{
+    BindError, Keepalive, Limits, TrustedUsers, Untrusted, ZmqConfig, ZmqServer, ZmtpError,
+};

@@ -17,7 +17,7 @@ pub(crate) mod shared_file;
 use backing::{Backing, Behind};
 pub use config::{ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
 use prefault::Prefaulter;
-pub use record::{StaleSegment, reclaim_stale_segments};
+pub use record::{StaleSegment, own_uid, reclaim_stale_segments};
 
 use crate::SharedName;
 

@@ -97,8 +97,8 @@ struct StaleRecord {
     owner: String,
 }
 
-/// The user whose records and segments are trusted.
-pub(crate) fn own_uid() -> u32 {
+/// Returns the effective user of this process, whose records and segments are trusted.
+pub fn own_uid() -> u32 {
     // SAFETY: geteuid has no preconditions and cannot fail.
     unsafe { libc::geteuid() }
 }

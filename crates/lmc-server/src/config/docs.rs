@@ -36,7 +36,10 @@ pub fn documentation() -> String {
          Run `lmc serve` as the user of the engines, never as root.\n\
          Engines that copy by themselves open the pool, which has mode 0600.\n\
          For engines whose memory the server copies from, the server maps only segments that belong to the user of the engine's connection; the kernel names that user for connections within one network namespace. A connection from elsewhere registers no memory, and can use `lmcache.mp.mp_transfer_mode=engine_driven`.\n\
-         All engines of one pool can write to it, so they trust each other. Users that do not trust each other run a server each.\n",
+         All engines of one pool can write to it, so they trust each other. Users that do not trust each other run a server each.\n\
+         The server refuses connections of other users of this host, except root and those that `--trusted-users` names, and closes them with a line in its log that names the user. \
+         A trusted user can store wrong bytes that all engines then hit, clear the cache and change quotas. \
+         The kernel names the user for connections within one network namespace; a connection from another host or namespace is served, so who reaches the port is for the network to decide.\n",
     );
     let mut group: Option<Group> = None;
     for info in ALL {
@@ -98,11 +101,13 @@ pub fn documentation() -> String {
          and clears a server that was empty.\n\
          `lmc completions SHELL` and `lmc man [COMMAND]` print a completion script and manual pages.\n\n\
          ## HTTP paths\n\n\
-         Nothing here authenticates; the port listens on this host only unless `--http-host` says otherwise.\n\
+         Nothing here authenticates beyond the check of users below; the port listens on this host only unless `--http-host` says otherwise.\n\
          A browser on this host can reach it, so requests that the page of another site could have sent are refused:\n\n\
          - 403 for a `Host` that is not an IP address, `localhost`, the name in `--http-host` or one of `--http-allowed-host`. \
          Scrapers and probes that ask by another name (a Kubernetes Service, `host.docker.internal`) need that name in `--http-allowed-host`.\n\
          - 403 for an `Origin` other than the server's own, and for a `Sec-Fetch-Site` other than `same-origin` or `none`.\n\
+         - 403 for a POST, PUT or DELETE by a user of this host that is neither the server's own, nor root, nor one of `--trusted-users`. \
+         A GET is answered for every user, so that monitoring needs no trust.\n\
          - 415 for a POST or PUT without `Content-Type: application/json`, also when the body is empty: \
          `curl -X POST -H 'Content-Type: application/json' http://127.0.0.1:8080/cache/clear`.\n\n\
          | path | answers |\n|---|---|\n\

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use lmc_key::IdentityText;
 use lmc_memory::{Demand, SharedName};
+use lmc_vllm_adapter::TrustedUsers;
 
 use super::setting::Raw;
 use super::size::{self, GIB};
@@ -281,6 +282,43 @@ pub(crate) fn host_names(raw: &Raw) -> Result<Vec<String>, String> {
         })
 }
 
+pub(crate) fn trusted_users(raw: &Raw) -> Result<TrustedUsers, String> {
+    let passwd = || std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    users_of(raw.text()?, passwd)
+}
+
+fn users_of(text: &str, passwd: impl Fn() -> String) -> Result<TrustedUsers, String> {
+    if text.eq_ignore_ascii_case("all") {
+        return Ok(TrustedUsers::All);
+    }
+    if text.eq_ignore_ascii_case("own") {
+        return Ok(TrustedUsers::default());
+    }
+    let uid = |part: &str| {
+        let name = part.trim();
+        if name.is_empty() {
+            return Err(
+                "expected names or uids of users, separated by commas, or own, or all".to_owned(),
+            );
+        }
+        if let Ok(uid) = name.parse() {
+            return Ok(uid);
+        }
+        uid_of(name, &passwd()).ok_or_else(|| {
+            format!("/etc/passwd has no user {name:?}: expected a name in it, or a uid")
+        })
+    };
+    let uids = text.split(',').map(uid).collect::<Result<_, _>>()?;
+    Ok(TrustedUsers::OwnAnd(uids))
+}
+
+fn uid_of(name: &str, passwd: &str) -> Option<u32> {
+    passwd.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == name).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
+
 pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
     let text = raw.text()?;
     if text.starts_with("tcp://") {
@@ -460,4 +498,22 @@ pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(String, u64)>, String> {
             Ok((salt, bytes))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trusted_users_are_names_and_uids() {
+        let passwd = || "root:x:0:0::/:/bin/sh\nvllm:x:997:990::/:/bin/false\n".to_owned();
+        let parse = |text| users_of(text, passwd);
+        assert_eq!(parse("own"), Ok(TrustedUsers::OwnAnd(vec![])));
+        assert_eq!(parse("all"), Ok(TrustedUsers::All));
+        let both = Ok(TrustedUsers::OwnAnd(vec![1000, 997]));
+        assert_eq!(parse("1000, vllm"), both);
+        for wrong in ["", "1000,", "vll", "-1", "own,1000", "vllm:x"] {
+            assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
 }

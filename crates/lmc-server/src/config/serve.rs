@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use lmc_key::IdentityText;
 use lmc_memory::Demand;
+use lmc_vllm_adapter::TrustedUsers;
 
 use super::layers::{ConfigError, Entry, Layers};
 use super::parse::{
@@ -24,6 +25,7 @@ pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
 pub struct ServeConfig {
     pub host: String,
     pub port: u16,
+    pub trusted_users: TrustedUsers,
     pub max_workers: usize,
     pub http_host: String,
     pub ipc_path: Option<PathBuf>,
@@ -117,6 +119,7 @@ impl ServeConfig {
             host: layers.take(&s::HOST),
             ipc_path: layers.take(&s::IPC_PATH),
             port: layers.take(&s::PORT),
+            trusted_users: layers.take(&s::TRUSTED_USERS),
             max_workers: layers.take(&s::MAX_WORKERS),
             http_host: layers.take(&s::HTTP_HOST),
             http_port: layers.take(&s::HTTP_PORT),

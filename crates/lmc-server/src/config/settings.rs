@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use lmc_key::IdentityText;
 use lmc_memory::Demand;
+use lmc_vllm_adapter::TrustedUsers;
 
 use super::log_level;
 use super::parse::{
@@ -47,6 +48,8 @@ settings! {
         PORT: u16 = "port", Value "PORT", "5555", parse::port;
         /// Unix socket that engines of the same user reach as ipc://PATH, in addition to TCP; none listens on TCP only.
         IPC_PATH: Option<PathBuf> = "ipc-path", Value "PATH", "none", parse::ipc_path;
+        /// Users of this host that may use the server beside its own user and root: names or uids separated by commas, own for no others, or all. Each of them can store chunks that others then hit. A peer on another host or in another network namespace has no uid that the kernel shows, and is served.
+        TRUSTED_USERS: TrustedUsers = "trusted-users", Value "USERS", "own", parse::trusted_users;
         /// Stores and retrieves that the server carries out at a time; others wait their turn.
         MAX_WORKERS: usize = "max-workers", Value "N", "2", |raw| parse::count(raw, 1, 1024);
     }

@@ -4,13 +4,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use lmc_vllm_adapter::TrustedUsers;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
+
+use super::guard::ConnectionUser;
 
 /// Connections at a time; more are closed at once.
 const MAX_CONNECTIONS: usize = 128;
@@ -25,7 +31,12 @@ const END_DEADLINE: Duration = Duration::from_secs(12);
 const MAX_HEAD: usize = 16 << 10;
 
 /// Answers until `stopped` turns true, then lets answers under way end.
-pub(super) async fn serve(socket: TcpListener, router: Router, mut stopped: watch::Receiver<bool>) {
+pub(super) async fn serve(
+    socket: TcpListener,
+    router: Router,
+    trusted_users: TrustedUsers,
+    mut stopped: watch::Receiver<bool>,
+) {
     let free = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut connections = JoinSet::new();
     loop {
@@ -47,7 +58,8 @@ pub(super) async fn serve(socket: TcpListener, router: Router, mut stopped: watc
         let Ok(permit) = Arc::clone(&free).try_acquire_owned() else {
             continue;
         };
-        let connection = connection(stream, router.clone(), stopped.clone());
+        let user = ConnectionUser(trusted_users.check(&stream));
+        let connection = connection(stream, user, router.clone(), stopped.clone());
         connections.spawn(async move {
             connection.await;
             drop(permit);
@@ -56,8 +68,17 @@ pub(super) async fn serve(socket: TcpListener, router: Router, mut stopped: watc
     while connections.join_next().await.is_some() {}
 }
 
-async fn connection(stream: TcpStream, router: Router, mut stopped: watch::Receiver<bool>) {
-    let service = TowerToHyperService::new(router);
+async fn connection(
+    stream: TcpStream,
+    user: ConnectionUser,
+    router: Router,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(user);
+        router.call(request)
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_DEADLINE)

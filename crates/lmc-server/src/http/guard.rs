@@ -6,6 +6,9 @@
 //! browser. A cross-site request is refused, because the browser says in `Origin` or
 //! `Sec-Fetch-Site` that it is one. A body counts only as `application/json`, which no page can
 //! send to another site without asking first (CORS preflight), and that is never granted here.
+//!
+//! Nor is it a boundary for the users of this host. A request that changes something is refused
+//! unless the user of its connection is trusted (`--trusted-users`).
 
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -13,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use axum::http::header::{CONTENT_TYPE, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode};
+use lmc_vllm_adapter::Untrusted;
 use tracing::warn;
 
 use crate::config::ServeConfig;
@@ -20,6 +24,10 @@ use crate::config::ServeConfig;
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// Shortest time between two warnings about refused requests.
 const WARN_EVERY: Duration = Duration::from_secs(10);
+
+/// Whether the user at the other end of a connection is trusted.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ConnectionUser(pub(super) Result<(), Untrusted>);
 
 /// The names under which the HTTP side may be asked, and when it last warned of another.
 #[derive(Debug)]
@@ -39,10 +47,16 @@ impl Guard {
         }
     }
 
-    /// Lets a request pass, or returns the code and the reason of the refusal.
-    pub(super) fn check<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
+    /// Lets a request of a connection's user pass, or returns the code and the reason of the
+    /// refusal.
+    pub(super) fn check<B>(
+        &self,
+        request: &Request<B>,
+        user: ConnectionUser,
+    ) -> Result<(), (StatusCode, String)> {
         let checked = self.check_host(request).and_then(|()| {
             check_site(request.headers())?;
+            check_user(request.method(), user)?;
             check_content_type(request.method(), request.headers())
         });
         if let Err((_, reason)) = &checked
@@ -114,6 +128,16 @@ fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
             let reason = format!("requests of other sites' pages are refused: {found}");
             Err((StatusCode::FORBIDDEN, reason))
         }
+    }
+}
+
+/// Refuses changes by users that are not trusted. What is only read is for monitoring users, too.
+fn check_user(method: &Method, user: ConnectionUser) -> Result<(), (StatusCode, String)> {
+    match user.0 {
+        Err(untrusted) if !matches!(*method, Method::GET | Method::HEAD) => {
+            Err((StatusCode::FORBIDDEN, untrusted.to_string()))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -42,6 +42,7 @@ pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };
 pub use status::{EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus};
+pub(crate) use throttle::Throttle;
 
 /// A connection, for as long as the process runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

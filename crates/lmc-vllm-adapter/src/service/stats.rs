@@ -109,6 +109,7 @@ pub(crate) struct TransportCounters {
     pub(crate) connections_open: AtomicU64,
     pub(crate) connections_accepted: AtomicU64,
     pub(crate) connections_refused: AtomicU64,
+    pub(crate) untrusted: AtomicU64,
     pub(crate) broken: AtomicU64,
     pub(crate) stalled: AtomicU64,
     pub(crate) silent: AtomicU64,
@@ -239,6 +240,9 @@ pub struct TransportCounts {
     pub connections_accepted: u64,
     /// Connections closed at once because there were too many.
     pub connections_refused: u64,
+    /// Connections closed at once because their user is not trusted, or had closed its end before
+    /// it could be known.
+    pub untrusted: u64,
     /// Connections closed because the peer broke the protocol.
     pub broken: u64,
     /// Connections closed because the peer stalled.
@@ -315,6 +319,7 @@ impl Stats {
             connections_open: read(&t.connections_open),
             connections_accepted: read(&t.connections_accepted),
             connections_refused: read(&t.connections_refused),
+            untrusted: read(&t.untrusted),
             broken: read(&t.broken),
             stalled: read(&t.stalled),
             silent: read(&t.silent),

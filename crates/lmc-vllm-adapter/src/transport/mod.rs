@@ -9,8 +9,10 @@ mod process;
 mod router;
 mod search;
 mod stream;
+mod trust;
 mod zmtp;
 
 pub use router::{BindError, Keepalive, ZmqConfig, ZmqServer};
+pub use trust::{TrustedUsers, Untrusted};
 pub(crate) use zmtp::{Decoder, Event, encode_message, encode_ready, greeting};
 pub use zmtp::{Limits, ZmtpError};

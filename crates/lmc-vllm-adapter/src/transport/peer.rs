@@ -10,6 +10,7 @@ use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpStream, UnixStream};
@@ -56,6 +57,23 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
         address: theirs.to_string(),
         uid: owner.map(|owner| owner.uid),
         inode: owner.map(|owner| owner.inode),
+    }
+}
+
+/// Returns true if the other end was a socket of this host, and is closed: its owner, which
+/// [`of_tcp`] has not found, can no longer be known.
+pub(super) fn is_closed(stream: &TcpStream) -> bool {
+    let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
+        // It was reset, which does not take away what it has sent.
+        return true;
+    };
+    let (theirs, ours) = (canonical(theirs), canonical(ours));
+    let is_here = theirs.ip().is_loopback() || theirs.ip() == ours.ip();
+    match ask(&inet_question(theirs, ours)) {
+        Ok(answer) => is_here || is_about(&answer, theirs, ours),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => is_here,
+        // The kernel shows no socket, so this one's absence means nothing.
+        Err(_) => is_here && Path::new("/proc/net/tcp").exists(),
     }
 }
 
@@ -132,16 +150,21 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
 fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>> {
     let answer = ask(&inet_question(theirs, ours))?;
     let read = |at| number(&answer, at).ok_or(io::ErrorKind::InvalidData);
-    // The kernel finds a listening socket where no connection matches; that is not the peer.
-    let port = answer.get(4..6).unwrap_or_default();
-    let remote = answer.get(6..8).unwrap_or_default();
-    if port != theirs.port().to_be_bytes() || remote != ours.port().to_be_bytes() {
+    if !is_about(&answer, theirs, ours) {
         return Ok(None);
     }
     Ok(Owner::known(
         read(INET_DIAG_UID)?,
         u64::from(read(INET_DIAG_INODE)?),
     ))
+}
+
+/// Returns true if an answer is about the socket that was asked for. The kernel finds a listening
+/// socket where no connection matches; that is not the peer.
+fn is_about(answer: &[u8], theirs: SocketAddr, ours: SocketAddr) -> bool {
+    let port = answer.get(4..6).unwrap_or_default();
+    let remote = answer.get(6..8).unwrap_or_default();
+    port == theirs.port().to_be_bytes() && remote == ours.port().to_be_bytes()
 }
 
 /// `struct inet_diag_req_v2`.

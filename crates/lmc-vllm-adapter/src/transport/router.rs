@@ -13,13 +13,14 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
-use crate::service::{ClientId, Service};
+use crate::service::{ClientId, Service, Throttle};
 use crate::transport::admission::{Admission, Seat};
 use crate::transport::connection::Connection;
 use crate::transport::ipc::IpcListener;
 use crate::transport::process::MappedFile;
 use crate::transport::search::Search;
 use crate::transport::stream::Stream;
+use crate::transport::trust::{TrustedUsers, Untrusted};
 use crate::transport::zmtp::Limits;
 
 /// Time between signs of the process's own life.
@@ -63,6 +64,8 @@ pub struct ZmqConfig {
     pub port: u16,
     /// Path of a Unix socket that clients reach as `ipc://PATH`, in addition. Default: none.
     pub ipc_path: Option<PathBuf>,
+    /// Users of this host that are served. Default: the server's own user and root.
+    pub trusted_users: TrustedUsers,
     /// What one message may hold. Default: [`Limits::default`].
     pub limits: Limits,
     /// Connections at a time, three quarters of them for one user. Beyond that a new one takes the
@@ -92,6 +95,7 @@ impl Default for ZmqConfig {
             host: "127.0.0.1".to_owned(),
             port: 5555,
             ipc_path: None,
+            trusted_users: TrustedUsers::default(),
             limits: Limits::default(),
             max_connections: 1024,
             max_in_flight: 1024,
@@ -201,6 +205,7 @@ impl ZmqServer {
         let admission = Admission::new(serving.config.max_connections);
         let mut connections = JoinSet::new();
         let mut beats = tokio::time::interval(BEAT);
+        let (began, refusals) = (Instant::now(), Throttle::default());
         loop {
             let accepted = tokio::select! {
                 _ = beats.tick() => {
@@ -223,6 +228,11 @@ impl ZmqServer {
             let counters = self.service.transport_counters();
             let client = ClientId::new(NEXT_CLIENT.fetch_add(1, Ordering::Relaxed));
             let peer = stream.peer();
+            if let Err(untrusted) = self.config.trusted_users.check_peer(&stream, &peer) {
+                counters.untrusted.fetch_add(1, Ordering::Relaxed);
+                log_refusal(untrusted, &refusals, began.elapsed());
+                continue;
+            }
             let Some(seat) = admission.admit(&self.service, client, peer.uid, Instant::now())
             else {
                 counters.connections_refused.fetch_add(1, Ordering::Relaxed);
@@ -243,6 +253,18 @@ impl ZmqServer {
             .is_err()
         {
             warn!("connections with unanswered requests were closed at the stop deadline");
+        }
+    }
+}
+
+fn log_refusal(untrusted: Untrusted, throttle: &Throttle, now: Duration) {
+    match untrusted {
+        // A probe of the port closes at once.
+        Untrusted::Closed => debug!("connection closed: {untrusted}"),
+        Untrusted::User(_) => {
+            if let Some(suppressed) = throttle.pass(now) {
+                warn!(suppressed, "connection closed: {untrusted}");
+            }
         }
     }
 }

@@ -1,0 +1,118 @@
+//! Which users of this host are served.
+//!
+//! A port on loopback is open to every user of the host. One of them could commit chunks that hold
+//! the bytes of others, or clear the cache. So a connection counts for the user that owns its other
+//! end, and is refused unless that user is trusted.
+
+use lmc_memory::own_uid;
+use thiserror::Error;
+use tokio::net::TcpStream;
+
+use super::peer;
+use super::stream::Stream;
+use crate::service::Peer;
+
+/// Users of this host that are served.
+///
+/// A peer whose user the kernel does not show, because it is on another host or in another network
+/// namespace, is always served: the operator decides who reaches the port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TrustedUsers {
+    /// Every user.
+    All,
+    /// The server's own user, root, and these uids.
+    OwnAnd(Vec<u32>),
+}
+
+impl Default for TrustedUsers {
+    /// The server's own user and root.
+    fn default() -> Self {
+        Self::OwnAnd(Vec::new())
+    }
+}
+
+/// A peer on this host that is not served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Untrusted {
+    /// Its user is not trusted.
+    #[error(
+        "uid {0} of this host is not trusted: run as the server's user, or add the uid to \
+         --trusted-users"
+    )]
+    User(u32),
+    /// It has closed its socket already, so that its user cannot be known.
+    #[error("the other end is closed, so its user is not known, which --trusted-users requires")]
+    Closed,
+}
+
+impl TrustedUsers {
+    /// Checks the user at the other end of a connection.
+    ///
+    /// # Errors
+    /// [`Untrusted`] if that user is not to be served.
+    pub fn check(&self, stream: &TcpStream) -> Result<(), Untrusted> {
+        self.judge(peer::of_tcp(stream).uid, || peer::is_closed(stream))
+    }
+
+    /// The same for a connection whose other end was looked up.
+    pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<(), Untrusted> {
+        self.judge(peer.uid, || match stream {
+            Stream::Tcp(stream) => peer::is_closed(stream),
+            Stream::Unix(_) => false,
+        })
+    }
+
+    fn judge(&self, uid: Option<u32>, is_closed: impl FnOnce() -> bool) -> Result<(), Untrusted> {
+        let Self::OwnAnd(others) = self else {
+            return Ok(());
+        };
+        match uid {
+            Some(uid) if uid == 0 || uid == own_uid() || others.contains(&uid) => Ok(()),
+            Some(uid) => Err(Untrusted::User(uid)),
+            None if is_closed() => Err(Untrusted::Closed),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_own_user_root_and_those_named_are_trusted() {
+        let stranger = own_uid() + 4_242;
+        let judge = |users: &TrustedUsers, uid| users.judge(uid, || false);
+        let own = TrustedUsers::default();
+        assert_eq!(judge(&own, Some(0)), Ok(()));
+        assert_eq!(judge(&own, Some(own_uid())), Ok(()));
+        let refused = Err(Untrusted::User(stranger));
+        assert_eq!(judge(&own, Some(stranger)), refused);
+        let named = TrustedUsers::OwnAnd(vec![stranger]);
+        assert_eq!(judge(&named, Some(stranger)), Ok(()));
+        assert_eq!(judge(&TrustedUsers::All, Some(stranger)), Ok(()));
+    }
+
+    #[test]
+    fn an_unknown_user_is_served_unless_its_socket_was_of_this_host() {
+        let own = TrustedUsers::default();
+        assert_eq!(own.judge(None, || false), Ok(()));
+        assert_eq!(own.judge(None, || true), Err(Untrusted::Closed));
+        assert_eq!(TrustedUsers::All.judge(None, || true), Ok(()));
+    }
+
+    /// A stranger that sends its requests and closes at once would otherwise be of an unknown user.
+    #[tokio::test]
+    async fn a_peer_that_has_closed_is_not_taken_for_one_of_another_host() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.expect("loopback");
+        let address = listener.local_addr().expect("bound");
+        let client = TcpStream::connect(address).await.expect("it listens");
+        let (accepted, _) = listener.accept().await.expect("a connection");
+        assert_eq!(TrustedUsers::default().check(&accepted), Ok(()));
+        drop(client);
+        let found = TrustedUsers::default().check(&accepted);
+        assert_eq!(found, Err(Untrusted::Closed));
+    }
+}
