@@ -14,6 +14,20 @@ const ROUNDS_OF_A_FOLDER: u32 = 8;
 const LIFE_MS: u64 = 600;
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Kills the disk tier at random instants and checks that nothing acknowledged is lost.
+#[derive(Debug, clap::Args)]
+pub(crate) struct CrashLoopArgs {
+    /// Kills
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    rounds: u32,
+    /// Repeat the instants of the run that printed this seed
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Folder on the drive to use
+    #[arg(long, value_name = "PATH", default_value = "target")]
+    dir: PathBuf,
+}
+
 struct Asked {
     rounds: u32,
     seed: u64,
@@ -21,33 +35,19 @@ struct Asked {
 }
 
 impl Asked {
-    fn parse(args: &[String]) -> Result<Self> {
+    fn of(args: &CrashLoopArgs) -> Result<Self> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
-        let mut asked = Self {
-            rounds: 100,
-            seed: now.subsec_nanos().into(),
-            folder: "target".into(),
-        };
-        let mut args = args.iter();
-        while let Some(arg) = args.next() {
-            let value = args
-                .next()
-                .with_context(|| format!("{arg} takes a value"))?;
-            match arg.as_str() {
-                "--rounds" => asked.rounds = value.parse().context("--rounds takes a number")?,
-                "--seed" => asked.seed = value.parse().context("--seed takes a number")?,
-                "--dir" => asked.folder = value.into(),
-                other => bail!("unknown flag {other:?}, expected --rounds, --seed or --dir"),
-            }
-        }
-        // A folder of its own, as it is removed in the end.
-        asked.folder.push("lmc-crash-loop");
-        Ok(asked)
+        Ok(Self {
+            rounds: args.rounds,
+            seed: args.seed.unwrap_or_else(|| now.subsec_nanos().into()),
+            // A folder of its own, as it is removed in the end.
+            folder: args.dir.join("lmc-crash-loop"),
+        })
     }
 }
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let asked = Asked::parse(args)?;
+pub(crate) fn run(args: &CrashLoopArgs) -> Result<bool> {
+    let asked = Asked::of(args)?;
     let example = ["--package", "lmc-backend-disk", "--example", "crash"];
     println!("cargo build --release --locked {}", example.join(" "));
     let built = Command::new("cargo")

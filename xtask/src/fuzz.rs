@@ -3,7 +3,7 @@
 
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::test::succeeds;
 
@@ -11,52 +11,33 @@ const TARGETS: [&str; 4] = ["zmtp", "request", "service", "transfer"];
 /// Longest input in bytes; the seeds and the findings so far are far below.
 const MAX_LEN: u32 = 4096;
 
-/// What was asked for on the command line.
-struct Asked {
+/// Runs the fuzz targets under libFuzzer, or a seeded mutator where that is not at hand.
+#[derive(Debug, clap::Args)]
+pub(crate) struct FuzzArgs {
+    /// Targets to run; all of them unless some are named
+    #[arg(value_name = "TARGET", value_parser = TARGETS)]
     targets: Vec<String>,
+    /// Seconds for each target
+    #[arg(long, value_name = "N", default_value_t = 30)]
     seconds: u32,
+    /// Use the seeded mutator, even where libFuzzer is at hand
+    #[arg(long)]
     stable: bool,
+    /// Repeat the run that printed this seed; libFuzzer keeps what it found in fuzz/artifacts
+    #[arg(long, value_name = "N", requires = "stable")]
     seed: Option<u64>,
 }
 
-impl Asked {
-    fn parse(args: &[String]) -> Result<Self> {
-        let mut asked = Self {
-            targets: Vec::new(),
-            seconds: 30,
-            stable: false,
-            seed: None,
-        };
-        let mut args = args.iter();
-        while let Some(arg) = args.next() {
-            match arg.as_str() {
-                "--seconds" => asked.seconds = number(arg, args.next())?,
-                "--seed" => asked.seed = Some(number(arg, args.next())?),
-                "--stable" => asked.stable = true,
-                target if TARGETS.contains(&target) => asked.targets.push(target.to_owned()),
-                other => bail!(
-                    "unknown target {other:?}, expected some of {}",
-                    TARGETS.join(", ")
-                ),
-            }
+impl FuzzArgs {
+    fn targets(&self) -> Vec<&str> {
+        match self.targets.is_empty() {
+            true => TARGETS.to_vec(),
+            false => self.targets.iter().map(String::as_str).collect(),
         }
-        if asked.seed.is_some() && !asked.stable {
-            bail!("--seed goes with --stable; libFuzzer keeps what it found in fuzz/artifacts");
-        }
-        if asked.targets.is_empty() {
-            asked.targets = TARGETS.map(str::to_owned).to_vec();
-        }
-        Ok(asked)
     }
 }
 
-fn number<T: std::str::FromStr>(flag: &str, value: Option<&String>) -> Result<T> {
-    let value = value.and_then(|value| value.parse().ok());
-    value.with_context(|| format!("{flag} takes a number"))
-}
-
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let asked = Asked::parse(args)?;
+pub(crate) fn run(asked: &FuzzArgs) -> Result<bool> {
     let unguided = match asked.stable {
         true => Some("as asked".to_owned()),
         false => no_libfuzzer(),
@@ -67,11 +48,11 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
         );
     }
     let (mut passed, mut failed) = (0, 0);
-    for target in &asked.targets {
+    for target in asked.targets() {
         let mut command = if unguided.is_none() {
             libfuzzer(target, asked.seconds)?
         } else {
-            mutator(target, &asked)
+            mutator(target, asked)
         };
         println!("fuzz {target} for {} s", asked.seconds);
         let status = command
@@ -122,7 +103,7 @@ fn libfuzzer(target: &str, seconds: u32) -> Result<Command> {
 }
 
 /// The example of the crate that the target belongs to.
-fn mutator(target: &str, asked: &Asked) -> Command {
+fn mutator(target: &str, asked: &FuzzArgs) -> Command {
     let (package, example) = match target {
         "transfer" => ("lmc-transfer", "fuzz_transfer"),
         _ => ("lmc-vllm-adapter", "fuzz"),
@@ -153,16 +134,12 @@ mod tests {
 
     #[test]
     fn arguments_are_checked() {
-        let parse = |line: &str| {
-            let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-            Asked::parse(&args)
-        };
-        let asked = parse("service --seconds 7 --stable --seed 3").expect("all are known");
-        assert_eq!((asked.seconds, asked.seed), (7, Some(3)));
-        assert_eq!(asked.targets, ["service"]);
-        assert_eq!(parse("").expect("nothing is asked for").targets, TARGETS);
+        let parse = crate::parse_action;
+        for line in ["fuzz", "fuzz service --seconds 7 --stable --seed 3"] {
+            assert!(parse(line).is_ok(), "{line}");
+        }
         for wrong in ["zmpt", "--seconds", "--seconds x", "--seed 3"] {
-            assert!(parse(wrong).is_err(), "{wrong}");
+            assert!(parse(&format!("fuzz {wrong}")).is_err(), "{wrong}");
         }
     }
 }

@@ -21,11 +21,7 @@ const SLACK: f64 = 1.25;
 const COMMAND: Duration = Duration::from_secs(20);
 const LIMIT: Duration = Duration::from_secs(120);
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    ensure!(
-        args.is_empty(),
-        "test-multinode takes no arguments, found {args:?}"
-    );
+pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
     match possible().and_then(|()| prepare()) {
         Err(why) => outcomes.skip("namespaces", &why),

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::scripts::{self, NotToBeHad};
 
@@ -29,12 +29,7 @@ pub(crate) fn library() -> Result<PathBuf> {
 
 /// Runs the tests of lmc-transfer with NIXL. Whether all passed, or could not be run here; with
 /// `--require`, only the former.
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let required = match args {
-        [] => false,
-        [flag] if flag == "--require" => true,
-        _ => bail!("test-nixl takes --require or nothing"),
-    };
+pub(crate) fn run(required: bool) -> Result<bool> {
     let folder = match build_tools().and_then(|()| environment()) {
         Ok(folder) => folder,
         Err(why) if why.is::<NotToBeHad>() => {

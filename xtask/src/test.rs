@@ -1,4 +1,5 @@
-//! `cargo xtask test`: what a newcomer runs, and what CI runs.
+//! `cargo xtask check`, the gate, and `cargo xtask test`, the gate and the lab: what a newcomer
+//! runs, and what CI runs.
 
 use std::process::{Command, Stdio};
 
@@ -6,19 +7,46 @@ use anyhow::{Result, bail, ensure};
 
 use crate::scripts::NotToBeHad;
 use crate::steps::{Step, Steps};
-use crate::{nixl, toolchain};
+use crate::{nixl, packages, toolchain};
+
+/// Steps of a run.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StepArgs {
+    /// Steps to run; all of them unless some are named
+    #[arg(value_name = "STEP")]
+    steps: Vec<String>,
+    /// List the steps and their commands, without running them
+    #[arg(long)]
+    list: bool,
+}
 
 /// Parts of the machine that decide which steps run.
 struct Has {
     nextest: bool,
+    deny: bool,
     /// True if the tools that build the feature `nixl` are installed.
     nixl_tools: bool,
-    /// A toolchain whose warnings are errors.
+    /// True for a toolchain whose warnings are errors.
     denies_warnings: bool,
 }
 
-/// The steps in the order in which they run: quick ones first.
-fn steps(has: &Has) -> Vec<Step> {
+impl Has {
+    fn find() -> Self {
+        Self {
+            nextest: succeeds("cargo", &["nextest", "--version"]),
+            deny: succeeds("cargo", &["deny", "--version"]),
+            nixl_tools: packages::found("g++") && succeeds("sh", &["-c", LIBCLANG]),
+            denies_warnings: toolchain::denies_warnings(),
+        }
+    }
+}
+
+/// Lists the libraries that bindgen can read C++ with.
+const LIBCLANG: &str = "ls $LIBCLANG_PATH /usr/lib/llvm-*/lib/libclang*.so* \
+                        /usr/lib/*/libclang*.so* /usr/lib64/libclang*.so* 2>/dev/null | grep -q clang";
+
+/// The gate: needs no network once the crates are fetched, no rights, and a few minutes.
+fn gate(has: &Has) -> Vec<Step> {
     let tests = if has.nextest {
         "cargo nextest run --locked --workspace --profile xtask"
     } else {
@@ -33,21 +61,37 @@ fn steps(has: &Has) -> Vec<Step> {
         (false, true) => "cargo clippy --locked --workspace --all-targets -- -D warnings",
         (false, false) => "cargo clippy --locked --workspace --all-targets",
     };
-    let docs = Step::new("docs", "cargo doc --locked --workspace --no-deps");
+    let docs = match has.nixl_tools {
+        true => "cargo doc --locked --workspace --no-deps --all-features",
+        false => "cargo doc --locked --workspace --no-deps",
+    };
+    let default_features = match has.denies_warnings {
+        true => "cargo clippy --locked --workspace --all-targets -- -D warnings",
+        false => "cargo clippy --locked --workspace --all-targets",
+    };
+    let docs = Step::new("docs", docs);
     vec![
         Step::new("format", "cargo fmt --all --check"),
         Step::new("tidy", "cargo xtask tidy"),
+        Step::new("deny", "cargo deny --offline check bans licenses sources"),
         Step::new("clippy", clippy),
+        Step::new("features", default_features),
         match has.denies_warnings {
             true => docs.with("RUSTDOCFLAGS", "-Dwarnings"),
             false => docs,
         },
-        Step::new("build", "cargo xtask test-build"),
         Step::new("tests", tests),
         Step::new(
             "doc-examples",
             "cargo test --locked --workspace --doc --no-fail-fast",
         ),
+    ]
+}
+
+/// The lab: real peers and servers, other hosts, crashes. Fetches and installs what it needs.
+fn lab() -> Vec<Step> {
+    vec![
+        Step::new("build", "cargo xtask test-build"),
         Step::new("nixl", "cargo xtask test-nixl"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
@@ -62,36 +106,55 @@ fn steps(has: &Has) -> Vec<Step> {
     ]
 }
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let mut has = Has {
-        nextest: succeeds("cargo", &["nextest", "--version"]),
-        nixl_tools: true,
-        denies_warnings: toolchain::denies_warnings(),
-    };
-    let mut wanted = Vec::new();
-    let known = steps(&has);
-    let names: Vec<&str> = known.iter().map(|step| step.name).collect();
-    for arg in args {
-        match arg.as_str() {
-            "--list" => {
-                for step in &known {
-                    println!("{:<14} {}", step.name, step.typed());
-                }
-                return Ok(true);
-            }
-            name if names.contains(&name) => wanted.push(name),
-            other => bail!(
-                "unknown step {other:?}, expected one of {}",
-                names.join(", ")
-            ),
-        }
-    }
+/// Runs the gate.
+pub(crate) fn check(args: &StepArgs) -> Result<bool> {
+    let has = Has::find();
+    run_steps(gate(&has), args, &has, Steps::default())
+}
+
+/// Runs the gate and the lab.
+pub(crate) fn run(args: &StepArgs) -> Result<bool> {
+    let mut has = Has::find();
     let mut done = Steps::default();
-    // The Python environment is made by the step that needs it.
-    if let Err(why) = nixl::build_tools() {
-        ensure!(why.is::<NotToBeHad>(), "{why:#}");
-        has.nixl_tools = false;
-        done.note(&format!("clippy looked at default features only: {why:#}"));
+    if !args.list {
+        // The Python environment is made by the step that needs it.
+        has.nixl_tools = match nixl::build_tools() {
+            Ok(()) => true,
+            Err(why) => {
+                ensure!(why.is::<NotToBeHad>(), "{why:#}");
+                done.note(&format!("{why:#}"));
+                false
+            }
+        };
+    }
+    let mut steps = gate(&has);
+    steps.extend(lab());
+    run_steps(steps, args, &has, done)
+}
+
+fn run_steps(mut steps: Vec<Step>, args: &StepArgs, has: &Has, mut done: Steps) -> Result<bool> {
+    if args.list {
+        for step in &steps {
+            println!("{:<14} {}", step.name, step.typed());
+        }
+        return Ok(true);
+    }
+    let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
+    if let Some(unknown) = args
+        .steps
+        .iter()
+        .find(|step| !names.contains(&step.as_str()))
+    {
+        bail!(
+            "unknown step {unknown:?}, expected one of {}",
+            names.join(", ")
+        );
+    }
+    if !has.nixl_tools {
+        done.note(
+            "clippy and docs looked at default features only: the feature nixl needs g++ and \
+             libclang (Debian: g++ libclang-dev), which `cargo xtask test` installs",
+        );
     }
     if !has.nextest {
         done.note("tests ran under cargo test; `cargo install --locked cargo-nextest` is quicker");
@@ -99,13 +162,12 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     if !has.denies_warnings {
         done.note(&toolchain::note());
     }
-    let mut steps = steps(&has);
-    if !wanted.is_empty() {
-        steps.retain(|step| wanted.contains(&step.name));
+    if !args.steps.is_empty() {
+        steps.retain(|step| args.steps.iter().any(|wanted| wanted == step.name));
     }
     let count = steps.len();
     for (index, step) in steps.into_iter().enumerate() {
-        match lacks(step.name) {
+        match lacks(step.name, has) {
             Some(why) => done.skip(step, &why),
             None => done.run(step, index + 1, count),
         }
@@ -114,10 +176,15 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
 }
 
 /// Returns the reason why a step cannot run. A component that a fresh toolchain lacks is added.
-fn lacks(step: &str) -> Option<String> {
+fn lacks(step: &str, has: &Has) -> Option<String> {
     let (component, probe) = match step {
+        "deny" if !has.deny => {
+            return Some(
+                "no cargo-deny: `cargo install --locked cargo-deny`, then try again".to_owned(),
+            );
+        }
         "format" => ("rustfmt", "fmt"),
-        "clippy" => ("clippy", "clippy"),
+        "clippy" | "features" => ("clippy", "clippy"),
         _ => return None,
     };
     let why = || format!("no {component}: `rustup component add {component}`, then try again");

@@ -31,14 +31,27 @@ pub(crate) fn build_server() -> Result<PathBuf> {
     Ok(Path::new(&target).join("release/lmc"))
 }
 
+/// Arguments of a script of checks, which its own --help lists.
+#[derive(Debug, clap::Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct ScriptArgs {
+    /// Passed on to the script
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "ARG"
+    )]
+    args: Vec<String>,
+}
+
 /// Runs the scenarios of xtask/python/scenarios.py. Whether all of them passed.
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    checks("xtask/python/scenarios.py", args)
+pub(crate) fn run(args: &ScriptArgs) -> Result<bool> {
+    checks("xtask/python/scenarios.py", &args.args)
 }
 
 /// Runs LMCache's own command-line tools against the server. Whether all did what they should.
-pub(crate) fn run_cli(args: &[String]) -> Result<bool> {
-    checks("xtask/python/cli_check.py", args)
+pub(crate) fn run_cli(args: &ScriptArgs) -> Result<bool> {
+    checks("xtask/python/cli_check.py", &args.args)
 }
 
 /// Runs a script of checks against the server, in the Python environment.

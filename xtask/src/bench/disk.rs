@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::figures::median;
@@ -29,6 +29,26 @@ const OWN_FOLDER: &str = "lmc-bench-disk";
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
+/// Measures the disk tier beside fio and LMCache's adapters; writes docs/benchmarks.md.
+#[derive(Debug, clap::Args)]
+pub(crate) struct DiskArgs {
+    /// Rounds; figures are medians of them
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+    /// Seconds of each cell
+    #[arg(long, value_name = "S", default_value_t = 2.0)]
+    seconds: f64,
+    /// Folder on the drive to use
+    #[arg(long, value_name = "PATH", default_value = "target")]
+    dir: PathBuf,
+    /// Measure a few cells, in under a minute; writes nothing
+    #[arg(long)]
+    quick: bool,
+    /// Write nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
 struct Asked {
     rounds: usize,
     seconds: f64,
@@ -41,37 +61,22 @@ struct Asked {
 }
 
 impl Asked {
-    fn parse(args: &[String]) -> Result<Self> {
+    fn of(args: &DiskArgs) -> Result<Self> {
         let mut asked = Self {
-            rounds: 3,
-            seconds: 2.0,
-            folder: Path::new("target").join(OWN_FOLDER),
+            rounds: args.rounds,
+            seconds: args.seconds,
+            folder: args.dir.join(OWN_FOLDER),
             chunks: vec![256 * KIB, MIB, 4 * MIB, 16 * MIB],
             depths: vec![1, 8, 64],
             bytes: 1 << 30,
             counts: vec![1_000, 10_000, 100_000],
-            dry: false,
+            dry: args.dry_run || args.quick,
         };
-        let mut args = args.iter();
-        while let Some(arg) = args.next() {
-            let mut value = || args.next().with_context(|| format!("{arg} takes a value"));
-            match arg.as_str() {
-                "--rounds" => asked.rounds = value()?.parse().context("--rounds")?,
-                "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
-                "--dir" => asked.folder = Path::new(value()?).join(OWN_FOLDER),
-                "--dry-run" => asked.dry = true,
-                "--quick" => {
-                    (asked.rounds, asked.seconds, asked.bytes) = (1, 1.0, 256 << 20);
-                    asked.chunks = vec![MIB];
-                    asked.depths = vec![1, 8];
-                    asked.counts = vec![1_000, 10_000];
-                    asked.dry = true;
-                }
-                other => bail!(
-                    "unknown flag {other:?}, expected --rounds, --seconds, --dir, --dry-run \
-                     (does not write docs) or --quick"
-                ),
-            }
+        if args.quick {
+            (asked.rounds, asked.seconds, asked.bytes) = (1, 1.0, 256 << 20);
+            asked.chunks = vec![MIB];
+            asked.depths = vec![1, 8];
+            asked.counts = vec![1_000, 10_000];
         }
         check_amounts(asked.rounds, asked.seconds, 0.001)?;
         Ok(asked)
@@ -129,8 +134,8 @@ impl Cells {
     }
 }
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let asked = Asked::parse(args)?;
+pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
+    let asked = Asked::of(args)?;
     packages::install("fio", "fio")?;
     let speed = build()?;
     let _ = fs::remove_dir_all(&asked.folder);
@@ -675,35 +680,38 @@ fn as_json(
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Result<Asked> {
-        let args: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
-        Asked::parse(&args)
+    fn args() -> DiskArgs {
+        DiskArgs {
+            rounds: 3,
+            seconds: 2.0,
+            dir: "target".into(),
+            quick: false,
+            dry_run: false,
+        }
     }
 
-    /// The folder that was named was removed with all that lay in it.
     #[test]
     fn a_named_folder_is_not_the_one_that_is_removed() {
-        for (args, parent) in [("--dir /data", "/data"), ("--dir .", "."), ("", "target")] {
-            let folder = parse(args).expect("valid").folder;
-            assert_eq!(folder.parent(), Some(Path::new(parent)), "{args}");
+        for parent in ["/data", ".", "target"] {
+            let dir = parent.into();
+            let folder = Asked::of(&DiskArgs { dir, ..args() })
+                .expect("valid")
+                .folder;
+            assert_eq!(folder.parent(), Some(Path::new(parent)));
         }
     }
 
     #[test]
-    fn flags_are_checked() {
-        assert_eq!(
-            parse("--seconds 1.5 --dry-run").expect("valid").seconds,
-            1.5
-        );
-        for wrong in [
-            "--rounds 0",
-            "--seconds 0",
-            "--seconds nan",
-            "--dir",
-            "--size 1",
-        ] {
-            assert!(parse(wrong).is_err(), "{wrong}");
+    fn amounts_that_measure_nothing_are_refused() {
+        for (rounds, seconds) in [(0, 1.0), (1, 0.0), (1, f64::NAN)] {
+            let wrong = DiskArgs {
+                rounds,
+                seconds,
+                ..args()
+            };
+            assert!(Asked::of(&wrong).is_err(), "{wrong:?}");
         }
+        assert!(Asked::of(&args()).is_ok());
     }
 
     #[test]

@@ -10,14 +10,21 @@ mod serve;
 mod server;
 mod transfer;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    match args.split_first() {
-        Some((name, rest)) if name == "serve" => serve::run(rest),
-        Some((name, rest)) if name == "disk" => disk::run(rest),
-        Some((name, rest)) if name == "transfer" => transfer::run(rest),
-        _ => bail!("expected `cargo xtask bench serve`, `disk` or `transfer`, found {args:?}"),
+/// Benchmarks beside the peers and the local ceilings.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum BenchAction {
+    Serve(serve::ServeArgs),
+    Disk(disk::DiskArgs),
+    Transfer(transfer::TransferArgs),
+}
+
+pub(crate) fn run(action: &BenchAction) -> Result<bool> {
+    match action {
+        BenchAction::Serve(args) => serve::run(args),
+        BenchAction::Disk(args) => disk::run(args),
+        BenchAction::Transfer(args) => transfer::run(args),
     }
 }
 

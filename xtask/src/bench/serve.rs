@@ -52,48 +52,27 @@ const LOADS: &[&[&str]] = &[
 /// operations of each client, so that a slow server completes some too.
 const SIZES: &[(&str, &str, &str)] = &[("2", "128", "80"), ("16", "128", "30"), ("32", "512", "8")];
 
-struct Options {
-    rounds: usize,
+/// Measures lmc and LMCache's server under the same load, in turn; writes docs/benchmarks.md.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ServeArgs {
+    /// Rounds; figures are medians of them
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Seconds of each cell
+    #[arg(long, value_name = "S", default_value = "1.5")]
     duration: String,
+    /// LMCache's `lmcache`; fetched from PyPI unless given
+    #[arg(long, value_name = "PROGRAM")]
     lmcache: Option<String>,
+    /// Measure an earlier lmc in the place of LMCache's server; writes nothing
+    #[arg(long, value_name = "PROGRAM")]
     before: Option<String>,
-    write: bool,
+    /// Write nothing
+    #[arg(long)]
+    dry_run: bool,
 }
 
-fn options(args: &[String]) -> Result<Options> {
-    let mut options = Options {
-        rounds: 3,
-        duration: "1.5".to_owned(),
-        lmcache: None,
-        before: None,
-        write: true,
-    };
-    let mut args = args.iter();
-    while let Some(arg) = args.next() {
-        let mut value = || args.next().with_context(|| format!("{arg} needs a value"));
-        match arg.as_str() {
-            "--rounds" => options.rounds = value()?.parse().context("--rounds: a number")?,
-            "--duration" => options.duration.clone_from(value()?),
-            "--lmcache" => options.lmcache = Some(value()?.clone()),
-            "--before" => {
-                options.before = Some(value()?.clone());
-                options.write = false;
-            }
-            "--dry-run" => options.write = false,
-            other => bail!(
-                "expected --rounds N, --duration SECONDS, --lmcache PROGRAM, --before PROGRAM or \
-                 --dry-run, found {other}"
-            ),
-        }
-    }
-    if options.rounds == 0 {
-        bail!("--rounds: expected a number above 0");
-    }
-    Ok(options)
-}
-
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let options = options(args)?;
+pub(crate) fn run(options: &ServeArgs) -> Result<bool> {
     let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
     let peer = match (&options.before, &options.lmcache) {
         (Some(program), _) => Peer::Earlier(program.clone()),
@@ -117,7 +96,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
                 options.rounds,
                 programs.name(kind)
             );
-            all_well &= measure(kind, &programs, &options, &mut figures)?;
+            all_well &= measure(kind, &programs, options, &mut figures)?;
         }
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -153,7 +132,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
     }
     let text = page(&conditions, &figures, options.rounds, programs.peer.name());
     println!("{text}");
-    if options.write {
+    if !options.dry_run && options.before.is_none() {
         super::page::write("bench serve", &text)?;
         let value = json!({
             "conditions": conditions.iter().map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
@@ -170,7 +149,7 @@ pub(crate) fn run(args: &[String]) -> Result<bool> {
 fn measure(
     kind: Kind,
     programs: &Programs,
-    options: &Options,
+    options: &ServeArgs,
     figures: &mut Figures,
 ) -> Result<bool> {
     fs::create_dir_all("target/bench")?;
@@ -256,7 +235,12 @@ fn clear(programs: &Programs, server: &Server) -> Result<()> {
 }
 
 /// Runs the generator. Its report.
-fn bench(programs: &Programs, server: &Server, options: &Options, args: &[&str]) -> Result<Value> {
+fn bench(
+    programs: &Programs,
+    server: &Server,
+    options: &ServeArgs,
+    args: &[&str],
+) -> Result<Value> {
     let output = Command::new(&programs.lmc)
         .args(["bench", "--force", "--json", "--url"])
         .arg(format!("tcp://127.0.0.1:{}", server.port))
@@ -351,7 +335,7 @@ fn grouped(number: u64) -> String {
     text
 }
 
-fn page(conditions: &[(&str, String)], figures: &Figures, rounds: usize, peer: &str) -> String {
+fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, peer: &str) -> String {
     let mut text = format!(
         "## lmc serve against {peer}\n\n`cargo xtask bench serve`: medians of \
          {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
@@ -404,10 +388,9 @@ mod tests {
 
     #[test]
     fn options_are_checked() {
-        let parse = |text: &str| options(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
-        assert_eq!(parse("--rounds 5 --dry-run").expect("valid").rounds, 5);
+        assert!(crate::parse_action("bench serve --rounds 5 --dry-run").is_ok());
         for wrong in ["--rounds", "--rounds 0", "--round 1"] {
-            assert!(parse(wrong).is_err(), "{wrong}");
+            assert!(crate::parse_action(&format!("bench serve {wrong}")).is_err());
         }
         assert_eq!(grouped(1_234_567), "1,234,567");
         assert_eq!(grouped(12), "12");

@@ -20,22 +20,7 @@ use crate::{multinode, packages, shown};
 use devices::Port;
 use guest::{Guest, Layout};
 
-const HELP: &str = "\
-The NIXL channel between two processes: every operation, checked byte for byte, and a sweep of
-sizes and batches; and the suite that every channel passes. Without --level: the best level of RDMA
-that the machine has (the first that can be had of device, rxe, and guest with guests), then
-namespaces, tcp and cma. A guest runs a part of the suite only; --level suite runs all of
-it there, in about five minutes. Ends with non-zero when something failed that the machine can do. Logs
-lie in target/test-rdma.
-
-  cargo xtask test-rdma [FLAGS]
-      --level NAME   this one only, or best; may be given again
-      --require      a level that cannot be had is a failure; of best, if none can. On a host with
-                     a device: --level device --require
-      --list         the levels, and which of them can be had here
-";
-
-/// What can be run, the best first.
+/// Transports that can be tested, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Level {
     Device,
@@ -123,92 +108,77 @@ impl Level {
     }
 }
 
-/// What was asked for.
-#[derive(Debug, PartialEq, Eq)]
-enum Asked {
-    Help,
-    List,
-    Run(Plan),
+/// Runs the NIXL channel between two processes over the best RDMA that the machine has.
+///
+/// Every operation is checked byte for byte, with a sweep of sizes and batches, and the suite that
+/// every channel passes. Without --level: the best level of RDMA that the machine has (the first
+/// that can be had of device, rxe, and guest with guests), then namespaces, tcp and cma. A guest
+/// runs a part of the suite; --level suite runs all of it there, in about five minutes. Logs lie in
+/// target/test-rdma.
+#[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+pub(crate) struct RdmaArgs {
+    /// This level only; may be given again
+    #[arg(long = "level", value_name = "NAME", value_parser = NAMES)]
+    levels: Vec<String>,
+    /// Fail where a level cannot be had; of best, where none can
+    #[arg(long)]
+    require: bool,
+    /// Print the levels, and which of them can be had here
+    #[arg(long)]
+    list: bool,
 }
 
-/// What is to be run.
-#[derive(Debug, PartialEq, Eq)]
-struct Plan {
-    /// The best of RDMA, before these levels.
-    best: bool,
-    levels: Vec<Level>,
-    /// Whether what cannot be had is a failure.
-    required: bool,
-}
+/// Names of the levels, and of the best of RDMA.
+const NAMES: [&str; 9] = [
+    "best",
+    "device",
+    "rxe",
+    "guest",
+    "guests",
+    "suite",
+    "namespaces",
+    "tcp",
+    "cma",
+];
 
-impl Asked {
-    fn parse(args: &[String]) -> Result<Self> {
-        let mut plan = Plan {
-            best: false,
-            levels: Vec::new(),
-            required: false,
-        };
-        let mut args = args.iter();
-        while let Some(arg) = args.next() {
-            match arg.as_str() {
-                "--help" | "-h" => return Ok(Self::Help),
-                "--list" => return Ok(Self::List),
-                "--require" => plan.required = true,
-                "--level" => {
-                    let name = args.next().context("--level takes a name")?;
-                    if name == "best" {
-                        plan.best = true;
-                        continue;
-                    }
-                    let level = LEVELS.into_iter().find(|level| level.name() == name);
-                    let names = LEVELS.map(Level::name).join(", ");
-                    plan.levels.push(level.with_context(|| {
-                        format!("unknown level {name:?}, expected best or one of {names}")
-                    })?);
-                }
-                other => bail!("unknown flag {other:?}; test-rdma --help lists them"),
-            }
+impl RdmaArgs {
+    /// The best of RDMA, and the levels after it.
+    fn plan(&self) -> (bool, Vec<Level>) {
+        if self.levels.is_empty() {
+            return (true, vec![Level::Namespaces, Level::Tcp, Level::Cma]);
         }
-        if !plan.best && plan.levels.is_empty() {
-            plan.best = true;
-            plan.levels = vec![Level::Namespaces, Level::Tcp, Level::Cma];
-        }
-        Ok(Self::Run(plan))
+        let named = |name: &String| LEVELS.into_iter().find(|level| level.name() == name);
+        let levels = self.levels.iter().filter_map(named).collect();
+        (self.levels.iter().any(|name| name == "best"), levels)
     }
 }
 
-pub(crate) fn run(args: &[String]) -> Result<bool> {
-    let plan = match Asked::parse(args)? {
-        Asked::Help => {
-            print!("{HELP}");
-            return Ok(true);
+pub(crate) fn run(args: &RdmaArgs) -> Result<bool> {
+    if args.list {
+        print_found();
+        for level in LEVELS {
+            let can = match level.possible() {
+                Ok(()) => "yes".to_owned(),
+                Err(why) => format!("no: {why:#}"),
+            };
+            println!("{:<11} {}: {can}", level.name(), level.described());
         }
-        Asked::List => {
-            print_found();
-            for level in LEVELS {
-                let can = match level.possible() {
-                    Ok(()) => "yes".to_owned(),
-                    Err(why) => format!("no: {why:#}"),
-                };
-                println!("{:<11} {}: {can}", level.name(), level.described());
-            }
-            return Ok(true);
-        }
-        Asked::Run(plan) => plan,
-    };
+        return Ok(true);
+    }
+    let (best, chosen) = args.plan();
     print_found();
     std::fs::create_dir_all(LOGS)?;
-    let mut outcomes = Outcomes::new(plan.required);
+    let mut outcomes = Outcomes::new(args.require);
     let mut levels = Vec::new();
-    if plan.best {
+    if best {
         levels = best_of_rdma(&mut outcomes);
-        if levels.is_empty() && plan.required {
+        if levels.is_empty() && args.require {
             let none = anyhow!("no level of RDMA can be had here");
             outcomes.cannot("best", none);
         }
         outcomes.skip("gpu", &no_gpu_level());
     }
-    levels.extend(plan.levels);
+    levels.extend(chosen);
     let nixl = Nixl::find();
     let program = two_sides::build(nixl.is_ok())?;
     for level in levels {
@@ -495,32 +465,28 @@ fn verbs(nixl: &Nixl, logs: &Path) -> Result<Vec<(String, String)>> {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Asked> {
-        let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        Asked::parse(&args)
-    }
-
     #[test]
     fn levels_are_chosen_by_name() {
         let all = [Level::Namespaces, Level::Tcp, Level::Cma];
-        let cases: [(&str, bool, &[Level], bool); 5] = [
-            ("", true, &all, false),
-            ("--require", true, &all, true),
-            ("--level best --level cma", true, &[Level::Cma], false),
-            ("--level best --require", true, &[], true),
-            ("--level guests", false, &[Level::Guests], false),
+        let cases: [(&[&str], bool, &[Level]); 3] = [
+            (&[], true, &all),
+            (&["best", "cma"], true, &[Level::Cma]),
+            (&["guests"], false, &[Level::Guests]),
         ];
-        for (line, best, levels, required) in cases {
-            let plan = Plan {
-                best,
-                levels: levels.to_vec(),
-                required,
+        for (levels, best, expected) in cases {
+            let args = RdmaArgs {
+                levels: levels.iter().map(ToString::to_string).collect(),
+                require: false,
+                list: false,
             };
-            assert_eq!(parse(line).expect(line), Asked::Run(plan));
+            assert_eq!(args.plan(), (best, expected.to_vec()));
         }
-        assert_eq!(parse("--list").expect("a flag"), Asked::List);
+        let known = LEVELS.map(Level::name);
+        assert!(NAMES[1..] == known && NAMES[0] == "best");
+        let parse = crate::parse_action;
+        assert!(parse("test-rdma --level best --level cma --require").is_ok());
         for wrong in ["--level", "--level hca", "tcp"] {
-            assert!(parse(wrong).is_err(), "{wrong}");
+            assert!(parse(&format!("test-rdma {wrong}")).is_err(), "{wrong}");
         }
     }
 }

@@ -1,6 +1,9 @@
 //! Rules about manifests.
 
 use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde_json::Value;
 
 use super::Findings;
 use super::tree::Tree;
@@ -90,6 +93,41 @@ pub(crate) fn layering(tree: &Tree, findings: &mut Findings) {
                 .push(format!("{name} stands in LAYERS but not in crates/"));
         }
     }
+}
+
+/// No dependency needs a later Rust than the `rust-version` of the workspace. Clippy's
+/// `incompatible_msrv` checks the same of what our code uses of the standard library.
+pub(crate) fn rust_versions(tree: &Tree, findings: &mut Findings) {
+    let workspace = tree.manifest("Cargo.toml");
+    let declared = workspace["workspace"]["package"]["rust-version"].as_str();
+    let declared = declared.and_then(minor_version).unwrap_or(0);
+    let metadata = Command::new("cargo")
+        .args(["metadata", "--locked", "--format-version", "1"])
+        .current_dir(crate::root())
+        .output();
+    let metadata = metadata.map(|output| serde_json::from_slice::<Value>(&output.stdout));
+    let Ok(Ok(metadata)) = metadata else {
+        findings
+            .faults
+            .push("cargo metadata --locked fails".to_owned());
+        return;
+    };
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        let needs = package["rust_version"].as_str();
+        if needs.and_then(minor_version) > Some(declared) {
+            findings.faults.push(format!(
+                "{} {} needs Rust {}, rust-version in Cargo.toml is 1.{declared}",
+                package["name"],
+                package["version"],
+                needs.unwrap_or_default()
+            ));
+        }
+    }
+}
+
+/// Returns the 90 of `1.90` or `1.90.1`.
+fn minor_version(version: &str) -> Option<u32> {
+    version.split('.').nth(1)?.parse().ok()
 }
 
 /// Each outside crate has its reason above it, in the workspace's manifest or, where one crate

@@ -45,6 +45,10 @@ const RULES: &[Rule] = &[
         check: crates::examples,
     },
     Rule {
+        name: "dependencies build with the declared Rust",
+        check: crates::rust_versions,
+    },
+    Rule {
         name: "no file outgrows its reader",
         check: source::sizes,
     },

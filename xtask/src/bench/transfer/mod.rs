@@ -22,20 +22,6 @@ const LOGS: &str = "target/bench-transfer";
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-const HELP: &str = "\
-Channels between two processes of this machine beside what they stand on, in turn in each round.
-
-  cargo xtask bench transfer
-      --rounds N     3 unless given
-      --seconds N    of each measurement, 1 unless given
-      --only TEXT    pairs whose name holds this: \"TCP\", \"Unix\", \"NIXL\"; writes nothing
-      --dry-run      writes nothing
-      --quick        one round, fewer batches, under two minutes; writes nothing
-
-Writes docs/benchmarks.md and docs/benchmarks/transfer.json. Installs iperf3 where it is not, and
-fetches NIXL's library from PyPI; without that, its rows are left out.
-";
-
 /// Objects of a batch, and bytes of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Batch {
@@ -156,6 +142,30 @@ const PAIRS: [Pair; 6] = [
     },
 ];
 
+/// Measures channels between two processes of this machine beside what they stand on, in turn in
+/// each round; writes docs/benchmarks.md.
+///
+/// Installs iperf3 where it is not, and fetches NIXL's library from PyPI; without that, its rows are
+/// left out.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TransferArgs {
+    /// Rounds
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+    /// Seconds of each measurement
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    seconds: f64,
+    /// Pairs whose name holds this: TCP, Unix, NIXL; writes nothing
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+    /// One round, fewer batches, in under two minutes; writes nothing
+    #[arg(long)]
+    quick: bool,
+    /// Write nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
 struct Asked {
     rounds: usize,
     seconds: f64,
@@ -165,39 +175,24 @@ struct Asked {
 }
 
 impl Asked {
-    fn parse(args: &[String]) -> Result<Self> {
+    fn of(args: &TransferArgs) -> Result<Self> {
         let mut asked = Self {
-            rounds: 3,
-            seconds: 1.0,
+            rounds: args.rounds,
+            seconds: args.seconds,
             large: LARGE.to_vec(),
-            only: String::new(),
-            dry: false,
+            only: args.only.clone(),
+            dry: args.dry_run || args.quick || !args.only.is_empty(),
         };
-        let mut args = args.iter();
-        while let Some(arg) = args.next() {
-            let mut value = || args.next().with_context(|| format!("{arg} takes a value"));
-            match arg.as_str() {
-                "--rounds" => asked.rounds = value()?.parse().context("--rounds")?,
-                "--seconds" => asked.seconds = value()?.parse().context("--seconds")?,
-                "--only" => {
-                    asked.only.clone_from(value()?);
-                    let found = asked.pairs().next().is_some();
-                    ensure!(
-                        found,
-                        "no pair's name holds {:?}; try TCP, Unix or NIXL",
-                        asked.only
-                    );
-                    asked.dry = true;
-                }
-                "--dry-run" => asked.dry = true,
-                "--quick" => {
-                    (asked.rounds, asked.seconds) = (1, 0.5);
-                    asked.large = LARGE[..1].to_vec();
-                    asked.dry = true;
-                }
-                other => bail!("unknown flag {other:?}; --help lists them"),
-            }
+        if args.quick {
+            (asked.rounds, asked.seconds) = (1, 0.5);
+            asked.large = LARGE[..1].to_vec();
         }
+        let found = asked.pairs().next().is_some();
+        ensure!(
+            found,
+            "no pair's name holds {:?}; try TCP, Unix or NIXL",
+            asked.only
+        );
         check_amounts(asked.rounds, asked.seconds, 0.01)?;
         Ok(asked)
     }
@@ -213,12 +208,8 @@ impl Asked {
     }
 }
 
-pub(super) fn run(args: &[String]) -> Result<bool> {
-    if args == ["--help"] {
-        print!("{HELP}");
-        return Ok(true);
-    }
-    let asked = Asked::parse(args)?;
+pub(super) fn run(args: &TransferArgs) -> Result<bool> {
+    let asked = Asked::of(args)?;
     packages::install("iperf3", "iperf3")?;
     let nixl = Nixl::find();
     if let Err(why) = &nixl {
@@ -356,23 +347,25 @@ mod tests {
 
     #[test]
     fn flags_are_checked() {
-        let parse = |text: &str| {
-            let args: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
-            Asked::parse(&args)
+        let asked = |rounds, seconds, only: &str, quick| {
+            Asked::of(&TransferArgs {
+                rounds,
+                seconds,
+                only: only.to_owned(),
+                quick,
+                dry_run: false,
+            })
         };
-        assert_eq!(parse("--seconds 1.5").expect("valid").seconds, 1.5);
-        for dry in ["--quick", "--only TCP", "--dry-run"] {
-            assert!(parse(dry).expect("valid").dry, "{dry}");
-        }
-        for wrong in [
-            "--rounds 0",
-            "--seconds 0",
-            "--seconds nan",
-            "--only",
-            "--only unix",
-            "--size 1",
+        assert!(!asked(3, 1.5, "", false).expect("valid").dry);
+        assert!(asked(3, 1.5, "TCP", false).expect("valid").dry);
+        assert!(asked(3, 1.5, "", true).expect("valid").dry);
+        for (rounds, seconds, only) in [
+            (0, 1.0, ""),
+            (1, 0.0, ""),
+            (1, f64::NAN, ""),
+            (1, 1.0, "unix"),
         ] {
-            assert!(parse(wrong).is_err(), "{wrong}");
+            assert!(asked(rounds, seconds, only, false).is_err());
         }
     }
 
