@@ -119,7 +119,9 @@ pub fn documentation() -> String {
          | `GET /quota`, `GET`, `PUT`, `DELETE /quota/SALT` | quotas; the body of a PUT is `{\"limit_gb\": 20}`; at most 1,024 salts have one; they last until the server stops |\n\
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
-         Refusals are JSON with the reason in `error` and `detail`. Answers are compressed for clients that accept gzip.\n\n\
+         Refusals are JSON with the reason in `error` and `detail`. Answers are compressed for clients that accept gzip.\n\
+         At most 128 connections are open at a time; a new one takes the place of the one that waits for a request for longest. \
+         The head of a connection's first request must arrive within 5 s, of each later one within 30 s of the answer before it.\n\n\
          ## Signals\n\n\
          | signal | effect |\n|---|---|\n\
          | SIGTERM, SIGINT, SIGHUP | stops in order: answers requests under way, writes to disk what is to go there, and ends. SIGHUP stays ignored under `nohup`; there is no reload |\n\

@@ -1,7 +1,8 @@
 //! Connections of the HTTP side: bounded in number, and in the time that each may take.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::http::Request;
@@ -11,17 +12,20 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use lmc_vllm_adapter::TrustedUsers;
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use super::guard::ConnectionUser;
 
-/// Connections at a time; more are closed at once.
-const MAX_CONNECTIONS: usize = 128;
-/// Longest time from the start of a connection, or the end of an answer, to the end of the next
-/// request's head.
+/// Connections at a time. Beyond that, a new one takes the place of the one that waits for a
+/// request's head for longest, or is closed at once if there is none.
+pub(super) const MAX_CONNECTIONS: usize = 128;
+/// Longest time from the start of a connection to the end of its first request's head.
+const FIRST_HEAD_DEADLINE: Duration = Duration::from_secs(5);
+/// Longest time from the end of an answer to the end of the next request's head.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest life of a connection; a client that wants more connects again.
 const LIFE: Duration = Duration::from_secs(300);
@@ -37,7 +41,7 @@ pub(super) async fn serve(
     trusted_users: TrustedUsers,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let free = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let seats = Seats::default();
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -55,29 +59,107 @@ pub(super) async fn serve(
                 continue;
             }
         };
-        let Ok(permit) = Arc::clone(&free).try_acquire_owned() else {
+        let Some(seat) = seats.take(Instant::now()) else {
             continue;
         };
         let user = ConnectionUser(trusted_users.check(&stream));
-        let connection = connection(stream, user, router.clone(), stopped.clone());
+        let connection = connection(
+            stream,
+            user,
+            Arc::clone(&seat),
+            router.clone(),
+            stopped.clone(),
+        );
+        let seats = seats.clone();
         connections.spawn(async move {
             connection.await;
-            drop(permit);
+            seats.leave(&seat);
         });
     }
     while connections.join_next().await.is_some() {}
 }
 
+/// The seats of open connections. Clones share them.
+#[derive(Debug, Clone, Default)]
+struct Seats(Arc<Mutex<Vec<Arc<Seat>>>>);
+
+/// The seat of one open connection.
+#[derive(Debug)]
+struct Seat {
+    /// Since when it waits for a request's head; `None` while a request is answered.
+    idle_since: Mutex<Option<Instant>>,
+    has_asked: AtomicBool,
+    evicted: Notify,
+}
+
+impl Seats {
+    /// A seat for a new connection. Evicts the connection that waits for a head for longest if all
+    /// seats are taken; `None` if none waits.
+    fn take(&self, now: Instant) -> Option<Arc<Seat>> {
+        let mut seats = self.0.lock();
+        if seats.len() >= MAX_CONNECTIONS {
+            let idle = seats.iter().enumerate();
+            let idle = idle.filter_map(|(at, seat)| Some(((*seat.idle_since.lock())?, at)));
+            let (_, longest) = idle.min()?;
+            seats.swap_remove(longest).evicted.notify_one();
+        }
+        let seat = Arc::new(Seat {
+            idle_since: Mutex::new(Some(now)),
+            has_asked: AtomicBool::new(false),
+            evicted: Notify::new(),
+        });
+        seats.push(Arc::clone(&seat));
+        Some(seat)
+    }
+
+    fn leave(&self, seat: &Arc<Seat>) {
+        self.0.lock().retain(|other| !Arc::ptr_eq(other, seat));
+    }
+}
+
+impl Seat {
+    fn request_began(&self) {
+        self.has_asked.store(true, Ordering::Relaxed);
+        *self.idle_since.lock() = None;
+    }
+
+    fn request_ended(&self) {
+        *self.idle_since.lock() = Some(Instant::now());
+    }
+
+    /// Waits until the connection is to be closed: for another one, or because its first request
+    /// is late.
+    async fn must_go(&self) {
+        let first_head_is_late = async {
+            tokio::time::sleep(FIRST_HEAD_DEADLINE).await;
+            if self.has_asked.load(Ordering::Relaxed) {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            () = self.evicted.notified() => {}
+            () = first_head_is_late => {}
+        }
+    }
+}
+
 async fn connection(
     stream: TcpStream,
     user: ConnectionUser,
+    seat: Arc<Seat>,
     router: Router,
     mut stopped: watch::Receiver<bool>,
 ) {
     let router = TowerToHyperService::new(router);
-    let service = service_fn(move |mut request: Request<Incoming>| {
+    let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(user);
-        router.call(request)
+        seat.request_began();
+        let (answer, seat) = (router.call(request), &seat);
+        async move {
+            let answer = answer.await;
+            seat.request_ended();
+            answer
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -87,6 +169,7 @@ async fn connection(
     let mut connection = std::pin::pin!(connection);
     let first = tokio::select! {
         ended = connection.as_mut() => Some(ended),
+        () = seat.must_go() => return,
         _ = stopped.wait_for(|&stop| stop) => None,
         () = tokio::time::sleep(LIFE) => None,
     };

@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkHasher, HashAlgorithm};
@@ -13,6 +13,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
+use super::connections::MAX_CONNECTIONS;
 use super::{Http, serve};
 use crate::config::{Raw, ServeConfig};
 
@@ -386,6 +387,55 @@ fn bodies_and_heads_are_bounded() {
     let answer = server.raw(head.as_bytes());
     assert!(answer.starts_with("HTTP/1.1 431"), "{answer}");
     check(&server, ("GET", "/healthz", ""), 200, &[]);
+}
+
+/// Connections whose requests never end.
+fn half_open(server: &Server, count: usize) -> Vec<TcpStream> {
+    let open = |_| {
+        let mut stream = TcpStream::connect(server.http).expect("a connection");
+        let timeout = Some(Duration::from_secs(20));
+        stream.set_read_timeout(timeout).expect("a timeout");
+        let head = "GET /healthz HTTP/1.1\r\nhost: localhost\r\n";
+        stream
+            .write_all(head.as_bytes())
+            .expect("half of a request");
+        stream
+    };
+    (0..count).map(open).collect()
+}
+
+/// Until 8bf0141 as many half requests as there may be connections kept `/healthz` from being
+/// answered for 25 seconds, and a supervisor would have ended the server.
+#[test]
+fn half_requests_keep_nobody_out() {
+    let server = Server::start();
+    let mut half = half_open(&server, MAX_CONNECTIONS);
+    // It is accepted after them.
+    check(&server, ("GET", "/healthz", ""), 200, &[]);
+    // A reset is as good as an end.
+    let ended = half[0].read(&mut [0; 64]);
+    assert_eq!(ended.unwrap_or(0), 0, "the first made way");
+    // The same after a whole request.
+    let idle = (0..MAX_CONNECTIONS).map(|_| {
+        let mut stream = half_open(&server, 1).remove(0);
+        stream.write_all(b"\r\n").expect("the end of a head");
+        let answered = stream.read(&mut [0; 64]).expect("an answer");
+        assert!(answered > 0, "connection closed");
+        stream.write_all(b"GET /version").expect("half of another");
+        stream
+    });
+    let _idle: Vec<_> = idle.collect();
+    check(&server, ("GET", "/healthz", ""), 200, &[]);
+}
+
+#[test]
+fn a_connection_whose_first_request_is_late_is_closed() {
+    let server = Server::start();
+    let begun = Instant::now();
+    let mut half = half_open(&server, 1);
+    let ended = half[0].read(&mut [0; 64]);
+    assert_eq!(ended.expect("an end within the timeout"), 0);
+    assert!(begun.elapsed() >= Duration::from_secs(4), "it has its time");
 }
 
 /// Until f2c35f9 any page that was opened on the server's host could empty the cache, cut
