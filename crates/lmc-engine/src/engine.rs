@@ -504,6 +504,11 @@ impl CacheEngine {
             .collect()
     }
 
+    /// What one tenant uses and may use: nothing, for one that is not known.
+    pub fn tenant(&self, tenant: TenantId) -> TenantStatus {
+        TenantStatus::new(tenant, self.0.tier.tenant_usage(tenant))
+    }
+
     /// The DRAM tier, for what this type does not offer.
     pub fn local(&self) -> &LocalTier {
         &self.0.tier

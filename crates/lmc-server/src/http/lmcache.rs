@@ -418,24 +418,11 @@ fn shown(salt: &Salt) -> &str {
     }
 }
 
-/// Every tenant that was named so far, with its number.
-fn named(http: &Http) -> Vec<(String, TenantId)> {
-    let mut named = http.service.tenants();
-    named.retain(|(salt, _)| !salt.is_empty());
-    named.push((String::new(), TenantId::default()));
-    named
-}
-
-/// A tenant that was named before. Asking must not make one, or anybody could fill the table.
+/// What a tenant that was named before uses, and its quota. Asking must not name one, or anybody
+/// could fill the table.
 fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
-    let (_, id) = named(http)
-        .into_iter()
-        .find(|(name, _)| name == salt.as_str())?;
-    http.service
-        .engine()
-        .tenants()
-        .into_iter()
-        .find(|tenant| tenant.tenant == id.0)
+    let id = http.service.known_tenant(salt)?;
+    Some(http.service.engine().tenant(id))
 }
 
 async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
@@ -467,10 +454,8 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         return refused("expected {\"limit_gb\": NUMBER} with a number that is not negative");
     };
     let bytes = (limit * GIB) as u64;
-    let of_others = |other: &TenantStatus| other.quota.is_some();
     let known = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
-    let quotas = http.service.engine().tenants();
-    if !known && quotas.iter().filter(|other| of_others(other)).count() >= MAX_QUOTAS {
+    if !known && count_quotas(&http) >= MAX_QUOTAS {
         return refused(format!(
             "{MAX_QUOTAS} salts have a quota, which is the most there may be: remove one with \
              DELETE /quota/SALT"
@@ -480,6 +465,14 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
     tracing::info!(salt = shown(&salt), bytes, "quota set over HTTP");
     let body = json!({"cache_salt": shown(&salt), "limit_gb": limit, "status": "ok"});
     Json(body).into_response()
+}
+
+fn count_quotas(http: &Http) -> usize {
+    let tenants = http.service.engine().tenants();
+    tenants
+        .iter()
+        .filter(|tenant| tenant.quota.is_some())
+        .count()
 }
 
 /// On a thread that may take its time: a change walks the index.
@@ -508,7 +501,10 @@ async fn quotas(State(http): Shared) -> Response {
     let tenants = http.service.engine().tenants().into_iter();
     let tenants: HashMap<u32, TenantStatus> = tenants.map(|usage| (usage.tenant, usage)).collect();
     let mut users = Map::new();
-    for (salt, id) in named(&http) {
+    let mut named = http.service.tenants();
+    named.retain(|(salt, _)| !salt.is_empty());
+    named.push((String::new(), TenantId::default()));
+    for (salt, id) in named {
         let known = tenants.get(&id.0);
         if let Some((tenant, quota)) = known.and_then(|t| Some((t, t.quota?))) {
             let entry = json!({

@@ -113,6 +113,14 @@ impl Spaces {
         tenant
     }
 
+    /// Returns the number of a tenant that has one already.
+    pub(crate) fn known_tenant(&self, salt: &Salt) -> Option<TenantId> {
+        if salt.is_empty() {
+            return Some(TenantId::default());
+        }
+        self.table.lock().tenants.get(salt).copied()
+    }
+
     /// The tenants that are known, with their salts.
     pub(crate) fn tenants(&self) -> Vec<(String, TenantId)> {
         let table = self.table.lock();

@@ -226,6 +226,11 @@ impl Service {
         self.shared.spaces.tenants()
     }
 
+    /// The number of a tenant that was named before.
+    pub fn known_tenant(&self, salt: &lmc_key::Salt) -> Option<lmc_engine::TenantId> {
+        self.shared.spaces.known_tenant(salt)
+    }
+
     /// The number of a tenant in the engine, for quotas.
     pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
         self.shared.spaces.tenant(salt, &self.shared.engine)
