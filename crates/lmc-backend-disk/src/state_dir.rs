@@ -9,6 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
+use tracing::warn;
 
 use crate::epoch::{ClearEpoch, hex};
 use crate::error::DiskError;
@@ -30,8 +31,7 @@ impl StateDir {
     /// Opens the folder, and makes it where it is not there.
     pub(crate) fn open(path: &Path, others: &[PathBuf]) -> Result<Self, DiskError> {
         let sets = path.join(SETS);
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&sets);
-        made.map_err(|source| DiskError::State {
+        make_folder(&sets).map_err(|source| DiskError::State {
             path: sets.clone(),
             source,
         })?;
@@ -66,6 +66,10 @@ impl StateDir {
         })?;
         Ok(remembered)
     }
+}
+
+fn make_folder(sets: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(sets)
 }
 
 fn is_out_of_reach(error: &io::Error) -> bool {
@@ -119,7 +123,18 @@ impl Remembered {
         Ok(())
     }
 
+    /// Writes the record, also after somebody has removed the folder under a running server.
     fn write(&self, record: &SetRecord) -> io::Result<()> {
+        if !self.sets.is_dir() {
+            warn!(folder = ?self.sets, "the state folder was removed, and is made again");
+            make_folder(&self.sets)?;
+            // The folder's own name must be as durable as the record.
+            for folder in self.sets.ancestors().skip(1).take(2) {
+                if let Ok(folder) = File::open(folder) {
+                    folder.sync_all()?;
+                }
+            }
+        }
         let name = hex(&record.set_id);
         let unfinished = self.sets.join(format!("{name}{UNFINISHED}"));
         // One that a kill has left, or a link that is not ours.

@@ -129,11 +129,11 @@ fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
     let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
     store(&tier);
     fs::remove_dir_all(folder.at("state")).unwrap();
+    fs::write(folder.at("state"), "no folder").unwrap();
     let cleared = block_on(tier.clear(soon()));
     assert!(matches!(cleared, Err(ClearError::Io(_))), "{cleared:?}");
     assert_eq!(count(&tier), 0, "it took place all the same");
     drop(tier);
-    fs::write(folder.at("state"), "no folder").unwrap();
     let refused = folder.known(&["a"]).open().unwrap_err();
     assert!(matches!(refused, DiskError::State { .. }), "{refused}");
 }

@@ -74,14 +74,21 @@ impl Server {
         Client::connect(address, DEADLINE).expect("a connection")
     }
 
-    /// A metric of the disk tier.
-    fn metric(&self, name: &str) -> f64 {
+    /// The answer to a GET, with its head.
+    fn get(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.http)).expect("a connection");
         stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-        let request = "GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n";
+        let request =
+            format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).expect("a request");
-        let mut page = String::new();
-        stream.read_to_string(&mut page).expect("an answer");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer
+    }
+
+    /// A metric of the disk tier.
+    fn metric(&self, name: &str) -> f64 {
+        let page = self.get("/metrics");
         let series = format!("{name}{{tier=\"disk\"}} ");
         let line = page.lines().find_map(|line| line.strip_prefix(&series));
         let line = line.unwrap_or_else(|| panic!("no {series} in {page}"));
@@ -414,6 +421,12 @@ fn clear(server: &Server) -> serde_json::Value {
     serde_json::from_slice(&cleared.stdout).expect("JSON")
 }
 
+fn copied(from: &Path, to: &Path) {
+    let _ = std::fs::remove_dir_all(to);
+    let copied = Command::new("cp").arg("-r").args([from, to]).status();
+    assert!(copied.expect("cp is there").success());
+}
+
 fn stored(paths: &str, flags: &[&str]) {
     let server = Server::start_with(Path::new(paths), flags);
     let mut client = server.client();
@@ -484,11 +497,6 @@ fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
     let known = ["--state-dir", state.0.to_str().expect("text")];
     stored(path, &known);
     let copy = folder("copied-before");
-    let copied = |from: &Path, to: &Path| {
-        let _ = std::fs::remove_dir_all(to);
-        let copied = Command::new("cp").arg("-r").args([from, to]).status();
-        assert!(copied.expect("cp is there").success());
-    };
     copied(&drive.0, &copy.0);
     let server = Server::start_with(&drive.0, &known);
     clear(&server);
@@ -498,6 +506,65 @@ fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
     // Without the state folder nothing says that there was a clear.
     copied(&copy.0, &drive.0);
     assert_eq!(found(path, &[]), CHUNKS as u64);
+}
+
+/// Until 8bf0141 a clear was refused once somebody had deleted the state folder, and the drive's old
+/// copy had hits after it.
+#[test]
+fn a_state_folder_that_was_removed_is_made_again_by_a_clear() {
+    let (drive, state) = (folder("stateless"), folder("stateless-state"));
+    let path = drive.0.to_str().expect("text");
+    let known = ["--state-dir", state.0.to_str().expect("text")];
+    stored(path, &known);
+    let copy = folder("stateless-before");
+    copied(&drive.0, &copy.0);
+    let server = Server::start_with(&drive.0, &known);
+    std::fs::remove_dir_all(&state.0).expect("it is there");
+    clear(&server);
+    server.kill();
+    copied(&copy.0, &drive.0);
+    assert_eq!(found(path, &known), 0);
+}
+
+/// Until 8bf0141 a server whose drive's folder was removed said that all was well, and kept nothing
+/// of what it took.
+#[test]
+fn a_drive_whose_folder_is_removed_has_a_fault_until_it_is_back() {
+    let (drive, away) = (folder("removed"), folder("removed-away"));
+    let server = Server::start(&drive.0);
+    let is_faulty = |server: &Server| {
+        let health = server.get("/healthz");
+        health.contains("degraded") && health.contains("making a segment")
+    };
+    assert!(!is_faulty(&server));
+    std::fs::rename(&drive.0, &away.0).expect("it is there");
+    // Engines of one width after another, 24 MiB each, until the drive needs a segment.
+    for width in 1024.. {
+        let mut client = server.client();
+        let shm_name = register_wide(&mut client, width);
+        let taken = |server: &Server| {
+            let counted = [
+                "copied_chunks",
+                "copies_dropped",
+                "copies_declined",
+                "copies_failed",
+            ];
+            let counted = counted.map(|name| server.metric(&format!("lmc_tier_{name}_total")));
+            counted.iter().sum::<f64>()
+        };
+        let before = taken(&server);
+        store(&mut client, &shm_name);
+        server.eventually("the tier answers", |server| {
+            taken(server) == before + CHUNKS as f64
+        });
+        if is_faulty(&server) {
+            break;
+        }
+        assert!(width < 1024 + 30, "512 MiB need no segment");
+    }
+    assert!(server.get("/metrics").contains("lmc_faulty_tiers 1\n"));
+    std::fs::rename(&away.0, &drive.0).expect("nothing is there");
+    server.eventually("the drive can grow again", |server| !is_faulty(server));
 }
 
 /// A server was started with another chunk size. It said how many chunks it had found, and none

@@ -1,10 +1,12 @@
 //! How a drive is: what failures take away, and what gives it back.
 //!
-//! Three things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
+//! Four things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
-//! up for others. And the *log* may not be written, until it is begun anew.
+//! up for others. The *log* may not be written, until it is begun anew. And *growth* may fail, because
+//! the drive's folder was removed for instance: chunks then take the place of others, as on a full
+//! drive.
 
 use std::io;
 use std::sync::Arc;
@@ -47,6 +49,8 @@ struct Faults {
     unwritable: Option<Fault>,
     /// Why the log cannot be written.
     log: Option<String>,
+    /// Why no segment can be made, other than that the file system is full.
+    growth: Option<String>,
 }
 
 /// Room for a chunk that could not be written or made durable.
@@ -115,6 +119,24 @@ impl Condition {
 
     pub(super) fn log_works(&self) {
         self.faults.lock().log = None;
+    }
+
+    /// Records whether a segment could be made. A full file system is no fault.
+    pub(super) fn tried_to_grow(&self, error: Option<&io::Error>) {
+        let reason = error.map(|error| format!("making a segment: {error}"));
+        let mut faults = self.faults.lock();
+        if faults.growth == reason {
+            return;
+        }
+        match &reason {
+            Some(reason) => warn!(reason, "a drive cannot grow: is its folder there?"),
+            None => info!("a drive can grow again"),
+        }
+        faults.growth = reason;
+    }
+
+    pub(super) fn cannot_grow(&self) -> bool {
+        self.faults.lock().growth.is_some()
     }
 
     pub(super) fn read_works(&self) {
@@ -374,7 +396,8 @@ impl Drive {
         if let Some(reason) = reason(&faults.out) {
             return Health::Down { reason };
         }
-        match faults.log.clone().or_else(|| reason(&faults.unwritable)) {
+        let of_writes = faults.log.clone().or_else(|| reason(&faults.unwritable));
+        match of_writes.or_else(|| faults.growth.clone()) {
             Some(reason) => Health::Degraded { reason },
             None => Health::Ready,
         }
@@ -402,5 +425,6 @@ impl Drive {
     pub(crate) fn probe(&self) {
         self.shared.probe_reads();
         self.shared.probe_writes();
+        self.shared.probe_growth();
     }
 }

@@ -13,6 +13,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::{info, warn};
 
 use super::{SegmentFile, Shared, State, is_full};
+use crate::counters::count;
 use crate::format::{RECORD_LEN, blocks};
 use crate::index::{Extent, Room};
 use crate::log::segment_name;
@@ -169,6 +170,16 @@ impl Shared {
             && not_before.is_none_or(|not_before| Instant::now() >= not_before)
     }
 
+    /// Lets the thread try again, when it is time for that, to make a segment after it has failed.
+    pub(super) fn probe_growth(&self) {
+        if self.condition.cannot_grow() {
+            let mut state = self.state.lock();
+            if self.may_grow(&state) {
+                self.want_room(&mut state);
+            }
+        }
+    }
+
     fn want_room(&self, state: &mut State) {
         state.growth.wanted = true;
         self.room.wake.notify_one();
@@ -242,15 +253,18 @@ impl Shared {
         let _one_at_a_time = self.room.files.lock();
         let segment = {
             let state = self.state.lock();
-            if state.index.has_free() || !self.may_grow(&state) {
+            // One that failed is tried again, needed or not.
+            let needed = !state.index.has_free() || self.condition.cannot_grow();
+            if !needed || !self.may_grow(&state) {
                 return;
             }
             state.index.next_segment()
         };
         let made = self.make_segment(segment);
-        if let Err(error) = &made {
-            warn!("making {}: {error}", segment_name(segment));
+        if made.is_err() {
+            count(&self.counters.write_errors, 1);
         }
+        self.condition.tried_to_grow(made.as_ref().err());
         let tried = Instant::now();
         let again = (!matches!(made, Ok(true))).then(|| tried + self.settings.probe_every);
         self.state.lock().growth.not_before = again;
