@@ -22,8 +22,7 @@ pub(crate) struct Leased {
 /// used for anything else; removing the chunk makes it unfindable but leaves the bytes to the
 /// lease. It gives itself back when dropped.
 ///
-/// A lease knows no time: whoever holds it for an owner drops it when the owner ends or its time
-/// is over, as [`LeaseBook`](crate::LeaseBook) does.
+/// A lease has no deadline: its holder drops it when the owner ends or its time is over.
 pub struct Lease(Leases);
 
 impl Lease {

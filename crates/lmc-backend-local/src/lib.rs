@@ -5,8 +5,7 @@
 //! waits for anything but a lock held for microseconds, and when all memory is leased a
 //! reservation fails at once.
 //!
-//! A [`Lease`] is a value that gives itself back; the [`LeaseBook`] keeps leases by owner and
-//! deadline, so that a session that ends or is forgotten gives back all it held.
+//! A [`Lease`] is a value that gives itself back.
 //!
 //! What is *not* here: hashing (`lmc-key`), memory and copies (`lmc-memory`), lower tiers, and
 //! any clock, thread or runtime.
@@ -37,9 +36,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod book;
-pub use book::LeaseBook;
-
 mod class;
 pub use class::{TenantId, TenantUsage};
 
@@ -68,6 +64,6 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, PlacedChunk,
-    Reservation, ReserveError, Write, WriteStart,
+    Clear, InFlight, Inserted, LocalTier, Maintained, MarkId, NewChunk, PlacedChunk, Reservation,
+    ReserveError, Write, WriteStart,
 };

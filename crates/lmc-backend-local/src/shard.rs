@@ -76,10 +76,10 @@ pub(crate) enum Step {
     Empty,
 }
 
-/// What a listing shows of an entry.
+/// An entry with what holds it.
+#[cfg(test)]
 pub(crate) struct Shown {
     pub(crate) key: ChunkKey,
-    pub(crate) len: u64,
     pub(crate) tenant: TenantId,
     pub(crate) leases: u32,
     pub(crate) pinned: bool,
@@ -589,23 +589,19 @@ impl Shard {
         self.table.len()
     }
 
-    /// The entries from a place on, at most `limit`, with the place to go on from.
-    pub(crate) fn list(&self, start: u32, limit: usize) -> (Vec<Shown>, Option<u32>) {
-        let mut shown = Vec::new();
-        for (index, entry) in self.slab.occupied(start) {
-            if shown.len() == limit {
-                return (shown, Some(index));
-            }
+    /// All entries, with what holds each.
+    #[cfg(test)]
+    pub(crate) fn list(&self) -> Vec<Shown> {
+        let shown = |(index, entry): (u32, &Entry)| {
             let pinned = self.pins.contains_key(&index);
-            shown.push(Shown {
+            Shown {
                 key: self.slab.identity(index).key,
-                len: entry.slot.len(),
                 tenant: self.slab.tenant(index),
                 leases: entry.holds - u32::from(pinned),
                 pinned,
-            });
-        }
-        (shown, None)
+            }
+        };
+        self.slab.occupied(0).map(shown).collect()
     }
 
     /// All entries, with their parents.

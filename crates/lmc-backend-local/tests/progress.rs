@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_backend_local::{
-    Clear, Inserted, LeaseBook, LocalConfig, LocalTier, NewChunk, OwnerId, PolicyKind,
-    ReserveError, TenantId, WriteStart,
+    Clear, Inserted, LocalConfig, LocalTier, NewChunk, OwnerId, PolicyKind, ReserveError, TenantId,
+    WriteStart,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -427,63 +427,6 @@ fn watermarks_are_reached_over_several_calls() {
     assert_eq!(tier.usage().chunks, 90);
     assert_eq!(tier.stats().evicted_watermark, 7);
     assert_eq!(tier.lookup_leading(&keys(0, 95)), 88, "the tail went");
-}
-
-#[test]
-fn the_book_returns_what_owners_forget() {
-    let tier = tier(PolicyKind::Lru, 32);
-    store(&tier, 0, 32);
-    let all = keys(0, 32);
-    let (first, second) = (OwnerId(1), OwnerId(2));
-    let start = Instant::now();
-    let at = |seconds| start + Duration::from_secs(seconds);
-    let mut book = LeaseBook::default();
-    book.grant(0, tier.lease_leading(first, &all[..10]), at(10));
-    book.grant(4, tier.lease_leading(first, &all[4..8]), at(20));
-    book.grant(0, tier.lease_leading(second, &all[..5]), at(15));
-    assert_eq!(
-        (book.len(), book.len_of(first), book.len_of(second)),
-        (19, 14, 5)
-    );
-    assert_eq!(book.next_deadline(), Some(at(10)));
-
-    // Places 2..6 of the oldest grant; those of the second are held on.
-    let released = book.release(first, 2..6);
-    assert_eq!(released.iter().map(|leases| leases.len()).sum::<usize>(), 4);
-    let offset = |n: usize| {
-        tier.lease(OwnerId(9), &all[n..=n])[0]
-            .as_ref()
-            .unwrap()
-            .slot()
-            .offset()
-    };
-    let offsets: Vec<u64> = released[0].iter().map(|slot| slot.offset()).collect();
-    assert_eq!(offsets, (2..6).map(offset).collect::<Vec<_>>());
-    drop(released);
-    assert_eq!(tier.leases_of(first), 10);
-    // Once more: 2 and 3 have no lease left, 4 and 5 the second grant's.
-    assert_eq!(
-        book.release(first, 2..6)
-            .iter()
-            .map(|leases| leases.len())
-            .sum::<usize>(),
-        2
-    );
-    assert_eq!(book.release(first, 2..6).len(), 0);
-    assert_eq!(book.release(OwnerId(3), 0..99).len(), 0);
-
-    assert_eq!(book.expire(at(9)).len(), 0);
-    drop(book.expire(at(10)));
-    assert_eq!(tier.leases_of(first), 2);
-    book.extend(first, at(30));
-    drop(book.expire(at(20)));
-    assert_eq!((tier.leases_of(first), tier.leases_of(second)), (2, 0));
-    drop(book.end(first));
-    assert_eq!(
-        (tier.usage().leases, book.len(), book.next_deadline()),
-        (0, 0, None)
-    );
-    assert!(book.is_empty());
 }
 
 /// Threads that write, read, remove and clear the same keys: every byte read is the key's.

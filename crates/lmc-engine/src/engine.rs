@@ -263,11 +263,6 @@ impl CacheEngine {
         (leases.len() == keys.len()).then_some(leases)
     }
 
-    /// Gives leases back; the same as dropping them.
-    pub fn release(&self, leases: Leases) {
-        drop(leases);
-    }
-
     /// How many leading chunks are there, without holding them.
     pub fn leading(&self, keys: &[ChunkKey]) -> usize {
         self.0.tier.lookup_leading(keys)
@@ -348,11 +343,6 @@ impl CacheEngine {
     /// some moment, and only that, was reserved without a clear since that moment.
     pub fn clears(&self) -> u64 {
         self.0.tier.clears()
-    }
-
-    /// Gives reservations back unwritten; the same as dropping them.
-    pub fn abort(&self, tickets: Vec<WriteTicket>) {
-        drop(tickets);
     }
 
     /// Keeps chunks until they are unpinned. Which of them are there.

@@ -16,7 +16,6 @@ use crate::stats::Counters;
 use crate::{EventSink, LocalConfig, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
 use crate::{RemovedEvent, TenantId};
 
-mod backend;
 mod batch;
 mod evict;
 mod read;
@@ -26,7 +25,7 @@ mod write;
 mod tests;
 
 pub use evict::{Maintained, ReserveError};
-pub use read::{Clear, ListedChunk, PlacedChunk};
+pub use read::{Clear, PlacedChunk};
 pub use write::{InFlight, Inserted, MarkId, NewChunk, Reservation, Write, WriteStart};
 
 use batch::Batch;
@@ -63,7 +62,6 @@ pub(crate) struct Inner {
     /// Bytes of the pool in use where watermark eviction starts, and where it stops.
     watermarks: (u64, u64),
     draining: AtomicBool,
-    closed: AtomicBool,
 }
 
 impl fmt::Debug for LocalTier {
@@ -105,7 +103,6 @@ impl LocalTier {
             events: config.events,
             watermarks: (part(config.high), part(config.low)),
             draining: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
             pool: config.pool,
         }))
     }

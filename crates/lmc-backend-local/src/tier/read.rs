@@ -4,15 +4,16 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use lmc_backend::Cursor;
 use lmc_key::{ChunkKey, SpaceId};
 
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
 use crate::lease::Leased;
+#[cfg(test)]
+use crate::shard::Shown;
 use crate::shard::{Linked, WARM};
 use crate::slab::EntryRef;
-use crate::{Lease, Leases, OwnerId, Removal, TenantId};
+use crate::{Lease, Leases, OwnerId, Removal};
 
 /// Chunks that a walk over the index takes out under one lock.
 const AT_ONCE: usize = 256;
@@ -25,22 +26,6 @@ pub enum Clear {
     /// All chunks. Those that are leased cannot be found any more, and give their memory back
     /// with their last lease.
     All,
-}
-
-/// One chunk of a listing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ListedChunk {
-    /// Which chunk.
-    pub key: ChunkKey,
-    /// Its bytes.
-    pub len: u64,
-    /// Whose it is.
-    pub tenant: TenantId,
-    /// Leases out on it.
-    pub leases: u32,
-    /// Whether it is pinned.
-    pub pinned: bool,
 }
 
 /// One chunk with its place in its prompts.
@@ -264,30 +249,11 @@ impl LocalTier {
         removed
     }
 
-    /// A page of at most `limit` chunks, and where to go on. A chunk that is there from the first
-    /// page to the last is listed exactly once.
-    pub fn list(&self, cursor: Cursor, limit: usize) -> (Vec<ListedChunk>, Option<Cursor>) {
-        let inner = &self.0;
-        let mut listed = Vec::new();
-        let (mut at, mut start) = ((cursor.raw() >> 32) as usize, cursor.raw() as u32);
-        let place = |shard: usize, index: u32| {
-            Some(Cursor::from_raw((shard as u128) << 32 | u128::from(index)))
-        };
-        while let Some(shard) = inner.shards.get(at) {
-            let (shown, next) = shard.lock().list(start, limit - listed.len());
-            listed.extend(shown.into_iter().map(|shown| ListedChunk {
-                key: shown.key,
-                len: shown.len,
-                tenant: shown.tenant,
-                leases: shown.leases,
-                pinned: shown.pinned,
-            }));
-            if let Some(index) = next {
-                return (listed, place(at, index));
-            }
-            (at, start) = (at + 1, 0);
-        }
-        (listed, None)
+    /// Every chunk, with what holds it.
+    #[cfg(test)]
+    pub(crate) fn list(&self) -> Vec<Shown> {
+        let shards = self.0.shards.iter();
+        shards.flat_map(|shard| shard.lock().list()).collect()
     }
 
     /// Every chunk, the heads of prompts first, then what follows on them, and so on: whoever gets

@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use lmc_backend::Cursor;
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -645,12 +644,7 @@ impl Rig {
             let held: usize = held.map(|(leases, _)| leases.len()).sum();
             assert_eq!(self.tier.leases_of(owner), held as u64);
         }
-        let (mut listed, mut cursor) = (Vec::new(), Some(Cursor::START));
-        while let Some(at) = cursor {
-            let (page, next) = self.tier.list(at, 5);
-            listed.extend(page);
-            cursor = next;
-        }
+        let listed = self.tier.list();
         assert_eq!(listed.len(), self.resident.len());
         for item in listed {
             let chunk = &self.resident[&item.key];
