@@ -389,6 +389,19 @@ fn a_server_under_nohup_outlives_its_session() {
     assert_eq!(server.wait().code(), Some(0), "{}", server.log());
 }
 
+/// Until 8bf0141 a stop waited for the rest of the request until its deadline, and ended with 1.
+#[test]
+fn a_half_request_does_not_hold_up_the_stop() {
+    let mut server = Server::start(&[]);
+    let mut half = TcpStream::connect(("127.0.0.1", server.http)).expect("a connection");
+    write!(half, "GET /healthz HTTP/1.1\r\nhost: local").expect("half of a request");
+    // It is accepted after the other one.
+    assert!(server.ask("GET", "/healthz", "").contains("ok"));
+    server.signal(libc::SIGTERM);
+    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+    drop(half);
+}
+
 /// Each event of the log was a panic until f2c35f9 where stderr was gone: a closed terminal, a pipe
 /// whose reader had ended.
 #[test]

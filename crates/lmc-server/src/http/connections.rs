@@ -31,6 +31,9 @@ const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 const LIFE: Duration = Duration::from_secs(300);
 /// Longest time to end a connection: for the answer under way, and for the client to take it.
 const END_DEADLINE: Duration = Duration::from_secs(12);
+/// The same for a connection that waits for a request, where only the last bytes of an answer may
+/// be under way.
+const IDLE_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Bytes of a request's head.
 const MAX_HEAD: usize = 16 << 10;
 
@@ -127,6 +130,10 @@ impl Seat {
         *self.idle_since.lock() = Some(Instant::now());
     }
 
+    fn is_idle(&self) -> bool {
+        self.idle_since.lock().is_some()
+    }
+
     /// Waits until the connection is to be closed: for another one, or because its first request
     /// is late.
     async fn must_go(&self) {
@@ -177,7 +184,11 @@ async fn connection(
         Some(ended) => Ok(ended),
         None => {
             connection.as_mut().graceful_shutdown();
-            tokio::time::timeout(END_DEADLINE, connection).await
+            let deadline = match seat.is_idle() {
+                true => IDLE_END_DEADLINE,
+                false => END_DEADLINE,
+            };
+            tokio::time::timeout(deadline, connection).await
         }
     };
     match ended {
