@@ -121,7 +121,7 @@ metrics! {
     "lmc_connections_broken_total" counter "Connections closed because the peer broke the protocol." = |s| s.transport.broken;
     "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
     "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;
-    "lmc_connections_made_way_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.made_way;
+    "lmc_connections_closed_idle_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.closed_idle;
     "lmc_messages_unanswerable_total" counter "Messages dropped because nobody could be answered." = |s| s.transport.unanswerable;
     "lmc_unknown_operations_total" counter "Requests whose operation could not be told." = |s| s.transport.unknown_operations;
     "lmc_log_lines_dropped_total" counter "Log lines that were not written: stderr is gone, or is not read fast enough." = |_status| log::dropped_lines();

@@ -44,7 +44,7 @@ impl Server {
     fn start() -> Self {
         let port = free_port();
         let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "320MiB", "--http-port"])
+            .args(["serve", "--l1-size-gb", "384MiB", "--http-port"])
             .args([free_port().to_string(), "--port".to_owned()])
             .arg(port.to_string())
             .env_remove("LMC_CONFIG")

@@ -256,6 +256,78 @@ fn a_message_that_comes_byte_by_byte_has_one_deadline() {
     assert_serving(&server);
 }
 
+/// A peer that has been idle for longer than a message may take, and sends its next one in two
+/// pieces, was closed at the first piece.
+#[test]
+fn a_message_in_pieces_after_a_pause_is_answered() {
+    let timeout = Duration::from_millis(500);
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.peer_timeout = timeout);
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    stream.set_nodelay(true).expect("TCP");
+    let patience = Some(Duration::from_secs(20));
+    stream.set_read_timeout(patience).expect("a timeout");
+    let message = encode_request_frames(1, &Request::Noop);
+    stream.write_all(&opened(&message)).expect("sent");
+    let mut answer = vec![0; 4096];
+    assert!(stream.read(&mut answer).expect("an answer") > 0);
+    for _ in 0..3 {
+        std::thread::sleep(timeout * 3 / 2);
+        let (first, second) = message.split_at(message.len() / 2);
+        stream.write_all(first).expect("sent");
+        std::thread::sleep(timeout / 20);
+        stream.write_all(second).expect("sent");
+        assert!(stream.read(&mut answer).expect("an answer") > 0, "closed");
+    }
+    assert_eq!(server.status().transport.stalled, 0);
+}
+
+/// Pings between the frames of a message do not bring it to its end.
+#[test]
+fn pings_in_a_message_do_not_move_its_deadline() {
+    let timeout = Duration::from_millis(500);
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.peer_timeout = timeout);
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    stream.write_all(&opened(&[0x01, 1, 9])).expect("sent");
+    let began = Instant::now();
+    while server.status().transport.stalled == 0 {
+        assert!(
+            began.elapsed() < Duration::from_secs(20),
+            "it is still open"
+        );
+        let _ = stream.write_all(b"\x04\x07\x04PING\0\0");
+        std::thread::sleep(timeout / 10);
+    }
+    assert_serving(&server);
+}
+
+/// A peer that sends small requests faster than they are handled, and reads its answers: what was
+/// not handled yet was kept without a bound.
+#[test]
+fn requests_wait_in_the_socket_and_not_in_the_server() {
+    let server = Server::start();
+    let mut stream = TcpStream::connect(server.address).expect("a connection");
+    stream.write_all(&opened(&[])).expect("sent");
+    let mut reader = stream.try_clone().expect("a handle");
+    std::thread::spawn(move || {
+        let mut answers = vec![0; 1 << 20];
+        while reader.read(&mut answers).is_ok_and(|read| read > 0) {}
+    });
+    let one = encode_request_frames(7, &Request::Ping { instance_id: None });
+    let batch = one.repeat(4096);
+    let (began, mut sent) = (Instant::now(), 0);
+    while began.elapsed() < Duration::from_secs(1) {
+        stream.write_all(&batch).expect("sent");
+        sent += batch.len();
+    }
+    let status = server.status();
+    let handled = status.counts.pings as usize * one.len();
+    let taken = status.transport.bytes_in as usize;
+    assert!(
+        taken.saturating_sub(handled) < 4 << 20,
+        "{taken} of {sent} bytes"
+    );
+}
+
 /// Event streams whose reader asks for more and reads nothing: each batch was kept for it.
 #[test]
 fn event_streams_that_are_not_read_hold_little_memory() {

@@ -74,6 +74,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "stores that go around the cache",
     ),
     (
+        "crates/lmc-memory/src/copy/cpu.rs",
+        "a thread's cores are asked for and set",
+    ),
+    (
         "crates/lmc-memory/src/copy/team.rs",
         "copies are handed to threads",
     ),

@@ -1,5 +1,6 @@
 //! Gather and scatter between an engine's paged memory and chunks.
 
+mod cpu;
 mod overlap;
 mod paged;
 mod plan;

@@ -9,6 +9,8 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::cpu;
+
 /// The body of a loop, borrowed from the thread that asks.
 type Body<'a> = dyn Fn(usize) + Sync + 'a;
 
@@ -19,6 +21,8 @@ struct Loop {
     /// the body's real lifetime ends.
     body: &'static Body<'static>,
     steps: usize,
+    /// Core of the thread that asks, when it asked.
+    core: usize,
     next: AtomicUsize,
     panicked: AtomicBool,
     helpers: Mutex<usize>,
@@ -88,6 +92,7 @@ impl Team {
         let work = Arc::new(Loop {
             body,
             steps,
+            core: cpu::current(),
             next: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             helpers: Mutex::new(0),
@@ -159,6 +164,7 @@ fn help(shared: &Shared) {
         };
         *work.helpers.lock() += 1;
         drop(queue);
+        cpu::leave(work.core);
         if panic::catch_unwind(AssertUnwindSafe(|| work.work())).is_err() {
             work.panicked.store(true, Ordering::Relaxed);
         }

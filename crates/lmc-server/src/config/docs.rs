@@ -39,7 +39,7 @@ pub fn documentation() -> String {
          All engines of one pool can write to it, so they trust each other. Users that do not trust each other run a server each.\n\
          The server refuses connections of other users of this host, except root and those that `--trusted-users` names, and closes them with a line in its log that names the user. \
          A trusted user can store wrong bytes that all engines then hit, clear the cache and change quotas. \
-         The kernel names the user for connections within one network namespace; a connection from another host or namespace is served, so who reaches the port is for the network to decide.\n",
+         The kernel names the user for connections within one network namespace; a connection from another host or namespace is served, so who reaches the port is for the network to decide. A connection that a firewall rule of this host redirects (DNAT) cannot be told from one whose user has gone, and is refused: use `--trusted-users all` there.\n",
     );
     let mut group: Option<Group> = None;
     for info in ALL {

@@ -406,10 +406,10 @@ impl Service {
             .and_then(|removed| state.ended_generation(removed));
         drop(state);
         self.end_generations(ended);
-        self.shared.events.unsubscribe(instance_id);
         let Some(instance) = removed else {
             return Outcome::Reply(Reply::None);
         };
+        self.shared.events.unsubscribe(instance_id);
         tracing::info!(instance = instance_id, "worker unregistered");
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
         // go with its commits, or some time after its connection. The server's own copies end

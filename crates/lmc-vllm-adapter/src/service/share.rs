@@ -5,8 +5,6 @@
 //! fewer hits, stores beyond it with fewer slots, and an eighth of the pool is left to a connection
 //! that holds less than its share.
 
-use std::collections::HashSet;
-
 use lmc_engine::{Leases, OwnerId};
 
 use crate::service::ClientId;
@@ -33,22 +31,22 @@ struct Held {
     all: u64,
     /// Bytes that one connection holds, each chunk counted for each lease.
     own: u64,
-    /// Connections that hold anything, this one included.
+    /// Connections that hold anything in the same way, this one included.
     holders: u64,
 }
 
 impl Held {
-    /// Bytes up to which all together may hold, with more for this connection.
-    fn limit(self) -> u64 {
-        let most = self.pool / 4 * 3;
-        if self.holders <= 1 {
-            return most;
-        }
-        let share = (most / self.holders).max(self.pool / 16);
-        match self.own <= share {
-            true => self.pool / 8 * 7,
-            false => self.pool / 2,
-        }
+    /// Bytes of the pool that one of them may hold whatever the others do.
+    fn share(self) -> u64 {
+        (self.pool / 4 * 3 / self.holders.max(1)).max(self.pool / 16)
+    }
+
+    /// Bytes more that this connection may hold.
+    fn more(self) -> u64 {
+        let within_share = self.share().saturating_sub(self.own);
+        let left = (self.pool / 8 * 7).saturating_sub(self.all);
+        let beyond = (self.pool / 2).saturating_sub(self.all);
+        within_share.min(left).max(beyond)
     }
 }
 
@@ -59,23 +57,30 @@ impl Service {
         self.shared.engine.local().held_bytes() + written
     }
 
-    /// Bytes that all and one connection hold.
-    fn held_with(&self, client: ClientId) -> Held {
+    /// Bytes that all hold, and a connection's part by its lookups.
+    fn held_by_lookups(&self, client: ClientId) -> Held {
         let local = self.shared.engine.local();
-        let connections = local.lease_owners().into_iter().filter_map(|(owner, _)| {
+        let others = local.lease_owners().into_iter().filter(|(owner, _)| {
             // The engine's own numbers are above all of these.
-            let is_connection = owner.0 & CONNECTION != 0 && owner.0 < CONNECTION << 1;
-            is_connection.then_some(ClientId(owner.0 & !CONNECTION))
+            owner.0 & CONNECTION != 0 && owner.0 < CONNECTION << 1 && *owner != client.owner()
         });
-        let mut holders: HashSet<ClientId> = connections.collect();
-        holders.insert(client);
-        let state = self.shared.state.lock();
-        holders.extend(state.transfers.clients());
         Held {
             pool: self.shared.engine.pool_bytes(),
-            all: local.held_bytes() + state.transfers.store_bytes(),
-            own: local.lease_bytes_of(client.owner()) + state.transfers.bytes_of(client),
-            holders: holders.len() as u64,
+            all: self.held_bytes(),
+            own: local.lease_bytes_of(client.owner()),
+            holders: others.count() as u64 + 1,
+        }
+    }
+
+    /// Bytes that all hold, and a connection's part by transfers that its workers prepared.
+    fn held_by_transfers(&self, client: ClientId) -> Held {
+        let state = self.shared.state.lock();
+        let others = state.transfers.clients().filter(|&other| other != client);
+        Held {
+            pool: self.shared.engine.pool_bytes(),
+            all: self.shared.engine.local().held_bytes() + state.transfers.store_bytes(),
+            own: state.transfers.bytes_of(client),
+            holders: others.count() as u64 + 1,
         }
     }
 
@@ -98,16 +103,16 @@ impl Service {
             found.below.truncate(reach - found.leases.len());
         }
         let below = below(found);
-        let mut held = self.held_with(client);
-        held.own += below;
+        let mut held = self.held_by_lookups(client);
         let align = local.pool().align();
         let taken = |found: &Found| -> u64 {
             let slots = found.leases.iter();
             slots.map(|slot| slot.len().next_multiple_of(align)).sum()
         };
         let fresh: u64 = found.iter().map(|found| found.leases.fresh_bytes()).sum();
-        let over = (held.all + below).saturating_sub(held.limit());
-        let over = over.min(fresh + below);
+        held.all = held.all.saturating_sub(fresh);
+        held.own = held.own.saturating_sub(fresh);
+        let over = (fresh + below).saturating_sub(held.more());
         if over == 0 {
             return reach;
         }
@@ -125,12 +130,9 @@ impl Service {
         if fresh == 0 || self.held_bytes() <= self.shared.engine.pool_bytes() / 2 {
             return false;
         }
-        let mut held = self.held_with(client);
-        held.own += fresh;
-        match held.holders {
-            1 => held.all > held.pool / 8 * 7,
-            _ => held.all > held.limit(),
-        }
+        let mut held = self.held_by_transfers(client);
+        held.all = held.all.saturating_sub(fresh);
+        fresh > held.more()
     }
 
     /// The number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin to
@@ -142,11 +144,7 @@ impl Service {
         if self.held_bytes() + more <= self.shared.engine.pool_bytes() / 2 {
             return wanted;
         }
-        let mut held = self.held_with(client);
-        let within = held.limit().saturating_sub(held.all).min(more);
-        // What goes beyond its share counts as such.
-        held.own += within;
-        let within = held.limit().saturating_sub(held.all).min(within);
+        let within = self.held_by_transfers(client).more().min(more);
         usize::try_from(within / chunk).unwrap_or(wanted)
     }
 }
@@ -156,21 +154,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_connection_may_hold_most_of_the_pool_and_several_their_shares() {
-        let limit = |own, holders| {
-            let (pool, all) = (1600, 0);
+    fn a_connection_below_its_share_gets_the_rest_of_it() {
+        let more = |all, own, holders| {
+            let pool = 1600;
             let held = Held {
                 pool,
                 all,
                 own,
                 holders,
             };
-            held.limit()
+            held.more()
         };
-        assert_eq!(limit(5000, 1), 1200, "no other connection asks for any");
-        // Three quarters are shared out among two.
-        assert_eq!((limit(600, 2), limit(601, 2)), (1400, 800));
-        // However many there are, one may hold a sixteenth.
-        assert_eq!((limit(100, 1000), limit(101, 1000)), (1400, 800));
+        assert_eq!((more(0, 0, 1), more(1100, 1100, 1)), (1200, 100));
+        assert_eq!(more(1200, 0, 1), 200, "what others hold in another way");
+        assert_eq!(more(900, 0, 1000), 100, "at least a sixteenth");
+        // Four hold more than half: the share is 300.
+        assert_eq!(
+            (more(900, 0, 4), more(900, 250, 4), more(900, 300, 4)),
+            (300, 50, 0)
+        );
+        assert_eq!(more(1300, 0, 4), 100, "up to seven eighths");
+        assert_eq!(more(500, 400, 4), 300, "up to half of the pool");
     }
 }

@@ -113,7 +113,7 @@ pub(crate) struct TransportCounters {
     pub(crate) broken: AtomicU64,
     pub(crate) stalled: AtomicU64,
     pub(crate) silent: AtomicU64,
-    pub(crate) made_way: AtomicU64,
+    pub(crate) closed_idle: AtomicU64,
     pub(crate) unanswerable: AtomicU64,
     pub(crate) bytes_in: AtomicU64,
     pub(crate) bytes_out: AtomicU64,
@@ -250,7 +250,7 @@ pub struct TransportCounts {
     /// Connections closed because the peer asked for nothing.
     pub silent: u64,
     /// Connections closed to admit others: they owned nothing and were idle for longest.
-    pub made_way: u64,
+    pub closed_idle: u64,
     /// Messages dropped because nobody could be answered.
     pub unanswerable: u64,
     /// Requests whose operation could not be told.
@@ -323,7 +323,7 @@ impl Stats {
             broken: read(&t.broken),
             stalled: read(&t.stalled),
             silent: read(&t.silent),
-            made_way: read(&t.made_way),
+            closed_idle: read(&t.closed_idle),
             unanswerable: read(&t.unanswerable),
             unknown_operations: read(&self.unknown_operations),
             bytes_in: read(&t.bytes_in),

@@ -67,6 +67,13 @@ struct Step {
     goes_on: bool,
 }
 
+/// An event that was taken from the input.
+enum Took {
+    /// A peer may send these in the middle of a message, which they do not bring to its end.
+    Ping,
+    Message,
+}
+
 /// A connection is over: the peer ended it, broke a rule or stalled, or the server stops. None of
 /// these says what has become of the process behind it.
 pub(super) struct Ended;
@@ -128,6 +135,7 @@ impl Connection {
         let mut waiting_since = Instant::now();
         // Since when the rest of a message, and the acceptance of answers, is owed.
         let (mut input_since, mut output_since) = (waiting_since, waiting_since);
+        let (mut owed_input, mut owed_output) = (true, false);
         let speak_by = waiting_since + self.serving.config.first_request_timeout;
         loop {
             let Ok(step) = self.step() else {
@@ -141,7 +149,8 @@ impl Connection {
             if stopping && self.in_flight == 0 && self.output.is_empty() {
                 return;
             }
-            let may_read = !stopping && self.may_read();
+            // What came is handled before more is read.
+            let may_read = !stopping && !step.goes_on && self.may_read();
             // A peer that owes us something (the rest of a message, the acceptance of an
             // answer) gets a deadline; one that is merely silent, or waits for us, does not.
             let owes_input =
@@ -149,14 +158,14 @@ impl Connection {
             let owes_output = !self.output.is_empty();
             let owes_input = may_read && owes_input;
             let owes = owes_output || owes_input;
-            if !owes_output {
+            if owes_output && !owed_output {
                 output_since = Instant::now();
             }
             // A message has the whole time from its first byte to its last.
-            let is_between = self.input.is_empty() && !self.decoder.in_message();
-            if !owes_input || step.took_message || is_between {
+            if owes_input && (!owed_input || step.took_message) {
                 input_since = Instant::now();
             }
+            (owed_input, owed_output) = (owes_input, owes_output);
             let interest = match (may_read, self.output.is_empty()) {
                 (true, true) => Some(Interest::READABLE),
                 (true, false) => Some(Interest::READABLE | Interest::WRITABLE),
@@ -165,7 +174,9 @@ impl Connection {
             };
             let silent = !self.seat.has_spoken();
             let streaming = !self.streams.is_empty();
-            let look_again = interest.is_some() && waiting_since.elapsed() < LOOK_AGAIN;
+            // Not beside a copy, whose threads need the cores.
+            let may_look = interest.is_some() && self.in_flight == 0;
+            let look_again = may_look && waiting_since.elapsed() < LOOK_AGAIN;
             let look_again = look_again || step.goes_on;
             let owed_since = match (owes_output, owes_input) {
                 (true, true) => input_since.min(output_since),
@@ -199,7 +210,8 @@ impl Connection {
                 }
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
-                    let buffered = self.input.len() + self.output.len();
+                    let input = self.input.len() + self.decoder.message_bytes();
+                    let buffered = input + self.output.len();
                     if buffered > MAX_STALLED || !self.service.holds_slots(self.client) {
                         return;
                     }
@@ -209,7 +221,7 @@ impl Connection {
                     output_since = input_since;
                 }
                 () = self.seat.must_go() => {
-                    self.service.transport_counters().made_way.fetch_add(1, Ordering::Relaxed);
+                    self.service.transport_counters().closed_idle.fetch_add(1, Ordering::Relaxed);
                     debug!(client = %self.client, "closing an idle connection to admit another");
                     return;
                 }
@@ -230,14 +242,19 @@ impl Connection {
                 step.goes_on = true;
                 break;
             }
-            if !self.may_read() || !self.next_message()? {
+            if !self.may_read() {
                 break;
             }
-            step.took_message = true;
+            match self.next_event()? {
+                None => break,
+                Some(Took::Ping) => {}
+                Some(Took::Message) => step.took_message = true,
+            }
         }
-        self.pump_streams();
+        let waits = self.pump_streams();
         self.seat.set_streaming(!self.streams.is_empty());
         step.wrote = self.write()?;
+        step.goes_on |= waits && self.output.len() < MAX_UNREAD_EVENTS;
         Ok(step)
     }
 
@@ -246,13 +263,19 @@ impl Connection {
             && self.output.len() < self.serving.config.max_unread
     }
 
-    /// Handles one message of the input. False when the input holds no whole one.
-    fn next_message(&mut self) -> Result<bool, Ended> {
+    /// Handles one event of the input. `None` when the input holds no whole one.
+    fn next_event(&mut self) -> Result<Option<Took>, Ended> {
         match self.decoder.next(&mut self.input) {
-            Ok(None) => return Ok(false),
-            Ok(Some(Event::Ready(_))) => {}
-            Ok(Some(Event::Ping(context))) => encode_pong(&context, &mut self.output),
-            Ok(Some(Event::Message(frames))) => self.message(&frames),
+            Ok(None) => Ok(None),
+            Ok(Some(Event::Ready(_))) => Ok(Some(Took::Message)),
+            Ok(Some(Event::Ping(context))) => {
+                encode_pong(&context, &mut self.output);
+                Ok(Some(Took::Ping))
+            }
+            Ok(Some(Event::Message(frames))) => {
+                self.message(&frames);
+                Ok(Some(Took::Message))
+            }
             Err(error) => {
                 self.service
                     .transport_counters()
@@ -261,10 +284,9 @@ impl Connection {
                 debug!(client = %self.client, %error, "closing a connection");
                 self.service
                     .warn_throttled(&format!("closed a connection: {error}"));
-                return Err(Ended);
+                Err(Ended)
             }
         }
-        Ok(true)
     }
 
     fn message(&mut self, frames: &[Bytes]) {
@@ -418,10 +440,11 @@ impl Connection {
     }
 
     /// Sends a batch on each stream whose reader is ready and that has one, and the end on each
-    /// that is over, ready or not.
-    fn pump_streams(&mut self) {
+    /// that is over, ready or not. Returns true if streams wait for the reader to take what is
+    /// unread.
+    fn pump_streams(&mut self) -> bool {
         if self.streams.is_empty() {
-            return;
+            return false;
         }
         // Seen before the log is read, so that what comes in between wakes us again.
         self.events.borrow_and_update();
@@ -448,6 +471,7 @@ impl Connection {
         for (uid, operation, reply) in answers {
             self.answer(&uid, &operation, &reply);
         }
+        unread >= MAX_UNREAD_EVENTS && self.streams.values().any(|stream| stream.credit)
     }
 
     fn answer(&mut self, uid: &Bytes, operation: &Bytes, reply: &Reply) {

@@ -113,18 +113,20 @@ impl Witness for Holders {
     }
 
     fn life(&self) -> Life {
-        let mut known = self.known.lock();
-        if let Some(dead) = known.dead() {
-            // A child that was forked after the search has the socket and the pool, too.
+        let dead = self.known.lock().dead();
+        if let Some(dead) = dead {
+            // A child that was forked after the search has the socket and the pool, too. Requests
+            // that ask for the pids do not wait for the walk.
             let heirs = find(self.socket, &self.pool, dead);
             if heirs.is_empty() {
                 return Life::Dead;
             }
-            *known = Known {
+            *self.known.lock() = Known {
                 processes: heirs,
                 dead: None,
             };
         }
+        let known = self.known.lock();
         let mut living = known.processes.iter().filter(|p| !p.handle.is_dead());
         match living.any(|process| is_stopped(process.pid)) {
             true => Life::Stopped,

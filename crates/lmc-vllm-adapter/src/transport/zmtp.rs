@@ -113,6 +113,11 @@ impl Decoder {
         self.state == State::Traffic
     }
 
+    /// Bytes of the frames of a message that has begun and not ended.
+    pub(crate) fn message_bytes(&self) -> usize {
+        self.frames.iter().map(Bytes::len).sum()
+    }
+
     /// Whether a message has begun and not ended.
     pub(crate) fn in_message(&self) -> bool {
         !self.frames.is_empty()
