@@ -1,11 +1,12 @@
 //! A registered worker: what its chunks look like and how their bytes move.
 
+use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::OwnerId;
-use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt};
+use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId};
 use lmc_memory::{
     DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
     SegmentError, SharedName,
@@ -97,7 +98,12 @@ pub(crate) struct Instance {
     pub(crate) pinged: bool,
     /// When its connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
+    /// Space of its chunks by tenant, for the salts of the last requests.
+    spaces: RefCell<HashMap<Salt, SpaceId>>,
 }
+
+/// Salts of which a worker's spaces are kept.
+const MAX_SPACES: usize = 64;
 
 impl Instance {
     /// A worker that copies by itself.
@@ -142,6 +148,7 @@ impl Instance {
             last_seen: now,
             pinged: false,
             orphaned: None,
+            spaces: RefCell::default(),
         })
     }
 
@@ -220,21 +227,30 @@ impl Instance {
             last_seen: now,
             pinged: false,
             orphaned: None,
+            spaces: RefCell::default(),
         })
     }
 
-    /// The space of this worker's chunks under a tenant's salt.
-    pub(crate) fn space(&self, config: &ServiceConfig, salt: Salt) -> KeySpace {
-        KeySpace {
+    /// Returns the space of this worker's chunks under a tenant's salt.
+    pub(crate) fn space(&self, config: &ServiceConfig, salt: &Salt) -> SpaceId {
+        let mut spaces = self.spaces.borrow_mut();
+        if let Some(&space) = spaces.get(salt) {
+            return space;
+        }
+        if spaces.len() >= MAX_SPACES {
+            spaces.clear();
+        }
+        let space = KeySpace {
             algorithm: config.hasher.algorithm(),
             chunk_size: config.hasher.chunk_size(),
             model: self.model.clone(),
             world_size: self.world_size,
             layout: self.fingerprint,
             dtype: dtype_name(self.dtype),
-            salt,
+            salt: salt.clone(),
             identity: config.identity.clone(),
-        }
+        };
+        *spaces.entry(salt.clone()).or_insert(space.id())
     }
 
     /// Whether it may be heard of on this connection: its own, or any when its own is over.

@@ -7,20 +7,22 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_engine::{Below, Leases, OwnerId};
-use lmc_key::{ChunkHash, ChunkKey, KeySpace, Salt, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply};
 use crate::service::ClientId;
 use crate::service::events::StoredChunk;
 use crate::service::handle::{Service, refuse};
-use crate::service::instance::Instance;
 use crate::service::session::{Fetches, Hits, Lookup, RankHold, Session, Wait, Waiter};
 use crate::service::state::{Binding, LayoutOf, RankSet, State};
 use crate::service::stats::add;
 
 /// Keys of one lookup, of all its ranks: those of 64 ranks and a million tokens.
 const MAX_KEYS: usize = 1 << 18;
+
+/// Ranks whose leases are given back under one lock of the state.
+const HOLDS_AT_A_TIME: usize = 256;
 
 /// Layouts of one model above which a lookup finds nothing: each must have the chunk.
 const MAX_LAYOUTS: usize = 64;
@@ -77,7 +79,7 @@ pub(super) struct Found {
 
 /// A layout in which a lookup must find a chunk.
 struct Candidate {
-    space: KeySpace,
+    space: SpaceId,
     /// Ranks that workers of this layout are known to be of.
     ranks: RankSet,
     /// True if the rank of a worker of this layout is not known yet.
@@ -144,11 +146,6 @@ impl Service {
             chunks: start..end,
             salt,
         })
-    }
-
-    /// The space of a worker's chunks for one tenant.
-    pub(super) fn space_of(&self, instance: &Instance, salt: &Salt) -> KeySpace {
-        instance.space(&self.shared.config, salt.clone())
     }
 
     pub(super) fn lookup(&self, client: ClientId, key: &CacheKey, now: Instant) -> Reply {
@@ -403,7 +400,7 @@ impl Service {
             return Vec::new();
         }
         let candidate = |layout: LayoutOf<'_>| Candidate {
-            space: self.space_of(layout.instance, salt),
+            space: layout.instance.space(&self.shared.config, salt),
             ranks: layout.ranks,
             unknown_rank: layout.unknown_rank,
         };
@@ -439,15 +436,22 @@ impl Service {
         let chunk = u64::from(self.shared.config.hasher.chunk_size());
         // A partial chunk at the start goes with its whole chunk, one at the end stays.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
-        let mut state = self.shared.state.lock();
-        let released = state.sessions.of(client, &key.request_id).map(|session| {
-            session.last_used = now;
-            let kv_rank = key.worker_id.map(|rank| rank as u16);
-            session.free(kv_rank, chunks, key.num_kv_readers.max(1))
-        });
-        // The leases go back here, without the state being locked.
-        drop(state);
-        drop(released);
+        let kv_rank = key.worker_id.map(|rank| rank as u16);
+        let readers = key.num_kv_readers.max(1);
+        // A lookup may hold thousands of ranks: others are served in between.
+        for first in (0..).step_by(HOLDS_AT_A_TIME) {
+            let mut state = self.shared.state.lock();
+            let session = state.sessions.of(client, &key.request_id);
+            let released = session.and_then(|session| {
+                session.last_used = now;
+                session.free(first, HOLDS_AT_A_TIME, kv_rank, &chunks, readers)
+            });
+            // The leases go back here, without the state being locked.
+            drop(state);
+            if released.is_none() {
+                break;
+            }
+        }
         Reply::None
     }
 
@@ -471,7 +475,7 @@ fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<(SpaceId, u16)>
         }
     }
     let asked = |candidate: &Candidate| {
-        let space = candidate.space.id();
+        let space = candidate.space;
         // Ranks that no stage is known to be of may be of any of them.
         let of_layout =
             |rank: &u16| candidate.unknown_rank || candidate.ranks.has(*rank) || !known.has(*rank);

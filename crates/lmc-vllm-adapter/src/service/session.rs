@@ -339,20 +339,25 @@ impl Session {
             .collect()
     }
 
-    /// Nobody will read a range of chunks; of all ranks, or of one.
+    /// Takes readers off a range of chunks, of all ranks or of one, in `count` of the lookup's
+    /// holds from `first` on. `None` when there are no such holds.
     #[must_use = "its leases should go back where nothing is locked"]
     pub(crate) fn free(
         &mut self,
+        first: usize,
+        count: usize,
         kv_rank: Option<u16>,
-        chunks: Range<usize>,
+        chunks: &Range<usize>,
         readers: u32,
-    ) -> Released {
+    ) -> Option<Released> {
+        let holds = self.lookup.as_mut()?.holds.get_mut(first..)?;
+        if holds.is_empty() {
+            return None;
+        }
         let of_rank = |hold: &&mut RankHold| kv_rank.is_none_or(|rank| rank == hold.kv_rank);
-        let holds = self.lookup.iter_mut().flat_map(|lookup| &mut lookup.holds);
-        let released = holds.filter(of_rank);
-        released
-            .flat_map(|hold| hold.release(chunks.clone(), readers))
-            .collect()
+        let released = holds.iter_mut().take(count).filter(of_rank);
+        let released = released.flat_map(|hold| hold.release(chunks.clone(), readers));
+        Some(released.collect())
     }
 
     /// Ends what a lookup holds when its time is over: how many leases, and the lookup that held

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::{Inserted, Leases, OwnerId, Reservation, TenantId, WriteRequest};
-use lmc_key::{ChunkHash, KeySpace, SpaceId};
+use lmc_key::{ChunkHash, LayoutFingerprint, ModelName, SpaceId};
 use lmc_memory::{CopyError, CopyPlan, PlanRequest};
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
@@ -27,7 +27,10 @@ const MAX_RANKS_OF_A_WORKER: usize = 16;
 /// What a transfer needs to know of its worker.
 struct Worker {
     owner: OwnerId,
-    space: KeySpace,
+    space: SpaceId,
+    model: ModelName,
+    /// Layout in the keys of its chunks.
+    layout: LayoutFingerprint,
     kv_rank: u16,
     /// True if the space is of a generation that ends with its workers.
     is_opaque: bool,
@@ -109,7 +112,9 @@ impl Service {
         let fingerprint = instance.fingerprint;
         let worker = Worker {
             owner: instance.owner,
-            space: self.space_of(instance, &hashed.salt),
+            space: instance.space(&self.shared.config, &hashed.salt),
+            model: instance.model.clone(),
+            layout: fingerprint,
             kv_rank: rank,
             is_opaque,
             chunk_bytes: instance.chunk_bytes,
@@ -146,12 +151,9 @@ impl Service {
         let shared = &self.shared;
         let counters = &shared.stats.service;
         let tenant = shared.spaces.tenant(&hashed.salt, &shared.engine);
-        shared
-            .spaces
-            .name(worker.space.id(), worker.space.model.as_str());
+        shared.spaces.name(worker.space, worker.model.as_str());
         if worker.is_opaque {
-            let generation = worker.space.layout;
-            shared.spaces.set_generation(worker.space.id(), generation);
+            shared.spaces.set_generation(worker.space, worker.layout);
         }
         let requests = self.write_requests(worker, hashed, tenant, wanted);
         let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
@@ -193,7 +195,7 @@ impl Service {
         tenant: TenantId,
         wanted: impl Fn(usize) -> bool,
     ) -> Vec<(usize, WriteRequest)> {
-        let keys = hashed.keys(worker.space.id(), worker.kv_rank);
+        let keys = hashed.keys(worker.space, worker.kv_rank);
         let request = |(index, key): (usize, lmc_key::ChunkKey)| {
             let parent = hashed.parent(hashed.chunks.start + index);
             let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
@@ -299,7 +301,7 @@ impl Service {
         if chunks.is_empty() {
             return nothing;
         }
-        let space = worker.space.id();
+        let space = worker.space;
         let transfer = self.transfer(client, now, Pending::Store { space, chunks });
         self.hold(instance_id, id, transfer, &worker)
             .unwrap_or(nothing)
@@ -430,7 +432,7 @@ impl Service {
 
     /// Leases all chunks of a range, or none.
     fn acquire(&self, client: ClientId, worker: &Worker, hashed: &Hashed) -> Option<Leases> {
-        let keys = hashed.keys(worker.space.id(), worker.kv_rank);
+        let keys = hashed.keys(worker.space, worker.kv_rank);
         if keys.is_empty() {
             return None;
         }
@@ -489,7 +491,7 @@ impl Service {
             .held(instance_id, &id, client, &worker)
             .unwrap_or_else(|| {
                 let pending = Pending::Retrieve {
-                    space: worker.space.id(),
+                    space: worker.space,
                     kv_rank: worker.kv_rank,
                     first_chunk,
                     leases: self.acquire(client, &worker, &hashed)?,
@@ -503,7 +505,7 @@ impl Service {
             });
         reply.unwrap_or_else(|| {
             add(&counters.retrieves_missed, 1);
-            let space = worker.space.id();
+            let space = worker.space;
             self.reader_done(client, key, space, worker.kv_rank, &hashed.chunks);
             Reply::RetrieveSlots(None)
         })
@@ -701,7 +703,7 @@ impl Service {
             add(&counters.copies_too_late, 1);
             return false;
         }
-        self.commit(worker.space.id(), key, chunks);
+        self.commit(worker.space, key, chunks);
         true
     }
 
@@ -752,7 +754,7 @@ impl Service {
             if let (Err(text), Some(_)) = (&copied, &leases) {
                 service.warn_throttled(&format!("retrieve of {}: {text}", key.request_id));
             }
-            let space = worker.space.id();
+            let space = worker.space;
             service.reader_done(client, &key, space, worker.kv_rank, &hashed.chunks);
             Reply::Transferred(copied.is_ok())
         }))
@@ -812,7 +814,7 @@ impl Transfer {
     /// The slots once more, so that none is held twice. `None` when the worker has registered
     /// another layout since, or when they belong to another connection.
     fn again(&self, client: ClientId, worker: &Worker) -> Option<Reply> {
-        let is_same = self.pending.space() == worker.space.id() && self.client == client;
+        let is_same = self.pending.space() == worker.space && self.client == client;
         is_same.then(|| slots(worker, &self.pending))
     }
 }
