@@ -6,9 +6,8 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, Listed,
-    LoadError, LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored,
-    Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page,
+    StoreItem, Stored, Usage,
 };
 use lmc_key::ChunkKey;
 
@@ -157,7 +156,7 @@ impl DiskBackend {
         let begun = Instant::now();
         if let Some(out) = self.all_out() {
             let failed = |item: LoadItem| Loaded::Failed {
-                error: LoadError::Unavailable(out.clone()),
+                error: BackendError::Unavailable(out.clone()),
                 slot: FailedSlot::Quiet(item.slot),
             };
             return items.into_iter().map(failed).collect();
@@ -167,7 +166,7 @@ impl DiskBackend {
         for (place, item) in items.into_iter().enumerate() {
             if begun >= deadline {
                 let failed = Loaded::Failed {
-                    error: LoadError::Deadline,
+                    error: BackendError::Deadline,
                     slot: FailedSlot::Quiet(item.slot),
                 };
                 batch.answer(place, failed);
@@ -185,7 +184,7 @@ impl DiskBackend {
         let late = |place: usize| {
             missing.push(on[place]);
             Loaded::Failed {
-                error: LoadError::Deadline,
+                error: BackendError::Deadline,
                 slot: FailedSlot::Quarantined,
             }
         };
@@ -200,15 +199,15 @@ impl DiskBackend {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> Vec<Result<Stored, StoreError>> {
+    ) -> Vec<Result<Stored, BackendError>> {
         let begun = Instant::now();
         self.probe();
         let batch = Batch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
         for (place, item) in items.into_iter().enumerate() {
             let (drive, refusal) = match (self.find(&item.key), self.home(&item.key)) {
-                _ if self.closed() => (0, Some(Err(StoreError::Closed))),
-                _ if Instant::now() >= deadline => (0, Some(Err(StoreError::Deadline))),
+                _ if self.closed() => (0, Some(Err(BackendError::Closed))),
+                _ if Instant::now() >= deadline => (0, Some(Err(BackendError::Deadline))),
                 (Some((drive, _)), _) => (drive, Some(Ok(Stored::Present))),
                 (None, None) => {
                     let out = self.drives[0].unavailable();
@@ -229,11 +228,12 @@ impl DiskBackend {
             }
             self.drives[drive].store(item, (Arc::clone(&batch), place));
         }
-        let late = |_| Err(StoreError::Deadline);
+        let late = |_| Err(BackendError::Deadline);
         let (answers, was_late) = batch.all(&self.timer, deadline, late).await;
         if was_late {
             let missing = answers.iter().zip(&on);
-            let missing = missing.filter(|(answer, _)| matches!(answer, Err(StoreError::Deadline)));
+            let missing =
+                missing.filter(|(answer, _)| matches!(answer, Err(BackendError::Deadline)));
             for (drive, late) in self.late(missing.map(|(_, &drive)| drive)) {
                 drive.late_writes(late, begun.elapsed());
             }
@@ -245,12 +245,12 @@ impl DiskBackend {
         &self,
         keys: &[ChunkKey],
         deadline: Instant,
-    ) -> Vec<Result<bool, RemoveError>> {
+    ) -> Vec<Result<bool, BackendError>> {
         if self.closed() {
-            return keys.iter().map(|_| Err(RemoveError::Closed)).collect();
+            return keys.iter().map(|_| Err(BackendError::Closed)).collect();
         }
         if Instant::now() >= deadline {
-            return keys.iter().map(|_| Err(RemoveError::Deadline)).collect();
+            return keys.iter().map(|_| Err(BackendError::Deadline)).collect();
         }
         if let Some(out) = self.all_out() {
             return keys.iter().map(|_| Err(out.clone().into())).collect();
@@ -268,16 +268,16 @@ impl DiskBackend {
             .chunks(count)
             .map(|answers| {
                 if answers.iter().any(Option::is_none) {
-                    return Err(RemoveError::Deadline);
+                    return Err(BackendError::Deadline);
                 }
                 Ok(answers.contains(&Some(true)))
             })
             .collect()
     }
 
-    async fn clear_all(&self, deadline: Instant) -> Result<u64, ClearError> {
+    async fn clear_all(&self, deadline: Instant) -> Result<u64, BackendError> {
         if self.closed() {
-            return Err(ClearError::Closed);
+            return Err(BackendError::Closed);
         }
         let epoch = self.set.raise();
         let batch = Batch::new(self.drives.len() + 1);
@@ -289,7 +289,7 @@ impl DiskBackend {
         let gone = self.drives.iter().enumerate().map(clear).sum();
         let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
         if answers.iter().any(Option::is_none) {
-            return Err(ClearError::Deadline);
+            return Err(BackendError::Deadline);
         }
         match answers.contains(&Some(false)) {
             true => Err(io::Error::other("it is not noted in the state folder").into()),
@@ -307,11 +307,11 @@ impl Backend for DiskBackend {
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         let closed = self.closed();
         let out = self.all_out();
         let found = move |key| match (closed, &out) {
-            (true, _) => Err(LookupError::Closed),
+            (true, _) => Err(BackendError::Closed),
             (false, Some(out)) => Err(out.clone().into()),
             (false, None) => Ok(self.find(key).map(|(_, len)| len)),
         };
@@ -326,7 +326,7 @@ impl Backend for DiskBackend {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         Box::pin(self.store_all(items, deadline))
     }
 
@@ -334,11 +334,11 @@ impl Backend for DiskBackend {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(self.remove_all(keys, deadline))
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(self.clear_all(deadline))
     }
 
@@ -347,9 +347,9 @@ impl Backend for DiskBackend {
         cursor: Cursor,
         limit: usize,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         if self.closed() {
-            return Box::pin(std::future::ready(Err(ListError::Closed)));
+            return Box::pin(std::future::ready(Err(BackendError::Closed)));
         }
         // A place: drive, segment, block. One more than it, so that 0 lies before all.
         let raw = cursor.raw();
@@ -380,9 +380,9 @@ impl Backend for DiskBackend {
         Box::pin(std::future::ready(Ok(page)))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         let usage = match self.closed() {
-            true => Err(UsageError::Closed),
+            true => Err(BackendError::Closed),
             false => Ok(self.held()),
         };
         Box::pin(std::future::ready(usage))
@@ -423,7 +423,7 @@ impl Backend for DiskBackend {
         }
     }
 
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         Box::pin(async move {
             let batch = Batch::new(self.drives.len());
             for number in 0..self.drives.len() {
@@ -432,13 +432,13 @@ impl Backend for DiskBackend {
                 let thread = thread::Builder::new().name("lmc-disk-close".to_owned());
                 let spawned = thread.spawn(move || {
                     let result = drives[number].stop(true);
-                    ended.answer(number, result.map_err(CloseError::Io));
+                    ended.answer(number, result.map_err(BackendError::Io));
                 });
                 if let Err(error) = spawned {
-                    batch.answer(number, Err(CloseError::Io(error)));
+                    batch.answer(number, Err(BackendError::Io(error)));
                 }
             }
-            let late = |_| Err(CloseError::Deadline);
+            let late = |_| Err(BackendError::Deadline);
             let (ended, was_late) = batch.all(&self.timer, deadline, late).await;
             if was_late {
                 self.drives.iter().for_each(Drive::give_up);

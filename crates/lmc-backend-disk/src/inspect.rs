@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded, StoreError, StoreItem, Stored};
+use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use crate::DiskBackend;
@@ -181,7 +181,7 @@ impl DiskBackend {
         let item = LoadItem::new(put.key, slot);
         drive.load(item, (Arc::clone(&batch), 0));
         let late = |_| Loaded::Failed {
-            error: LoadError::Deadline,
+            error: BackendError::Deadline,
             slot: FailedSlot::Quarantined,
         };
         let (mut loaded, _) = batch.all(self.timer(), deadline, late).await;
@@ -193,11 +193,11 @@ impl DiskBackend {
         let item = StoreItem::new(put.key, slot.seal());
         let batch = Batch::new(1);
         drive.relocate(item, put.payload_sum, (Arc::clone(&batch), 0));
-        let late = |_| Err(StoreError::Deadline);
+        let late = |_| Err(BackendError::Deadline);
         let (answers, _) = batch.all(self.timer(), deadline, late).await;
         match answers[..] {
             [Ok(Stored::Written)] => Move::Moved,
-            [Err(StoreError::Full { .. })] => Move::NoRoom,
+            [Err(BackendError::Full { .. })] => Move::NoRoom,
             _ => Move::Stayed,
         }
     }

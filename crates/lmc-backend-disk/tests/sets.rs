@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, fill_value, test_key};
-use lmc_backend::{Backend, ClearError, Health, StoreItem};
+use lmc_backend::{Backend, BackendError, Health, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
@@ -131,7 +131,7 @@ fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
     fs::remove_dir_all(folder.at("state")).unwrap();
     fs::write(folder.at("state"), "no folder").unwrap();
     let cleared = block_on(tier.clear(soon()));
-    assert!(matches!(cleared, Err(ClearError::Io(_))), "{cleared:?}");
+    assert!(matches!(cleared, Err(BackendError::Io(_))), "{cleared:?}");
     assert_eq!(count(&tier), 0, "it took place all the same");
     drop(tier);
     let refused = folder.known(&["a"]).open().unwrap_err();

@@ -6,10 +6,7 @@ use std::time::Instant;
 
 use lmc_key::ChunkKey;
 
-use crate::{
-    ClearError, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError, Page,
-    RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
-};
+use crate::{BackendError, Cursor, Health, LoadItem, Loaded, Page, StoreItem, Stored, Usage};
 
 /// A boxed future that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -47,23 +44,23 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// to load it into. An answer is a hint: the chunk may be gone when it is loaded.
     ///
     /// # Errors
-    /// [`LookupError`] for each key that could not be looked up.
+    /// [`BackendError`] for each key that could not be looked up.
     fn contains<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>>;
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>>;
 
     /// How many leading keys are present: the place of the first that is not, or that could not
     /// be looked up by the deadline.
     ///
     /// # Errors
-    /// [`LookupError`] when not even the first key could be looked up.
+    /// [`BackendError`] when not even the first key could be looked up.
     fn leading<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<usize, LookupError>> {
+    ) -> BoxFuture<'a, Result<usize, BackendError>> {
         Box::pin(async move {
             let mut leading = 0;
             for found in self.contains(keys, deadline).await {
@@ -85,22 +82,22 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// until nothing reads from them any more.
     ///
     /// # Errors
-    /// [`StoreError`] for each chunk; after one, the chunk may or may not be present.
+    /// [`BackendError`] for each chunk; after one, the chunk may or may not be present.
     fn store(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>>;
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>>;
 
     /// Forgets chunks; `true` for those that were there.
     ///
     /// # Errors
-    /// [`RemoveError`] for each key; after one, the chunk may or may not be present.
+    /// [`BackendError`] for each key; after one, the chunk may or may not be present.
     fn remove<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>>;
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>>;
 
     /// Forgets every chunk; how many were there. A chunk whose `store` was begun before is not
     /// found when that ends after it, whether anybody still waits for that or not. What is
@@ -110,8 +107,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// done when they are begun.
     ///
     /// # Errors
-    /// [`ClearError`]; after one, any chunk may or may not be present.
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    /// [`BackendError`]; after one, any chunk may or may not be present.
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(async move {
             let (mut gone, mut cursor) = (0, Cursor::START);
             loop {
@@ -133,19 +130,19 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// there from the first page to the last is listed exactly once.
     ///
     /// # Errors
-    /// [`ListError`].
+    /// [`BackendError`].
     fn list(
         &self,
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>>;
+    ) -> BoxFuture<'_, Result<Page, BackendError>>;
 
     /// What the tier holds.
     ///
     /// # Errors
-    /// [`UsageError`].
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>>;
+    /// [`BackendError`].
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>>;
 
     /// What the tier counted since it was made, by names that fit a metric's label. Default:
     /// nothing.
@@ -160,6 +157,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// then on answers with its `Closed` error; closing again is no error.
     ///
     /// # Errors
-    /// [`CloseError`] when something that was acknowledged may be lost.
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>>;
+    /// [`BackendError`] when something that was acknowledged may be lost.
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>>;
 }

@@ -3,7 +3,7 @@
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot, WrittenSlot};
 
-use crate::LoadError;
+use crate::BackendError;
 
 /// A chunk to load, and the slot it shall go into.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub enum Loaded {
     /// The tier could not say.
     Failed {
         /// Why.
-        error: LoadError,
+        error: BackendError,
         /// Where the slot is.
         slot: FailedSlot,
     },

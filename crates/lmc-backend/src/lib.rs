@@ -41,10 +41,7 @@ mod backend;
 pub use backend::{Backend, BoxFuture};
 
 mod error;
-pub use error::{
-    ClearError, CloseError, ListError, LoadError, LookupError, RemoveError, StoreError,
-    Unavailable, UsageError,
-};
+pub use error::{BackendError, Unavailable};
 
 mod item;
 pub use item::{

@@ -10,9 +10,8 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::{
-    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, Listed,
-    LoadError, LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored,
-    Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page,
+    StoreItem, Stored, Usage,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -41,7 +40,7 @@ struct Chunk {
 }
 
 impl MemoryBackend {
-    /// Holds at most `capacity` bytes of chunks, and answers [`StoreError::Full`] beyond.
+    /// Holds at most `capacity` bytes of chunks, and answers [`BackendError::Full`] beyond.
     pub fn with_capacity(capacity: u64) -> Self {
         Self {
             capacity: Some(capacity),
@@ -52,7 +51,7 @@ impl MemoryBackend {
     fn load_one(&self, LoadItem { key, mut slot }: LoadItem) -> Loaded {
         let state = self.state.lock();
         if state.closed {
-            let (error, slot) = (LoadError::Closed, FailedSlot::Quiet(slot));
+            let (error, slot) = (BackendError::Closed, FailedSlot::Quiet(slot));
             return Loaded::Failed { error, slot };
         }
         let Some(chunk) = state.chunks.get(&key) else {
@@ -62,7 +61,7 @@ impl MemoryBackend {
         if expected != slot.len() {
             let found = slot.len();
             return Loaded::Failed {
-                error: LoadError::Length { expected, found },
+                error: BackendError::Length { expected, found },
                 slot: FailedSlot::Quiet(slot),
             };
         }
@@ -70,10 +69,10 @@ impl MemoryBackend {
         Loaded::Hit(slot.written())
     }
 
-    fn store_one(&self, item: &StoreItem) -> Result<Stored, StoreError> {
+    fn store_one(&self, item: &StoreItem) -> Result<Stored, BackendError> {
         let mut state = self.state.lock();
         if state.closed {
-            return Err(StoreError::Closed);
+            return Err(BackendError::Closed);
         }
         if state.chunks.contains_key(&item.key) {
             return Ok(Stored::Present);
@@ -83,11 +82,11 @@ impl MemoryBackend {
             .capacity
             .is_some_and(|capacity| state.bytes + needed > capacity)
         {
-            return Err(StoreError::Full { needed });
+            return Err(BackendError::Full { needed });
         }
         let bytes: Box<[u8]> = item.slot.bytes().into();
         if item.slot.arena().is_lost() {
-            return Err(StoreError::Io(io::Error::other(
+            return Err(BackendError::Io(io::Error::other(
                 "the slot's memory was lost",
             )));
         }
@@ -99,10 +98,10 @@ impl MemoryBackend {
         Ok(Stored::Written)
     }
 
-    fn remove_one(&self, key: &ChunkKey) -> Result<bool, RemoveError> {
+    fn remove_one(&self, key: &ChunkKey) -> Result<bool, BackendError> {
         let mut state = self.state.lock();
         if state.closed {
-            return Err(RemoveError::Closed);
+            return Err(BackendError::Closed);
         }
         let Some(chunk) = state.chunks.remove(key) else {
             return Ok(false);
@@ -122,10 +121,10 @@ impl Backend for MemoryBackend {
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         let state = self.state.lock();
         let found = |key| match state.closed {
-            true => Err(LookupError::Closed),
+            true => Err(BackendError::Closed),
             false => Ok(state.chunks.get(key).map(|chunk| chunk.bytes.len() as u64)),
         };
         Box::pin(ready(keys.iter().map(found).collect()))
@@ -140,7 +139,7 @@ impl Backend for MemoryBackend {
         &self,
         items: Vec<StoreItem>,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         Box::pin(ready(
             items.iter().map(|item| self.store_one(item)).collect(),
         ))
@@ -150,14 +149,14 @@ impl Backend for MemoryBackend {
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(ready(keys.iter().map(|key| self.remove_one(key)).collect()))
     }
 
-    fn clear(&self, _deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    fn clear(&self, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         let mut state = self.state.lock();
         if state.closed {
-            return Box::pin(ready(Err(ClearError::Closed)));
+            return Box::pin(ready(Err(BackendError::Closed)));
         }
         let gone = state.chunks.len() as u64;
         state.chunks.clear();
@@ -171,10 +170,10 @@ impl Backend for MemoryBackend {
         cursor: Cursor,
         limit: usize,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         let state = self.state.lock();
         if state.closed {
-            return Box::pin(ready(Err(ListError::Closed)));
+            return Box::pin(ready(Err(BackendError::Closed)));
         }
         let mut rest = state
             .arrivals
@@ -190,10 +189,10 @@ impl Backend for MemoryBackend {
         Box::pin(ready(Ok(page)))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         let state = self.state.lock();
         if state.closed {
-            return Box::pin(ready(Err(UsageError::Closed)));
+            return Box::pin(ready(Err(BackendError::Closed)));
         }
         let mut usage = Usage::new(state.chunks.len() as u64, state.bytes);
         usage.capacity = self.capacity;
@@ -209,7 +208,7 @@ impl Backend for MemoryBackend {
         }
     }
 
-    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.state.lock().closed = true;
         Box::pin(ready(Ok(())))
     }

@@ -6,8 +6,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Backend, BoxFuture, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError, Page,
-    RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, Health, LoadItem, Loaded, Page, StoreItem, Stored,
+    Usage,
 };
 
 /// Declines every chunk and never finds one: what the engine runs on when there is no lower tier.
@@ -23,7 +23,7 @@ impl Backend for NoopBackend {
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         Box::pin(ready(keys.iter().map(|_| Ok(None)).collect()))
     }
 
@@ -36,7 +36,7 @@ impl Backend for NoopBackend {
         &self,
         items: Vec<StoreItem>,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         Box::pin(ready(items.iter().map(|_| Ok(Stored::Declined)).collect()))
     }
 
@@ -44,7 +44,7 @@ impl Backend for NoopBackend {
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(ready(keys.iter().map(|_| Ok(false)).collect()))
     }
 
@@ -53,11 +53,11 @@ impl Backend for NoopBackend {
         _cursor: Cursor,
         _limit: usize,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         Box::pin(ready(Ok(Page::default())))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         Box::pin(ready(Ok(Usage::default().with_capacity(0))))
     }
 
@@ -65,7 +65,7 @@ impl Backend for NoopBackend {
         Health::Ready
     }
 
-    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         Box::pin(ready(Ok(())))
     }
 }

@@ -5,9 +5,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Conformance, Faults, Faulty, Guarantee};
 use lmc_backend::{
-    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
-    LoadItem, Loaded, LookupError, MemoryBackend, NoopBackend, Page, RemoveError, StoreError,
-    StoreItem, Stored, Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, MemoryBackend,
+    NoopBackend, Page, StoreItem, Stored, Usage,
 };
 use lmc_key::ChunkKey;
 
@@ -79,7 +78,7 @@ impl Backend for Liar {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         self.0.contains(keys, deadline)
     }
 
@@ -103,7 +102,7 @@ impl Backend for Liar {
                 (Lie::Leaks, Loaded::Miss(slot)) => {
                     drop(slot.quarantine());
                     Loaded::Failed {
-                        error: LoadError::Deadline,
+                        error: BackendError::Deadline,
                         slot: FailedSlot::Quarantined,
                     }
                 }
@@ -117,7 +116,7 @@ impl Backend for Liar {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         self.0.store(items, deadline)
     }
 
@@ -125,7 +124,7 @@ impl Backend for Liar {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(async move {
             if self.1 != Lie::Keeps {
                 return self.0.remove(keys, deadline).await;
@@ -138,7 +137,7 @@ impl Backend for Liar {
         })
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(async move {
             if self.1 != Lie::KeepsAll {
                 return self.0.clear(deadline).await;
@@ -153,14 +152,14 @@ impl Backend for Liar {
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         match self.1 {
             Lie::Loops => self.0.list(Cursor::START, limit, deadline),
             _ => self.0.list(cursor, limit, deadline),
         }
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         self.0.usage(deadline)
     }
 
@@ -168,7 +167,7 @@ impl Backend for Liar {
         self.0.health()
     }
 
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.0.close(deadline)
     }
 }

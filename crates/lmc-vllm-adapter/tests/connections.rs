@@ -10,8 +10,8 @@ use bytes::Bytes;
 use common::{CHUNK, MODEL, Segment, Server, Worker, prompt};
 use lmc_backend::conformance::Gated;
 use lmc_backend::{
-    Backend, BoxFuture, CloseError, Cursor, Health, ListError, LoadItem, Loaded, LookupError,
-    MemoryBackend, Page, RemoveError, StoreError, StoreItem, Stored, Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, Health, LoadItem, Loaded, MemoryBackend, Page,
+    StoreItem, Stored, Usage,
 };
 use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
@@ -187,7 +187,7 @@ impl Backend for Panicking {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
         self.inner.contains(keys, deadline)
     }
@@ -200,7 +200,7 @@ impl Backend for Panicking {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         self.inner.store(items, deadline)
     }
 
@@ -208,7 +208,7 @@ impl Backend for Panicking {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         self.inner.remove(keys, deadline)
     }
 
@@ -217,11 +217,11 @@ impl Backend for Panicking {
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         self.inner.list(cursor, limit, deadline)
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         self.inner.usage(deadline)
     }
 
@@ -229,7 +229,7 @@ impl Backend for Panicking {
         self.inner.health()
     }
 
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.inner.close(deadline)
     }
 }

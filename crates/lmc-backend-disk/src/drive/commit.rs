@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use lmc_backend::{StoreError, Stored};
+use lmc_backend::{BackendError, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::MutexGuard;
 use tracing::{info, warn};
@@ -78,7 +78,7 @@ impl Shared {
     fn give_up(self: &Arc<Self>, changes: Vec<Change>) {
         for change in changes {
             if let Change::Put(Ready { put, .. }) = change {
-                self.store_ended(&put.key, put.len, |_| Err(StoreError::Closed));
+                self.store_ended(&put.key, put.len, |_| Err(BackendError::Closed));
             }
         }
     }
@@ -89,7 +89,7 @@ impl Shared {
         let (changes, failed) = self.sync_segments(changes);
         for (put, error) in failed {
             self.write_failed(&put, &error);
-            self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(&error))));
+            self.store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(&error))));
         }
         // What one frame holds is applied before the next is written: that may begin a new log,
         // whose checkpoint must know of it.
@@ -153,7 +153,7 @@ impl Shared {
                 // It may have been written all the same.
                 state.queue.behind.keys.insert(put.key);
             }
-            return self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(error))));
+            return self.store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(error))));
         }
         {
             let mut state = self.state.lock();

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use lmc_backend::{FailedSlot, LoadError, LoadItem, Loaded};
+use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded};
 use lmc_memory::{PartedChecksum, ReservedSlot};
 use parking_lot::Mutex;
 
@@ -108,7 +108,7 @@ impl Drive {
         let (found, file) = {
             let mut state = shared.state.lock();
             if state.closed {
-                return answer(quiet(LoadError::Closed, slot));
+                return answer(quiet(BackendError::Closed, slot));
             }
             let Some(found) = state.index.find(&key) else {
                 count(&shared.counters.missed, 1);
@@ -116,7 +116,7 @@ impl Drive {
             };
             let (expected, found_len) = (found.len, slot.len());
             if expected != found_len {
-                let error = LoadError::Length {
+                let error = BackendError::Length {
                     expected,
                     found: found_len,
                 };
@@ -204,7 +204,7 @@ impl Shared {
         };
         if let Some(error) = error {
             let failed = Loaded::Failed {
-                error: LoadError::Io(error),
+                error: BackendError::Io(error),
                 slot: FailedSlot::Quiet(slot),
             };
             return batch.answer(*place, failed);
@@ -213,7 +213,7 @@ impl Shared {
         if slot.arena().is_lost() {
             // The sum is of other bytes than the drive's, which says nothing about the drive's.
             let failed = Loaded::Failed {
-                error: LoadError::Io(io::Error::other("the slot's memory was lost")),
+                error: BackendError::Io(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Quiet(slot),
             };
             return batch.answer(*place, failed);

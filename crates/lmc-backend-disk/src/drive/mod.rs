@@ -19,7 +19,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{StoreError, StoreItem, Stored};
+use lmc_backend::{BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::{Condvar, Mutex};
 
@@ -85,7 +85,7 @@ impl SegmentFile {
 }
 
 /// Somebody who waits for a chunk to be durable.
-type StoreWaiter = (Arc<Batch<Result<Stored, StoreError>>>, usize);
+type StoreWaiter = (Arc<Batch<Result<Stored, BackendError>>>, usize);
 /// Somebody who waits for a change to be durable.
 pub(crate) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
@@ -523,7 +523,7 @@ impl Drive {
         {
             let again = again.into_iter().map(|(.., waiter)| waiter);
             for (batch, place) in first.into_iter().chain(others).chain(again) {
-                batch.answer(place, Err(StoreError::Closed));
+                batch.answer(place, Err(BackendError::Closed));
             }
         }
         ended.unwrap_or_else(|| Err(io::Error::other("the log's thread failed")))

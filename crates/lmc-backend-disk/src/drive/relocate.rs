@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use lmc_backend::{StoreError, StoreItem, Stored};
+use lmc_backend::{BackendError, StoreItem, Stored};
 
 use super::{Drive, StoreWaiter, Writing};
 
@@ -12,7 +12,7 @@ impl Drive {
     /// the old one.
     ///
     /// No other chunk is given up for it: without room for it the answer is
-    /// [`StoreError::Full`]. [`Stored::Declined`] when it is not there any more, or is being
+    /// [`BackendError::Full`]. [`Stored::Declined`] when it is not there any more, or is being
     /// written by somebody else.
     pub(crate) fn relocate(&self, item: StoreItem, sum: u64, waiter: StoreWaiter) {
         let shared = &self.shared;
@@ -20,7 +20,7 @@ impl Drive {
         {
             let mut state = shared.state.lock();
             if state.closed {
-                return waiter.0.answer(waiter.1, Err(StoreError::Closed));
+                return waiter.0.answer(waiter.1, Err(BackendError::Closed));
             }
             let there = state.index.find(&key).is_some();
             let written = state.writing.contains_key(&key);
@@ -36,7 +36,7 @@ impl Drive {
         shared.writing_bytes.fetch_add(len, Ordering::Relaxed);
         match shared.take_spare_room(len) {
             Some((extent, file)) => shared.write(item, Some(sum), extent, file),
-            None => shared.store_ended(&key, len, |_| Err(StoreError::Full { needed: len })),
+            None => shared.store_ended(&key, len, |_| Err(BackendError::Full { needed: len })),
         }
     }
 

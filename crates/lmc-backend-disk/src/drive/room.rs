@@ -8,7 +8,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{StoreError, StoreItem, Stored};
+use lmc_backend::{BackendError, StoreItem, Stored};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::{info, warn};
 
@@ -46,7 +46,7 @@ enum Found {
     /// A segment must be made first.
     Later,
     /// There is none, and this is the answer to whoever stores so many bytes.
-    No(fn(u64) -> Result<Stored, StoreError>),
+    No(fn(u64) -> Result<Stored, BackendError>),
 }
 
 impl Shared {
@@ -93,7 +93,7 @@ impl Shared {
         let (key, len) = (item.key, item.slot.len());
         let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
         let found = if state.growth.over {
-            Found::No(|_| Err(StoreError::Closed))
+            Found::No(|_| Err(BackendError::Closed))
         } else if doomed {
             Found::No(|_| Ok(Stored::Declined))
         } else {
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     fn take_room(&self, state: &mut State, len: u64) -> Found {
-        let full: fn(u64) -> _ = |needed| Err(StoreError::Full { needed });
+        let full: fn(u64) -> _ = |needed| Err(BackendError::Full { needed });
         let may_grow = self.may_grow(state);
         let victims = self.condition.may_give_up();
         let room = state.index.take_room(len, may_grow, victims.as_deref());

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use lmc_backend::{StoreError, StoreItem, Stored};
+use lmc_backend::{BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
@@ -31,11 +31,11 @@ impl Shared {
             let mut state = self.state.lock();
             let max = state.index.max_len();
             if state.closed {
-                Err(StoreError::Closed)
+                Err(BackendError::Closed)
             } else if state.index.find(&item.key).is_some() {
                 Ok(Stored::Present)
             } else if len > max {
-                Err(StoreError::TooLarge { max, found: len })
+                Err(BackendError::TooLarge { max, found: len })
             } else if let Some(writing) = state.writing.get_mut(&item.key) {
                 match writing.doomed {
                     true => writing.again.push((item, waiter)),
@@ -143,7 +143,7 @@ impl Shared {
         match error {
             _ if lost => {
                 self.state.lock().index.leave(put.place.segment);
-                let lost = || StoreError::Io(io::Error::other("the slot's memory was lost"));
+                let lost = || BackendError::Io(io::Error::other("the slot's memory was lost"));
                 self.store_ended(&put.key, put.len, |_| Err(lost()));
             }
             None => {
@@ -152,7 +152,7 @@ impl Shared {
             }
             Some(error) => {
                 self.write_failed(&put, &error);
-                self.store_ended(&put.key, put.len, |_| Err(StoreError::Io(again(&error))));
+                self.store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(&error))));
             }
         }
     }
@@ -174,7 +174,7 @@ impl Shared {
         self: &Arc<Self>,
         key: &ChunkKey,
         len: u64,
-        answer: impl Fn(bool) -> Result<Stored, StoreError>,
+        answer: impl Fn(bool) -> Result<Stored, BackendError>,
     ) {
         self.writing_bytes.fetch_sub(len, Ordering::Relaxed);
         let ended = self.state.lock().writing.remove(key);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
-use lmc_backend::{Backend, ClearError, LoadItem, StoreError, Stored};
+use lmc_backend::{Backend, BackendError, LoadItem, Stored};
 
 use super::crash_tests::{SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
@@ -33,20 +33,20 @@ fn a_store_that_was_late_does_not_undo_a_clear() {
         }
         let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
         assert!(
-            matches!(stored[..], [Err(StoreError::Deadline)]),
+            matches!(stored[..], [Err(BackendError::Deadline)]),
             "{kind:?}"
         );
         // Removed and stored once more, which begins when the first is over.
         drop(block_on(tier.remove(&[test_key(1)], late())));
         let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
         assert!(
-            matches!(stored[..], [Err(StoreError::Deadline)]),
+            matches!(stored[..], [Err(BackendError::Deadline)]),
             "{kind:?}"
         );
         let cleared = block_on(tier.clear(late()));
         let durable = matches!(cleared, Ok(0 | 1));
         assert!(
-            durable || matches!(cleared, Err(ClearError::Deadline)),
+            durable || matches!(cleared, Err(BackendError::Deadline)),
             "{cleared:?}"
         );
         assert!(!is_there(&tier, &pool, 0), "it is forgotten at once");

@@ -5,9 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
-use lmc_backend::{
-    Backend, CloseError, FailedSlot, Health, LoadError, LoadItem, Loaded, StoreError, Stored,
-};
+use lmc_backend::{Backend, BackendError, FailedSlot, Health, LoadItem, Loaded, Stored};
 
 use super::crash_tests::{
     SEGMENT, SETTINGS, alone, is_there, item, item_of, len, open, pool, soon,
@@ -116,7 +114,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     volume.fault(Kind::Read, Fault::Error(libc::EIO));
     for _ in 0..3 {
         let Loaded::Failed {
-            error: LoadError::Io(_),
+            error: BackendError::Io(_),
             slot: FailedSlot::Quiet(_),
         } = load(&tier, &pool, 0, Duration::from_secs(5))
         else {
@@ -128,7 +126,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     let unavailable = matches!(
         out,
         Loaded::Failed {
-            error: LoadError::Unavailable(_),
+            error: BackendError::Unavailable(_),
             ..
         }
     );
@@ -159,7 +157,7 @@ fn a_drive_that_stalls_costs_the_deadline_and_no_slot() {
     volume.fault(Kind::Read, Fault::Stall);
     let started = Instant::now();
     let Loaded::Failed {
-        error: LoadError::Deadline,
+        error: BackendError::Deadline,
         slot: FailedSlot::Quarantined,
     } = load(&tier, &pool, 0, Duration::from_millis(30))
     else {
@@ -192,7 +190,10 @@ fn writes_that_fail_lose_only_themselves() {
     for kind in [Kind::Write, Kind::Sync] {
         volume.fault(kind, Fault::Error(libc::EIO));
         let stored = block_on(tier.store(vec![item(&pool, 20)], soon()));
-        assert!(matches!(stored[..], [Err(StoreError::Io(_))]), "{stored:?}");
+        assert!(
+            matches!(stored[..], [Err(BackendError::Io(_))]),
+            "{stored:?}"
+        );
         volume.thaw();
         assert!(!is_there(&tier, &pool, 20));
     }
@@ -253,7 +254,10 @@ fn a_log_that_was_begun_in_vain_is_taken_away() {
     volume.fault_in("log-", Kind::Write, Fault::Error(libc::ENOSPC));
     let opened = volume.opened();
     let stored = block_on(tier.store(vec![item(&pool, 30)], soon()));
-    assert!(matches!(stored[..], [Err(StoreError::Io(_))]), "{stored:?}");
+    assert!(
+        matches!(stored[..], [Err(BackendError::Io(_))]),
+        "{stored:?}"
+    );
     until("new logs were tried", || volume.opened() > opened + 2);
     drop(tier);
     assert_eq!(volume.names("log-"), logs);
@@ -468,7 +472,7 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
         block_on(tier.store(vec![item(&pool, number)], patience)).remove(0)
     };
     for number in 20..23 {
-        assert!(matches!(store(number), Err(StoreError::Deadline)));
+        assert!(matches!(store(number), Err(BackendError::Deadline)));
     }
     let held = pool.usage().used;
     for number in 23..40 {
@@ -524,8 +528,8 @@ fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
             |store: thread::ScopedJoinHandle<'_, Vec<_>>| store.join().expect("no panic").remove(0);
         (ended(first), ended(second))
     });
-    assert!(matches!(first, Err(StoreError::Io(_))), "{first:?}");
-    assert!(matches!(second, Err(StoreError::Io(_))), "{second:?}");
+    assert!(matches!(first, Err(BackendError::Io(_))), "{first:?}");
+    assert!(matches!(second, Err(BackendError::Io(_))), "{second:?}");
     let stored = block_on(tier.store(vec![item(&pool, 22)], soon()));
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     let tier = open(&volume.after_crash(3), SETTINGS).expect("it opens again");
@@ -611,7 +615,7 @@ fn a_tier_that_is_dropped_after_a_late_close_is_gone() {
     let patience = || Instant::now() + Duration::from_millis(50);
     assert!(block_on(tier.store(vec![item(&pool, 20)], patience()))[0].is_err());
     let closed = block_on(tier.close(patience()));
-    assert!(matches!(closed, Err(CloseError::Deadline)), "{closed:?}");
+    assert!(matches!(closed, Err(BackendError::Deadline)), "{closed:?}");
     drop(tier);
     until("its threads end", || Arc::strong_count(&volume) == 1);
     assert_eq!(pool.usage().used, 0);

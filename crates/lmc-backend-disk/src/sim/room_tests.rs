@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::block_on;
-use lmc_backend::{Backend, Health, StoreError, Stored};
+use lmc_backend::{Backend, BackendError, Health, Stored};
 
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, open, pool, soon};
 use super::{Fault, SimVolume};
@@ -23,7 +23,7 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let late = block_on(tier.store(vec![item(&pool, 0), item(&pool, 1)], patience));
     let late = late
         .iter()
-        .all(|late| matches!(late, Err(StoreError::Deadline)));
+        .all(|late| matches!(late, Err(BackendError::Deadline)));
     assert!(late && begun.elapsed() < Duration::from_secs(3));
     // Whoever has more patience waits, and holds nobody else up.
     thread::scope(|scope| {

@@ -10,9 +10,8 @@ use parking_lot::Mutex;
 
 use super::Rng;
 use crate::{
-    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
-    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Unavailable,
-    Usage, UsageError,
+    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, Page,
+    StoreItem, Stored, Unavailable, Usage,
 };
 
 /// How often what goes wrong, in thousandths of the keys.
@@ -138,14 +137,14 @@ impl<B: Backend> Backend for Faulty<B> {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         Box::pin(async move {
             self.delay().await;
             let mut found = self.inner.contains(keys, deadline).await;
             for found in &mut found {
                 match self.fate() {
                     Fate::Error(_) => *found = Err(injected().into()),
-                    Fate::Deadline => *found = Err(LookupError::Deadline),
+                    Fate::Deadline => *found = Err(BackendError::Deadline),
                     Fate::Miss => *found = Ok(None),
                     Fate::Declined | Fate::Fine => {}
                 }
@@ -174,7 +173,7 @@ impl<B: Backend> Backend for Faulty<B> {
                         })
                     }
                     Fate::Error(false) => Some(failed(injected().into(), item.slot)),
-                    Fate::Deadline => Some(failed(LoadError::Deadline, item.slot)),
+                    Fate::Deadline => Some(failed(BackendError::Deadline, item.slot)),
                     Fate::Miss => Some(Loaded::Miss(item.slot)),
                     Fate::Declined | Fate::Fine => {
                         through.push(item);
@@ -192,7 +191,7 @@ impl<B: Backend> Backend for Faulty<B> {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         let clears = self.clears.load(Ordering::SeqCst);
         Box::pin(async move {
             self.delay().await;
@@ -207,7 +206,7 @@ impl<B: Backend> Backend for Faulty<B> {
                         Some(Err(injected().into()))
                     }
                     Fate::Error(false) => Some(Err(injected().into())),
-                    Fate::Deadline => Some(Err(StoreError::Deadline)),
+                    Fate::Deadline => Some(Err(BackendError::Deadline)),
                     Fate::Declined => Some(Ok(Stored::Declined)),
                     Fate::Miss | Fate::Fine => {
                         through.push(item);
@@ -228,7 +227,7 @@ impl<B: Backend> Backend for Faulty<B> {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(async move {
             self.delay().await;
             let (mut fates, mut through) = (Vec::new(), Vec::new());
@@ -239,7 +238,7 @@ impl<B: Backend> Backend for Faulty<B> {
                         Some(Err(injected().into()))
                     }
                     Fate::Error(false) => Some(Err(injected().into())),
-                    Fate::Deadline => Some(Err(RemoveError::Deadline)),
+                    Fate::Deadline => Some(Err(BackendError::Deadline)),
                     Fate::Miss | Fate::Declined | Fate::Fine => {
                         through.push(*key);
                         None
@@ -251,7 +250,7 @@ impl<B: Backend> Backend for Faulty<B> {
         })
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         self.clears.fetch_add(1, Ordering::SeqCst);
         Box::pin(async move {
             self.delay().await;
@@ -261,7 +260,7 @@ impl<B: Backend> Backend for Faulty<B> {
                     Err(injected().into())
                 }
                 Fate::Error(false) => Err(injected().into()),
-                Fate::Deadline => Err(ClearError::Deadline),
+                Fate::Deadline => Err(BackendError::Deadline),
                 Fate::Miss | Fate::Declined | Fate::Fine => self.inner.clear(deadline).await,
             }
         })
@@ -272,12 +271,12 @@ impl<B: Backend> Backend for Faulty<B> {
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         Box::pin(async move {
             self.delay().await;
             match self.fate() {
                 Fate::Error(_) => Err(injected().into()),
-                Fate::Deadline => Err(ListError::Deadline),
+                Fate::Deadline => Err(BackendError::Deadline),
                 Fate::Miss | Fate::Declined | Fate::Fine => {
                     self.inner.list(cursor, limit, deadline).await
                 }
@@ -285,12 +284,12 @@ impl<B: Backend> Backend for Faulty<B> {
         })
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         Box::pin(async move {
             self.delay().await;
             match self.fate() {
                 Fate::Error(_) => Err(injected().into()),
-                Fate::Deadline => Err(UsageError::Deadline),
+                Fate::Deadline => Err(BackendError::Deadline),
                 Fate::Miss | Fate::Declined | Fate::Fine => self.inner.usage(deadline).await,
             }
         })
@@ -304,7 +303,7 @@ impl<B: Backend> Backend for Faulty<B> {
         self.inner.health()
     }
 
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.inner.close(deadline)
     }
 }

@@ -11,9 +11,8 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::{
-    Backend, BoxFuture, ClearError, CloseError, Cursor, FailedSlot, Health, ListError, LoadError,
-    LoadItem, Loaded, LookupError, Page, RemoveError, StoreError, StoreItem, Stored, Usage,
-    UsageError,
+    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, Page,
+    StoreItem, Stored, Usage,
 };
 
 /// Wraps a tier in a gate: while it is shut, loads and stores wait at it, until their deadline at
@@ -108,7 +107,7 @@ impl<B: Backend> Backend for Gated<B> {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, LookupError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
         self.inner.contains(keys, deadline)
     }
 
@@ -119,7 +118,7 @@ impl<B: Backend> Backend for Gated<B> {
                 return self.inner.load(items, deadline).await;
             }
             let late = |item: LoadItem| Loaded::Failed {
-                error: LoadError::Deadline,
+                error: BackendError::Deadline,
                 slot: FailedSlot::Quiet(item.slot),
             };
             items.into_iter().map(late).collect()
@@ -130,12 +129,12 @@ impl<B: Backend> Backend for Gated<B> {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, StoreError>>> {
+    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
         let clears = self.clears.load(Ordering::SeqCst);
         Box::pin(async move {
             if !self.pass(deadline).await {
-                return items.iter().map(|_| Err(StoreError::Deadline)).collect();
+                return items.iter().map(|_| Err(BackendError::Deadline)).collect();
             }
             // What waited here while all was forgotten is forgotten too.
             if self.clears.load(Ordering::SeqCst) != clears {
@@ -149,11 +148,11 @@ impl<B: Backend> Backend for Gated<B> {
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, RemoveError>>> {
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         self.inner.remove(keys, deadline)
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, ClearError>> {
+    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         self.clears.fetch_add(1, Ordering::SeqCst);
         self.inner.clear(deadline)
     }
@@ -163,11 +162,11 @@ impl<B: Backend> Backend for Gated<B> {
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, ListError>> {
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
         self.inner.list(cursor, limit, deadline)
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, UsageError>> {
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
         self.inner.usage(deadline)
     }
 
@@ -184,7 +183,7 @@ impl<B: Backend> Backend for Gated<B> {
         }
     }
 
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), CloseError>> {
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.inner.close(deadline)
     }
 }

@@ -13,8 +13,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
-    Backend, ClearError, Cursor, FailedSlot, Health, ListError, LoadError, LoadItem, Loaded,
-    LookupError, RemoveError, StoreError, StoreItem, Stored, UsageError,
+    Backend, BackendError, Cursor, FailedSlot, Health, LoadItem, Loaded, StoreItem, Stored,
 };
 
 /// What the tier under test promises.
@@ -326,7 +325,7 @@ impl<'a> Run<'a> {
                     self.tally.misses += 1;
                 }
                 Loaded::Failed { error, slot } => {
-                    let due = !fits && matches!(error, LoadError::Length { .. });
+                    let due = !fits && matches!(error, BackendError::Length { .. });
                     assert!(due || !self.exact(), "loading {key:?}: {error}");
                     if let FailedSlot::Quiet(slot) = slot {
                         assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
@@ -556,31 +555,31 @@ impl<'a> Run<'a> {
         fill_value(&key, slot.bytes_mut());
         let item = StoreItem::new(key, slot.written().seal());
         let stored = self.backend.store(vec![item], deadline).await;
-        let ok = matches!(stored[..], [Err(StoreError::Closed)]);
+        let ok = matches!(stored[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
             "storing into a closed tier: {stored:?}"
         );
         let found = self.backend.contains(&[key], deadline).await;
-        let ok = matches!(found[..], [Err(LookupError::Closed)]);
+        let ok = matches!(found[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
             "looking up in a closed tier: {found:?}"
         );
         let removed = self.backend.remove(&[key], deadline).await;
-        let ok = matches!(removed[..], [Err(RemoveError::Closed)]);
+        let ok = matches!(removed[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
             "removing from a closed tier: {removed:?}"
         );
         let cleared = self.backend.clear(deadline).await;
-        let ok = matches!(cleared, Err(ClearError::Closed));
+        let ok = matches!(cleared, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
         let listed = self.backend.list(Cursor::START, 1, deadline).await;
-        let ok = matches!(listed, Err(ListError::Closed));
+        let ok = matches!(listed, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");
         let usage = self.backend.usage(deadline).await;
-        let ok = matches!(usage, Err(UsageError::Closed));
+        let ok = matches!(usage, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "usage of a closed tier: {usage:?}");
     }
 
