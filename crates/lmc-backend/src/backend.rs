@@ -51,30 +51,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>>;
 
-    /// How many leading keys are present: the place of the first that is not, or that could not
-    /// be looked up by the deadline.
-    ///
-    /// # Errors
-    /// [`BackendError`] when not even the first key could be looked up.
-    fn leading<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Result<usize, BackendError>> {
-        Box::pin(async move {
-            let mut leading = 0;
-            for found in self.contains(keys, deadline).await {
-                match found {
-                    Ok(Some(_)) => leading += 1,
-                    Ok(None) => break,
-                    Err(error) if leading == 0 => return Err(error),
-                    Err(_) => break,
-                }
-            }
-            Ok(leading)
-        })
-    }
-
     /// Reads chunks into the slots given. A slot's length must be the chunk's.
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>>;
 

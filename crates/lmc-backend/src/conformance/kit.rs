@@ -197,8 +197,7 @@ impl<'a> Run<'a> {
             match self.rng.below(100) {
                 0..30 => self.store().await,
                 30..60 => self.load().await,
-                60..72 => self.contains().await,
-                72..80 => self.leading().await,
+                60..80 => self.contains().await,
                 80..90 => self.remove().await,
                 90..94 => self.list().await,
                 94..96 => self.usage().await,
@@ -217,9 +216,6 @@ impl<'a> Run<'a> {
         assert!(self.backend.load(vec![], deadline).await.is_empty());
         assert!(self.backend.store(vec![], deadline).await.is_empty());
         assert!(self.backend.remove(&[], deadline).await.is_empty());
-        if let Ok(leading) = self.backend.leading(&[], deadline).await {
-            assert_eq!(leading, 0);
-        }
     }
 
     fn items_to_store(&mut self) -> Vec<StoreItem> {
@@ -353,23 +349,6 @@ impl<'a> Run<'a> {
                 }
                 Err(error) => assert!(!self.exact(), "looking up {key:?}: {error}"),
             }
-        }
-    }
-
-    async fn leading(&mut self) {
-        let keys = self.some_keys();
-        match self.backend.leading(&keys, self.deadline()).await {
-            Ok(leading) => {
-                let possible = keys.iter().take_while(|key| self.model.contains_key(key));
-                assert!(leading <= possible.count(), "{leading} leading keys");
-                let stored = |key: &&ChunkKey| self.model.get(key) == Some(&Known::Stored);
-                let sure = keys.iter().take_while(stored).count();
-                assert!(
-                    !self.exact() || leading >= sure,
-                    "{leading} of {sure} leading keys"
-                );
-            }
-            Err(error) => assert!(!self.exact(), "looking up a prefix: {error}"),
         }
     }
 
