@@ -2,10 +2,13 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::io::{Read, Write as _};
+use std::net::TcpStream;
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::figures::{Figures, Unit};
@@ -13,6 +16,8 @@ use super::server::{Kind, Peer, Programs, Server};
 use super::{ceiling, conditions, metrics};
 
 const JSON: &str = "docs/benchmarks/serve.json";
+
+const CLEAR_DEADLINE: Duration = Duration::from_secs(30);
 
 const START: &str = "start until it listens, pool of 2 GiB";
 const IN_SERVER: &str = "lookup of 131,072 tokens, inside the server, p50";
@@ -158,7 +163,7 @@ fn measure(
     figures.add(kind, START, Unit::Seconds, server.start.as_secs_f64());
     let mut all_well = true;
     let mut load = |args: &[&str], figures: &mut Figures| -> Result<()> {
-        clear(programs, &server)?;
+        clear(&server)?;
         let report = bench(programs, &server, options, args)?;
         for row in report["rows"].as_array().into_iter().flatten() {
             take(kind, &report, row, figures);
@@ -222,15 +227,23 @@ fn measure(
 
 /// Empties the cache, so that no load finds the pool full of an earlier one's chunks: LMCache's
 /// server drops stores then, until its eviction has caught up.
-fn clear(programs: &Programs, server: &Server) -> Result<()> {
-    let output = Command::new(&programs.lmc)
-        .args(["clear", "--force", "--url"])
-        .arg(format!("http://127.0.0.1:{}", server.http))
-        .output()
-        .context("cannot run lmc clear")?;
-    if !output.status.success() {
-        bail!("lmc clear: {}", String::from_utf8_lossy(&output.stderr));
-    }
+fn clear(server: &Server) -> Result<()> {
+    // The tier that both know.
+    let body = r#"{"tier":"l1","force":true}"#;
+    let mut stream = TcpStream::connect(("127.0.0.1", server.http))?;
+    stream.set_read_timeout(Some(CLEAR_DEADLINE))?;
+    write!(
+        stream,
+        "POST /cache/clear HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )?;
+    let mut answer = String::new();
+    stream
+        .read_to_string(&mut answer)
+        .context("POST /cache/clear")?;
+    let status = answer.lines().next().unwrap_or_default();
+    ensure!(status.contains(" 200 "), "POST /cache/clear: {answer}");
     Ok(())
 }
 
