@@ -123,7 +123,7 @@ impl Remembered {
         Ok(())
     }
 
-    /// Writes the record, also after somebody has removed the folder under a running server.
+    /// Writes the record, also when the folder was removed while the server runs.
     fn write(&self, record: &SetRecord) -> io::Result<()> {
         if !self.sets.is_dir() {
             warn!(folder = ?self.sets, "the state folder was removed, and is made again");

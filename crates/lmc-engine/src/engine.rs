@@ -494,7 +494,7 @@ impl CacheEngine {
             .collect()
     }
 
-    /// What one tenant uses and may use: nothing, for one that is not known.
+    /// Returns the usage and quota of one tenant; zeroes for one that is not known.
     pub fn tenant(&self, tenant: TenantId) -> TenantStatus {
         TenantStatus::new(tenant, self.0.tier.tenant_usage(tenant))
     }

@@ -4,7 +4,7 @@
 //! the users of those peers; none of them can end a line and begin a false one, or send a terminal
 //! a command. This is the only way to stderr for events of all crates.
 //!
-//! **Invariant:** no thread of the server waits for stderr, which may be a pipe that nobody reads.
+//! **Invariant:** no thread of the server waits for stderr, which may be a pipe without a reader.
 //! One thread of its own writes the lines, see [`queue`].
 
 mod queue;

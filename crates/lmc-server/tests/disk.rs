@@ -508,7 +508,7 @@ fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
     assert_eq!(found(path, &[]), CHUNKS as u64);
 }
 
-/// Until 8bf0141 a clear was refused once somebody had deleted the state folder, and the drive's old
+/// Until 8bf0141 a clear was refused once the state folder had been deleted, and the drive's old
 /// copy had hits after it.
 #[test]
 fn a_state_folder_that_was_removed_is_made_again_by_a_clear() {

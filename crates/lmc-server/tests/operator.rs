@@ -5,7 +5,7 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use lmc_vllm_adapter::{CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request};
@@ -82,20 +82,20 @@ impl Server {
 
     /// The body of the answer to a request.
     fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.http)).expect("a connection");
-        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-        let length = body.len();
-        write!(
-            stream,
-            "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
-             content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
-        )
-        .expect("a request");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("an answer");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
-        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+        let (code, answer) = common::ask(self.http, method, path, body);
+        assert_eq!(code, 200, "{answer}");
+        let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
         body.to_owned()
+    }
+
+    fn wait_until_it_listens(&self) {
+        let deadline = Instant::now() + DEADLINE;
+        for port in [self.http, self.port] {
+            while TcpStream::connect(("127.0.0.1", port)).is_err() {
+                assert!(Instant::now() < deadline, "it does not listen");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
     }
 
     fn signal(&self, signal: libc::c_int) {
@@ -402,10 +402,8 @@ fn a_half_request_does_not_hold_up_the_stop() {
     drop(half);
 }
 
-/// Each event of the log was a panic until f2c35f9 where stderr was gone: a closed terminal, a pipe
-/// whose reader had ended.
-#[test]
-fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
+/// A server whose log goes into a pipe.
+fn with_piped_stderr() -> (Server, ChildStderr) {
     let (port, http) = (free_port(), free_port());
     let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
         .args(["serve", "--l1-size-gb", "16MiB"])
@@ -419,19 +417,24 @@ fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the binary starts");
-    drop(child.stderr.take());
-    let deadline = Instant::now() + DEADLINE;
-    while TcpStream::connect(("127.0.0.1", http)).is_err() {
-        assert!(Instant::now() < deadline, "it does not listen");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let mut server = Server {
+    let stderr = child.stderr.take().expect("it is piped");
+    let server = Server {
         child,
         log: std::env::temp_dir().join(format!("lmc_operator_{port}.log")),
         port,
         http,
     };
     std::fs::write(&server.log, "").expect("a file");
+    (server, stderr)
+}
+
+/// Each event of the log was a panic until f2c35f9 where stderr was gone: a closed terminal, a pipe
+/// whose reader had ended.
+#[test]
+fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
+    let (mut server, stderr) = with_piped_stderr();
+    drop(stderr);
+    server.wait_until_it_listens();
     // Each of these is an event of the log.
     server.ask("POST", "/cache/clear", "{}");
     server.ask("PUT", "/quota/a", "{\"limit_gb\": 1}");
@@ -439,36 +442,12 @@ fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
     assert_eq!(server.wait().code(), Some(0));
 }
 
-/// Until 8bf0141 the threads that answer engines wrote the log themselves: a pipe that nobody read
+/// Until 8bf0141 the threads that answer engines wrote the log themselves: a pipe without a reader
 /// stopped `/healthz` and every engine, and SIGTERM.
 #[test]
-fn a_server_whose_stderr_nobody_reads_serves_on_and_stops_in_order() {
-    let (port, http) = (free_port(), free_port());
-    let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-        .args(["serve", "--l1-size-gb", "16MiB"])
-        .args([
-            "--port",
-            &port.to_string(),
-            "--http-port",
-            &http.to_string(),
-        ])
-        .env_remove("LMC_CONFIG")
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary starts");
-    let mut stderr = child.stderr.take().expect("it is piped");
-    let deadline = Instant::now() + DEADLINE;
-    while TcpStream::connect(("127.0.0.1", http)).is_err() {
-        assert!(Instant::now() < deadline, "it does not listen");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let mut server = Server {
-        child,
-        log: std::env::temp_dir().join(format!("lmc_operator_{port}.log")),
-        port,
-        http,
-    };
-    std::fs::write(&server.log, "").expect("a file");
+fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
+    let (mut server, mut stderr) = with_piped_stderr();
+    server.wait_until_it_listens();
     let mut client = server.client();
     // Each of these is an event of the log, of half a kilobyte.
     let path = format!("/quota/{}", "%F0%9F%98%80".repeat(128));

@@ -3,14 +3,13 @@
 mod common;
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::free_port;
+use common::{ask, free_port};
 use lmc_vllm_adapter::{Client, Reply, Request};
 
 /// For everything that must happen soon, on a machine that is busy with other tests.
@@ -103,23 +102,6 @@ impl Drop for Server {
         let _ = self.child.wait();
         common::remove_segment(self.port);
     }
-}
-
-/// Code of the answer, and the answer.
-fn ask(http: u16, method: &str, path: &str, body: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(("127.0.0.1", http)).expect("a connection");
-    stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-    let length = body.len();
-    write!(
-        stream,
-        "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
-         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
-    )
-    .expect("a request");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("an answer");
-    let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
-    (code.expect("a status code"), answer)
 }
 
 fn noop(port: u16) -> Option<Reply> {

@@ -4,7 +4,7 @@
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
-//! up for others. The *log* may not be written, until it is begun anew. And *growth* may fail, because
+//! up for others. The *log* may not be written, until it is started again. And *growth* may fail, because
 //! the drive's folder was removed for instance: chunks then take the place of others, as on a full
 //! drive.
 

@@ -25,7 +25,7 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// Shortest time between two warnings about refused requests.
 const WARN_EVERY: Duration = Duration::from_secs(10);
 
-/// Whether the user at the other end of a connection is trusted.
+/// Trust in the user at the other end of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectionUser(pub(super) Result<(), Untrusted>);
 

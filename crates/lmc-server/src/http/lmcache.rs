@@ -418,7 +418,7 @@ fn shown(salt: &Salt) -> &str {
     }
 }
 
-/// What a tenant that was named before uses, and its quota. Asking must not name one, or anybody
+/// Returns the usage and quota of a tenant that was named before. Asking must not name one, or anybody
 /// could fill the table.
 fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
     let id = http.service.known_tenant(salt)?;

@@ -407,7 +407,7 @@ fn half_open(server: &Server, count: usize) -> Vec<TcpStream> {
 /// Until 8bf0141 as many half requests as there may be connections kept `/healthz` from being
 /// answered for 25 seconds, and a supervisor would have ended the server.
 #[test]
-fn half_requests_keep_nobody_out() {
+fn half_requests_do_not_keep_others_out() {
     let server = Server::start();
     let mut half = half_open(&server, MAX_CONNECTIONS);
     // It is accepted after them.

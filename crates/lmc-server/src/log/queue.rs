@@ -1,6 +1,6 @@
 //! A bounded queue of log lines, and the thread that writes them.
 //!
-//! Stderr may be a pipe that nobody reads: a write to it then never returns. Only this queue's
+//! Stderr may be a pipe without a reader: a write to it then never returns. Only this queue's
 //! thread may wait for it. Lines that find the queue full are dropped and counted.
 
 use std::collections::VecDeque;
@@ -176,7 +176,7 @@ mod tests {
         for _ in 0..pushed {
             queue.push(&line);
         }
-        assert!(!queue.flush(Duration::from_millis(1)), "nobody reads");
+        assert!(!queue.flush(Duration::from_millis(1)), "it has no reader");
         let kept = MAX_BYTES / line.len();
         assert_eq!(queue.dropped() as usize, pushed - kept);
         for _ in 0..kept {

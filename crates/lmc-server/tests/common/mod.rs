@@ -1,6 +1,7 @@
 //! What tests of the real binary need.
 
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::PathBuf;
@@ -13,6 +14,9 @@ use lmc_vllm_adapter::{CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reque
 /// a one could be taken before the server listens there, or be connected to itself by whoever asks
 /// whether it does.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
+
+/// Longest that a test waits for an answer of the HTTP side.
+const ASKING: Duration = Duration::from_secs(20);
 
 /// A port that is free, and this process's alone among those that ask here.
 pub(crate) fn free_port() -> u16 {
@@ -91,6 +95,24 @@ pub(crate) fn registration(
             ..EngineGroup::default()
         }],
     }))
+}
+
+/// Sends a request to the HTTP side of a server. Returns the code of the answer, and all of it.
+#[allow(dead_code, reason = "not every test binary asks the HTTP side")]
+pub(crate) fn ask(http: u16, method: &str, path: &str, body: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(("127.0.0.1", http)).expect("a connection");
+    stream.set_read_timeout(Some(ASKING)).expect("a timeout");
+    let length = body.len();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+    .expect("a request");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
+    (code.expect("a status code"), answer)
 }
 
 /// Sends a signal to a child that has not been waited for.

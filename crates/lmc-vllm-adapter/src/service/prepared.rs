@@ -1,7 +1,7 @@
 //! Transfers that workers have prepared and not yet committed.
 
+use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use lmc_engine::{Leases, MarkId, WriteTicket};
@@ -292,15 +292,13 @@ impl Transfers {
 
     /// The transfers of a connection.
     pub(crate) fn of_mut(&mut self, client: ClientId) -> impl Iterator<Item = &mut Transfer> {
-        let workers: HashSet<u64> = self
-            .by_client
-            .get(&client)
-            .map(|of_client| of_client.workers.keys().copied().collect())
-            .unwrap_or_default();
+        let workers = self.by_client.get(&client).map(|of| &of.workers);
+        let of_client =
+            move |instance_id: &u64| workers.is_some_and(|w| w.contains_key(instance_id));
         let of_workers = self
             .by_worker
             .iter_mut()
-            .filter(move |(instance_id, _)| workers.contains(instance_id));
+            .filter(move |(instance_id, _)| of_client(instance_id));
         of_workers
             .flat_map(|(_, transfers)| transfers.values_mut())
             .filter(move |transfer| transfer.client == client)

@@ -315,12 +315,12 @@ impl Session {
     }
 
     /// Takes out those who have waited long enough.
-    pub(crate) fn tired(&mut self, now: Instant) -> Vec<Waiter> {
+    pub(crate) fn take_timed_out(&mut self, now: Instant) -> Vec<Waiter> {
         let Some(lookup) = &mut self.lookup else {
             return Vec::new();
         };
-        let tired = |waiter: &mut Waiter| waiter.until <= now;
-        lookup.waiting.extract_if(.., tired).collect()
+        let timed_out = |waiter: &mut Waiter| waiter.until <= now;
+        lookup.waiting.extract_if(.., timed_out).collect()
     }
 
     /// One worker has read (or will not read) a range of chunks of its rank.

@@ -72,10 +72,10 @@ impl Service {
             let names = to_visit.min(SESSIONS_AT_A_TIME);
             to_visit -= names;
             let mut expired_leases = 0;
-            let (mut expired, mut tired) = (Vec::new(), Vec::new());
+            let (mut expired, mut timed_out) = (Vec::new(), Vec::new());
             let mut state = shared.state.lock();
             let ended = state.sessions.sweep(names, |session| {
-                tired.append(&mut session.tired(now));
+                timed_out.append(&mut session.take_timed_out(now));
                 if now.saturating_duration_since(session.last_used) >= shared.config.session_ttl {
                     return false;
                 }
@@ -90,7 +90,7 @@ impl Service {
             add(&counters.lookup_leases_expired, expired_leases as u64);
             // Leases go back and waiters are answered here, where nothing is locked.
             drop((ended, expired));
-            tired
+            timed_out
                 .into_iter()
                 .for_each(|waiter| waiter.tell(Reply::None));
         }

@@ -56,7 +56,7 @@ struct Stream {
     last: bool,
 }
 
-/// What one turn of a connection did.
+/// Result of one turn of a connection.
 #[derive(Debug, Default, Clone, Copy)]
 struct Step {
     /// True if at least one message of the input was handled.

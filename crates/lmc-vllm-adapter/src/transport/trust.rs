@@ -1,4 +1,4 @@
-//! Which users of this host are served.
+//! Users of this host that are served.
 //!
 //! A port on loopback is open to every user of the host. One of them could commit chunks that hold
 //! the bytes of others, or clear the cache. So a connection counts for the user that owns its other
