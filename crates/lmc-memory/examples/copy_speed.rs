@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{
-    ArenaConfig, CopyPlan, CopyPool, DType, KvFormat, MappedSegment, PagedKv, PlanRequest, Pool,
-    PoolConfig, SealedSlot, SharedName, TensorView,
+    ArenaConfig, CopyPlan, CopyPool, DType, KvGroup, KvOrder, KvTensor, MappedSegment, PagedKv,
+    PlanRequest, Pool, PoolConfig, SealedSlot, SharedName,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -45,12 +45,13 @@ impl Drop for Engine {
     }
 }
 
-/// The shape of one line.
+/// One line: the shape of vLLM's tensors within a block, and how chunks are made of blocks.
 struct Case {
     label: &'static str,
-    format: KvFormat,
-    heads: u64,
-    head: u64,
+    /// True for `[2, blocks, …]`, false for `[blocks, …]`.
+    split: bool,
+    /// Axes of a block.
+    block: &'static [u64],
     block_tokens: u64,
     chunk_tokens: u64,
     scattered: bool,
@@ -91,36 +92,32 @@ fn cpu() -> String {
     )
 }
 
-fn tensors(case: &Case, bytes: u64) -> (Vec<TensorView>, u32) {
-    use lmc_memory::Axis;
-    let planes = if case.format.axes().contains(&Axis::Plane) {
-        2
-    } else {
-        1
-    };
-    let block = planes * case.block_tokens * case.heads * case.head;
-    let blocks = bytes / 2 / LAYERS / block;
-    let size = |axis: &Axis| match axis {
-        Axis::Plane => planes,
-        Axis::Block => blocks,
-        Axis::Token => case.block_tokens,
-        Axis::Head => case.heads,
-        Axis::Element => case.head,
-        Axis::Layer => LAYERS,
-        Axis::One => 1,
-    };
-    let shape: Vec<u64> = case.format.axes().iter().map(size).collect();
+/// Describes an engine's cache as a registration does.
+fn open(case: &Case, bytes: u64, segment: &Arc<MappedSegment>) -> Result<PagedKv> {
+    let planes = if case.split { 2 } else { 1 };
+    let block: u64 = case.block.iter().product();
+    let blocks = bytes / 2 / LAYERS / planes / block;
+    let mut shape = if case.split { vec![2] } else { Vec::new() };
+    shape.push(blocks);
+    shape.extend(case.block);
     let mut strides = vec![1; shape.len()];
     for i in (0..shape.len() - 1).rev() {
         strides[i] = strides[i + 1] * shape[i + 1];
     }
-    let view = |layer| TensorView {
-        segment: 0,
-        storage_offset: layer * blocks * block,
-        shape: shape.clone(),
-        strides: strides.clone(),
+    let tensor = |layer| KvTensor {
+        dtype: DType::BFloat16,
+        shape: &shape,
+        strides: &strides,
+        storage_offset: layer * planes * blocks * block,
     };
-    ((0..LAYERS).map(view).collect(), blocks as u32)
+    let tensors: Vec<_> = (0..LAYERS).map(tensor).collect();
+    let order = match case.block {
+        [_, tokens, _] if *tokens == case.block_tokens => KvOrder::HeadsFirst,
+        _ => KvOrder::TokensFirst,
+    };
+    let group = KvGroup::describe(&tensors, order, None, case.chunk_tokens as u32)?;
+    let segments = vec![Arc::clone(segment)];
+    Ok(group.open(&[0; LAYERS as usize], segments)?)
 }
 
 /// Block ids in order, or each far from the one before it.
@@ -179,19 +176,10 @@ fn main() -> Result<()> {
         "ratio"
     );
     for case in cases() {
-        let (tensors, blocks) = tensors(&case, bytes);
-        let segments = vec![Arc::clone(&engine.segment)];
-        let chunk_tokens = case.chunk_tokens as u32;
-        let paged = PagedKv::from_tensors(
-            case.format,
-            &tensors,
-            DType::BFloat16,
-            chunk_tokens,
-            segments,
-        )?;
-        let layout = *paged.layout();
+        let paged = open(&case, bytes, &engine.segment)?;
+        let blocks = paged.blocks();
         let table = block_table(blocks, case.scattered);
-        let chunks = u64::from(blocks) * case.block_tokens / case.chunk_tokens;
+        let chunks = u64::from(blocks) / paged.blocks_per_chunk();
         if chunks == 0 {
             println!(
                 "{:<34} {:>6} {:>6}  too large for {mib} MiB",
@@ -199,21 +187,20 @@ fn main() -> Result<()> {
             );
             continue;
         }
-        let starts: Vec<u64> = (0..chunks).map(|i| i * case.chunk_tokens).collect();
+        let starts: Vec<u64> = (0..chunks).map(|i| i * paged.blocks_per_chunk()).collect();
         // A store of eight chunks at a time, as a long prompt brings them.
         let plan = |starts: &[u64]| {
             CopyPlan::new(
                 &paged,
-                &layout,
                 &PlanRequest {
                     block_ids: &table,
-                    chunk_starts: starts,
-                    skip_first_tokens: 0,
+                    first_blocks: starts,
+                    skip_blocks: 0,
                     null_block: None,
                 },
             )
         };
-        let moved = (chunks * layout.chunk_bytes()) as usize;
+        let moved = (chunks * paged.chunk_bytes()) as usize;
         let (mut plain, mut gather, mut scatter) = (Duration::MAX, Duration::MAX, Duration::MAX);
         let mut copies_made = 0;
         for _ in 0..ROUNDS {
@@ -227,7 +214,7 @@ fn main() -> Result<()> {
                 let mut slots: Vec<_> = starts
                     .iter()
                     .map(|_| {
-                        pool.reserve(layout.chunk_bytes())
+                        pool.reserve(paged.chunk_bytes())
                             .ok_or("room for all chunks")
                     })
                     .collect::<std::result::Result<_, _>>()?;
@@ -267,34 +254,30 @@ fn main() -> Result<()> {
 }
 
 fn cases() -> Vec<Case> {
-    let case = |label, format, heads, head, block_tokens, chunk_tokens, scattered| Case {
+    let case = |label, split, block, block_tokens, chunk_tokens, scattered| Case {
         label,
-        format,
-        heads,
-        head,
+        split,
+        block,
         block_tokens,
         chunk_tokens,
         scattered,
     };
-    let two_nhd = ("[2, blocks, tokens, heads, 128]", KvFormat::TWO_NB_BS_NH_HS);
-    let two_hnd = ("[2, blocks, heads, tokens, 128]", KvFormat::TWO_NB_NH_BS_HS);
-    let fused_hnd = ("[blocks, heads, tokens, 2x128]", KvFormat::NB_NH_BS_CS);
-    let small_hnd = ("[blocks, heads, tokens, 2x32]", KvFormat::NB_NH_BS_CS);
-    let mla = ("[blocks, tokens, 576]", KvFormat::NB_BS_HS);
+    let nhd = "[2, blocks, tokens, heads, 128]";
+    let hnd = "[2, blocks, heads, tokens, 128]";
+    let packed = "[blocks, heads, tokens, 2x128]";
+    let small = "[blocks, heads, tokens, 2x32]";
+    let mla = "[blocks, tokens, 576]";
     vec![
-        case(two_nhd.0, two_nhd.1, 8, 128, 16, 256, false),
-        case(two_nhd.0, two_nhd.1, 8, 128, 16, 256, true),
-        case(two_nhd.0, two_nhd.1, 8, 128, 128, 256, true),
-        case(two_nhd.0, two_nhd.1, 8, 128, 16, 16, true),
-        case(two_hnd.0, two_hnd.1, 8, 128, 16, 256, true),
-        case(two_hnd.0, two_hnd.1, 8, 128, 128, 256, true),
-        case(fused_hnd.0, fused_hnd.1, 8, 256, 16, 256, true),
-        case(fused_hnd.0, fused_hnd.1, 8, 256, 128, 256, true),
-        case(small_hnd.0, small_hnd.1, 2, 64, 128, 256, true),
-        case(small_hnd.0, small_hnd.1, 4, 64, 16, 256, true),
-        // The same 8 KiB a block as the row above, in one run: what the short blocks cost.
-        case("[blocks, tokens, 256]", mla.1, 1, 256, 16, 256, true),
-        case(mla.0, mla.1, 1, 576, 16, 256, true),
-        case(mla.0, mla.1, 1, 576, 64, 256, true),
+        case(nhd, true, &[16, 8, 128], 16, 256, false),
+        case(nhd, true, &[16, 8, 128], 16, 256, true),
+        case(nhd, true, &[128, 8, 128], 128, 256, true),
+        case(nhd, true, &[16, 8, 128], 16, 16, true),
+        case(hnd, true, &[8, 16, 128], 16, 256, true),
+        case(packed, false, &[8, 16, 256], 16, 256, true),
+        case(packed, false, &[8, 128, 256], 128, 256, true),
+        case(small, false, &[2, 128, 64], 128, 256, true),
+        case(small, false, &[4, 16, 64], 16, 256, true),
+        case(mla, false, &[16, 576], 16, 256, true),
+        case(mla, false, &[64, 576], 64, 256, true),
     ]
 }

@@ -3,8 +3,9 @@
 //! An [`Arena`] is one range of memory (anonymous, or POSIX shared so that engines on the host
 //! can map it). A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching
 //! their bytes; a slot's state is its type, so a reader cannot reach bytes that are being
-//! written. A [`CopyPlan`] says which runs of an engine's paged memory ([`PagedKv`]) belong to
-//! which chunk, and a [`CopyPool`] copies them on all the cores it was given.
+//! written. [`KvGroup`] describes vLLM's layouts of a
+//! paged KV cache, a [`CopyPlan`] says which runs of it belong to which chunk, and a [`CopyPool`]
+//! copies them on all the cores it was given.
 //!
 //! What is *not* here: keys, an index, eviction (`lmc-backend-local`), or any network.
 //!
@@ -41,14 +42,11 @@ pub use arena::{
 };
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{
-    Axis, CopyError, CopyPlan, CopyPool, KvFormat, KvOrder, PagedError, PagedGeometry, PagedKv,
-    PlanError, PlanRequest, PlaneBase, TensorView,
+    ChunkOrder, CopyError, CopyPlan, CopyPool, KvGroup, KvOrder, KvTensor, PagedError, PagedKv,
+    PlanError, PlanRequest,
 };
 pub use dtype::{DType, UnknownDType};
-pub use layout::{
-    GroupLayout, Layout, LayoutError, MAX_CHUNK_BYTES, MAX_CHUNK_TOKENS, MAX_GROUPS, MAX_HIDDEN,
-    MAX_LAYERS, Planes,
-};
+pub use layout::{GroupLayout, LayoutError, Planes};
 pub use pool::{
     Pool, PoolConfig, PoolError, PoolUsage, QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot,
 };

@@ -12,9 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{
-    ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, Demand, GroupLayout, KvFormat,
-    MappedSegment, PagedKv, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
-    TensorView,
+    ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, Demand, KvGroup, KvOrder,
+    KvTensor, MappedSegment, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
 };
 
 use common::with_own_shm;
@@ -84,23 +83,22 @@ fn an_engine_without_pages_is_lost() {
     engine.set_len(1 << 20).expect("a sparse megabyte");
     let name = SharedName::new("engine").expect("a valid name");
     let segment = Arc::new(MappedSegment::open(&name, 1 << 20).expect("it is there"));
-    let layout = GroupLayout::mla(1, 256, 1024, DType::UInt8).expect("a valid layout");
-    let view = TensorView {
-        segment: 0,
+    let tensor = KvTensor {
+        dtype: DType::UInt8,
+        shape: &[64, 16, 1024],
+        strides: &[16 << 10, 1 << 10, 1],
         storage_offset: 0,
-        shape: vec![64, 16, 1024],
-        strides: vec![16 << 10, 1 << 10, 1],
     };
-    let format = KvFormat::NB_BS_HS;
-    let paged = PagedKv::from_tensors(format, &[view], DType::UInt8, 256, vec![segment]);
-    let paged = paged.expect("it fits");
+    let group = KvGroup::describe(&[tensor], KvOrder::TokensFirst, None, 256);
+    let group = group.expect("vLLM's layout of MLA");
+    let paged = group.open(&[0], vec![segment]).expect("it fits");
     let request = PlanRequest {
         block_ids: &(0..16).collect::<Vec<u32>>(),
-        chunk_starts: &[0],
-        skip_first_tokens: 0,
+        first_blocks: &[0],
+        skip_blocks: 0,
         null_block: None,
     };
-    let plan = CopyPlan::new(&paged, &layout, &request).expect("16 of 64 blocks");
+    let plan = CopyPlan::new(&paged, &request).expect("16 of 64 blocks");
     fill("/dev/shm/other");
     let pool = CopyPool::new(1).expect("a thread");
     let mut chunk = vec![0; 256 << 10];

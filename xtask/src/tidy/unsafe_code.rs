@@ -66,10 +66,6 @@ const EXPECTED: &[(&str, &str)] = &[
         "vector instructions, chosen when it runs",
     ),
     (
-        "crates/lmc-memory/src/copy/raw.rs",
-        "copies between addresses",
-    ),
-    (
         "crates/lmc-memory/src/copy/stream.rs",
         "stores that go around the cache",
     ),
@@ -87,7 +83,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     (
         "crates/lmc-memory/src/copy/workers.rs",
-        "ranges that threads share out among themselves",
+        "copies between addresses, shared out among threads",
     ),
     (
         "crates/lmc-memory/src/pool/slot.rs",

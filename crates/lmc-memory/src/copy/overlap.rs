@@ -1,86 +1,39 @@
 //! Detects scatters of which two copies could write the same byte of an engine's segment.
 //!
-//! Threads share out the copies of a plan, so no two of them may write one byte. Engines name
-//! strides, offsets and block ids as they like, so this is checked: where it cannot be shown, a
+//! Threads share out the copies of a plan, so no two of them may write one byte. Engines choose
+//! strides, offsets and block ids freely, so this is checked: where it cannot be shown, a
 //! scatter runs on one thread.
 
-use super::paged::{PagedGeometry, PlaneBase};
+use super::paged::PlaneBase;
 
 /// Pairs of planes that are compared at most; what has more counts as overlapping.
 const MAX_PAIRS: usize = 1 << 18;
 
-/// A repetition: its count, and the bytes from one to the next.
-#[derive(Clone, Copy)]
-struct Level {
-    count: i128,
-    stride: i128,
-    /// Bytes from the first to the last byte of one repetition.
-    inner: i128,
-}
-
-/// The bytes of one plane: runs repeated in nested levels, the widest first.
-struct Shape {
-    levels: Vec<Level>,
-    run: i128,
-    extent: i128,
-}
-
-impl Shape {
-    /// `None` when the repetitions do not nest, so that they may overlap one another.
-    fn new(geometry: &PagedGeometry) -> Option<Self> {
-        let mut strides: Vec<(i128, i128)> = [
-            (geometry.blocks, geometry.block_stride),
-            (geometry.block_tokens, geometry.token_stride),
-            (geometry.heads, geometry.head_stride),
-        ]
-        .into_iter()
-        .filter(|&(count, _)| count > 1)
-        .map(|(count, stride)| (i128::from(count), i128::from(stride)))
-        .collect();
-        strides.sort_by_key(|&(_, stride)| stride);
-        let run = i128::from(geometry.head_bytes);
-        let mut extent = run;
-        let mut levels = Vec::with_capacity(strides.len());
-        for (count, stride) in strides {
-            if stride < extent {
-                return None;
-            }
-            levels.push(Level {
-                count,
-                stride,
-                inner: extent,
-            });
-            extent += (count - 1) * stride;
-        }
-        levels.reverse();
-        Some(Self {
-            levels,
-            run,
-            extent,
-        })
-    }
-
-    /// Returns true if the shape and the same shape `delta` bytes further on share a byte.
-    fn meets(&self, delta: i128) -> bool {
-        fn meets(levels: &[Level], run: i128, delta: i128) -> bool {
-            let Some((level, inner)) = levels.split_first() else {
-                return delta.abs() < run;
-            };
-            let nearest = delta.div_euclid(level.stride);
-            // Repetitions further apart than these two have no byte in common.
-            [nearest, nearest + 1].into_iter().any(|apart| {
-                let rest = delta - apart * level.stride;
-                apart.abs() < level.count && rest.abs() < level.inner && meets(inner, run, rest)
-            })
-        }
-        meets(&self.levels, self.run, delta)
-    }
-}
-
-/// Returns true if no byte of a cache belongs to two runs of its planes, blocks, tokens or heads.
-pub(super) fn is_disjoint(geometry: &PagedGeometry, planes: &[PlaneBase]) -> bool {
-    let Some(shape) = Shape::new(geometry) else {
+/// Returns true if no byte of a cache belongs to two blocks of its planes.
+pub(super) fn is_disjoint(
+    blocks: u32,
+    block_bytes: u64,
+    block_stride: u64,
+    planes: &[PlaneBase],
+) -> bool {
+    // A single block has no stride to go wrong.
+    let stride = if blocks > 1 {
+        block_stride
+    } else {
+        block_bytes
+    };
+    let [blocks, block_bytes, stride] = [u64::from(blocks), block_bytes, stride].map(i128::from);
+    if stride < block_bytes {
         return false;
+    }
+    let extent = (blocks - 1) * stride + block_bytes;
+    // Returns true if two planes, of which the second begins `delta` bytes after the first, share
+    // a byte. A block can only meet the two blocks of the other plane that begin nearest to it.
+    let meet = |delta: i128| {
+        let nearest = delta.div_euclid(stride);
+        [nearest, nearest + 1]
+            .into_iter()
+            .any(|apart| apart.abs() < blocks && (delta - apart * stride).abs() < block_bytes)
     };
     let mut starts: Vec<(usize, u64)> = planes.iter().map(|p| (p.segment, p.offset)).collect();
     starts.sort_unstable();
@@ -88,11 +41,11 @@ pub(super) fn is_disjoint(geometry: &PagedGeometry, planes: &[PlaneBase]) -> boo
     for (i, &(segment, offset)) in starts.iter().enumerate() {
         for &(other, further) in &starts[i + 1..] {
             let delta = i128::from(further) - i128::from(offset);
-            if other != segment || delta >= shape.extent {
+            if other != segment || delta >= extent {
                 break;
             }
             pairs += 1;
-            if pairs > MAX_PAIRS || shape.meets(delta) {
+            if pairs > MAX_PAIRS || meet(delta) {
                 return false;
             }
         }
@@ -100,14 +53,10 @@ pub(super) fn is_disjoint(geometry: &PagedGeometry, planes: &[PlaneBase]) -> boo
     true
 }
 
-/// Tokens of a block: block, first token, number of tokens.
-pub(super) type Span = (u32, u32, u32);
-
-/// Returns true if no token of any block is in two spans.
-pub(super) fn are_distinct(spans: &mut [Span]) -> bool {
-    spans.sort_unstable();
-    let touch = |pair: &[Span]| pair[0].0 == pair[1].0 && pair[0].1 + pair[0].2 > pair[1].1;
-    !spans.windows(2).any(touch)
+/// Returns true if no block is named twice.
+pub(super) fn are_distinct(blocks: &mut [u32]) -> bool {
+    blocks.sort_unstable();
+    !blocks.windows(2).any(|pair| pair[0] == pair[1])
 }
 
 #[cfg(test)]
@@ -118,20 +67,13 @@ mod tests {
 
     use super::*;
 
-    /// Every byte of every run, once.
-    fn bytes_are_distinct(geometry: &PagedGeometry, planes: &[PlaneBase]) -> bool {
+    /// Every byte of every block, once.
+    fn bytes_are_distinct(blocks: u32, bytes: u64, stride: u64, planes: &[PlaneBase]) -> bool {
         let mut seen = HashSet::new();
         planes.iter().all(|plane| {
-            (0..u64::from(geometry.blocks)).all(|block| {
-                (0..u64::from(geometry.block_tokens)).all(|token| {
-                    (0..u64::from(geometry.heads)).all(|head| {
-                        let run = plane.offset
-                            + block * geometry.block_stride
-                            + token * geometry.token_stride
-                            + head * geometry.head_stride;
-                        (run..run + geometry.head_bytes).all(|at| seen.insert((plane.segment, at)))
-                    })
-                })
+            (0..u64::from(blocks)).all(|block| {
+                let start = plane.offset + block * stride;
+                (start..start + bytes).all(|at| seen.insert((plane.segment, at)))
             })
         })
     }
@@ -139,83 +81,43 @@ mod tests {
     proptest! {
         #[test]
         fn what_counts_as_disjoint_has_no_byte_twice(
-            (blocks, block_tokens, heads) in (1u32..4, 1u32..4, 1u32..4),
-            (block_stride, token_stride, head_stride) in (0u64..40, 0u64..20, 0u64..20),
-            head_bytes in 1u64..6,
-            offsets in prop::collection::vec((0usize..2, 0u64..60), 1..5),
+            (blocks, bytes, stride) in (1u32..5, 1u64..12, 0u64..40),
+            offsets in prop::collection::vec((0usize..2, 0u64..120), 1..5),
         ) {
-            let geometry = PagedGeometry {
-                blocks, block_tokens, block_stride, token_stride, heads, head_stride, head_bytes,
-            };
             let base = |&(segment, offset): &(usize, u64)| PlaneBase { segment, offset };
             let planes: Vec<_> = offsets.iter().map(base).collect();
-            let disjoint = bytes_are_distinct(&geometry, &planes);
-            // Repetitions that interleave without nesting may count as overlapping.
-            if Shape::new(&geometry).is_some() {
-                prop_assert_eq!(is_disjoint(&geometry, &planes), disjoint);
-            } else {
-                prop_assert!(!is_disjoint(&geometry, &planes));
-            }
+            prop_assert_eq!(
+                is_disjoint(blocks, bytes, stride, &planes),
+                bytes_are_distinct(blocks, bytes, stride, &planes)
+            );
         }
 
         #[test]
-        fn spans_are_distinct_when_no_token_is_in_two(
-            mut spans in prop::collection::vec((0u32..4, 0u32..8, 1u32..4), 0..6),
+        fn blocks_are_distinct_when_none_is_named_twice(
+            mut blocks in prop::collection::vec(0u32..8, 0..6),
         ) {
-            let mut seen = HashSet::new();
-            let tokens = |&(block, first, count): &Span| {
-                (first..first + count).map(move |token| (block, token))
-            };
-            let distinct = spans.iter().flat_map(tokens).all(|token| seen.insert(token));
-            prop_assert_eq!(are_distinct(&mut spans), distinct);
+            let distinct = blocks.iter().collect::<HashSet<_>>().len() == blocks.len();
+            prop_assert_eq!(are_distinct(&mut blocks), distinct);
         }
     }
 
     #[test]
     fn the_layouts_of_engines_are_disjoint() {
-        let (blocks, tokens, heads, size) = (100, 16, 8, 128u64);
-        let dense = |order: [usize; 3]| {
-            let counts = [blocks, tokens, heads];
-            let mut strides = [0; 3];
-            let mut stride = size;
-            for axis in order.into_iter().rev() {
-                strides[axis] = stride;
-                stride *= counts[axis];
-            }
-            let geometry = PagedGeometry {
-                blocks: blocks as u32,
-                block_tokens: tokens as u32,
-                block_stride: strides[0],
-                token_stride: strides[1],
-                heads: heads as u32,
-                head_stride: strides[2],
-                head_bytes: size,
+        let (blocks, bytes) = (100, 16 * 8 * 128);
+        let planes = |count: u64, apart: u64| -> Vec<PlaneBase> {
+            let base = |i| PlaneBase {
+                segment: 0,
+                offset: i * apart,
             };
-            (geometry, stride)
+            (0..count).map(base).collect()
         };
-        for order in [[0, 1, 2], [0, 2, 1], [2, 0, 1]] {
-            let (geometry, bytes) = dense(order);
-            let one_after_another = |i| PlaneBase {
-                segment: 0,
-                offset: i * bytes,
-            };
-            let planes: Vec<_> = (0..256).map(one_after_another).collect();
-            assert!(is_disjoint(&geometry, &planes), "{order:?}");
-            let twice = [planes[0], planes[0]];
-            assert!(!is_disjoint(&geometry, &twice), "{order:?}");
-        }
+        let one_after_another = planes(256, blocks * bytes);
+        assert!(is_disjoint(blocks as u32, bytes, bytes, &one_after_another));
+        let twice = [one_after_another[0], one_after_another[0]];
+        assert!(!is_disjoint(blocks as u32, bytes, bytes, &twice));
         // K and V, or all layers, within each block.
-        let (mut geometry, _) = dense([0, 1, 2]);
-        let block = geometry.block_stride;
-        geometry.block_stride = 64 * block;
-        let planes: Vec<_> = (0..64)
-            .map(|i| PlaneBase {
-                segment: 0,
-                offset: i * block,
-            })
-            .collect();
-        assert!(is_disjoint(&geometry, &planes));
-        geometry.block_stride -= 1;
-        assert!(!is_disjoint(&geometry, &planes));
+        let inside = planes(64, bytes);
+        assert!(is_disjoint(blocks as u32, bytes, 64 * bytes, &inside));
+        assert!(!is_disjoint(blocks as u32, bytes, 64 * bytes - 1, &inside));
     }
 }

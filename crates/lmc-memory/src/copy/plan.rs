@@ -3,22 +3,21 @@
 use thiserror::Error;
 
 use super::overlap;
-use super::paged::PagedGeometry;
-use crate::{GroupLayout, PagedKv};
+use crate::PagedKv;
 
 /// Longest single run: longer ones are cut so that several cores can share them.
 const MAX_RUN: u64 = 1 << 20;
 
-/// What to copy.
+/// The chunks of one copy, by the blocks that they are made of.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanRequest<'a> {
-    /// The block table: token `t` lies in block `block_ids[t / block_tokens]`.
+    /// The request's block table: ids of the engine's blocks, in the order of its tokens.
     pub block_ids: &'a [u32],
-    /// First token of each chunk, counted from the start of the block table.
-    pub chunk_starts: &'a [u64],
-    /// Tokens of the block table below this one are left out (the engine has them already).
-    pub skip_first_tokens: u64,
-    /// Blocks with this id stand for nothing and are left out (sliding windows).
+    /// Index of each chunk's first block in the block table.
+    pub first_blocks: &'a [u64],
+    /// Blocks at the start of the block table that are left out (the engine has them already).
+    pub skip_blocks: u64,
+    /// Id of blocks that have no memory (sliding windows) and are left out.
     pub null_block: Option<u32>,
 }
 
@@ -31,50 +30,24 @@ pub enum PlanError {
     Block {
         /// The id.
         id: u32,
-        /// Where in the block table.
+        /// Index in the block table.
         position: usize,
-        /// Blocks there are.
+        /// Blocks of the engine's cache.
         blocks: u32,
     },
     /// The block table ends before the chunk does.
-    #[error("chunk {chunk} needs tokens up to {end}, but the block table covers {covered}")]
+    #[error("chunk {chunk} needs blocks up to {end}, but the block table has {found}")]
     Short {
         /// Index of the chunk.
         chunk: usize,
-        /// First token beyond the chunk; `u64::MAX` when it cannot be counted.
+        /// Index of the first block beyond the chunk; `u64::MAX` when it cannot be counted.
         end: u64,
-        /// Tokens covered by the block table.
-        covered: u64,
-    },
-    /// The chunk's layout is not that of the paged cache.
-    #[error(
-        "the chunk's layout {chunk:?} differs from the engine's {engine:?} in more than tokens"
-    )]
-    Layout {
-        /// Of the chunk.
-        chunk: Box<GroupLayout>,
-        /// Of the engine.
-        engine: Box<GroupLayout>,
+        /// Blocks of the block table.
+        found: u64,
     },
 }
 
-/// A repetition of a run: so many, and so far apart on each side, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Repeat {
-    pub(super) count: u32,
-    pub(super) paged: u64,
-    pub(super) chunk: u64,
-}
-
-impl Repeat {
-    const ONCE: Self = Self {
-        count: 1,
-        paged: 0,
-        chunk: 0,
-    };
-}
-
-/// A run of bytes that is contiguous on both sides, repeated over tokens and heads.
+/// A run of bytes that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Op {
     /// Bytes from the start of the segment.
@@ -82,13 +55,9 @@ pub(super) struct Op {
     /// Bytes from the start of the chunk.
     pub(super) chunk_offset: u64,
     /// Bytes of the run.
-    pub(super) run: u64,
+    pub(super) len: u64,
     pub(super) segment: u32,
     pub(super) chunk: u32,
-    /// Tokens; one where the run covers them.
-    pub(super) tokens: u32,
-    /// Whether the run is one head, so that heads are repeated too.
-    pub(super) by_head: bool,
 }
 
 /// Bytes of a chunk that a plan leaves out.
@@ -107,7 +76,6 @@ pub(super) struct Hole {
 #[derive(Clone, Debug)]
 pub struct CopyPlan {
     pub(super) paged: PagedKv,
-    layout: GroupLayout,
     chunks: usize,
     pub(super) ops: Vec<Op>,
     pub(super) holes: Vec<Hole>,
@@ -117,130 +85,104 @@ pub struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// Works out the copies between a paged cache and chunks of `layout`, which may differ
-    /// from the cache's own in the number of tokens (a partial chunk).
+    /// Works out the copies between a paged cache and its chunks.
     ///
     /// # Errors
-    /// [`PlanError`]: a block outside the cache, a block table too short, another layout.
-    pub fn new(
-        paged: &PagedKv,
-        layout: &GroupLayout,
-        request: &PlanRequest<'_>,
-    ) -> Result<Self, PlanError> {
-        let engine = paged.layout();
-        if engine.with_tokens(layout.tokens()).ok().as_ref() != Some(layout) {
-            return Err(PlanError::Layout {
-                chunk: Box::new(*layout),
-                engine: Box::new(*engine),
-            });
-        }
-        let geometry = *paged.geometry();
-        let null = |id: u32| request.null_block == Some(id);
-        let outside = |&(_, &id): &(usize, &u32)| id >= geometry.blocks && !null(id);
-        if let Some((position, &id)) = request.block_ids.iter().enumerate().find(outside) {
+    /// [`PlanError`]: a block outside the cache, or a block table too short.
+    pub fn new(paged: &PagedKv, request: &PlanRequest<'_>) -> Result<Self, PlanError> {
+        let blocks = paged.blocks();
+        if let Some((position, &id)) = request
+            .block_ids
+            .iter()
+            .enumerate()
+            .find(|&(_, &id)| id >= blocks && request.null_block != Some(id))
+        {
             return Err(PlanError::Block {
                 id,
                 position,
-                blocks: geometry.blocks,
+                blocks,
             });
         }
-        let covered = request.block_ids.len() as u64 * u64::from(geometry.block_tokens);
+        let found = request.block_ids.len() as u64;
         let mut plan = Self {
             paged: paged.clone(),
-            layout: *layout,
-            chunks: request.chunk_starts.len(),
+            chunks: request.first_blocks.len(),
             ops: Vec::new(),
             holes: Vec::new(),
             bytes: 0,
             disjoint: false,
         };
-        let mut spans = Vec::with_capacity(request.block_ids.len());
-        for (chunk, &start) in request.chunk_starts.iter().enumerate() {
-            let end = start.saturating_add(u64::from(layout.tokens()));
-            if end > covered {
-                return Err(PlanError::Short {
-                    chunk,
-                    end,
-                    covered,
-                });
+        let mut copied = Vec::with_capacity(request.block_ids.len());
+        for (chunk, &first) in request.first_blocks.iter().enumerate() {
+            let end = first.saturating_add(paged.blocks_per_chunk());
+            if end > found {
+                return Err(PlanError::Short { chunk, end, found });
             }
-            let pieces = pieces(&geometry, request, start, end);
-            let span = |piece: &Piece| Some((piece.block?, piece.first, piece.tokens));
-            spans.extend(pieces.iter().filter_map(span));
-            plan.add_chunk(chunk as u32, &geometry, &pieces);
+            let table: Vec<Option<u32>> = (first..end)
+                .map(|index| (index, request.block_ids[index as usize]))
+                .map(|(index, id)| {
+                    (index >= request.skip_blocks && request.null_block != Some(id)).then_some(id)
+                })
+                .collect();
+            copied.extend(table.iter().flatten());
+            plan.add_chunk(chunk as u32, &table);
         }
-        plan.disjoint = paged.is_disjoint() && overlap::are_distinct(&mut spans);
+        plan.disjoint = paged.is_disjoint() && overlap::are_distinct(&mut copied);
         Ok(plan)
     }
 
-    /// Adds all planes of one chunk, in the order of the chunk's bytes.
-    fn add_chunk(&mut self, chunk: u32, geometry: &PagedGeometry, pieces: &[Piece]) {
+    /// Adds all planes of one chunk, in the order of the chunk's bytes. `None` in the table
+    /// stands for a block that is left out.
+    fn add_chunk(&mut self, chunk: u32, table: &[Option<u32>]) {
         let paged = self.paged.clone();
-        let token_bytes = self.layout.token_bytes();
-        let heads_touch = geometry.heads == 1 || geometry.head_stride == geometry.head_bytes;
-        let tokens_touch = heads_touch && geometry.token_stride == token_bytes;
-        for (plane, base) in paged.planes().iter().enumerate() {
-            let plane_offset = plane as u64 * self.layout.layer_bytes();
-            for piece in pieces {
-                let chunk_offset = plane_offset + u64::from(piece.chunk_token) * token_bytes;
-                let bytes = u64::from(piece.tokens) * token_bytes;
-                let Some(block) = piece.block else {
-                    self.add_hole(Hole {
+        let len = paged.block_bytes();
+        let mut chunk_offset = 0;
+        for base in paged.planes() {
+            for &block in table {
+                match block {
+                    None => self.add_hole(Hole {
                         chunk,
                         offset: chunk_offset,
-                        len: bytes,
-                    });
-                    continue;
-                };
-                // Checked by `PagedKv::new` for the last block and token: no overflow.
-                let at = base.offset
-                    + u64::from(block) * geometry.block_stride
-                    + u64::from(piece.first) * geometry.token_stride;
-                let (run, tokens) = match (tokens_touch, heads_touch) {
-                    (true, _) => (bytes, 1),
-                    (false, true) => (token_bytes, piece.tokens),
-                    (false, false) => (geometry.head_bytes, piece.tokens),
-                };
-                self.bytes += bytes;
-                self.add_op(Op {
-                    paged: at,
-                    chunk_offset,
-                    run,
-                    segment: base.segment as u32,
-                    chunk,
-                    tokens,
-                    by_head: !heads_touch,
-                });
+                        len,
+                    }),
+                    Some(block) => {
+                        self.bytes += len;
+                        self.add_op(Op {
+                            // Checked by `PagedKv::new` for the last block: no overflow.
+                            paged: base.offset + u64::from(block) * paged.block_stride(),
+                            chunk_offset,
+                            len,
+                            segment: base.segment as u32,
+                            chunk,
+                        });
+                    }
+                }
+                chunk_offset += len;
             }
         }
     }
 
     /// Adds a copy, or lengthens the last one if they touch on both sides.
     fn add_op(&mut self, mut op: Op) {
-        let plain = |op: &Op| op.tokens == 1 && !op.by_head;
         if let Some(last) = self.ops.last_mut()
-            && plain(last)
-            && plain(&op)
             && (last.segment, last.chunk) == (op.segment, op.chunk)
-            && last.paged + last.run == op.paged
-            && last.chunk_offset + last.run == op.chunk_offset
+            && last.paged + last.len == op.paged
+            && last.chunk_offset + last.len == op.chunk_offset
         {
-            let more = op.run.min(MAX_RUN - last.run.min(MAX_RUN));
-            last.run += more;
-            op.run -= more;
+            let more = op.len.min(MAX_RUN - last.len.min(MAX_RUN));
+            last.len += more;
+            op.len -= more;
             op.paged += more;
             op.chunk_offset += more;
-            if op.run == 0 {
+            if op.len == 0 {
                 return;
             }
         }
-        if plain(&op) {
-            while op.run > MAX_RUN {
-                self.ops.push(Op { run: MAX_RUN, ..op });
-                op.run -= MAX_RUN;
-                op.paged += MAX_RUN;
-                op.chunk_offset += MAX_RUN;
-            }
+        while op.len > MAX_RUN {
+            self.ops.push(Op { len: MAX_RUN, ..op });
+            op.len -= MAX_RUN;
+            op.paged += MAX_RUN;
+            op.chunk_offset += MAX_RUN;
         }
         self.ops.push(op);
     }
@@ -256,40 +198,13 @@ impl CopyPlan {
         self.holes.push(hole);
     }
 
-    /// How heads are repeated within each token of a copy.
-    pub(super) fn heads(&self, op: &Op) -> Repeat {
-        let geometry = self.paged.geometry();
-        if !op.by_head {
-            return Repeat::ONCE;
-        }
-        Repeat {
-            count: geometry.heads,
-            paged: geometry.head_stride,
-            chunk: geometry.head_bytes,
-        }
-    }
-
-    /// How tokens are repeated within a copy.
-    pub(super) fn tokens(&self, op: &Op) -> Repeat {
-        Repeat {
-            count: op.tokens,
-            paged: self.paged.geometry().token_stride,
-            chunk: self.layout.token_bytes(),
-        }
-    }
-
-    /// The paged cache it was made for.
-    pub fn paged(&self) -> &PagedKv {
-        &self.paged
-    }
-
-    /// The layout of each chunk.
-    pub fn layout(&self) -> &GroupLayout {
-        &self.layout
+    /// Bytes of each chunk.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        self.paged.chunk_bytes()
     }
 
     /// Number of chunks.
-    pub fn chunks(&self) -> usize {
+    pub(super) fn chunks(&self) -> usize {
         self.chunks
     }
 
@@ -298,46 +213,10 @@ impl CopyPlan {
         self.bytes
     }
 
-    /// Copies after merging: one for each run, or for each block where tokens or heads are
-    /// apart. Runs longer than 1 MiB count once for each MiB.
+    /// Copies after merging: one for each run. Runs longer than 1 MiB count once for each MiB.
     pub fn copies(&self) -> usize {
         self.ops.len()
     }
-}
-
-/// Tokens of one chunk that lie in one block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    /// `None` for tokens that are left out.
-    block: Option<u32>,
-    /// First token within the block.
-    first: u32,
-    tokens: u32,
-    /// First token within the chunk.
-    chunk_token: u32,
-}
-
-/// Cuts the tokens from `start` to `end` of the block table at every block, and at the last
-/// token to be skipped. The range is covered by the table.
-fn pieces(geometry: &PagedGeometry, request: &PlanRequest<'_>, start: u64, end: u64) -> Vec<Piece> {
-    let block_tokens = u64::from(geometry.block_tokens);
-    let mut pieces = Vec::with_capacity((end - start).div_ceil(block_tokens) as usize + 2);
-    let skip = request.skip_first_tokens.clamp(start, end);
-    let mut token = start;
-    while token < end {
-        let id = request.block_ids[(token / block_tokens) as usize];
-        let block_end = (token / block_tokens + 1) * block_tokens;
-        let skipped = token < skip;
-        let until = block_end.min(if skipped { skip } else { end });
-        pieces.push(Piece {
-            block: (!skipped && request.null_block != Some(id)).then_some(id),
-            first: (token % block_tokens) as u32,
-            tokens: (until - token) as u32,
-            chunk_token: (token - start) as u32,
-        });
-        token = until;
-    }
-    pieces
 }
 
 #[cfg(test)]

@@ -11,23 +11,6 @@ use std::ptr;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// How often one level of a nest repeats what is inside it, and how far apart on each side.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Step {
-    pub(super) count: usize,
-    pub(super) from: usize,
-    pub(super) to: usize,
-}
-
-/// A run of bytes within two loops.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Nest {
-    pub(super) outer: Step,
-    pub(super) inner: Step,
-    /// Bytes of the run.
-    pub(super) run: usize,
-}
-
 /// Makes a copy; which kind is chosen once for a whole gather or scatter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Store {
@@ -61,26 +44,26 @@ impl Store {
         Self::Plain
     }
 
-    /// Copies a nest of runs, and asks meanwhile for a nest of the same shape at `ahead`,
-    /// which need not exist: blocks lie far apart, and the hardware's prefetchers lose their
-    /// track at the start of each one.
+    /// Copies a run of `len` bytes, and meanwhile prefetches as many bytes from `ahead`, which
+    /// need not exist: blocks lie far apart, and the hardware's prefetchers lose their track at
+    /// the start of each one.
     ///
     /// # Safety
-    /// Every run of the nest lies inside its side, and the sides do not overlap. Before
-    /// another thread may see the bytes, this one calls [`Store::finish`].
-    pub(super) unsafe fn copy(self, nest: &Nest, from: *const u8, to: *mut u8, ahead: *const u8) {
+    /// Both sides have the run and do not overlap. Before another thread may see the bytes, this
+    /// one calls [`Store::finish`].
+    pub(super) unsafe fn copy(self, from: *const u8, to: *mut u8, len: usize, ahead: *const u8) {
         match self {
             // SAFETY: by the caller's promise.
-            Self::Plain => unsafe { plain(nest, from, to) },
+            Self::Plain => unsafe { ptr::copy_nonoverlapping(from, to, len) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; the value exists only where the CPU has it.
-            Self::Avx512 => unsafe { x86::avx512(nest, from, to, ahead) },
+            Self::Avx512 => unsafe { x86::avx512(from, to, len, ahead) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; the value exists only where the CPU has it.
-            Self::Avx => unsafe { x86::avx(nest, from, to, ahead) },
+            Self::Avx => unsafe { x86::avx(from, to, len, ahead) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: by the caller's promise; every x86-64 CPU has it.
-            Self::Sse2 => unsafe { x86::sse2(nest, from, to, ahead) },
+            Self::Sse2 => unsafe { x86::sse2(from, to, len, ahead) },
         }
     }
 
@@ -95,22 +78,6 @@ impl Store {
     }
 }
 
-/// # Safety
-/// As for [`Store::copy`].
-unsafe fn plain(nest: &Nest, from: *const u8, to: *mut u8) {
-    let Nest { outer, inner, run } = *nest;
-    for i in 0..outer.count {
-        for j in 0..inner.count {
-            // SAFETY: by the caller's promise.
-            unsafe {
-                let from = from.add(i * outer.from + j * inner.from);
-                let to = to.add(i * outer.to + j * inner.to);
-                ptr::copy_nonoverlapping(from, to, run);
-            }
-        }
-    }
-}
-
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
@@ -119,7 +86,7 @@ mod x86 {
     };
     use std::ptr;
 
-    use super::{LINE, Nest};
+    use super::LINE;
 
     /// Lines of a page: the prefetchers follow one stream in each page.
     const PAGE: usize = 4096 / LINE;
@@ -128,45 +95,16 @@ mod x86 {
 
     macro_rules! kind {
         (
-            $name:ident, $run:ident, $lines:ident, $line:ident,
+            $run:ident, $lines:ident, $line:ident,
             $feature:literal, $load:ident, $stream:ident, $width:literal
         ) => {
-            /// # Safety
-            /// As for `Store::copy`, and the CPU has the feature.
-            #[target_feature(enable = $feature)]
-            pub(super) unsafe fn $name(
-                nest: &Nest,
-                from: *const u8,
-                to: *mut u8,
-                ahead: *const u8,
-            ) {
-                let Nest { outer, inner, run } = *nest;
-                let whole = (to as usize | outer.to | inner.to | run) % LINE == 0;
-                for i in 0..outer.count {
-                    for j in 0..inner.count {
-                        let at = i * outer.from + j * inner.from;
-                        // SAFETY: by the caller's promise; `whole` says that every run starts
-                        // and ends with a line on the side that is written.
-                        unsafe {
-                            let to = to.add(i * outer.to + j * inner.to);
-                            let (from, ahead) = (from.add(at), ahead.wrapping_add(at));
-                            if whole {
-                                $lines(from, to, run / LINE, ahead);
-                            } else {
-                                $run(from, to, run, ahead);
-                            }
-                        }
-                    }
-                }
-            }
-
             /// Copies a run that need not start or end with a line: part of a line would be
             /// written to memory on its own, so the ends go through the cache.
             ///
             /// # Safety
             /// Both sides have the run and do not overlap, and the CPU has the feature.
             #[target_feature(enable = $feature)]
-            unsafe fn $run(from: *const u8, to: *mut u8, run: usize, ahead: *const u8) {
+            pub(super) unsafe fn $run(from: *const u8, to: *mut u8, run: usize, ahead: *const u8) {
                 let head = to.align_offset(LINE).min(run);
                 let lines = (run - head) / LINE;
                 let tail = run - head - lines * LINE;
@@ -223,7 +161,6 @@ mod x86 {
     }
     kind!(
         avx512,
-        avx512_run,
         avx512_lines,
         avx512_line,
         "avx512f",
@@ -233,7 +170,6 @@ mod x86 {
     );
     kind!(
         avx,
-        avx_run,
         avx_lines,
         avx_line,
         "avx",
@@ -243,7 +179,6 @@ mod x86 {
     );
     kind!(
         sse2,
-        sse2_run,
         sse2_lines,
         sse2_line,
         "sse2",
@@ -272,26 +207,16 @@ mod tests {
     #[test]
     fn every_kind_copies_every_length_at_every_alignment() {
         let from: Vec<u8> = (0..60_000u32).map(|i| (i % 251) as u8).collect();
-        let once = Step {
-            count: 1,
-            from: 0,
-            to: 0,
-        };
         for kind in kinds() {
             for (shift, skew) in [(0, 0), (1, 0), (0, 1), (63, 17), (64, 3)] {
                 for run in [
                     0, 1, 63, 64, 127, 128, 129, 191, 192, 256, 1000, 16_384, 50_000,
                 ] {
                     let mut to = vec![0xee; 60_000];
-                    let nest = Nest {
-                        outer: once,
-                        inner: once,
-                        run,
-                    };
                     // SAFETY: shift and skew are at most 64 and the run at most 50,000 bytes.
                     unsafe {
                         let (from, to) = (from.as_ptr().add(skew), to.as_mut_ptr().add(shift));
-                        kind.copy(&nest, from, to, from);
+                        kind.copy(from, to, run, from);
                     }
                     kind.finish();
                     assert_eq!(to[shift..shift + run], from[skew..skew + run]);
@@ -301,37 +226,6 @@ mod tests {
                             .chain(&to[shift + run..])
                             .all(|&b| b == 0xee)
                     );
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn every_kind_transposes_heads_and_tokens() {
-        for kind in kinds() {
-            for run in [1, 32, 64, 100, 128, 192] {
-                let (tokens, heads) = (5, 3);
-                let from: Vec<u8> = (0..tokens * heads * run).map(|i| (i % 241) as u8).collect();
-                let mut to = vec![0; from.len()];
-                let nest = Nest {
-                    outer: Step {
-                        count: tokens,
-                        from: run,
-                        to: heads * run,
-                    },
-                    inner: Step {
-                        count: heads,
-                        from: tokens * run,
-                        to: run,
-                    },
-                    run,
-                };
-                // SAFETY: both sides have all tokens of all heads.
-                unsafe { kind.copy(&nest, from.as_ptr(), to.as_mut_ptr(), from.as_ptr()) };
-                kind.finish();
-                for (at, byte) in to.into_iter().enumerate() {
-                    let (token, head, rest) = (at / run / heads, at / run % heads, at % run);
-                    assert_eq!(byte, from[(head * tokens + token) * run + rest]);
                 }
             }
         }

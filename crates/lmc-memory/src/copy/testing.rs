@@ -6,8 +6,9 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::paged::{Axis, KvFormat, PagedKv, TensorView};
-use crate::{DType, MappedSegment, Planes, SharedName};
+use super::kv_group::{KvGroup, KvOrder, KvTensor};
+use super::paged::{PagedError, PagedKv};
+use crate::{DType, MappedSegment, SharedName};
 
 /// A segment as an engine makes it, removed on drop.
 pub(super) struct Segment {
@@ -57,6 +58,51 @@ pub(super) fn marked(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|at| mark(seed, at)).collect()
 }
 
+/// What one axis of a KV tensor counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Axis {
+    Plane,
+    Block,
+    Token,
+    Head,
+    Element,
+}
+
+/// The axes of an engine's KV tensors, outermost first.
+pub(super) type Format = &'static [Axis];
+
+/// Every shape that vLLM's tensors have.
+pub(super) const FORMATS: [Format; 7] = {
+    use Axis::{Block, Element, Head, Plane, Token};
+    [
+        &[Plane, Block, Token, Head, Element],
+        &[Plane, Block, Head, Token, Element],
+        &[Block, Plane, Token, Head, Element],
+        &[Block, Plane, Head, Token, Element],
+        &[Block, Token, Head, Element],
+        &[Block, Head, Token, Element],
+        &[Block, Token, Element],
+    ]
+};
+
+/// `[2, blocks, tokens, heads, size]`: K and V apart.
+pub(super) const SPLIT: Format = FORMATS[0];
+/// `[blocks, tokens, size]`: MLA.
+pub(super) const LATENT: Format = FORMATS[6];
+
+/// Returns the position of an axis.
+pub(super) fn position(format: Format, axis: Axis) -> Option<usize> {
+    format.iter().position(|&a| a == axis)
+}
+
+/// Returns vLLM's name for the order of tokens and heads.
+pub(super) fn order(format: Format) -> KvOrder {
+    match position(format, Axis::Head) < position(format, Axis::Token) {
+        true => KvOrder::HeadsFirst,
+        false => KvOrder::TokensFirst,
+    }
+}
+
 /// Sizes of a cache.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
@@ -65,64 +111,65 @@ pub(super) struct Sizes {
     pub(super) block_tokens: u64,
     pub(super) heads: u64,
     pub(super) element: u64,
-    /// Elements between blocks that belong to nobody.
+    /// Unused elements between blocks, and between K and V.
     pub(super) padding: u64,
     pub(super) one_segment: bool,
 }
 
+/// A KV tensor, as a test changes it.
+#[derive(Clone, Debug)]
+pub(super) struct Tensor {
+    pub(super) segment: usize,
+    pub(super) storage_offset: u64,
+    pub(super) shape: Vec<u64>,
+    pub(super) strides: Vec<u64>,
+}
+
 /// An engine's cache of one format.
 pub(super) struct Engine {
-    pub(super) format: KvFormat,
+    pub(super) format: Format,
     pub(super) dtype: DType,
-    pub(super) tensors: Vec<TensorView>,
+    pub(super) tensors: Vec<Tensor>,
     pub(super) segments: Vec<Segment>,
     pub(super) sizes: Sizes,
 }
 
 impl Engine {
-    /// Lays out tensors densely (with padding along the outermost axis) and fills them.
-    pub(super) fn new(format: KvFormat, dtype: DType, sizes: Sizes) -> Self {
-        let axes = format.axes();
+    /// Lays out one tensor a layer, densely within a block, and fills them.
+    pub(super) fn new(format: Format, dtype: DType, sizes: Sizes) -> Self {
         let size = |axis: Axis| match axis {
-            Axis::Layer => sizes.layers,
             Axis::Plane => 2,
             Axis::Block => sizes.blocks,
             Axis::Token => sizes.block_tokens,
             Axis::Head => sizes.heads,
             Axis::Element => sizes.element,
-            Axis::One => 1,
         };
-        let shape: Vec<u64> = axes.iter().map(|&axis| size(axis)).collect();
-        let mut strides = vec![1; shape.len()];
-        for i in (0..shape.len() - 1).rev() {
-            strides[i] = strides[i + 1] * shape[i + 1];
+        let shape: Vec<u64> = format.iter().map(|&axis| size(axis)).collect();
+        let block_axis = position(format, Axis::Block).unwrap();
+        let mut strides = vec![0; shape.len()];
+        let mut elements = 1;
+        for i in (0..shape.len()).rev() {
+            elements += if i <= block_axis { sizes.padding } else { 0 };
+            // An axis of one entry may have any stride.
+            let unused = i > block_axis && shape[i] == 1;
+            strides[i] = if unused { 7 } else { elements };
+            elements *= shape[i];
         }
-        strides[0] += sizes.padding;
-        let elements = strides[0] * shape[0];
-        let count = if axes.contains(&Axis::Layer) {
-            1
-        } else {
-            sizes.layers
-        };
         let item = dtype.size();
-        let mut tensors = Vec::new();
-        for tensor in 0..count {
-            let (segment, storage_offset) = if sizes.one_segment {
-                (0, tensor * elements + 3)
+        let tensor = |layer: u64| Tensor {
+            segment: if sizes.one_segment { 0 } else { layer as usize },
+            storage_offset: if sizes.one_segment {
+                layer * elements + 3
             } else {
-                (tensor as usize, 0)
-            };
-            tensors.push(TensorView {
-                segment,
-                storage_offset,
-                shape: shape.clone(),
-                strides: strides.clone(),
-            });
-        }
+                0
+            },
+            shape: shape.clone(),
+            strides: strides.clone(),
+        };
         let lens = if sizes.one_segment {
-            vec![(count * elements + 3) as usize * item]
+            vec![(sizes.layers * elements + 3) as usize * item]
         } else {
-            vec![elements as usize * item; count as usize]
+            vec![elements as usize * item; sizes.layers as usize]
         };
         let segments = lens
             .into_iter()
@@ -132,122 +179,76 @@ impl Engine {
         Self {
             format,
             dtype,
-            tensors,
+            tensors: (0..sizes.layers).map(tensor).collect(),
             segments,
             sizes,
         }
     }
 
     pub(super) fn mapped(&self) -> Vec<Arc<MappedSegment>> {
-        self.segments
+        let mapped = |segment: &Segment| Arc::clone(&segment.mapped);
+        self.segments.iter().map(mapped).collect()
+    }
+
+    /// Describes the cache for chunks of so many tokens.
+    pub(super) fn describe(&self, chunk_tokens: u64) -> Result<KvGroup, PagedError> {
+        let tensors: Vec<_> = self
+            .tensors
             .iter()
-            .map(|segment| Arc::clone(&segment.mapped))
-            .collect()
+            .map(|tensor| KvTensor {
+                dtype: self.dtype,
+                shape: &tensor.shape,
+                strides: &tensor.strides,
+                storage_offset: tensor.storage_offset,
+            })
+            .collect();
+        KvGroup::describe(&tensors, order(self.format), None, chunk_tokens as u32)
     }
 
-    pub(super) fn paged(&self, chunk_tokens: u32) -> PagedKv {
-        PagedKv::from_tensors(
-            self.format,
-            &self.tensors,
-            self.dtype,
-            chunk_tokens,
-            self.mapped(),
-        )
-        .unwrap()
+    /// Describes and opens the cache for chunks of so many blocks.
+    pub(super) fn try_paged(&self, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
+        let segments: Vec<_> = self.tensors.iter().map(|tensor| tensor.segment).collect();
+        let group = self.describe(chunk_blocks * self.sizes.block_tokens)?;
+        group.open(&segments, self.mapped())
     }
 
-    pub(super) fn planes(&self) -> Planes {
-        if self.format.axes().contains(&Axis::Plane) {
-            Planes::KeyValue
-        } else {
-            Planes::Fused
-        }
+    pub(super) fn paged(&self, chunk_blocks: u64) -> PagedKv {
+        self.try_paged(chunk_blocks).unwrap()
     }
 
-    /// Segment and byte of one element, from the tensors' shape and strides alone.
-    fn find(
-        &self,
-        plane: u64,
-        layer: u64,
-        block: u64,
-        token: u64,
-        head: u64,
-        e: u64,
-    ) -> (usize, usize) {
-        let axes = self.format.axes();
-        let tensor = if axes.contains(&Axis::Layer) {
-            0
-        } else {
-            layer as usize
-        };
-        let tensor = &self.tensors[tensor];
-        let index = |axis: Axis| match axis {
-            Axis::Layer => layer,
-            Axis::Plane => plane,
-            Axis::Block => block,
-            Axis::Token => token,
-            Axis::Head => head,
-            Axis::Element => e,
-            Axis::One => 0,
-        };
-        let element = tensor.storage_offset
-            + axes
-                .iter()
-                .zip(&tensor.strides)
-                .map(|(&axis, s)| index(axis) * s)
-                .sum::<u64>();
-        (tensor.segment, element as usize * self.dtype.size())
-    }
-
-    /// Visits every element of a chunk: `(byte in the chunk, token of the table, segment, byte)`.
+    /// Visits every element of a chunk, from the tensors' shape and strides alone:
+    /// `(byte in the chunk, index in the table, segment, byte)`.
     pub(super) fn each_element(
         &self,
         table: &[u32],
-        start: u64,
-        tokens: u64,
+        first: u64,
+        blocks: u64,
         mut visit: impl FnMut(usize, u64, usize, usize),
     ) {
-        let Sizes {
-            layers,
-            block_tokens,
-            heads,
-            element,
-            ..
-        } = self.sizes;
-        let heads = if self.format.axes().contains(&Axis::Head) {
-            heads
-        } else {
-            1
-        };
+        let block_axis = position(self.format, Axis::Block).unwrap();
+        let item = self.dtype.size();
         let mut at = 0;
-        for plane in 0..u64::from(self.planes().count()) {
-            for layer in 0..layers {
-                for token in start..start + tokens {
-                    let block = u64::from(table[(token / block_tokens) as usize]);
-                    for head in 0..heads {
-                        for e in 0..element {
-                            let (segment, byte) =
-                                self.find(plane, layer, block, token % block_tokens, head, e);
-                            visit(at, token, segment, byte);
-                            at += self.dtype.size();
+        for plane in 0..if block_axis == 1 { 2 } else { 1 } {
+            for tensor in &self.tensors {
+                for index in first..first + blocks {
+                    let block = u64::from(table[index as usize]);
+                    let mut start = tensor.storage_offset + block * tensor.strides[block_axis];
+                    if block_axis == 1 {
+                        start += plane * tensor.strides[0];
+                    }
+                    let inner = &tensor.shape[block_axis + 1..];
+                    for element in 0..inner.iter().product() {
+                        let (mut rest, mut offset) = (element, start);
+                        let strides = &tensor.strides[block_axis + 1..];
+                        for (&size, &stride) in inner.iter().zip(strides).rev() {
+                            offset += rest % size * stride;
+                            rest /= size;
                         }
+                        visit(at, index, tensor.segment, offset as usize * item);
+                        at += item;
                     }
                 }
             }
         }
     }
 }
-
-/// Every format there is.
-pub(super) const FORMATS: [KvFormat; 10] = [
-    KvFormat::TWO_NB_BS_NH_HS,
-    KvFormat::TWO_NB_NH_BS_HS,
-    KvFormat::NB_TWO_BS_NH_HS,
-    KvFormat::NB_TWO_NH_BS_HS,
-    KvFormat::NB_BS_NH_CS,
-    KvFormat::NB_NH_BS_CS,
-    KvFormat::NB_BS_HS,
-    KvFormat::NB_NL_TWO_BS_NH_HS,
-    KvFormat::NB_NL_TWO_NH_BS_HS,
-    KvFormat::TWO_NB_NH_ONE_BS_HS,
-];

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use thiserror::Error;
 
 use super::plan::{CopyPlan, Op};
-use super::raw::{self, Direction, Sides};
 use super::stream::Store;
 use super::team::Team;
 use crate::SegmentError;
@@ -19,6 +18,19 @@ const SHARE: u64 = 512 << 10;
 
 /// From this many bytes on, copies go around the cache.
 const LARGE: u64 = 1 << 20;
+
+/// Bytes of a run up to which the next one is prefetched meanwhile; longer runs keep the
+/// hardware's prefetchers busy by themselves.
+const AHEAD: u64 = 64 << 10;
+
+/// The direction of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    /// From paged memory into chunks.
+    Gather,
+    /// From chunks into paged memory.
+    Scatter,
+}
 
 /// A gather or scatter that was not carried out, or whose result cannot be used.
 #[derive(Debug, Error)]
@@ -91,7 +103,7 @@ impl CopyPool {
         self.team.threads()
     }
 
-    /// Copies paged memory into chunks; `chunks[i]` is the plan's i-th. Bytes of tokens that
+    /// Copies paged memory into chunks; `chunks[i]` is the plan's i-th. Bytes of blocks that
     /// the plan leaves out are set to zero, so that nothing of a slot's former content stays.
     ///
     /// # Errors
@@ -183,7 +195,7 @@ impl CopyPool {
             let share = &plan.ops[i * step..plan.ops.len().min((i + 1) * step)];
             for (i, op) in share.iter().enumerate() {
                 let next = share.get(i + 1);
-                carry_out(plan, op, next, direction, store, addresses);
+                carry_out(op, next, direction, store, addresses);
             }
             store.finish();
         };
@@ -205,38 +217,42 @@ impl CopyPool {
 }
 
 fn carry_out(
-    plan: &CopyPlan,
     op: &Op,
     next: Option<&Op>,
     direction: Direction,
     store: Store,
     addresses: &Addresses,
 ) {
-    let sides = |op: &Op| Sides {
-        segment: addresses.segments[op.segment as usize],
-        chunk: addresses.chunks[op.chunk as usize],
+    let source = |op: &Op| match direction {
+        Direction::Gather => {
+            addresses.segments[op.segment as usize].wrapping_add(op.paged as usize)
+        }
+        Direction::Scatter => {
+            addresses.chunks[op.chunk as usize].wrapping_add(op.chunk_offset as usize)
+        }
     };
-    let next = next.map(|next| (next, sides(next)));
-    let sides = sides(op);
+    let from = source(op);
+    // Only ever prefetched.
+    let ahead = match next {
+        Some(next) if op.len <= AHEAD => source(next),
+        _ => from,
+    };
     // SAFETY: the plan was checked against these segments when it was made, and `check` has
-    // compared the chunks' lengths with its layout. Chunks lie in memory of this process, of
-    // which no shared part can be opened as a segment (`shared_file::is_pool`), so the sides do
-    // not overlap. A gather writes chunks, which are borrowed mutably for the call, each byte in
-    // one copy; a scatter writes the segment, each byte on one thread (`copy`). The segment's
-    // bytes belong to the engine's process, which may write them at any time, as may another
-    // plan that the engine asks for meanwhile: they are only ever copied, never borrowed, and
-    // nothing is decided by them, so such a race garbles bytes of that engine and nothing else.
+    // compared the chunks' lengths with its layout, so both sides have the run. Chunks lie in
+    // memory of this process, of which no shared part can be opened as a segment
+    // (`shared_file::is_pool`), so the sides do not overlap. A gather writes chunks, which are
+    // borrowed mutably for the call, each byte in one copy; a scatter writes the segment, each
+    // byte on one thread (`copy`). The segment's bytes belong to the engine's process, which may
+    // write them at any time, as may another plan that the engine asks for meanwhile: they are
+    // only ever copied, never borrowed, and nothing is decided by them, so such a race garbles
+    // bytes of that engine and nothing else. The caller calls `Store::finish`.
     unsafe {
-        raw::copy(
-            op,
-            next,
-            plan.tokens(op),
-            plan.heads(op),
-            direction,
-            store,
-            sides,
-        )
-    };
+        let to = match direction {
+            Direction::Gather => addresses.chunks[op.chunk as usize].add(op.chunk_offset as usize),
+            Direction::Scatter => addresses.segments[op.segment as usize].add(op.paged as usize),
+        };
+        store.copy(from, to, op.len as usize, ahead);
+    }
 }
 
 /// How many copies make about one share; the copies of a plan are much of a size.
@@ -252,7 +268,7 @@ fn check(plan: &CopyPlan, lens: impl ExactSizeIterator<Item = usize>) -> Result<
             found: lens.len(),
         });
     }
-    let expected = plan.layout().chunk_bytes();
+    let expected = plan.chunk_bytes();
     for (chunk, found) in lens.enumerate() {
         if found as u64 != expected {
             return Err(CopyError::ChunkBytes {

@@ -69,7 +69,7 @@ impl Service {
                 block_ids.len()
             )));
         }
-        let blocks_there = copies.iter().map(|copy| copy.paged.geometry().blocks);
+        let blocks_there = copies.iter().map(|copy| copy.paged.blocks());
         let blocks_there = blocks_there.min().unwrap_or_default();
         if block_ids.len() > blocks_there as usize {
             return Err(blocks(format!(

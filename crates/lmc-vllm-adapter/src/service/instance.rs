@@ -8,7 +8,7 @@ use std::time::Instant;
 use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId};
 use lmc_memory::{
-    DType, GroupLayout, KvOrder, Layout, MappedSegment, PagedGeometry, PagedKv, PlaneBase, Planes,
+    ChunkOrder, DType, GroupLayout, KvGroup, KvOrder, KvTensor, MappedSegment, PagedKv, Planes,
     SegmentError, SharedName,
 };
 use thiserror::Error;
@@ -45,9 +45,6 @@ fn invalid(error: impl std::fmt::Display) -> RegisterError {
 }
 
 /// One KV group of an engine whose memory the server copies from and to.
-///
-/// A block is copied whole, so the unit of `paged` is a block, not a token: its "tokens" are
-/// blocks, and a chunk is a row of blocks for each plane of each layer.
 #[derive(Debug)]
 pub(crate) struct GroupCopy {
     pub(crate) paged: PagedKv,
@@ -183,21 +180,28 @@ impl Instance {
             }
         };
         let mut copies = Vec::with_capacity(groups.len());
-        let mut identities = Vec::with_capacity(groups.len());
+        let mut orders = Vec::with_capacity(groups.len());
         let (mut end, mut mla) = (0, true);
         let mut dtypes = Vec::with_capacity(groups.len());
         for group in groups {
-            let described = describe(group, &tensors, order, chunk_size)?;
-            mla &= described.heads_are_latent();
-            let (paged, layout) = described.open(&mut segments)?;
+            let layers = layers(group, &tensors)?;
+            let described = describe(group, &layers, order, chunk_size)?;
+            mla &= described.is_latent();
+            let numbers: Vec<usize> = layers
+                .iter()
+                .map(|layer| segments.open(layer))
+                .collect::<Result<_, _>>()?;
+            let paged = described
+                .open(&numbers, segments.mapped.clone())
+                .map_err(invalid)?;
             let start = end;
-            end += usize::try_from(layout.chunk_bytes()).map_err(invalid)?;
-            dtypes.push(layout.dtype());
-            identities.push(described.identity()?);
+            end += usize::try_from(described.chunk_bytes()).map_err(invalid)?;
+            dtypes.push(described.dtype());
+            orders.push(described.order());
             copies.push(GroupCopy {
                 paged,
-                blocks_per_chunk: described.blocks_per_chunk,
-                tokens_per_block: described.tokens_per_block,
+                blocks_per_chunk: described.blocks_per_chunk(),
+                tokens_per_block: described.tokens_per_block(),
                 range: start..end,
             });
         }
@@ -208,7 +212,7 @@ impl Instance {
             .iter()
             .flat_map(|group| group.layer_indices.iter().copied())
             .collect();
-        let (fingerprint, shape) = identity(&identities, &layers)?;
+        let (fingerprint, shape) = identity(&orders, &layers)?;
         Ok(Self {
             owner: OwnerId::default(),
             client,
@@ -281,31 +285,17 @@ fn dtype_name(dtype: DType) -> DtypeName {
         .expect("torch's names of element types are valid in a key's text")
 }
 
-/// What makes the bytes of one group's chunks mean what they mean.
-enum Identity {
-    /// `[planes, layers, tokens, hidden]`, which engine-driven workers write too.
-    TokenOrder(GroupLayout),
-    /// Blocks as the engine has them, heads before tokens within a block.
-    BlockOrder {
-        blocks: GroupLayout,
-        heads: u64,
-        block_tokens: u64,
-        inner_planes: u64,
-        order: KvOrder,
-    },
-}
-
 /// The fingerprint of a chunk and the shape to show for it. `layers` are the indices of all
 /// groups' layers, in the order in which they lie in a chunk.
 fn identity(
-    groups: &[Identity],
+    groups: &[ChunkOrder],
     layers: &[u32],
 ) -> Result<(LayoutFingerprint, Vec<u64>), RegisterError> {
     let token_ordered: Option<Vec<_>> = groups
         .iter()
         .map(|group| match group {
-            Identity::TokenOrder(layout) => Some(*layout),
-            Identity::BlockOrder { .. } => None,
+            ChunkOrder::Tokens(layout) => Some(*layout),
+            ChunkOrder::Blocks { .. } => None,
         })
         .collect();
     if let Some(layouts) = token_ordered {
@@ -315,8 +305,8 @@ fn identity(
     let mut shape = Vec::new();
     for group in groups {
         let (layout, within) = match group {
-            Identity::TokenOrder(layout) => (layout, [0; 4]),
-            Identity::BlockOrder {
+            ChunkOrder::Tokens(layout) => (layout, [0; 4]),
+            ChunkOrder::Blocks {
                 blocks,
                 heads,
                 block_tokens,
@@ -330,7 +320,8 @@ fn identity(
                 (blocks, [*heads, *block_tokens, *inner_planes, order])
             }
         };
-        description.extend_from_slice(&Layout::single(*layout).canonical_bytes());
+        let bytes = GroupLayout::canonical_bytes(&[*layout]).map_err(invalid)?;
+        description.extend_from_slice(&bytes);
         for number in within {
             description.extend_from_slice(&number.to_le_bytes());
         }
@@ -344,11 +335,7 @@ fn identity(
 
 fn token_order(groups: &[GroupLayout], layers: &[u32]) -> Result<LayoutFingerprint, RegisterError> {
     let mut description = b"lmc layout 1: tokens".to_vec();
-    description.extend_from_slice(
-        &Layout::new(groups.to_vec())
-            .map_err(invalid)?
-            .canonical_bytes(),
-    );
+    description.extend_from_slice(&GroupLayout::canonical_bytes(groups).map_err(invalid)?);
     describe_order(layers, &mut description);
     Ok(LayoutFingerprint::of(&description))
 }
@@ -379,33 +366,11 @@ fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError
         .collect()
 }
 
-/// One group's tensors, understood: blocks along one axis, everything else inside a block.
-struct Described<'a> {
-    tensors: Vec<&'a CpuShm>,
-    dtype: DType,
-    /// Whether K and V lie in two ranges of each tensor (`[2, blocks, …]`).
-    split: bool,
-    order: KvOrder,
-    blocks: u64,
-    /// Elements from one block to the next.
-    block_stride: u64,
-    /// Elements of a block, which are contiguous.
-    block_elements: u64,
-    /// Planes inside a block (`[blocks, 2, …]`).
-    inner_planes: u64,
-    heads: u64,
-    block_tokens: u64,
-    head_size: u64,
-    tokens_per_block: u64,
-    blocks_per_chunk: u64,
-}
-
-fn describe<'a>(
+/// Returns the tensors of a group's layers.
+fn layers<'a>(
     group: &EngineGroup,
     tensors: &[&'a CpuShm],
-    order: KvOrder,
-    chunk_size: u32,
-) -> Result<Described<'a>, RegisterError> {
+) -> Result<Vec<&'a CpuShm>, RegisterError> {
     let fail = |text: String| Err(RegisterError::Invalid(text));
     if group.recurrent_state {
         return fail(
@@ -429,164 +394,29 @@ fn describe<'a>(
     if once.len() < layers.len() {
         return fail("a KV group names a layer twice".to_owned());
     }
-    let Some(first) = layers.first() else {
-        return fail("a KV group has no layers".to_owned());
-    };
-    let (shape, stride) = (&first.tensor.shape, &first.tensor.stride);
-    let alike = |t: &&CpuShm| {
-        t.tensor.shape == *shape
-            && t.tensor.stride == *stride
-            && t.tensor.dtype == first.tensor.dtype
-    };
-    if !layers.iter().all(alike) {
-        return fail("the layers of a KV group differ in shape, stride or dtype".to_owned());
-    }
-    let heads_first = order == KvOrder::HeadsFirst;
-    // Rank 5 has a K/V axis, rank 4 packs K and V within a head, rank 3 is MLA.
-    let (split, block_axis, inner_planes) = match **shape {
-        [2, _, _, _, _] => (true, 1, 1),
-        [_, 2, _, _, _] => (false, 0, 2),
-        [_, _, _, _] | [_, _, _] => (false, 0, 1),
-        _ => {
-            return fail(format!(
-                "KV tensors of shape {shape:?} are not a layout of vLLM that this server knows"
-            ));
-        }
-    };
-    let inner = &shape[shape.len() - if shape.len() == 3 { 2 } else { 3 }..];
-    let (heads, block_tokens, head_size) = match (inner, heads_first) {
-        ([tokens, size], _) => (1, *tokens, *size),
-        ([heads, tokens, size], true) | ([tokens, heads, size], false) => (*heads, *tokens, *size),
-        _ => unreachable!("the slice above has two or three axes"),
-    };
-    let mut expected = 1u64;
-    for axis in (block_axis + 1..shape.len()).rev() {
-        if stride[axis] != expected && shape[axis] > 1 {
-            return fail(format!(
-                "a block of the KV tensors is not contiguous: shape {shape:?}, stride {stride:?}"
-            ));
-        }
-        expected = expected.saturating_mul(shape[axis]);
-    }
-    let tokens_per_block = match u64::from(group.tokens_per_block) {
-        0 => block_tokens,
-        declared => declared,
-    };
-    if tokens_per_block == 0 || u64::from(chunk_size) % tokens_per_block != 0 {
-        return fail(format!(
-            "blocks of {tokens_per_block} tokens do not divide the chunk size {chunk_size}: \
-             start the server with a --chunk-size that is a multiple of the engine's block size"
-        ));
-    }
-    Ok(Described {
-        dtype: first.tensor.dtype.parse().map_err(invalid)?,
-        tensors: layers,
-        split,
-        order,
-        blocks: shape[block_axis],
-        block_stride: stride[block_axis],
-        block_elements: expected,
-        inner_planes,
-        heads,
-        block_tokens,
-        head_size,
-        tokens_per_block,
-        blocks_per_chunk: u64::from(chunk_size) / tokens_per_block,
-    })
+    Ok(layers)
 }
 
-impl Described<'_> {
-    /// Returns true if tokens have one latent vector instead of heads: rank 3, as vLLM lays MLA out.
-    fn heads_are_latent(&self) -> bool {
-        let first = self.tensors.first();
-        first.is_some_and(|first| first.tensor.shape.len() == 3)
-    }
-
-    fn planes(&self) -> Planes {
-        if self.split {
-            Planes::KeyValue
-        } else {
-            Planes::Fused
-        }
-    }
-
-    /// The layout in units of blocks.
-    fn block_layout(&self) -> Result<GroupLayout, RegisterError> {
-        let small = |value: u64| u32::try_from(value).map_err(invalid);
-        let layers = small(self.tensors.len() as u64)?;
-        let (blocks, elements) = (small(self.blocks_per_chunk)?, small(self.block_elements)?);
-        GroupLayout::new(self.planes(), layers, blocks, elements, self.dtype).map_err(invalid)
-    }
-
-    fn identity(&self) -> Result<Identity, RegisterError> {
-        let blocks = self.block_layout()?;
-        // One token after another, with nothing between: the same bytes as in token order.
-        // Bytes of a page may be anything: fp8 pages of DSA end with their scales.
-        let opaque = self.dtype == DType::UInt8;
-        let tokens_adjacent = !opaque
-            && self.inner_planes == 1
-            && self.block_tokens == self.tokens_per_block
-            && (self.order == KvOrder::TokensFirst || self.heads == 1);
-        if !tokens_adjacent {
-            return Ok(Identity::BlockOrder {
-                blocks,
-                heads: self.heads,
-                block_tokens: self.block_tokens,
-                inner_planes: self.inner_planes,
-                order: self.order,
-            });
-        }
-        let hidden = u32::try_from(self.heads * self.head_size).map_err(invalid)?;
-        let tokens = self.blocks_per_chunk * self.tokens_per_block;
-        let tokens = u32::try_from(tokens).map_err(invalid)?;
-        GroupLayout::new(self.planes(), blocks.layers(), tokens, hidden, self.dtype)
-            .map(Identity::TokenOrder)
-            .map_err(invalid)
-    }
-
-    /// Maps the segments and checks that all blocks lie inside them.
-    fn open(&self, segments: &mut Segments) -> Result<(PagedKv, GroupLayout), RegisterError> {
-        let layout = self.block_layout()?;
-        let size = self.dtype.size() as u64;
-        let outside = || RegisterError::Invalid("KV tensor sizes overflow".to_owned());
-        let bytes = |elements: u64| elements.checked_mul(size).ok_or_else(outside);
-        let block_bytes = bytes(self.block_elements)?;
-        let geometry = PagedGeometry {
-            blocks: u32::try_from(self.blocks).map_err(invalid)?,
-            block_tokens: 1,
-            block_stride: bytes(self.block_stride)?,
-            token_stride: block_bytes,
-            heads: 1,
-            head_stride: block_bytes,
-            head_bytes: block_bytes,
-        };
-        let mut planes = Vec::with_capacity(2 * self.tensors.len());
-        for plane in 0..if self.split { 2 } else { 1 } {
-            for tensor in &self.tensors {
-                let segment = segments.open(tensor)?;
-                let elements = self.tensor_plane(tensor, plane).ok_or_else(outside)?;
-                planes.push(PlaneBase {
-                    segment,
-                    offset: bytes(elements)?,
-                });
-            }
-        }
-        let paged = PagedKv::new(layout, geometry, planes, segments.mapped.clone());
-        Ok((paged.map_err(invalid)?, layout))
-    }
-
-    /// First element of K (0) or V (1) in a tensor's segment.
-    fn tensor_plane(&self, tensor: &CpuShm, plane: u64) -> Option<u64> {
-        let stride = if self.split {
-            tensor.tensor.stride[0]
-        } else {
-            0
-        };
-        tensor
-            .tensor
-            .storage_offset
-            .checked_add(plane.checked_mul(stride)?)
-    }
+/// Reads the layout of a group off its layers.
+fn describe(
+    group: &EngineGroup,
+    layers: &[&CpuShm],
+    order: KvOrder,
+    chunk_size: u32,
+) -> Result<KvGroup, RegisterError> {
+    let tensors: Vec<_> = layers
+        .iter()
+        .map(|layer| {
+            Ok(KvTensor {
+                dtype: layer.tensor.dtype.parse().map_err(invalid)?,
+                shape: &layer.tensor.shape,
+                strides: &layer.tensor.stride,
+                storage_offset: layer.tensor.storage_offset,
+            })
+        })
+        .collect::<Result<_, RegisterError>>()?;
+    let declared = (group.tokens_per_block > 0).then_some(group.tokens_per_block);
+    KvGroup::describe(&tensors, order, declared, chunk_size).map_err(invalid)
 }
 
 /// Segments of one worker at most; an engine has one for each layer or fewer.

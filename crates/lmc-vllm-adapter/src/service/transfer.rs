@@ -872,9 +872,9 @@ pub(super) fn plan(
         .collect();
     let request = PlanRequest {
         block_ids,
-        chunk_starts: &starts,
-        skip_first_tokens: skip_blocks,
+        first_blocks: &starts,
+        skip_blocks,
         null_block,
     };
-    CopyPlan::new(&copy.paged, copy.paged.layout(), &request).map_err(|error| error.to_string())
+    CopyPlan::new(&copy.paged, &request).map_err(|error| error.to_string())
 }

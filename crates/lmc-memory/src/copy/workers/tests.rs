@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
-use super::super::testing::{Engine, FORMATS, Sizes, marked};
+use super::super::testing::{Engine, FORMATS, LATENT, SPLIT, Sizes, marked};
 use super::*;
 use crate::{DType, PagedKv, PlanRequest};
 
@@ -17,7 +17,7 @@ struct Case {
     dtype: DType,
     sizes: Sizes,
     table: Vec<u32>,
-    chunk_tokens: u64,
+    chunk_blocks: u64,
     starts: Vec<u64>,
     skip: u64,
     null_block: Option<u32>,
@@ -48,6 +48,8 @@ fn cases() -> impl Strategy<Value = Case> {
     )
         .prop_flat_map(|(format, dtype, sizes, padding, one_segment, workers, _)| {
             let (layers, blocks, block_tokens, heads, element) = sizes;
+            // Two blocks on the first axis would be taken for K and V.
+            let blocks = if blocks == 2 { 9 } else { blocks };
             let sizes = Sizes {
                 layers,
                 blocks,
@@ -63,10 +65,10 @@ fn cases() -> impl Strategy<Value = Case> {
             });
             let table = prop::collection::vec(run, 1..5).prop_map(|runs| runs.concat());
             table.prop_flat_map(move |table| {
-                let covered = table.len() as u64 * block_tokens;
+                let covered = table.len() as u64;
                 let table = Just(table);
-                (table, 1..=covered).prop_flat_map(move |(table, chunk_tokens)| {
-                    let start = 0..=covered - chunk_tokens;
+                (table, 1..=covered).prop_flat_map(move |(table, chunk_blocks)| {
+                    let start = 0..=covered - chunk_blocks;
                     let starts = prop::collection::vec(start, 0..4);
                     let null = prop::option::of(0..blocks as u32);
                     (starts, prop_oneof![Just(0), 0..covered + 2], null).prop_map(
@@ -75,7 +77,7 @@ fn cases() -> impl Strategy<Value = Case> {
                             dtype,
                             sizes,
                             table: table.clone(),
-                            chunk_tokens,
+                            chunk_blocks,
                             starts,
                             skip,
                             null_block,
@@ -89,19 +91,17 @@ fn cases() -> impl Strategy<Value = Case> {
 
 impl Case {
     fn plan(&self, engine: &Engine) -> CopyPlan {
-        let paged = engine.paged(self.chunk_tokens as u32);
         let request = PlanRequest {
             block_ids: &self.table,
-            chunk_starts: &self.starts,
-            skip_first_tokens: self.skip,
+            first_blocks: &self.starts,
+            skip_blocks: self.skip,
             null_block: self.null_block,
         };
-        CopyPlan::new(&paged, paged.layout(), &request).unwrap()
+        CopyPlan::new(&engine.paged(self.chunk_blocks), &request).unwrap()
     }
 
-    fn left_out(&self, token: u64) -> bool {
-        let block = self.table[(token / self.sizes.block_tokens) as usize];
-        token < self.skip || self.null_block == Some(block)
+    fn left_out(&self, index: u64) -> bool {
+        index < self.skip || self.null_block == Some(self.table[index as usize])
     }
 }
 
@@ -114,7 +114,7 @@ proptest! {
         let plan = case.plan(&engine);
         let pool = CopyPool::new(case.workers).unwrap();
         let item = case.dtype.size();
-        let bytes = plan.layout().chunk_bytes() as usize;
+        let bytes = plan.chunk_bytes() as usize;
 
         // Slots hold old bytes, which must not survive.
         let mut chunks = vec![vec![0xee; bytes]; case.starts.len()];
@@ -124,9 +124,9 @@ proptest! {
         let mut copied = 0;
         for (&start, chunk) in case.starts.iter().zip(&chunks) {
             let mut expected = vec![0xdd; bytes];
-            engine.each_element(&case.table, start, case.chunk_tokens, |at, token, segment, byte| {
+            engine.each_element(&case.table, start, case.chunk_blocks, |at, index, segment, byte| {
                 let value = &mut expected[at..at + item];
-                if case.left_out(token) {
+                if case.left_out(index) {
                     value.fill(0);
                 } else {
                     value.copy_from_slice(&before[segment][byte..byte + item]);
@@ -137,7 +137,7 @@ proptest! {
         }
         prop_assert_eq!(plan.bytes(), copied);
 
-        // Two chunks over the same tokens carry the same bytes, so that their order is free.
+        // Two chunks over the same blocks carry the same bytes, so that their order is free.
         let marks = marked(77, 1 << 16);
         let mut expected: Vec<_> = before.iter().map(|bytes| vec![0x11; bytes.len()]).collect();
         for (segment, bytes) in engine.segments.iter().zip(&expected) {
@@ -145,11 +145,11 @@ proptest! {
         }
         let mut sources = vec![vec![0; bytes]; case.starts.len()];
         for (&start, source) in case.starts.iter().zip(&mut sources) {
-            engine.each_element(&case.table, start, case.chunk_tokens, |at, token, segment, byte| {
+            engine.each_element(&case.table, start, case.chunk_blocks, |at, index, segment, byte| {
                 for i in 0..item {
                     source[at + i] = marks[(segment * 7919 + byte + i) % marks.len()];
                 }
-                if !case.left_out(token) {
+                if !case.left_out(index) {
                     expected[segment][byte..byte + item].copy_from_slice(&source[at..at + item]);
                 }
             });
@@ -186,29 +186,29 @@ fn large_caches_agree_with_a_walk_over_elements() {
         };
         for format in FORMATS {
             let engine = Engine::new(format, dtype, sizes);
-            let tokens = block_tokens * blocks / 2;
-            let paged = engine.paged(tokens as u32);
+            let half = blocks / 2;
+            let paged = engine.paged(half);
             // Half in order, half in reverse.
             let table: Vec<u32> = (20..40).chain((0..20).rev()).collect();
             let request = PlanRequest {
                 block_ids: &table,
-                chunk_starts: &[0, tokens],
-                skip_first_tokens: 0,
+                first_blocks: &[0, half],
+                skip_blocks: 0,
                 null_block: None,
             };
-            let mut plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+            let mut plan = CopyPlan::new(&paged, &request).unwrap();
             if plan.bytes() < LARGE {
                 // The smallest formats: the same chunks again, so that there is enough.
-                let starts: Vec<u64> = [0, tokens].into_iter().cycle().take(40).collect();
+                let starts: Vec<u64> = [0, half].into_iter().cycle().take(40).collect();
                 let request = PlanRequest {
-                    chunk_starts: &starts,
+                    first_blocks: &starts,
                     ..request
                 };
-                plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
+                plan = CopyPlan::new(&paged, &request).unwrap();
             }
             assert!(plan.bytes() >= LARGE, "{format:?} {}", plan.bytes());
             let pool = CopyPool::new(3).unwrap();
-            let bytes = paged.layout().chunk_bytes() as usize;
+            let bytes = paged.chunk_bytes() as usize;
             let mut chunks = vec![vec![0; bytes]; plan.chunks()];
             let mut slices: Vec<&mut [u8]> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
             pool.gather(&plan, &mut slices).unwrap();
@@ -219,9 +219,9 @@ fn large_caches_agree_with_a_walk_over_elements() {
                 .collect();
             let item = dtype.size();
             for (chunk, found) in chunks.iter().enumerate().take(2) {
-                let start = chunk as u64 * tokens;
+                let start = chunk as u64 * half;
                 let mut expected = vec![0; bytes];
-                engine.each_element(&table, start, tokens, |at, _, segment, byte| {
+                engine.each_element(&table, start, half, |at, _, segment, byte| {
                     expected[at..at + item].copy_from_slice(&before[segment][byte..byte + item]);
                 });
                 assert!(found == &expected, "{format:?} {sizes:?}");
@@ -247,21 +247,20 @@ fn large_caches_agree_with_a_walk_over_elements() {
 
 #[test]
 fn chunks_that_were_not_planned_are_refused_before_a_byte_moves() {
-    let engine = Engine::new(FORMATS[0], DType::UInt8, SMALL);
-    let paged = engine.paged(4);
+    let engine = Engine::new(SPLIT, DType::UInt8, SMALL);
+    let paged = engine.paged(1);
     let plan = CopyPlan::new(
         &paged,
-        paged.layout(),
         &PlanRequest {
             block_ids: &[1],
-            chunk_starts: &[0],
-            skip_first_tokens: 0,
+            first_blocks: &[0],
+            skip_blocks: 0,
             null_block: None,
         },
     )
     .unwrap();
     let pool = CopyPool::new(0).unwrap();
-    let mut short = vec![7; paged.layout().chunk_bytes() as usize - 1];
+    let mut short = vec![7; paged.chunk_bytes() as usize - 1];
     let err = pool.gather(&plan, &mut [&mut short]).unwrap_err();
     assert!(
         matches!(err, CopyError::ChunkBytes { chunk: 0, .. }),
@@ -293,21 +292,20 @@ const SMALL: Sizes = Sizes {
 
 #[test]
 fn an_engine_that_cuts_its_memory_short_gets_an_error_and_the_server_lives() {
-    let engine = Engine::new(FORMATS[0], DType::UInt8, SMALL);
-    let paged = engine.paged(4);
+    let engine = Engine::new(SPLIT, DType::UInt8, SMALL);
+    let paged = engine.paged(1);
     let plan = CopyPlan::new(
         &paged,
-        paged.layout(),
         &PlanRequest {
             block_ids: &[2],
-            chunk_starts: &[0],
-            skip_first_tokens: 0,
+            first_blocks: &[0],
+            skip_blocks: 0,
             null_block: None,
         },
     )
     .unwrap();
     let pool = CopyPool::new(1).unwrap();
-    let mut chunk = vec![0; paged.layout().chunk_bytes() as usize];
+    let mut chunk = vec![0; paged.chunk_bytes() as usize];
     pool.gather(&plan, &mut [&mut chunk]).unwrap();
     let path = engine.segments[0].name().path();
     fs::OpenOptions::new()
@@ -336,16 +334,15 @@ fn an_engine_that_cuts_its_memory_during_the_copy_is_found_out() {
         ..SMALL
     };
     for round in 0..20 {
-        let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
-        let paged = engine.paged(256);
+        let engine = Engine::new(SPLIT, DType::UInt8, sizes);
+        let paged = engine.paged(64);
         let table: Vec<u32> = (0..64).collect();
         let plan = CopyPlan::new(
             &paged,
-            paged.layout(),
             &PlanRequest {
                 block_ids: &table,
-                chunk_starts: &[0],
-                skip_first_tokens: 0,
+                first_blocks: &[0],
+                skip_blocks: 0,
                 null_block: None,
             },
         )
@@ -362,7 +359,7 @@ fn an_engine_that_cuts_its_memory_during_the_copy_is_found_out() {
                 .unwrap();
         });
         let before = engine.segments[0].mapped.len();
-        let mut chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
+        let mut chunk = vec![0xee; paged.chunk_bytes() as usize];
         while pool.gather(&plan, &mut [&mut chunk]).is_ok() {
             // Whole: no zero page was taken for the engine's bytes.
             let expected = marked(0, before as usize);
@@ -390,19 +387,19 @@ fn a_copy_that_is_stopped_writes_at_most_one_share_for_each_thread() {
         one_segment: true,
     };
     // Keys and values, each with half of the bytes.
-    let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
-    let paged = engine.paged(sizes.blocks as u32);
+    let engine = Engine::new(SPLIT, DType::UInt8, sizes);
+    let paged = engine.paged(sizes.blocks);
     // Every second block, so that each is a copy of its own.
     let even = (0..sizes.blocks as u32).step_by(2);
     let table: Vec<u32> = even.chain((1..sizes.blocks as u32).step_by(2)).collect();
     let request = PlanRequest {
         block_ids: &table,
-        chunk_starts: &[0],
-        skip_first_tokens: 0,
+        first_blocks: &[0],
+        skip_blocks: 0,
         null_block: None,
     };
-    let plan = CopyPlan::new(&paged, paged.layout(), &request).unwrap();
-    let chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
+    let plan = CopyPlan::new(&paged, &request).unwrap();
+    let chunk = vec![0xee; paged.chunk_bytes() as usize];
     for workers in 0..3 {
         for allowed in [0, 1, 5] {
             engine.segments[0].fill(&vec![0; engine.segments[0].mapped.len() as usize]);
@@ -440,18 +437,18 @@ fn a_scatter_that_writes_bytes_twice_runs_on_one_thread() {
         padding: 0,
         one_segment: true,
     };
-    let engine = Engine::new(FORMATS[0], DType::UInt8, sizes);
-    let paged = engine.paged(sizes.blocks as u32);
+    let engine = Engine::new(SPLIT, DType::UInt8, sizes);
+    let paged = engine.paged(sizes.blocks);
     let pool = CopyPool::new(3).unwrap();
-    let chunk = vec![0xee; paged.layout().chunk_bytes() as usize];
-    let threads = |paged: &PagedKv, table: &[u32]| {
+    let chunk = vec![0xee; paged.chunk_bytes() as usize];
+    let threads = |paged: &PagedKv, chunk: &[u8], table: &[u32]| {
         let request = PlanRequest {
             block_ids: table,
-            chunk_starts: &[0],
-            skip_first_tokens: 0,
+            first_blocks: &[0],
+            skip_blocks: 0,
             null_block: Some(u32::MAX),
         };
-        let plan = CopyPlan::new(paged, paged.layout(), &request).unwrap();
+        let plan = CopyPlan::new(paged, &request).unwrap();
         let seen = Mutex::new(HashSet::new());
         let proceed = || {
             seen.lock().insert(thread::current().id());
@@ -459,24 +456,24 @@ fn a_scatter_that_writes_bytes_twice_runs_on_one_thread() {
             thread::sleep(Duration::from_millis(2));
             true
         };
-        pool.scatter_while(&plan, &[&chunk], &proceed).unwrap();
+        pool.scatter_while(&plan, &[chunk], &proceed).unwrap();
         seen.into_inner()
     };
     let shuffled: Vec<u32> = (0..512).map(|id| (id * 7) % 512).collect();
-    assert!(threads(&paged, &shuffled).len() > 1);
+    assert!(threads(&paged, &chunk, &shuffled).len() > 1);
     let alone = HashSet::from([thread::current().id()]);
     let mut twice = shuffled.clone();
     twice[100] = twice[400];
-    assert_eq!(threads(&paged, &twice), alone);
+    assert_eq!(threads(&paged, &chunk, &twice), alone);
     // What stands for nothing is not written, however often it is named.
     let mut absent = shuffled.clone();
     absent[100] = u32::MAX;
     absent[400] = u32::MAX;
-    assert!(threads(&paged, &absent).len() > 1);
+    assert!(threads(&paged, &chunk, &absent).len() > 1);
     // Blocks that overlap by a byte.
-    let mut geometry = *paged.geometry();
-    geometry.block_stride -= 1;
-    let planes = paged.planes().to_vec();
-    let overlapping = PagedKv::new(*paged.layout(), geometry, planes, paged.segments().to_vec());
-    assert_eq!(threads(&overlapping.unwrap(), &shuffled), alone);
+    let mut engine = Engine::new(LATENT, DType::UInt8, sizes);
+    engine.tensors[0].strides[0] -= 1;
+    let overlapping = engine.paged(sizes.blocks);
+    let chunk = &chunk[..overlapping.chunk_bytes() as usize];
+    assert_eq!(threads(&overlapping, chunk, &shuffled), alone);
 }
