@@ -14,7 +14,7 @@ use std::time::Instant;
 use filled::{PROMPT, filled, key, prompt};
 use lmc_backend::conformance::Rng;
 use lmc_backend_local::{LocalTier, OwnerId, PolicyKind};
-use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, PrefixHashes};
+use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm};
 
 /// Nanoseconds of the median and the 99th percentile.
 struct Times {
@@ -91,9 +91,7 @@ fn measure(tier: &LocalTier, chunks: u64) {
         "hash 131,072 tokens, lease and release 512",
         &keys,
         &mut |keys| {
-            let mut hashes = PrefixHashes::new(hasher);
-            hashes.extend(black_box(&tokens));
-            black_box(hashes);
+            black_box(hasher.hash_prompt(black_box(&tokens)));
             drop(tier.lease_leading(owner, keys));
         },
     );

@@ -9,7 +9,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use lmc_key::{ChunkHasher, HashAlgorithm, HashMemo, PrefixHashes, Salt, Token};
+use lmc_key::{ChunkHasher, HashAlgorithm, HashMemo, Salt, Token};
 
 /// Distinct prompts that take turns in the "spread" rows: more than the caches hold.
 const SPREAD: usize = 100;
@@ -80,45 +80,46 @@ fn measure(chunk_size: u32, len: usize) {
     row("memcmp *", memcmp_spread, memcmp_spread);
 
     let hasher = ChunkHasher::new(HashAlgorithm::Blake3, chunk_size).expect("a usual chunk size");
-    let mut out = Vec::new();
+    let salt = Salt::default();
     for algorithm in HashAlgorithm::ALL {
         let hasher = ChunkHasher::new(algorithm, chunk_size).expect("checked above");
         let time = median(|_| {
-            out.clear();
-            hasher.hash_chunks(&hasher.start(), black_box(one), &mut out);
+            black_box(hasher.hash_prompt(black_box(one)));
         });
         row(&format!("{algorithm}, hashed"), time, memcmp);
     }
 
     // Room for a quarter of the prompts that take turns: each is gone when it comes again.
     let small = HashMemo::new(SPREAD / 4 * len * size_of::<Token>());
-    let cold = median(|i| small.hash_prompt(&hasher, &prompts[i % SPREAD], &mut out));
+    let cold = median(|i| {
+        black_box(small.hash_prompt(&hasher, &salt, &prompts[i % SPREAD]));
+    });
     assert_eq!(small.stats().known, 0, "a prompt was still known");
     row("memo, hashed and evicting *", cold, memcmp_spread);
     // Room for all of them: this is to measure memory, not eviction.
     let memo = HashMemo::new(256 << 20);
     for prompt in &prompts {
-        memo.hash_prompt(&hasher, prompt, &mut out);
+        memo.hash_prompt(&hasher, &salt, prompt);
     }
-    let warm = median(|_| memo.hash_prompt(&hasher, black_box(one), &mut out));
+    let warm = median(|_| {
+        black_box(memo.hash_prompt(&hasher, &salt, black_box(one)));
+    });
     row("memo, known", warm, memcmp);
-    let warm = median(|i| memo.hash_prompt(&hasher, &prompts[i % SPREAD], &mut out));
+    let warm = median(|i| {
+        black_box(memo.hash_prompt(&hasher, &salt, &prompts[i % SPREAD]));
+    });
     row("memo, known *", warm, memcmp_spread);
 
     // A conversation that came in one chunk at a time.
     let memo = HashMemo::default();
     for end in (1..=chunks).map(|chunk| chunk * chunk_size as usize) {
-        memo.hash_prompt(&hasher, &one[..end], &mut out);
+        memo.hash_prompt(&hasher, &salt, &one[..end]);
     }
-    let warm = median(|_| memo.hash_prompt(&hasher, black_box(one), &mut out));
+    let warm = median(|_| {
+        black_box(memo.hash_prompt(&hasher, &salt, black_box(one)));
+    });
     row("memo, known, grown by chunks", warm, memcmp);
 
-    let mut prefix = PrefixHashes::new(hasher);
-    prefix.extend_with(&memo, &Salt::default(), one);
-    let time = median(|_| {
-        black_box(prefix.extend(black_box(one)));
-    });
-    row("session, nothing new", time, memcmp);
     println!();
 }
 

@@ -41,27 +41,11 @@ impl HashAlgorithm {
         self as u8
     }
 
-    /// The inverse of [`code`](Self::code).
-    pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|algorithm| algorithm.code() == code)
-    }
-
     /// Bytes of a digest: 32, or 16 for XXH3-128.
     pub const fn digest_len(self) -> usize {
         match self {
             Self::Blake3 | Self::Sha256Cbor => 32,
             Self::Xxh3 => 16,
-        }
-    }
-
-    /// Whether finding two inputs with one hash is infeasible. Where it is not, tenants who do
-    /// not trust each other must not share a server.
-    pub const fn is_collision_resistant(self) -> bool {
-        match self {
-            Self::Blake3 | Self::Sha256Cbor => true,
-            Self::Xxh3 => false,
         }
     }
 }
@@ -109,14 +93,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_codes_come_back() {
+    fn names_come_back() {
         for algorithm in HashAlgorithm::ALL {
             assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
-            assert_eq!(HashAlgorithm::from_code(algorithm.code()), Some(algorithm));
         }
         assert_eq!("xxh3_128".parse(), Ok(HashAlgorithm::Xxh3));
         assert_eq!("sha256_cbor_64bit".parse(), Ok(HashAlgorithm::Sha256Cbor));
-        assert_eq!(HashAlgorithm::from_code(0), None);
         assert_eq!(HashAlgorithm::default().name(), "blake3");
     }
 

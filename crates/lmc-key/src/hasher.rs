@@ -6,10 +6,10 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::{ChunkHash, HashAlgorithm, Token};
 
 /// Most tokens a chunk may have.
-pub const MAX_CHUNK_SIZE: u32 = 65_536;
+const MAX_CHUNK_SIZE: u32 = 65_536;
 
 /// The seed of the start value where none is given: vLLM's fixed default.
-pub const DEFAULT_SEED: &str = "vllm-none-hash";
+const DEFAULT_SEED: &str = "vllm-none-hash";
 
 /// Tokens that are encoded on the stack at a time; a chunk of LMCache's default size in one go.
 const BLOCK: usize = 256;
@@ -28,10 +28,10 @@ impl ChunkHasher {
     /// A hasher with the start value that LMCache 0.5.6 has when `PYTHONHASHSEED` is not set.
     ///
     /// For `xxhash_cbor` Python takes a new random start value in every process; here it is the
-    /// fixed [`DEFAULT_SEED`]. Give both sides one seed where their hashes have to agree.
+    /// fixed `vllm-none-hash`. Give both sides one seed where their hashes have to agree.
     ///
     /// # Errors
-    /// When `chunk_size` is zero or larger than [`MAX_CHUNK_SIZE`].
+    /// When `chunk_size` is zero or larger than 65,536.
     pub fn new(algorithm: HashAlgorithm, chunk_size: u32) -> Result<Self, ChunkSizeError> {
         Self::with_seed(algorithm, chunk_size, DEFAULT_SEED)
     }
@@ -40,7 +40,7 @@ impl ChunkHasher {
     /// BLAKE3 takes no seed in LMCache, and so takes none here.
     ///
     /// # Errors
-    /// When `chunk_size` is zero or larger than [`MAX_CHUNK_SIZE`].
+    /// When `chunk_size` is zero or larger than 65,536.
     pub fn with_seed(
         algorithm: HashAlgorithm,
         chunk_size: u32,
@@ -82,9 +82,8 @@ impl ChunkHasher {
         self.start
     }
 
-    /// The hash of the chunk `tokens` after `parent`. Any number of tokens is hashed, also a
-    /// partial chunk; whether that is wanted is for the caller to know.
-    pub fn hash_chunk(&self, parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
+    /// The hash of the chunk `tokens` after `parent`, whatever the number of tokens.
+    pub(crate) fn hash_chunk(&self, parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
         match self.algorithm {
             HashAlgorithm::Blake3 => blake3_chunk(parent, tokens),
             HashAlgorithm::Sha256Cbor => {
@@ -96,23 +95,16 @@ impl ChunkHasher {
         }
     }
 
-    /// Appends the hashes of the whole chunks of `tokens`, the first of them after `parent`, to
-    /// `out`. A partial chunk at the end is left out.
-    pub fn hash_chunks(&self, parent: &ChunkHash, tokens: &[Token], out: &mut Vec<ChunkHash>) {
-        let chunks = tokens.chunks_exact(self.chunk_len());
-        out.reserve(chunks.len());
-        let mut parent = *parent;
-        for chunk in chunks {
-            parent = self.hash_chunk(&parent, chunk);
-            out.push(parent);
-        }
-    }
-
-    /// The hashes of the whole chunks of a prompt, computed from its start.
+    /// Returns the hashes of the whole chunks of a prompt. A partial chunk at the end is left out.
     pub fn hash_prompt(&self, tokens: &[Token]) -> Vec<ChunkHash> {
-        let mut out = Vec::new();
-        self.hash_chunks(&self.start, tokens, &mut out);
-        out
+        let mut parent = self.start;
+        tokens
+            .chunks_exact(self.chunk_len())
+            .map(|chunk| {
+                parent = self.hash_chunk(&parent, chunk);
+                parent
+            })
+            .collect()
     }
 }
 

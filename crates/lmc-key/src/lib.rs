@@ -7,11 +7,10 @@
 //! Hashes agree byte for byte with those of LMCache 0.5.6 and vLLM, so that KV events agree.
 //!
 //! This crate holds no cached bytes, does no IO and knows no wire protocol. The types to start
-//! from are [`ChunkHasher`], [`PrefixHashes`] (one per session), [`HashMemo`] (one per process)
-//! and [`KeySpace`].
+//! from are [`ChunkHasher`], [`HashMemo`] (one per process) and [`KeySpace`].
 //!
 //! ```
-//! use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, PrefixHashes};
+//! use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, HashMemo, KeySpace, LayoutFingerprint};
 //!
 //! let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256)?;
 //! let space = KeySpace {
@@ -26,13 +25,14 @@
 //! };
 //!
 //! let prompt: Vec<u32> = (0..600).collect();
-//! let mut prefix = PrefixHashes::new(hasher);
-//! prefix.extend(&prompt); // two whole chunks; the partial third has no hash
-//! let keys: Vec<ChunkKey> = prefix
-//!     .range(0, 512)?
-//!     .iter()
-//!     .map(|&hash| ChunkKey { space: space.id(), kv_rank: 0, group: 0, hash })
+//! let memo = HashMemo::default();
+//! // Two whole chunks; the partial third has no hash.
+//! let keys: Vec<ChunkKey> = memo
+//!     .hash_prompt(&hasher, &space.salt, &prompt)
+//!     .into_iter()
+//!     .map(|hash| ChunkKey { space: space.id(), kv_rank: 0, group: 0, hash })
 //!     .collect();
+//! assert_eq!(keys.len(), 2);
 //! assert_eq!(
 //!     keys[0].hash.to_string(),
 //!     "084547b6c40ed5b05ba8cd0305db5bf74d5617673948d9ed193ab7d6cbc484d4",
@@ -45,13 +45,11 @@ pub use algorithm::{HashAlgorithm, UnknownAlgorithm};
 
 mod bytes;
 
-mod escape;
-
 mod hash;
 pub use hash::{ChunkHash, HashParseError, Token};
 
 mod hasher;
-pub use hasher::{ChunkHasher, ChunkSizeError, DEFAULT_SEED, MAX_CHUNK_SIZE};
+pub use hasher::{ChunkHasher, ChunkSizeError};
 
 mod key;
 pub use key::{ChunkKey, FoldHasher, FoldState};
@@ -60,22 +58,10 @@ mod memo;
 pub use memo::{HashMemo, MemoStats};
 
 mod names;
-pub use names::{
-    DtypeName, IdentityText, MAX_DTYPE_BYTES, MAX_IDENTITY_BYTES, MAX_MODEL_BYTES, MAX_SALT_CHARS,
-    ModelName, NameError, Salt,
-};
-
-mod prefix;
-pub use prefix::{Extended, PrefixHashes, RangeError};
+pub use names::{DtypeName, IdentityText, ModelName, NameError, Salt};
 
 mod printable;
 pub use printable::Printable;
 
 mod space;
 pub use space::{KeySpace, LayoutFingerprint, SpaceId};
-
-mod text;
-pub use text::{
-    HashText, KeyText, KeyTextError, MAX_KEY_TEXT_BYTES, MAX_TAG_NAME_BYTES, MAX_TAG_VALUE_BYTES,
-    MAX_TAGS,
-};

@@ -198,51 +198,28 @@ impl HashMemo {
         }
     }
 
-    /// Replaces what is in `out` by the hashes of the whole chunks of `tokens`, a prompt from its
-    /// start, for the common tenant. The result is that of [`ChunkHasher::hash_prompt`].
-    pub fn hash_prompt(&self, hasher: &ChunkHasher, tokens: &[Token], out: &mut Vec<ChunkHash>) {
-        self.hash_prompt_for(hasher, &Salt::default(), tokens, out);
-    }
-
-    /// As [`hash_prompt`](Self::hash_prompt) for the tenant of `salt`. The salt does not enter
-    /// the hashes; it keeps tenants from seeing by the clock what others have asked.
-    pub fn hash_prompt_for(
-        &self,
-        hasher: &ChunkHasher,
-        salt: &Salt,
-        tokens: &[Token],
-        out: &mut Vec<ChunkHash>,
-    ) {
-        out.clear();
-        self.hash_chunks(hasher, salt, &hasher.start(), tokens, out);
-    }
-
-    /// Appends the hashes of the whole chunks of `tokens`, the first of them after `parent`, to
-    /// `out`. The result is that of [`ChunkHasher::hash_chunks`].
+    /// Returns the hashes of the whole chunks of a prompt, as [`ChunkHasher::hash_prompt`] does,
+    /// for the tenant of `salt`.
     ///
-    /// A prompt is remembered from where it was first hashed: continuing after a `parent` finds
-    /// what others have stored only where a run of theirs begins there.
-    pub fn hash_chunks(
+    /// The salt does not enter the hashes. It keeps tenants apart, so that the time of a call
+    /// tells none what another has asked.
+    pub fn hash_prompt(
         &self,
         hasher: &ChunkHasher,
         salt: &Salt,
-        parent: &ChunkHash,
         tokens: &[Token],
-        out: &mut Vec<ChunkHash>,
-    ) {
+    ) -> Vec<ChunkHash> {
         let chunk_len = hasher.chunk_len();
         let run_chunks = self.run_chunks(chunk_len);
         let total = tokens.len() / chunk_len;
         if run_chunks == 0 {
-            hasher.hash_chunks(parent, tokens, out);
             self.hashed.fetch_add(total as u64, Relaxed);
-            return;
+            return hasher.hash_prompt(tokens);
         }
-        let first = out.len();
-        out.reserve(total);
+        let mut out = Vec::with_capacity(total);
         let seed = self.probe_seed(hasher, salt);
 
-        let mut parent = *parent;
+        let mut parent = hasher.start();
         let mut done = 0;
         let mut known = 0;
         // The run that ends right before the next chunk, which the next chunk may make longer.
@@ -258,13 +235,7 @@ impl HashMemo {
             if let Some((run, count)) = found {
                 if let Some(pending) = pending.take() {
                     let new = pending.at..done;
-                    self.keep(
-                        hasher,
-                        &pending,
-                        &tokens[..done * chunk_len],
-                        &out[first..],
-                        new,
-                    );
+                    self.keep(hasher, &pending, &tokens[..done * chunk_len], &out, new);
                 }
                 out.extend(
                     run.hash_words()
@@ -305,34 +276,12 @@ impl HashMemo {
             if full || done == total {
                 let begun = pending.take().expect("begun above");
                 let new = begun.at..done;
-                self.keep(
-                    hasher,
-                    &begun,
-                    &tokens[..done * chunk_len],
-                    &out[first..],
-                    new,
-                );
+                self.keep(hasher, &begun, &tokens[..done * chunk_len], &out, new);
             }
         }
         self.known.fetch_add(known as u64, Relaxed);
         self.hashed.fetch_add((total - known) as u64, Relaxed);
-    }
-
-    /// Forgets everything.
-    pub fn clear(&self) {
-        for shard in &self.shards {
-            let mut shard = shard.0.lock();
-            let evicted = shard.evicted;
-            let old = std::mem::replace(
-                &mut *shard,
-                ShardState {
-                    evicted,
-                    ..Default::default()
-                },
-            );
-            drop(shard);
-            drop(old);
-        }
+        out
     }
 
     /// What it holds and did, for metrics.
@@ -499,8 +448,7 @@ mod tests {
     /// Asks the memo and compares with the hasher; returns how many chunks were known.
     fn check(memo: &HashMemo, hasher: &ChunkHasher, tokens: &[Token]) -> u64 {
         let before = memo.stats();
-        let mut out = vec![ChunkHash::default()];
-        memo.hash_prompt(hasher, tokens, &mut out);
+        let out = memo.hash_prompt(hasher, &Salt::default(), tokens);
         assert_eq!(out, hasher.hash_prompt(tokens));
         let after = memo.stats();
         assert!(after.bytes <= after.max_bytes, "{after:?}");
@@ -519,9 +467,6 @@ mod tests {
             assert_eq!(memo.stats().runs, 3);
             assert_eq!(check(&memo, &hasher, &prompt), 150);
             assert_eq!(check(&memo, &hasher, &prompt[..256 * 10 + 5]), 10);
-            memo.clear();
-            assert_eq!(memo.stats().bytes, 0);
-            assert_eq!(check(&memo, &hasher, &prompt), 0);
         }
     }
 
@@ -570,8 +515,7 @@ mod tests {
         let seeded = ChunkHasher::with_seed(HashAlgorithm::Sha256Cbor, 16, "0").unwrap();
         assert_eq!(check(&memo, &seeded, &prompt), 0);
 
-        let mut out = Vec::new();
-        memo.hash_prompt_for(&hasher, &Salt::parse("tenant").unwrap(), &prompt, &mut out);
+        let out = memo.hash_prompt(&hasher, &Salt::parse("tenant").unwrap(), &prompt);
         assert_eq!(out, hasher.hash_prompt(&prompt));
         assert_eq!(
             memo.stats().known,
@@ -627,19 +571,5 @@ mod tests {
             assert_eq!(check(&memo, &hasher, &prompt), 0);
             assert_eq!(memo.stats().runs, 0);
         }
-    }
-
-    #[test]
-    fn chunks_after_a_parent_are_appended() {
-        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 16).unwrap();
-        let memo = HashMemo::default();
-        let prompt = tokens(31, 10, 16);
-        let all = hasher.hash_prompt(&prompt);
-        for _ in 0..2 {
-            let mut out = all[..4].to_vec();
-            memo.hash_chunks(&hasher, &Salt::default(), &all[3], &prompt[64..], &mut out);
-            assert_eq!(out, all);
-        }
-        assert_eq!(memo.stats().known, 6);
     }
 }

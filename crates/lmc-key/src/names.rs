@@ -5,15 +5,15 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 /// Longest model name, in bytes of UTF-8. A model may be named by a path.
-pub const MAX_MODEL_BYTES: usize = 1024;
+const MAX_MODEL_BYTES: usize = 1024;
 /// Longest name of an element type, in bytes.
-pub const MAX_DTYPE_BYTES: usize = 32;
+const MAX_DTYPE_BYTES: usize = 32;
 /// Longest salt, in characters: LMCache's limit.
-pub const MAX_SALT_CHARS: usize = 128;
+const MAX_SALT_CHARS: usize = 128;
 /// Longest [`IdentityText`], in bytes of UTF-8.
-pub const MAX_IDENTITY_BYTES: usize = 256;
+const MAX_IDENTITY_BYTES: usize = 256;
 
-/// The name under which an engine serves its model. Not empty, at most [`MAX_MODEL_BYTES`], without
+/// The name under which an engine serves its model. Not empty, at most 1,024 bytes, without
 /// control characters, so that it cannot end a line of a log.
 ///
 /// Cheap to clone.
@@ -21,7 +21,7 @@ pub const MAX_IDENTITY_BYTES: usize = 256;
 pub struct ModelName(Arc<str>);
 
 /// The name of an element type as LMCache writes it: `half`, `bfloat16`, `float`, `fp8_e4m3fn`…
-/// Letters, digits and `_`, at most [`MAX_DTYPE_BYTES`].
+/// Letters, digits and `_`, at most 32 bytes.
 ///
 /// It is text for people. What two layouts have in common or not is decided by the
 /// [`LayoutFingerprint`](crate::LayoutFingerprint).
@@ -30,14 +30,14 @@ pub struct DtypeName(Arc<str>);
 
 /// A tenant's salt. Two salts never see each other's chunks; the empty one is the common tenant.
 ///
-/// LMCache's rule: at most [`MAX_SALT_CHARS`] characters, none of `@`, `/`, `\` and NUL.
+/// LMCache's rule: at most 128 characters, none of `@`, `/`, `\` and NUL.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Salt(Arc<str>);
 
 /// Text that an operator adds to the identity of every chunk of a server, because no engine sends it:
 /// weights, revision, quantisation, format of the KV cache. Empty by default.
 ///
-/// At most [`MAX_IDENTITY_BYTES`], no control characters. Cheap to clone.
+/// At most 256 bytes, no control characters. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct IdentityText(Arc<str>);
 

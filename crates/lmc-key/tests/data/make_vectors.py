@@ -19,8 +19,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, List, Optional
+from typing import Any
 
 import blake3
 
@@ -89,15 +88,7 @@ def load(lmcache, vllm):
         stub("numpy", ndarray=None, uint64=None)
     hasher = run("token_hasher", source(lmcache, "lmcache/v1/multiprocess/token_hasher.py"))
 
-    dtypes = "half float16 bfloat16 float float32 double float64 int8 uint8 int16 int32 int64 bool"
-    dtypes += " float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
-    torch = types.SimpleNamespace(**{name: name for name in dtypes.split()}, dtype=str)
-    keys = {"torch": torch, "dataclass": dataclass, "field": field, "Optional": Optional,
-            "List": List, "__name__": "token_hasher"}
-    utils = source(lmcache, "lmcache/utils.py")
-    take(utils, {"TORCH_DTYPE_TO_STR_DTYPE", "CacheEngineKey", "LayerCacheEngineKey"}, keys)
-    keys["TORCH_DTYPE_TO_STR_DTYPE"]["float8_e4m3fn"] = "fp8_e4m3fn"
-    return hasher.TokenHasher, keys["CacheEngineKey"], keys["LayerCacheEngineKey"]
+    return hasher.TokenHasher
 
 
 def tokens(rule, count):
@@ -140,26 +131,6 @@ def hash_vectors(TokenHasher):
     os.environ.pop("PYTHONHASHSEED", None)
 
 
-def text_vectors(CacheEngineKey, LayerCacheEngineKey):
-    digest = bytes(range(200, 232))
-    cases = [
-        ("meta-llama/Llama-3.1-8B", 8, 3, digest, "bfloat16", None),
-        ("/models/qwen3_8b", 1, 0, digest, "half", {}),
-        ("m", 2, 1, 0x1F2E3D, "float", {"lmcache.tag.user": "alice", "ignored": 1}),
-        ("m", 2, 1, -0x7FFF_0000_1111_2222, "float8_e4m3fn",
-         {"lmcache.tag.a": "1", "lmcache.tag.b.c-d": "x/y:z"}),
-        ("org/model-v1.5:beta+x", 16, 15, 0, "uint8", {"lmcache.tag.t": ""}),
-    ]
-    for model, world, worker, value, dtype, configs in cases:
-        key = CacheEngineKey(model, world, worker, value, dtype, configs)
-        parts = {"model": model, "world_size": world, "worker_id": worker,
-                 "hash": key.chunk_hash_hex, "dtype": key._dtype_str,
-                 "tags": [list(tag) for tag in key.tags or ()]}
-        yield {**parts, "layer": None, "text": key.to_string()}
-        key = LayerCacheEngineKey(model, world, worker, value, dtype, configs, layer_id=31)
-        yield {**parts, "layer": 31, "text": key.to_string()}
-
-
 def space_vectors():
     """lmc's own encoding, written a second time from its description in space.rs."""
     def cut(context, data):
@@ -187,9 +158,8 @@ def space_vectors():
 
 def main():
     lmcache, vllm = sys.argv[1:]
-    TokenHasher, CacheEngineKey, LayerCacheEngineKey = load(lmcache, vllm)
+    TokenHasher = load(lmcache, vllm)
     vectors = {"hashes": list(hash_vectors(TokenHasher)),
-               "texts": list(text_vectors(CacheEngineKey, LayerCacheEngineKey)),
                "spaces": list(space_vectors())}
     parts = [f'"{name}": [\n' + ",\n".join(json.dumps(case) for case in cases) + "\n]"
              for name, cases in vectors.items()]

@@ -137,10 +137,7 @@ impl Service {
         let (start, end) = (start as usize, end as usize);
         let tokens = &key.token_ids[..end * chunk as usize];
         let hasher = &shared.config.hasher;
-        let mut hashes = Vec::with_capacity(end);
-        shared
-            .memo
-            .hash_chunks(hasher, &salt, &hasher.start(), tokens, &mut hashes);
+        let hashes = shared.memo.hash_prompt(hasher, &salt, tokens);
         Ok(Hashed {
             hashes,
             chunks: start..end,
