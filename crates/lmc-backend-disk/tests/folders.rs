@@ -2,66 +2,34 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
-use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
-use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_memory::Pool;
+use lmc_testkit::{Folder, pool, soon};
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 4096;
 const WORDS: &str = "years of work";
 
-/// A folder that goes with the test, on the file system of the build.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("folders-{}-{count}", std::process::id());
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    fn config(&self) -> DiskConfig {
-        DiskConfig::new([&self.0], 64 * MIB)
-            .with_keep_free(0)
-            .with_new_drives()
-            .with_segment_bytes(MIB)
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn names(&self) -> Vec<String> {
-        let files = fs::read_dir(&self.0).unwrap();
-        let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
-        names.collect()
-    }
+fn new_folder() -> Folder {
+    Folder::inside(env!("CARGO_TARGET_TMPDIR"))
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn config(folder: &Folder) -> DiskConfig {
+    DiskConfig::new([&**folder], 64 * MIB)
+        .with_keep_free(0)
+        .with_new_drives()
+        .with_segment_bytes(MIB)
 }
 
-fn pool() -> Pool {
-    let arena = ArenaConfig::anonymous(MIB as usize).build().unwrap();
-    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
-}
-
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(60)
+fn names(folder: &Folder) -> Vec<String> {
+    let files = fs::read_dir(folder).unwrap();
+    let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    names.collect()
 }
 
 fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
@@ -81,75 +49,75 @@ fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
 }
 
 fn is_refused(folder: &Folder) {
-    let refused = folder.config().open().expect_err("it is not ours");
+    let refused = config(folder).open().expect_err("it is not ours");
     assert!(matches!(refused, DiskError::NotOurs { .. }), "{refused}");
 }
 
 #[test]
 fn a_folder_of_somebody_else_is_left_as_it_is() {
-    let folder = Folder::new();
-    fs::write(folder.at("thesis.tex"), WORDS).unwrap();
+    let folder = new_folder();
+    fs::write(folder.join("thesis.tex"), WORDS).unwrap();
     is_refused(&folder);
-    assert_eq!(folder.names(), ["thesis.tex"]);
-    fs::write(folder.at("lock"), WORDS).unwrap();
+    assert_eq!(names(&folder), ["thesis.tex"]);
+    fs::write(folder.join("lock"), WORDS).unwrap();
     is_refused(&folder);
-    fs::remove_file(folder.at("thesis.tex")).unwrap();
+    fs::remove_file(folder.join("thesis.tex")).unwrap();
     is_refused(&folder);
-    assert_eq!(fs::read_to_string(folder.at("lock")).unwrap(), WORDS);
+    assert_eq!(fs::read_to_string(folder.join("lock")).unwrap(), WORDS);
 
-    let folder = Folder::new();
-    fs::create_dir(folder.at("home-of-somebody")).unwrap();
+    let folder = new_folder();
+    fs::create_dir(folder.join("home-of-somebody")).unwrap();
     is_refused(&folder);
-    assert_eq!(folder.names(), ["home-of-somebody"]);
+    assert_eq!(names(&folder), ["home-of-somebody"]);
 }
 
 #[test]
 fn a_lock_that_is_a_link_is_not_followed() {
-    let (folder, other) = (Folder::new(), Folder::new());
-    let target = other.at("thesis.tex");
+    let (folder, other) = (new_folder(), new_folder());
+    let target = other.join("thesis.tex");
     fs::write(&target, WORDS).unwrap();
-    symlink(&target, folder.at("lock")).unwrap();
+    symlink(&target, folder.join("lock")).unwrap();
     is_refused(&folder);
-    fs::remove_file(folder.at("lock")).unwrap();
-    drop(folder.config().open().unwrap());
-    fs::remove_file(folder.at("lock")).unwrap();
-    symlink(&target, folder.at("lock")).unwrap();
-    folder.config().open().expect_err("a link is no lock");
+    fs::remove_file(folder.join("lock")).unwrap();
+    drop(config(&folder).open().unwrap());
+    fs::remove_file(folder.join("lock")).unwrap();
+    symlink(&target, folder.join("lock")).unwrap();
+    config(&folder).open().expect_err("a link is no lock");
     assert_eq!(fs::read_to_string(&target).unwrap(), WORDS);
 }
 
 #[test]
 fn what_the_making_of_a_drive_leaves_is_no_obstacle() {
-    let (folder, pool) = (Folder::new(), pool());
-    fs::create_dir(folder.at("lost+found")).unwrap();
-    fs::write(folder.at("lock"), "pid 1").unwrap();
-    fs::write(folder.at("drive.unfinished"), "half of it").unwrap();
-    let tier = folder.config().open().unwrap();
+    let (folder, pool) = (new_folder(), pool(MIB));
+    fs::create_dir(folder.join("lost+found")).unwrap();
+    fs::write(folder.join("lock"), "pid 1").unwrap();
+    fs::write(folder.join("drive.unfinished"), "half of it").unwrap();
+    let tier = config(&folder).open().unwrap();
     store(&tier, &pool, 1);
     let owner = format!("pid {}", std::process::id());
-    assert_eq!(fs::read_to_string(folder.at("lock")).unwrap(), owner);
+    assert_eq!(fs::read_to_string(folder.join("lock")).unwrap(), owner);
     drop(tier);
-    assert!(is_there(&folder.config().open().unwrap(), &pool, 1));
+    assert!(is_there(&config(&folder).open().unwrap(), &pool, 1));
 }
 
 #[test]
 fn a_size_of_segment_that_cannot_be_is_an_error() {
     for bytes in [1 << 44, u64::MAX] {
-        let folder = Folder::new();
-        let refused = folder.config().with_segment_bytes(bytes).open();
+        let folder = new_folder();
+        let refused = config(&folder).with_segment_bytes(bytes).open();
         let refused = refused.expect_err("no segment is as large");
         assert!(refused.to_string().contains("segment size"), "{refused}");
-        assert!(!folder.names().contains(&"drive".to_owned()));
+        assert!(!names(&folder).contains(&"drive".to_owned()));
     }
 }
 
 #[test]
 fn a_segment_that_was_half_made_gets_its_room() {
-    let (folder, pool) = (Folder::new(), pool());
-    drop(folder.config().open().unwrap());
-    fs::write(folder.at("segment-00000000"), []).unwrap();
-    let tier = folder.config().open().unwrap();
-    let segment = fs::metadata(folder.at("segment-00000000")).unwrap();
+    let (folder, pool) = (new_folder(), pool(MIB));
+    drop(config(&folder).open().unwrap());
+    fs::write(folder.join("segment-00000000"), []).unwrap();
+    let tier = config(&folder).open().unwrap();
+    let segment = fs::metadata(folder.join("segment-00000000")).unwrap();
     assert_eq!((segment.len(), segment.blocks() * 512), (MIB, MIB));
     store(&tier, &pool, 1);
     assert!(is_there(&tier, &pool, 1));
@@ -157,38 +125,38 @@ fn a_segment_that_was_half_made_gets_its_room() {
 
 #[test]
 fn a_stray_file_with_the_name_of_a_segment_is_left_alone() {
-    let (folder, pool) = (Folder::new(), pool());
-    store(&folder.config().open().unwrap(), &pool, 1);
-    fs::write(folder.at("segment-ffffffff"), WORDS).unwrap();
-    let tier = folder.config().open().unwrap();
+    let (folder, pool) = (new_folder(), pool(MIB));
+    store(&config(&folder).open().unwrap(), &pool, 1);
+    fs::write(folder.join("segment-ffffffff"), WORDS).unwrap();
+    let tier = config(&folder).open().unwrap();
     assert!(is_there(&tier, &pool, 1));
     assert_eq!(tier.inspect()[0].segments.len(), 1);
-    let stray = fs::read_to_string(folder.at("segment-ffffffff")).unwrap();
+    let stray = fs::read_to_string(folder.join("segment-ffffffff")).unwrap();
     assert_eq!(stray, WORDS);
 }
 
 #[test]
 fn a_drive_on_a_file_system_that_others_filled_opens_with_what_it_holds() {
-    let (folder, pool) = (Folder::new(), pool());
-    store(&folder.config().open().unwrap(), &pool, 1);
+    let (folder, pool) = (new_folder(), pool(MIB));
+    store(&config(&folder).open().unwrap(), &pool, 1);
     // As if that much was missing.
-    let full = folder.config().with_keep_free(1 << 60);
+    let full = config(&folder).with_keep_free(1 << 60);
     let tier = full.open().unwrap();
     assert!(is_there(&tier, &pool, 1));
     store(&tier, &pool, 2);
     let capacity = tier.held().capacity.unwrap();
     assert!(capacity < 32 * MIB, "{capacity}");
     drop(tier);
-    let tier = folder.config().open().unwrap();
+    let tier = config(&folder).open().unwrap();
     assert!(is_there(&tier, &pool, 1) && is_there(&tier, &pool, 2));
-    let refused = Folder::new().config().with_keep_free(1 << 60).open();
+    let refused = config(&new_folder()).with_keep_free(1 << 60).open();
     assert!(matches!(refused, Err(DiskError::Space { .. })));
 }
 
 #[test]
 fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
-    let (folder, pool) = (Folder::new(), pool());
-    let config = folder.config().with_segment_bytes(16 << 10);
+    let (folder, pool) = (new_folder(), pool(MIB));
+    let config = config(&folder).with_segment_bytes(16 << 10);
     let tier = config.open().unwrap();
     (0..200).for_each(|number| store(&tier, &pool, number));
     drop(tier);
@@ -197,7 +165,7 @@ fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "a_drive_where_few_files_may_be_open"])
         .args(["--ignored", "--nocapture"])
-        .env("LMC_TEST_FOLDER", &folder.0)
+        .env("LMC_TEST_FOLDER", &*folder)
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&opened.stdout);
@@ -225,27 +193,26 @@ fn a_drive_where_few_files_may_be_open() {
 
 #[test]
 fn a_file_or_a_link_named_drive_is_left_as_it_is_and_nothing_put_beside_it() {
-    let folder = Folder::new();
-    fs::write(folder.at("drive"), WORDS).unwrap();
+    let folder = new_folder();
+    fs::write(folder.join("drive"), WORDS).unwrap();
     is_refused(&folder);
-    assert_eq!(folder.names(), ["drive"]);
+    assert_eq!(names(&folder), ["drive"]);
 
-    let other = Folder::new();
-    symlink(folder.at("drive"), other.at("drive")).unwrap();
+    let other = new_folder();
+    symlink(folder.join("drive"), other.join("drive")).unwrap();
     is_refused(&other);
-    assert!(other.at("drive").is_symlink());
-    assert_eq!(other.names(), ["drive"]);
-    assert_eq!(fs::read_to_string(folder.at("drive")).unwrap(), WORDS);
+    assert!(other.join("drive").is_symlink());
+    assert_eq!(names(&other), ["drive"]);
+    assert_eq!(fs::read_to_string(folder.join("drive")).unwrap(), WORDS);
 }
 
 /// A file system that compresses, or a copy of a folder that left out what is zero: the files take
 /// less than they are long.
 #[test]
 fn compacting_files_with_holes_gives_no_chunk_up() {
-    let folder = Folder::new();
-    let pool = pool();
-    let tier = folder
-        .config()
+    let folder = new_folder();
+    let pool = pool(MIB);
+    let tier = config(&folder)
         .with_segment_bytes(256 << 10)
         .open()
         .unwrap();
@@ -264,17 +231,17 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
     drop(block_on(tier.remove(&gone, soon())));
     block_on(tier.close(soon())).unwrap();
     drop(tier);
-    for name in folder.names() {
+    for name in names(&folder) {
         if name.starts_with("segment-") {
             let copied = Command::new("cp")
                 .arg("--sparse=always")
-                .args([folder.at(&name), folder.at("copy")])
+                .args([folder.join(&name), folder.join("copy")])
                 .status();
             assert!(copied.unwrap().success());
-            fs::rename(folder.at("copy"), folder.at(&name)).unwrap();
+            fs::rename(folder.join("copy"), folder.join(&name)).unwrap();
         }
     }
-    let tier = DiskConfig::existing([&folder.0]).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
     let known = || {
         let keys: Vec<_> = (0..240).map(test_key).collect();
         let found = block_on(tier.contains(&keys, soon()));
@@ -292,10 +259,10 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
 /// A smaller tier than before is asked for in a folder whose segments are large.
 #[test]
 fn a_size_below_two_segments_of_a_folder_is_refused() {
-    let folder = Folder::new();
-    let pool = pool();
+    let folder = new_folder();
+    let pool = pool(MIB);
     let config = |size| {
-        DiskConfig::new([&folder.0], size)
+        DiskConfig::new([&*folder], size)
             .with_keep_free(0)
             .with_new_drives()
             .with_segment_bytes(16 * MIB)
@@ -310,8 +277,8 @@ fn a_size_below_two_segments_of_a_folder_is_refused() {
     for number in 1..6000 {
         store(&tier, &pool, number);
     }
-    let lengths = folder.names().into_iter();
-    let lengths = lengths.map(|name| folder.at(&name).metadata().unwrap().len());
+    let lengths = names(&folder).into_iter();
+    let lengths = lengths.map(|name| folder.join(&name).metadata().unwrap().len());
     let taken: u64 = lengths.sum();
     assert!(taken <= least, "{taken} of {least} bytes");
 }

@@ -2,13 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig};
-use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_memory::Pool;
+use lmc_testkit::{Folder, pool, soon};
 
 /// Chunk `n` has so many bytes.
 fn len(n: u64) -> u64 {
@@ -24,15 +23,6 @@ const REMOVED: [u64; 2] = [2, 7];
 
 fn image(version: u32) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/v{version}"))
-}
-
-fn pool() -> Pool {
-    let arena = ArenaConfig::anonymous(1 << 20).build().unwrap();
-    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
-}
-
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(60)
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -60,10 +50,10 @@ fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
 #[test]
 fn images_of_every_version_are_read_and_written_on() {
     for version in [1, 2] {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("golden-v{version}"));
+        let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
         copy(&image(version), &folder);
-        let pool = pool();
-        let tier = DiskConfig::existing([&folder]).unwrap().open().unwrap();
+        let pool = pool(1 << 20);
+        let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
         let inspected = tier.inspect().remove(0);
         assert_eq!(inspected.version, version);
         // What was cleared before all that is in no image.
@@ -82,7 +72,7 @@ fn images_of_every_version_are_read_and_written_on() {
         }
         assert_eq!(store(&tier, &pool, ALL..ALL + 2), 2, "v{version}");
         drop(tier);
-        let tier = DiskConfig::existing([&folder]).unwrap().open().unwrap();
+        let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
         let all = (0..ALL + 2).filter(|&n| found(&tier, &pool, n)).count();
         assert_eq!(all as u64, ALL + 2 - REMOVED.len() as u64, "v{version}");
         drop(tier);
@@ -107,11 +97,11 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) -> usiz
 #[test]
 #[ignore = "writes the image of the newest version anew: only when the format has changed"]
 fn write_the_image() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("golden-new");
+    let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let _ = fs::remove_dir_all(&folder);
-    let pool = pool();
+    let pool = pool(1 << 20);
     let open = || {
-        let config = DiskConfig::new([&folder], 4 << 20)
+        let config = DiskConfig::new([&*folder], 4 << 20)
             .with_keep_free(0)
             .with_new_drives();
         let config = config.with_segment_bytes(32 << 10);

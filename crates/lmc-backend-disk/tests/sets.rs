@@ -1,31 +1,22 @@
 //! Drive sets on real folders: what was cleared stays cleared, and what is missing is named.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
 use lmc_backend::conformance::{block_on, fill_value, test_key};
 use lmc_backend::{Backend, BackendError, Health, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
-use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::{Folder, pool, soon};
 
 const MIB: u64 = 1 << 20;
 const CHUNKS: u64 = 16;
 
 /// A folder for the drives of a test and for their state.
-struct Folder(PathBuf);
+struct Drives(Folder);
 
-impl Folder {
+impl Drives {
     fn new() -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("sets-{}-{count}", std::process::id());
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir(&path).unwrap();
-        Self(path)
+        Self(Folder::inside(env!("CARGO_TARGET_TMPDIR")))
     }
 
     fn at(&self, name: &str) -> PathBuf {
@@ -55,19 +46,8 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(60)
-}
-
 fn store(tier: &DiskBackend) {
-    let arena = ArenaConfig::anonymous(MIB as usize).build().unwrap();
-    let pool = Pool::new(Arc::new(arena), PoolConfig::default()).unwrap();
+    let pool = pool(MIB);
     let item = |number| {
         let mut slot = pool.reserve(4096).unwrap();
         fill_value(&test_key(number), slot.bytes_mut());
@@ -92,7 +72,7 @@ fn clear(tier: &DiskBackend) {
 /// A drive was replaced by a copy of itself from before a clear, and served what was cleared.
 #[test]
 fn an_old_copy_of_the_only_drive_is_cleared() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
     store(&tier);
     drop(tier);
@@ -125,7 +105,7 @@ fn an_old_copy_of_the_only_drive_is_cleared() {
 
 #[test]
 fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
     store(&tier);
     fs::remove_dir_all(folder.at("state")).unwrap();
@@ -140,7 +120,7 @@ fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
 
 #[test]
 fn a_missing_drive_is_named_until_it_is_forgotten() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     let both = folder.drives(&["a", "b"]).with_new_drives();
     drop(both.open().unwrap());
     let tier = folder.drives(&["a"]).open().unwrap();
@@ -170,7 +150,7 @@ fn a_missing_drive_is_named_until_it_is_forgotten() {
 /// An empty mount point was taken for a new drive, on the file system above it.
 #[test]
 fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     fs::create_dir(folder.at("mnt")).unwrap();
     for name in ["mnt", "nothing", "nothing/below"] {
         let refused = folder.drives(&[name]).open().unwrap_err();
@@ -189,7 +169,7 @@ fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
 
 #[test]
 fn what_was_in_an_empty_mount_point_is_named() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     let made = folder.known(&["a", "b"]).with_new_drives().open().unwrap();
     let id = made.inspect()[1].drive_id;
     drop(made);
@@ -208,7 +188,7 @@ fn what_was_in_an_empty_mount_point_is_named() {
 
 #[test]
 fn drives_of_two_sets_do_not_serve_together() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     for name in ["a", "b"] {
         store(&folder.drives(&[name]).with_new_drives().open().unwrap());
     }
@@ -234,7 +214,7 @@ fn drives_of_two_sets_do_not_serve_together() {
 
 #[test]
 fn chunks_of_other_settings_are_counted() {
-    let folder = Folder::new();
+    let folder = Drives::new();
     let open = |settings: &str| {
         let config = folder.drives(&["a", "b"]).with_new_drives();
         config.with_key_settings(settings).open().unwrap()

@@ -3,10 +3,8 @@
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
@@ -14,52 +12,28 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{Admit, DiskBackend, DiskConfig, DiskError, DiskIo};
-use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_memory::Pool;
+use lmc_testkit::{Folder, pool, soon};
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 64 << 10;
 
-/// A folder that goes with the test, on the file system of the build.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("tier-{}-{count}", std::process::id());
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let _ = fs::remove_dir_all(&path);
-        Self(path)
-    }
-
-    fn config(&self, size: u64) -> DiskConfig {
-        DiskConfig::new([&self.0], size)
-            .with_keep_free(0)
-            .with_new_drives()
-    }
-
-    /// Bytes that its files take on the drive.
-    fn taken(&self) -> u64 {
-        let files = fs::read_dir(&self.0).unwrap();
-        files
-            .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
-            .sum()
-    }
+fn new_folder() -> Folder {
+    Folder::inside(env!("CARGO_TARGET_TMPDIR"))
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn config_of(folder: &Folder, size: u64) -> DiskConfig {
+    DiskConfig::new([&**folder], size)
+        .with_keep_free(0)
+        .with_new_drives()
 }
 
-fn pool(bytes: u64) -> Pool {
-    let arena = ArenaConfig::anonymous(bytes as usize).build().unwrap();
-    Pool::new(Arc::new(arena), PoolConfig::default()).unwrap()
-}
-
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(60)
+/// Bytes that the files of a folder take on the drive.
+fn taken(folder: &Folder) -> u64 {
+    let files = fs::read_dir(folder).unwrap();
+    files
+        .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
+        .sum()
 }
 
 fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> Vec<Stored> {
@@ -92,8 +66,8 @@ fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>)
 
 /// Both ways to move bytes, where this machine has both.
 fn engines() -> Vec<DiskIo> {
-    let folder = Folder::new();
-    match folder.config(16 * MIB).with_io(DiskIo::Uring).open() {
+    let folder = new_folder();
+    match config_of(&folder, 16 * MIB).with_io(DiskIo::Uring).open() {
         Ok(_) => vec![DiskIo::Uring, DiskIo::Threads],
         Err(error) => {
             println!("skipped: io_uring cannot be used here ({error})");
@@ -106,14 +80,14 @@ fn engines() -> Vec<DiskIo> {
 fn the_contract_holds_on_a_real_folder() {
     for io in engines() {
         for guarantee in [Guarantee::Exact, Guarantee::Lossy] {
-            let folder = Folder::new();
+            let folder = new_folder();
             let kit = Conformance::new(guarantee);
             // A header takes a block of each chunk's extent.
             let size = match guarantee {
                 Guarantee::Exact => 16 * kit.bytes_needed() + 64 * MIB,
                 _ => 5 * MIB,
             };
-            let config = folder.config(size).with_io(io).with_segment_bytes(MIB);
+            let config = config_of(&folder, size).with_io(io).with_segment_bytes(MIB);
             let tier = config.open().unwrap();
             let tally = kit.run(&tier);
             assert!(tally.hits > 50, "{io:?}: {tally:?}");
@@ -123,8 +97,8 @@ fn the_contract_holds_on_a_real_folder() {
 
 #[test]
 fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
-    let folders = [Folder::new(), Folder::new()];
-    let paths = folders.iter().map(|folder| &folder.0);
+    let folders = [new_folder(), new_folder()];
+    let paths = folders.iter().map(|folder| &**folder);
     let kit = Conformance::new(Guarantee::Exact);
     let config = DiskConfig::new(paths, 32 * kit.bytes_needed() + 128 * MIB)
         .with_keep_free(0)
@@ -133,10 +107,10 @@ fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
     let tally = kit.run(&tier);
     assert!(tally.hits > 100, "{tally:?}");
     for folder in &folders {
-        assert!(folder.taken() > MIB, "both drives are used");
+        assert!(taken(folder) > MIB, "both drives are used");
     }
-    let folder = Folder::new();
-    let config = folder.config(64 * MIB).with_segment_bytes(MIB);
+    let folder = new_folder();
+    let config = config_of(&folder, 64 * MIB).with_segment_bytes(MIB);
     let faulty = Faulty::new(config.open().unwrap(), Faults::some(), 1);
     let tally = Conformance::new(Guarantee::Lossy).run(&faulty);
     assert!(tally.hits > 20 && tally.failures > 50, "{tally:?}");
@@ -145,8 +119,8 @@ fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
 #[test]
 fn chunks_are_there_again_after_a_stop_and_after_a_kill() {
     for io in engines() {
-        let (folder, pool) = (Folder::new(), pool(8 * MIB));
-        let config = folder.config(64 * MIB).with_io(io);
+        let (folder, pool) = (new_folder(), pool(8 * MIB));
+        let config = config_of(&folder, 64 * MIB).with_io(io);
         let tier = config.open().unwrap();
         store(&tier, &pool, 0..20);
         block_on(tier.close(soon())).unwrap();
@@ -171,18 +145,18 @@ fn chunks_are_there_again_after_a_stop_and_after_a_kill() {
 
 #[test]
 fn the_size_is_held_and_the_oldest_give_way() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
     let size = 24 * MIB;
-    let config = folder.config(size).with_segment_bytes(2 * MIB);
+    let config = config_of(&folder, size).with_segment_bytes(2 * MIB);
     let tier = config.open().unwrap();
     for round in 0..20 {
         for stored in store(&tier, &pool, round * 64..round * 64 + 64) {
             assert_eq!(stored, Stored::Written);
         }
         assert!(
-            folder.taken() <= size,
+            taken(&folder) <= size,
             "{} of {size} in round {round}",
-            folder.taken()
+            taken(&folder)
         );
     }
     assert_eq!(
@@ -195,17 +169,17 @@ fn the_size_is_held_and_the_oldest_give_way() {
     assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
     assert!(tier.stats().evicted > 500);
     drop(tier);
-    let tier = folder.config(size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2).open().unwrap();
     assert_eq!(load(&tier, &pool, 19 * 64..20 * 64), 64);
     for n in 2000..2200 {
         store(&tier, &pool, [n]);
     }
     block_on(tier.close(soon())).unwrap();
-    assert!(folder.taken() <= size / 2, "{} bytes", folder.taken());
+    assert!(taken(&folder) <= size / 2, "{} bytes", taken(&folder));
     let held = tier.held();
     assert!(Some(held.bytes) <= held.capacity, "{held:?}");
     drop(tier);
-    let tier = folder.config(size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2).open().unwrap();
     assert!(
         load(&tier, &pool, 2150..2200) == 50,
         "what is newest is there"
@@ -216,19 +190,19 @@ fn the_size_is_held_and_the_oldest_give_way() {
 /// nothing was written.
 #[test]
 fn a_smaller_size_is_held_without_a_write() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
     let size = 24 * MIB;
-    let config = folder.config(size).with_segment_bytes(2 * MIB);
+    let config = config_of(&folder, size).with_segment_bytes(2 * MIB);
     let tier = config.open().unwrap();
     for n in 0..320 {
         store(&tier, &pool, [n]);
     }
     drop(tier);
-    assert!(folder.taken() > size / 2);
-    let tier = folder.config(size / 2).open().unwrap();
+    assert!(taken(&folder) > size / 2);
+    let tier = config_of(&folder, size / 2).open().unwrap();
     let deadline = soon();
-    while folder.taken() > size / 2 {
-        assert!(Instant::now() < deadline, "{} bytes", folder.taken());
+    while taken(&folder) > size / 2 {
+        assert!(Instant::now() < deadline, "{} bytes", taken(&folder));
         std::thread::sleep(Duration::from_millis(5));
     }
     let held = tier.held();
@@ -237,20 +211,20 @@ fn a_smaller_size_is_held_without_a_write() {
     assert!(there as u64 * CHUNK > size / 4, "{there} chunks");
     assert_eq!(load(&tier, &pool, 300..320), 20, "the newest are there");
     drop(tier);
-    let tier = folder.config(size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2).open().unwrap();
     assert_eq!(load(&tier, &pool, 0..320), there);
 }
 
 #[test]
 fn logs_that_are_over_give_their_room_back() {
     for io in engines() {
-        let (folder, pool) = (Folder::new(), pool(8 * MIB));
-        let tier = folder.config(32 * MIB).with_io(io).open().unwrap();
+        let (folder, pool) = (new_folder(), pool(8 * MIB));
+        let tier = config_of(&folder, 32 * MIB).with_io(io).open().unwrap();
         for n in 0..400 {
             store(&tier, &pool, [n]);
         }
         assert!(tier.stats().checkpoints > 4, "logs were over");
-        let path = fs::canonicalize(&folder.0).unwrap();
+        let path = fs::canonicalize(&*folder).unwrap();
         let open = fs::read_dir("/proc/self/fd").unwrap();
         let open = open.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok());
         let deleted: Vec<_> = open
@@ -263,8 +237,8 @@ fn logs_that_are_over_give_their_room_back() {
 
 #[test]
 fn what_is_offered_once_is_not_kept_where_twice_is_asked_for() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
-    let config = folder.config(64 * MIB).with_admission(Admit::SecondTouch);
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
+    let config = config_of(&folder, 64 * MIB).with_admission(Admit::SecondTouch);
     let tier = config.open().unwrap();
     assert_eq!(store(&tier, &pool, 0..4), [Stored::Declined; 4]);
     assert_eq!(store(&tier, &pool, 2..4), [Stored::Written; 2]);
@@ -273,15 +247,15 @@ fn what_is_offered_once_is_not_kept_where_twice_is_asked_for() {
 
 #[test]
 fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
-    let (first, second, pool) = (Folder::new(), Folder::new(), pool(8 * MIB));
-    let config = DiskConfig::new([&first.0, &second.0], 64 * MIB)
+    let (first, second, pool) = (new_folder(), new_folder(), pool(8 * MIB));
+    let config = DiskConfig::new([&*first, &*second], 64 * MIB)
         .with_keep_free(0)
         .with_new_drives()
         .with_probe_every(Duration::from_millis(1));
     let tier = config.open().unwrap();
     store(&tier, &pool, 0..40);
     // Bytes that come back are not those that were written.
-    for file in fs::read_dir(&second.0).unwrap() {
+    for file in fs::read_dir(&*second).unwrap() {
         let path = file.unwrap().path();
         if path
             .file_name()
@@ -323,7 +297,7 @@ fn flip_in_each_chunk(folder: &Folder, numbers: std::ops::Range<u64>, from_paylo
             (*value.first_chunk().unwrap(), n)
         })
         .collect();
-    for file in fs::read_dir(&folder.0).unwrap() {
+    for file in fs::read_dir(folder).unwrap() {
         let path = file.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if !name.starts_with("segment") {
@@ -351,8 +325,8 @@ fn flip_in_each_chunk(folder: &Folder, numbers: std::ops::Range<u64>, from_paylo
 #[test]
 fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
     for (at, in_header) in [(0, false), (CHUNK as i64 - 1, false), (-4096, true)] {
-        let (folder, pool) = (Folder::new(), pool(8 * MIB));
-        let tier = folder.config(64 * MIB).open().unwrap();
+        let (folder, pool) = (new_folder(), pool(8 * MIB));
+        let tier = config_of(&folder, 64 * MIB).open().unwrap();
         store(&tier, &pool, 0..20);
         flip_in_each_chunk(&folder, 0..20, at);
         assert_eq!(load(&tier, &pool, 0..20), 0, "byte {at}");
@@ -370,8 +344,8 @@ fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
 
 #[test]
 fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
-    let config = folder.config(64 * MIB).with_segment_bytes(2 * MIB);
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
+    let config = config_of(&folder, 64 * MIB).with_segment_bytes(2 * MIB);
     let tier = config.open().unwrap();
     for part in 0..4 {
         store(&tier, &pool, part * 100..part * 100 + 100);
@@ -381,9 +355,9 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     let removed = block_on(tier.remove(&gone, soon()));
     assert!(removed.iter().all(|removed| matches!(removed, Ok(true))));
     drop(tier);
-    let before = folder.taken();
+    let before = taken(&folder);
 
-    let tier = DiskConfig::existing([&folder.0]).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
     let inspected = tier.inspect().remove(0);
     assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
     assert_eq!(inspected.segment_bytes, 2 * MIB);
@@ -398,7 +372,7 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
         "{done:?}"
     );
     assert!(
-        folder.taken() + done.freed_bytes / 2 < before,
+        taken(&folder) + done.freed_bytes / 2 < before,
         "{done:?}, {before} before"
     );
     assert_eq!(load(&tier, &pool, (0..400).filter(kept)), 100);
@@ -412,7 +386,7 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     assert_eq!(load(&tier, &pool, (0..400).filter(|n| !kept(n))), 0);
     store(&tier, &pool, 500..600);
     assert_eq!(load(&tier, &pool, 500..600), 100, "and it takes new ones");
-    let nothing = DiskConfig::existing([folder.0.join("nothing")]);
+    let nothing = DiskConfig::existing([folder.join("nothing")]);
     assert!(matches!(nothing, Err(DiskError::NoDrive { .. })));
 }
 
@@ -422,43 +396,44 @@ fn refused(config: &DiskConfig) -> DiskError {
 
 #[test]
 fn what_cannot_be_opened_says_why_and_is_left_alone() {
-    let folder = Folder::new();
+    let folder = new_folder();
+    fs::remove_dir(&*folder).unwrap();
     assert!(matches!(
         refused(&DiskConfig::new(Vec::<PathBuf>::new(), MIB)),
         DiskError::NoFolder
     ));
-    let too_small = refused(&folder.config(MIB));
+    let too_small = refused(&config_of(&folder, MIB));
     assert!(too_small.to_string().contains("too few"), "{too_small}");
-    assert!(!folder.0.exists());
+    assert!(!folder.exists());
 
-    fs::write(&folder.0, "a file").unwrap();
-    let file = refused(&folder.config(64 * MIB));
+    fs::write(&*folder, "a file").unwrap();
+    let file = refused(&config_of(&folder, 64 * MIB));
     assert!(matches!(file, DiskError::NotAFolder { .. }), "{file}");
-    let below = DiskConfig::new([folder.0.join("a/b")], 64 * MIB).with_new_drives();
+    let below = DiskConfig::new([folder.join("a/b")], 64 * MIB).with_new_drives();
     let below = refused(&below);
     assert!(matches!(below, DiskError::Missing { .. }), "{below}");
     let proc = refused(&DiskConfig::new(["/proc/self"], 64 * MIB).with_new_drives());
     assert!(matches!(proc, DiskError::NoFiles { .. }), "{proc}");
-    assert_eq!(fs::read_to_string(&folder.0).unwrap(), "a file");
-    fs::remove_file(&folder.0).unwrap();
+    assert_eq!(fs::read_to_string(&*folder).unwrap(), "a file");
+    fs::remove_file(&*folder).unwrap();
 
-    fs::create_dir(&folder.0).unwrap();
-    fs::write(folder.0.join("thesis.tex"), "years of work").unwrap();
-    let ours = refused(&folder.config(64 * MIB));
+    fs::create_dir(&*folder).unwrap();
+    fs::write(folder.join("thesis.tex"), "years of work").unwrap();
+    let ours = refused(&config_of(&folder, 64 * MIB));
     assert!(matches!(ours, DiskError::NotOurs { .. }), "{ours}");
     assert!(ours.to_string().contains("name an empty folder"), "{ours}");
-    assert!(folder.0.join("thesis.tex").exists());
-    fs::remove_dir_all(&folder.0).unwrap();
+    assert!(folder.join("thesis.tex").exists());
+    fs::remove_dir_all(&*folder).unwrap();
 
-    let space = refused(&folder.config(1 << 50));
+    let space = refused(&config_of(&folder, 1 << 50));
     assert!(matches!(space, DiskError::Space { .. }), "{space}");
     assert!(space.to_string().contains("ask for less"), "{space}");
 }
 
 #[test]
 fn a_folder_belongs_to_one_at_a_time() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
-    let config = folder.config(64 * MIB);
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
+    let config = config_of(&folder, 64 * MIB);
     let tier = config.open().unwrap();
     store(&tier, &pool, 0..4);
     let locked = refused(&config);
@@ -472,10 +447,10 @@ fn a_folder_belongs_to_one_at_a_time() {
 
 #[test]
 fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
-    let (folder, pool) = (Folder::new(), pool(8 * MIB));
-    let config = folder.config(64 * MIB);
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
+    let config = config_of(&folder, 64 * MIB);
     store(&config.open().unwrap(), &pool, 0..4);
-    let path = folder.0.join("drive");
+    let path = folder.join("drive");
     let right = fs::read(&path).unwrap();
     for (at, what) in [(0, "magic"), (8, "version"), (40, "damage")] {
         let mut bytes = right.clone();
@@ -501,17 +476,16 @@ fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
 /// Runs another test of this file where the folder is a mount of its own, which needs a mount
 /// namespace; where that cannot be had, says that the test was skipped.
 fn on_a_mount(unshare: &[&str], mount: &str, test: &str) {
-    let folder = Folder::new();
-    fs::create_dir(&folder.0).unwrap();
+    let folder = new_folder();
     let script = format!(
         "mount {mount} {} && exec {} --exact {test} --ignored --nocapture",
-        folder.0.display(),
+        folder.display(),
         std::env::current_exe().unwrap().display()
     );
     let run = Command::new("unshare")
         .args(unshare)
         .args(["--mount", "sh", "-c", &script])
-        .env("LMC_TEST_MOUNT", &folder.0)
+        .env("LMC_TEST_MOUNT", &*folder)
         .output();
     match run {
         Ok(out) if out.status.success() => {}

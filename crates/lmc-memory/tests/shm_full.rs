@@ -4,8 +4,6 @@
 //! Needs a small tmpfs over /dev/shm, which only a mount namespace gives without disturbing
 //! the machine; where that cannot be had the test says that it was skipped.
 
-mod common;
-
 use std::fs::{self, File};
 use std::io::Write;
 use std::sync::Arc;
@@ -16,7 +14,7 @@ use lmc_memory::{
     KvTensor, MappedSegment, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
 };
 
-use common::with_own_shm;
+use lmc_testkit::with_own_shm;
 
 #[test]
 fn a_full_file_system_is_an_error_and_no_sigbus() {

@@ -2,19 +2,17 @@
 //! server that runs is never robbed. Real processes: this test starts itself again as the
 //! other server.
 
-mod common;
-
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use common::with_own_shm;
 use lmc_memory::{
     ArenaConfig, ArenaError, MappedSegment, Pool, PoolConfig, SegmentError, SharedName,
     reclaim_stale_segments,
 };
+use lmc_testkit::with_own_shm;
 
 const NAME_VARIABLE: &str = "LMC_TEST_STALE_SEGMENT";
 

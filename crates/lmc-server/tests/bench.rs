@@ -3,61 +3,31 @@
 mod common;
 
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output, Stdio};
 
-use lmc_vllm_adapter::Client;
+use lmc_testkit::until;
 use serde_json::Value;
 
-use common::{free_port, remove_segment, segment};
+use common::{Server, segment};
 
-const DEADLINE: Duration = Duration::from_secs(20);
-
-struct Server {
-    child: Child,
-    port: u16,
-    http: u16,
+fn start() -> Server {
+    Server::start(&["--l1-size-gb", "64MiB", "--chunk-size", "32"])
 }
 
-impl Server {
-    fn start() -> Self {
-        let (port, http) = (free_port(), free_port());
-        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--port", &port.to_string()])
-            .args(["--http-port", &http.to_string()])
-            .args(["--l1-size-gb", "64MiB", "--chunk-size", "32"])
-            .env_remove("LMC_CONFIG")
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the binary starts");
-        let server = Self { child, port, http };
-        let asked = Instant::now();
-        while Client::connect(("127.0.0.1", port), DEADLINE).is_err() {
-            assert!(asked.elapsed() < DEADLINE, "the server does not listen");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        server
-    }
-
-    fn bench(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lmc"));
-        command
-            .args(["bench", "--url", &format!("tcp://127.0.0.1:{}", self.port)])
-            .args(["--http-url", &format!("127.0.0.1:{}", self.http)])
-            .args(["--layers", "2", "--hidden", "64", "--warmup", "0", "--json"])
-            .args(args)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        command
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        remove_segment(self.port);
-    }
+fn bench(server: &Server, args: &[&str]) -> Command {
+    let mut command = common::lmc();
+    command
+        .args([
+            "bench",
+            "--url",
+            &format!("tcp://127.0.0.1:{}", server.port),
+        ])
+        .args(["--http-url", &format!("127.0.0.1:{}", server.http)])
+        .args(["--layers", "2", "--hidden", "64", "--warmup", "0", "--json"])
+        .args(args)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
 }
 
 fn report(output: &Output) -> Value {
@@ -67,7 +37,7 @@ fn report(output: &Output) -> Value {
 
 #[test]
 fn every_workload_is_measured_and_every_byte_is_right() {
-    let server = Server::start();
+    let server = start();
     for mode in ["engine_driven", "lmcache_driven"] {
         let args = [
             "--workload",
@@ -85,7 +55,7 @@ fn every_workload_is_measured_and_every_byte_is_right() {
             "--mode",
             mode,
         ];
-        let output = server.bench(&args).output().expect("it runs");
+        let output = bench(&server, &args).output().expect("it runs");
         let report = report(&output);
         assert_eq!(output.status.code(), Some(0), "{mode}: {report:#}");
         assert_eq!(report["passed"], true);
@@ -116,11 +86,11 @@ fn every_workload_is_measured_and_every_byte_is_right() {
 
 #[test]
 fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
-    let server = Server::start();
+    let server = start();
     let path = std::env::temp_dir().join(format!("lmc-bench-{}.csv", server.port));
     let file = path.to_str().expect("a path");
     let args = ["--tokens", "64", "--count", "60", "--csv", file];
-    let output = server.bench(&args).output().expect("it runs");
+    let output = bench(&server, &args).output().expect("it runs");
     let report = report(&output);
     assert_eq!(output.status.code(), Some(0), "{report:#}");
     let rows = report["rows"].as_array().expect("rows");
@@ -138,7 +108,7 @@ fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
 /// test flips bytes all over its pool while retrieves are running.
 #[test]
 fn a_wrong_byte_makes_exit_code_1() {
-    let server = Server::start();
+    let server = start();
     let args = [
         "--workload",
         "retrieve",
@@ -147,21 +117,20 @@ fn a_wrong_byte_makes_exit_code_1() {
         "--duration",
         "3",
     ];
-    let mut child = server.bench(&args).spawn().expect("it runs");
+    let mut child = bench(&server, &args).spawn().expect("it runs");
     let pool = std::fs::File::options()
         .read(true)
         .write(true)
         .open(segment(server.port).expect("the pool's name"))
         .expect("the pool");
-    let started = Instant::now();
-    while child.try_wait().expect("a child").is_none() && started.elapsed() < DEADLINE {
+    until("the bench ends", || {
         // Chunks have 16 KiB, so every one of the first 4 MiB gets its wrong byte. Retrieves
         // copy nothing into the pool, so nobody repairs it.
         for place in (0..4 << 20).step_by(16384) {
             pool.write_all_at(&[0x5A; 3], place + 100).expect("inside");
         }
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        child.try_wait().expect("a child").is_some()
+    });
     let output = child.wait_with_output().expect("it ended");
     let report = report(&output);
     assert_eq!(output.status.code(), Some(1), "{report:#}");
@@ -176,9 +145,9 @@ fn a_wrong_byte_makes_exit_code_1() {
 
 #[test]
 fn no_server_and_wrong_flags_have_their_own_codes() {
-    let server = Server::start();
+    let server = start();
     let code = |args: &[&str]| {
-        let output = server.bench(args).output().expect("it runs");
+        let output = bench(&server, args).output().expect("it runs");
         (
             output.status.code(),
             String::from_utf8_lossy(&output.stderr).into_owned(),
@@ -207,14 +176,14 @@ fn no_server_and_wrong_flags_have_their_own_codes() {
 /// leaves one that was empty as it was.
 #[test]
 fn a_server_in_use_is_refused_and_an_empty_one_is_left_empty() {
-    let server = Server::start();
+    let server = start();
     let run = |args: &[&str]| {
         let args = [
             args,
             &["--workload", "store", "--tokens", "64", "--count", "3"],
         ]
         .concat();
-        let output = server.bench(&args).output().expect("it runs");
+        let output = bench(&server, &args).output().expect("it runs");
         (
             output.status.code(),
             String::from_utf8_lossy(&output.stderr).into_owned(),
@@ -237,7 +206,7 @@ fn a_server_in_use_is_refused_and_an_empty_one_is_left_empty() {
     assert_eq!(code, Some(1), "a server with chunks is refused: {errors}");
     assert_eq!(chunks(), held, "and nothing was stored: {errors}");
     // What cannot be seen may be in use. Another server's HTTP side says nothing about this one.
-    let other = Server::start();
+    let other = start();
     for url in [
         "127.0.0.1:1".to_owned(),
         format!("127.0.0.1:{}", other.http),

@@ -2,99 +2,22 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output};
 
 use serde_json::Value;
 
-use common::free_port;
+use common::Server;
 
-const DEADLINE: Duration = Duration::from_secs(20);
-
-/// A server with its log.
-struct Server {
-    child: Child,
-    lines: Receiver<String>,
-    port: u16,
-    http: u16,
-}
-
-impl Server {
-    /// Starts `lmc VERB` with a small pool and waits until it listens.
-    fn start(verb: &str, args: &[&str]) -> Self {
-        let (port, http) = (free_port(), free_port());
-        let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .arg(verb)
-            .args([
-                "--port",
-                &port.to_string(),
-                "--http-port",
-                &http.to_string(),
-            ])
-            .args(["--l1-size-gb", "64MiB", "--chunk-size", "32"])
-            .args(args)
-            .env_remove("LMC_CONFIG")
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the binary starts");
-        let stderr = child.stderr.take().expect("it is piped");
-        let (send, lines) = channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                if send.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        let server = Self {
-            child,
-            lines,
-            port,
-            http,
-        };
-        server.line("listening for engines");
-        server
-    }
-
-    /// Waits for the next line of the log that holds `part`.
-    fn line(&self, part: &str) -> String {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let line = self.lines.recv_timeout(left);
-            let line = line.unwrap_or_else(|error| panic!("no line with {part:?}: {error}"));
-            if line.contains(part) {
-                return line;
-            }
-        }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // A clean stop removes the pool; `Child::kill` would leave it behind.
-        let _ = Command::new("kill")
-            .arg(self.child.id().to_string())
-            .status();
-        let asked = Instant::now();
-        while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
-            if asked.elapsed() > DEADLINE {
-                let _ = self.child.kill();
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
+/// A server with chunks of 32 tokens.
+fn server(verb: &str, args: &[&str]) -> Server {
+    let args = [&["--l1-size-gb", "64MiB", "--chunk-size", "32"], args].concat();
+    let server = Server::spawn_by(Command::new(env!("CARGO_BIN_EXE_lmc")), verb, &args);
+    server.line("listening for engines");
+    server
 }
 
 fn lmc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_lmc"))
-        .args(args)
-        .env_remove("LMC_CONFIG")
-        .env_remove("LMC_URL")
-        .output()
-        .expect("the binary runs")
+    common::lmc().args(args).output().expect("the binary runs")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -105,7 +28,7 @@ fn text(bytes: &[u8]) -> String {
 /// reaches it; `test-vllm::serve` starts a vLLM with exactly that line.
 #[test]
 fn a_server_prints_the_vllm_line_that_reaches_it() {
-    let server = Server::start("serve", &[]);
+    let server = server("serve", &[]);
     let line = server.line("--kv-transfer-config");
     let config = line.split('\'').nth(1).expect("a value in single quotes");
     let config: Value = serde_json::from_str(config).expect("JSON");
@@ -120,7 +43,7 @@ fn a_server_prints_the_vllm_line_that_reaches_it() {
 /// LMCache's verb and what its Kubernetes operator passes start the server as well.
 #[test]
 fn the_command_of_lmcaches_operator_starts_a_server() {
-    let server = Server::start("server", &["--disable-prometheus", "--max-workers", "1"]);
+    let server = server("server", &["--disable-prometheus", "--max-workers", "1"]);
     assert_ne!(server.port, 0);
 }
 
@@ -176,7 +99,7 @@ fn completions_and_manual_pages_are_printed() {
 /// `--url host:port` was refused as an invalid format, and an OS error was printed twice.
 #[test]
 fn a_url_needs_no_scheme_and_an_error_is_said_once() {
-    let server = Server::start("serve", &[]);
+    let server = server("serve", &[]);
     let output = lmc(&["status", "--url", &format!("127.0.0.1:{}", server.http)]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let output = lmc(&["status", "--url", "127.0.0.1:1"]);
@@ -188,7 +111,7 @@ fn a_url_needs_no_scheme_and_an_error_is_said_once() {
 /// `list` printed nothing, `set` fractions of a GiB, and `get` of an unknown tenant ended with 0.
 #[test]
 fn quotas_are_shown_in_bytes_and_a_missing_one_is_an_error() {
-    let server = Server::start("serve", &[]);
+    let server = server("serve", &[]);
     let url = format!("127.0.0.1:{}", server.http);
     let quota = |args: &[&str]| {
         let output = lmc(&[&["quota"], args, &["--url", &url]].concat());

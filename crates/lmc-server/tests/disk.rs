@@ -3,128 +3,54 @@
 mod common;
 
 use std::fs::OpenOptions;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::thread;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use lmc_testkit::{Folder, free_port, until};
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
 
-use common::{free_port, remove_segment};
+use common::Server;
 
-const DEADLINE: Duration = Duration::from_secs(20);
 const CHUNK: usize = 256;
 const CHUNKS: usize = 6;
 
-/// A server with a disk tier, killed when dropped.
-struct Server {
-    child: Child,
-    port: u16,
-    http: u16,
+fn new_folder() -> Folder {
+    Folder::inside(env!("CARGO_TARGET_TMPDIR"))
 }
 
-impl Server {
-    fn start(folder: &Path) -> Self {
-        Self::start_with(folder, &[])
-    }
-
-    fn start_with(folder: &Path, flags: &[&str]) -> Self {
-        Self::start_logging(folder, flags, Stdio::inherit())
-    }
-
-    fn start_logging(folder: &Path, flags: &[&str], log: Stdio) -> Self {
-        let (port, http) = (free_port(), free_port());
-        // With a limit on open files as low as a shell may set it.
-        let mut command = Command::new("sh");
-        command
-            .args(["-c", "ulimit -S -n 64 && exec \"$0\" \"$@\""])
-            .arg(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "64MiB", "--disk-size", "512MiB"])
-            .args([
-                "--port",
-                &port.to_string(),
-                "--http-port",
-                &http.to_string(),
-            ])
-            .args(["--disk-keep-free", "0", "--log-level", "warn"])
-            .args(["--disk-create", "--disk"])
-            .arg(folder)
-            .args(flags)
-            .stderr(log)
-            .env_remove("LMC_STATE_DIR")
-            .env_remove("LMC_CONFIG");
-        if !flags.contains(&"--state-dir") {
-            command.args(["--state-dir", "none"]);
-        }
-        let child = command.spawn().expect("the binary starts");
-        let this = Self { child, port, http };
-        let deadline = Instant::now() + DEADLINE;
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            assert!(Instant::now() < deadline, "it does not listen");
-            thread::sleep(Duration::from_millis(10));
-        }
-        this
-    }
-
-    fn client(&self) -> Client {
-        let address = SocketAddr::from(([127, 0, 0, 1], self.port));
-        Client::connect(address, DEADLINE).expect("a connection")
-    }
-
-    /// The answer to a GET, with its head.
-    fn get(&self, path: &str) -> String {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.http)).expect("a connection");
-        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
-        let request =
-            format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).expect("a request");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("an answer");
-        answer
-    }
-
-    /// A metric of the disk tier.
-    fn metric(&self, name: &str) -> f64 {
-        let page = self.get("/metrics");
-        let series = format!("{name}{{tier=\"disk\"}} ");
-        let line = page.lines().find_map(|line| line.strip_prefix(&series));
-        let line = line.unwrap_or_else(|| panic!("no {series} in {page}"));
-        line.trim().parse().expect("a number")
-    }
-
-    fn eventually(&self, what: &str, done: impl Fn(&Self) -> bool) {
-        let deadline = Instant::now() + DEADLINE;
-        while !done(self) {
-            assert!(Instant::now() < deadline, "{what}");
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    /// Stops it in order.
-    fn stop(mut self) {
-        // The shell's own: not every machine has the program.
-        let kill = format!("kill -TERM {}", self.child.id());
-        let told = Command::new("sh").args(["-c", &kill]).status();
-        assert!(told.expect("sh is there").success());
-        let ended = self.child.wait().expect("a child");
-        assert!(ended.success(), "{ended}");
-    }
-
-    fn kill(mut self) {
-        self.child.kill().expect("a child");
-        self.child.wait().expect("a child");
-    }
+fn start(folder: &Path) -> Server {
+    start_with(folder, &[])
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        remove_segment(self.port);
+/// Starts a server with a disk tier, and a limit on open files as low as a shell may set it.
+fn start_with(folder: &Path, flags: &[&str]) -> Server {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -S -n 64 && exec \"$0\" \"$@\""])
+        .arg(env!("CARGO_BIN_EXE_lmc"));
+    let folder = folder.to_str().expect("text");
+    let mut args = vec!["--l1-size-gb", "64MiB", "--disk-size", "512MiB"];
+    args.extend(["--disk-keep-free", "0", "--log-level", "warn"]);
+    args.extend(["--disk-create", "--disk", folder]);
+    args.extend(flags);
+    if !flags.contains(&"--state-dir") {
+        args.extend(["--state-dir", "none"]);
     }
+    Server::start_by(command, &args)
+}
+
+/// Returns the value of a metric of the disk tier.
+fn metric(server: &Server, name: &str) -> f64 {
+    server.metric(&format!("{name}{{tier=\"disk\"}}"))
+}
+
+/// Waits until the drives have so many chunks.
+fn wait_for_chunks(server: &Server, chunks: usize) {
+    until("all chunks are on disk", || {
+        metric(server, "lmc_tier_chunks") == chunks as f64
+    });
 }
 
 fn register(client: &mut Client) -> String {
@@ -259,27 +185,11 @@ fn lmc(args: &[&str]) -> Output {
         .expect("the binary starts")
 }
 
-/// A folder that goes with the test, on the file system of the build.
-struct Folder(PathBuf);
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn folder(name: &str) -> Folder {
-    let name = format!("{name}-{}", std::process::id());
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    Folder(path)
-}
-
 #[test]
 fn a_server_may_open_as_many_files_as_the_system_lets_it() {
-    let folder = folder("files");
-    let server = Server::start(&folder.0);
-    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.child.id()));
+    let folder = new_folder();
+    let server = start(&folder);
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.id()));
     let limits = limits.expect("the server runs");
     let line = limits
         .lines()
@@ -293,31 +203,29 @@ fn a_server_may_open_as_many_files_as_the_system_lets_it() {
 
 #[test]
 fn a_server_that_was_killed_finds_its_chunks_on_disk() {
-    let folder = folder("killed");
-    let server = Server::start(&folder.0);
+    let folder = new_folder();
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
-    server.eventually("all goes down", |server| {
-        server.metric("lmc_tier_chunks") == CHUNKS as f64
-    });
+    wait_for_chunks(&server, CHUNKS);
     // While it runs nobody else gets at the folder, and is told who has it.
-    let path = folder.0.to_str().expect("a path of text");
+    let path = folder.text();
     let refused = lmc(&["disk", "verify", path]);
     let why = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(1));
-    assert!(why.contains(&format!("pid {}", server.child.id())), "{why}");
-    server.kill();
+    assert!(why.contains(&format!("pid {}", server.id())), "{why}");
+    drop(server);
 
-    let server = Server::start(&folder.0);
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
     assert_eq!(
-        server.metric("lmc_tier_fetched_chunks_total"),
+        metric(&server, "lmc_tier_fetched_chunks_total"),
         CHUNKS as f64
     );
-    server.kill();
+    drop(server);
 
     let verified = lmc(&["disk", "verify", path, "--json"]);
     assert!(verified.status.success(), "{verified:?}");
@@ -342,55 +250,53 @@ fn a_server_that_was_killed_finds_its_chunks_on_disk() {
 
 #[test]
 fn a_server_that_writes_back_and_is_stopped_finds_its_chunks_on_disk() {
-    let folder = folder("back");
-    let server = Server::start_with(&folder.0, &["--disk-write", "back"]);
+    let folder = new_folder();
+    let server = start_with(&folder, &["--disk-write", "back"]);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
-    assert_eq!(server.metric("lmc_tier_chunks"), 0.0, "none had to go");
+    assert_eq!(metric(&server, "lmc_tier_chunks"), 0.0, "none had to go");
     drop(client);
-    server.stop();
+    server.terminate();
 
-    let server = Server::start(&folder.0);
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
-    server.kill();
+    drop(server);
 }
 
 /// More is to be written than may be on its way, and no drive refuses its share of that.
 #[test]
 fn all_of_what_is_written_back_goes_down_on_several_drives() {
-    let (first, second) = (folder("back-first"), folder("back-second"));
-    let both = format!("{},{}", first.0.display(), second.0.display());
-    let server = Server::start_with(Path::new(&both), &["--disk-write", "back"]);
+    let (first, second) = (new_folder(), new_folder());
+    let both = format!("{},{}", first.display(), second.display());
+    let server = start_with(Path::new(&both), &["--disk-write", "back"]);
     let mut client = server.client();
     // 4 MiB a chunk, and 8 MiB may be on their way.
     let shm_name = register_wide(&mut client, 1024);
     store(&mut client, &shm_name);
     drop(client);
-    server.stop();
+    server.terminate();
 
-    let server = Server::start(Path::new(&both));
+    let server = start(Path::new(&both));
     let mut client = server.client();
     let shm_name = register_wide(&mut client, 1024);
     assert_eq!(retrieve(&mut client, &shm_name, "again"), CHUNKS as u64);
-    server.kill();
+    drop(server);
 }
 
 #[test]
 fn a_damaged_chunk_is_a_miss_and_verify_says_so() {
-    let folder = folder("damaged");
-    let server = Server::start(&folder.0);
+    let folder = new_folder();
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
-    server.eventually("all goes down", |server| {
-        server.metric("lmc_tier_chunks") == CHUNKS as f64
-    });
-    server.kill();
+    wait_for_chunks(&server, CHUNKS);
+    drop(server);
     // One byte in the middle of what is written.
-    let segment = folder.0.join("segment-00000000");
+    let segment = folder.join("segment-00000000");
     let file = OpenOptions::new().read(true).write(true).open(&segment);
     let file = file.expect("a segment");
     let at = 4096 + 100;
@@ -399,14 +305,14 @@ fn a_damaged_chunk_is_a_miss_and_verify_says_so() {
     file.write_all_at(&[byte[0] ^ 1], at).expect("a byte");
     drop(file);
 
-    let server = Server::start(&folder.0);
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     let hits = retrieve(&mut client, &shm_name, "again");
     assert!(hits < CHUNKS as u64, "the damaged chunk was found");
-    server.kill();
+    drop(server);
     // The server has forgotten it, or was killed before it could say so to the drive.
-    let verify = || lmc(&["disk", "verify", folder.0.to_str().expect("text")]);
+    let verify = || lmc(&["disk", "verify", folder.text()]);
     let first = verify();
     let text = String::from_utf8_lossy(&first.stdout).into_owned();
     assert!(text.starts_with("5 chunks are whole"), "{first:?}");
@@ -428,24 +334,22 @@ fn copied(from: &Path, to: &Path) {
 }
 
 fn stored(paths: &str, flags: &[&str]) {
-    let server = Server::start_with(Path::new(paths), flags);
+    let server = start_with(Path::new(paths), flags);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
-    server.eventually("all goes down", |server| {
-        server.metric("lmc_tier_chunks") == CHUNKS as f64
-    });
+    wait_for_chunks(&server, CHUNKS);
     drop(client);
-    server.stop();
+    server.terminate();
 }
 
 fn found(paths: &str, flags: &[&str]) -> u64 {
-    let server = Server::start_with(Path::new(paths), flags);
+    let server = start_with(Path::new(paths), flags);
     let mut client = server.client();
     let shm_name = register(&mut client);
     let hits = retrieve(&mut client, &shm_name, "again");
     drop(client);
-    server.stop();
+    server.terminate();
     hits
 }
 
@@ -453,13 +357,13 @@ fn found(paths: &str, flags: &[&str]) -> u64 {
 /// drive came the KV of the old weights.
 #[test]
 fn what_was_cleared_while_a_drive_was_absent_does_not_come_back_with_it() {
-    let (a, b) = (folder("absent-a"), folder("absent-b"));
-    let both = format!("{},{}", a.0.display(), b.0.display());
+    let (a, b) = (new_folder(), new_folder());
+    let both = format!("{},{}", a.display(), b.display());
     stored(&both, &[]);
-    let server = Server::start(&a.0);
+    let server = start(&a);
     let said = clear(&server);
     assert_eq!(said["status"], "ok", "{said}");
-    server.stop();
+    server.terminate();
     let inspected = lmc(&["disk", "inspect", "--json", &both]);
     let said: serde_json::Value = serde_json::from_slice(&inspected.stdout).expect("JSON");
     assert!(said["drives"][1]["chunks"].as_u64() > Some(0), "{said}");
@@ -474,7 +378,7 @@ fn what_was_cleared_while_a_drive_was_absent_does_not_come_back_with_it() {
         );
     }
     // A drive that stays absent is named until it is removed from the set.
-    let server = Server::start(&a.0);
+    let server = start(&a);
     let missing = said["drives"][1]["drive_id"].as_str().expect("an id");
     let status = lmc(&[
         "status",
@@ -484,27 +388,27 @@ fn what_was_cleared_while_a_drive_was_absent_does_not_come_back_with_it() {
     ]);
     let text = String::from_utf8_lossy(&status.stdout).into_owned();
     assert!(text.contains(missing), "{text}");
-    server.stop();
-    let forgotten = lmc(&["disk", "forget", missing, a.0.to_str().expect("text")]);
+    server.terminate();
+    let forgotten = lmc(&["disk", "forget", missing, a.text()]);
     assert!(forgotten.status.success(), "{forgotten:?}");
 }
 
 /// The only drive was replaced by a copy of itself from before a clear.
 #[test]
 fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
-    let (drive, state) = (folder("copied"), folder("copied-state"));
-    let path = drive.0.to_str().expect("text");
-    let known = ["--state-dir", state.0.to_str().expect("text")];
+    let (drive, state) = (new_folder(), new_folder());
+    let path = drive.text();
+    let known = ["--state-dir", state.text()];
     stored(path, &known);
-    let copy = folder("copied-before");
-    copied(&drive.0, &copy.0);
-    let server = Server::start_with(&drive.0, &known);
+    let copy = new_folder();
+    copied(&drive, &copy);
+    let server = start_with(&drive, &known);
     clear(&server);
-    server.kill();
-    copied(&copy.0, &drive.0);
+    drop(server);
+    copied(&copy, &drive);
     assert_eq!(found(path, &known), 0);
     // Without the state folder nothing says that there was a clear.
-    copied(&copy.0, &drive.0);
+    copied(&copy, &drive);
     assert_eq!(found(path, &[]), CHUNKS as u64);
 }
 
@@ -512,17 +416,17 @@ fn what_was_cleared_does_not_come_back_with_an_old_copy_of_the_drive() {
 /// copy had hits after it.
 #[test]
 fn a_state_folder_that_was_removed_is_made_again_by_a_clear() {
-    let (drive, state) = (folder("stateless"), folder("stateless-state"));
-    let path = drive.0.to_str().expect("text");
-    let known = ["--state-dir", state.0.to_str().expect("text")];
+    let (drive, state) = (new_folder(), new_folder());
+    let path = drive.text();
+    let known = ["--state-dir", state.text()];
     stored(path, &known);
-    let copy = folder("stateless-before");
-    copied(&drive.0, &copy.0);
-    let server = Server::start_with(&drive.0, &known);
-    std::fs::remove_dir_all(&state.0).expect("it is there");
+    let copy = new_folder();
+    copied(&drive, &copy);
+    let server = start_with(&drive, &known);
+    std::fs::remove_dir_all(&state).expect("it is there");
     clear(&server);
-    server.kill();
-    copied(&copy.0, &drive.0);
+    drop(server);
+    copied(&copy, &drive);
     assert_eq!(found(path, &known), 0);
 }
 
@@ -530,14 +434,14 @@ fn a_state_folder_that_was_removed_is_made_again_by_a_clear() {
 /// of what it took.
 #[test]
 fn a_drive_whose_folder_is_removed_has_a_fault_until_it_is_back() {
-    let (drive, away) = (folder("removed"), folder("removed-away"));
-    let server = Server::start(&drive.0);
+    let (drive, away) = (new_folder(), new_folder());
+    let server = start(&drive);
     let is_faulty = |server: &Server| {
         let health = server.get("/healthz");
         health.contains("degraded") && health.contains("making a segment")
     };
     assert!(!is_faulty(&server));
-    std::fs::rename(&drive.0, &away.0).expect("it is there");
+    std::fs::rename(&drive, &away).expect("it is there");
     // Engines of one width after another, 24 MiB each, until the drive needs a segment.
     for width in 1024.. {
         let mut client = server.client();
@@ -549,13 +453,13 @@ fn a_drive_whose_folder_is_removed_has_a_fault_until_it_is_back() {
                 "copies_declined",
                 "copies_failed",
             ];
-            let counted = counted.map(|name| server.metric(&format!("lmc_tier_{name}_total")));
+            let counted = counted.map(|name| metric(server, &format!("lmc_tier_{name}_total")));
             counted.iter().sum::<f64>()
         };
         let before = taken(&server);
         store(&mut client, &shm_name);
-        server.eventually("the tier answers", |server| {
-            taken(server) == before + CHUNKS as f64
+        until("the tier answers", || {
+            taken(&server) == before + CHUNKS as f64
         });
         if is_faulty(&server) {
             break;
@@ -563,22 +467,22 @@ fn a_drive_whose_folder_is_removed_has_a_fault_until_it_is_back() {
         assert!(width < 1024 + 30, "512 MiB need no segment");
     }
     assert!(server.get("/metrics").contains("lmc_faulty_tiers 1\n"));
-    std::fs::rename(&away.0, &drive.0).expect("nothing is there");
-    server.eventually("the drive can grow again", |server| !is_faulty(server));
+    std::fs::rename(&away, &drive).expect("nothing is there");
+    until("the drive can grow again", || !is_faulty(&server));
 }
 
 /// A server was started with another chunk size. It said how many chunks it had found, and none
 /// of them could be hit.
 #[test]
 fn chunks_of_other_settings_are_counted_and_named() {
-    let (drive, log) = (folder("settings"), folder("settings-log"));
-    let path = drive.0.to_str().expect("text");
+    let drive = new_folder();
+    let path = drive.text();
     stored(path, &[]);
     let said = |flags: &[&str]| {
-        let file = std::fs::File::create(&log.0).expect("a log");
-        let server = Server::start_logging(&drive.0, flags, file.into());
-        server.stop();
-        std::fs::read_to_string(&log.0).expect("a log")
+        let mut server = start_with(&drive, flags);
+        server.signal(libc::SIGTERM);
+        assert!(server.process.wait().success());
+        server.log().join("\n")
     };
     let other = said(&["--chunk-size", "128"]);
     assert!(other.contains("6 chunks (192 KiB)"), "{other}");
@@ -610,7 +514,6 @@ fn chunks_of_other_settings_are_counted_and_named() {
         space["settings"],
         "--chunk-size 256 --hash-algorithm blake3"
     );
-    let _ = std::fs::remove_file(&log.0);
 }
 
 /// Runs `lmc serve` with flags that end its start, and returns what it says.
@@ -627,13 +530,12 @@ fn refused(flags: &[&str]) -> String {
 /// The drive was not mounted, and its mount point became a new one on the root file system.
 #[test]
 fn an_empty_folder_is_no_drive_without_the_flag_that_says_so() {
-    let folder = folder("mount-point");
-    std::fs::create_dir_all(&folder.0).expect("a folder");
-    let path = folder.0.to_str().expect("text");
+    let folder = new_folder();
+    let path = folder.text();
     let said = refused(&["--disk", path, "--disk-size", "64MiB"]);
     let command = format!("lmc serve --disk {path} --disk-create");
     assert!(said.contains(&command), "{said}");
-    let left = std::fs::read_dir(&folder.0).expect("a folder").count();
+    let left = std::fs::read_dir(&folder).expect("a folder").count();
     assert_eq!(left, 0);
 }
 
@@ -656,11 +558,10 @@ fn what_is_no_drive_is_refused_with_what_it_is() {
 
 #[test]
 fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
-    let folder = folder("refused");
-    std::fs::create_dir_all(&folder.0).expect("a folder");
-    std::fs::write(folder.0.join("notes.txt"), "mine").expect("a file");
+    let folder = new_folder();
+    std::fs::write(folder.join("notes.txt"), "mine").expect("a file");
     let (port, http) = (free_port().to_string(), free_port().to_string());
-    let path = folder.0.to_str().expect("text");
+    let path = folder.text();
     let refused = lmc(&[
         "serve",
         "--port",
@@ -692,17 +593,15 @@ fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
 /// chunks used to take 10 s and to miss, until the worker's connection ended.
 #[test]
 fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
-    let folder = folder("uncommitted");
-    let server = Server::start(&folder.0);
+    let folder = new_folder();
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
-    server.eventually("all goes down", |server| {
-        server.metric("lmc_tier_chunks") == CHUNKS as f64
-    });
-    server.kill();
+    wait_for_chunks(&server, CHUNKS);
+    drop(server);
 
-    let server = Server::start(&folder.0);
+    let server = start(&folder);
     let mut client = server.client();
     let shm_name = register(&mut client);
     let prepare = Request::PrepareStore {
@@ -721,7 +620,7 @@ fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
         "{:?}",
         asked.elapsed()
     );
-    server.stop();
+    server.terminate();
 }
 
 /// Weights that change under one model name: vLLM's connector sends the path and nothing of what
@@ -729,18 +628,18 @@ fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
 /// on disk, and must not be found under another identity, or under none.
 #[test]
 fn chunks_are_found_only_under_the_identity_that_they_were_stored_with() {
-    let folder = folder("identity");
+    let folder = new_folder();
     let hits = |flags: &[&str], request: &str| {
-        let server = Server::start_with(&folder.0, flags);
+        let server = start_with(&folder, flags);
         let mut client = server.client();
         let shm_name = register(&mut client);
         let hits = retrieve(&mut client, &shm_name, request);
         drop(client);
-        server.stop();
+        server.terminate();
         hits
     };
     let old = ["--identity", "weights of 2026-10"];
-    let server = Server::start_with(&folder.0, &old);
+    let server = start_with(&folder, &old);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
@@ -752,7 +651,7 @@ fn chunks_are_found_only_under_the_identity_that_they_were_stored_with() {
     let status = String::from_utf8(status.stdout).expect("text");
     assert!(status.contains("\"weights of 2026-10\""), "{status}");
     drop(client);
-    server.stop();
+    server.terminate();
     assert_eq!(hits(&["--identity", "weights of 2026-11"], "new"), 0);
     assert_eq!(hits(&[], "none"), 0);
     assert_eq!(hits(&old, "old"), CHUNKS as u64);
@@ -767,17 +666,15 @@ fn chunks_of_an_unknown_format_outlive_a_restart_only_under_an_identity() {
         (&[][..], 0),
         (&["--identity", "fp8_e4m3"][..], CHUNKS as u64),
     ] {
-        let folder = folder(&format!("opaque-{expected}"));
-        let server = Server::start_with(&folder.0, flags);
+        let folder = new_folder();
+        let server = start_with(&folder, flags);
         let mut client = server.client();
         let shm_name = register_as(&mut client, 8, "uint8");
         store(&mut client, &shm_name);
-        server.eventually("the chunks are on disk", |server| {
-            server.metric("lmc_tier_chunks") == CHUNKS as f64
-        });
-        server.kill();
-        let server = Server::start_with(&folder.0, flags);
-        assert_eq!(server.metric("lmc_tier_chunks"), CHUNKS as f64);
+        wait_for_chunks(&server, CHUNKS);
+        drop(server);
+        let server = start_with(&folder, flags);
+        assert_eq!(metric(&server, "lmc_tier_chunks"), CHUNKS as f64);
         let mut client = server.client();
         let shm_name = register_as(&mut client, 8, "uint8");
         assert_eq!(retrieve(&mut client, &shm_name, "again"), expected);

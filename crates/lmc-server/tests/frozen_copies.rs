@@ -3,18 +3,15 @@
 mod common;
 
 use std::fs::File;
-use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use lmc_testkit::{soon, until};
 use lmc_vllm_adapter::{CacheKey, Client, Operation, Reply, Request};
 
-use common::{free_port, registration};
+use common::{Server, registration};
 
-/// For everything that must happen soon, on a machine that is busy with other tests.
-const DEADLINE: Duration = Duration::from_secs(30);
 /// Time after which a stock worker that has heard nothing gives its blocks to other requests.
 const WORKER_PATIENCE: Duration = Duration::from_secs(10);
 /// Chances to stop the server between the first and the last block of a copy.
@@ -34,60 +31,6 @@ const SHARE: usize = 1 << 20;
 const STORED: u8 = 0x11;
 const BEFORE: u8 = 0x22;
 const NEW: u8 = 0x33;
-
-struct Server {
-    child: Child,
-    address: SocketAddr,
-}
-
-impl Server {
-    fn start() -> Self {
-        let port = free_port();
-        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "384MiB", "--http-port"])
-            .args([free_port().to_string(), "--port".to_owned()])
-            .arg(port.to_string())
-            .env_remove("LMC_CONFIG")
-            .stderr(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the binary starts");
-        let address = SocketAddr::from(([127, 0, 0, 1], port));
-        Self { child, address }
-    }
-
-    fn client(&self) -> Client {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            match Client::connect(self.address, DEADLINE) {
-                Ok(client) => return client,
-                Err(error) => assert!(Instant::now() < deadline, "{error}"),
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    fn signal(&self, signal: libc::c_int) {
-        common::signal(&self.child, signal);
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // An orderly stop takes its pool out of /dev/shm.
-        self.signal(libc::SIGCONT);
-        self.signal(libc::SIGTERM);
-        let deadline = Instant::now() + DEADLINE;
-        while Instant::now() < deadline {
-            if let Ok(Some(_)) = self.child.try_wait() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 /// The engine's KV memory: one layer of MLA, a block to a chunk.
 struct Memory {
@@ -172,7 +115,7 @@ fn blocks() -> Vec<Vec<u32>> {
 /// stops that copy: each copy thread ends the share that it was stopped in, and no more.
 #[test]
 fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
-    let server = Server::start();
+    let server = Server::start(&["--l1-size-gb", "384MiB"]);
     let mut client = server.client();
     let memory = Memory::new();
     memory.fill(STORED);
@@ -202,11 +145,11 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         attempt += 1;
         memory.fill(BEFORE);
         let uid = client.send(&retrieve).expect("sent");
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = soon();
         while memory.byte(BLOCK_BYTES as u64) != STORED {
             assert!(Instant::now() < deadline, "the copy never begins");
         }
-        common::stop(&server.child);
+        server.stop();
         // Far more is left than may be written once the server goes on.
         if memory.count(BEFORE) > 2 * window {
             break uid;
@@ -229,10 +172,8 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
     );
     assert_eq!(reply, Reply::Transferred(false));
 
-    let deadline = Instant::now() + DEADLINE;
-    while client.ask(&retrieve).expect("an answer") != Reply::Transferred(true) {
-        assert!(Instant::now() < deadline, "it never copies again");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    until("it copies again", || {
+        client.ask(&retrieve).expect("an answer") == Reply::Transferred(true)
+    });
     assert_eq!(memory.count(STORED), CHUNKS as usize * BLOCK_BYTES);
 }

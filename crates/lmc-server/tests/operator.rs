@@ -3,195 +3,63 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::path::PathBuf;
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use lmc_testkit::{DEADLINE, Folder, until};
 use lmc_vllm_adapter::{CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request};
 
-use common::{free_port, registration};
+use common::{Server, lmc, registration};
 
-/// For everything that must happen soon, on a machine that is busy with other tests.
-const DEADLINE: Duration = Duration::from_secs(20);
 /// Above 2^53, which JSON's readers in JavaScript and jq round.
 const ID: u64 = 275_782_994_765_433_869;
 /// A false line of the log, and a command to a terminal.
 const FORGED: &str = "\n2026-01-01T00:00:00.000000Z  WARN FORGED \u{1b}[2J\u{9b}2J";
 
-/// A server whose log goes to a file.
-struct Server {
-    child: Child,
-    log: PathBuf,
-    port: u16,
-    http: u16,
+/// Returns the body of the answer to a request.
+fn ask(server: &Server, method: &str, path: &str, body: &str) -> String {
+    let (code, answer) = common::ask(server.http, method, path, body);
+    assert_eq!(code, 200, "{answer}");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    body.to_owned()
 }
 
-impl Server {
-    fn start(args: &[&str]) -> Self {
-        Self::start_after("", args)
-    }
-
-    /// One that a shell starts after these commands.
-    fn start_after(commands: &str, args: &[&str]) -> Self {
-        let (port, http) = (free_port(), free_port());
-        let log = std::env::temp_dir().join(format!("lmc_operator_{port}.log"));
-        let file = std::fs::File::create(&log).expect("a file");
-        let child = Command::new("sh")
-            .args(["-c", &format!("{commands} exec \"$0\" \"$@\"")])
-            .arg(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "16MiB"])
-            .args([
-                "--port",
-                &port.to_string(),
-                "--http-port",
-                &http.to_string(),
-            ])
-            .args(args)
-            .env_remove("LMC_CONFIG")
-            .stderr(file)
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the binary starts");
-        let server = Self {
-            child,
-            log,
-            port,
-            http,
-        };
-        server.wait_for_log("listening for engines");
-        server
-    }
-
-    fn log(&self) -> String {
-        String::from_utf8(std::fs::read(&self.log).expect("the log")).expect("UTF-8")
-    }
-
-    fn wait_for_log(&self, part: &str) {
-        let deadline = Instant::now() + DEADLINE;
-        while !self.log().contains(part) {
-            assert!(Instant::now() < deadline, "no {part:?} in {}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    fn client(&self) -> Client {
-        let address = SocketAddr::from(([127, 0, 0, 1], self.port));
-        Client::connect(address, DEADLINE).expect("a connection")
-    }
-
-    /// The body of the answer to a request.
-    fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let (code, answer) = common::ask(self.http, method, path, body);
-        assert_eq!(code, 200, "{answer}");
-        let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
-        body.to_owned()
-    }
-
-    fn wait_until_it_listens(&self) {
-        let deadline = Instant::now() + DEADLINE;
-        for port in [self.http, self.port] {
-            while TcpStream::connect(("127.0.0.1", port)).is_err() {
-                assert!(Instant::now() < deadline, "it does not listen");
-                std::thread::sleep(Duration::from_millis(10));
-            }
-        }
-    }
-
-    fn signal(&self, signal: libc::c_int) {
-        self.signals(&[signal]);
-    }
-
-    /// Sends signals one right after the other.
-    fn signals(&self, signals: &[libc::c_int]) {
-        let pid = self.child.id();
-        let kills: Vec<String> = signals.iter().map(|s| format!("kill -{s} {pid}")).collect();
-        let told = Command::new("sh")
-            .args(["-c", &kills.join(" && ")])
-            .status();
-        assert!(told.expect("sh is there").success());
-    }
-
-    /// A number of `/metrics`.
-    fn metric(&self, name: &str) -> u64 {
-        let page = self.ask("GET", "/metrics", "");
-        let line = page.lines().find_map(|line| line.strip_prefix(name));
-        let line = line.unwrap_or_else(|| panic!("no {name} in {page}"));
-        line.trim().parse().expect("a number")
-    }
-
-    fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.child.try_wait().expect("a child") {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "it does not end: {}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
+/// Sends signals one right after the other.
+fn signals(server: &Server, signals: &[libc::c_int]) {
+    signals.iter().for_each(|signal| server.signal(*signal));
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        if let Ok(None) = self.child.try_wait() {
-            // In order, so that it removes its pool.
-            self.signal(libc::SIGTERM);
-        }
-        let deadline = Instant::now() + DEADLINE;
-        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        let _ = std::fs::remove_file(&self.log);
-    }
+/// Flags of a server that writes to a folder when it stops.
+fn write_back(folder: &Folder) -> Vec<&str> {
+    [&disk(folder)[..], &["--disk-write", "back"]].concat()
 }
 
-/// A folder that is not there yet, and goes with this.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("lmc_operator_{name}_{}", std::process::id()));
-        Self(path)
-    }
-
-    fn text(&self) -> &str {
-        self.0.to_str().expect("UTF-8")
-    }
-
-    /// Flags of a server that writes there.
-    fn flags(&self) -> [&str; 7] {
-        [
-            "--disk-create",
-            "--disk",
-            self.text(),
-            "--disk-size",
-            "256MiB",
-            "--disk-keep-free",
-            "0",
-        ]
-    }
-
-    /// Chunks that `lmc disk inspect` finds.
-    fn chunks(&self) -> u64 {
-        let inspect = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["disk", "inspect", "--json", self.text()])
-            .output()
-            .expect("the binary runs");
-        let found: serde_json::Value = serde_json::from_slice(&inspect.stdout)
-            .unwrap_or_else(|error| panic!("{error}: {inspect:?}"));
-        found["drives"][0]["chunks"]
-            .as_u64()
-            .unwrap_or_else(|| panic!("no chunks in {found}"))
-    }
+/// Flags of a server that writes to a folder.
+fn disk(folder: &Folder) -> [&str; 7] {
+    [
+        "--disk-create",
+        "--disk",
+        folder.text(),
+        "--disk-size",
+        "256MiB",
+        "--disk-keep-free",
+        "0",
+    ]
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+/// Returns how many chunks `lmc disk inspect` finds.
+fn chunks_on(folder: &Folder) -> u64 {
+    let inspect = lmc()
+        .args(["disk", "inspect", "--json", folder.text()])
+        .output()
+        .expect("the binary runs");
+    let found: serde_json::Value = serde_json::from_slice(&inspect.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {inspect:?}"));
+    found["drives"][0]["chunks"]
+        .as_u64()
+        .unwrap_or_else(|| panic!("no chunks in {found}"))
 }
 
 /// An engine's memory: four blocks of 256 tokens of one layer, which the server copies.
@@ -262,34 +130,35 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
             matches!(hostile, Err(ClientError::Refused { .. })),
             "{hostile:?}"
         );
-        let mut ask = |request: &Request| client.ask(request).expect("an answer");
-        server.wait_for_log("registration refused");
-        assert_eq!(ask(&engine.registration("m")), Reply::None);
+        let mut request = |request: &Request| client.ask(request).expect("an answer");
+        server.line("registration refused");
+        assert_eq!(request(&engine.registration("m")), Reply::None);
         // One block is too few for two chunks, which is a warning that names the request.
         let store = Request::Store {
             key: key(&format!("request{FORGED}"), Some(0), 1, 2),
             instance_id: ID,
             block_ids: vec![vec![2]],
         };
-        let deadline = Instant::now() + DEADLINE;
-        while !server.log().contains("store of request") {
-            assert_eq!(ask(&store), Reply::Transferred(false));
-            assert!(Instant::now() < deadline, "{}", server.log());
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        server.ask(
+        // It is logged at most once a second.
+        until("the warning is logged", || {
+            assert_eq!(request(&store), Reply::Transferred(false));
+            let log = server.log();
+            log.iter().any(|line| line.contains("store of request"))
+        });
+        ask(
+            &server,
             "PUT",
             "/quota/salt%0A2026-01-01T%1B%5B2J%C2%9B2J",
             "{\"limit_gb\": 1}",
         );
-        server.wait_for_log("quota set");
+        server.line("quota set");
         server.signal(libc::SIGTERM);
-        assert_eq!(server.wait().code(), Some(0));
+        assert_eq!(server.process.wait().code(), Some(0));
         let log = server.log();
-        for line in log.lines() {
+        for line in &log {
             assert!(!line.contains(char::is_control), "{line:?}");
             match format {
-                "text" => assert!(!line.starts_with("2026-01-01"), "{log}"),
+                "text" => assert!(!line.starts_with("2026-01-01"), "{log:#?}"),
                 _ => {
                     let event: serde_json::Value = serde_json::from_str(line).expect(line);
                     let at = event["timestamp"].as_str().expect("a time");
@@ -297,7 +166,8 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
                 }
             }
         }
-        assert!(log.contains("FORGED"), "the request's id is not in {log}");
+        let has_id = log.iter().any(|line| line.contains("FORGED"));
+        assert!(has_id, "the request's id is not in {log:#?}");
     }
 }
 
@@ -305,48 +175,44 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
 /// all that was to be written back.
 #[test]
 fn a_hang_up_stops_in_order_and_writes_back() {
-    let folder = Folder::new("hang_up");
-    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
-    let mut server = Server::start(&flags);
+    let folder = Folder::temporary();
+    let mut server = Server::start(&write_back(&folder));
     let engine = Engine::new(server.port);
     let mut client = server.client();
     engine.store(&mut client, 3);
     // Log rotation, for many daemons.
-    server.signals(&[libc::SIGUSR1, libc::SIGUSR2]);
-    server.wait_for_log("SIGUSR2");
+    signals(&server, &[libc::SIGUSR1, libc::SIGUSR2]);
+    server.line("SIGUSR2");
     assert_eq!(
         client.ask(&Request::Noop).expect("an answer"),
         Reply::Text("OK".to_owned())
     );
     server.signal(libc::SIGHUP);
-    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
-    assert!(
-        server.log().contains("stopping after SIGHUP"),
-        "{}",
-        server.log()
-    );
-    assert_eq!(folder.chunks(), 3);
+    assert_eq!(server.process.wait().code(), Some(0));
+    server.line("stopping after SIGHUP");
+    assert_eq!(chunks_on(&folder), 3);
 }
 
 /// coreutils' `timeout` sends SIGTERM twice, a closed terminal SIGHUP: the second one skipped the
 /// write-back until f2c35f9.
 #[test]
 fn signals_that_come_together_are_one() {
-    let folder = Folder::new("together");
-    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
-    let mut server = Server::start(&flags);
+    let folder = Folder::temporary();
+    let mut server = Server::start(&write_back(&folder));
     let engine = Engine::new(server.port);
     engine.store(&mut server.client(), 3);
-    server.signals(&[libc::SIGTERM, libc::SIGHUP, libc::SIGTERM, libc::SIGINT]);
-    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
-    assert_eq!(folder.chunks(), 3);
+    signals(
+        &server,
+        &[libc::SIGTERM, libc::SIGHUP, libc::SIGTERM, libc::SIGINT],
+    );
+    assert_eq!(server.process.wait().code(), Some(0));
+    assert_eq!(chunks_on(&folder), 3);
 }
 
 #[test]
 fn a_second_signal_stops_at_once_and_says_what_is_not_written() {
-    let folder = Folder::new("second");
-    let flags = [folder.flags().as_slice(), &["--disk-write", "back"]].concat();
-    let mut server = Server::start(&flags);
+    let folder = Folder::temporary();
+    let mut server = Server::start(&write_back(&folder));
     let engine = Engine::new(server.port);
     engine.store(&mut server.client(), 3);
     // A request whose body does not come holds the stop up for ten seconds.
@@ -359,34 +225,32 @@ fn a_second_signal_stops_at_once_and_says_what_is_not_written() {
     slow.read_exact(&mut begun).expect("it waits for the body");
     assert_eq!(&begun, b"HTTP/1.1 100");
     server.signal(libc::SIGTERM);
-    server.wait_for_log("stopping after SIGTERM");
+    server.line("stopping after SIGTERM");
     // What comes within a second belongs to the first.
     std::thread::sleep(Duration::from_millis(1200));
     // Nor does a terminal that closes meanwhile make it hurry.
     server.signal(libc::SIGHUP);
     std::thread::sleep(Duration::from_millis(200));
-    assert!(
-        matches!(server.child.try_wait(), Ok(None)),
-        "{}",
-        server.log()
-    );
+    assert_eq!(server.process.ended(), None);
     server.signal(libc::SIGINT);
-    assert_eq!(server.wait().code(), Some(1), "{}", server.log());
-    assert!(
-        server.log().contains("unwritten_bytes=12288"),
-        "{}",
-        server.log()
-    );
+    assert_eq!(server.process.wait().code(), Some(1));
+    server.line("unwritten_bytes=12288");
 }
 
 #[test]
 fn a_server_under_nohup_outlives_its_session() {
-    let mut server = Server::start_after("trap '' HUP;", &[]);
-    server.signals(&[libc::SIGHUP, libc::SIGUSR1]);
-    server.wait_for_log("SIGUSR1");
-    assert!(server.ask("GET", "/healthz", "").contains("ok"));
+    let mut command = Command::new("sh");
+    command.args([
+        "-c",
+        "trap '' HUP; exec \"$0\" \"$@\"",
+        env!("CARGO_BIN_EXE_lmc"),
+    ]);
+    let mut server = Server::start_by(command, &[]);
+    signals(&server, &[libc::SIGHUP, libc::SIGUSR1]);
+    server.line("SIGUSR1");
+    assert!(ask(&server, "GET", "/healthz", "").contains("ok"));
     server.signal(libc::SIGTERM);
-    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+    assert_eq!(server.process.wait().code(), Some(0));
 }
 
 /// Until 8bf0141 a stop waited for the rest of the request until its deadline, and ended with 1.
@@ -396,76 +260,50 @@ fn a_half_request_does_not_hold_up_the_stop() {
     let mut half = TcpStream::connect(("127.0.0.1", server.http)).expect("a connection");
     write!(half, "GET /healthz HTTP/1.1\r\nhost: local").expect("half of a request");
     // It is accepted after the other one.
-    assert!(server.ask("GET", "/healthz", "").contains("ok"));
+    assert!(ask(&server, "GET", "/healthz", "").contains("ok"));
     server.signal(libc::SIGTERM);
-    assert_eq!(server.wait().code(), Some(0), "{}", server.log());
+    assert_eq!(server.process.wait().code(), Some(0));
     drop(half);
-}
-
-/// A server whose log goes into a pipe.
-fn with_piped_stderr() -> (Server, ChildStderr) {
-    let (port, http) = (free_port(), free_port());
-    let mut child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-        .args(["serve", "--l1-size-gb", "16MiB"])
-        .args([
-            "--port",
-            &port.to_string(),
-            "--http-port",
-            &http.to_string(),
-        ])
-        .env_remove("LMC_CONFIG")
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary starts");
-    let stderr = child.stderr.take().expect("it is piped");
-    let server = Server {
-        child,
-        log: std::env::temp_dir().join(format!("lmc_operator_{port}.log")),
-        port,
-        http,
-    };
-    std::fs::write(&server.log, "").expect("a file");
-    (server, stderr)
 }
 
 /// Each event of the log was a panic until f2c35f9 where stderr was gone: a closed terminal, a pipe
 /// whose reader had ended.
 #[test]
 fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
-    let (mut server, stderr) = with_piped_stderr();
+    let (mut server, stderr) = Server::spawn_unread();
     drop(stderr);
-    server.wait_until_it_listens();
+    server.wait_until_it_answers();
     // Each of these is an event of the log.
-    server.ask("POST", "/cache/clear", "{}");
-    server.ask("PUT", "/quota/a", "{\"limit_gb\": 1}");
+    ask(&server, "POST", "/cache/clear", "{}");
+    ask(&server, "PUT", "/quota/a", "{\"limit_gb\": 1}");
     server.signal(libc::SIGTERM);
-    assert_eq!(server.wait().code(), Some(0));
+    assert_eq!(server.process.wait().code(), Some(0));
 }
 
 /// Until 8bf0141 the threads that answer engines wrote the log themselves: a pipe without a reader
 /// stopped `/healthz` and every engine, and SIGTERM.
 #[test]
 fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
-    let (mut server, mut stderr) = with_piped_stderr();
-    server.wait_until_it_listens();
+    let (mut server, mut stderr) = Server::spawn_unread();
+    server.wait_until_it_answers();
     let mut client = server.client();
     // Each of these is an event of the log, of half a kilobyte.
     let path = format!("/quota/{}", "%F0%9F%98%80".repeat(128));
     let deadline = Instant::now() + 3 * DEADLINE;
-    while server.metric("lmc_log_lines_dropped_total ") == 0 {
+    while server.metric("lmc_log_lines_dropped_total") == 0.0 {
         assert!(Instant::now() < deadline, "no line is dropped");
         for _ in 0..100 {
-            server.ask("PUT", &path, "{\"limit_gb\": 1}");
+            ask(&server, "PUT", &path, "{\"limit_gb\": 1}");
         }
     }
     let noop = client.ask(&Request::Noop);
     assert!(noop.is_ok(), "engines are answered: {noop:?}");
-    assert!(server.ask("GET", "/healthz", "").contains("ok"));
-    let status = server.ask("GET", "/status", "");
+    assert!(ask(&server, "GET", "/healthz", "").contains("ok"));
+    let status = ask(&server, "GET", "/status", "");
     let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
     assert!(status["lmc"]["log_lines_dropped"].as_u64() > Some(0));
     server.signal(libc::SIGTERM);
-    assert_eq!(server.wait().code(), Some(0));
+    assert_eq!(server.process.wait().code(), Some(0));
     let mut log = String::new();
     stderr
         .read_to_string(&mut log)
@@ -477,17 +315,16 @@ fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
 /// readers, and `/status` carried a hundred numbers for each operation.
 #[test]
 fn disk_hits_are_disk_hits_and_ids_are_whole() {
-    let folder = Folder::new("hits");
-    let server = Server::start(&folder.flags());
+    let folder = Folder::temporary();
+    let server = Server::start(&disk(&folder));
     let engine = Engine::new(server.port);
     let mut client = server.client();
     engine.store(&mut client, 3);
-    let deadline = Instant::now() + DEADLINE;
-    while server.metric("lmc_tier_chunks{tier=\"disk\"} ") != 3 {
-        assert!(Instant::now() < deadline, "not all goes down");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    server.ask(
+    until("all chunks are on disk", || {
+        server.metric("lmc_tier_chunks{tier=\"disk\"}") == 3.0
+    });
+    ask(
+        &server,
         "POST",
         "/cache/clear",
         "{\"tier\": \"l1\", \"force\": true}",
@@ -502,14 +339,14 @@ fn disk_hits_are_disk_hits_and_ids_are_whole() {
         };
         assert_eq!(client.ask(&wait).expect("an answer"), Reply::Int(3));
         ["", "_l1", "_l2"]
-            .map(|tier| server.metric(&format!("lmcache_mp_lookup_hit{tier}_tokens_total ")))
+            .map(|tier| server.metric(&format!("lmcache_mp_lookup_hit{tier}_tokens_total")))
     };
-    assert_eq!(lookup("from disk"), [768, 0, 768]);
-    assert_eq!(lookup("from memory"), [1536, 768, 768]);
-    assert_eq!(server.metric("lmcache_mp_l1_write_chunks_total "), 6);
+    assert_eq!(lookup("from disk"), [768.0, 0.0, 768.0]);
+    assert_eq!(lookup("from memory"), [1536.0, 768.0, 768.0]);
+    assert_eq!(server.metric("lmcache_mp_l1_write_chunks_total"), 6.0);
 
     let status = |path: &str| -> serde_json::Value {
-        serde_json::from_str(&server.ask("GET", path, "")).expect("JSON")
+        serde_json::from_str(&ask(&server, "GET", path, "")).expect("JSON")
     };
     let brief = status("/status");
     assert_eq!(brief["status"], "ok");
@@ -566,12 +403,8 @@ fn a_refused_registration_is_a_line_of_the_log() {
         client.ask(&registration),
         Err(ClientError::Refused { .. })
     ));
-    server.wait_for_log("registration refused");
-    let log = server.log();
-    let line = log
-        .lines()
-        .find(|line| line.contains("registration refused"));
-    let event: serde_json::Value = serde_json::from_str(line.expect("a line")).expect("JSON");
+    let line = server.line("registration refused");
+    let event: serde_json::Value = serde_json::from_str(&line).expect("JSON");
     assert_eq!(event["level"], "WARN");
     let fields = &event["fields"];
     assert_eq!(
@@ -598,9 +431,10 @@ fn the_end_of_a_workers_connection_is_logged_and_is_the_reason_of_its_removal() 
     let registered = client.ask(&engine.registration("m"));
     assert_eq!(registered.expect("an answer"), Reply::None);
     drop(client);
-    server.wait_for_log("worker's connection ended");
-    server.wait_for_log("worker removed");
-    assert!(!server.log().contains("silent"), "{}", server.log());
+    server.line("worker's connection ended");
+    server.line("worker removed");
+    let log = server.log();
+    assert!(!log.iter().any(|line| line.contains("silent")), "{log:#?}");
 }
 
 /// Until f2c35f9 `lmcache describe kvcache` said `MLA: True` for a Llama whose engine packs K and V
@@ -625,7 +459,7 @@ fn one_plane_is_not_taken_for_latent_attention() {
             matches!(registered, Ok(Reply::Registered { .. })),
             "{registered:?}"
         );
-        let status = server.ask("GET", "/status", "");
+        let status = ask(&server, "GET", "/status", "");
         let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
         let layout = &status["cache_context_meta"][instance_id.to_string()]["kv_cache_layout"];
         assert_eq!(layout["num_layers"], 4);

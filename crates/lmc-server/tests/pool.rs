@@ -2,107 +2,24 @@
 //! killed servers left.
 
 mod common;
-#[path = "../../lmc-memory/tests/common/mod.rs"]
-mod own_shm;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
-use common::{free_port, registration, segment};
+use common::{Server, registration, segment};
+use lmc_testkit::{DEADLINE, free_port, is_root, with_own_shm};
 use lmc_vllm_adapter::{Client, ClientError, Reply};
-use own_shm::with_own_shm;
 
-/// For everything that must happen soon, on a machine that is busy with other tests.
-const DEADLINE: Duration = Duration::from_secs(30);
-
-struct Server {
-    child: Child,
-    lines: Receiver<String>,
-}
-
-impl Server {
-    fn spawn(mut command: Command) -> Self {
-        let mut child = command
-            .env_remove("LMC_CONFIG")
-            .stderr(Stdio::piped())
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the binary starts");
-        let stderr = BufReader::new(child.stderr.take().expect("it is piped"));
-        let (send, lines) = channel();
-        std::thread::spawn(move || {
-            for line in stderr.lines().map_while(Result::ok) {
-                if send.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { child, lines }
-    }
-
-    /// One with these settings, on a port of its own.
-    fn start(args: &[&str]) -> Self {
-        Self::spawn(serve(Command::new(env!("CARGO_BIN_EXE_lmc")), args))
-    }
-
-    /// All lines of the log up to one that holds `part`.
-    fn lines_to(&self, part: &str) -> Vec<String> {
-        let deadline = Instant::now() + DEADLINE;
-        let mut seen: Vec<String> = Vec::new();
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left) {
-                Ok(line) => seen.push(line),
-                Err(error) => panic!("no line with {part:?} ({error}); the log: {seen:#?}"),
-            }
-            if seen.last().is_some_and(|line| line.contains(part)) {
-                return seen;
-            }
-        }
-    }
-
-    fn kill(mut self) {
-        self.child.kill().expect("a child");
-        self.child.wait().expect("a child");
-    }
-
-    fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.child.try_wait().expect("a child") {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "it does not end");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn serve(mut command: Command, args: &[&str]) -> Command {
-    command.arg("serve").args(args);
-    for flag in ["--port", "--http-port"] {
-        if !args.contains(&flag) {
-            command.args([flag, "0"]);
-        }
-    }
-    command
-}
-
-fn is_root() -> bool {
-    fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
+/// Waits for the first line of the log that holds `part`, and returns all lines up to it.
+fn lines_to(server: &Server, part: &str) -> Vec<String> {
+    server.line(part);
+    let mut log = server.log();
+    let last = log.iter().position(|line| line.contains(part));
+    log.truncate(last.expect("it was seen") + 1);
+    log
 }
 
 /// Bytes of the one segment that a server has.
@@ -129,16 +46,15 @@ fn a_link_at_a_name_of_the_pool_is_not_followed() {
             symlink(victim, format!("/dev/shm/lmc_{port}{end}")).expect("the name is free");
         }
         let args = ["--port", &port.to_string(), "--l1-size-gb", "16MiB"];
-        let server = Server::start(&args);
-        server.lines_to("listening for engines");
+        let _server = Server::start(&args);
         assert_eq!(fs::read(victim).expect("it is there"), b"secret");
         let name = segment(port).expect("the pool has a name");
         let suffix = name.to_string_lossy().rsplit('_').next().map(str::len);
         assert_eq!(suffix, Some(16), "{name:?} can be predicted");
         // A name that was given in full and is taken is an error.
         let name = format!("lmc_{port}");
-        let mut second = Server::start(&["--shm-name", &name, "--l1-size-gb", "16MiB"]);
-        assert_eq!(second.wait().code(), Some(1));
+        let mut second = Server::spawn(&["--shm-name", &name, "--l1-size-gb", "16MiB"]);
+        assert_eq!(second.process.wait().code(), Some(1));
         assert_eq!(fs::read(victim).expect("it is there"), b"secret");
     });
 }
@@ -160,18 +76,12 @@ fn what_another_users_killed_server_left_is_not_in_the_way() {
         let of_user = |uid: &str| {
             let mut command = Command::new("setpriv");
             command.args(["--reuid", uid, "--regid", uid, "--clear-groups"]);
-            Server::spawn(serve(
-                {
-                    command.arg(binary);
-                    command
-                },
-                &args,
-            ))
+            command.arg(binary);
+            Server::start_by(command, &args)
         };
-        let first = of_user("65534");
-        first.lines_to("listening for engines");
-        first.kill();
-        of_user("65533").lines_to("listening for engines");
+        let mut first = of_user("65534");
+        first.process.kill();
+        of_user("65533");
     });
 }
 
@@ -181,8 +91,8 @@ fn auto_starts_in_the_default_shared_memory_of_a_container() {
     let test = "auto_starts_in_the_default_shared_memory_of_a_container";
     with_own_shm("size=64m", test, || {
         fs::write("/dev/shm/other", "a page").expect("space");
-        let server = Server::start(&[]);
-        let log = server.lines_to("listening for engines");
+        let server = Server::start(&["--l1-size-gb", "auto"]);
+        let log = lines_to(&server, "listening for engines");
         assert_eq!(segment_bytes(), 56 << 20, "{log:#?}");
         assert!(
             log.iter().any(|line| line.contains("--shm-size")),
@@ -198,22 +108,22 @@ fn what_killed_servers_left_is_reclaimed_before_the_size_is_chosen() {
     let test = "what_killed_servers_left_is_reclaimed_before_the_size_is_chosen";
     with_own_shm("size=128m", test, || {
         let start = || {
-            let server = Server::start(&[]);
-            let log = server.lines_to("are present");
+            let server = Server::start(&["--l1-size-gb", "auto"]);
+            let log = lines_to(&server, "are present");
             (server, log, segment_bytes())
         };
-        let (first, _, bytes) = start();
-        let pid = first.child.id();
-        first.kill();
+        let (mut first, _, bytes) = start();
+        let pid = first.id();
+        first.process.kill();
         // On another port.
-        let (second, log, again) = start();
+        let (mut second, log, again) = start();
         assert_eq!(again, bytes);
         let reclaimed = format!("(pid {pid})");
         assert!(log.iter().any(|line| line.contains(&reclaimed)), "{log:#?}");
-        second.kill();
+        second.process.kill();
         // The size is given, and only fits when the old segment is gone.
         let server = Server::start(&["--l1-size-gb", "100MiB"]);
-        server.lines_to("are present");
+        lines_to(&server, "are present");
         assert_eq!(segment_bytes(), 100 << 20);
     });
 }
@@ -245,7 +155,7 @@ impl Cgroup {
         let script = format!("echo $$ > {} && exec \"$@\"", procs.display());
         let mut command = Command::new("sh");
         command.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_lmc")]);
-        Server::spawn(serve(command, args))
+        Server::spawn_by(command, "serve", args)
     }
 }
 
@@ -265,17 +175,21 @@ fn a_pool_beyond_the_limit_of_the_cgroup_is_refused_and_auto_stays_below_it() {
             return;
         };
         let mut refused = group.start(&["--l1-size-gb", "400MiB"]);
-        refused.lines_to("--l1-size-gb to ");
-        assert_eq!(refused.wait().code(), Some(1));
+        refused.line("--l1-size-gb to ");
+        assert_eq!(refused.process.wait().code(), Some(1));
+        // What a killed server left is its successor's to reclaim.
+        let mut killed = Vec::new();
         for _ in 0..2 {
-            let server = group.start(&["--l1-size-gb", "120MiB"]);
-            server.lines_to("are present");
+            let mut server = group.start(&["--l1-size-gb", "120MiB"]);
+            lines_to(&server, "are present");
             assert_eq!(segment_bytes(), 120 << 20);
-            server.kill();
-            let server = group.start(&[]);
-            server.lines_to("are present");
+            server.process.kill();
+            killed.push(server);
+            let mut server = group.start(&["--l1-size-gb", "auto"]);
+            lines_to(&server, "are present");
             assert!(segment_bytes() <= 64 << 20, "{}", segment_bytes());
-            server.kill();
+            server.process.kill();
+            killed.push(server);
         }
         reclaim();
     });
@@ -293,7 +207,7 @@ fn sizes_that_cannot_be_meant_are_warned_of() {
     with_own_shm("size=256m", test, || {
         let warnings = |args: &[&str]| {
             let server = Server::start(args);
-            let mut log = server.lines_to("listening for engines");
+            let mut log = lines_to(&server, "listening for engines");
             log.retain(|line| line.contains("WARN"));
             log
         };
@@ -343,7 +257,7 @@ fn another_users_memory_is_not_mapped() {
             return println!("skipped: not root");
         }
         let port = free_port();
-        let server = Server::start(&[
+        let _server = Server::start(&[
             "--port",
             &port.to_string(),
             "--l1-size-gb",
@@ -351,7 +265,6 @@ fn another_users_memory_is_not_mapped() {
             "--trusted-users",
             "65534",
         ]);
-        server.lines_to("listening for engines");
         fs::write("/dev/shm/secret", vec![1; 4096]).expect("space");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         fs::set_permissions("/dev/shm/secret", mode).expect("it is ours");

@@ -2,24 +2,21 @@
 //! with its own exit code, and neither an engine nor the disk gets a byte of what came after.
 
 mod common;
-#[path = "../../lmc-memory/tests/common/mod.rs"]
-mod own_shm;
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
-use common::{free_port, registration};
-use own_shm::with_own_shm;
+use common::{Server, registration};
+use lmc_testkit::{DEADLINE, Folder, with_own_shm};
 
-const DEADLINE: Duration = Duration::from_secs(40);
 /// Exit code of a server whose pool was lost.
 const POOL_LOST: i32 = 3;
 /// The pool's segment, in a /dev/shm of the test's own.
@@ -33,50 +30,24 @@ const BLOCKS: usize = 1 + 2 * CHUNKS;
 const FROM: usize = 1;
 const TO: usize = FROM + CHUNKS;
 
-struct Server {
-    child: Child,
-    port: u16,
-}
-
-impl Server {
-    fn start(disk: &Path) -> Self {
-        let port = free_port();
-        let child = Command::new(env!("CARGO_BIN_EXE_lmc"))
-            .args(["serve", "--l1-size-gb", "32MiB", "--disk-size", "512MiB"])
-            .args(["--port", &port.to_string(), "--http-port", "0"])
-            .args(["--shm-name", POOL, "--disk-keep-free", "0"])
-            .args(["--log-level", "warn", "--state-dir", "none"])
-            .args(["--disk-create", "--disk"])
-            .arg(disk)
-            .env_remove("LMC_CONFIG")
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the binary starts");
-        let this = Self { child, port };
-        let deadline = Instant::now() + DEADLINE;
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            assert!(Instant::now() < deadline, "it does not listen");
-            thread::sleep(Duration::from_millis(10));
-        }
-        this
-    }
-
-    fn signal(&self, signal: &str) {
-        let kill = format!("kill -{signal} {}", self.child.id());
-        let told = Command::new("sh").args(["-c", &kill]).status();
-        assert!(told.expect("sh is there").success());
-    }
-
-    fn ended(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().expect("a child")
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn start(disk: &Folder) -> Server {
+    Server::start(&[
+        "--l1-size-gb",
+        "32MiB",
+        "--disk-size",
+        "512MiB",
+        "--shm-name",
+        POOL,
+        "--disk-keep-free",
+        "0",
+        "--log-level",
+        "warn",
+        "--state-dir",
+        "none",
+        "--disk-create",
+        "--disk",
+        disk.text(),
+    ])
 }
 
 /// An engine whose memory the server copies from and to: one block per chunk.
@@ -192,8 +163,8 @@ fn bytes_of(prompt: usize, chunk: usize) -> Vec<u8> {
 
 /// Stores and retrieves until the server has gone, takes its pool away meanwhile, and looks
 /// whether what a new server finds on the drive is right. How many chunks that were.
-fn lose_the_pool(disk: &Path, take_away: fn(&Server)) -> usize {
-    let mut server = Server::start(disk);
+fn lose_the_pool(disk: &Folder, take_away: fn(&Server)) -> usize {
+    let mut server = start(disk);
     let mut engine = Engine::new(server.port, "lmcache_kv_first");
     for prompt in 0..4 {
         assert_eq!(engine.store(prompt), Ok(true));
@@ -212,20 +183,13 @@ fn lose_the_pool(disk: &Path, take_away: fn(&Server)) -> usize {
     });
     thread::sleep(Duration::from_millis(100));
     take_away(&server);
-    let deadline = Instant::now() + DEADLINE;
-    let status = loop {
-        if let Some(status) = server.ended() {
-            break status;
-        }
-        assert!(Instant::now() < deadline, "it does not end");
-        thread::sleep(Duration::from_millis(10));
-    };
+    let status = server.process.wait();
     assert_eq!(status.code(), Some(POOL_LOST), "{status}");
     let prompts = load.join().expect("every byte was right");
     let _ = std::fs::remove_file("/dev/shm/filler");
     assert!(!pool().exists(), "the name is removed");
 
-    let server = Server::start(disk);
+    let server = start(disk);
     let mut engine = Engine::new(server.port, "lmcache_kv_second");
     (0..prompts)
         .map(|prompt| engine.retrieve(prompt).expect("it serves"))
@@ -236,25 +200,17 @@ fn pool() -> PathBuf {
     Path::new("/dev/shm").join(POOL)
 }
 
-fn folder(name: &str) -> PathBuf {
-    let name = format!("{name}-{}", std::process::id());
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    path
-}
-
 /// Finding 7 of the review: `truncate` of the pool killed the server by SIGBUS.
 #[test]
 fn a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing() {
     let test = "a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing";
     with_own_shm("size=128m", test, || {
         for cut_to in [0, 1] {
-            let disk = folder("cut");
+            let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
             let found = match cut_to {
                 0 => lose_the_pool(&disk, |_| cut(0)),
                 _ => lose_the_pool(&disk, |_| cut(1 << 20)),
             };
-            std::fs::remove_dir_all(&disk).expect("it was made");
             assert!(found > 0, "nothing was on the drive");
         }
     });
@@ -273,10 +229,10 @@ fn cut(to: u64) {
 fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
     let test = "holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing";
     with_own_shm("size=128m", test, || {
-        let disk = folder("holes");
+        let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
         let found = lose_the_pool(&disk, |server| {
             // Until /dev/shm is full again a hole reads as zeroes, as if a process had written them.
-            server.signal("STOP");
+            server.signal(libc::SIGSTOP);
             let punched = Command::new("fallocate")
                 .args(["--punch-hole", "--length", "32MiB"])
                 .arg(pool())
@@ -284,9 +240,8 @@ fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
             assert!(punched.expect("util-linux is there").success());
             let mut filler = File::create("/dev/shm/filler").expect("a name");
             while filler.write_all(&[1; 4096]).is_ok() {}
-            server.signal("CONT");
+            server.signal(libc::SIGCONT);
         });
-        std::fs::remove_dir_all(&disk).expect("it was made");
         assert!(found > 0, "nothing was on the drive");
     });
 }

@@ -22,6 +22,7 @@ const LAYERS: &[(&str, &[&str])] = &[
         &["lmc-key", "lmc-memory", "lmc-backend"],
     ),
     ("lmc-transfer", &["lmc-memory"]),
+    (TESTKIT, &["lmc-memory"]),
     (
         "lmc-engine",
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],
@@ -42,6 +43,9 @@ const LAYERS: &[(&str, &[&str])] = &[
         ],
     ),
 ];
+
+/// Helpers for tests, which every crate may use in its own.
+const TESTKIT: &str = "lmc-testkit";
 
 const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
 
@@ -77,7 +81,7 @@ pub(crate) fn layering(tree: &Tree, findings: &mut Findings) {
             for used in dependencies(&manifest, kind) {
                 let ours = used.starts_with("lmc-") || used == "xtask";
                 // A crate's tests may name the crate itself, to turn a feature on.
-                let own = kind == "dev-dependencies" && used == folder;
+                let own = kind == "dev-dependencies" && (used == folder || used == TESTKIT);
                 if ours && !own && !allowed.contains(&used.as_str()) {
                     findings
                         .faults

@@ -150,8 +150,8 @@ const EXPECTED: &[(&str, &str)] = &[
         "sysconf and its friends",
     ),
     (
-        "crates/lmc-server/tests/common/mod.rs",
-        "signals to the daemon under test",
+        "crates/lmc-testkit/src/process.rs",
+        "signals to a program under test",
     ),
     (
         "crates/lmc-backend-local/tests/support/counting_alloc.rs",

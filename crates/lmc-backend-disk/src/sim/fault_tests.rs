@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
 use lmc_backend::{Backend, BackendError, FailedSlot, Health, LoadItem, Loaded, Stored};
+use lmc_testkit::until;
 
 use super::crash_tests::{
     SEGMENT, SETTINGS, alone, is_there, item, item_of, len, open, pool, soon,
@@ -39,14 +40,6 @@ fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration
     let item = LoadItem::new(test_key(number), slot);
     let mut loaded = block_on(tier.load(vec![item], Instant::now() + wait));
     loaded.pop().expect("one answer")
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = soon();
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 #[test]

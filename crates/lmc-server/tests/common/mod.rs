@@ -1,68 +1,196 @@
 //! What tests of the real binary need.
 
+#![allow(dead_code, reason = "not every test binary uses all of it")]
+
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener};
+use std::net::{SocketAddr, TcpStream};
+use std::ops::Deref;
 use std::path::PathBuf;
-use std::process::Child;
-use std::time::{Duration, Instant};
+use std::process::{ChildStderr, Command, Stdio};
 
-use lmc_vllm_adapter::{CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta};
+use lmc_testkit::{DEADLINE, Process, free_port, until};
+use lmc_vllm_adapter::{
+    Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta,
+};
 
-/// Below those that the kernel gives to whoever asks for any (`net.ipv4.ip_local_port_range`): such
-/// a one could be taken before the server listens there, or be connected to itself by whoever asks
-/// whether it does.
-const PORTS: std::ops::Range<u16> = 20_000..32_000;
-
-/// Longest that a test waits for an answer of the HTTP side.
-const ASKING: Duration = Duration::from_secs(20);
-
-/// A port that is free, and this process's alone among those that ask here.
-pub(crate) fn free_port() -> u16 {
-    let count = u32::from(PORTS.end - PORTS.start);
-    let first = std::process::id().wrapping_mul(7);
-    let ports = (0..count).map(|n| PORTS.start + (first.wrapping_add(n) % count) as u16);
-    let mut free = ports.filter(|port| {
-        let name = format!("lmc-test-port-{port}");
-        let name = SocketAddr::from_abstract_name(name).expect("a short name");
-        let Ok(ours) = UnixListener::bind_addr(&name) else {
-            return false;
-        };
-        // For as long as this process lives.
-        Box::leak(Box::new(ours));
-        TcpListener::bind(("127.0.0.1", *port)).is_ok()
-    });
-    free.next().expect("a free port")
+/// Returns the program without flags, and without settings of the user who runs the tests.
+pub(crate) fn lmc() -> Command {
+    without_settings(Command::new(env!("CARGO_BIN_EXE_lmc")))
 }
 
-/// The pool's segment of the server on a port, which has an unpredictable suffix.
-#[allow(dead_code, reason = "not every test binary looks at the segment")]
-pub(crate) fn segment(port: u16) -> Option<PathBuf> {
-    files_of(port).find(|path| path.extension().is_none())
+fn without_settings(mut command: Command) -> Command {
+    for name in ["LMC_CONFIG", "LMC_URL", "LMC_STATE_DIR"] {
+        command.env_remove(name);
+    }
+    command
 }
 
-/// Removes what a killed server leaves to its successor.
-#[allow(dead_code, reason = "not every test binary kills servers")]
-pub(crate) fn remove_segment(port: u16) {
-    for path in files_of(port) {
-        let _ = std::fs::remove_file(path);
+/// Adds a verb and flags to a command, and ports and a size for the pool where the flags have
+/// none. Returns the command and the two ports.
+fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16) {
+    let given = |flag: &str| {
+        let at = args.iter().position(|arg| **arg == *flag)?;
+        Some(args[at + 1].to_owned())
+    };
+    let mut command = without_settings(command);
+    command.arg(verb).args(args).stdout(Stdio::null());
+    let mut port = |flag: &str| {
+        let port = given(flag).unwrap_or_else(|| {
+            let port = free_port().to_string();
+            command.args([flag, port.as_str()]);
+            port
+        });
+        port.parse().unwrap_or(0)
+    };
+    let (port, http) = (port("--port"), port("--http-port"));
+    if given("--l1-size-gb").is_none() {
+        command.args(["--l1-size-gb", "16MiB"]);
+    }
+    (command, port, http)
+}
+
+/// A running `lmc serve`, killed when dropped.
+pub(crate) struct Server {
+    pub(crate) process: Process,
+    pub(crate) port: u16,
+    pub(crate) http: u16,
+}
+
+impl Deref for Server {
+    type Target = Process;
+
+    fn deref(&self) -> &Process {
+        &self.process
     }
 }
 
-fn files_of(port: u16) -> impl Iterator<Item = PathBuf> {
+impl Server {
+    /// Starts `lmc serve` with these flags and waits until it listens. Where the flags say nothing
+    /// else, it has free ports and a pool of 16 MiB.
+    pub(crate) fn start(args: &[&str]) -> Self {
+        let server = Self::spawn(args);
+        server.wait_until_it_listens(args);
+        server
+    }
+
+    /// As [`Self::start`], by a command (a shell, `setpriv`) that ends with the program.
+    pub(crate) fn start_by(command: Command, args: &[&str]) -> Self {
+        let server = Self::spawn_by(command, "serve", args);
+        server.wait_until_it_listens(args);
+        server
+    }
+
+    /// As [`Self::start`], without waiting.
+    pub(crate) fn spawn(args: &[&str]) -> Self {
+        Self::spawn_by(lmc(), "serve", args)
+    }
+
+    /// Runs a command that ends with the program, with a verb and flags.
+    pub(crate) fn spawn_by(command: Command, verb: &str, args: &[&str]) -> Self {
+        let (mut command, port, http) = complete(command, verb, args);
+        Self {
+            process: Process::spawn(&mut command),
+            port,
+            http,
+        }
+    }
+
+    /// As [`Self::spawn`], with its standard error left to the caller.
+    pub(crate) fn spawn_unread() -> (Self, ChildStderr) {
+        let (mut command, port, http) = complete(lmc(), "serve", &[]);
+        let (process, stderr) = Process::spawn_unread(&mut command);
+        (
+            Self {
+                process,
+                port,
+                http,
+            },
+            stderr,
+        )
+    }
+
+    fn wait_until_it_listens(&self, args: &[&str]) {
+        match args.contains(&"--log-level") {
+            // At other levels it does not say so.
+            true => self.wait_until_it_answers(),
+            false => drop(self.line("listening for engines")),
+        }
+    }
+
+    /// Waits until both ports can be connected to.
+    pub(crate) fn wait_until_it_answers(&self) {
+        for port in [self.http, self.port].into_iter().filter(|port| *port > 0) {
+            until("the server listens", || {
+                TcpStream::connect(("127.0.0.1", port)).is_ok()
+            });
+        }
+    }
+
+    /// Connects as an engine.
+    pub(crate) fn client(&self) -> Client {
+        let address = SocketAddr::from(([127, 0, 0, 1], self.port));
+        Client::connect(address, DEADLINE).expect("a connection")
+    }
+
+    /// Returns the answer to a GET of the HTTP side, with its head.
+    pub(crate) fn get(&self, path: &str) -> String {
+        ask(self.http, "GET", path, "").1
+    }
+
+    /// Returns the value of a metric, by its name with its labels.
+    pub(crate) fn metric(&self, series: &str) -> f64 {
+        let page = self.get("/metrics");
+        let value = |line: &str| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok();
+        let found = page.lines().find_map(value);
+        found.unwrap_or_else(|| panic!("no {series} in {page}"))
+    }
+
+    /// Ends the server in order, and asserts that it succeeds.
+    pub(crate) fn terminate(self) {
+        self.terminate_by(libc::SIGTERM);
+    }
+
+    /// As [`Self::terminate`], by another signal.
+    pub(crate) fn terminate_by(mut self, signal: libc::c_int) {
+        self.signal(signal);
+        let ended = self.process.wait();
+        assert!(ended.success(), "{ended}");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.process.kill();
+        // A killed server leaves its pool behind, for its successor to reclaim.
+        let owner = format!("pid {} ", self.process.id());
+        let entries = std::fs::read_dir("/dev/shm")
+            .into_iter()
+            .flatten()
+            .flatten();
+        for path in entries.map(|entry| entry.path()) {
+            let is_ours = path.extension().is_some_and(|kind| kind == "lmc-owner")
+                && std::fs::read_to_string(&path).is_ok_and(|text| text.starts_with(&owner));
+            if is_ours {
+                let _ = std::fs::remove_file(path.with_extension(""));
+                let _ = std::fs::remove_file(path);
+            }
+        }
+    }
+}
+
+/// The pool's segment of the server on a port, which has an unpredictable suffix.
+pub(crate) fn segment(port: u16) -> Option<PathBuf> {
     let prefix = format!("lmc_{port}_");
     let entries = std::fs::read_dir("/dev/shm").expect("/dev/shm is there");
-    let paths = entries.flatten().map(|entry| entry.path());
-    paths.filter(move |path| {
+    let mut paths = entries.flatten().map(|entry| entry.path());
+    paths.find(|path| {
         let name = path.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.starts_with(&prefix))
+        path.extension().is_none() && name.is_some_and(|name| name.starts_with(&prefix))
     })
 }
 
 /// Registers an engine's memory for copies by the server: one layer of rank 3, `[blocks, tokens,
 /// elements]`, in a segment of exactly that size. `dtype` is torch's name and the bytes of an element.
-#[allow(dead_code, reason = "not every test binary registers an engine")]
 pub(crate) fn registration(
     instance_id: u64,
     model_name: &str,
@@ -98,10 +226,9 @@ pub(crate) fn registration(
 }
 
 /// Sends a request to the HTTP side of a server. Returns the code of the answer, and all of it.
-#[allow(dead_code, reason = "not every test binary asks the HTTP side")]
 pub(crate) fn ask(http: u16, method: &str, path: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(("127.0.0.1", http)).expect("a connection");
-    stream.set_read_timeout(Some(ASKING)).expect("a timeout");
+    stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
     let length = body.len();
     write!(
         stream,
@@ -113,32 +240,4 @@ pub(crate) fn ask(http: u16, method: &str, path: &str, body: &str) -> (u16, Stri
     stream.read_to_string(&mut answer).expect("an answer");
     let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
     (code.expect("a status code"), answer)
-}
-
-/// Sends a signal to a child that has not been waited for.
-#[allow(dead_code, reason = "not every test binary sends signals")]
-pub(crate) fn signal(child: &Child, signal: libc::c_int) {
-    let pid = libc::pid_t::try_from(child.id()).expect("a pid");
-    // SAFETY: the process is our child and not waited for yet, so the pid is its own.
-    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-}
-
-/// Stops all threads of a child, until SIGCONT.
-#[allow(dead_code, reason = "not every test binary stops servers")]
-pub(crate) fn stop(child: &Child) {
-    signal(child, libc::SIGSTOP);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    let stopped = || {
-        let threads = std::fs::read_dir(format!("/proc/{}/task", child.id()));
-        let mut threads = threads.expect("its threads").flatten();
-        // The state follows the name, which is in brackets.
-        threads.all(|thread| {
-            let stat = std::fs::read_to_string(thread.path().join("stat"));
-            stat.is_ok_and(|stat| stat.contains(") T "))
-        })
-    };
-    while !stopped() {
-        assert!(Instant::now() < deadline, "it does not stop");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }

@@ -1,36 +1,15 @@
 //! One suite for both engines, on a real directory. Every wait has a deadline.
 
-use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::{DEADLINE, Folder as TempFolder, until};
 
 use super::*;
 use crate::volume::{Buf, Done, Kind, Part};
 
-const DEADLINE: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
-
-/// A directory that goes with the test.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new(parent: &Path) -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = parent.join(format!("lmc-volume-{}-{count}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
 
 /// A reproducible source of numbers.
 struct Random(u64);
@@ -159,22 +138,19 @@ fn pool() -> (Arc<Arena>, Pool) {
     (arena, pool)
 }
 
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let until = Instant::now() + DEADLINE;
-    while !is() {
-        assert!(Instant::now() < until, "not within the deadline: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn volume(dir: &Dir, engine: EngineChoice, depth: u32, arena: Option<Arc<Arena>>) -> FolderVolume {
+fn volume(
+    dir: &TempFolder,
+    engine: EngineChoice,
+    depth: u32,
+    arena: Option<Arc<Arena>>,
+) -> FolderVolume {
     let config = FolderConfig {
         engine,
         depth,
         threads: 4,
         arena,
     };
-    FolderVolume::open(&dir.0, config).unwrap()
+    FolderVolume::open(dir, config).unwrap()
 }
 
 /// Many sizes from and into slots and own memory, each place checked byte for byte.
@@ -240,10 +216,10 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
     volume.remove("mixed").unwrap();
 }
 
-fn ends_of_files(volume: &FolderVolume, dir: &Dir) {
-    let len = || fs::metadata(dir.0.join("short")).unwrap().len();
+fn ends_of_files(volume: &FolderVolume, dir: &TempFolder) {
+    let len = || fs::metadata(dir.join("short")).unwrap().len();
     let set_len = |len| {
-        let file = OpenOptions::new().write(true).open(dir.0.join("short"));
+        let file = OpenOptions::new().write(true).open(dir.join("short"));
         file.unwrap().set_len(len).unwrap();
     };
     let file = volume.open("short", Some(3 * BLOCK)).unwrap();
@@ -353,7 +329,7 @@ fn refusals(volume: &FolderVolume, pool: &Pool) {
     volume.remove("refusals").unwrap();
 }
 
-fn names(volume: &FolderVolume, dir: &Dir) {
+fn names(volume: &FolderVolume, dir: &TempFolder) {
     for bad in ["", ".", "..", "a/b", "/tmp/x", "nul\0"] {
         let kind = volume.open(bad, Some(BLOCK)).unwrap_err().kind();
         assert_eq!(kind, io::ErrorKind::InvalidInput, "{bad:?}");
@@ -366,8 +342,8 @@ fn names(volume: &FolderVolume, dir: &Dir) {
     let file = volume.open("one", Some(MIB)).unwrap();
     ask_one(volume, write(file, BLOCK, BLOCK)).unwrap();
     volume.open("two", Some(0)).unwrap();
-    fs::create_dir(dir.0.join("folder")).unwrap();
-    std::os::unix::fs::symlink("one", dir.0.join("link")).unwrap();
+    fs::create_dir(dir.join("folder")).unwrap();
+    std::os::unix::fs::symlink("one", dir.join("link")).unwrap();
     assert!(volume.open("link", None).is_err(), "links are not followed");
     assert!(volume.open("folder", None).is_err());
     let mut names = volume.list().unwrap();
@@ -438,7 +414,7 @@ fn askers(volume: FolderVolume, pool: &Pool) {
         })
         .collect();
     drop(start(&volume, asks));
-    wait_until("all slots are back", || pool.usage().used == 0);
+    until("all slots are back", || pool.usage().used == 0);
 
     let op = |done: Box<dyn FnOnce(Done) + Send>| {
         let Ask {
@@ -559,7 +535,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
 /// memory registered.
 fn suite(parent: &Path, engine: EngineChoice) {
     let (arena, pool) = pool();
-    let dir = Dir::new(parent);
+    let dir = TempFolder::inside(parent);
     let deep = volume(&dir, engine, 64, Some(Arc::clone(&arena)));
     mixed(&deep, &pool);
     println!("{}", deep.describe());
@@ -614,7 +590,7 @@ fn threads_in_shared_memory() {
 
 #[test]
 fn a_volume_says_how_it_moves_bytes() {
-    let dir = Dir::new(&std::env::temp_dir());
+    let dir = TempFolder::temporary();
     let threads = volume(&dir, EngineChoice::Threads, 64, None).describe();
     assert!(threads.starts_with("4 threads, "), "{threads}");
     let auto = volume(&dir, EngineChoice::Auto, 32, None).describe();
@@ -636,10 +612,10 @@ fn a_volume_says_how_it_moves_bytes() {
 
 #[test]
 fn a_directory_that_is_none_is_refused() {
-    let dir = Dir::new(&std::env::temp_dir());
-    let open = |name: &str| FolderVolume::open(&dir.0.join(name), FolderConfig::default());
+    let dir = TempFolder::temporary();
+    let open = |name: &str| FolderVolume::open(&dir.join(name), FolderConfig::default());
     assert_eq!(open("none").unwrap_err().kind(), io::ErrorKind::NotFound);
-    fs::write(dir.0.join("file"), b"").unwrap();
+    fs::write(dir.join("file"), b"").unwrap();
     assert_eq!(
         open("file").unwrap_err().kind(),
         io::ErrorKind::NotADirectory
@@ -653,14 +629,14 @@ fn quick_look() {
     let arena = Arc::new(ArenaConfig::anonymous(64 << 20).build().unwrap());
     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default()).unwrap();
     for engine in [EngineChoice::Threads, EngineChoice::Uring] {
-        let dir = Dir::new(&std::env::temp_dir());
+        let dir = TempFolder::temporary();
         let config = FolderConfig {
             engine,
             threads: 16,
             arena: Some(Arc::clone(&arena)),
             ..FolderConfig::default()
         };
-        let volume = FolderVolume::open(&dir.0, config).unwrap();
+        let volume = FolderVolume::open(&dir, config).unwrap();
         let file = volume.open("look", Some(1 << 30)).unwrap();
         for kind in [Kind::Write, Kind::Write, Kind::Read] {
             let (tell, told) = mpsc::channel();

@@ -5,11 +5,20 @@ use std::process::Command;
 
 const VARIABLE: &str = "LMC_TEST_OWN_SHM";
 
+/// Returns true if this process runs as root.
+pub fn is_root() -> bool {
+    std::fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
+}
+
 /// Runs `inside` in a process of its own, in a mount namespace with a new tmpfs over `/dev/shm`:
 /// other tests, whose servers reclaim what killed ones leave, do not see its segments.
+/// `options` are those of the mount, `test` is the name of the test that calls this.
 ///
 /// Where there are no namespaces, prints that the test was skipped.
-pub(crate) fn with_own_shm(options: &str, test: &str, inside: fn()) {
+///
+/// # Panics
+/// When the test fails in that process.
+pub fn with_own_shm(options: &str, test: &str, inside: fn()) {
     if std::env::var_os(VARIABLE).is_some() {
         return inside();
     }
@@ -19,8 +28,7 @@ pub(crate) fn with_own_shm(options: &str, test: &str, inside: fn()) {
         this.display()
     );
     // Root needs no user namespace, and keeps the other users.
-    let is_root = std::fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0);
-    let user: &[&str] = match is_root {
+    let user: &[&str] = match is_root() {
         true => &[],
         false => &["--user", "--map-root-user"],
     };

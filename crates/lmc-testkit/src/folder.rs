@@ -1,0 +1,73 @@
+//! Temporary folders.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A new, empty folder of its own, removed with its content on drop.
+#[derive(Debug)]
+pub struct Folder(PathBuf);
+
+impl Folder {
+    /// Makes a folder in the system's folder for temporary files.
+    ///
+    /// # Panics
+    /// When it cannot be made.
+    pub fn temporary() -> Self {
+        Self::inside(std::env::temp_dir())
+    }
+
+    /// Makes a folder in `parent`. With `env!("CARGO_TARGET_TMPDIR")` it lies on the file system of
+    /// the build, which is a real drive where `/tmp` may be memory.
+    ///
+    /// # Panics
+    /// When it cannot be made.
+    pub fn inside(parent: impl AsRef<Path>) -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("lmc-test-{}-{count}", std::process::id());
+        let path = parent.as_ref().join(name);
+        // What an earlier process of the same id left.
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).expect("a folder for a test can be made");
+        Self(path)
+    }
+
+    /// Returns the path as text.
+    ///
+    /// # Panics
+    /// When the path is not UTF-8.
+    pub fn text(&self) -> &str {
+        self.0
+            .to_str()
+            .expect("the path of a test's folder is UTF-8")
+    }
+}
+
+impl Deref for Folder {
+    type Target = Path;
+
+    fn deref(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl AsRef<Path> for Folder {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl AsRef<OsStr> for Folder {
+    fn as_ref(&self) -> &OsStr {
+        self.0.as_os_str()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

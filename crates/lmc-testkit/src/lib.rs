@@ -1,0 +1,31 @@
+//! Helpers that the tests of several lmc crates share.
+//!
+//! Every wait here has a deadline that is generous on a busy machine, and panics with what it
+//! waited for. Not published; crates name it in `dev-dependencies` only.
+//!
+//! ```
+//! use lmc_testkit::{Folder, until};
+//!
+//! let folder = Folder::temporary();
+//! std::fs::write(folder.join("file"), "text")?;
+//! until("the file is there", || folder.join("file").exists());
+//! # Ok::<(), std::io::Error>(())
+//! ```
+
+mod folder;
+pub use folder::Folder;
+
+mod memory;
+pub use memory::pool;
+
+mod own_shm;
+pub use own_shm::{is_root, with_own_shm};
+
+mod ports;
+pub use ports::free_port;
+
+mod process;
+pub use process::Process;
+
+mod wait;
+pub use wait::{DEADLINE, soon, until};
