@@ -44,3 +44,8 @@ pub use format::VERSION_WITH_EPOCH as FORMAT_VERSION;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

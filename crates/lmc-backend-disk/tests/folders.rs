@@ -1,5 +1,7 @@
 //! What a folder may hold when a tier is opened on it.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::process::Command;

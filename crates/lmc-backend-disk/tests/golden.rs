@@ -1,5 +1,7 @@
 //! A drive of each version of the format, as it was written then, is opened and read.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

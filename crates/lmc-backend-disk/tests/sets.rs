@@ -1,5 +1,7 @@
 //! Drive sets on real folders: what was cleared stays cleared, and what is missing is named.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::fs;
 use std::path::PathBuf;
 

@@ -1,5 +1,7 @@
 //! The tier on a real folder, through its public face.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -67,3 +67,8 @@ pub use tier::{
     Clear, InFlight, Inserted, LocalTier, Maintained, MarkId, NewChunk, PlacedChunk, Reservation,
     ReserveError, Write, WriteStart,
 };
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

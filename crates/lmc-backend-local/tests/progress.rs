@@ -1,6 +1,8 @@
 //! What users of other caches reported first: a tier full of leased chunks must refuse at once,
 //! not wait, and work again as soon as something goes.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};

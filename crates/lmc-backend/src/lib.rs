@@ -56,3 +56,8 @@ pub use noop::NoopBackend;
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

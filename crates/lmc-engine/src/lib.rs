@@ -55,3 +55,8 @@ pub use lmc_backend_local::{
     EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,
     TenantId,
 };
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

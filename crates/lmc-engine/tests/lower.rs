@@ -36,7 +36,8 @@ fn engine_with(
     config.copy_queue_bytes = Some(chunks * CHUNK);
     change(&mut config);
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
-    CacheEngine::with_tiers(config, Arc::new(arena.unwrap()), vec![lower]).unwrap()
+    let arena = Arc::new(arena.expect("memory"));
+    CacheEngine::with_tiers(config, arena, vec![lower]).expect("a valid configuration")
 }
 
 fn engine(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {

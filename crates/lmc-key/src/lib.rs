@@ -65,3 +65,8 @@ pub use printable::Printable;
 
 mod space;
 pub use space::{KeySpace, LayoutFingerprint, SpaceId};
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

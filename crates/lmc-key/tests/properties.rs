@@ -1,5 +1,7 @@
 //! Properties that hold for any input.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use std::thread;
 
 use lmc_key::{

@@ -1,5 +1,7 @@
 //! Golden vectors that LMCache's and vLLM's own code computed; see `data/make_vectors.py`.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use lmc_key::{
     ChunkHash, ChunkHasher, HashAlgorithm, HashMemo, KeySpace, LayoutFingerprint, Salt, Token,
 };

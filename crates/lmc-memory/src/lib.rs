@@ -52,3 +52,8 @@ pub use pool::{
 };
 pub use segment::{MappedSegment, SegmentError};
 pub use shared_name::{NameError, SharedName};
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

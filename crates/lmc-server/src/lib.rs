@@ -23,3 +23,8 @@ mod vllm;
 
 pub use pool_size::{CgroupLimit, FreeMemory, choose_pool_size};
 pub use vllm::transfer_config;
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

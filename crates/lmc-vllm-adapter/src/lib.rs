@@ -37,3 +37,8 @@ pub const LMCACHE_RELEASE: &str = "0.5.6";
 pub use transport::{
     BindError, Keepalive, Limits, TrustedUsers, Untrusted, ZmqConfig, ZmqServer, ZmtpError,
 };
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

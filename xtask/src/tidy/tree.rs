@@ -1,6 +1,5 @@
 //! The files of the repository, read once.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
@@ -99,41 +98,6 @@ impl Tree {
     pub(crate) fn exists(&self, path: &str) -> bool {
         self.file(path).is_some() || self.root.join(path).exists()
     }
-
-    /// Paths of the files that are compiled for tests only: in `tests/`, or behind a
-    /// `#[cfg(test)] mod x;`. A folder ends in a slash.
-    pub(crate) fn test_only(&self) -> BTreeSet<String> {
-        let mut found = BTreeSet::new();
-        for file in self.with_ending("rs") {
-            let own = match file.path.rsplit_once('/') {
-                Some((folder, "mod.rs" | "lib.rs" | "main.rs")) => folder,
-                _ => file.path.trim_end_matches(".rs"),
-            };
-            let mut behind_test = false;
-            for line in file.text.lines().map(str::trim) {
-                if line.starts_with("#[cfg(test)]") {
-                    behind_test = true;
-                } else if line.starts_with("#[") {
-                    continue;
-                } else if let Some(name) = behind_test.then(|| module_file(line)).flatten() {
-                    found.insert(format!("{own}/{name}.rs"));
-                    found.insert(format!("{own}/{name}/"));
-                    behind_test = false;
-                } else {
-                    behind_test = false;
-                }
-            }
-        }
-        found
-    }
-}
-
-/// `x` of `pub(crate) mod x;`.
-fn module_file(line: &str) -> Option<&str> {
-    let (before, name) = line.split_once("mod ")?;
-    (before.is_empty() || before.starts_with("pub"))
-        .then(|| name.strip_suffix(';'))
-        .flatten()
 }
 
 fn collect(root: &Path, folder: &str, files: &mut Vec<File>) -> Result<()> {
@@ -183,28 +147,6 @@ pub(crate) fn normal(path: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn files_behind_cfg_test_are_found() {
-        let tree = Tree::of(&[
-            (
-                "crates/a/src/lib.rs",
-                "mod b;\n#[cfg(test)]\n#[allow(x)]\nmod testing;\n",
-            ),
-            ("crates/a/src/b.rs", "#[cfg(test)]\nmod tests;\nmod c;\n"),
-            ("crates/a/src/d.rs", "#[cfg(test)]\nmod tests {\n}\n"),
-        ]);
-        let found: Vec<String> = tree.test_only().into_iter().collect();
-        assert_eq!(
-            found,
-            [
-                "crates/a/src/b/tests.rs",
-                "crates/a/src/b/tests/",
-                "crates/a/src/testing.rs",
-                "crates/a/src/testing/",
-            ]
-        );
-    }
 
     #[test]
     fn paths_are_worked_out() {

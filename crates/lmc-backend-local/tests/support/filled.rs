@@ -40,24 +40,24 @@ pub(crate) fn prompt(number: u64) -> Vec<ChunkKey> {
 pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
     let arena = ArenaConfig::anonymous((chunks * LEN) as usize)
         .build()
-        .unwrap();
+        .expect("memory");
     let config = PoolConfig::default().with_align(LEN as usize);
-    let pool = Pool::new(Arc::new(arena), config).unwrap();
+    let pool = Pool::new(Arc::new(arena), config).expect("a valid alignment");
     // The pool's own table of slots is not the index's cost: it is all there before.
-    let slots = (0..chunks).map(|_| pool.reserve(LEN).unwrap().written());
+    let slots = (0..chunks).map(|_| pool.reserve(LEN).expect("the pool has as many").written());
     let mut slots: Vec<WrittenSlot> = slots.collect();
     slots.reverse();
     let before = live();
     // What a small host has by default. Each shard wastes 16 places on average, which only counts
     // where there are few chunks for a shard.
     let config = LocalConfig::new(pool).with_policy(policy).with_shards(8);
-    let tier = config.build().unwrap();
+    let tier = config.build().expect("a valid configuration");
     for start in (0..chunks).step_by(PROMPT as usize) {
         let chunk = |n: u64| NewChunk {
             key: key(n),
             parent: (n > start).then(|| key(n - 1)),
             tenant: TenantId(0),
-            slot: slots.pop().unwrap(),
+            slot: slots.pop().expect("one for each chunk"),
         };
         let end = (start + PROMPT).min(chunks);
         tier.insert((start..end).map(chunk).collect());
