@@ -1,4 +1,4 @@
-//! What the hashes of a prompt cost: hashed, remembered, and against a bare comparison.
+//! Measures the hashes of a prompt: computed, remembered, and against a bare comparison.
 //!
 //! `cargo run --release -p lmc-key --example hash_speed [chunk_size]`
 //!
@@ -89,14 +89,14 @@ fn measure(chunk_size: u32, len: usize) {
         row(&format!("{algorithm}, hashed"), time, memcmp);
     }
 
-    // Room for a quarter of the prompts that take turns: each is gone when it comes again.
+    // Memory for a quarter of the prompts that take turns: each is evicted before it comes again.
     let small = HashMemo::new(SPREAD / 4 * len * size_of::<Token>());
     let cold = median(|i| {
         black_box(small.hash_prompt(&hasher, &salt, &prompts[i % SPREAD]));
     });
     assert_eq!(small.stats().known, 0, "a prompt was still known");
     row("memo, hashed and evicting *", cold, memcmp_spread);
-    // Room for all of them: this is to measure memory, not eviction.
+    // Memory for all of them: this is to measure memory, not eviction.
     let memo = HashMemo::new(256 << 20);
     for prompt in &prompts {
         memo.hash_prompt(&hasher, &salt, prompt);

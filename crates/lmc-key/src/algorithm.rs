@@ -1,4 +1,4 @@
-//! Which function turns tokens into chunk hashes.
+//! Algorithms that turn tokens into chunk hashes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ pub enum HashAlgorithm {
     /// 32 bytes.
     Sha256Cbor = 2,
     /// `xxhash_cbor`, vLLM's: XXH3-128 of the same CBOR, 16 bytes. Not collision-resistant:
-    /// whoever may choose prompts can make two that share a hash. For one trusted tenant only.
+    /// a user who chooses prompts can make two that share a hash. For one trusted tenant only.
     Xxh3 = 3,
 }
 
@@ -83,7 +83,7 @@ pub enum UnknownAlgorithm {
          set blake3, sha256_cbor or xxhash_cbor on both sides"
     )]
     PythonOnly(String),
-    /// Nobody has it.
+    /// No implementation has it.
     #[error("hash algorithm {0:?} is unknown; expected blake3, sha256_cbor or xxhash_cbor")]
     Unknown(String),
 }

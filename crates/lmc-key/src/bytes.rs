@@ -1,4 +1,4 @@
-//! The one place with `unsafe`: tokens seen as bytes, without a copy.
+//! Views tokens as bytes without a copy: the only `unsafe` code of this crate.
 
 use crate::Token;
 

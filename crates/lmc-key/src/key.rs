@@ -5,13 +5,13 @@ use std::hash::{BuildHasher, Hash, Hasher};
 
 use crate::{ChunkHash, SpaceId};
 
-/// The full identity of a stored chunk: what the bytes mean, whose part they are, and which
-/// tokens they belong to.
+/// The full identity of a stored chunk: the meaning of its bytes, the rank that holds them, and
+/// the tokens that they belong to.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ChunkKey {
     /// Model, layout, world size, salt and hash algorithm.
     pub space: SpaceId,
-    /// Which of the world's KV ranks holds this part of the chunk.
+    /// KV rank that holds this part of the chunk.
     pub kv_rank: u16,
     /// Object group: models with several kinds of KV store one object for each.
     pub group: u16,
@@ -23,7 +23,7 @@ impl ChunkKey {
     /// Length of [`to_bytes`](Self::to_bytes).
     pub const BYTES: usize = 16 + 2 + 2 + 32;
 
-    /// A fixed layout for disk and wire: space (16), rank (2, big-endian), group (2, big-endian),
+    /// Returns a fixed layout for disk and wire: space (16), rank (2, big-endian), group (2, big-endian),
     /// hash (32). Bytes compare as keys do.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
@@ -34,7 +34,7 @@ impl ChunkKey {
         bytes
     }
 
-    /// The inverse of [`to_bytes`](Self::to_bytes). Every 52 bytes are some key.
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote. Any 52 bytes are a key.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         Self {
             space: SpaceId::new(part(bytes, 0)),
@@ -44,18 +44,18 @@ impl ChunkKey {
         }
     }
 
-    /// All fields mixed into 64 evenly spread bits, in a few cycles: for shards, for tables, and
-    /// for both at once when they take different bits of it.
+    /// Returns all fields mixed into 64 evenly spread bits, in a few cycles: for shards, for
+    /// tables, and for both at once when they take different bits of it.
     ///
     /// Digests are uniform already; what is left to do is to keep keys apart that differ only in
     /// rank, group or space. Stable across processes of one version, not a format.
     #[inline]
     pub fn fold(&self) -> u64 {
         let space = u64::from_le_bytes(part(self.space.as_bytes(), 0));
-        let place = u64::from(self.kv_rank) << 16 | u64::from(self.group);
+        let rank_and_group = u64::from(self.kv_rank) << 16 | u64::from(self.group);
         let mixed = self.hash.prefix_u64()
             ^ space.rotate_left(32)
-            ^ place.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            ^ rank_and_group.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let wide = u128::from(mixed ^ 0xa076_1d64_78bd_642f) * 0xe703_7ed1_a0b4_28db;
         wide as u64 ^ (wide >> 64) as u64
     }
@@ -195,7 +195,7 @@ mod tests {
                 }
             }
         }
-        // 4,096 keys thrown into 65,536 places fall into 3,971 of them on average.
+        // 4,096 keys thrown into 65,536 buckets fall into 3,971 of them on average.
         assert!(low.len() > 3_850, "{}", low.len());
         assert!(high.len() > 3_850, "{}", high.len());
     }

@@ -25,14 +25,14 @@ use crate::key::FoldState;
 use crate::{ChunkHash, ChunkHasher, HashAlgorithm, Salt, Token, bytes};
 
 /// Most chunks of a run. Long enough that what a run costs beside its comparison (a probe, a
-/// lock) does not show; short enough to be evicted without holding anybody up.
+/// lock) does not show; short enough to be evicted without delaying a request.
 const RUN_CHUNKS: usize = 64;
 /// Most bytes of a run, for large chunks.
 const RUN_BYTES: usize = 256 << 10;
 /// Words of a hash.
 const HASH_WORDS: usize = 8;
-/// What a run costs beside its words: the heap's and the `Arc`'s heads, a slot of the table at
-/// its usual load, a place in the ring.
+/// Bytes of a run besides its words: the headers of the heap and of the `Arc`, a slot of the
+/// table at its usual load, an entry of the ring.
 const RUN_OVERHEAD: usize = 144;
 /// Memory a shard should have at least: some sixty long runs, so that chance fills the shards
 /// about evenly. A lock is held for tens of nanoseconds in every microsecond; few shards will do.
@@ -53,13 +53,13 @@ pub struct HashMemo {
     shards: Box<[Shard]>,
     /// Bytes each shard may hold.
     shard_bytes: usize,
-    /// Secret of this memo, so that nobody can prepare prompts that meet in one probe.
+    /// Secret of this memo, so that no user can prepare prompts that collide in one probe.
     seed: u64,
     known: AtomicU64,
     hashed: AtomicU64,
 }
 
-/// What a [`HashMemo`] holds and did. Counts are of chunks where nothing else is said.
+/// Counters of a [`HashMemo`]. They count chunks unless they say otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoStats {
@@ -123,7 +123,7 @@ impl Run {
         let chunks = old_hashes.len() / HASH_WORDS + hashes.len();
         let len = (1 + chunks) * HASH_WORDS + old_tokens.len() + tokens.len();
         let mut words: Arc<[u32]> = std::iter::repeat_n(0, len).collect();
-        let mut rest = Arc::get_mut(&mut words).expect("nobody else has it yet");
+        let mut rest = Arc::get_mut(&mut words).expect("it has one owner");
         let mut put = |part: &[u32]| {
             let (to, behind) = std::mem::take(&mut rest).split_at_mut(part.len());
             to.copy_from_slice(part);
@@ -158,7 +158,7 @@ impl Run {
         &self.words[(1 + self.chunks()) * HASH_WORDS..]
     }
 
-    /// How many leading chunks of `tokens`, which follow `parent`, are those of this run.
+    /// Returns how many leading chunks of `tokens`, which follow `parent`, are those of this run.
     fn matching(&self, hasher: &ChunkHasher, parent: &ChunkHash, tokens: &[Token]) -> usize {
         if self.algorithm != hasher.algorithm()
             || self.chunk_size != hasher.chunk_size()
@@ -251,28 +251,25 @@ impl HashMemo {
             }
 
             let begun = pending.get_or_insert_with(|| match tail.take() {
-                Some((probe, run)) if run.chunks() < run_chunks => {
-                    let room = run_chunks - run.chunks();
-                    Pending {
-                        at: done,
-                        parent,
-                        probe,
-                        known: Some(run),
-                        room,
-                    }
-                }
+                Some((probe, run)) if run.chunks() < run_chunks => Pending {
+                    at: done,
+                    parent,
+                    probe,
+                    free: run_chunks - run.chunks(),
+                    known: Some(run),
+                },
                 _ => Pending {
                     at: done,
                     parent,
                     probe,
                     known: None,
-                    room: run_chunks,
+                    free: run_chunks,
                 },
             });
             parent = hasher.hash_chunk(&parent, &rest[..chunk_len]);
             out.push(parent);
             done += 1;
-            let full = done - begun.at == begun.room;
+            let full = done - begun.at == begun.free;
             if full || done == total {
                 let begun = pending.take().expect("begun above");
                 let new = begun.at..done;
@@ -284,7 +281,7 @@ impl HashMemo {
         out
     }
 
-    /// What it holds and did, for metrics.
+    /// Returns the counters, for metrics.
     pub fn stats(&self) -> MemoStats {
         let mut stats = MemoStats {
             max_bytes: self.shard_bytes * self.shards.len(),
@@ -311,7 +308,7 @@ impl HashMemo {
         (RUN_BYTES.min(self.shard_bytes / 4) / chunk_bytes).clamp(1, RUN_CHUNKS)
     }
 
-    /// What every probe of one hasher and tenant starts from.
+    /// Returns the seed of every probe of one hasher and tenant.
     fn probe_seed(&self, hasher: &ChunkHasher, salt: &Salt) -> u64 {
         let hasher = u64::from(hasher.algorithm().code()) << 32 | u64::from(hasher.chunk_size());
         xxh3_64_with_seed(salt.as_str().as_bytes(), self.seed ^ hasher)
@@ -405,12 +402,12 @@ struct Pending {
     at: usize,
     /// The hash before it.
     parent: ChunkHash,
-    /// Where the run will be found.
+    /// Key of the run in the table.
     probe: u64,
     /// The run that they make longer.
     known: Option<Run>,
-    /// How many of them the run can take.
-    room: usize,
+    /// Chunks that the run can still take.
+    free: usize,
 }
 
 fn probe(seed: u64, parent: &ChunkHash, chunk: &[Token]) -> u64 {
@@ -537,7 +534,7 @@ mod tests {
             parent,
             probe: 0,
             known: None,
-            room: 1,
+            free: 1,
         };
         let wrong = [ChunkHash::new([1; 32])];
         let at = probe(seed, &start, &mine);

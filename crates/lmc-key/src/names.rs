@@ -41,38 +41,38 @@ pub struct Salt(Arc<str>);
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct IdentityText(Arc<str>);
 
-/// Why a text is no name.
+/// A text that is not a valid name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NameError {
-    /// Nothing is there.
+    /// Empty text.
     #[error("{what} is empty; expected at least one character")]
     Empty {
-        /// Which name.
+        /// Kind of name.
         what: &'static str,
     },
     /// Longer than the limit.
     #[error("{what} has {found} {unit}; expected at most {limit}")]
     TooLong {
-        /// Which name.
+        /// Kind of name.
         what: &'static str,
-        /// What is counted.
+        /// Unit of the limit.
         unit: &'static str,
-        /// Most that is allowed.
+        /// Largest length allowed.
         limit: usize,
-        /// What was found.
+        /// Length of the text.
         found: usize,
     },
-    /// A character that must not be there.
+    /// A forbidden character.
     #[error("{what} contains {found:?} at byte {at}; expected {expected}")]
     Forbidden {
-        /// Which name.
+        /// Kind of name.
         what: &'static str,
         /// The character.
         found: char,
-        /// Its offset in bytes.
+        /// Offset of the character in bytes.
         at: usize,
-        /// What the rule is.
+        /// Rule that the text breaks.
         expected: &'static str,
     },
 }
@@ -134,7 +134,7 @@ impl Salt {
         Ok(Self(salt.into()))
     }
 
-    /// Whether this is the common tenant.
+    /// Returns true for the common tenant.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -16,7 +16,7 @@ const LAYOUT_ENCODING: &str = "lmc 2026-11 layout fingerprint v1";
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LayoutFingerprint([u8; 16]);
 
-/// 16 bytes that stand for a whole [`KeySpace`].
+/// Digest of a whole [`KeySpace`], in 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SpaceId([u8; 16]);
 
@@ -25,7 +25,7 @@ pub struct SpaceId([u8; 16]);
 /// Two spaces that differ in any field have different [`SpaceId`]s.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KeySpace {
-    /// What computed the chunk hashes.
+    /// Algorithm of the chunk hashes.
     pub algorithm: HashAlgorithm,
     /// Tokens in a chunk.
     pub chunk_size: u32,

@@ -1,4 +1,4 @@
-//! How fast gather and scatter are, against plain copies on the same cores in the same run.
+//! Measures gather and scatter against plain copies on the same cores in the same run.
 //!
 //! ```text
 //! cargo run --release -p lmc-memory --example copy_speed -- [threads] [MiB a side]
@@ -215,7 +215,7 @@ fn main() -> Result<()> {
                     .iter()
                     .map(|_| {
                         pool.reserve(paged.chunk_bytes())
-                            .ok_or("room for all chunks")
+                            .ok_or("memory for all chunks")
                     })
                     .collect::<std::result::Result<_, _>>()?;
                 let start = Instant::now();

@@ -1,4 +1,4 @@
-//! How long a pool takes to be usable, and to be wholly present behind.
+//! Measures the time until a pool is usable, and until all its pages are present.
 //!
 //! ```text
 //! cargo run --release -p lmc-memory --example prefault_speed -- [threads] [GiB]

@@ -19,7 +19,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
-/// The same of bytes that come in parts, in order.
+/// Computes [`checksum`] of bytes that come in parts, in order.
 ///
 /// ```
 /// use lmc_memory::{PartedChecksum, checksum};
@@ -126,10 +126,10 @@ mod x86 {
     /// Stripes between two scrambles: the secret moves on by 8 bytes for each.
     const STRIPES: usize = (SECRET.len() - STRIPE) / 8;
     const BLOCK: usize = STRIPES * STRIPE;
-    /// How far ahead memory is asked for, into the near cache.
+    /// Bytes ahead that are prefetched into the first-level cache.
     const NEAR: usize = 2048;
-    /// How far ahead it is asked for into the one behind that. More than a page, since no
-    /// processor looks beyond the end of one by itself.
+    /// Bytes ahead that are prefetched into the second-level cache. More than a page, since no
+    /// processor prefetches beyond the end of a page by itself.
     const FAR: usize = 6144;
     const PRIME32_1: u64 = 0x9E37_79B1;
     const PRIME32_2: u64 = 0x85EB_CA77;

@@ -37,7 +37,7 @@ pub enum LayoutError {
     },
 }
 
-/// How many planes a row has in each layer.
+/// Number of planes that a row has in each layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Planes {
     /// One: MLA's latent vector, or K and V packed side by side.

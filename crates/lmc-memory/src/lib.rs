@@ -1,4 +1,4 @@
-//! The memory under a KV cache: where chunks lie, who may touch them, and how bytes get there.
+//! The memory under a KV cache: arenas, slots with typed states, layouts, gather and scatter.
 //!
 //! An [`Arena`] is one range of memory (anonymous, or POSIX shared so that engines on the host
 //! can map it). A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching
@@ -15,7 +15,7 @@
 //!
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
 //! let pool = Pool::new(arena, PoolConfig::default())?;
-//! let mut slot = pool.reserve(5).expect("an empty pool has room");
+//! let mut slot = pool.reserve(5).expect("an empty pool has space");
 //! slot.bytes_mut().copy_from_slice(b"hello");
 //! let sealed = slot.written().seal();
 //! let reader = sealed.clone();

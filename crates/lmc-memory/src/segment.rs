@@ -1,4 +1,4 @@
-//! Shared memory that belongs to somebody else: an engine's own KV cache.
+//! Shared memory of another process: an engine's own KV cache.
 
 use std::fs::File;
 use std::io;
@@ -24,7 +24,7 @@ pub enum SegmentError {
     Open {
         /// The segment.
         name: SharedName,
-        /// What the system said.
+        /// Error of the system call.
         source: io::Error,
     },
     /// The segment is smaller than announced, or than it was when it was mapped.
@@ -141,7 +141,7 @@ impl MappedSegment {
         matches!((identity(self), identity(other)), (Ok(ours), Ok(theirs)) if ours == theirs)
     }
 
-    /// Its name.
+    /// Name of the segment.
     pub fn name(&self) -> &SharedName {
         &self.name
     }
@@ -162,8 +162,8 @@ impl MappedSegment {
         self.map.base()
     }
 
-    /// Whether the segment still has all the bytes that are mapped, and none was lost. What
-    /// was read between two successful checks is what the owner had written.
+    /// Checks that the segment still has all the bytes that are mapped, and that none was lost.
+    /// Bytes read between two successful checks are the ones that the owner had written.
     ///
     /// # Errors
     /// [`SegmentError::Size`] or [`SegmentError::Lost`], which stay for good.
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_cut_short_in_use_is_lost_and_nobody_dies() {
+    fn a_segment_cut_short_in_use_is_lost_and_kills_no_process() {
         let name = engine_segment("cut", &[9; 64 * 1024]);
         let segment = MappedSegment::open(&name, 64 * 1024).unwrap();
         let other = engine_segment("whole", &[3; 4096]);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_cut_short_between_copies_is_told_by_its_size() {
+    fn a_segment_cut_short_between_copies_is_recognised_by_its_size() {
         let name = engine_segment("idle", &[9; 8192]);
         let segment = MappedSegment::open(&name, 8192).unwrap();
         fs::OpenOptions::new()

@@ -82,12 +82,12 @@ impl SharedName {
         &self.0
     }
 
-    /// Where Linux shows the segment: `/dev/shm/<name>`.
+    /// Path of the segment: `/dev/shm/<name>`.
     pub fn path(&self) -> PathBuf {
         PathBuf::from("/dev/shm").join(&self.0)
     }
 
-    /// Where the owner's record lies.
+    /// Path of the owner's record.
     pub(crate) fn owner_path(&self) -> PathBuf {
         PathBuf::from("/dev/shm").join(format!("{}{OWNER_SUFFIX}", self.0))
     }

@@ -217,7 +217,7 @@ extern "C" fn on_sigbus(
         // SAFETY: the range is a mapping of ours that is guarded, so it is still mapped, and its
         // bytes are only used by code that checks the mark afterwards. `mmap` is a bare system
         // call.
-        let placed = unsafe {
+        let mapped = unsafe {
             libc::mmap(
                 start as *mut libc::c_void,
                 end - start,
@@ -227,7 +227,7 @@ extern "C" fn on_sigbus(
                 0,
             )
         };
-        if placed != libc::MAP_FAILED {
+        if mapped != libc::MAP_FAILED {
             return;
         }
     }

@@ -36,7 +36,7 @@ fn send_descriptor(socket: &UnixStream, fd: BorrowedFd<'_>) {
     };
     let mut message = message(&mut part, &mut control);
     let len = size_of::<RawFd>() as u32;
-    // SAFETY: the control buffer has room for one descriptor, and all lives through the calls.
+    // SAFETY: the control buffer has space for one descriptor, and all lives through the calls.
     let sent = unsafe {
         message.msg_controllen = libc::CMSG_SPACE(len) as usize;
         let header = libc::CMSG_FIRSTHDR(&message);

@@ -1,5 +1,5 @@
-//! A shared-memory file system that something else fills up: whoever runs out of room is told,
-//! and nobody is killed.
+//! A shared-memory file system that another process fills up: running out of space is an error,
+//! and kills no process.
 //!
 //! Needs a small tmpfs over /dev/shm, which only a mount namespace gives without disturbing
 //! the machine; where that cannot be had the test says that it was skipped.
@@ -22,7 +22,7 @@ fn a_full_file_system_is_an_error_and_no_sigbus() {
     with_own_shm("size=64m", test, || {
         a_pool_that_does_not_fit_is_refused();
         an_engine_without_pages_is_lost();
-        a_prefault_that_runs_out_of_room_says_so();
+        a_prefault_that_runs_out_of_space_says_so();
         a_pool_hands_out_only_what_can_be_touched();
     });
 }
@@ -57,12 +57,12 @@ fn huge_pages_are_used_and_a_full_file_system_is_an_error_then_too() {
         fs::remove_file("/dev/shm/other").expect("was written");
         arena
             .ensure(32 << 20, 28 << 20)
-            .expect("there is room again");
+            .expect("there is space again");
     });
 }
 
 fn a_pool_that_does_not_fit_is_refused() {
-    fs::write("/dev/shm/other", vec![1u8; 40 << 20]).expect("room for 40 MiB");
+    fs::write("/dev/shm/other", vec![1u8; 40 << 20]).expect("space for 40 MiB");
     let err = ArenaConfig::shared("lmc_full", 30 << 20)
         .build()
         .expect_err("24 MiB are left");
@@ -113,8 +113,8 @@ fn an_engine_without_pages_is_lost() {
     fs::remove_file("/dev/shm/engine").expect("was made");
 }
 
-/// Whichever is faster wins; nobody is killed.
-fn a_prefault_that_runs_out_of_room_says_so() {
+/// The faster of the two wins; no process is killed.
+fn a_prefault_that_runs_out_of_space_says_so() {
     let arena = ArenaConfig::shared("lmc_full", 60 << 20)
         .with_prefault(Prefault::Background { threads: 1 })
         .build()
@@ -125,7 +125,7 @@ fn a_prefault_that_runs_out_of_room_says_so() {
         let progress = arena.prefault_progress();
         if let Some(error) = progress.error {
             assert!(error.contains("/dev/shm is full"), "{error}");
-            // Room comes back, and the prefault goes on.
+            // Space comes back, and the prefault goes on.
             fs::remove_file("/dev/shm/other").expect("was written");
             break;
         }
@@ -147,7 +147,7 @@ fn a_prefault_that_runs_out_of_room_says_so() {
 }
 
 /// Without a prefault: what is handed out can be written, what cannot be written is withheld,
-/// and comes back when there is room.
+/// and comes back when there is space.
 fn a_pool_hands_out_only_what_can_be_touched() {
     let arena = ArenaConfig::shared("lmc_full", 60 << 20);
     let arena = arena.build().expect("60 of 64 MiB are free");
@@ -177,7 +177,7 @@ fn a_pool_hands_out_only_what_can_be_touched() {
         .bytes_mut()
         .fill(3);
     pool.recover();
-    assert!(pool.usage().withheld_bytes > 0, "there is still no room");
+    assert!(pool.usage().withheld_bytes > 0, "there is still no space");
 
     fs::remove_file("/dev/shm/other").expect("was written");
     pool.recover();
@@ -187,7 +187,7 @@ fn a_pool_hands_out_only_what_can_be_touched() {
     whole.bytes_mut().fill(4);
 }
 
-/// Writes to a file until the file system has no room left.
+/// Writes to a file until the file system has no space left.
 fn fill(path: &str) {
     let mut file = File::create(path).expect("an empty file");
     while file.write_all(&[1; 4096]).is_ok() {}

@@ -129,7 +129,7 @@ fn a_client_of_the_killed_server_keeps_its_mapping() {
     });
 }
 
-/// Many servers that start at once over a stale segment: one wins, the others are told.
+/// Many servers that start at once over a stale segment: one wins, the others get an error.
 #[test]
 fn a_race_for_a_stale_segment_has_one_winner() {
     let test = "a_race_for_a_stale_segment_has_one_winner";

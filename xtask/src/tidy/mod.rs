@@ -7,6 +7,7 @@ mod links;
 mod source;
 mod tree;
 mod unsafe_code;
+mod words;
 
 use anyhow::Result;
 
@@ -59,6 +60,10 @@ const RULES: &[Rule] = &[
     Rule {
         name: "links and paths in documents lead somewhere",
         check: links::links,
+    },
+    Rule {
+        name: "texts use the words of the glossary, and doc comments stand alone",
+        check: words::plain,
     },
     Rule {
         name: "invariants name tests that exist",

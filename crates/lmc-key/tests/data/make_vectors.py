@@ -31,7 +31,7 @@ def stub(name, **members):
     return module
 
 
-class Quiet:
+class NoLog:
     def __getattr__(self, _):
         return lambda *args, **kwargs: None
 
@@ -73,7 +73,7 @@ def load(lmcache, vllm):
     hashing = run("vllm.utils.hashing", source(vllm, "vllm/utils/hashing.py"))
     sys.modules["vllm.utils"].hashing = hashing
 
-    kv_cache_utils = stub("vllm.v1.core.kv_cache_utils", os=os, logger=Quiet(), BlockHash=bytes,
+    kv_cache_utils = stub("vllm.v1.core.kv_cache_utils", os=os, logger=NoLog(), BlockHash=bytes,
                           xxhash=hashing.xxhash, xxhash_cbor=hashing.xxhash_cbor,
                           Callable=Callable, Any=Any)
     take(source(vllm, "vllm/v1/core/kv_cache_utils.py"),
@@ -82,7 +82,7 @@ def load(lmcache, vllm):
          kv_cache_utils.__dict__)
     sys.modules["vllm.v1.core"].kv_cache_utils = kv_cache_utils
 
-    stub("lmcache.logging", init_logger=lambda _: Quiet())
+    stub("lmcache.logging", init_logger=lambda _: NoLog())
     stub("numba", njit=lambda **_: lambda function: function)
     if importlib.util.find_spec("numpy") is None:
         stub("numpy", ndarray=None, uint64=None)

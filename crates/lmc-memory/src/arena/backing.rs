@@ -44,7 +44,7 @@ pub(super) struct Backing {
     /// that maps the file can still punch holes into it; touching such a hole when the file
     /// system is full is a fault that the guard survives.
     present: Box<[AtomicU64]>,
-    /// Whether pages of the file are to be huge.
+    /// True if pages of the file are to be huge.
     huge: bool,
 }
 
@@ -85,7 +85,7 @@ impl Backing {
         }
     }
 
-    /// Asks for huge pages, where the file system was told to heed that.
+    /// Asks for huge pages, where the file system is mounted with `huge=advise`.
     pub(super) fn advise_huge(&mut self) -> io::Result<()> {
         self.map.advise(libc::MADV_HUGEPAGE)?;
         // No bytes: whether the kernel knows the call at all.
@@ -114,15 +114,15 @@ impl Backing {
     }
 
     /// Takes pages for a part of shared memory from the file system, where that was not done
-    /// before: whoever touches them then, here or in another process, cannot be killed because
-    /// the file system is full. Anonymous memory has no such error to give.
+    /// before: a process that touches them afterwards, this one or another, cannot be killed because
+    /// the file system is full. Anonymous memory has no such error.
     pub(super) fn ensure(&self, offset: u64, len: u64) -> io::Result<()> {
         let Some(file) = self.behind.file() else {
             return Ok(());
         };
         for part in offset / PART..(offset + len).div_ceil(PART) {
             let (word, bit) = (&self.present[part as usize / 64], 1 << (part % 64));
-            // Only whether the pages are there is told, and no byte of theirs.
+            // The bit orders nothing: it only says that the pages exist.
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let start = part * PART;
                 let len = PART.min(self.len() as u64 - start);

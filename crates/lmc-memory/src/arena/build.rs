@@ -10,7 +10,7 @@ use super::prefault::Prefaulter;
 use super::shared_file::SharedFile;
 use super::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, host, memfd};
 
-/// Beyond this no address space has room.
+/// Largest arena: half of what an address space has.
 const MAX_BYTES: usize = 1 << 46;
 
 impl ArenaConfig {

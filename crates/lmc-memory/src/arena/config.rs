@@ -1,4 +1,4 @@
-//! What an arena is asked to be, and what came of it.
+//! Configuration of an arena, and the report of what was obtained.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::{NameError, SharedName};
 
-/// How strongly a property is wanted.
+/// Degree to which a property is wanted: off, preferred or required.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Demand {
     /// Not wanted.
@@ -18,7 +18,7 @@ pub enum Demand {
     Required,
 }
 
-/// Whether pages are made present before they are first used.
+/// Policy that makes pages present before they are first used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Prefault {
     /// The first touch of each page pays for it.
@@ -46,7 +46,7 @@ pub(super) enum Naming {
     Unique(String),
 }
 
-/// What an arena shall be. [`ArenaConfig::build`] checks it and makes the
+/// Configuration of an arena. [`ArenaConfig::build`] checks it and makes the
 /// [`crate::Arena`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaConfig {
@@ -77,7 +77,7 @@ impl ArenaConfig {
 
     /// POSIX shared memory under `name` (such as `lmc_5555`), mode 0600, `bytes` bytes.
     ///
-    /// That `/dev/shm` has room is checked when the arena is made, but only pages that are
+    /// The free space of `/dev/shm` is checked when the arena is made, but only pages that are
     /// present are sure to stay: if something else fills the file system first, a client that
     /// touches the next page is killed by SIGBUS, and in this process the arena is lost
     /// ([`crate::Arena::is_lost`]). [`Prefault::Background`] takes the
@@ -104,49 +104,49 @@ impl ArenaConfig {
         Self::new(Kind::Sealed, bytes)
     }
 
-    /// Whether to use huge pages. Default: [`Demand::Off`].
+    /// Sets the use of huge pages. Default: [`Demand::Off`].
     pub fn with_huge_pages(mut self, demand: Demand) -> Self {
         self.huge_pages = demand;
         self
     }
 
-    /// Whether to lock pages into memory as they become present. Default: [`Demand::Off`].
+    /// Sets the locking of pages into memory as they become present. Default: [`Demand::Off`].
     pub fn with_lock(mut self, demand: Demand) -> Self {
         self.lock = demand;
         self
     }
 
-    /// The NUMA node to bind to; an error if that cannot be done. Default: none.
+    /// Sets the NUMA node to bind to; an error if that fails. Default: none.
     pub fn with_numa_node(mut self, node: Option<u32>) -> Self {
         self.numa_node = node;
         self
     }
 
-    /// Whether to make pages present in the background. Default: [`Prefault::None`].
+    /// Sets the policy that makes pages present in the background. Default: [`Prefault::None`].
     pub fn with_prefault(mut self, prefault: Prefault) -> Self {
         self.prefault = prefault;
         self
     }
 }
 
-/// What was got of what was asked for.
+/// Properties that an arena obtained, of those that were asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaReport {
     /// Bytes of the range, rounded up to whole pages.
     pub bytes: usize,
-    /// Whether huge pages back it (or may back it, for transparent ones).
+    /// True if huge pages back the arena (or may back it, for transparent ones).
     pub huge_pages: bool,
-    /// Whether pages are locked once present.
+    /// True if pages are locked once present.
     pub locked: bool,
-    /// The node it is bound to.
+    /// NUMA node that the arena is bound to.
     pub numa_node: Option<u32>,
-    /// Whether a stale segment of the same name was reclaimed.
+    /// True if a stale segment of the same name was reclaimed.
     pub reclaimed: bool,
-    /// What could not be had, and what else an operator should know; one sentence each.
+    /// Properties that were not obtained, and other notes for an operator; one sentence each.
     pub notes: Vec<String>,
 }
 
-/// How far the background prefault is.
+/// Progress of the background prefault.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefaultProgress {
     /// Bytes made present.
@@ -183,7 +183,7 @@ pub enum ArenaError {
     Held {
         /// The name.
         name: SharedName,
-        /// Who holds it, such as `pid 1234`.
+        /// Process that holds the name, such as `pid 1234`.
         owner: String,
     },
     /// The file beside the segment, which would say who owns it, cannot be trusted. It was not
@@ -229,9 +229,9 @@ pub enum ArenaError {
     Lock {
         /// Bytes to lock.
         bytes: usize,
-        /// What to change.
+        /// Setting to change.
         remedy: String,
-        /// What the system said.
+        /// Error of the system call.
         source: io::Error,
     },
     /// The memory cannot be bound to the node.
@@ -247,7 +247,7 @@ pub enum ArenaError {
     System {
         /// The call and its object.
         what: String,
-        /// What the system said.
+        /// Error of the system call.
         source: io::Error,
     },
 }

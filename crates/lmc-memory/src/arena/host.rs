@@ -1,4 +1,4 @@
-//! What the host says about its memory, read from `/proc` and `/sys`.
+//! Reads facts about the host's memory from `/proc` and `/sys`.
 
 use std::fs;
 
@@ -60,7 +60,7 @@ fn huge_option(mounts: &str) -> &str {
         .unwrap_or("never")
 }
 
-/// Whether a NUMA node is online, and the list that says so.
+/// Returns true if a NUMA node is online, with the list of those that are.
 pub(super) fn numa_node(node: u32) -> (bool, String) {
     let list = fs::read_to_string("/sys/devices/system/node/has_memory")
         .or_else(|_| fs::read_to_string("/sys/devices/system/node/online"))
@@ -69,7 +69,7 @@ pub(super) fn numa_node(node: u32) -> (bool, String) {
     (in_list(&list, node), list)
 }
 
-/// Whether a list such as `0-1,4` has a number.
+/// Returns true if a list such as `0-1,4` contains a number.
 fn in_list(list: &str, number: u32) -> bool {
     list.split(',').any(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

@@ -18,7 +18,7 @@ pub(crate) struct Mapping {
 
 // SAFETY: the mapping is plain memory without thread affinity.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; access to the bytes is governed by whoever hands out the addresses.
+// SAFETY: as above; the code that hands out addresses governs access to the bytes.
 unsafe impl Sync for Mapping {}
 
 /// Size of a base page, in bytes.
@@ -85,7 +85,7 @@ impl Mapping {
         let old = self.base.as_ptr();
         let tail = self.len - head - len;
         // SAFETY: `head + len + tail` is the old length, so every address lies in or one past
-        // the mapping, the parts cut off are page-aligned, and nobody has seen them yet.
+        // the mapping, the parts cut off are page-aligned, and their addresses are not known elsewhere.
         unsafe {
             self.base = NonNull::new_unchecked(old.add(head));
             self.len = len;
@@ -171,7 +171,7 @@ impl Mapping {
         }
     }
 
-    /// The same where the kernel can do it so that what it has no memory for is an error.
+    /// Makes pages present where the kernel can report a lack of memory as an error.
     pub(crate) fn try_populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let part = self.part(offset, len);
         loop {
@@ -188,7 +188,7 @@ impl Mapping {
     }
 
     /// Makes pages present by writing to each what it already holds. The write is one atomic
-    /// instruction, so it cannot undo a byte that somebody else writes at the same time.
+    /// instruction, so it cannot undo a byte that is written at the same time.
     pub(crate) fn touch(&self, offset: usize, len: usize) {
         let part = self.part(offset, len);
         for at in (0..len).step_by(page_size()) {

@@ -83,12 +83,12 @@ impl Arena {
         self.is_lost()
     }
 
-    /// What was got of what was asked for.
+    /// Returns the properties that the arena obtained.
     pub fn report(&self) -> &ArenaReport {
         &self.report
     }
 
-    /// How far the background prefault is.
+    /// Returns the progress of the background prefault.
     pub fn prefault_progress(&self) -> PrefaultProgress {
         self.prefault
             .as_ref()
@@ -96,12 +96,12 @@ impl Arena {
             .unwrap_or_default()
     }
 
-    /// Sees to it that touching a part cannot kill for lack of memory in `/dev/shm`. A pool does
-    /// that for the slots it hands out; whoever touches places that others name does it here.
-    /// Costs next to nothing where it was done before.
+    /// Ensures that touching a range cannot kill the process for lack of memory in `/dev/shm`. A
+    /// pool does that for the slots it hands out; code that touches offsets named by a peer calls
+    /// this first. Later calls for the same range cost next to nothing.
     ///
     /// # Errors
-    /// Why there is no memory for it, or that it lies outside.
+    /// A text: there is no memory for the range, or it lies outside of the arena.
     pub fn ensure(&self, offset: u64, len: u64) -> Result<(), String> {
         let inside = offset
             .checked_add(len)

@@ -19,7 +19,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// waits, and a multiple of every page size.
 const PIECE: u64 = 32 << 20;
 
-/// What the threads share.
+/// State that the prefault threads share.
 #[derive(Debug)]
 struct Work {
     backing: Arc<Backing>,

@@ -121,7 +121,7 @@ impl SharedFile {
         &self.file
     }
 
-    /// Its name.
+    /// Name of the segment.
     pub(super) fn name(&self) -> &SharedName {
         &self.name
     }

@@ -57,7 +57,7 @@ fn a_shared_arena_is_a_file_that_others_map_and_that_goes_at_drop() {
 }
 
 #[test]
-fn a_second_owner_is_told_who_holds_the_name() {
+fn the_error_of_a_second_owner_names_the_first() {
     let name = name("held");
     let first = ArenaConfig::shared(&name, 4096).build().unwrap();
     let err = ArenaConfig::shared(&name, 4096).build().unwrap_err();
@@ -85,7 +85,7 @@ fn an_unlinked_name_belongs_to_the_next_owner() {
 }
 
 #[test]
-fn a_segment_of_somebody_else_is_left_alone() {
+fn a_segment_of_another_program_is_left_alone() {
     let name = SharedName::new(&name("foreign")).unwrap();
     fs::write(name.path(), b"not lmc's").unwrap();
     let err = ArenaConfig::shared(name.as_str(), 4096)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::paged::{PagedError, PagedKv, PlaneBase};
 use crate::{DType, GroupLayout, MappedSegment, Planes};
 
-/// Whether tokens or heads come first within a block.
+/// Order of tokens and heads within a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvOrder {
     /// Tokens, then heads (vLLM's `NHD`, and `BLNHC`).
@@ -89,7 +89,7 @@ fn narrow(value: u64) -> Result<u32, PagedError> {
 impl KvGroup {
     /// Reads the layout off the tensors of a group's layers.
     ///
-    /// Tokens and heads cannot be told apart by their sizes, so `order` decides.
+    /// Sizes do not distinguish tokens from heads, so `order` decides.
     /// `tokens_per_block` is what the engine says that a block id covers, if it says so; it may
     /// be a multiple of the tokens of a block (compressed caches).
     ///

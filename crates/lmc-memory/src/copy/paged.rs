@@ -23,7 +23,7 @@ pub enum PagedError {
     /// The tensors have no known layout, or contradict each other.
     #[error("{why}")]
     Unsupported {
-        /// What was expected and found.
+        /// Cause, with what was expected and found.
         why: String,
     },
     /// A chunk beyond the bounds of a layout.

@@ -136,7 +136,7 @@ struct Leave<'a> {
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
-        // Steps that nobody has begun are not begun after an unwinding either.
+        // Steps that have not begun do not begin after an unwinding either.
         self.work.next.store(self.work.steps, Ordering::Relaxed);
         self.shared
             .queue
@@ -150,7 +150,7 @@ impl Drop for Leave<'_> {
     }
 }
 
-/// What a thread of the team does: joins the oldest loop that has steps left.
+/// Runs on each thread of the team: joins the oldest loop that has steps left.
 fn help(shared: &Shared) {
     let mut queue = shared.queue.lock();
     loop {

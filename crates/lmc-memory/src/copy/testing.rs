@@ -58,7 +58,7 @@ pub(super) fn marked(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|at| mark(seed, at)).collect()
 }
 
-/// What one axis of a KV tensor counts.
+/// Meaning of one axis of a KV tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Axis {
     Plane,

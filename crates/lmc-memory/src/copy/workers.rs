@@ -77,7 +77,7 @@ impl fmt::Debug for CopyPool {
     }
 }
 
-/// Where each segment and chunk starts.
+/// First byte of each segment and chunk.
 struct Addresses {
     segments: Vec<*mut u8>,
     chunks: Vec<*mut u8>,
@@ -255,7 +255,7 @@ fn carry_out(
     }
 }
 
-/// How many copies make about one share; the copies of a plan are much of a size.
+/// Returns how many copies make about one share; the copies of a plan have similar sizes.
 fn ops_of_a_share(plan: &CopyPlan) -> usize {
     let average = (plan.bytes() / plan.ops.len().max(1) as u64).max(1);
     (SHARE / average).max(1) as usize

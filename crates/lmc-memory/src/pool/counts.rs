@@ -14,8 +14,8 @@ pub(super) struct Counts {
     segments: [OnceLock<Box<[AtomicU32]>>; SEGMENTS],
 }
 
-/// The segment of a counter, and its place there.
-fn place(index: u32) -> (usize, usize) {
+/// Returns the segment of a counter, and its index there.
+fn locate(index: u32) -> (usize, usize) {
     let shifted = index as usize + FIRST;
     let segment = (shifted.ilog2() - FIRST.ilog2()) as usize;
     (segment, shifted - (FIRST << segment))
@@ -24,10 +24,10 @@ fn place(index: u32) -> (usize, usize) {
 impl Counts {
     /// The counter of a slot.
     pub(super) fn at(&self, index: u32) -> &AtomicU32 {
-        let (segment, place) = place(index);
+        let (segment, offset) = locate(index);
         let counters = self.segments[segment]
             .get_or_init(|| (0..FIRST << segment).map(|_| AtomicU32::new(0)).collect());
-        &counters[place]
+        &counters[offset]
     }
 }
 
@@ -47,6 +47,6 @@ mod tests {
         for index in indices {
             assert_eq!(counts.at(index).load(Ordering::Relaxed), index + 1);
         }
-        assert_eq!(place(u32::MAX).0, SEGMENTS - 1);
+        assert_eq!(locate(u32::MAX).0, SEGMENTS - 1);
     }
 }

@@ -18,7 +18,7 @@ use segregated_fit::SegregatedFit;
 use slot::Handle;
 pub use slot::{QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot};
 
-/// How a pool cuts up its arena.
+/// Configuration of a pool: the alignment of its slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
     pub(crate) align: usize,
@@ -62,7 +62,7 @@ pub enum PoolError {
     },
 }
 
-/// What a pool holds, in bytes and slots.
+/// Usage of a pool, in bytes and slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
     /// Bytes that can be handed out in all.
@@ -90,7 +90,7 @@ pub struct Pool {
     inner: Arc<Inner>,
 }
 
-/// What every slot of a pool points to.
+/// Shared state of a pool, which every slot points to.
 #[derive(Debug)]
 struct Inner {
     arena: Arc<Arena>,
@@ -160,16 +160,16 @@ impl Pool {
         1 << self.inner.align_bits
     }
 
-    /// Takes a slot of `len` bytes, whose content is whatever was there before; `None` when
-    /// nothing large enough is free or `len` is 0. O(1), touches no byte of the slot.
+    /// Reserves a slot of `len` bytes, with the content that its memory had before. Returns `None`
+    /// when nothing large enough is free or `len` is 0. O(1), touches no byte of the slot.
     ///
     /// Memory of a shared arena is taken from the file system the first time, so that a full
-    /// `/dev/shm` is no memory here and no death of whoever writes to the slot.
+    /// `/dev/shm` is an error here, and does not kill the process that writes to the slot.
     pub fn reserve(&self, len: u64) -> Option<ReservedSlot> {
         let units = u32::try_from(len.div_ceil(self.align())).ok()?;
         let take = |_| self.take(units);
         let (node, unit) = (0..WITHHELD_PER_RESERVE).find_map(take)??;
-        // Nobody else knows the node yet; the mutex that hands it on orders this store.
+        // No other thread knows the node yet; the mutex that hands it on orders this store.
         self.inner.counts.at(node).store(1, Ordering::Relaxed);
         Some(ReservedSlot(Handle {
             pool: Arc::clone(&self.inner),
@@ -228,7 +228,7 @@ impl Pool {
         fault.or_else(|| self.arena().prefault_progress().error)
     }
 
-    /// What the pool holds now.
+    /// Returns the current usage.
     pub fn usage(&self) -> PoolUsage {
         let inner = &self.inner;
         let bytes = |units: u32| u64::from(units) << inner.align_bits;

@@ -16,9 +16,9 @@ const STEP_BITS: u32 = 4;
 const STEPS: usize = 1 << STEP_BITS;
 /// Powers of two that a `u32` size can have.
 const LEVELS: usize = 32;
-/// How many ranges of the exact class are looked at before a larger class is used.
+/// Ranges of the exact class that are examined before a larger class is used.
 const PROBES: usize = 8;
-/// How many ranges of a class are looked at where the answer is a last resort or a report.
+/// Ranges of a class that are examined for a last resort or a report.
 const LAST_PROBES: usize = 64;
 /// Nodes of one block of storage.
 const NODES: usize = 1024;

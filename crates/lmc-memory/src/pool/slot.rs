@@ -26,7 +26,7 @@ impl Handle {
 
 impl Clone for Handle {
     fn clone(&self) -> Self {
-        // Relaxed: whoever clones holds an owner already, as in `Arc`.
+        // Relaxed: the cloner is an owner already, as in `Arc`.
         let owners = self
             .pool
             .counts
@@ -60,7 +60,7 @@ impl Drop for Handle {
 
 /// A slot with one writer. Returns to the pool on drop.
 ///
-/// It holds whatever was there before: bytes of another chunk. Only [`ReservedSlot::written`]
+/// It holds the previous content of its memory: bytes of another chunk. Only [`ReservedSlot::written`]
 /// and [`WrittenSlot::seal`] make it readable to others.
 #[derive(Debug)]
 pub struct ReservedSlot(pub(super) Handle);
@@ -70,7 +70,7 @@ pub struct ReservedSlot(pub(super) Handle);
 #[derive(Debug)]
 pub struct WrittenSlot(Handle);
 
-/// A slot that many read and none writes. Clones share it; the last one returns it.
+/// A slot that is read and never written. Clones share it; the last one returns it to the pool.
 ///
 /// 24 bytes, so that an index can hold millions; cloning allocates nothing.
 #[derive(Clone, Debug)]
@@ -106,7 +106,7 @@ macro_rules! position {
             }
 
             /// Bytes that are taken for the slot: its length and the padding up to the next
-            /// multiple of [`crate::Pool::align`], which belongs to nobody else.
+            /// multiple of [`crate::Pool::align`], which belong to this slot alone.
             pub fn padded_len(&self) -> u64 {
                 self.0.len.next_multiple_of(1 << self.0.pool.align_bits)
             }
@@ -131,12 +131,12 @@ impl ReservedSlot {
         slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len).as_ptr()
     }
 
-    /// Says that all bytes are in place, whoever wrote them.
+    /// Declares that all bytes have been written, by this process or another.
     pub fn written(self) -> WrittenSlot {
         WrittenSlot(self.0)
     }
 
-    /// Says that something outside may still write to the slot.
+    /// Declares that a device or another process may still write to the slot.
     pub fn quarantine(self) -> QuarantinedSlot {
         quarantine(self.0)
     }
@@ -154,7 +154,7 @@ impl WrittenSlot {
         SealedSlot(self.0)
     }
 
-    /// Says that something outside may still write to the slot.
+    /// Declares that a device or another process may still write to the slot.
     pub fn quarantine(self) -> QuarantinedSlot {
         quarantine(self.0)
     }
@@ -173,7 +173,7 @@ impl SealedSlot {
         slot_bytes::ptr(&self.0.pool.arena, self.0.offset(), self.0.len).as_ptr()
     }
 
-    /// How many owners share the slot at this instant, this one included.
+    /// Number of owners that share the slot at this instant, this one included.
     pub fn owners(&self) -> u32 {
         self.0.pool.counts.at(self.0.node).load(Ordering::Relaxed)
     }
@@ -185,7 +185,7 @@ fn quarantine(handle: Handle) -> QuarantinedSlot {
 }
 
 impl QuarantinedSlot {
-    /// Gives the slot back: the caller has proof that nothing writes to it any more, such as
+    /// Returns the slot to the pool: the caller has proof that nothing writes to it any more, such as
     /// a completion from the device or the end of the process that held the address.
     pub fn release_proven_quiet(self) {
         let handle = ManuallyDrop::into_inner(self.0);

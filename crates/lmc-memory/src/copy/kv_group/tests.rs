@@ -12,7 +12,7 @@ const SIZES: Sizes = Sizes {
 };
 
 #[test]
-fn vllm_tensors_are_told_by_shape_and_order() {
+fn vllm_tensors_are_recognised_by_shape_and_order() {
     for format in FORMATS {
         let engine = Engine::new(format, DType::BFloat16, SIZES);
         let group = engine.describe(256).unwrap();
