@@ -65,14 +65,14 @@ fn replay(trace: &[Vec<u64>], policy: PolicyKind, blocks: usize) -> (usize, u64)
         let leases = tier.lease_leading(OwnerId(0), &keys);
         hits += leases.len();
         let mut chunks = Vec::new();
-        for place in leases.len()..keys.len() {
+        for position in leases.len()..keys.len() {
             // A request larger than the cache stores what fits.
             let Ok(slot) = tier.reserve(BLOCK, TenantId(0)) else {
                 break;
             };
             chunks.push(NewChunk {
-                key: keys[place],
-                parent: place.checked_sub(1).map(|parent| keys[parent]),
+                key: keys[position],
+                parent: position.checked_sub(1).map(|parent| keys[parent]),
                 tenant: TenantId(0),
                 slot: slot.written(),
             });

@@ -111,9 +111,9 @@ fn ceiling() -> f64 {
     let memory: Vec<u64> = (0..1 << 27).collect();
     let mut rng = Rng::new(2);
     let times = (0..500).map(|_| {
-        let places: Vec<usize> = (0..1024).map(|_| rng.below(1 << 27) as usize).collect();
+        let indices: Vec<usize> = (0..1024).map(|_| rng.below(1 << 27) as usize).collect();
         let start = Instant::now();
-        black_box(places.iter().fold(0, |read, &place| read ^ memory[place]));
+        black_box(indices.iter().fold(0, |read, &index| read ^ memory[index]));
         start.elapsed().as_nanos() as f64 / 1024.0
     });
     let mut times: Vec<f64> = times.collect();

@@ -74,11 +74,11 @@ impl Class {
     }
 }
 
-fn publish(place: &AtomicU64, stamp: Option<u64>) {
+fn publish(cell: &AtomicU64, stamp: Option<u64>) {
     let stamp = stamp.unwrap_or(u64::MAX);
     // Most changes leave the old end alone: do not take the line from the readers then.
-    if place.load(Ordering::Relaxed) != stamp {
-        place.store(stamp, Ordering::Relaxed);
+    if cell.load(Ordering::Relaxed) != stamp {
+        cell.store(stamp, Ordering::Relaxed);
     }
 }
 

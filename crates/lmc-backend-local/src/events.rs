@@ -41,7 +41,7 @@ pub struct RemovedEvent<'a> {
 #[non_exhaustive]
 pub enum Removal {
     /// Evicted to make room for another chunk.
-    Room,
+    Capacity,
     /// Evicted because its tenant was over its quota.
     Quota,
     /// Evicted because the pool was filled above the high watermark.

@@ -64,7 +64,7 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, LocalTier, Maintained, MarkId, NewChunk, PlacedChunk, Reservation,
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, Reservation,
     ReserveError, Write, WriteStart,
 };
 

@@ -11,7 +11,7 @@ use lmc_memory::SealedSlot;
 use crate::TenantId;
 use crate::class::Class;
 use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
-use crate::slab::{Entry, EntryRef, Identity, Place, Slab};
+use crate::slab::{Entry, EntryRef, EvictionState, Identity, Slab};
 use crate::table::Table;
 
 /// Entries that may be set aside in one step of eviction, so that the lock is held for
@@ -115,22 +115,22 @@ impl Order {
 
     /// Takes an entry out of the order for good, wherever in it it stands.
     fn drop_out(&mut self, slab: &mut Slab, index: u32) {
-        match slab.entry(index).place {
-            Place::Queued => self.policy.remove(&mut slab.nodes, index),
-            Place::Parent => self.parents.remove(&mut slab.nodes, index),
-            Place::Held => {}
+        match slab.entry(index).eviction {
+            EvictionState::Queued => self.policy.remove(&mut slab.nodes, index),
+            EvictionState::Parent => self.parents.remove(&mut slab.nodes, index),
+            EvictionState::Held => {}
         }
     }
 
     fn touch(&mut self, slab: &mut Slab, index: u32, stamp: u64) {
-        match slab.entry(index).place {
-            Place::Queued => self.policy.touch(&mut slab.nodes, index, stamp),
-            Place::Parent => {
+        match slab.entry(index).eviction {
+            EvictionState::Queued => self.policy.touch(&mut slab.nodes, index, stamp),
+            EvictionState::Parent => {
                 self.parents.remove(&mut slab.nodes, index);
                 self.policy.revive(&mut slab.nodes, index, stamp);
-                slab.entry_mut(index).place = Place::Queued;
+                slab.entry_mut(index).eviction = EvictionState::Queued;
             }
-            Place::Held => {}
+            EvictionState::Held => {}
         }
     }
 }
@@ -170,10 +170,10 @@ impl Shard {
     /// Reads what finding these keys will read, in loops so tight that the processor has many of
     /// the reads under way at once. In a large index each of them misses every cache, and they
     /// depend on each other only within a key.
-    pub(crate) fn warm(&self, places: &[u32], folds: &[u64]) -> Likely {
+    pub(crate) fn warm(&self, positions: &[u32], folds: &[u64]) -> Likely {
         let mut likely = [NIL; WARM];
-        for (likely, &place) in likely.iter_mut().zip(places) {
-            *likely = self.table.glance(folds[place as usize]).unwrap_or(NIL);
+        for (likely, &position) in likely.iter_mut().zip(positions) {
+            *likely = self.table.glance(folds[position as usize]).unwrap_or(NIL);
         }
         let found = likely.iter().filter(|&&index| index != NIL);
         let read = found.fold(0, |read, &index| read ^ self.slab.identity(index).children);
@@ -256,13 +256,13 @@ impl Shard {
     /// shard, but at most eight times as large as it is, in case these are not like the rest.
     fn grow_table(&mut self) {
         let len = self.table.len();
-        let room = self.share as f64 / self.bytes as f64 * (len + 1) as f64;
+        let capacity = self.share as f64 / self.bytes as f64 * (len + 1) as f64;
         // Shards are not filled alike: two standard deviations more than the mean.
-        let room = (room + 2.0 * room.sqrt()).min(8.0 * len as f64 + 64.0) as usize;
+        let capacity = (capacity + 2.0 * capacity.sqrt()).min(8.0 * len as f64 + 64.0) as usize;
         // In the slab's order: the keys are read one after the other.
         let all = self.slab.occupied(0);
         let all = all.map(|(index, _)| (self.slab.identity(index).key.fold(), index));
-        self.table.rebuild(room, all);
+        self.table.rebuild(capacity, all);
     }
 
     pub(crate) fn touch(&mut self, index: u32, stamp: u64) {
@@ -294,14 +294,14 @@ impl Shard {
             self.held -= entry.slot.len().next_multiple_of(self.align);
         }
         entry.holds = entry.holds.saturating_sub(1);
-        if !entry.busy() && entry.place == Place::Held {
+        if !entry.busy() && entry.eviction == EvictionState::Held {
             self.revive(name.index(), stamp);
         }
     }
 
     /// Queues an entry that was held.
     fn revive(&mut self, index: u32, stamp: u64) {
-        self.slab.entry_mut(index).place = Place::Queued;
+        self.slab.entry_mut(index).eviction = EvictionState::Queued;
         let (order, slab) = self.order_of(index);
         order.policy.revive(&mut slab.nodes, index, stamp);
     }
@@ -338,7 +338,7 @@ impl Shard {
         if entry.holds == 0 {
             self.held -= entry.slot.len().next_multiple_of(self.align);
         }
-        if !entry.busy() && entry.place == Place::Held {
+        if !entry.busy() && entry.eviction == EvictionState::Held {
             self.revive(index, stamp);
         }
         true
@@ -376,7 +376,7 @@ impl Shard {
         let Some(entry) = self.slab.named(parent) else {
             return;
         };
-        let set_aside = entry.place == Place::Parent;
+        let set_aside = entry.eviction == EvictionState::Parent;
         let index = parent.index();
         // As for leases: saturating only for a name that 2^24 inserts made good again.
         let children = &mut self.slab.identity_mut(index).children;
@@ -384,7 +384,7 @@ impl Shard {
         if *children > 0 || !set_aside {
             return;
         }
-        self.slab.entry_mut(index).place = Place::Queued;
+        self.slab.entry_mut(index).eviction = EvictionState::Queued;
         let (order, slab) = self.order_of(index);
         order.parents.remove(&mut slab.nodes, index);
         order.policy.put_back(&mut slab.nodes, index);
@@ -428,9 +428,9 @@ impl Shard {
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
-                entry.place = Place::Held;
+                entry.eviction = EvictionState::Held;
             } else if slab.identity(index).children > 0 {
-                slab.entry_mut(index).place = Place::Parent;
+                slab.entry_mut(index).eviction = EvictionState::Parent;
                 order.parents.push_head(&mut slab.nodes, index);
             } else {
                 let print = fingerprint(&slab.identity(index).key);
@@ -453,7 +453,7 @@ impl Shard {
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
-                entry.place = Place::Held;
+                entry.eviction = EvictionState::Held;
                 continue;
             }
             let print = fingerprint(&slab.identity(index).key);
@@ -513,10 +513,10 @@ impl Shard {
         for &index in &indices {
             let (order, slab) = self.order(tenant);
             let entry = slab.entry_mut(index);
-            if entry.place == Place::Held {
+            if entry.eviction == EvictionState::Held {
                 continue;
             }
-            entry.place = Place::Queued;
+            entry.eviction = EvictionState::Queued;
             let print = fingerprint(&slab.identity(index).key);
             let stamp = slab.nodes[index].stamp();
             order.policy.insert(&mut slab.nodes, index, print, stamp);
@@ -529,8 +529,8 @@ impl Shard {
     pub(crate) fn begin_write(&mut self, key: ChunkKey, reservation: u64) -> bool {
         match self.writing.entry(key) {
             std::collections::hash_map::Entry::Occupied(_) => false,
-            std::collections::hash_map::Entry::Vacant(place) => {
-                place.insert(reservation);
+            std::collections::hash_map::Entry::Vacant(vacant) => {
+                vacant.insert(reservation);
                 true
             }
         }
@@ -645,14 +645,18 @@ impl Shard {
             assert_eq!(self.find(key.fold(), key), Some(index));
             let tenant = self.slab.tenant(index);
             let class = self.quotas.contains_key(&tenant).then_some(tenant);
-            *queued.entry(class).or_default() += usize::from(entry.place == Place::Queued);
+            *queued.entry(class).or_default() +=
+                usize::from(entry.eviction == EvictionState::Queued);
             *bytes.entry(class).or_default() += entry.slot.len();
             assert!(
                 entry.busy() || !self.pins.contains_key(&index),
                 "pinned and free"
             );
-            assert!(entry.place != Place::Held || entry.busy(), "held and free");
-            let parent = entry.place == Place::Parent;
+            assert!(
+                entry.eviction != EvictionState::Held || entry.busy(),
+                "held and free"
+            );
+            let parent = entry.eviction == EvictionState::Parent;
             assert!(!parent || *children > 0, "a parent without children");
         }
         assert_eq!(self.slab.occupied(0).count(), self.table.len());
@@ -668,7 +672,7 @@ impl Shard {
             let (order, slab) = self.order_for(class).expect("it is one of ours");
             let mut out = Vec::new();
             while let Some(index) = order.policy.pop(&mut slab.nodes) {
-                assert_eq!(slab.entry(index).place, Place::Queued);
+                assert_eq!(slab.entry(index).eviction, EvictionState::Queued);
                 out.push(index);
             }
             for index in out.iter().rev() {

@@ -109,7 +109,7 @@ const GENERATION: u32 = 0x00ff_ffff;
 /// Where an entry stands in the order of eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Place {
+pub(crate) enum EvictionState {
     /// In its policy's queues.
     Queued,
     /// Taken out because it was leased or pinned when its turn came; comes back as just used.
@@ -146,7 +146,7 @@ pub(crate) struct Entry {
     /// Leases out, and one more while it is pinned: not to be evicted unless 0.
     pub(crate) holds: u32,
     generation: [u8; 3],
-    pub(crate) place: Place,
+    pub(crate) eviction: EvictionState,
 }
 
 impl Entry {
@@ -204,7 +204,7 @@ impl Slab {
             slot,
             holds: 0,
             generation: [a, b, c],
-            place: Place::Queued,
+            eviction: EvictionState::Queued,
         });
         index
     }

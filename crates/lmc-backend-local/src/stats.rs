@@ -40,7 +40,7 @@ counters! {
     /// Chunks that were there already when they were inserted.
     duplicates,
     /// Chunks evicted to make room for another.
-    evicted_room,
+    evicted_capacity,
     /// Chunks evicted because their tenant was over its quota.
     evicted_quota,
     /// Chunks evicted above the high watermark.
@@ -56,7 +56,7 @@ counters! {
     /// Reservations granted.
     reserved,
     /// Reservations that found no room.
-    reserve_no_room,
+    reserve_no_space,
     /// Reservations refused by the tenant's quota.
     reserve_quota,
     /// Writes that found the key being written by another.
@@ -86,14 +86,17 @@ impl Counter {
 impl Counters {
     pub(crate) fn count_removal(&self, cause: Removal, bytes: u64) {
         let counter = match cause {
-            Removal::Room => &self.evicted_room,
+            Removal::Capacity => &self.evicted_capacity,
             Removal::Quota => &self.evicted_quota,
             Removal::Watermark => &self.evicted_watermark,
             Removal::Removed => &self.removed,
             Removal::Cleared => &self.cleared,
         };
         counter.add(1);
-        if matches!(cause, Removal::Room | Removal::Quota | Removal::Watermark) {
+        if matches!(
+            cause,
+            Removal::Capacity | Removal::Quota | Removal::Watermark
+        ) {
             self.evicted_bytes.add(bytes);
         }
     }
@@ -102,7 +105,7 @@ impl Counters {
 impl LocalStats {
     /// Chunks evicted, whatever the cause.
     pub fn evicted(&self) -> u64 {
-        self.evicted_room + self.evicted_quota + self.evicted_watermark
+        self.evicted_capacity + self.evicted_quota + self.evicted_watermark
     }
 }
 

@@ -77,7 +77,7 @@ impl Table {
 
     /// Where the index is for which `same` holds: bucket and slot.
     #[inline]
-    fn place(&self, hash: u64, mut same: impl FnMut(u32) -> bool) -> Option<(usize, usize)> {
+    fn locate(&self, hash: u64, mut same: impl FnMut(u32) -> bool) -> Option<(usize, usize)> {
         let (mut at, tag) = (self.home(hash), tag(hash));
         let mut further = self.buckets.get(at)?.reach;
         loop {
@@ -98,7 +98,7 @@ impl Table {
     /// The index with this hash for which `same` holds.
     #[inline]
     pub(crate) fn find(&self, hash: u64, same: impl FnMut(u32) -> bool) -> Option<u32> {
-        let (at, slot) = self.place(hash, same)?;
+        let (at, slot) = self.locate(hash, same)?;
         Some(self.buckets[at].indices[slot])
     }
 
@@ -119,11 +119,12 @@ impl Table {
 
     /// Makes room for at least `room` entries, or an eighth more than there are, and fills the
     /// table with `all`, which is what is in it.
-    pub(crate) fn rebuild(&mut self, room: usize, all: impl Iterator<Item = (u64, u32)>) {
-        let room = room.max(self.len + self.len / 8);
+    pub(crate) fn rebuild(&mut self, capacity: usize, all: impl Iterator<Item = (u64, u32)>) {
+        let capacity = capacity.max(self.len + self.len / 8);
         // The old one goes first: nobody reads it meanwhile.
         self.buckets = Vec::new();
-        self.buckets.resize(room * 5 / (4 * SLOTS) + 1, Bucket::NEW);
+        self.buckets
+            .resize(capacity * 5 / (4 * SLOTS) + 1, Bucket::NEW);
         self.len = 0;
         for (hash, index) in all {
             self.insert(hash, index);
@@ -153,7 +154,7 @@ impl Table {
 
     /// Takes out an index that is there.
     pub(crate) fn remove(&mut self, hash: u64, index: u32) {
-        let found = self.place(hash, |other| other == index);
+        let found = self.locate(hash, |other| other == index);
         let (at, slot) = found.expect("every occupied place is in the table");
         self.buckets[at].tags[slot] = EMPTY;
         let home = self.home(hash);

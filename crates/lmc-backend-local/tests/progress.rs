@@ -17,7 +17,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
 /// Bytes of a chunk: a page of the pool.
 const UNIT: u64 = 4096;
-const NOBODY: TenantId = TenantId(0);
+const COMMON: TenantId = TenantId(0);
 
 fn tier(policy: PolicyKind, units: u64) -> LocalTier {
     let arena = ArenaConfig::anonymous((units * UNIT) as usize)
@@ -41,7 +41,7 @@ fn chunk(tier: &LocalTier, n: u64, parent: Option<u64>, tenant: TenantId) -> New
 
 /// A prompt of chunks `from..to`.
 fn store(tier: &LocalTier, from: u64, to: u64) {
-    let chunk = |n: u64| chunk(tier, n, n.checked_sub(1).filter(|n| *n >= from), NOBODY);
+    let chunk = |n: u64| chunk(tier, n, n.checked_sub(1).filter(|n| *n >= from), COMMON);
     let inserted = tier.insert((from..to).map(chunk).collect());
     assert!(inserted.iter().all(|inserted| *inserted == Inserted::New));
 }
@@ -65,10 +65,10 @@ fn a_tier_full_of_leases_refuses_at_once_and_recovers() {
         assert_eq!(leases.len() as u64, CHUNKS);
         let start = Instant::now();
         for _ in 0..1000 {
-            let refused = tier.reserve(UNIT, NOBODY).map(drop).unwrap_err();
+            let refused = tier.reserve(UNIT, COMMON).map(drop).unwrap_err();
             assert_eq!(
                 refused,
-                ReserveError::NoRoom {
+                ReserveError::NoSpace {
                     len: UNIT,
                     evicted: 0
                 }
@@ -84,17 +84,17 @@ fn a_tier_full_of_leases_refuses_at_once_and_recovers() {
 
         leases.truncate(CHUNKS as usize - 10);
         let slots: Vec<_> = (0..10)
-            .map(|_| tier.reserve(UNIT, NOBODY).unwrap())
+            .map(|_| tier.reserve(UNIT, COMMON).unwrap())
             .collect();
         assert!(
-            tier.reserve(UNIT, NOBODY).is_err(),
+            tier.reserve(UNIT, COMMON).is_err(),
             "{policy}: the rest is leased"
         );
         drop((slots, leases));
         assert_eq!(tier.usage().leases, 0);
         assert_eq!(tier.maintain(usize::MAX).evicted, CHUNKS / 10 - 10);
         for n in 0..CHUNKS {
-            drop(chunk(&tier, CHUNKS + n, None, NOBODY));
+            drop(chunk(&tier, CHUNKS + n, None, COMMON));
         }
     }
 }
@@ -107,16 +107,16 @@ fn a_tier_full_of_pins_refuses_and_recovers() {
         let all = keys(0, 16);
         assert_eq!(tier.pin(&all), [true; 16]);
         assert_eq!(tier.pin(&all[..1]), [true]);
-        assert!(tier.reserve(UNIT, NOBODY).is_err(), "{policy}");
+        assert!(tier.reserve(UNIT, COMMON).is_err(), "{policy}");
         assert_eq!(tier.clear(Clear::Idle), 0);
         assert_eq!(tier.unpin(&all[..1]), [true]);
         assert!(
-            tier.reserve(UNIT, NOBODY).is_err(),
+            tier.reserve(UNIT, COMMON).is_err(),
             "{policy}: pinned twice"
         );
         assert_eq!(tier.unpin(&all[..1]), [true]);
         assert_eq!(tier.unpin(&all[..1]), [false]);
-        assert!(tier.reserve(UNIT, NOBODY).is_ok(), "{policy}");
+        assert!(tier.reserve(UNIT, COMMON).is_ok(), "{policy}");
         assert_eq!(tier.contains(&all[..2]), [None, Some(UNIT)]);
     }
 }
@@ -125,29 +125,29 @@ fn a_tier_full_of_pins_refuses_and_recovers() {
 fn no_eviction_means_none() {
     let tier = tier(PolicyKind::None, 4);
     store(&tier, 0, 4);
-    let refused = tier.reserve(UNIT, NOBODY).map(drop).unwrap_err();
+    let refused = tier.reserve(UNIT, COMMON).map(drop).unwrap_err();
     assert_eq!(
         refused,
-        ReserveError::NoRoom {
+        ReserveError::NoSpace {
             len: UNIT,
             evicted: 0
         }
     );
     assert_eq!(tier.maintain(9).evicted, 0);
     assert_eq!(tier.remove(&keys(3, 4)), [true]);
-    assert!(tier.reserve(UNIT, NOBODY).is_ok());
+    assert!(tier.reserve(UNIT, COMMON).is_ok());
 }
 
 #[test]
 fn a_request_that_cannot_ever_fit_says_so() {
     let tier = tier(PolicyKind::Lru, 4);
     assert_eq!(
-        tier.reserve(0, NOBODY).map(drop).unwrap_err(),
+        tier.reserve(0, COMMON).map(drop).unwrap_err(),
         ReserveError::Empty
     );
     let (len, max) = (5 * UNIT, 4 * UNIT);
     assert_eq!(
-        tier.reserve(len, NOBODY).map(drop).unwrap_err(),
+        tier.reserve(len, COMMON).map(drop).unwrap_err(),
         ReserveError::TooLarge { len, max }
     );
 }
@@ -161,7 +161,7 @@ fn the_tail_of_a_prefix_goes_before_its_head() {
                 let tier = tier(policy, 24);
                 for start in (0..12).step_by(batch) {
                     let end = (start + batch as u64).min(12);
-                    let one = |n: u64| chunk(&tier, n, n.checked_sub(1), NOBODY);
+                    let one = |n: u64| chunk(&tier, n, n.checked_sub(1), COMMON);
                     tier.insert((start..end).map(one).collect());
                 }
                 if used {
@@ -169,7 +169,7 @@ fn the_tail_of_a_prefix_goes_before_its_head() {
                 }
                 let mut evictions = 0;
                 for n in 100..160 {
-                    tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+                    tier.insert(vec![chunk(&tier, n, None, COMMON)]);
                     let left = tier.contains(&keys(0, 12));
                     let leading = left.iter().take_while(|found| found.is_some()).count();
                     let there = left.iter().flatten().count();
@@ -192,12 +192,12 @@ fn parents_of_leased_chunks_go_last() {
         let mut held = tier.lease(OwnerId(1), &keys(3, 4));
         store(&tier, 10, 14);
         for n in 20..24 {
-            tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+            tier.insert(vec![chunk(&tier, n, None, COMMON)]);
         }
         assert_eq!(tier.lookup_leading(&keys(0, 4)), 4, "{policy}");
         let unleased = tier.lease(OwnerId(2), &keys(20, 24));
         // Left are three parents: the deepest goes first.
-        let slot = tier.reserve(UNIT, NOBODY).unwrap();
+        let slot = tier.reserve(UNIT, COMMON).unwrap();
         assert_eq!(tier.lookup_leading(&keys(0, 4)), 2, "{policy}");
         assert_eq!(tier.stats().evicted_parents, 1);
         drop((slot, unleased, held.pop()));
@@ -215,7 +215,7 @@ fn a_removed_chunk_is_read_to_the_end() {
     assert_eq!(tier.usage().chunks, 0);
     assert_eq!(tier.contains(&keys(0, 4)), [None; 4]);
     assert!(
-        tier.reserve(UNIT, NOBODY).is_err(),
+        tier.reserve(UNIT, COMMON).is_err(),
         "the bytes are still read"
     );
     for (n, slot) in leases.iter().enumerate() {
@@ -230,7 +230,7 @@ fn a_removed_chunk_is_read_to_the_end() {
 fn one_key_has_one_writer() {
     let tier = tier(PolicyKind::Lru, 4);
     let key = test_key(1);
-    let begin = |owner| tier.begin_write(OwnerId(owner), NOBODY, key, UNIT).unwrap();
+    let begin = |owner| tier.begin_write(OwnerId(owner), COMMON, key, UNIT).unwrap();
     let WriteStart::Reserved(first) = begin(1) else {
         panic!("no other writes it");
     };
@@ -259,7 +259,7 @@ fn one_key_has_one_writer() {
 fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
     let tier = tier(PolicyKind::Lru, 8);
     let key = test_key(1);
-    let begin = |owner| match tier.begin_write(OwnerId(owner), NOBODY, key, UNIT) {
+    let begin = |owner| match tier.begin_write(OwnerId(owner), COMMON, key, UNIT) {
         Ok(WriteStart::Reserved(mut reservation)) => {
             fill_value(&key, reservation.slot.bytes_mut());
             Some(reservation)
@@ -272,7 +272,7 @@ fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
     assert!(!tier.is_writing(&key));
     let first = begin(2).expect("the mark is shared");
     assert!(begin(3).is_none(), "one mark is exclusive again");
-    let beside = tier.begin_shared_write(OwnerId(3), NOBODY, key, UNIT);
+    let beside = tier.begin_shared_write(OwnerId(3), COMMON, key, UNIT);
     let Ok(WriteStart::Reserved(beside)) = beside else {
         panic!("a shared mark waits for none");
     };
@@ -303,7 +303,7 @@ fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
 fn a_dead_writers_slot_goes_to_quarantine() {
     let tier = tier(PolicyKind::Lru, 4);
     let key = test_key(1);
-    let started = tier.begin_write(OwnerId(1), NOBODY, key, UNIT).unwrap();
+    let started = tier.begin_write(OwnerId(1), COMMON, key, UNIT).unwrap();
     let WriteStart::Reserved(reservation) = started else {
         panic!("no other writes it");
     };
@@ -311,7 +311,7 @@ fn a_dead_writers_slot_goes_to_quarantine() {
     drop(reservation.mark);
     assert_eq!(tier.writes_of(OwnerId(1)), 0);
     assert_eq!(tier.usage().pool.quarantined_bytes, UNIT);
-    let again = tier.begin_write(OwnerId(2), NOBODY, key, UNIT).unwrap();
+    let again = tier.begin_write(OwnerId(2), COMMON, key, UNIT).unwrap();
     let WriteStart::Reserved(again) = again else {
         panic!("the key is free");
     };
@@ -370,13 +370,13 @@ fn a_tenant_within_its_quota_is_left_alone() {
         tier.set_quota(TenantId(1), Some(10 * UNIT));
         let put = |n: u64, tenant| tier.insert(vec![chunk(&tier, n, None, tenant)]);
         (0..9).for_each(|n| drop(put(n, TenantId(1))));
-        (100..105).for_each(|n| drop(put(n, NOBODY)));
-        let slots: Vec<_> = (0..11).map(|_| tier.reserve(UNIT, NOBODY)).collect();
+        (100..105).for_each(|n| drop(put(n, COMMON)));
+        let slots: Vec<_> = (0..11).map(|_| tier.reserve(UNIT, COMMON)).collect();
         assert_eq!(slots.iter().flatten().count(), 11, "{policy}");
         assert_eq!(tier.tenant_usage(TenantId(1)).bytes, 9 * UNIT, "{policy}");
-        assert_eq!(tier.tenant_usage(NOBODY).bytes, 0, "{policy}");
+        assert_eq!(tier.tenant_usage(COMMON).bytes, 0, "{policy}");
         assert!(
-            tier.reserve(UNIT, NOBODY).is_err(),
+            tier.reserve(UNIT, COMMON).is_err(),
             "{policy}: the rest is promised"
         );
         // The tenant itself may still have its tenth unit, at the cost of its own.
@@ -402,7 +402,7 @@ fn a_change_of_quota_keeps_the_order_of_age() {
     assert_eq!((0..40).filter(gone).collect::<Vec<_>>(), expected);
     tier.set_quota(TenantId(1), None);
     for n in 60..80 {
-        tier.insert(vec![chunk(&tier, n, None, NOBODY)]);
+        tier.insert(vec![chunk(&tier, n, None, COMMON)]);
     }
     // Ten fit; of the other ten, nine were even and one is the oldest odd one.
     let left = (0..40).filter(|n| n % 2 == 1 && *n != 39);
@@ -536,7 +536,7 @@ fn held_bytes_count_each_chunk_once() {
     let tier = tier(PolicyKind::Lru, 8);
     let keys: Vec<_> = (1..=4).map(test_key).collect();
     for &key in &keys {
-        let Ok(WriteStart::Reserved(mut new)) = tier.begin_write(OwnerId(9), NOBODY, key, UNIT)
+        let Ok(WriteStart::Reserved(mut new)) = tier.begin_write(OwnerId(9), COMMON, key, UNIT)
         else {
             panic!("there is room");
         };

@@ -27,8 +27,8 @@ impl Ghost {
         let entry = self
             .present
             .entry(hash, |&f| f == fingerprint, |&f| spread(f));
-        if let hashbrown::hash_table::Entry::Vacant(place) = entry {
-            place.insert(fingerprint);
+        if let hashbrown::hash_table::Entry::Vacant(vacant) = entry {
+            vacant.insert(fingerprint);
             self.order.push_back(fingerprint);
         }
     }

@@ -39,8 +39,8 @@ impl Rig {
         Some(id)
     }
 
-    /// Inserts what is missing and touches what is there, with room for `room` entries.
-    fn run(&mut self, room: usize, requests: impl IntoIterator<Item = u32>) -> usize {
+    /// Inserts what is missing and touches what is there, with capacity for `capacity` entries.
+    fn run(&mut self, capacity: usize, requests: impl IntoIterator<Item = u32>) -> usize {
         let mut resident = BTreeSet::new();
         let mut hits = 0;
         for id in requests {
@@ -49,7 +49,7 @@ impl Rig {
                 self.touch(id);
                 continue;
             }
-            if resident.len() == room {
+            if resident.len() == capacity {
                 resident.remove(&self.evict().expect("it is full"));
             }
             self.insert(id);

@@ -22,7 +22,7 @@ impl Batch {
         Self { folds, order, ends }
     }
 
-    /// Each shard that has keys in the batch, with their places.
+    /// Each shard that has keys in the batch, with their positions.
     pub(super) fn shards(&self) -> impl Iterator<Item = (usize, &[u32])> {
         parts(&self.order, &self.ends)
     }
@@ -43,8 +43,8 @@ pub(super) fn group(
         *end = start - *end;
     }
     let mut order = vec![0_u32; shard_of.len()];
-    for (place, shard) in shard_of.enumerate().rev() {
-        order[ends[shard] as usize] = place as u32;
+    for (position, shard) in shard_of.enumerate().rev() {
+        order[ends[shard] as usize] = position as u32;
         ends[shard] += 1;
     }
     (order, ends)

@@ -54,7 +54,7 @@ pub enum ReserveError {
         "no room for {len} bytes after evicting {evicted} chunks: the rest is leased, pinned, \
          promised to other tenants, or in pieces too small"
     )]
-    NoRoom {
+    NoSpace {
         /// Bytes asked for.
         len: u64,
         /// Chunks evicted in vain.
@@ -150,20 +150,20 @@ impl Inner {
         }
         for evicted in 0..EVICTIONS_PER_RESERVE {
             if self
-                .evict_first(self.victims(tenant), Removal::Room)
+                .evict_first(self.victims(tenant), Removal::Capacity)
                 .is_none()
             {
-                self.counters.reserve_no_room.add(1);
-                return Err(ReserveError::NoRoom { len, evicted });
+                self.counters.reserve_no_space.add(1);
+                return Err(ReserveError::NoSpace { len, evicted });
             }
             if let Some(slot) = self.pool.reserve(len) {
                 self.counters.reserved.add(1);
                 return Ok(slot);
             }
         }
-        self.counters.reserve_no_room.add(1);
+        self.counters.reserve_no_space.add(1);
         let evicted = EVICTIONS_PER_RESERVE;
-        Err(ReserveError::NoRoom { len, evicted })
+        Err(ReserveError::NoSpace { len, evicted })
     }
 
     /// Evicts a tenant's own chunks until `len` more bytes are within its quota.
@@ -284,7 +284,7 @@ impl Inner {
             drop(shard);
             if let Step::Evicted(taken) = step {
                 let bytes = taken.slot.len();
-                self.bury(taken);
+                self.free_removed(taken);
                 return Some(bytes);
             }
         }

@@ -25,7 +25,7 @@ mod write;
 mod tests;
 
 pub use evict::{Maintained, ReserveError};
-pub use read::{Clear, PlacedChunk};
+pub use read::{Clear, ListedChunk};
 pub use write::{InFlight, Inserted, MarkId, NewChunk, Reservation, Write, WriteStart};
 
 use batch::Batch;
@@ -226,7 +226,7 @@ impl Inner {
 
     /// Lets go of an entry that was taken out, without any lock held: gives its memory back, and
     /// takes it off its parent's count.
-    fn bury(&self, taken: Taken) {
+    fn free_removed(&self, taken: Taken) {
         let parent = taken.parent;
         drop(taken.slot);
         if parent != EntryRef::NONE {

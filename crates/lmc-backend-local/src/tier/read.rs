@@ -28,10 +28,10 @@ pub enum Clear {
     All,
 }
 
-/// One chunk with its place in its prompts.
+/// One chunk with its position in its prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct PlacedChunk {
+pub struct ListedChunk {
     /// Which chunk.
     pub key: ChunkKey,
     /// The chunk before it, if that is there.
@@ -50,14 +50,16 @@ impl LocalTier {
         let limit = inner.leading_bound(keys);
         let batch = inner.batch(keys[..limit].iter().copied());
         let mut leading = limit;
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let shard = inner.shards[shard].lock();
-            for places in places.rchunks(WARM) {
-                shard.warm(places, &batch.folds);
-                for &place in places.iter().rev() {
-                    let place = place as usize;
-                    if place < leading && shard.find(batch.folds[place], &keys[place]).is_none() {
-                        leading = place;
+            for positions in positions.rchunks(WARM) {
+                shard.warm(positions, &batch.folds);
+                for &position in positions.iter().rev() {
+                    let position = position as usize;
+                    if position < leading
+                        && shard.find(batch.folds[position], &keys[position]).is_none()
+                    {
+                        leading = position;
                     }
                 }
             }
@@ -105,13 +107,13 @@ impl LocalTier {
         let batch = inner.batch(prompt.iter().map(|&(key, _)| key));
         let first = inner.stamps(prompt.len());
         let mut names = vec![EntryRef::NONE; prompt.len()];
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                if let Some(index) = shard.find(batch.folds[place], &prompt[place].0) {
-                    shard.touch(index, first + (prompt.len() - 1 - place) as u64);
-                    names[place] = shard.name(index);
+            for &position in positions {
+                let position = position as usize;
+                if let Some(index) = shard.find(batch.folds[position], &prompt[position].0) {
+                    shard.touch(index, first + (prompt.len() - 1 - position) as u64);
+                    names[position] = shard.name(index);
                 }
             }
             shard.publish();
@@ -124,12 +126,12 @@ impl LocalTier {
         let inner = &self.0;
         let batch = inner.batch(keys.iter().copied());
         let mut found = vec![None; keys.len()];
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let shard = inner.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                let index = shard.find(batch.folds[place], &keys[place]);
-                found[place] = index.map(|index| shard.entry(index).slot.len());
+            for &position in positions {
+                let position = position as usize;
+                let index = shard.find(batch.folds[position], &keys[position]);
+                found[position] = index.map(|index| shard.entry(index).slot.len());
             }
         }
         found
@@ -140,8 +142,9 @@ impl LocalTier {
     /// [`Clear::All`] take pinned chunks all the same, and their pins with them.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let mut pinned = vec![false; keys.len()];
-        self.0
-            .visit(keys, |shard, index, place| pinned[place] = shard.pin(index));
+        self.0.visit(keys, |shard, index, position| {
+            pinned[position] = shard.pin(index)
+        });
         pinned
     }
 
@@ -149,8 +152,8 @@ impl LocalTier {
     pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let mut unpinned = vec![false; keys.len()];
         let stamp = self.0.stamps(1);
-        self.0.visit(keys, |shard, index, place| {
-            unpinned[place] = shard.unpin(index, stamp);
+        self.0.visit(keys, |shard, index, position| {
+            unpinned[position] = shard.unpin(index, stamp);
         });
         unpinned
     }
@@ -162,22 +165,22 @@ impl LocalTier {
         let mut removed = vec![false; keys.len()];
         let mut taken = Vec::new();
         let batch = inner.batch(keys.iter().copied());
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                shard.void_write(&keys[place]);
-                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
+            for &position in positions {
+                let position = position as usize;
+                shard.void_write(&keys[position]);
+                if let Some(index) = shard.find(batch.folds[position], &keys[position]) {
                     let entry = shard.take(index);
                     inner.account(&entry, Removal::Removed);
-                    removed[place] = true;
+                    removed[position] = true;
                     taken.push(entry);
                 }
             }
             shard.publish();
         }
         for entry in taken {
-            inner.bury(entry);
+            inner.free_removed(entry);
         }
         removed
     }
@@ -206,7 +209,7 @@ impl LocalTier {
                 drop(locked);
                 cleared += taken.len() as u64;
                 for entry in taken {
-                    inner.bury(entry);
+                    inner.free_removed(entry);
                 }
                 let Some(last) = indices.last() else {
                     break;
@@ -238,7 +241,7 @@ impl LocalTier {
                 drop(locked);
                 removed += taken.len() as u64;
                 for entry in taken {
-                    self.0.bury(entry);
+                    self.0.free_removed(entry);
                 }
                 let Some(last) = indices.last() else {
                     break;
@@ -258,57 +261,57 @@ impl LocalTier {
 
     /// Every chunk, the heads of prompts first, then what follows on them, and so on: whoever gets
     /// through a part of these has whole beginnings. For a stop: holds a line for each chunk.
-    pub fn list_heads_first(&self) -> Vec<PlacedChunk> {
+    pub fn list_heads_first(&self) -> Vec<ListedChunk> {
         let mut shown: Vec<Linked> = Vec::new();
         for shard in &self.0.shards {
             shown.extend(shard.lock().list_linked());
         }
-        let places: HashMap<EntryRef, usize> = shown
+        let positions: HashMap<EntryRef, usize> = shown
             .iter()
             .enumerate()
-            .map(|(place, linked)| (linked.name, place))
+            .map(|(position, linked)| (linked.name, position))
             .collect();
-        let parent = |place: usize| places.get(&shown[place].parent).copied();
+        let parent = |position: usize| positions.get(&shown[position].parent).copied();
         let mut depths: Vec<Option<u32>> = vec![None; shown.len()];
         let mut path = Vec::new();
-        for place in 0..shown.len() {
+        for position in 0..shown.len() {
             // Down to one whose depth is known, or to a head, and back.
-            let mut next = Some(place);
+            let mut next = Some(position);
             let mut depth = 0;
-            while let Some(place) = next {
-                if let Some(known) = depths[place] {
+            while let Some(position) = next {
+                if let Some(known) = depths[position] {
                     depth = known + 1;
                     break;
                 }
                 // Marked, so that a ring (there is none) would end here.
-                depths[place] = Some(0);
-                path.push(place);
-                next = parent(place);
+                depths[position] = Some(0);
+                path.push(position);
+                next = parent(position);
             }
-            while let Some(place) = path.pop() {
-                depths[place] = Some(depth);
+            while let Some(position) = path.pop() {
+                depths[position] = Some(depth);
                 depth += 1;
             }
         }
-        let placed = |(place, depth): (usize, &Option<u32>)| PlacedChunk {
-            key: shown[place].key,
-            parent: parent(place).map(|parent| shown[parent].key),
-            len: shown[place].len,
+        let listed = |(position, depth): (usize, &Option<u32>)| ListedChunk {
+            key: shown[position].key,
+            parent: parent(position).map(|parent| shown[parent].key),
+            len: shown[position].len,
             depth: depth.unwrap_or(0),
         };
-        let mut placed: Vec<PlacedChunk> = depths.iter().enumerate().map(placed).collect();
-        placed.sort_by_key(|placed| placed.depth);
-        placed
+        let mut listed: Vec<ListedChunk> = depths.iter().enumerate().map(listed).collect();
+        listed.sort_by_key(|listed| listed.depth);
+        listed
     }
 }
 
 impl Inner {
-    /// A place before which the first missing key lies: the number of keys when the last one is
+    /// A position before which the first missing key lies: the number of keys when the last one is
     /// present, else a missing key's, found in a few single looks. Lookups that miss early do not
     /// pay for all their keys.
     fn leading_bound(&self, keys: &[ChunkKey]) -> usize {
-        let there = |place: usize| {
-            let (key, fold) = (&keys[place], keys[place].fold());
+        let there = |position: usize| {
+            let (key, fold) = (&keys[position], keys[position].fold());
             self.shards[self.shard_of(fold)]
                 .lock()
                 .find(fold, key)
@@ -361,23 +364,23 @@ impl Inner {
         leased.resize_with(keys.len(), || None);
         let mut missing = keys.len();
         let mut fresh_bytes = 0;
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let mut shard = self.shards[shard].lock();
-            for places in places.chunks(WARM) {
-                let likely = shard.warm(places, &batch.folds);
+            for positions in positions.chunks(WARM) {
+                let likely = shard.warm(positions, &batch.folds);
                 shard.warm_use(&likely);
-                for &place in places {
-                    let place = place as usize;
-                    let Some(index) = shard.find(batch.folds[place], &keys[place]) else {
-                        missing = missing.min(place);
+                for &position in positions {
+                    let position = position as usize;
+                    let Some(index) = shard.find(batch.folds[position], &keys[position]) else {
+                        missing = missing.min(position);
                         continue;
                     };
-                    let stamp = first + (keys.len() - 1 - place) as u64;
+                    let stamp = first + (keys.len() - 1 - position) as u64;
                     let (slot, name, fresh) = shard.lease(index, stamp);
                     if fresh {
                         fresh_bytes += self.taken(slot.len());
                     }
-                    leased[place] = Some(Leased { slot, name });
+                    leased[position] = Some(Leased { slot, name });
                 }
             }
             shard.publish();
@@ -404,11 +407,11 @@ impl Inner {
         let first = self.stamps(items.len());
         let shards = items.iter().map(|item| item.name.shard());
         let (order, ends) = group(shards, self.shards.len());
-        for (shard, places) in parts(&order, &ends) {
+        for (shard, positions) in parts(&order, &ends) {
             let mut shard = self.shards[shard].lock();
-            for &place in places {
-                let stamp = first + (last - place as usize) as u64;
-                shard.unlease(items[place as usize].name, stamp);
+            for &position in positions {
+                let stamp = first + (last - position as usize) as u64;
+                shard.unlease(items[position as usize].name, stamp);
             }
             shard.publish();
         }
@@ -419,12 +422,12 @@ impl Inner {
     /// Does something with each key that is present, under its shard's lock.
     fn visit(&self, keys: &[ChunkKey], mut each: impl FnMut(&mut crate::shard::Shard, u32, usize)) {
         let batch = self.batch(keys.iter().copied());
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let mut shard = self.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                if let Some(index) = shard.find(batch.folds[place], &keys[place]) {
-                    each(&mut shard, index, place);
+            for &position in positions {
+                let position = position as usize;
+                if let Some(index) = shard.find(batch.folds[position], &keys[position]) {
+                    each(&mut shard, index, position);
                 }
             }
             shard.publish();

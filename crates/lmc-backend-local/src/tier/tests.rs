@@ -20,7 +20,7 @@ use crate::{
 
 const KEYS: u64 = 48;
 const UNIT: u64 = 64;
-const ROOM: u64 = 24;
+const CAPACITY: u64 = 24;
 
 #[derive(Debug, Default)]
 struct Log(Mutex<Vec<Event>>);
@@ -131,7 +131,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0..KEYS).prop_map(|key| Op::Unpin { key }),
         2 => (0..KEYS, 1..3_u64).prop_map(|(start, len)| Op::Remove { start, len }),
         1 => any::<bool>().prop_map(|all| Op::Clear { all }),
-        2 => (0..3_u32, prop::option::of(1..ROOM)).prop_map(|(tenant, units)| Op::Quota { tenant, units }),
+        2 => (0..3_u32, prop::option::of(1..CAPACITY)).prop_map(|(tenant, units)| Op::Quota { tenant, units }),
         2 => (0..9_usize).prop_map(|max| Op::Maintain { max }),
         2 => (0..3_u32).prop_map(|tenant| Op::Reserve { tenant }),
     ]
@@ -171,11 +171,13 @@ struct Rig {
 
 impl Rig {
     fn new(policy: PolicyKind, shards: usize, units: u64) -> Self {
-        let room = ROOM * UNIT * units;
-        let arena = ArenaConfig::anonymous(room as usize + 1).build().unwrap();
+        let capacity = CAPACITY * UNIT * units;
+        let arena = ArenaConfig::anonymous(capacity as usize + 1)
+            .build()
+            .unwrap();
         let config = PoolConfig::default().with_align(UNIT as usize);
         let pool = Pool::new(Arc::new(arena), config).unwrap();
-        let ballast = pool.reserve(pool.usage().capacity - room).unwrap();
+        let ballast = pool.reserve(pool.usage().capacity - capacity).unwrap();
         let log = Arc::new(Log::default());
         let tier = LocalConfig::new(pool)
             .with_policy(policy)
@@ -264,7 +266,10 @@ impl Rig {
                         self.link(linked);
                         linked_yet = true;
                     }
-                    if matches!(cause, Removal::Room | Removal::Quota | Removal::Watermark) {
+                    if matches!(
+                        cause,
+                        Removal::Capacity | Removal::Quota | Removal::Watermark
+                    ) {
                         self.check_eviction(&key);
                     }
                     assert!(self.resident.remove(&key).is_some(), "removed from nowhere");
@@ -318,7 +323,7 @@ impl Rig {
         }
         let own = self.class(tenant);
         match error {
-            ReserveError::NoRoom { .. } => {
+            ReserveError::NoSpace { .. } => {
                 assert_eq!(self.idle(own), 0, "there was an own chunk to evict");
                 assert_eq!(self.idle(None), 0, "there was a shared chunk to evict");
                 let promised: u64 = self.quotas.values().sum();
@@ -653,10 +658,10 @@ impl Rig {
             let leases = leases.filter(|(_, incarnation)| *incarnation == chunk.incarnation);
             assert_eq!(item.leases as usize, leases.count());
         }
-        let placed = self.tier.list_heads_first();
-        assert_eq!(placed.len(), self.resident.len());
-        assert!(placed.is_sorted_by_key(|chunk| chunk.depth));
-        for chunk in placed {
+        let listed = self.tier.list_heads_first();
+        assert_eq!(listed.len(), self.resident.len());
+        assert!(listed.is_sorted_by_key(|chunk| chunk.depth));
+        for chunk in listed {
             let before = |key: &ChunkKey| {
                 let incarnation = self.resident[key].parent?;
                 let mut resident = self.resident.iter();

@@ -62,7 +62,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// All bytes are in place: makes a chunk of it that can be committed.
+    /// All bytes are in position: makes a chunk of it that can be committed.
     pub fn written(self, parent: Option<ChunkKey>) -> Write {
         Write {
             mark: self.mark,
@@ -321,18 +321,18 @@ impl LocalTier {
         leased.resize_with(count, || None);
         let (mut duplicates, mut cleared) = (Vec::new(), Vec::new());
         let first = inner.stamps(count);
-        for (shard, places) in batch.shards() {
+        for (shard, positions) in batch.shards() {
             let mut shard = inner.shards[shard].lock();
-            for &place in places {
-                let place = place as usize;
-                let chunk = chunks[place].take().expect("each place comes once");
-                let number = numbers.get(place);
+            for &position in positions {
+                let position = position as usize;
+                let chunk = chunks[position].take().expect("each position comes once");
+                let number = numbers.get(position);
                 if number.is_some_and(|&number| !shard.holds_write(&chunk.key, number)) {
-                    inserted[place] = Inserted::Cleared;
+                    inserted[position] = Inserted::Cleared;
                     cleared.push(chunk.slot);
                     continue;
                 }
-                let (fold, stamp) = (batch.folds[place], first + (count - 1 - place) as u64);
+                let (fold, stamp) = (batch.folds[position], first + (count - 1 - position) as u64);
                 let index = match shard.find(fold, &chunk.key) {
                     Some(index) => {
                         shard.touch(index, stamp);
@@ -340,16 +340,16 @@ impl LocalTier {
                         index
                     }
                     None => {
-                        inserted[place] = Inserted::New;
+                        inserted[position] = Inserted::New;
                         // Before the shard knows of it, as it may be evicted from then on.
-                        tenants[place].add(chunk.slot.len());
+                        tenants[position].add(chunk.slot.len());
                         inner.insert_into(&mut shard, fold, chunk, stamp)
                     }
                 };
-                names[place] = shard.name(index);
+                names[position] = shard.name(index);
                 if owner.is_some() {
                     let (slot, name, _) = shard.lease(index, stamp);
-                    leased[place] = Some(Leased { slot, name });
+                    leased[position] = Some(Leased { slot, name });
                 }
             }
             shard.publish();
@@ -401,14 +401,14 @@ impl Inner {
 
     /// Ties chunks to their parents, where both are present. `names` are those of the chunks.
     pub(super) fn link_all(&self, names: &[EntryRef], prompt: &[(ChunkKey, Option<ChunkKey>)]) {
-        for (place, &name) in names.iter().enumerate() {
-            let (_, Some(parent)) = prompt[place] else {
+        for (position, &name) in names.iter().enumerate() {
+            let (_, Some(parent)) = prompt[position] else {
                 continue;
             };
             if name == EntryRef::NONE {
                 continue;
             }
-            let before = place.checked_sub(1).filter(|&at| prompt[at].0 == parent);
+            let before = position.checked_sub(1).filter(|&at| prompt[at].0 == parent);
             let parent = match before {
                 Some(at) => names[at],
                 None => self.name_of(&parent),
