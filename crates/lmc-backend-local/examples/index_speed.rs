@@ -1,4 +1,4 @@
-//! How fast the index answers and what it costs, at 10 thousand to 10 million chunks.
+//! Measures the time and the heap of the index, at 10 thousand to 10 million chunks.
 //!
 //! `cargo run --release -p lmc-backend-local --example index_speed [CHUNKS…]`
 
@@ -105,8 +105,8 @@ fn measure(tier: &LocalTier, chunks: u64) {
     );
 }
 
-/// What this machine needs for a random cache line out of a gigabyte, many at a time: a lookup
-/// reads two for each key, so that no index can be faster cold.
+/// Measures a random cache line out of a gigabyte, many at a time: a lookup reads two for each
+/// key, so that no index can be faster cold.
 fn ceiling() -> f64 {
     let memory: Vec<u64> = (0..1 << 27).collect();
     let mut rng = Rng::new(2);

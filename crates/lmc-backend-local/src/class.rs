@@ -10,7 +10,7 @@ use parking_lot::RwLock;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantId(pub u32);
 
-/// What a tenant uses.
+/// Usage of a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TenantUsage {
     /// Bytes of resident chunks, as long as they are; what the pool's alignment adds is not
@@ -18,19 +18,19 @@ pub struct TenantUsage {
     pub bytes: u64,
     /// Bytes of reservations that are not committed yet.
     pub writing: u64,
-    /// What it may use, in bytes; `None` for a tenant that shares what is not promised to others.
+    /// Most bytes of the tenant; `None` for a tenant that shares what is not promised to others.
     pub quota: Option<u64>,
 }
 
-/// Who evicts from whom: all tenants without a quota together, or one tenant with a quota.
-/// Each shard tells here how old its next candidate is, so that the oldest of all can be chosen
-/// without a look into every shard.
+/// A set of tenants that evict from each other: all tenants without a quota, or one tenant with
+/// a quota. Each shard publishes here how old its next candidate is, so that the oldest of all can
+/// be chosen without a look into every shard.
 #[derive(Debug)]
 pub(crate) struct Class {
     bytes: AtomicU64,
     /// Stamp of each shard's next candidate; `u64::MAX` where nothing is queued.
     coldest: Box<[AtomicU64]>,
-    /// The same for the entries whose turn came while they had children.
+    /// Stamp of each shard's next candidate among the entries whose turn came while they had children.
     coldest_parent: Box<[AtomicU64]>,
 }
 
@@ -68,7 +68,7 @@ impl Class {
         oldest(&self.coldest)
     }
 
-    /// The same among those whose turn came while they had children.
+    /// Returns the shard with the oldest entry whose turn came while it had children.
     pub(crate) fn coldest_parent(&self) -> Option<usize> {
         oldest(&self.coldest_parent)
     }
@@ -123,7 +123,7 @@ impl Tenant {
         (quota != NO_QUOTA).then_some(quota)
     }
 
-    /// What its chunks are queued in while it has a quota.
+    /// Returns the class of the tenant's chunks while it has a quota.
     pub(crate) fn class(&self) -> &Arc<Class> {
         self.class.get_or_init(|| Arc::new(Class::new(self.shards)))
     }
@@ -150,7 +150,7 @@ const PURGE_ABOVE: usize = 1024;
 pub(crate) struct Tenants {
     shards: usize,
     known: RwLock<Known>,
-    /// Those with a quota: a few, which every eviction looks at.
+    /// Tenants with a quota: a few, which every eviction looks at.
     with_quota: RwLock<Arc<[Arc<Tenant>]>>,
 }
 
@@ -179,7 +179,7 @@ impl Tenants {
         }
         let mut known = self.known.write();
         if known.tenants.len() >= known.purge_above {
-            // Nobody takes hold of one meanwhile: that needs the lock.
+            // No thread acquires one meanwhile: that needs the lock.
             let used = |tenant: &Arc<Tenant>| tenant.in_use() || Arc::strong_count(tenant) > 1;
             known.tenants.retain(|_, tenant| used(tenant));
             known.purge_above = PURGE_ABOVE.max(2 * known.tenants.len());

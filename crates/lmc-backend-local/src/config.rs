@@ -1,4 +1,4 @@
-//! How a tier is made.
+//! Configuration of a tier.
 
 use std::sync::Arc;
 use std::thread;
@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::{EventSink, LocalTier, PolicyKind};
 
-/// What a [`LocalTier`] is made of.
+/// Configuration of a [`LocalTier`].
 #[derive(Clone, Debug)]
 pub struct LocalConfig {
     pub(crate) pool: Pool,
@@ -32,15 +32,16 @@ pub enum LocalConfigError {
     /// The watermarks are not parts of the pool, or the low one is not the lower one.
     #[error("watermarks must be 0 < low <= high <= 1, found low {low} and high {high}")]
     Watermarks {
-        /// Where eviction starts.
+        /// Used part of the pool at which eviction starts.
         high: f64,
-        /// Where it stops.
+        /// Used part of the pool at which eviction stops.
         low: f64,
     },
 }
 
 impl LocalConfig {
-    /// A tier over this pool. All memory of the pool may be filled with chunks.
+    /// Returns the configuration of a tier over this pool. All memory of the pool may be filled
+    /// with chunks.
     pub fn new(pool: Pool) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -53,13 +54,13 @@ impl LocalConfig {
         }
     }
 
-    /// What is evicted first. Default: [`PolicyKind::Lru`].
+    /// Sets the eviction policy. Default: [`PolicyKind::Lru`].
     pub fn with_policy(mut self, policy: PolicyKind) -> Self {
         self.policy = policy;
         self
     }
 
-    /// Parts of the index with a lock each; a power of two from 1 to 128. More of them let more
+    /// Sets the number of parts of the index with a lock each; a power of two from 1 to 128. More of them let more
     /// threads in at once, fewer make a batch visit fewer locks.
     /// Default: four for each core, 8 to 64.
     pub fn with_shards(mut self, shards: usize) -> Self {
@@ -74,7 +75,7 @@ impl LocalConfig {
         self
     }
 
-    /// Who is told of chunks that come and go. Default: nobody.
+    /// Sets the receiver of events about stored and removed chunks. Default: none.
     pub fn with_events(mut self, events: Arc<dyn EventSink>) -> Self {
         self.events = Some(events);
         self

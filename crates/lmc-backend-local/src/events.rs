@@ -1,4 +1,4 @@
-//! Who is told of chunks that come and go.
+//! Events about chunks that are stored and removed.
 
 use std::fmt;
 
@@ -11,13 +11,13 @@ use crate::TenantId;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct StoredEvent<'a> {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: &'a ChunkKey,
     /// The chunk before it in its prompt, as the writer said.
     pub parent: Option<&'a ChunkKey>,
-    /// Whose it is.
+    /// Tenant of the chunk.
     pub tenant: TenantId,
-    /// Its bytes.
+    /// Slot with the chunk's bytes.
     pub slot: &'a SealedSlot,
 }
 
@@ -25,22 +25,22 @@ pub struct StoredEvent<'a> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RemovedEvent<'a> {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: &'a ChunkKey,
-    /// Whose it was.
+    /// Tenant of the chunk.
     pub tenant: TenantId,
-    /// Why it went.
+    /// Cause of the removal.
     pub cause: Removal,
-    /// Its bytes. Keeping a clone keeps the memory taken: that is how an evicted chunk is written
-    /// to a lower tier.
+    /// Slot with the chunk's bytes. A clone keeps the memory reserved: that is how an evicted chunk
+    /// is written to a lower tier.
     pub slot: &'a SealedSlot,
 }
 
-/// Why a chunk went.
+/// Cause of a chunk's removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Removal {
-    /// Evicted to make room for another chunk.
+    /// Evicted to free memory for another chunk.
     Capacity,
     /// Evicted because its tenant was over its quota.
     Quota,
@@ -52,7 +52,7 @@ pub enum Removal {
     Cleared,
 }
 
-/// Is told of every chunk that comes and goes, for KV events and for writing back.
+/// Receives an event for every chunk that is stored or removed, for KV events and write-back.
 ///
 /// Called under the lock of the chunk's shard, so that the events of one key come in the order in
 /// which they happened: an implementation must be quick, and must not call the tier.

@@ -40,7 +40,7 @@ impl Lease {
         self.slot().bytes()
     }
 
-    /// Who holds it.
+    /// Owner of the lease.
     pub fn owner(&self) -> OwnerId {
         self.0.owner
     }
@@ -95,17 +95,17 @@ impl Leases {
         self.fresh
     }
 
-    /// Who holds them.
+    /// Owner of the leases.
     pub fn owner(&self) -> OwnerId {
         self.owner
     }
 
-    /// How many there are.
+    /// Number of leases.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no leases.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }

@@ -1,11 +1,11 @@
 //! The DRAM tier of lmc: an index of chunks over a pool of memory.
 //!
 //! A [`LocalTier`] knows which chunks lie in a [`Pool`](lmc_memory::Pool), leases them to
-//! readers, and evicts what is used least when room is needed. All of it is synchronous: no call
+//! readers, and evicts what is used least when free space is needed. All of it is synchronous: no call
 //! waits for anything but a lock held for microseconds, and when all memory is leased a
 //! reservation fails at once.
 //!
-//! A [`Lease`] is a value that gives itself back.
+//! A [`Lease`] ends when it is dropped.
 //!
 //! What is *not* here: hashing (`lmc-key`), memory and copies (`lmc-memory`), lower tiers, and
 //! any clock, thread or runtime.
@@ -23,7 +23,7 @@
 //! let session = OwnerId(7);
 //!
 //! let WriteStart::Reserved(mut new) = tier.begin_write(session, TenantId(0), key, 5)? else {
-//!     panic!("nobody else writes here");
+//!     panic!("no other owner writes here");
 //! };
 //! new.slot.bytes_mut().copy_from_slice(b"hello");
 //! tier.commit(vec![new.written(None)]);

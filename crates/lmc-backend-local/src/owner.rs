@@ -1,11 +1,12 @@
-//! Who holds what.
+//! Owners of leases and reservations, and how many each has.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// Who holds leases and reservations: a session or an instance, as the engine numbers them.
+/// The id of an owner of leases and reservations: a session or an instance, as the engine numbers
+/// them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OwnerId(pub u64);
 

@@ -21,7 +21,7 @@ const ASIDE_PER_STEP: u32 = 256;
 /// Keys that are warmed at once: as many as a core has memory reads under way, and then some.
 pub(crate) const WARM: usize = 32;
 
-/// What keys that are warmed are probably found at.
+/// Indices at which warmed keys are probably found.
 pub(crate) struct Likely([u32; WARM]);
 
 /// The order of one tenant class in one shard.
@@ -54,7 +54,7 @@ pub(crate) struct Shard {
     writing: HashMap<ChunkKey, u64, FoldState>,
     /// Shared write marks: numbers of reservations. No entry is empty.
     shared_writes: HashMap<ChunkKey, Vec<u64>, FoldState>,
-    /// How often the pinned entries are pinned, by index.
+    /// Number of pins of each pinned entry, by index.
     pins: HashMap<u32, u32>,
 }
 
@@ -181,7 +181,7 @@ impl Shard {
         Likely(likely)
     }
 
-    /// The same for using what was found.
+    /// Warms what the use of the found entries reads.
     pub(crate) fn warm_use(&self, likely: &Likely) {
         let found = likely.0.iter().filter(|&&index| index != NIL);
         let read = found.fold(0, |read, &index| read ^ self.slab.glance(index));
@@ -348,7 +348,7 @@ impl Shard {
         self.pins.len() as u64
     }
 
-    /// Whether an entry is there and names this parent.
+    /// Returns true if an entry is present and names this parent.
     pub(crate) fn has_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
         self.slab.named(child).is_some() && self.slab.identity(child.index()).parent == parent
     }
@@ -473,7 +473,7 @@ impl Shard {
     }
 
     /// Gives a tenant a class of its own and moves its entries there. They keep their order of
-    /// age; what the policy knew of them beyond that starts anew.
+    /// age; what the policy knew of them beyond that is reset.
     pub(crate) fn split_off(&mut self, tenant: TenantId, class: Arc<Class>) {
         if self.quotas.contains_key(&tenant) {
             return;
@@ -578,7 +578,7 @@ impl Shard {
         self.writing.contains_key(key)
     }
 
-    /// Whether the mark of this reservation is still on.
+    /// Returns true if the mark of this reservation is still set.
     pub(crate) fn holds_write(&self, key: &ChunkKey, reservation: u64) -> bool {
         let shared = || self.shared_writes.get(key);
         self.writing.get(key) == Some(&reservation)
@@ -618,7 +618,7 @@ impl Shard {
         self.slab.occupied(0).map(linked).collect()
     }
 
-    /// The occupied places from `start` on, at most `limit`.
+    /// Returns the occupied indices from `start` on, at most `limit`.
     pub(crate) fn indices(&self, start: u32, limit: usize) -> Vec<u32> {
         let occupied = self.slab.occupied(start).map(|(index, _)| index);
         occupied.take(limit).collect()

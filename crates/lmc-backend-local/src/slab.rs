@@ -80,7 +80,7 @@ impl<T> IndexMut<u32> for Chunked<T> {
 }
 
 /// Names an entry of the tier for as long as it is there: shard, index, and a generation that
-/// differs for the next entry at the same place. 8 bytes.
+/// differs for the next entry at the same index. 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EntryRef(u64);
 
@@ -106,7 +106,7 @@ impl EntryRef {
 
 const GENERATION: u32 = 0x00ff_ffff;
 
-/// Where an entry stands in the order of eviction.
+/// The state of an entry in the order of eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EvictionState {
@@ -118,7 +118,7 @@ pub(crate) enum EvictionState {
     Parent,
 }
 
-/// What a lookup reads of a chunk: one cache line.
+/// The part of an entry that a lookup reads: one cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Identity {
@@ -139,7 +139,7 @@ impl Default for Identity {
     }
 }
 
-/// What the use of a chunk reads beyond its identity: half a cache line.
+/// The part of an entry that its use reads beyond its identity: half a cache line.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) slot: SealedSlot,
@@ -163,10 +163,10 @@ pub(crate) struct Slab {
     entries: Chunked<Option<Entry>>,
     pub(crate) nodes: Nodes,
     tenants: Chunked<TenantId>,
-    /// Head of the free places, linked by `Node::next`.
+    /// Head of the free indices, linked by `Node::next`.
     free: u32,
-    /// The next generation; shared by all places, so it wraps after 16 million inserts, not
-    /// after 16 million uses of one place. A stale reference would have to wait for exactly that
+    /// The next generation; shared by all indices, so it wraps after 16 million inserts, not
+    /// after 16 million uses of one index. A stale reference would have to wait for exactly that
     /// many to be taken for another.
     generation: u32,
     shard: usize,
@@ -185,7 +185,7 @@ impl Slab {
         }
     }
 
-    /// Puts an entry into a free place.
+    /// Stores an entry at a free index.
     pub(crate) fn insert(&mut self, key: ChunkKey, slot: SealedSlot, tenant: TenantId) -> u32 {
         if self.free == NIL {
             self.grow();
@@ -223,16 +223,16 @@ impl Slab {
         }
     }
 
-    /// Empties a place.
+    /// Removes the entry at an index.
     pub(crate) fn remove(&mut self, index: u32) -> (Identity, Entry) {
         let entry = self.entries[index].take();
         self.nodes[index].next = self.free;
         self.free = index;
-        let entry = entry.expect("only places that the table names are emptied");
+        let entry = entry.expect("only indices that the table names are removed");
         (self.identities[index], entry)
     }
 
-    /// The key and the relatives of the entry that is, or was, at this place.
+    /// The key and the relatives of the entry that is, or was, at this index.
     #[inline]
     pub(crate) fn identity(&self, index: u32) -> &Identity {
         &self.identities[index]
@@ -246,13 +246,13 @@ impl Slab {
     #[inline]
     pub(crate) fn entry(&self, index: u32) -> &Entry {
         let entry = self.entries[index].as_ref();
-        entry.expect("the table and the queues name occupied places only")
+        entry.expect("the table and the queues name occupied indices only")
     }
 
     #[inline]
     pub(crate) fn entry_mut(&mut self, index: u32) -> &mut Entry {
         let entry = self.entries[index].as_mut();
-        entry.expect("the table and the queues name occupied places only")
+        entry.expect("the table and the queues name occupied indices only")
     }
 
     /// Reads the first word of what a use of the entry reads beyond its identity.
@@ -280,7 +280,7 @@ impl Slab {
         (u32::from_le_bytes([a, b, c, 0]) == name.generation()).then_some(entry)
     }
 
-    /// The occupied places from `start` on.
+    /// Returns the occupied indices from `start` on.
     pub(crate) fn occupied(&self, start: u32) -> impl Iterator<Item = (u32, &Entry)> {
         let end = self.entries.len() as u32;
         (start..end).filter_map(|index| Some((index, self.entries.get(index)?.as_ref()?)))

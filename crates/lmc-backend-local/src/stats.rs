@@ -39,7 +39,7 @@ counters! {
     inserted_bytes,
     /// Chunks that were there already when they were inserted.
     duplicates,
-    /// Chunks evicted to make room for another.
+    /// Chunks evicted to free memory for another.
     evicted_capacity,
     /// Chunks evicted because their tenant was over its quota.
     evicted_quota,
@@ -55,7 +55,7 @@ counters! {
     cleared,
     /// Reservations granted.
     reserved,
-    /// Reservations that found no room.
+    /// Reservations that found no space.
     reserve_no_space,
     /// Reservations refused by the tenant's quota.
     reserve_quota,
@@ -109,7 +109,7 @@ impl LocalStats {
     }
 }
 
-/// What a tier holds now.
+/// Usage of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocalUsage {

@@ -13,9 +13,9 @@ const EMPTY: u8 = 0;
 #[repr(align(64))]
 struct Bucket {
     indices: [u32; SLOTS],
-    /// How many entries that belong here lie in later buckets, as this one was full.
+    /// Number of entries of this bucket that lie in later buckets, because this one was full.
     displaced: u16,
-    /// How many buckets on the farthest of them may lie: a look ends there. 0 when there is none.
+    /// Distance in buckets of the farthest of them: a look ends there. 0 when there is none.
     reach: u16,
     /// Eight bits of each entry's hash, never 0; 0 for an empty slot.
     tags: [u8; SLOTS],
@@ -75,7 +75,7 @@ impl Table {
         }
     }
 
-    /// Where the index is for which `same` holds: bucket and slot.
+    /// Returns the bucket and slot of the index for which `same` holds.
     #[inline]
     fn locate(&self, hash: u64, mut same: impl FnMut(u32) -> bool) -> Option<(usize, usize)> {
         let (mut at, tag) = (self.home(hash), tag(hash));
@@ -111,17 +111,17 @@ impl Table {
         (candidates != 0).then(|| bucket.indices[slot])
     }
 
-    /// Whether the next insert needs [`Table::rebuild`] first.
+    /// Returns true if the next insert needs [`Table::rebuild`] first.
     pub(crate) fn is_full(&self) -> bool {
         // At four fifths, about one entry in five lies outside of its bucket, most in the next.
         (self.len + 1) * 5 > self.buckets.len() * SLOTS * 4
     }
 
-    /// Makes room for at least `room` entries, or an eighth more than there are, and fills the
-    /// table with `all`, which is what is in it.
+    /// Grows to at least `capacity` entries, or an eighth more than there are, and fills the table
+    /// with `all`, its current entries.
     pub(crate) fn rebuild(&mut self, capacity: usize, all: impl Iterator<Item = (u64, u32)>) {
         let capacity = capacity.max(self.len + self.len / 8);
-        // The old one goes first: nobody reads it meanwhile.
+        // The old table is freed first: no thread reads it meanwhile.
         self.buckets = Vec::new();
         self.buckets
             .resize(capacity * 5 / (4 * SLOTS) + 1, Bucket::NEW);
@@ -155,7 +155,7 @@ impl Table {
     /// Takes out an index that is there.
     pub(crate) fn remove(&mut self, hash: u64, index: u32) {
         let found = self.locate(hash, |other| other == index);
-        let (at, slot) = found.expect("every occupied place is in the table");
+        let (at, slot) = found.expect("every occupied index is in the table");
         self.buckets[at].tags[slot] = EMPTY;
         let home = self.home(hash);
         if at != home {

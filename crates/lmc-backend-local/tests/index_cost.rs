@@ -1,4 +1,4 @@
-//! What the index costs in heap for each chunk. The budget is the design's: 128 bytes.
+//! Checks the heap of the index for each chunk. The budget is the design's: 128 bytes.
 
 #[path = "support/counting_alloc.rs"]
 mod counting_alloc;

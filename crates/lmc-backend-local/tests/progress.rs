@@ -1,4 +1,4 @@
-//! What users of other caches reported first: a tier full of leased chunks must refuse at once,
+//! Checks what users of other caches reported first: a tier full of leased chunks must refuse at once,
 //! not wait, and work again as soon as something goes.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
@@ -361,8 +361,8 @@ fn a_tenant_keeps_to_its_quota_and_keeps_its_quota() {
     }
 }
 
-/// Room is short although nobody has more than its due: memory is also reserved. Whoever asks
-/// gives, not the tenant that is closest to its quota.
+/// Memory is short although no tenant has more than its due: memory is also reserved. The tenant
+/// that asks gives, not the one that is closest to its quota.
 #[test]
 fn a_tenant_within_its_quota_is_left_alone() {
     for policy in EVICTING {
@@ -538,7 +538,7 @@ fn held_bytes_count_each_chunk_once() {
     for &key in &keys {
         let Ok(WriteStart::Reserved(mut new)) = tier.begin_write(OwnerId(9), COMMON, key, UNIT)
         else {
-            panic!("there is room");
+            panic!("there is space");
         };
         fill_value(&key, new.slot.bytes_mut());
         tier.commit(vec![new.written(None)]);

@@ -16,7 +16,7 @@ pub(super) struct Arc {
     frequent: List,
     recent_ghosts: Ghost,
     frequent_ghosts: Ghost,
-    /// How many entries `recent` should have (p).
+    /// Number of entries that `recent` should have (p).
     target: u64,
 }
 
@@ -111,8 +111,8 @@ impl EvictionPolicy for Arc {
 mod tests {
     use super::*;
 
-    /// What comes back after it was evicted as recent makes more room for the recent, and the
-    /// other way round.
+    /// An entry that comes back after it was evicted as recent makes the recent queue larger, and
+    /// the other way round.
     #[test]
     fn regret_moves_the_target() {
         let mut nodes = Nodes::default();

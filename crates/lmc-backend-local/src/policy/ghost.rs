@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use hashbrown::HashTable;
 
 /// The last fingerprints, oldest out first. Two keys may share one of 32 bits: then an entry is
-/// taken for one that was here before, which costs a little room in the wrong queue.
+/// taken for one that was here before, which costs a little memory in the wrong queue.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
     /// In the order of arrival; those recalled since are still in here.

@@ -11,13 +11,13 @@ pub(crate) const NIL: u32 = u32::MAX;
 pub(crate) struct Node {
     /// Towards the head, the young end.
     prev: u32,
-    /// Towards the tail, the old end. The slab links its free places by it.
+    /// Towards the tail, the old end. The slab links its free indices by it.
     pub(crate) next: u32,
     stamp_low: u32,
     stamp_high: u16,
-    /// Which of the policy's queues it is in, or was in when it was popped.
+    /// The policy's queue that the entry is in, or was in when it was popped.
     pub(super) queue: u8,
-    /// How often it was used lately, up to what the policy counts.
+    /// Number of recent uses, up to what the policy counts.
     pub(super) uses: u8,
 }
 

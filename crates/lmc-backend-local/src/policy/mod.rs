@@ -35,10 +35,10 @@ pub enum PolicyKind {
 }
 
 impl PolicyKind {
-    /// All of them, for tests and tables.
+    /// All policies, for tests and tables.
     pub const ALL: [Self; 4] = [Self::Lru, Self::S3Fifo, Self::Arc, Self::None];
 
-    /// Its name in configuration: `lru`, `s3-fifo`, `arc` or `none`.
+    /// Returns the name in configuration: `lru`, `s3-fifo`, `arc` or `none`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",

@@ -39,7 +39,7 @@ impl Rig {
         Some(id)
     }
 
-    /// Inserts what is missing and touches what is there, with capacity for `capacity` entries.
+    /// Inserts what is missing and touches what is there, with `capacity` entries at most.
     fn run(&mut self, capacity: usize, requests: impl IntoIterator<Item = u32>) -> usize {
         let mut resident = BTreeSet::new();
         let mut hits = 0;
@@ -142,7 +142,7 @@ proptest! {
 fn a_batch_is_evicted_from_its_tail() {
     for kind in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc] {
         let mut rig = Rig::new(kind);
-        // Place 0 is the head; batches come from the tail.
+        // Index 0 is the head; batches come from the tail.
         (0..8).rev().for_each(|id| rig.insert(id));
         assert_eq!(rig.evict(), Some(7), "{kind}");
         (0..4).rev().for_each(|id| rig.touch(id));

@@ -5,9 +5,9 @@ use lmc_key::ChunkKey;
 /// Keys with their folded hashes, in an order that visits each shard once.
 pub(super) struct Batch {
     pub(super) folds: Vec<u64>,
-    /// Places in the batch: shard by shard, and within a shard from the tail to the head.
+    /// Positions in the batch: shard by shard, and within a shard from the tail to the head.
     order: Vec<u32>,
-    /// Where each shard's part of `order` ends.
+    /// End of each shard's part of `order`.
     ends: Vec<u32>,
 }
 
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_grouped_and_descend() {
+    fn positions_are_grouped_and_descend() {
         let shards = [2, 0, 2, 1, 2];
         let (order, ends) = group(shards.into_iter(), 4);
         let parts: Vec<_> = parts(&order, &ends).collect();

@@ -1,4 +1,4 @@
-//! Making room.
+//! Reservation of memory, and the eviction of chunks for it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -39,7 +39,7 @@ pub enum ReserveError {
          evicted for {len} more: its chunks are leased or pinned, or the quota is too small"
     )]
     Quota {
-        /// Whose quota.
+        /// Tenant whose quota it is.
         tenant: u32,
         /// Bytes asked for.
         len: u64,
@@ -51,29 +51,29 @@ pub enum ReserveError {
     /// Nothing free, and nothing that may be evicted: all is leased, pinned, promised to other
     /// tenants, or in pieces too small.
     #[error(
-        "no room for {len} bytes after evicting {evicted} chunks: the rest is leased, pinned, \
+        "no space for {len} bytes after evicting {evicted} chunks: the rest is leased, pinned, \
          promised to other tenants, or in pieces too small"
     )]
     NoSpace {
         /// Bytes asked for.
         len: u64,
-        /// Chunks evicted in vain.
+        /// Chunks that were evicted without success.
         evicted: u32,
     },
 }
 
-/// What a call of [`LocalTier::maintain`] did.
+/// Result of a call of [`LocalTier::maintain`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Maintained {
     /// Chunks evicted.
     pub evicted: u64,
-    /// Their bytes.
+    /// Bytes of the evicted chunks.
     pub bytes: u64,
-    /// Whether the low watermark was not reached because the call's bound was: call again.
+    /// True if the call ended at its bound before the low watermark was reached: call again.
     pub more: bool,
 }
 
-/// Whose chunks to evict: `None` stands for all tenants without a quota.
+/// The tenant whose chunks to evict: `None` stands for all tenants without a quota.
 type Victim = Option<Arc<Tenant>>;
 
 impl LocalTier {
@@ -92,7 +92,7 @@ impl LocalTier {
 
     /// Evicts at most `max` chunks when the pool is filled above the high watermark, until it is
     /// filled to the low one. To be called by a thread of its own every now and then, so that
-    /// reservations find room without evicting themselves.
+    /// reservations find free memory without evicting themselves.
     ///
     /// The tenant that uses most of what it is entitled to gives first.
     pub fn maintain(&self, max: usize) -> Maintained {
@@ -201,8 +201,8 @@ impl Inner {
         while above() && self.evict_one(&own, Removal::Quota).is_some() {}
     }
 
-    /// Who gives room for a tenant, in this order: whoever has more than it is entitled to, the
-    /// tenant itself, and the tenants without a quota.
+    /// Returns the tenants to evict from for a tenant, in this order: those with more than they are
+    /// entitled to, the tenant itself, and the tenants without a quota.
     fn victims(&self, tenant: &Arc<Tenant>) -> Vec<Victim> {
         let by_greed = self.by_greed().into_iter();
         let mut victims: Vec<Victim> = by_greed

@@ -50,12 +50,12 @@ pub(crate) struct Inner {
     lease_bytes: Owners,
     /// Bytes of leased or pinned chunks in each shard, each chunk counted once.
     held: Arc<[AtomicU64]>,
-    /// What they are writing.
+    /// Keys that each owner is writing.
     writes: Owners,
     /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
     clock: AtomicU64,
     reservations: AtomicU64,
-    /// How often the tier was cleared.
+    /// Number of clears.
     clears: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn EventSink>>,
@@ -112,7 +112,7 @@ impl LocalTier {
         &self.0.pool
     }
 
-    /// What is evicted first.
+    /// Returns the eviction policy.
     pub fn policy(&self) -> PolicyKind {
         self.0.policy
     }
@@ -122,7 +122,7 @@ impl LocalTier {
         self.0.counters.snapshot()
     }
 
-    /// What the tier holds now. Locks each shard for a moment; the numbers are of slightly
+    /// Returns the current usage. Locks each shard for a moment; the numbers are of slightly
     /// different instants.
     pub fn usage(&self) -> LocalUsage {
         let inner = &self.0;
@@ -144,12 +144,12 @@ impl LocalTier {
         }
     }
 
-    /// How often the tier was cleared.
+    /// Number of clears since the tier was made.
     pub fn clears(&self) -> u64 {
         self.0.clears.load(Ordering::Acquire)
     }
 
-    /// Leases there are now.
+    /// Number of leases that exist now.
     pub fn leases(&self) -> u64 {
         self.0.leases.total()
     }
@@ -176,7 +176,7 @@ impl LocalTier {
         self.0.writes.of(owner)
     }
 
-    /// Everyone who holds leases, with how many: to find a leak.
+    /// Returns the owners of leases, with the number of each: to find a leak.
     pub fn lease_owners(&self) -> Vec<(OwnerId, u64)> {
         self.0.leases.all()
     }
@@ -193,7 +193,7 @@ impl LocalTier {
 impl Inner {
     #[inline]
     fn shard_of(&self, fold: u64) -> usize {
-        // The table takes the low bits for the place and the top seven for the tag.
+        // The table takes the low bits for the bucket and the top seven for the tag.
         (fold >> 40) as usize & (self.shards.len() - 1)
     }
 
@@ -224,8 +224,8 @@ impl Inner {
         }
     }
 
-    /// Lets go of an entry that was taken out, without any lock held: gives its memory back, and
-    /// takes it off its parent's count.
+    /// Frees an entry that was removed, without any lock held: releases its memory, and subtracts it
+    /// from its parent's count.
     fn free_removed(&self, taken: Taken) {
         let parent = taken.parent;
         drop(taken.slot);
@@ -241,13 +241,13 @@ impl Inner {
 
 /// A tenant's quota and usage.
 impl LocalTier {
-    /// What a tenant uses and may use.
+    /// Returns the usage and the quota of a tenant.
     pub fn tenant_usage(&self, tenant: TenantId) -> crate::TenantUsage {
         let known = self.0.tenants.known(tenant);
         known.map(|tenant| tenant.usage()).unwrap_or_default()
     }
 
-    /// What every tenant uses and may use. One that uses nothing and has no quota may be missing.
+    /// Returns the usage and the quota of every tenant. One that uses nothing and has no quota may be missing.
     pub fn tenants(&self) -> Vec<(TenantId, crate::TenantUsage)> {
         let all = self.0.tenants.all();
         let mut all: Vec<_> = all
@@ -258,11 +258,11 @@ impl LocalTier {
         all
     }
 
-    /// Promises a tenant `quota` bytes of chunks, which nobody else can push it out of, and which
+    /// Promises a tenant `quota` bytes of chunks, which no other tenant can evict, and which
     /// it cannot exceed; `None` lets it share what is not promised. What it has above a new quota
     /// goes with its next reservation, or with [`LocalTier::maintain`].
     ///
-    /// Quotas may add up to more than the pool holds; then the promise cannot be kept by room
+    /// Quotas may add up to more than the pool holds; then the promise cannot be kept by memory
     /// alone, and tenants evict their own chunks first. Walks the whole index, shard by shard,
     /// when the tenant had no quota before or has none after.
     pub fn set_quota(&self, tenant: TenantId, quota: Option<u64>) {

@@ -18,7 +18,7 @@ use crate::{Lease, Leases, OwnerId, Removal};
 /// Chunks that a walk over the index takes out under one lock.
 const AT_ONCE: usize = 256;
 
-/// How much [`LocalTier::clear`] takes.
+/// The chunks that [`LocalTier::clear`] removes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clear {
     /// Chunks that are neither leased nor pinned.
@@ -28,22 +28,22 @@ pub enum Clear {
     All,
 }
 
-/// One chunk with its position in its prompts.
+/// A chunk of a list, with its position in its prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListedChunk {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
     /// The chunk before it, if that is there.
     pub parent: Option<ChunkKey>,
-    /// Its bytes.
+    /// Bytes of the chunk.
     pub len: u64,
     /// Chunks before it, as far as they are there.
     pub depth: u32,
 }
 
 impl LocalTier {
-    /// How many leading keys are present. Takes no leases and does not count as use: for
+    /// Returns how many leading keys are present. Takes no leases and does not count as use: for
     /// answers that are not acted upon.
     pub fn lookup_leading(&self, keys: &[ChunkKey]) -> usize {
         let inner = &self.0;
@@ -75,7 +75,8 @@ impl LocalTier {
         leases
     }
 
-    /// The same for keys whose lookup was counted before: this is neither hit nor miss.
+    /// Leases as [`LocalTier::lease_leading`] does, without counting a hit or a miss: for keys whose
+    /// lookup was counted before.
     pub fn lease_again(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
@@ -121,7 +122,7 @@ impl LocalTier {
         inner.link_all(&names, prompt);
     }
 
-    /// Whether each key is present, and its bytes. Does not count as use, nor as hit or miss.
+    /// Returns the bytes of each key that is present. Does not count as use, nor as hit or miss.
     pub fn contains(&self, keys: &[ChunkKey]) -> Vec<Option<u64>> {
         let inner = &self.0;
         let batch = inner.batch(keys.iter().copied());
@@ -259,8 +260,9 @@ impl LocalTier {
         shards.flat_map(|shard| shard.lock().list()).collect()
     }
 
-    /// Every chunk, the heads of prompts first, then what follows on them, and so on: whoever gets
-    /// through a part of these has whole beginnings. For a stop: holds a line for each chunk.
+    /// Returns every chunk, the heads of prompts first, then the chunks that follow on them, and so
+    /// on: any part of the list from its start holds whole prefixes. For a stop: the list has an
+    /// entry for each chunk.
     pub fn list_heads_first(&self) -> Vec<ListedChunk> {
         let mut shown: Vec<Linked> = Vec::new();
         for shard in &self.0.shards {
@@ -306,7 +308,7 @@ impl LocalTier {
 }
 
 impl Inner {
-    /// A position before which the first missing key lies: the number of keys when the last one is
+    /// Returns a position before which the first missing key lies: the number of keys when the last one is
     /// present, else a missing key's, found in a few single looks. Lookups that miss early do not
     /// pay for all their keys.
     fn leading_bound(&self, keys: &[ChunkKey]) -> usize {

@@ -137,7 +137,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What the model knows of a resident chunk.
+/// A resident chunk of the model.
 #[derive(Clone, Debug)]
 struct Chunk {
     incarnation: u64,
@@ -150,7 +150,7 @@ struct Chunk {
 /// A reservation that was left open.
 struct Open {
     reservation: Reservation,
-    /// Whether its key was forgotten since.
+    /// True if its key was removed since.
     void: bool,
 }
 
@@ -165,7 +165,7 @@ struct Rig {
     quotas: BTreeMap<u32, u64>,
     parents_evicted: u64,
     units: u64,
-    /// What makes the pool, which has whole pages, as small as the test wants it.
+    /// Makes the pool, which has whole pages, as small as the test wants it.
     ballast: lmc_memory::ReservedSlot,
 }
 
@@ -243,7 +243,7 @@ impl Rig {
         self.quotas.contains_key(&tenant.0).then_some(tenant)
     }
 
-    /// Applies what the tier told, checking each eviction. `linked` are the chunks that the
+    /// Applies the tier's events, checking each eviction. `linked` are the chunks that the
     /// operation inserts or finds present: their parents are counted only after all of them are in.
     fn learn(&mut self, tenant: TenantId, linked: &[u64]) {
         let events = std::mem::take(&mut *self.log.0.lock());

@@ -17,24 +17,24 @@ use crate::{Leases, OwnerId, StoredEvent, TenantId};
 /// A chunk whose bytes are complete.
 #[derive(Debug)]
 pub struct NewChunk {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
     /// The chunk before it in its prompt, which is kept as long as this one where possible.
     pub parent: Option<ChunkKey>,
-    /// Whose it is.
+    /// Tenant of the chunk.
     pub tenant: TenantId,
-    /// Its bytes.
+    /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,
 }
 
-/// What became of a chunk that was inserted.
+/// Result of the insertion of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inserted {
-    /// It is in the index now.
+    /// The chunk is in the index now.
     New,
-    /// Its key was there before, with these bytes; the new slot went back to the pool.
+    /// The key was present with these bytes; the new slot went back to the pool.
     Present,
-    /// Its key was removed, or the tier cleared, after this write had begun: it is not found, and
+    /// The key was removed, or the tier cleared, after this write had begun: it is not found, and
     /// its slot went back to the pool.
     Cleared,
 }
@@ -109,12 +109,12 @@ impl InFlight {
         }
     }
 
-    /// Who writes it.
+    /// Owner that writes the chunk.
     pub fn owner(&self) -> OwnerId {
         self.owner
     }
 
-    /// Whose chunk it will be.
+    /// Tenant of the chunk.
     pub fn tenant(&self) -> TenantId {
         self.tenant.id
     }
@@ -144,7 +144,7 @@ pub struct Write {
     pub mark: InFlight,
     /// The chunk before it in its prompt, which is kept as long as this one where possible.
     pub parent: Option<ChunkKey>,
-    /// Its bytes.
+    /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,
 }
 
@@ -153,7 +153,7 @@ impl LocalTier {
     /// what must go. A key that is present, or that another exclusive mark is on, is not reserved.
     ///
     /// # Errors
-    /// [`ReserveError`] when there is no room; no mark is left then.
+    /// [`ReserveError`] when there is no memory for it; no mark is left then.
     pub fn begin_write(
         &self,
         owner: OwnerId,

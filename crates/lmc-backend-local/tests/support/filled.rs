@@ -48,7 +48,7 @@ pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
     let mut slots: Vec<WrittenSlot> = slots.collect();
     slots.reverse();
     let before = live();
-    // What a small host has by default. Each shard wastes 16 places on average, which only counts
+    // The default of a small host. Each shard wastes 16 entries on average, which only counts
     // where there are few chunks for a shard.
     let config = LocalConfig::new(pool).with_policy(policy).with_shards(8);
     let tier = config.build().expect("a valid configuration");
