@@ -101,14 +101,14 @@ impl Drive {
         let shared = &self.shared;
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
-        let quiet = |error, slot| Loaded::Failed {
+        let failed = |error, slot| Loaded::Failed {
             error,
             slot: FailedSlot::Quiet(slot),
         };
         let (found, file) = {
             let mut state = shared.state.lock();
             if state.closed {
-                return answer(quiet(BackendError::Closed, slot));
+                return answer(failed(BackendError::Closed, slot));
             }
             let Some(found) = state.index.find(&key) else {
                 count(&shared.counters.missed, 1);
@@ -120,16 +120,16 @@ impl Drive {
                     expected,
                     found: found_len,
                 };
-                return answer(quiet(error, slot));
+                return answer(failed(error, slot));
             }
-            let segment = found.place.segment;
+            let segment = found.location.segment;
             let Some(file) = state.files[segment as usize] else {
                 return answer(Loaded::Miss(slot));
             };
             state.index.enter(segment, true);
             (found, file)
         };
-        let at = u64::from(found.place.block) * BLOCK;
+        let at = u64::from(found.location.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
@@ -177,12 +177,12 @@ impl Drive {
         let mut ops = vec![op(at, BLOCK, Buf::Own(AlignedBuf::new(BLOCK)), None)];
         let mut offset = at + BLOCK;
         for (number, part) in parts.into_iter().enumerate() {
-            let room = match &part {
-                Buf::Into(part) => part.room(),
+            let capacity = match &part {
+                Buf::Into(part) => part.capacity(),
                 _ => len,
             };
-            ops.push(op(offset, room, part, Some(number)));
-            offset += room;
+            ops.push(op(offset, capacity, part, Some(number)));
+            offset += capacity;
         }
         shared.volume.submit(ops);
     }
@@ -191,8 +191,8 @@ impl Drive {
 impl Shared {
     /// Checks what was read and answers.
     fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
-        self.state.lock().index.leave(found.place.segment);
-        let (batch, place) = waiter;
+        self.state.lock().index.leave(found.location.segment);
+        let (batch, index) = waiter;
         let (header, error) = (reading.header.take(), reading.error.take());
         if let Some(error) = &error {
             count(&self.counters.read_errors, 1);
@@ -207,7 +207,7 @@ impl Shared {
                 error: BackendError::Io(error),
                 slot: FailedSlot::Quiet(slot),
             };
-            return batch.answer(*place, failed);
+            return batch.answer(*index, failed);
         }
         self.condition.read_works();
         if slot.arena().is_lost() {
@@ -216,13 +216,13 @@ impl Shared {
                 error: BackendError::Io(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Quiet(slot),
             };
-            return batch.answer(*place, failed);
+            return batch.answer(*index, failed);
         }
         let right = |header: &AlignedBuf| {
             ChunkHeader::decode(header).is_ok_and(|header| {
                 header.drive_id == self.header.drive_id
                     && header.key == found.key
-                    && header.place == found.place
+                    && header.location == found.location
                     && (header.len, header.payload_sum) == (found.len, found.payload_sum)
             })
         };
@@ -231,7 +231,7 @@ impl Shared {
                 if sum == found.payload_sum {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
-                    return batch.answer(*place, Loaded::Hit(slot.written()));
+                    return batch.answer(*index, Loaded::Hit(slot.written()));
                 }
                 &self.counters.bad_payloads
             }
@@ -239,7 +239,7 @@ impl Shared {
         };
         count(counter, 1);
         self.retire(found);
-        batch.answer(*place, Loaded::Miss(slot));
+        batch.answer(*index, Loaded::Miss(slot));
     }
 
     /// Forgets a chunk whose bytes are wrong or cannot be read, for good.
