@@ -80,7 +80,7 @@ pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     }
 }
 
-/// What a script was outcomes.
+/// Answer that a script got for a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     Stored,
