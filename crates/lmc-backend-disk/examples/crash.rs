@@ -29,7 +29,7 @@ const SIZES: [u64; 4] = [5_000, 64 << 10, 200_000, 1 << 20];
 const WRITERS: u64 = 4;
 /// Bytes that one run writes before it rests, so that nothing is ever evicted.
 const MOST: u64 = 128 << 20;
-const TIMEOUT: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn Error + Send + Sync>;
 
@@ -111,7 +111,7 @@ fn writer_loop(
     let mut rng = Rng::new(seed);
     let mut mine = Vec::new();
     loop {
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + PATIENCE;
         let numbers: Vec<u64> = (0..1 + rng.below(8))
             .map(|_| next.fetch_add(1, Ordering::Relaxed))
             .collect();
@@ -163,7 +163,7 @@ fn check(folder: &str) -> Result<(), Failure> {
     for (n, what) in said {
         let slot = pool.reserve(len(n)).ok_or("the pool is too small")?;
         let item = LoadItem::new(test_key(n), slot);
-        let loaded = block_on(tier.load(vec![item], Instant::now() + TIMEOUT));
+        let loaded = block_on(tier.load(vec![item], Instant::now() + PATIENCE));
         let found = match loaded.into_iter().next() {
             Some(Loaded::Hit(slot)) => {
                 let slot = slot.seal();

@@ -30,7 +30,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 const USAGE: &str = "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS [threads] \
                      | race FOLDER CHUNK COUNT DEPTH | fill FOLDER COUNT CHUNK [kill] | open FOLDER";
-const TIMEOUT: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 fn main() -> Result<(), Failure> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -103,7 +103,7 @@ fn tier(
     arena: &Arc<Arena>,
     io: DiskIo,
 ) -> Result<Arc<DiskBackend>, Failure> {
-    // Space for chunks that are stored twice: segments are evicted whole.
+    // Room for what is there twice: segments are given up whole.
     let config = DiskConfig::new([folder], 2 * bytes + (1 << 30))
         .with_keep_free(0)
         .with_new_drives()
@@ -125,7 +125,11 @@ fn cpu_seconds() -> f64 {
 
 async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), String> {
     let item = StoreItem::new(test_key(n), slot);
-    match tier.store(vec![item], Instant::now() + TIMEOUT).await.pop() {
+    match tier
+        .store(vec![item], Instant::now() + PATIENCE)
+        .await
+        .pop()
+    {
         Some(Ok(Stored::Written)) => Ok(()),
         other => Err(format!("store of chunk {n}: {other:?}")),
     }
@@ -133,7 +137,7 @@ async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), S
 
 async fn load(tier: Arc<DiskBackend>, n: u64, slot: ReservedSlot) -> Result<WrittenSlot, String> {
     let item = LoadItem::new(test_key(n), slot);
-    match tier.load(vec![item], Instant::now() + TIMEOUT).await.pop() {
+    match tier.load(vec![item], Instant::now() + PATIENCE).await.pop() {
         Some(Loaded::Hit(slot)) => Ok(slot),
         other => Err(format!("load of chunk {n}: {other:?}")),
     }
@@ -209,7 +213,7 @@ async fn run(plan: Plan) -> Result<(), Failure> {
     let seconds = begun.elapsed().as_secs_f64();
     let cpu = cpu_seconds() - cpu;
     println!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}");
-    tier.close(Instant::now() + TIMEOUT).await?;
+    tier.close(Instant::now() + PATIENCE).await?;
     fs::remove_dir_all(&plan.folder)?;
     Ok(())
 }
@@ -261,8 +265,8 @@ async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Fail
     let store = |n| store(Arc::clone(&tier), n, of(n));
     let written = each(&numbers, at_once, store).await?;
     let mut rng = Rng::new(1);
-    for index in (1..numbers.len()).rev() {
-        numbers.swap(index, rng.below(index as u64 + 1) as usize);
+    for place in (1..numbers.len()).rev() {
+        numbers.swap(place, rng.below(place as u64 + 1) as usize);
     }
     let load = |n| {
         let (tier, slot) = (Arc::clone(&tier), pool.reserve(len));
@@ -283,13 +287,13 @@ async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Fail
         }
     };
     each(&numbers, at_once, compare).await?;
-    let format = |(seconds, cpu): (f64, f64)| {
+    let told = |(seconds, cpu): (f64, f64)| {
         let bytes = count * len;
         format!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}")
     };
-    let (written, read) = (format(written), format(read));
+    let (written, read) = (told(written), told(read));
     println!("{{\"durable\": true, \"write\": {written}, \"read\": {read}}}");
-    tier.close(Instant::now() + TIMEOUT).await?;
+    tier.close(Instant::now() + PATIENCE).await?;
     fs::remove_dir_all(folder)?;
     Ok(())
 }
@@ -308,7 +312,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
         };
         let items: Option<Vec<_>> = (first..count.min(first + AT_ONCE)).map(item).collect();
         let items = items.ok_or("the pool is too small")?;
-        for stored in block_on(tier.store(items, Instant::now() + TIMEOUT)) {
+        for stored in block_on(tier.store(items, Instant::now() + PATIENCE)) {
             stored?;
         }
     }
@@ -320,7 +324,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
             .status()?;
         return Err("still alive".into());
     }
-    block_on(tier.close(Instant::now() + TIMEOUT))?;
+    block_on(tier.close(Instant::now() + PATIENCE))?;
     println!("{{}}");
     Ok(())
 }

@@ -31,14 +31,14 @@ impl<T: Send + 'static> Batch<T> {
         })))
     }
 
-    /// Fills one index. An answer to a index that has one, or after the deadline, is dropped.
-    pub(crate) fn answer(&self, index: usize, answer: T) {
+    /// Fills one place. An answer to a place that has one, or after the deadline, is dropped.
+    pub(crate) fn answer(&self, place: usize, answer: T) {
         let waker = {
             let mut state = self.0.lock();
-            if state.expired || state.answers[index].is_some() {
+            if state.expired || state.answers[place].is_some() {
                 return;
             }
-            state.answers[index] = Some(answer);
+            state.answers[place] = Some(answer);
             state.missing -= 1;
             if state.missing > 0 {
                 return;
@@ -50,7 +50,7 @@ impl<T: Send + 'static> Batch<T> {
         }
     }
 
-    /// Waits until every index has an answer or the deadline comes; what is missing then is
+    /// Waits until every place has an answer or the deadline comes; what is missing then is
     /// made by `late`. Whether the deadline came first is the second value.
     pub(crate) async fn all(
         self: Arc<Self>,
@@ -77,7 +77,7 @@ impl<T: Send + 'static> Batch<T> {
             let was_late = state.missing > 0;
             let answers = std::mem::take(&mut state.answers);
             let answers = answers.into_iter().enumerate();
-            let all = answers.map(|(index, answer)| answer.unwrap_or_else(|| late(index)));
+            let all = answers.map(|(place, answer)| answer.unwrap_or_else(|| late(place)));
             Poll::Ready((all.collect(), was_late))
         })
         .await

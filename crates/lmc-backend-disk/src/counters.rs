@@ -1,4 +1,4 @@
-//! Counters of the tier.
+//! What the tier counts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
 
-        /// Counters of a disk tier since it was opened.
+        /// What a disk tier counted since it was opened.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct DiskStats { $($(#[$doc])* pub $name: u64),* }
@@ -34,17 +34,17 @@ macro_rules! counters {
 counters! {
     /// Chunks written and acknowledged.
     written,
-    /// Payload bytes of the written chunks.
+    /// Their bytes.
     written_bytes,
     /// Chunks read, verified and handed over.
     read,
-    /// Payload bytes of the chunks that were read.
+    /// Their bytes.
     read_bytes,
     /// Chunks asked for that were not there.
     missed,
-    /// Chunks whose header was damaged or of another chunk: a miss, and the chunk is removed.
+    /// Chunks whose header was not theirs or was damaged: a miss, and the place is retired.
     bad_headers,
-    /// Chunks whose bytes did not match their checksum: a miss, and the chunk is removed.
+    /// Chunks whose bytes did not match their checksum: a miss, and the place is retired.
     bad_payloads,
     /// Chunks not kept, because too much was waiting to be written.
     declined_busy,

@@ -25,7 +25,7 @@ pub enum DiskError {
         /// The drive that was in the folder before, if it is known.
         expected: String,
     },
-    /// The path is a file.
+    /// It is a file.
     #[error("{path}: this is not a folder; name a folder for the drive's files")]
     NotAFolder {
         /// The file.
@@ -113,7 +113,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
     },
-    /// The drive was written by a later lmc, or its header is damaged.
+    /// It was written by a later lmc, or is damaged where all begins.
     #[error("{path}: {source}")]
     Format {
         /// The folder.
@@ -133,7 +133,7 @@ pub enum DiskError {
     },
     /// The file system is smaller than what was asked for.
     #[error(
-        "{path}: {size} bytes were asked for, the file system has {free} free; ask for less, or free some"
+        "{path}: {size} bytes were asked for, the file system has {room} free; ask for less, or free some"
     )]
     Space {
         /// The folder.
@@ -141,7 +141,7 @@ pub enum DiskError {
         /// Bytes requested for this drive.
         size: u64,
         /// Bytes available, including those that the folder holds already.
-        free: u64,
+        room: u64,
     },
     /// The drive's segments and logs are more files than the process may open.
     #[error(

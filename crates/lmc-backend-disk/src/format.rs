@@ -19,13 +19,13 @@ pub const VERSION_WITH_EPOCH: u32 = 2;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
-/// First bytes of a drive's header file.
+/// What the file that says what a folder is begins with.
 pub(crate) const DRIVE_MAGIC: [u8; 8] = *b"LMCDRIVE";
 const CHUNK_MAGIC: [u8; 8] = *b"LMCCHUNK";
 const FRAME_MAGIC: [u8; 8] = *b"LMCFRAME";
 const CHECKPOINT_MAGIC: [u8; 8] = *b"LMCCHKPT";
 
-/// Offset of the checksum of a block: its last eight bytes.
+/// Where the checksum of a block lies: in its last eight bytes.
 const SUM_AT: usize = BLOCK_LEN - 8;
 /// Bytes of a record in a frame and in a checkpoint.
 pub(crate) const RECORD_LEN: usize = 128;
@@ -37,7 +37,7 @@ const FRAME_SUM_AT: usize = 48;
 /// Why bytes are not the structure that was expected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum FormatError {
-    /// The bytes do not begin with the magic of this structure.
+    /// They do not begin as it does.
     #[error("this is no {what}")]
     Magic { what: &'static str },
     /// A later version.
@@ -218,7 +218,7 @@ fn block_intact(block: &[u8]) -> bool {
     xxh3_64(&block[..SUM_AT]) == sum
 }
 
-/// Header of a drive: the only block of its file `drive`.
+/// What a drive's folder is: the one block of its file `drive`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DriveHeader {
     /// Made at random when the folder was made; every chunk on the drive carries it.
@@ -274,19 +274,19 @@ pub(crate) struct ChunkHeader {
     pub(crate) key: ChunkKey,
     /// Hash of the chunk before it in its prompt, in the same space, rank and group.
     pub(crate) parent: Option<ChunkHash>,
-    pub(crate) location: Location,
+    pub(crate) place: Place,
     /// Bytes of the chunk.
     pub(crate) len: u64,
     pub(crate) payload_sum: u64,
 }
 
-/// Location of a chunk, with the use of its segment.
+/// Where a chunk lies, and in which use of its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Location {
+pub(crate) struct Place {
     pub(crate) segment: u32,
     /// The block of its header, from the start of the segment.
     pub(crate) block: u32,
-    /// Number of uses of the segment before this one.
+    /// How often the segment had been used before it was written.
     pub(crate) generation: u64,
 }
 
@@ -298,9 +298,9 @@ impl ChunkHeader {
         w.u32(VERSION);
         w.u32(u32::from(self.parent.is_some()));
         w.put(&self.drive_id);
-        w.u64(self.location.generation);
-        w.u32(self.location.segment);
-        w.u32(self.location.block);
+        w.u64(self.place.generation);
+        w.u32(self.place.segment);
+        w.u32(self.place.block);
         w.u64(self.len);
         w.u64(self.payload_sum);
         w.key(&self.key);
@@ -320,7 +320,7 @@ impl ChunkHeader {
         let flags = r.u32();
         let drive_id = r.array();
         let generation = r.u64();
-        let location = Location {
+        let place = Place {
             segment: r.u32(),
             block: r.u32(),
             generation,
@@ -338,7 +338,7 @@ impl ChunkHeader {
             drive_id,
             key,
             parent: (flags == 1).then_some(parent),
-            location,
+            place,
             len,
             payload_sum,
         })
@@ -352,18 +352,18 @@ pub(crate) enum Record {
     Put(PutRecord),
     /// A chunk was removed by name.
     Remove { key: ChunkKey },
-    /// A segment begins its next use: all chunks of earlier uses are gone.
+    /// A segment is written anew from its start: whatever an earlier use left in it is gone.
     Begin { segment: u32, generation: u64 },
     /// Everything that was stored before this clear is gone. Follows on the [`Self::Begin`]s of
     /// the clear.
     Epoch(ClearEpoch),
 }
 
-/// Entry of a chunk in the index and in the log.
+/// What the index knows of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PutRecord {
     pub(crate) key: ChunkKey,
-    pub(crate) location: Location,
+    pub(crate) place: Place,
     pub(crate) len: u64,
     pub(crate) payload_sum: u64,
 }
@@ -391,10 +391,10 @@ impl Record {
         match self {
             Self::Put(put) => {
                 w.u32(PUT);
-                w.u32(put.location.segment);
-                w.u32(put.location.block);
+                w.u32(put.place.segment);
+                w.u32(put.place.block);
                 w.u32(0);
-                w.u64(put.location.generation);
+                w.u64(put.place.generation);
                 w.u64(put.len);
                 w.u64(put.payload_sum);
                 w.key(&put.key);
@@ -434,7 +434,7 @@ impl Record {
         match kind {
             PUT => Some(Self::Put(PutRecord {
                 key,
-                location: Location {
+                place: Place {
                     segment,
                     block,
                     generation,
@@ -484,11 +484,11 @@ pub(crate) fn encode_frame(
     w.u64(log);
     w.u64(sequence);
     // 48: checksum of the frame with these eight bytes zero. 56: nothing.
-    for (record, out) in records
+    for (record, place) in records
         .iter()
         .zip(out[FRAME_HEAD..].chunks_exact_mut(RECORD_LEN))
     {
-        record.encode(out);
+        record.encode(place);
     }
     put_sum(out, FRAME_SUM_AT);
 }
@@ -529,12 +529,12 @@ pub(crate) fn decode_frame(
         return Err(field("drive"));
     }
     if (r.u64(), r.u64()) != (log, sequence) {
-        return Err(field("location in the log"));
+        return Err(field("place in the log"));
     }
-    let encoded = bytes[FRAME_HEAD..len].chunks_exact(RECORD_LEN).take(count);
+    let places = bytes[FRAME_HEAD..len].chunks_exact(RECORD_LEN).take(count);
     let before = records.len();
-    for bytes in encoded {
-        let Some(record) = Record::decode(bytes) else {
+    for place in places {
+        let Some(record) = Record::decode(place) else {
             records.truncate(before);
             return Err(field("record"));
         };

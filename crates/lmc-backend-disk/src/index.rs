@@ -1,4 +1,4 @@
-//! Index of one drive: the chunks, the segments, and which segment is written or evicted next.
+//! What is where on one drive: chunks, segments, and which segment is written or given up next.
 //!
 //! Pure: no files, no clock. Changes come as [`Record`]s, the same at run time and at recovery.
 
@@ -9,7 +9,7 @@ use lmc_key::{ChunkKey, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::epoch::ClearEpoch;
-use crate::format::{Location, PutRecord, Record, blocks};
+use crate::format::{Place, PutRecord, Record, blocks};
 
 /// A chunk in the list of its segment.
 #[derive(Clone, Copy, Debug)]
@@ -21,13 +21,13 @@ struct Chunk {
     payload_sum: u64,
 }
 
-/// The segment of a chunk, and its index in the segment's list.
+/// Where to find a chunk that is there.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// That of its key.
     hash: u64,
     segment: u32,
-    /// Index in the segment's list.
+    /// Its place in the segment's list.
     at: u32,
 }
 
@@ -48,37 +48,37 @@ pub(crate) struct Segment {
     used: u32,
     /// Chunks of this use, in the order in which they came.
     list: Vec<Chunk>,
-    /// Number of chunks that can be found.
+    /// Those that are there, and their bytes.
     chunks: u32,
     bytes: u64,
     /// Loads since it was last passed over.
     hits: u32,
     /// Operations that read from it or write to it.
     busy: u32,
-    /// True if the segment's file exists.
+    /// Whether a file of it exists.
     made: bool,
     /// All was cleared while it was busy: it is free when it is not any more.
     cleared: bool,
 }
 
-/// Allocation that was given to a chunk: its header's block, its payload after it.
+/// Room that was given to a chunk: its header's block, its payload after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    pub(crate) location: Location,
+    pub(crate) place: Place,
     /// Blocks of header and payload.
     pub(crate) blocks: u32,
 }
 
-/// Result of an allocation.
+/// Where room was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Allocation {
+pub(crate) enum Room {
     /// Here.
     Extent(Extent),
-    /// At the start of a segment's next use, which must be logged.
+    /// Here, at the start of a segment's next use, which the log must be told of.
     Begun {
         extent: Extent,
         begin: Record,
-        /// True if the segment's file must be made first.
+        /// Whether the segment's file must be made first.
         make: bool,
     },
     /// Nowhere: all segments are being read or written.
@@ -92,10 +92,10 @@ pub(crate) enum Allocation {
 /// Segments that a drive may have. Each is an open file, and a process may usually have as many
 /// of those; a greater number is damage.
 pub(crate) const MAX_SEGMENTS: u32 = 1 << 20;
-/// The last valid use of a segment, which leaves numbers for all that follow on it; a greater
-/// number is damage.
+/// The last use of segments that is believed, which leaves room for all that follow on it; a
+/// greater number is damage.
 const MAX_GENERATION: u64 = 1 << 63;
-/// Segments that were read from and are passed over before one of them is evicted.
+/// How many segments that were read from are passed over before one is given up all the same.
 const SECOND_CHANCES: usize = 16;
 
 #[derive(Debug)]
@@ -118,15 +118,15 @@ pub(crate) struct Index {
     evicted_segments: u64,
 }
 
-/// Chunks of a snapshot that are copied at a time.
+/// Chunks that are told of at a time.
 pub(crate) const SNAPSHOT_PART: usize = 4096;
 
-/// Progress of a snapshot of an index.
+/// How far the telling of an index has come.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     /// Of each segment when it began.
     generations: Vec<u64>,
-    /// The segment whose chunks are being copied, and the next of them in its list.
+    /// The segment whose chunks are told of, and the next of them in its list.
     segment: usize,
     at: usize,
 }
@@ -140,7 +140,7 @@ pub(crate) struct IndexSpace {
     pub(crate) generation: u64,
 }
 
-/// Usage and counters of an [`Index`].
+/// What an [`Index`] holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct IndexUsage {
     pub(crate) chunks: u64,
@@ -217,11 +217,11 @@ impl Index {
     }
 
     fn put(&mut self, put: &PutRecord) -> bool {
-        let Location {
+        let Place {
             segment,
             block,
             generation,
-        } = put.location;
+        } = put.place;
         let taken = 1 + blocks(put.len);
         let end = u64::from(block) + taken;
         if put.len == 0 || end > u64::from(self.segment_blocks) {
@@ -303,8 +303,8 @@ impl Index {
             .zip(&before.list)
             .filter(|(_, chunk)| chunk.len > 0)
         {
-            let is_it = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
-            if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), is_it) {
+            let place = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
+            if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), place) {
                 found.remove();
             }
         }
@@ -370,33 +370,28 @@ impl Index {
         newest.unwrap_or(0) + 1
     }
 
-    /// Allocates space for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
-    /// full answers [`Allocation::MayGrow`] before it evicts one. With `victims`, one of these is
-    /// evicted if any, unless their files are all gone.
-    pub(crate) fn allocate(
-        &mut self,
-        len: u64,
-        may_grow: bool,
-        victims: Option<&[u32]>,
-    ) -> Allocation {
+    /// Finds room for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
+    /// full answers [`Room::MayGrow`] before it gives one up. With `victims`, one of these is
+    /// given up if any, unless their files are all gone.
+    pub(crate) fn take_room(&mut self, len: u64, may_grow: bool, victims: Option<&[u32]>) -> Room {
         let needed = 1 + blocks(len);
         if needed > u64::from(self.segment_blocks) {
             let max = self.max_len();
-            return Allocation::TooLarge { max };
+            return Room::TooLarge { max };
         }
         let needed = needed as u32;
         if let Some(active) = self.active {
             let segment = &mut self.segments[active as usize];
             if needed <= self.segment_blocks - segment.used {
                 let extent = extent(active, segment, needed);
-                return Allocation::Extent(extent);
+                return Room::Extent(extent);
             }
             self.full.push_back(active);
             self.active = None;
         }
         let next = match self.free.pop() {
             Some(free) => free,
-            None if may_grow && self.next_segment() < MAX_SEGMENTS => return Allocation::MayGrow,
+            None if may_grow && self.next_segment() < MAX_SEGMENTS => return Room::MayGrow,
             None => {
                 let is_made = |victim: &u32| self.segments[*victim as usize].made;
                 let victim = match victims {
@@ -404,7 +399,7 @@ impl Index {
                     _ => self.victim(),
                 };
                 let Some(victim) = victim else {
-                    return Allocation::Busy;
+                    return Room::Busy;
                 };
                 victim
             }
@@ -418,15 +413,15 @@ impl Index {
         self.active = Some(next);
         let segment = &mut self.segments[next as usize];
         let extent = extent(next, segment, needed);
-        Allocation::Begun {
+        Room::Begun {
             extent,
             begin,
             make: !segment.made,
         }
     }
 
-    /// Returns true if a chunk of `len` bytes fits without an eviction and without a new segment.
-    pub(crate) fn has_spare_space(&self, len: u64) -> bool {
+    /// Whether a chunk of `len` bytes finds room where nothing must be given up or made for it.
+    pub(crate) fn has_spare_room(&self, len: u64) -> bool {
         let needed = 1 + blocks(len);
         let active = self.active.map(|active| &self.segments[active as usize]);
         let left = active.map_or(0, |active| self.segment_blocks - active.used);
@@ -463,21 +458,21 @@ impl Index {
         self.full.remove(at)
     }
 
-    /// Returns the entry of a chunk, if it is there.
+    /// Where a chunk is, if it is there.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
         let hash = hash_of(key);
-        let locate = |entry: &Entry| {
+        let place = |entry: &Entry| {
             let segment = &self.segments[entry.segment as usize];
             (segment, &segment.list[entry.at as usize])
         };
         let found = self.entries.find(hash, |entry| {
-            entry.hash == hash && locate(entry).1.key == *key
+            entry.hash == hash && place(entry).1.key == *key
         })?;
-        let (segment, chunk) = locate(found);
+        let (segment, chunk) = place(found);
         Some(segment.record(found.segment, chunk))
     }
 
-    /// Removes a chunk if it is still the one at this location: its bytes turned out wrong.
+    /// Forgets a chunk if it is still the one at this place, because its bytes turned out wrong.
     pub(crate) fn retire(&mut self, found: &PutRecord) -> bool {
         self.find(&found.key) == Some(*found) && self.remove(&found.key)
     }
@@ -505,13 +500,13 @@ impl Index {
         }
     }
 
-    /// Returns the chunks at the lowest locations after `after`, at most `limit`, in order.
+    /// The chunks at the lowest places after `after`, at most `limit`, in the order of places.
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
         let mut found = Vec::new();
         let first = after.map_or(0, |(segment, _)| segment);
         for (number, segment) in (0u32..).zip(&self.segments).skip(first as usize) {
-            let missing = limit - found.len();
-            if missing == 0 {
+            let room = limit - found.len();
+            if room == 0 {
                 break;
             }
             if segment.chunks == 0 {
@@ -521,9 +516,9 @@ impl Index {
             let there = segment.list.iter();
             let there = there.filter(|chunk| chunk.len > 0 && is_after(chunk.block));
             let mut there: Vec<&Chunk> = there.collect();
-            if there.len() > missing {
-                there.select_nth_unstable_by_key(missing, |chunk| chunk.block);
-                there.truncate(missing);
+            if there.len() > room {
+                there.select_nth_unstable_by_key(room, |chunk| chunk.block);
+                there.truncate(room);
             }
             there.sort_unstable_by_key(|chunk| chunk.block);
             found.extend(there.into_iter().map(|chunk| segment.record(number, chunk)));
@@ -565,28 +560,28 @@ impl Index {
         }
     }
 
-    /// Appends the next part of a snapshot, up to [`SNAPSHOT_PART`] records. Returns false when that
-    /// was the last.
+    /// Tells the next part of a snapshot, up to [`SNAPSHOT_PART`] records. False when that was
+    /// the last.
     ///
-    /// Between parts chunks may be removed and segments begin their next use: copied or not, that is
-    /// in the log that continues from the snapshot. No chunk may be added meanwhile.
+    /// Between parts chunks may be removed and segments begun anew: told or not, that is in the
+    /// log that goes on from the snapshot. No chunk may be put meanwhile.
     pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
-        let mut left = SNAPSHOT_PART;
-        while left > 0 {
+        let mut room = SNAPSHOT_PART;
+        while room > 0 {
             let Some(&generation) = snapshot.generations.get(snapshot.segment) else {
                 return false;
             };
             let segment = &self.segments[snapshot.segment];
-            // Chunks of the segment's next use do not belong to this snapshot.
+            // What a segment holds since it was begun anew does not belong to this snapshot.
             let list = match segment.generation == generation {
                 true => segment.list.get(snapshot.at..).unwrap_or_default(),
                 false => &[],
             };
-            let part = &list[..list.len().min(left)];
+            let part = &list[..list.len().min(room)];
             let number = snapshot.segment as u32;
             let there = part.iter().filter(|chunk| chunk.len > 0);
             records.extend(there.map(|chunk| Record::Put(segment.record(number, chunk))));
-            left -= part.len();
+            room -= part.len();
             snapshot.at += part.len();
             if part.len() == list.len() {
                 snapshot.segment += 1;
@@ -603,15 +598,15 @@ impl Index {
             .filter(|(_, segment)| segment.made)
     }
 
-    /// Lets an empty segment that is not in use be written to next.
+    /// Lets a segment that holds nothing, and that nobody uses, be written to next.
     pub(crate) fn reuse(&mut self, segment: u32) {
         if self.unmake(segment) {
             self.made(segment);
         }
     }
 
-    /// Gives up the file of an empty segment that is not in use. Returns false when it is in use, or
-    /// is the one that is written to.
+    /// Gives up the file of a segment that holds nothing and that nobody uses. False when it
+    /// does, or when it is the one that is written to.
     pub(crate) fn unmake(&mut self, segment: u32) -> bool {
         let known = &mut self.segments[segment as usize];
         if !known.made || known.chunks > 0 || known.busy > 0 || self.active == Some(segment) {
@@ -670,18 +665,18 @@ impl Index {
         (gone, begins)
     }
 
-    /// Returns true if a segment is empty and may begin its next use at any time.
+    /// Whether a segment holds nothing and may be begun at any time.
     pub(crate) fn is_free(&self, segment: u32) -> bool {
         self.free.contains(&segment)
     }
 
-    /// Returns true if a segment can be used without evicting one.
+    /// Whether a segment can be begun without giving one up.
     pub(crate) fn has_free(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Returns true if another segment is to be made: none is free, and half of the one that is
-    /// written to is used.
+    /// Whether it is time to make another segment: none is free, and half of the one that is
+    /// written to is taken.
     pub(crate) fn runs_low(&self) -> bool {
         let active = self.active.map(|active| &self.segments[active as usize]);
         let half = active.is_some_and(|active| active.used >= self.segment_blocks / 2);
@@ -727,7 +722,7 @@ fn extent(number: u32, segment: &mut Segment, needed: u32) -> Extent {
     let block = segment.used;
     segment.used += needed;
     Extent {
-        location: Location {
+        place: Place {
             segment: number,
             block,
             generation: segment.generation,
@@ -740,7 +735,7 @@ impl Segment {
     fn record(&self, number: u32, chunk: &Chunk) -> PutRecord {
         PutRecord {
             key: chunk.key,
-            location: Location {
+            place: Place {
                 segment: number,
                 block: chunk.block,
                 generation: self.generation,

@@ -36,7 +36,7 @@ pub struct DriveStatus {
     pub segment_bytes: u64,
     /// Chunks that are there.
     pub chunks: u64,
-    /// Payload bytes of these chunks.
+    /// Their bytes.
     pub bytes: u64,
     /// The segments whose files are there, by their numbers.
     pub segments: Vec<SegmentStatus>,
@@ -46,7 +46,7 @@ pub struct DriveStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentStatus {
-    /// Number of the segment.
+    /// Its number.
     pub number: u32,
     /// Which use of which segment this is, counted over the drive.
     pub generation: u64,
@@ -54,13 +54,13 @@ pub struct SegmentStatus {
     pub used_bytes: u64,
     /// Chunks that are there.
     pub chunks: u64,
-    /// Payload bytes of these chunks.
+    /// Their bytes.
     pub bytes: u64,
-    /// True if the segment is the one that is written to.
+    /// Whether it is the one that is written to.
     pub active: bool,
 }
 
-/// Result of [`DiskBackend::compact`].
+/// What [`DiskBackend::compact`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compacted {
@@ -70,16 +70,16 @@ pub struct Compacted {
     pub lost: u64,
     /// Chunks that stay where they are: they could not be read or written.
     pub stayed: u64,
-    /// True if it ended early on a drive, because there was no space to move a chunk to.
-    pub no_space: bool,
+    /// Whether it ended early on a drive, because there was no room to move a chunk to.
+    pub no_room: bool,
     /// Segment files that went.
     pub segments: u64,
-    /// Bytes of the segments that were given back.
+    /// Their bytes.
     pub freed_bytes: u64,
 }
 
 impl DiskBackend {
-    /// Returns the content of each drive.
+    /// What each drive holds.
     pub fn inspect(&self) -> Vec<DriveStatus> {
         self.drives().iter().map(|drive| drive.inspect()).collect()
     }
@@ -109,10 +109,10 @@ impl DiskBackend {
     /// Moves chunks out of segments that are filled to less than `below` of their size (0 to 1),
     /// and gives the files of empty segments back to the file system.
     ///
-    /// Meant for a tier that is not in use meanwhile. `pool` must hold the largest chunk. A chunk is
-    /// at its old location until it is durable at the new one, so that a kill costs nothing, and
-    /// no chunk is evicted for another. `timeout` bounds each step; `progress` is called with the
-    /// number of chunks that are done, and of all.
+    /// Meant for a tier that nobody else uses just then. `pool` must hold the largest chunk. A
+    /// chunk is at its old place until it is durable at the new one, so that a kill costs
+    /// nothing; nor is a chunk given up to make room for another. `patience` bounds each step;
+    /// `progress` hears of chunks that are done, of how many.
     ///
     /// # Errors
     /// When a file cannot be removed.
@@ -120,7 +120,7 @@ impl DiskBackend {
         &self,
         pool: &Pool,
         below: f64,
-        timeout: Duration,
+        patience: Duration,
         mut progress: impl FnMut(u64, u64),
     ) -> std::io::Result<Compacted> {
         let mut done = Compacted::default();
@@ -140,14 +140,14 @@ impl DiskBackend {
             'segments: for segment in &sparse {
                 let mut chunks = drive.chunks_of(segment.number);
                 // Others were moved to where it was empty.
-                chunks.retain(|put| put.location.generation == segment.generation);
+                chunks.retain(|put| put.place.generation == segment.generation);
                 for put in chunks {
-                    match self.move_chunk(drive, &put, pool, timeout).await {
+                    match self.move_chunk(drive, &put, pool, patience).await {
                         Move::Moved => done.moved += 1,
                         Move::Lost => done.lost += 1,
                         Move::Stayed => done.stayed += 1,
-                        Move::NoSpace => {
-                            done.no_space = true;
+                        Move::NoRoom => {
+                            done.no_room = true;
                             break 'segments;
                         }
                     }
@@ -170,9 +170,9 @@ impl DiskBackend {
         drive: &Drive,
         put: &PutRecord,
         pool: &Pool,
-        timeout: Duration,
+        patience: Duration,
     ) -> Move {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + patience;
         let Some(slot) = pool.reserve(put.len) else {
             return Move::Stayed;
         };
@@ -197,16 +197,16 @@ impl DiskBackend {
         let (answers, _) = batch.all(self.timer(), deadline, late).await;
         match answers[..] {
             [Ok(Stored::Written)] => Move::Moved,
-            [Err(BackendError::Full { .. })] => Move::NoSpace,
+            [Err(BackendError::Full { .. })] => Move::NoRoom,
             _ => Move::Stayed,
         }
     }
 }
 
-/// Result of the move of a chunk.
+/// What became of a chunk that was to be moved.
 enum Move {
     Moved,
     Lost,
     Stayed,
-    NoSpace,
+    NoRoom,
 }

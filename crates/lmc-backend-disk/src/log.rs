@@ -12,7 +12,7 @@ use crate::format::{BLOCK_LEN, CheckpointHeader, FormatError, RECORD_LEN, Record
 use crate::index::Index;
 use crate::volume::Volume;
 
-/// Position of the next frame.
+/// Where the next frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tail {
     pub(crate) log: u64,
@@ -22,7 +22,7 @@ pub(crate) struct Tail {
     pub(crate) bytes: u64,
 }
 
-/// Result of a recovery.
+/// What recovery found.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(crate) index: Index,
@@ -30,7 +30,7 @@ pub(crate) struct Recovered {
     /// `next_log` is free.
     pub(crate) tail: Option<Tail>,
     pub(crate) next_log: u64,
-    /// Notes for an operator: damage, with its consequence.
+    /// What a person should know of: damage, with what it means.
     pub(crate) notes: Vec<String>,
 }
 
@@ -123,7 +123,7 @@ pub(crate) fn recover(
         if !end.clean {
             let name = log_name(number);
             let frames = end.tail.sequence;
-            let note = format!("{name}: has other bytes than zeroes after {frames} frames");
+            let note = format!("{name}: ends in something else than room after {frames} frames");
             recovered.notes.push(note);
         }
         number += 1;
@@ -170,7 +170,7 @@ fn read_checkpoint(
 
 struct End {
     tail: Tail,
-    /// True if only zeroes follow.
+    /// Whether nothing but zeroes follows.
     clean: bool,
 }
 

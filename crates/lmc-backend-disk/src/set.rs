@@ -138,7 +138,7 @@ pub(crate) struct Joined {
     /// Epoch of the set. Drives of another epoch are to be cleared.
     pub(crate) epoch: ClearEpoch,
     pub(crate) members: Vec<SetMember>,
-    /// Members that are not present.
+    /// Those of them that are not here.
     pub(crate) missing: Vec<SetMember>,
 }
 

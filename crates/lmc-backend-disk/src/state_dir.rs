@@ -23,7 +23,7 @@ const UNFINISHED: &str = ".unfinished";
 #[derive(Debug)]
 pub(crate) struct StateDir {
     sets: PathBuf,
-    /// The tier's folder in other state folders; not all exist.
+    /// The same folder in other state folders; not all are there.
     others: Vec<PathBuf>,
 }
 

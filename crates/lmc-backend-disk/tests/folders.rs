@@ -1,4 +1,4 @@
-//! Contents of folders on which a tier is opened.
+//! What a folder may hold when a tier is opened on it.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -42,7 +42,7 @@ fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
     assert_eq!(stored.unwrap(), Stored::Written);
 }
 
-/// Returns true if a chunk is there, with the bytes that were stored.
+/// Whether a chunk is there, with the bytes that were stored.
 fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let slot = pool.reserve(CHUNK).unwrap();
     let loaded = block_on(tier.load(vec![LoadItem::new(test_key(number), slot)], soon()));
@@ -56,7 +56,7 @@ fn is_refused(folder: &Folder) {
 }
 
 #[test]
-fn a_folder_of_another_program_is_left_as_it_is() {
+fn a_folder_of_somebody_else_is_left_as_it_is() {
     let folder = new_folder();
     fs::write(folder.join("thesis.tex"), WORDS).unwrap();
     is_refused(&folder);
@@ -68,9 +68,9 @@ fn a_folder_of_another_program_is_left_as_it_is() {
     assert_eq!(fs::read_to_string(folder.join("lock")).unwrap(), WORDS);
 
     let folder = new_folder();
-    fs::create_dir(folder.join("home-of-a-user")).unwrap();
+    fs::create_dir(folder.join("home-of-somebody")).unwrap();
     is_refused(&folder);
-    assert_eq!(names(&folder), ["home-of-a-user"]);
+    assert_eq!(names(&folder), ["home-of-somebody"]);
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn a_size_of_segment_that_cannot_be_is_an_error() {
 }
 
 #[test]
-fn a_segment_that_was_half_made_gets_its_blocks() {
+fn a_segment_that_was_half_made_gets_its_room() {
     let (folder, pool) = (new_folder(), pool(MIB));
     drop(config(&folder).open().unwrap());
     fs::write(folder.join("segment-00000000"), []).unwrap();
@@ -251,8 +251,8 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
         found.count()
     };
     assert_eq!(known(), 200);
-    let timeout = Duration::from_secs(10);
-    let done = block_on(tier.compact(&pool, 0.5, timeout, |_, _| {})).unwrap();
+    let patience = Duration::from_secs(10);
+    let done = block_on(tier.compact(&pool, 0.5, patience, |_, _| {})).unwrap();
     // What it gave up would go meanwhile.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(known(), 200, "{done:?}");

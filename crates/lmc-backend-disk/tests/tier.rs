@@ -40,7 +40,7 @@ fn taken(folder: &Folder) -> u64 {
 
 fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> Vec<Stored> {
     let item = |n| {
-        let mut slot = pool.reserve(CHUNK).expect("space in the pool");
+        let mut slot = pool.reserve(CHUNK).expect("room in the pool");
         fill_value(&test_key(n), slot.bytes_mut());
         StoreItem::new(test_key(n), slot.written().seal())
     };
@@ -52,11 +52,11 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>
         .collect()
 }
 
-/// Returns how many of these chunks are read back, each with the bytes that were stored.
+/// How many of these chunks are read back, each with the bytes that were stored.
 fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> usize {
     let mut hits = 0;
     for n in numbers {
-        let slot = pool.reserve(CHUNK).expect("space in the pool");
+        let slot = pool.reserve(CHUNK).expect("room in the pool");
         let loaded = block_on(tier.load(vec![LoadItem::new(test_key(n), slot)], soon()));
         for slot in loaded.into_iter().filter_map(Loaded::hit) {
             check_value(&test_key(n), slot.seal().bytes()).expect("the bytes that were stored");
@@ -218,7 +218,7 @@ fn a_smaller_size_is_held_without_a_write() {
 }
 
 #[test]
-fn logs_that_are_over_give_their_space_back() {
+fn logs_that_are_over_give_their_room_back() {
     for io in engines() {
         let (folder, pool) = (new_folder(), pool(8 * MIB));
         let tier = config_of(&folder, 32 * MIB).with_io(io).open().unwrap();
@@ -345,7 +345,7 @@ fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
 }
 
 #[test]
-fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
+fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let config = config_of(&folder, 64 * MIB).with_segment_bytes(2 * MIB);
     let tier = config.open().unwrap();
@@ -363,14 +363,14 @@ fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     let inspected = tier.inspect().remove(0);
     assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
     assert_eq!(inspected.segment_bytes, 2 * MIB);
-    let mut progress = Vec::new();
+    let mut told = Vec::new();
     let compact = tier.compact(&pool, 0.5, Duration::from_secs(60), |done, of| {
-        progress.push((done, of))
+        told.push((done, of))
     });
     let done = block_on(compact).unwrap();
     assert_eq!(done.lost, 0);
     assert!(
-        done.moved > 50 && progress.last() == Some(&(done.moved, done.moved)),
+        done.moved > 50 && told.last() == Some(&(done.moved, done.moved)),
         "{done:?}"
     );
     assert!(
@@ -526,7 +526,7 @@ fn a_read_only_folder() {
 
 #[test]
 fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
-    // ramfs knows neither direct I/O nor fallocate, nor how much space there is. Only real root
+    // ramfs knows neither direct I/O nor fallocate, nor how much room there is. Only real root
     // may mount it.
     on_a_mount(&[], "-t ramfs ramfs", "a_folder_without_direct_io");
 }

@@ -20,7 +20,7 @@ use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
 
 #[derive(Debug)]
 pub(super) struct Log {
-    /// `None` if there was no space for a file: the next log is begun then.
+    /// None where there was no room for one: the next is begun then.
     file: Option<FileId>,
     tail: Tail,
 }
@@ -107,8 +107,8 @@ impl Shared {
                 match change {
                     Change::Put(ready) => self.committed(&ready.put, &logged),
                     // A removal that is not durable is not acknowledged: its deadline comes.
-                    Change::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
-                        batch.answer(index, Some(answer));
+                    Change::Other(_, Some(((batch, place), told))) if logged.is_ok() => {
+                        batch.answer(place, Some(told));
                     }
                     Change::Other(..) => {}
                 }
@@ -149,7 +149,7 @@ impl Shared {
         if let Err(error) = logged {
             {
                 let mut state = self.state.lock();
-                state.index.leave(put.location.segment);
+                state.index.leave(put.place.segment);
                 // It may have been written all the same.
                 state.queue.behind.keys.insert(put.key);
             }
@@ -157,7 +157,7 @@ impl Shared {
         }
         {
             let mut state = self.state.lock();
-            state.index.leave(put.location.segment);
+            state.index.leave(put.place.segment);
             let doomed = state
                 .writing
                 .get(&put.key)
@@ -182,7 +182,7 @@ impl Shared {
         let mut segments: Vec<(u32, SegmentFile)> = changes
             .iter()
             .filter_map(|change| match change {
-                Change::Put(ready) => Some((ready.put.location.segment, ready.file)),
+                Change::Put(ready) => Some((ready.put.place.segment, ready.file)),
                 Change::Other(..) => None,
             })
             .collect();
@@ -282,8 +282,8 @@ impl Shared {
         }
     }
 
-    /// Continues the log of the process before, up to the end of its file if there is no space for
-    /// more.
+    /// Goes on with the log of the process before, up to the end of its file where there is no
+    /// room for more.
     pub(super) fn old_log(&self, mut tail: Tail) -> io::Result<Log> {
         self.sync_logs()?;
         let (name, bytes) = (log_name(tail.log), self.settings.log_bytes);
@@ -298,8 +298,8 @@ impl Shared {
         Ok(Log { file, tail })
     }
 
-    /// Begins the first log of this process. Without space for it the chunks can still be
-    /// read, and it is tried again later, as after any failure.
+    /// Begins the first log of this process. Where there is no room for it what is there can be
+    /// read all the same, and it is tried again later, as after any failure.
     pub(super) fn first_log(&self, number: u64) -> io::Result<Log> {
         match self.new_log(number) {
             Err(error) if number > 0 && is_full(&error) => {
@@ -338,7 +338,7 @@ impl Shared {
         }
         let bytes = self.settings.log_bytes;
         let file = self.volume.open(&name, Some(bytes))?;
-        let begun = self.fill_log(file, bytes).inspect_err(|_| {
+        let begun = self.write_room(file, bytes).inspect_err(|_| {
             // A drive that is full has no use for half of it.
             let _ = self.volume.remove(&name);
         });
@@ -358,9 +358,9 @@ impl Shared {
         })
     }
 
-    /// Writes zeroes to the whole of a new log once. The file system has only reserved the blocks:
-    /// each frame would otherwise change the file's metadata, which costs as much as the frame.
-    fn fill_log(&self, file: FileId, bytes: u64) -> io::Result<()> {
+    /// Writes the room of a new log once. The file system only promised it: each frame would
+    /// change what it knows of the file, which costs as much as the frame.
+    fn write_room(&self, file: FileId, bytes: u64) -> io::Result<()> {
         const PART: u64 = 1 << 20;
         for at in (0..bytes).step_by(PART as usize) {
             let zeroes = AlignedBuf::new(PART.min(bytes - at));
@@ -369,7 +369,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes a log's checkpoint, which replaces the logs before it.
+    /// Makes a log's checkpoint, which takes the place of what was before them.
     fn replace_logs_before(&self, number: u64) -> io::Result<()> {
         self.volume.sync_names()?;
         self.checkpoint(number)?;
@@ -423,8 +423,8 @@ impl Shared {
         const PART: usize = 8192;
         for part in records.chunks(PART) {
             let mut bytes = AlignedBuf::new((part.len() * RECORD_LEN) as u64);
-            for (record, out) in part.iter().zip(bytes.chunks_exact_mut(RECORD_LEN)) {
-                record.encode(out);
+            for (record, place) in part.iter().zip(bytes.chunks_exact_mut(RECORD_LEN)) {
+                record.encode(place);
             }
             sum.update(&bytes);
             let len = bytes.len() as u64;

@@ -1,11 +1,11 @@
-//! Health of a drive: the effects of failures, and the recovery from each.
+//! How a drive is: what failures take away, and what gives it back.
 //!
 //! Four things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
 //! up for others. The *log* may not be written, until it is started again. And *growth* may fail, because
-//! the drive's folder was removed for instance: chunks then replace others, as on a full
+//! the drive's folder was removed for instance: chunks then take the place of others, as on a full
 //! drive.
 
 use std::io;
@@ -19,7 +19,7 @@ use tracing::{info, warn};
 
 use super::{Drive, Shared};
 use crate::counters::count;
-use crate::format::{DriveHeader, Location, PutRecord, blocks};
+use crate::format::{DriveHeader, Place, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
 /// Failures in a row after which a drive is out, or unwritable.
@@ -28,10 +28,10 @@ const FAILURES: u32 = 3;
 /// caller.
 const STALL: Duration = Duration::from_millis(500);
 
-/// The faults of a drive.
+/// What is wrong with a drive.
 #[derive(Debug, Default)]
 pub(super) struct Condition {
-    /// True if the drive is out; read on every request.
+    /// Whether it is out, for those who ask often.
     out: AtomicBool,
     faults: Mutex<Faults>,
 }
@@ -43,8 +43,8 @@ struct Faults {
     out: Option<Fault>,
     /// Writes that failed in a row, in different segments.
     writes: u32,
-    /// Locations where writes failed since a chunk was last stored, in different segments, the
-    /// latest last. They hold no chunk.
+    /// Where they failed since a chunk was last kept, in different segments, the latest last. No
+    /// chunk is there.
     broken: Vec<Broken>,
     unwritable: Option<Fault>,
     /// Why the log cannot be written.
@@ -53,10 +53,10 @@ struct Faults {
     growth: Option<String>,
 }
 
-/// Allocation for a chunk that could not be written or made durable.
+/// Room for a chunk that could not be written or made durable.
 #[derive(Clone, Copy, Debug)]
 struct Broken {
-    location: Location,
+    place: Place,
     /// Blocks of the chunk's payload, which follows its header.
     payload: u64,
 }
@@ -66,7 +66,7 @@ struct Fault {
     reason: String,
     /// When the last look at it began.
     looked: Instant,
-    /// True while a probe is running.
+    /// It has not ended.
     looking: bool,
 }
 
@@ -79,8 +79,8 @@ impl Fault {
         })
     }
 
-    /// Returns true if a probe is due, and marks it as begun. There is one at a time, so that probes
-    /// do not pile up on a drive that does not answer.
+    /// Whether it is time for another look, which is taken to begin now. There is one at a time: a
+    /// drive that does not answer is not given more and more of them.
     fn due(&mut self, every: Duration) -> bool {
         let due = !self.looking && self.looked.elapsed() >= every;
         if due {
@@ -106,7 +106,7 @@ impl Condition {
         self.faults.lock().log.is_some()
     }
 
-    /// Returns true if chunks can be written and logged, as far as is known.
+    /// Whether chunks can be written and logged, as far as is known.
     pub(super) fn is_writable(&self) -> bool {
         let faults = self.faults.lock();
         faults.log.is_none() && faults.unwritable.is_none()
@@ -149,7 +149,7 @@ impl Condition {
         self.write_works();
     }
 
-    /// Records that a write succeeded. There may still be no space for chunks.
+    /// A write ended well. That is not to say that there is room for chunks.
     fn write_works(&self) {
         let mut faults = self.faults.lock();
         faults.writes = 0;
@@ -158,25 +158,25 @@ impl Condition {
         }
     }
 
-    /// A chunk could not be written, or not be made durable, at this location.
+    /// A chunk could not be written, or not be made durable, at this place.
     pub(super) fn write_failed(&self, put: &PutRecord, what: &str) {
-        let Location {
+        let Place {
             segment,
             generation,
             ..
-        } = put.location;
+        } = put.place;
         let mut faults = self.faults.lock();
         let known = faults
             .broken
             .iter()
-            .position(|broken| broken.location.segment == segment);
+            .position(|broken| broken.place.segment == segment);
         let known = known.map(|at| faults.broken.remove(at));
         faults.broken.push(Broken {
-            location: put.location,
+            place: put.place,
             payload: blocks(put.len),
         });
         // What was written to one segment at a time fails together.
-        if known.is_none_or(|known| known.location.generation != generation) {
+        if known.is_none_or(|known| known.place.generation != generation) {
             faults.count_write(what);
         }
     }
@@ -185,7 +185,7 @@ impl Condition {
     /// Once chunks could not be kept in several, one that has failed is as good as another.
     pub(super) fn may_give_up(&self) -> Option<Vec<u32>> {
         let faults = self.faults.lock();
-        let failed = faults.broken.iter().map(|broken| broken.location.segment);
+        let failed = faults.broken.iter().map(|broken| broken.place.segment);
         (faults.broken.len() >= FAILURES as usize).then(|| failed.collect())
     }
 }
@@ -203,8 +203,8 @@ impl Faults {
     }
 }
 
-/// Returns true if a read failed because of its location, and not for lack of memory or the like.
-fn is_about_a_location(error: &io::Error) -> bool {
+/// Whether a read failed for what it read, and not for want of memory or the like.
+fn tells_of_a_place(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
     code.is_some_and(|code| known.contains(&code)) || error.kind() == io::ErrorKind::UnexpectedEof
@@ -222,20 +222,20 @@ impl Shared {
         }
     }
 
-    /// A chunk could not be read. Either its location is bad, and it is forgotten, or the drive is, or
+    /// A chunk could not be read. Either its place is bad, and it is forgotten, or the drive is, or
     /// it was for a moment only.
     pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, error: &io::Error) {
-        let (what, is_local) = (format!("reading: {error}"), is_about_a_location(error));
+        let (what, of_a_place) = (format!("reading: {error}"), tells_of_a_place(error));
         self.look(move |shared, answers| match answers {
-            true if is_local => shared.read_again(found),
+            true if of_a_place => shared.read_again(found),
             true => {}
             false => shared.read_counts_as_failed(&what),
         });
     }
 
-    /// Reads a chunk a second time, and forgets it when its location cannot be read then either.
+    /// Reads a chunk a second time, and forgets it when its place cannot be read then either.
     fn read_again(self: &Arc<Self>, found: PutRecord) {
-        let segment = found.location.segment;
+        let segment = found.place.segment;
         let file = {
             let mut state = self.state.lock();
             if state.index.find(&found.key) != Some(found) {
@@ -252,12 +252,12 @@ impl Shared {
         self.volume.submit(vec![Op {
             kind: Kind::Read,
             file: file.id,
-            offset: u64::from(found.location.block) * BLOCK,
+            offset: u64::from(found.place.block) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
             done: Box::new(move |done| {
                 shared.state.lock().index.leave(segment);
-                if done.result.is_err_and(|error| is_about_a_location(&error)) {
+                if done.result.is_err_and(|error| tells_of_a_place(&error)) {
                     shared.retire(&found);
                 }
             }),
@@ -306,36 +306,36 @@ impl Shared {
         });
     }
 
-    /// Writes as much as failed once more where it did, each time at another of these locations,
+    /// Writes as much as failed once more where it did, each time at another of these places,
     /// unless something is being written anyway.
     fn probe_writes(self: &Arc<Self>) {
-        let locations = {
+        let places = {
             let mut faults = self.condition.faults.lock();
             let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
             if !faults.unwritable.as_mut().is_some_and(due) {
                 return;
             }
-            let locations = faults.broken.clone();
-            if !locations.is_empty() {
+            let places = faults.broken.clone();
+            if !places.is_empty() {
                 faults.broken.rotate_left(1);
             }
-            locations
+            places
         };
-        let location = {
+        let place = {
             let mut state = self.state.lock();
-            let location = locations.into_iter().find_map(|broken| {
-                let Location {
+            let place = places.into_iter().find_map(|broken| {
+                let Place {
                     segment,
                     generation,
                     ..
-                } = broken.location;
+                } = broken.place;
                 let file = state.files.get(segment as usize).copied().flatten()?;
                 let same = state.index.generation(segment) == generation;
-                // A free segment may begin its next use while this is written.
+                // One that is free may be begun anew while this is written.
                 (same && !state.index.is_free(segment)).then_some((broken, file.id))
             });
-            match location {
-                Some((broken, _)) => state.index.enter(broken.location.segment, false),
+            match place {
+                Some((broken, _)) => state.index.enter(broken.place.segment, false),
                 // What is under way tells how the drive is when it ends.
                 None if !state.writing.is_empty() => {
                     drop(state);
@@ -343,11 +343,11 @@ impl Shared {
                 }
                 None => {}
             }
-            location
+            place
         };
-        match location {
+        match place {
             Some((broken, file)) => self.write_again(Kind::WriteDurably, broken, file),
-            // It has answered, and there is no location to try.
+            // It has answered, and there is no place to try.
             None => self.condition.write_works(),
         }
     }
@@ -358,7 +358,7 @@ impl Shared {
         self.volume.submit(vec![Op {
             kind,
             file,
-            offset: u64::from(broken.location.block + 1) * BLOCK,
+            offset: u64::from(broken.place.block + 1) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
             done: Box::new(move |done| {
@@ -368,7 +368,7 @@ impl Shared {
                 if unknown && kind == Kind::WriteDurably {
                     return shared.write_again(Kind::Write, broken, file);
                 }
-                shared.state.lock().index.leave(broken.location.segment);
+                shared.state.lock().index.leave(broken.place.segment);
                 match done.result {
                     Ok(()) => shared.condition.write_works(),
                     Err(_) => Fault::remains(&mut shared.condition.faults.lock().unwritable),

@@ -23,15 +23,15 @@ const PART: u64 = BLOCK;
 /// Parts at most.
 const PARTS: u64 = 4;
 
-/// A caller that waits for a chunk: its batch, and the index in it.
+/// Whoever waits for a chunk.
 type Waiter = (Arc<Batch<Loaded>>, usize);
 
 /// The reads of a chunk.
 struct Reading {
-    /// Reads that have not ended.
+    /// Those that have not ended.
     left: usize,
     header: Option<Buf>,
-    /// Parts of the payload that have arrived.
+    /// What has arrived of the payload.
     parts: Vec<Option<Buf>>,
     /// Parts that are in the sum.
     summed: usize,
@@ -72,7 +72,7 @@ impl Reading {
         } = self;
         if let Some(mut slot) = slot {
             let Some(Some(Buf::Own(bytes))) = parts.pop() else {
-                // The operation was abandoned before the kernel saw the slot.
+                // Its memory was given up, but nobody has seen the slot.
                 return Some((slot, 0));
             };
             let len = slot.len() as usize;
@@ -101,14 +101,14 @@ impl Drive {
         let shared = &self.shared;
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
-        let failed = |error, slot| Loaded::Failed {
+        let quiet = |error, slot| Loaded::Failed {
             error,
             slot: FailedSlot::Quiet(slot),
         };
         let (found, file) = {
             let mut state = shared.state.lock();
             if state.closed {
-                return answer(failed(BackendError::Closed, slot));
+                return answer(quiet(BackendError::Closed, slot));
             }
             let Some(found) = state.index.find(&key) else {
                 count(&shared.counters.missed, 1);
@@ -120,16 +120,16 @@ impl Drive {
                     expected,
                     found: found_len,
                 };
-                return answer(failed(error, slot));
+                return answer(quiet(error, slot));
             }
-            let segment = found.location.segment;
+            let segment = found.place.segment;
             let Some(file) = state.files[segment as usize] else {
                 return answer(Loaded::Miss(slot));
             };
             state.index.enter(segment, true);
             (found, file)
         };
-        let at = u64::from(found.location.block) * BLOCK;
+        let at = u64::from(found.place.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
@@ -177,12 +177,12 @@ impl Drive {
         let mut ops = vec![op(at, BLOCK, Buf::Own(AlignedBuf::new(BLOCK)), None)];
         let mut offset = at + BLOCK;
         for (number, part) in parts.into_iter().enumerate() {
-            let capacity = match &part {
-                Buf::Into(part) => part.capacity(),
+            let room = match &part {
+                Buf::Into(part) => part.room(),
                 _ => len,
             };
-            ops.push(op(offset, capacity, part, Some(number)));
-            offset += capacity;
+            ops.push(op(offset, room, part, Some(number)));
+            offset += room;
         }
         shared.volume.submit(ops);
     }
@@ -191,15 +191,14 @@ impl Drive {
 impl Shared {
     /// Checks what was read and answers.
     fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
-        self.state.lock().index.leave(found.location.segment);
-        let (batch, index) = waiter;
+        self.state.lock().index.leave(found.place.segment);
+        let (batch, place) = waiter;
         let (header, error) = (reading.header.take(), reading.error.take());
         if let Some(error) = &error {
             count(&self.counters.read_errors, 1);
             self.read_failed(*found, error);
         }
-        // A slot that the kernel may still write to has no owner; the waiter gets its answer at the
-        // deadline.
+        // A slot that the kernel may still write to is nobody's: the deadline tells of it.
         let Some((slot, sum)) = reading.into_slot() else {
             return;
         };
@@ -208,7 +207,7 @@ impl Shared {
                 error: BackendError::Io(error),
                 slot: FailedSlot::Quiet(slot),
             };
-            return batch.answer(*index, failed);
+            return batch.answer(*place, failed);
         }
         self.condition.read_works();
         if slot.arena().is_lost() {
@@ -217,13 +216,13 @@ impl Shared {
                 error: BackendError::Io(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Quiet(slot),
             };
-            return batch.answer(*index, failed);
+            return batch.answer(*place, failed);
         }
         let right = |header: &AlignedBuf| {
             ChunkHeader::decode(header).is_ok_and(|header| {
                 header.drive_id == self.header.drive_id
                     && header.key == found.key
-                    && header.location == found.location
+                    && header.place == found.place
                     && (header.len, header.payload_sum) == (found.len, found.payload_sum)
             })
         };
@@ -232,7 +231,7 @@ impl Shared {
                 if sum == found.payload_sum {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
-                    return batch.answer(*index, Loaded::Hit(slot.written()));
+                    return batch.answer(*place, Loaded::Hit(slot.written()));
                 }
                 &self.counters.bad_payloads
             }
@@ -240,7 +239,7 @@ impl Shared {
         };
         count(counter, 1);
         self.retire(found);
-        batch.answer(*index, Loaded::Miss(slot));
+        batch.answer(*place, Loaded::Miss(slot));
     }
 
     /// Forgets a chunk whose bytes are wrong or cannot be read, for good.

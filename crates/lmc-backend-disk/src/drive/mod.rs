@@ -7,7 +7,7 @@ pub(crate) use files::replace_file;
 mod health;
 mod load;
 mod relocate;
-mod space;
+mod room;
 mod store;
 
 use std::collections::{HashMap, HashSet};
@@ -35,15 +35,16 @@ use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::timer::join_before;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
-use space::{Growth, SpaceWork};
+use room::{Growth, RoomWork};
 
-/// Timeout of a drive thread's own operations, where they are carried out on another thread.
-const OWN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a thread of the drive waits for one of its own operations, where those are not carried
+/// out on it.
+const OWN_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Time that a closing drive waits for its threads.
-const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a drive that goes waits for its threads.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Settings of a drive. The public form is [`crate::DiskConfig`].
+/// How a drive is run. The public face is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveSettings {
     /// Bytes that all files together may take.
@@ -69,8 +70,8 @@ struct Ready {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SegmentFile {
     id: FileId,
-    /// Syncs of the file that failed. The kernel reports a lost write with one of them, and the
-    /// next succeeds: a writer whose write began before a failure trusts no sync after it.
+    /// Syncs of it that failed. The kernel tells of a write that was lost by one of them, and
+    /// the next succeeds: whoever wrote before a failure believes no sync after it.
     failed_syncs: u32,
 }
 
@@ -83,15 +84,15 @@ impl SegmentFile {
     }
 }
 
-/// A caller that waits for a chunk to be durable: its batch, and the index in it.
+/// Somebody who waits for a chunk to be durable.
 type StoreWaiter = (Arc<Batch<Result<Stored, BackendError>>>, usize);
-/// A caller that waits for a change to be durable: its batch, and the index in it.
+/// Somebody who waits for a change to be durable.
 pub(crate) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
 /// A chunk on its way.
 #[derive(Debug, Default)]
 struct Writing {
-    /// True if the chunk was removed meanwhile: it will not be found.
+    /// It was removed meanwhile: it will not be found.
     doomed: bool,
     first: Option<StoreWaiter>,
     /// Others who want to store the same.
@@ -104,10 +105,10 @@ struct Writing {
 struct Queue {
     /// Changes to log, in their order, and chunks to make durable before.
     changes: Vec<Change>,
-    /// Chunks that the unlogged changes remove.
+    /// What they take away.
     gone: Gone,
-    /// Chunks that the changes being written remove, or do not add: the log may not hold these
-    /// changes yet, or their write failed.
+    /// What those take away, or do not bring, that were taken from here and that the log may not
+    /// hold: it is being written, or could not be.
     behind: Gone,
     stop: Stop,
 }
@@ -116,7 +117,7 @@ struct Queue {
 #[derive(Debug, Default)]
 struct Gone {
     keys: HashSet<ChunkKey>,
-    /// True if it may be any chunk: whole segments began their next use.
+    /// It may be any chunk: whole segments were begun anew.
     any: bool,
 }
 
@@ -144,7 +145,7 @@ impl Queue {
         mem::take(&mut self.changes)
     }
 
-    /// Returns true if a restart might find a chunk that is not found now.
+    /// Whether a restart might find a chunk that is not found now.
     fn may_bring_back(&self, key: &ChunkKey) -> bool {
         self.gone.may_be(key) || self.behind.may_be(key)
     }
@@ -153,7 +154,7 @@ impl Queue {
 #[derive(Debug)]
 enum Change {
     Put(Ready),
-    /// Any other record, with its waiter and the answer for it.
+    /// With whoever waits for it, and what they are told then.
     Other(Record, Option<(ChangeWaiter, bool)>),
 }
 
@@ -184,7 +185,7 @@ struct State {
 pub(crate) struct Drive {
     shared: Arc<Shared>,
     committer: Mutex<Option<JoinHandle<io::Result<()>>>>,
-    space_thread: Mutex<Option<JoinHandle<()>>>,
+    room_maker: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
@@ -196,7 +197,7 @@ struct Shared {
     state: Mutex<State>,
     /// The queue has something, or the drive shall stop.
     work: Condvar,
-    space: SpaceWork,
+    room: RoomWork,
     counters: Counters,
     writing_bytes: AtomicU64,
     condition: Condition,
@@ -243,7 +244,7 @@ impl Drive {
                 segments_made: made.len() as u64,
             }),
             work: Condvar::new(),
-            space: SpaceWork::default(),
+            room: RoomWork::default(),
             counters: Counters::default(),
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
@@ -261,13 +262,13 @@ impl Drive {
         let mut drive = Self {
             shared,
             committer: Mutex::new(Some(committer)),
-            space_thread: Mutex::new(None),
+            room_maker: Mutex::new(None),
         };
         let for_thread = Arc::clone(&drive.shared);
-        let space_thread = thread::Builder::new()
-            .name("lmc-disk-space".to_owned())
-            .spawn(move || for_thread.run_space_thread())?;
-        *drive.space_thread.get_mut() = Some(space_thread);
+        let room_maker = thread::Builder::new()
+            .name("lmc-disk-room".to_owned())
+            .spawn(move || for_thread.make_room())?;
+        *drive.room_maker.get_mut() = Some(room_maker);
         drive.shared.hold_size();
         Ok(drive)
     }
@@ -348,12 +349,12 @@ impl Drive {
         let mut after = segment.checked_sub(1).map(|before| (before, u32::MAX));
         loop {
             let page = self.list(after, 1024);
-            let of_segment = page.iter().filter(|put| put.location.segment == segment);
+            let of_segment = page.iter().filter(|put| put.place.segment == segment);
             let before = found.len();
             found.extend(of_segment.copied());
             match page.last() {
                 Some(last) if found.len() - before == page.len() => {
-                    after = Some((last.location.segment, last.location.block));
+                    after = Some((last.place.segment, last.place.block));
                 }
                 _ => return found,
             }
@@ -410,14 +411,14 @@ impl Drive {
             return waiter.0.answer(waiter.1, Some(false));
         }
         // A chunk that is not there may still be in the log, or on its way there: that it is not
-        // there is durable after this record. Others need none, and wait for nothing.
+        // there is durable after this record. Others need none, and wait for nobody.
         count(&shared.counters.removed, u64::from(there));
         let waiter = Some((waiter, there));
         state.queue.push(Record::Remove { key: *key }, waiter);
         drop(state);
         shared.work.notify_one();
-        for (.., (batch, index)) in given_up {
-            batch.answer(index, Ok(Stored::Declined));
+        for (.., (batch, place)) in given_up {
+            batch.answer(place, Ok(Stored::Declined));
         }
     }
 
@@ -449,13 +450,13 @@ impl Drive {
         shared.work.notify_one();
         count(&shared.counters.removed, gone);
         // Wakers may do anything, so they are called without the lock.
-        for (.., (batch, index)) in given_up {
-            batch.answer(index, Ok(Stored::Declined));
+        for (.., (batch, place)) in given_up {
+            batch.answer(place, Ok(Stored::Declined));
         }
         gone
     }
 
-    /// Returns true once the drive is closed.
+    /// Whether removals can be made durable.
     pub(crate) fn closed(&self) -> bool {
         self.shared.state.lock().closed
     }
@@ -486,26 +487,26 @@ impl Drive {
         let Some(committer) = self.committer.lock().take() else {
             return Ok(());
         };
-        let space_thread = self.space_thread.lock().take();
+        let room_maker = self.room_maker.lock().take();
         let me = thread::current().id();
         let goes_on = || !committer.is_finished() && committer.thread().id() != me;
         let given_up = || self.shared.state.lock().queue.stop == Stop::AtOnce;
         while goes_on() && !given_up() {
             thread::sleep(Duration::from_millis(1));
         }
-        self.shared.end_space_thread();
+        self.shared.end_room();
         let hangs = !committer.is_finished();
         if hangs {
             // What the threads wait for ends with it, as far as it ends at all.
             self.shared.volume.stop();
         }
-        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        let deadline = Instant::now() + LEAVE_PATIENCE;
         let ended = join_before(committer, deadline);
-        space_thread.map(|space_thread| join_before(space_thread, deadline));
+        room_maker.map(|room_maker| join_before(room_maker, deadline));
         if !hangs {
             self.shared.volume.stop();
         }
-        // A space thread that was left behind does not answer them any more.
+        // A room's thread that is left behind does not answer for them any more.
         let parked = self.shared.take_parked();
         drop(parked);
         let left: Vec<_> = {
@@ -521,8 +522,8 @@ impl Drive {
         } in left
         {
             let again = again.into_iter().map(|(.., waiter)| waiter);
-            for (batch, index) in first.into_iter().chain(others).chain(again) {
-                batch.answer(index, Err(BackendError::Closed));
+            for (batch, place) in first.into_iter().chain(others).chain(again) {
+                batch.answer(place, Err(BackendError::Closed));
             }
         }
         ended.unwrap_or_else(|| Err(io::Error::other("the log's thread failed")))
@@ -536,8 +537,8 @@ impl Drop for Drive {
     }
 }
 
-/// Opens an existing segment. One that a kill has left half made gets the rest of its blocks;
-/// without space for them, its chunks can still be read.
+/// Opens a segment that is there. One that a kill has left half made gets the rest of its room;
+/// where there is none, what it holds can be read all the same.
 fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
     let name = segment_name(segment);
     match volume.open(&name, Some(bytes)) {
@@ -546,7 +547,7 @@ fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<Fil
     }
 }
 
-/// Returns true if the file system is full, or the quota of this user is.
+/// Whether the file system has no room, or none for us.
 fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded)
@@ -583,14 +584,14 @@ pub(crate) fn wait_for(
         offset,
         len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
         buf: buf.map(Buf::Own),
-        // The waiter may have left.
+        // Whoever waited may have given up.
         done: Box::new(move |done| drop(sender.send(done.result))),
     });
     let late = |_| Err(io::ErrorKind::TimedOut.into());
-    receiver.recv_timeout(OWN_TIMEOUT).unwrap_or_else(late)
+    receiver.recv_timeout(OWN_PATIENCE).unwrap_or_else(late)
 }
 
-/// Returns a copy of an error for another waiter.
+/// The same error for another who waits.
 fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),

@@ -55,7 +55,7 @@ impl Shared {
                 state.writing.insert(item.key, writing);
                 self.writing_bytes.fetch_add(len, Ordering::Relaxed);
                 drop(state);
-                return self.write_or_park(item);
+                return self.place(item);
             }
         };
         waiter.0.answer(waiter.1, refusal);
@@ -73,8 +73,8 @@ impl Shared {
         let StoreItem {
             key, parent, slot, ..
         } = item;
-        let location = extent.location;
-        let at = u64::from(location.block) * BLOCK;
+        let place = extent.place;
+        let at = u64::from(place.block) * BLOCK;
         let len = blocks(slot.len()) * BLOCK;
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let payload = match direct {
@@ -87,7 +87,7 @@ impl Shared {
         };
         let put = PutRecord {
             key,
-            location,
+            place,
             len: slot.len(),
             payload_sum: 0,
         };
@@ -130,7 +130,7 @@ impl Shared {
             drive_id: self.header.drive_id,
             key,
             parent: parent.map(|parent| parent.hash),
-            location,
+            place,
             len: put.len,
             payload_sum: sum,
         }
@@ -142,7 +142,7 @@ impl Shared {
         let put = ready.put;
         match error {
             _ if lost => {
-                self.state.lock().index.leave(put.location.segment);
+                self.state.lock().index.leave(put.place.segment);
                 let lost = || BackendError::Io(io::Error::other("the slot's memory was lost"));
                 self.store_ended(&put.key, put.len, |_| Err(lost()));
             }
@@ -157,13 +157,13 @@ impl Shared {
         }
     }
 
-    /// Handles a chunk that could not be written or made durable: its location is abandoned.
+    /// A chunk could not be written or made durable: its place is given up.
     pub(super) fn write_failed(&self, put: &PutRecord, error: &io::Error) {
         count(&self.counters.write_errors, 1);
         {
             let mut state = self.state.lock();
-            state.index.leave(put.location.segment);
-            state.index.close_active(put.location.segment);
+            state.index.leave(put.place.segment);
+            state.index.close_active(put.place.segment);
         }
         self.condition
             .write_failed(put, &format!("writing: {error}"));
@@ -189,11 +189,11 @@ impl Shared {
         else {
             return;
         };
-        if let Some((batch, index)) = first {
-            batch.answer(index, answer(false));
+        if let Some((batch, place)) = first {
+            batch.answer(place, answer(false));
         }
-        for (batch, index) in others {
-            batch.answer(index, answer(true));
+        for (batch, place) in others {
+            batch.answer(place, answer(true));
         }
         for (item, waiter) in again {
             self.store(item, waiter);

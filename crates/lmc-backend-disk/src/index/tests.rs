@@ -11,7 +11,7 @@ const SEGMENT: u64 = 1 << 30;
 fn put(number: u64, segment: u32, block: u32, generation: u64) -> Record {
     Record::Put(PutRecord {
         key: test_key(number),
-        location: Location {
+        place: Place {
             segment,
             block,
             generation,
@@ -53,7 +53,7 @@ fn all(index: &Index, limit: usize) -> Vec<PutRecord> {
         let Some(last) = page.last() else {
             return found;
         };
-        after = Some((last.location.segment, last.location.block));
+        after = Some((last.place.segment, last.place.block));
         found.extend(page);
     }
 }
@@ -67,12 +67,12 @@ fn made_of(records: &[Record]) -> Index {
 }
 
 #[test]
-fn a_listing_goes_through_all_chunks_in_the_order_of_their_locations() {
+fn a_listing_goes_through_all_chunks_in_the_order_of_their_places() {
     let mut index = filled(5, 100);
     for number in (0..500).filter(|number| number % 7 == 0) {
         assert!(index.remove(&test_key(number)) && !index.remove(&test_key(number)));
     }
-    // One begins its next use, one is emptied.
+    // One is used anew, one is emptied.
     assert!(index.apply(&begin(1, 6)));
     assert!(index.apply(&put(1000, 1, 4, 6)));
     for number in 300..400 {
@@ -93,7 +93,7 @@ fn a_listing_goes_through_all_chunks_in_the_order_of_their_locations() {
 }
 
 #[test]
-fn a_snapshot_makes_the_same_index() {
+fn what_was_told_makes_the_same_index() {
     let mut index = filled(40, 1000);
     for number in (0..40_000).filter(|number| number % 3 == 0) {
         index.remove(&test_key(number));
@@ -108,10 +108,10 @@ fn a_snapshot_makes_the_same_index() {
     assert_eq!(all(&made_of(&records), 512), all(&index, 512));
 }
 
-/// A checkpoint is written while chunks are removed and segments begin their next use. Those changes are in
+/// A checkpoint is written while chunks are removed and segments begun anew. Those changes are in
 /// the log that goes on from it, and both together make what is there in the end.
 #[test]
-fn a_snapshot_of_an_index_that_changes_makes_the_same_index_with_the_changes() {
+fn what_was_told_while_it_changed_makes_the_same_index_with_the_changes() {
     for seed in 0..20 {
         let mut rng = Rng::new(seed);
         let mut index = filled(30, 1000);
@@ -173,9 +173,6 @@ fn a_generation_after_which_no_other_comes_is_damage() {
     let mut index = Index::new(SEGMENT);
     assert!(!index.apply(&begin(0, u64::MAX)));
     assert_eq!(index.set_made(&[0, 1]), []);
-    let allocation = index.allocate(100, false, None);
-    assert!(
-        matches!(allocation, Allocation::Begun { .. }),
-        "{allocation:?}"
-    );
+    let room = index.take_room(100, false, None);
+    assert!(matches!(room, Room::Begun { .. }), "{room:?}");
 }

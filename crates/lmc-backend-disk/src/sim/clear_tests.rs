@@ -1,4 +1,4 @@
-//! Chunks that were stored before a clear are not found after it, however late it ends.
+//! What was stored before a clear is not found after it, however late it ends.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use lmc_backend::{Backend, BackendError, LoadItem, Stored};
 use super::crash_tests::{SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::epoch::ClearEpoch;
-use crate::format::{Location, PutRecord, Record};
+use crate::format::{Place, PutRecord, Record};
 use crate::index::Index;
 use crate::volume::Kind;
 
@@ -105,14 +105,14 @@ fn a_million_chunks_are_forgotten_at_once() {
                 generation,
             });
         }
-        let location = Location {
+        let place = Place {
             segment,
             block: (number % of_segment) as u32 * 2,
             generation,
         };
         let put = PutRecord {
             key: test_key(number),
-            location,
+            place,
             len: 100,
             payload_sum: 0,
         };
@@ -143,7 +143,7 @@ fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
         // Each segment is being read.
         volume.fault_in("segment-", Kind::Read, Fault::Stall);
         for number in 0..40 {
-            let slot = pool.reserve(len(number)).expect("space");
+            let slot = pool.reserve(len(number)).expect("room");
             let late = Instant::now() + Duration::from_millis(1);
             let load = LoadItem::new(test_key(number), slot);
             drop(block_on(tier.load(vec![load], late)));

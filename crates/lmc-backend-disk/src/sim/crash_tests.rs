@@ -60,7 +60,7 @@ pub(super) fn item(pool: &Pool, number: u64) -> StoreItem {
 
 pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
     let key = test_key(number);
-    let mut slot = pool.reserve(len).expect("space");
+    let mut slot = pool.reserve(len).expect("room");
     fill_value(&key, slot.bytes_mut());
     StoreItem::new(key, slot.written().seal())
 }
@@ -68,7 +68,7 @@ pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
 /// Loads a chunk. Whether it was there; its bytes are checked.
 pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let key = test_key(number);
-    let slot = pool.reserve(len(number)).expect("space");
+    let slot = pool.reserve(len(number)).expect("room");
     let loaded = block_on(tier.load(vec![LoadItem::new(key, slot)], soon())).pop();
     match loaded.expect("one answer") {
         Loaded::Hit(slot) => {
@@ -80,9 +80,9 @@ pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     }
 }
 
-/// Answer that a script got for a chunk.
+/// What a script was told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum Told {
     Stored,
     Removed,
     /// An operation on it failed.
@@ -90,23 +90,17 @@ enum Outcome {
 }
 
 /// Stores, removes and clears by a seed until something fails or the script is over.
-fn script(
-    tier: &DiskBackend,
-    pool: &Pool,
-    seed: u64,
-    steps: u64,
-    outcomes: &mut BTreeMap<u64, Outcome>,
-) {
+fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTreeMap<u64, Told>) {
     let mut rng = Rng::new(seed);
     for _ in 0..steps {
         if rng.below(10) == 0 {
-            let timeout = Instant::now() + Duration::from_millis(50);
-            let after = match block_on(tier.clear(timeout)) {
-                Ok(_) => Outcome::Removed,
-                Err(_) => Outcome::Unsure,
+            let patience = Instant::now() + Duration::from_millis(50);
+            let after = match block_on(tier.clear(patience)) {
+                Ok(_) => Told::Removed,
+                Err(_) => Told::Unsure,
             };
-            outcomes.values_mut().for_each(|outcome| *outcome = after);
-            if after == Outcome::Unsure {
+            told.values_mut().for_each(|told| *told = after);
+            if after == Told::Unsure {
                 return;
             }
             continue;
@@ -118,39 +112,37 @@ fn script(
             let answers = block_on(tier.store(items, soon()));
             for (number, answer) in numbers.iter().zip(answers) {
                 match answer {
-                    Ok(Stored::Written | Stored::Present) => {
-                        outcomes.insert(*number, Outcome::Stored)
-                    }
+                    Ok(Stored::Written | Stored::Present) => told.insert(*number, Told::Stored),
                     // After the crash nothing can be written.
-                    Ok(_) | Err(_) => outcomes.insert(*number, Outcome::Unsure),
+                    Ok(_) | Err(_) => told.insert(*number, Told::Unsure),
                 };
             }
         } else {
             let keys: Vec<_> = numbers.iter().map(|&number| test_key(number)).collect();
             // A removal that cannot be made durable is not answered.
-            let timeout = Instant::now() + Duration::from_millis(50);
-            let answers = block_on(tier.remove(&keys, timeout));
+            let patience = Instant::now() + Duration::from_millis(50);
+            let answers = block_on(tier.remove(&keys, patience));
             for (number, answer) in numbers.iter().zip(answers) {
                 match answer {
-                    Ok(_) => outcomes.insert(*number, Outcome::Removed),
-                    Err(_) => outcomes.insert(*number, Outcome::Unsure),
+                    Ok(_) => told.insert(*number, Told::Removed),
+                    Err(_) => told.insert(*number, Told::Unsure),
                 };
             }
         }
-        if outcomes.values().any(|&outcome| outcome == Outcome::Unsure) {
+        if told.values().any(|&told| told == Told::Unsure) {
             return;
         }
     }
 }
 
-fn check(tier: &DiskBackend, pool: &Pool, outcomes: &BTreeMap<u64, Outcome>, evicts: bool) {
+fn check(tier: &DiskBackend, pool: &Pool, told: &BTreeMap<u64, Told>, evicts: bool) {
     for number in 0..50 {
         let there = is_there(tier, pool, number);
-        match outcomes.get(&number) {
-            Some(Outcome::Stored) if !evicts => assert!(there, "chunk {number} is lost"),
-            Some(Outcome::Removed) => assert!(!there, "chunk {number} is back"),
+        match told.get(&number) {
+            Some(Told::Stored) if !evicts => assert!(there, "chunk {number} is lost"),
+            Some(Told::Removed) => assert!(!there, "chunk {number} is back"),
             None => assert!(!there, "chunk {number} was never stored"),
-            Some(Outcome::Stored | Outcome::Unsure) => {}
+            Some(Told::Stored | Told::Unsure) => {}
         }
     }
 }
@@ -162,37 +154,37 @@ fn crash(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> bool {
     let pool = pool();
     let volume = SimVolume::new(u64::MAX);
     volume.crash_after(events);
-    let mut outcomes = BTreeMap::new();
+    let mut told = BTreeMap::new();
     let mut crashed = true;
     match open(&volume, settings) {
         Ok(tier) => {
-            script(&tier, &pool, seed, steps, &mut outcomes);
-            crashed = outcomes.values().any(|&outcome| outcome == Outcome::Unsure);
+            script(&tier, &pool, seed, steps, &mut told);
+            crashed = told.values().any(|&told| told == Told::Unsure);
             if !crashed {
                 crashed = block_on(tier.close(soon())).is_err();
             }
         }
-        Err(_) => assert!(outcomes.is_empty()),
+        Err(_) => assert!(told.is_empty()),
     }
     let volume = volume.after_crash(seed ^ events);
     let tier = open(&volume, settings).expect("a crash leaves nothing that cannot be opened");
-    check(&tier, &pool, &outcomes, evicts);
+    check(&tier, &pool, &told, evicts);
     // Life goes on after a crash, and the next start finds all of it.
-    outcomes.retain(|&number, outcome| {
-        if *outcome == Outcome::Unsure {
-            *outcome = match is_there(&tier, &pool, number) {
-                true => Outcome::Stored,
-                false => Outcome::Removed,
+    told.retain(|&number, told| {
+        if *told == Told::Unsure {
+            *told = match is_there(&tier, &pool, number) {
+                true => Told::Stored,
+                false => Told::Removed,
             };
         }
         true
     });
-    script(&tier, &pool, !seed, 4, &mut outcomes);
-    check(&tier, &pool, &outcomes, evicts);
+    script(&tier, &pool, !seed, 4, &mut told);
+    check(&tier, &pool, &told, evicts);
     drop(tier);
     let volume = volume.after_crash(seed.wrapping_add(events));
     let tier = open(&volume, settings).expect("it opens again");
-    check(&tier, &pool, &outcomes, evicts);
+    check(&tier, &pool, &told, evicts);
     drop(tier);
     assert_eq!(pool.usage().used, 0, "no slot is lost");
     crashed

@@ -1,4 +1,4 @@
-//! Faults of a drive: errors, stalls, wrong bytes, lost files. Each is a miss and a counter.
+//! What a drive may do to the tier: err, stall, lie, lose files. Each is a miss and a counter.
 
 use std::sync::Arc;
 use std::thread;
@@ -36,7 +36,7 @@ fn filled() -> Arc<SimVolume> {
 }
 
 fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration) -> Loaded {
-    let slot = pool.reserve(len(number)).expect("space");
+    let slot = pool.reserve(len(number)).expect("room");
     let item = LoadItem::new(test_key(number), slot);
     let mut loaded = block_on(tier.load(vec![item], Instant::now() + wait));
     loaded.pop().expect("one answer")
@@ -62,7 +62,7 @@ fn a_flipped_bit_anywhere_in_a_header_is_a_miss_for_good() {
         assert!((1..10).all(|number| is_there(&tier, &pool, number)));
         block_on(tier.close(soon())).expect("closed in order");
         drop(tier);
-        // It was removed, so it is not read again, and it can be stored again.
+        // It was forgotten, so nobody stumbles over it again, and it can be stored anew.
         let tier = open(&volume, SETTINGS).expect("as before");
         assert!(!is_there(&tier, &pool, 0));
         assert_eq!(tier.stats().bad_headers, 0);
@@ -90,7 +90,7 @@ fn bytes_of_an_earlier_use_of_a_segment_are_a_miss() {
     let volume = filled();
     let pool = pool();
     let segment = volume.names("segment-").remove(0);
-    // The whole chunk 1 at the location of chunk 0: intact, and of another key.
+    // The whole chunk 1 in the place of chunk 0: whole, and of another key.
     let from = (BLOCK + len(0).next_multiple_of(BLOCK)) as usize;
     let size = (BLOCK + len(1).next_multiple_of(BLOCK)) as usize;
     volume.alter(&segment, |data| data.copy_within(from..from + size, 0));
@@ -217,8 +217,8 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     // A removal writes to the log and to nothing else.
     volume.fault(Kind::Write, Fault::Error(libc::EIO));
-    let timeout = Instant::now() + Duration::from_millis(50);
-    let removed = block_on(tier.remove(&[test_key(30)], timeout));
+    let patience = Instant::now() + Duration::from_millis(50);
+    let removed = block_on(tier.remove(&[test_key(30)], patience));
     assert!(removed[0].is_err(), "it is not durable");
     assert!(matches!(tier.health(), Health::Degraded { .. }));
     let stored = block_on(tier.store(vec![item(&pool, 31)], soon()));
@@ -279,8 +279,8 @@ fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
     // The first drive's file system is read-only from now on; a removal there tells.
     first.fault(Kind::Write, Fault::Error(libc::EROFS));
     let remove = |key| {
-        let timeout = Instant::now() + Duration::from_millis(300);
-        block_on(tier.remove(&[key], timeout)).remove(0)
+        let patience = Instant::now() + Duration::from_millis(300);
+        block_on(tier.remove(&[key], patience)).remove(0)
     };
     assert!(remove(of_first).is_err(), "it is not durable");
     assert!(remove(of_first).is_err(), "a restart would find it");
@@ -303,14 +303,14 @@ fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
     drive.remove(&test_key(0), (Batch::new(1), 0));
     thread::sleep(Duration::from_millis(20));
     volume.thaw();
-    // No request looks at the drive while the log's thread finds that it works again.
+    // Nobody looks at the drive while the log's thread finds that it works again.
     thread::sleep(Duration::from_millis(50));
     until("it is back", || tier.health() == Health::Ready);
     assert!(is_there(&tier, &pool, 1));
 }
 
 #[test]
-fn a_chunk_that_cannot_be_read_is_removed_and_costs_nothing_else() {
+fn a_place_that_cannot_be_read_is_forgotten_and_costs_nothing_else() {
     let volume = filled();
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
@@ -375,7 +375,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     for number in 100..200 {
         let stored = block_on(tier.store(vec![big(number)], soon()));
         assert!(!matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
-        let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("space");
+        let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
         let item = LoadItem::new(test_key(49), slot);
         let loaded = block_on(tier.load(vec![item], soon()));
         assert!(
@@ -384,7 +384,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
         );
         thread::sleep(Duration::from_millis(1));
     }
-    // It takes failures in three segments to know that it is not the location.
+    // It takes failures in three segments to know that it is not the place.
     assert!(
         there() + 6 >= before,
         "{before} chunks before, {} after",
@@ -400,7 +400,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
 /// A file system that copies on write, or whose files have holes, is full but for a few blocks: a
 /// look that writes a block says nothing of chunks.
 #[test]
-fn a_drive_with_space_for_a_block_but_no_chunk_keeps_what_can_be_read() {
+fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let settings = DriveSettings {
@@ -424,7 +424,7 @@ fn a_drive_with_space_for_a_block_but_no_chunk_keeps_what_can_be_read() {
         drop(block_on(tier.store(vec![quarter(number)], soon())));
         thread::sleep(Duration::from_millis(1));
     }
-    // It takes failures in three segments to know that it is not the location.
+    // It takes failures in three segments to know that it is not the place.
     assert!(
         there() + 12 >= before,
         "{before} chunks before, {} after",
@@ -438,7 +438,7 @@ fn a_drive_with_space_for_a_block_but_no_chunk_keeps_what_can_be_read() {
 
 /// Writes failed everywhere for a moment; where the last of them failed they do for good.
 #[test]
-fn one_bad_location_does_not_keep_a_drive_unwritable() {
+fn one_bad_place_does_not_keep_a_drive_unwritable() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
@@ -461,8 +461,8 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
     let store = |number| {
-        let timeout = Instant::now() + Duration::from_millis(510);
-        block_on(tier.store(vec![item(&pool, number)], timeout)).remove(0)
+        let patience = Instant::now() + Duration::from_millis(510);
+        block_on(tier.store(vec![item(&pool, number)], patience)).remove(0)
     };
     for number in 20..23 {
         assert!(matches!(store(number), Err(BackendError::Deadline)));
@@ -563,12 +563,12 @@ fn a_removal_during_a_store_survives_a_crash() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
-    let timeout = || Instant::now() + Duration::from_millis(50);
-    drop(block_on(tier.store(vec![item(&pool, 20)], timeout())));
+    let patience = || Instant::now() + Duration::from_millis(50);
+    drop(block_on(tier.store(vec![item(&pool, 20)], patience())));
     assert_eq!(volume.stalled(), 1, "its frame is on the way");
-    let first = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
+    let first = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
     // It is gone, as far as anybody can see, and the log does not know.
-    let second = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
+    let second = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
     // The frame is written, and then the machine dies.
     volume.crash_after(2);
     volume.thaw();
@@ -605,9 +605,9 @@ fn a_tier_that_is_dropped_after_a_late_close_is_gone() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
-    let timeout = || Instant::now() + Duration::from_millis(50);
-    assert!(block_on(tier.store(vec![item(&pool, 20)], timeout()))[0].is_err());
-    let closed = block_on(tier.close(timeout()));
+    let patience = || Instant::now() + Duration::from_millis(50);
+    assert!(block_on(tier.store(vec![item(&pool, 20)], patience()))[0].is_err());
+    let closed = block_on(tier.close(patience()));
     assert!(matches!(closed, Err(BackendError::Deadline)), "{closed:?}");
     drop(tier);
     until("its threads end", || Arc::strong_count(&volume) == 1);
@@ -629,8 +629,8 @@ fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
     let segments = volume.names("segment-").len() as u64;
     assert!(volume.open_files() <= before + segments);
     volume.fault(Kind::Write, Fault::Error(libc::EIO));
-    let timeout = Instant::now() + Duration::from_millis(50);
-    drop(block_on(tier.remove(&[test_key(30)], timeout)));
+    let patience = Instant::now() + Duration::from_millis(50);
+    drop(block_on(tier.remove(&[test_key(30)], patience)));
     let before = volume.open_files();
     thread::sleep(Duration::from_millis(100));
     let after = volume.open_files();
@@ -640,7 +640,7 @@ fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
 
 #[test]
 fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
-    // Space for the fixed files and two segments, where the tier was promised many.
+    // Room for the fixed files and two segments, where the tier was promised many.
     let volume = SimVolume::new(2 * SEGMENT + (64 << 10));
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
@@ -653,7 +653,7 @@ fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
     assert_eq!(tier.health(), Health::Ready);
 }
 
-/// A drive whose log must be made again, because a kill has torn its last frame, or longer, because
+/// A drive whose log must be made anew, because a kill has torn its last frame, or longer, because
 /// a larger tier is asked for, where others have filled the file system since.
 #[test]
 fn a_full_file_system_refuses_no_drive_for_its_log() {
@@ -674,7 +674,7 @@ fn a_full_file_system_refuses_no_drive_for_its_log() {
             });
         }
         let free = volume.free().expect("known");
-        let others = volume.open("others", Some(free)).expect("space");
+        let others = volume.open("others", Some(free)).expect("room");
         volume.close(others);
         let settings = DriveSettings {
             log_bytes: SETTINGS.log_bytes + if torn { 0 } else { BLOCK },

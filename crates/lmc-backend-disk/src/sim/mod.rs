@@ -4,9 +4,9 @@ mod clear_tests;
 mod crash_tests;
 pub(crate) use crash_tests::pool;
 mod fault_tests;
+mod room_tests;
 mod segment_tests;
 mod set_tests;
-mod space_tests;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,14 +17,14 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume};
 
-/// The part of a write that survives a crash.
+/// What is torn and what is kept of a write in a crash.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug, Default)]
 struct Inode {
-    /// Content that reads see.
+    /// What reads see.
     data: Vec<u8>,
-    /// Content after a crash, without the writes since the last sync.
+    /// What is there after a crash, but for what was written since the last sync.
     durable: Vec<u8>,
     /// Sectors written since the last sync.
     unsynced: Vec<usize>,
@@ -58,9 +58,9 @@ fn change_names(names: &mut BTreeMap<String, u32>, change: &NameChange) {
 pub(crate) enum Fault {
     /// The operation ends with this error and does nothing.
     Error(i32),
-    /// As [`Self::Error`] for what is longer than a block: there is only a little space left.
+    /// As [`Self::Error`] for what is longer than a block: there is only a little room left.
     ErrorIfLong(i32),
-    /// The operation is not answered until [`SimVolume::thaw`].
+    /// It is not answered until [`SimVolume::thaw`].
     Stall,
 }
 
@@ -76,7 +76,7 @@ struct State {
     crash_after: Option<u64>,
     faults: Vec<(&'static str, Kind, Fault)>,
     stalled: Vec<Op>,
-    capacity: u64,
+    room: u64,
     /// The least that was ever left of it.
     least_free: Option<u64>,
     opened: u64,
@@ -121,7 +121,7 @@ impl State {
         Ok(())
     }
 
-    /// Fault that an operation meets.
+    /// What an operation meets.
     fn fault(&self, op: &Op) -> Option<Fault> {
         // A durable write is both, and fails as either does.
         let parts: &[Kind] = match op.kind {
@@ -141,7 +141,7 @@ impl State {
             .names
             .values()
             .map(|&inode| self.inodes[inode as usize].data.len());
-        self.capacity.saturating_sub(taken.sum::<usize>() as u64)
+        self.room.saturating_sub(taken.sum::<usize>() as u64)
     }
 
     fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
@@ -205,9 +205,9 @@ impl State {
 }
 
 impl SimVolume {
-    pub(crate) fn new(capacity: u64) -> Arc<Self> {
+    pub(crate) fn new(room: u64) -> Arc<Self> {
         Self::with_state(State {
-            capacity,
+            room,
             ..State::default()
         })
     }
@@ -263,7 +263,7 @@ impl SimVolume {
             inodes,
             durable_names: names.clone(),
             names,
-            capacity: state.capacity,
+            room: state.room,
             ..State::default()
         })
     }
@@ -389,11 +389,11 @@ impl Volume for SimVolume {
                 inode
             }
         };
-        let free = state.free();
+        let room = state.free();
         let file = &mut state.inodes[inode as usize];
         let len = make.unwrap_or(0) as usize;
         if len > file.data.len() {
-            if (len - file.data.len()) as u64 > free {
+            if (len - file.data.len()) as u64 > room {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
             file.data.resize(len, 0);

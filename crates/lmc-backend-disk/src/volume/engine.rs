@@ -1,4 +1,4 @@
-//! The part that the I/O engines share.
+//! What the engines have in common.
 
 use std::fmt;
 use std::io;
@@ -11,8 +11,8 @@ use parking_lot::{Condvar, Mutex};
 use super::FileId;
 use super::task::{Task, stopped};
 
-/// Time that a stop waits for operations of the kernel.
-pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a stop waits for what the kernel has.
+pub(super) const STOP_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Moves the bytes of tasks on threads of its own.
 pub(super) trait Engine: fmt::Debug + Send + Sync {
@@ -22,17 +22,17 @@ pub(super) trait Engine: fmt::Debug + Send + Sync {
     /// Says that no task of this file will come any more.
     fn forget(&self, file: FileId);
 
-    /// Returns the name and the number of threads.
+    /// Its name and number of threads.
     fn name(&self) -> String;
 
-    /// Returns further details, beginning with a comma, or an empty text.
+    /// What else there is to say, beginning with a comma, or nothing.
     fn details(&self) -> String;
 
     /// Ends everything; waits for it unless called on a thread of the engine.
     fn stop(&self);
 }
 
-/// Ends tasks that came after the stop, on a thread: a submitter may hold locks that the
+/// Ends tasks that came after the stop, on a thread: whoever submits may hold locks that the
 /// callbacks take.
 pub(super) fn end_aside(tasks: Vec<Task>) {
     if tasks.is_empty() {
@@ -84,7 +84,7 @@ impl Crew {
 
     /// Waits until all have ended; false if they have not in that time. A caller that is one of
     /// them does not wait: it ends after the call.
-    pub(super) fn wait(&self, timeout: Duration) -> bool {
+    pub(super) fn wait(&self, patience: Duration) -> bool {
         let me = thread::current().id();
         if self
             .handles
@@ -94,7 +94,7 @@ impl Crew {
         {
             return true;
         }
-        let until = Instant::now() + timeout;
+        let until = Instant::now() + patience;
         let mut left = self.left.0.lock();
         while *left > 0 {
             if self.left.1.wait_until(&mut left, until).timed_out() {

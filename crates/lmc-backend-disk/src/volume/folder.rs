@@ -34,7 +34,7 @@ pub(crate) enum EngineChoice {
     Threads,
 }
 
-/// Configuration of a folder volume.
+/// How a folder is used.
 #[derive(Clone, Debug)]
 pub(crate) struct FolderConfig {
     /// Default: [`EngineChoice::Auto`].
@@ -149,7 +149,7 @@ impl FolderVolume {
         Ok(OpenFile::new(file, direct))
     }
 
-    /// Makes a file of `len` allocated bytes, or extends an existing one to that.
+    /// Makes a file with room for `len` bytes, or gives an existing one that room.
     fn make_file(&self, path: &Path, len: u64) -> io::Result<OpenFile> {
         let (file, is_new) = match self.open_file(path, true) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -157,7 +157,7 @@ impl FolderVolume {
             }
             made => (made?, true),
         };
-        if let Err(error) = allocate(&file.file, len) {
+        if let Err(error) = take_room(&file.file, len) {
             if is_new {
                 // The error that matters is the one that is at hand.
                 let _ = fs::remove_file(path);
@@ -168,7 +168,7 @@ impl FolderVolume {
     }
 }
 
-fn allocate(file: &File, len: u64) -> io::Result<()> {
+fn take_room(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());
     }
@@ -183,8 +183,8 @@ fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Returns true if a block can be written and read past the page cache in this directory. Errors
-/// other than a refusal of that are returned.
+/// Whether a block can be written and read past the page cache in this directory. Other errors
+/// than a refusal of that are errors.
 fn can_do_direct(path: &Path) -> io::Result<bool> {
     let file = probe_file(path)?;
     let tried = raw::set_direct(&file).and_then(|()| {
@@ -261,7 +261,7 @@ impl Volume for FolderVolume {
         if about.len() == 0 {
             return Ok(Box::new([]));
         }
-        // SAFETY: the file is neither written nor cut: the caller says so of this process, and the
+        // SAFETY: nobody writes or cuts the file: the caller says so of this process, and the
         // lock on the directory keeps other servers away.
         let map = unsafe { Mmap::map(&file) }?;
         // A sector that cannot be read is an error here. Met by a touch it would be a SIGBUS.

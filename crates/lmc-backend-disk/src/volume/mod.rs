@@ -45,7 +45,7 @@ pub(crate) enum Buf {
     From(SealedSlot),
 }
 
-/// Kind of an operation.
+/// What an operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Reads `len` bytes at `offset` into the buffer, all of them or none.
@@ -59,7 +59,7 @@ pub(crate) enum Kind {
     Sync,
 }
 
-/// A completed operation: its buffer, which nothing uses any more, and its outcome.
+/// How an operation ended: its buffer, quiet, and its outcome.
 pub(crate) struct Done {
     pub(crate) buf: Option<Buf>,
     pub(crate) result: io::Result<()>,
@@ -98,11 +98,11 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     /// The files that are there, in any order.
     fn list(&self) -> io::Result<Vec<String>>;
 
-    /// Returns all bytes of a file that is not being written, by its name.
+    /// All bytes of a file that nobody writes, by its name.
     fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>>;
 
-    /// Opens a file. With a length it is made where it does not exist, and its blocks are allocated
-    /// at once (`fallocate`), so that writing inside it cannot meet a full drive; a file that is
+    /// Opens a file. With a length it is made where it is not there, and its room is taken at
+    /// once (`fallocate`), so that writing inside it cannot meet a full drive; a file that is
     /// there is made at least as long.
     fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId>;
 
@@ -121,8 +121,8 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     /// Bytes that can still be taken on the drive.
     fn free(&self) -> io::Result<u64>;
 
-    /// Starts operations. They run side by side and end in any order; the caller waits for a
-    /// write before it reads the same offset. Each is done exactly once, also after
+    /// Starts operations. They run side by side and end in any order; the one who asks waits for
+    /// a write before it reads the same place. Each is done exactly once, also after
     /// [`Volume::stop`].
     fn submit(&self, ops: Vec<Op>);
 
@@ -133,7 +133,7 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
         self.submit(vec![op]);
     }
 
-    /// Describes the I/O for people: `io_uring` or `threads`, and direct or buffered.
+    /// How bytes move here, for people: `io_uring`, `threads`, and whether past the page cache.
     fn describe(&self) -> String;
 
     /// Ends what is under way and stops the threads. Later operations end with an error.

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::BLOCK;
 
-/// One part of a slot, the only owner of its bytes. Begins and ends at a whole [`BLOCK`]; the last
+/// One part of a slot: nobody else has its bytes. Begins and ends at a whole [`BLOCK`]; the last
 /// has the slot's padding up to one.
 pub(crate) struct Part {
     whole: Arc<Whole>,
@@ -23,7 +23,7 @@ pub(crate) struct Part {
 
 struct Whole {
     start: Start,
-    /// `None` once a part was abandoned: the kernel may still write to the slot.
+    /// None when a part of it may be written by nobody knows whom.
     slot: Mutex<Option<ReservedSlot>>,
 }
 
@@ -43,12 +43,12 @@ impl fmt::Debug for Part {
 }
 
 impl Part {
-    /// Splits a slot. It has memory for its bytes up to a whole [`BLOCK`], and at least `count`
-    /// blocks.
+    /// Takes a slot apart. It has room for its bytes up to a whole [`BLOCK`], and `count` blocks
+    /// at least.
     pub(crate) fn split(mut slot: ReservedSlot, count: u64) -> Vec<Self> {
         let (len, padded) = (slot.len(), slot.len().next_multiple_of(BLOCK));
         let each = padded / BLOCK / count * BLOCK;
-        assert!(padded <= slot.padded_len() && each > 0, "space for parts");
+        assert!(padded <= slot.padded_len() && each > 0, "room for parts");
         let start = NonNull::new(slot.as_mut_ptr()).expect("a slot has an address");
         let whole = Arc::new(Whole {
             start: Start(start),
@@ -74,7 +74,7 @@ impl Part {
     }
 
     /// Bytes that may be written, with padding.
-    pub(crate) fn capacity(&self) -> u64 {
+    pub(crate) fn room(&self) -> u64 {
         self.padded
     }
 
@@ -85,15 +85,15 @@ impl Part {
 
     /// The bytes, without padding.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: inside the slot, whose memory was zeroed when it was mapped; only the
-        // owner of the part writes to these bytes, and the kernel is done with one that came back.
+        // SAFETY: inside the slot, whose memory was zeroed when it was mapped; nobody writes to
+        // these bytes but who has the part, and the kernel is done with one that came back.
         unsafe {
             let start = self.whole.start.0.as_ptr().add(self.offset as usize);
             slice::from_raw_parts(start, self.len as usize)
         }
     }
 
-    /// Returns the bytes, to be written.
+    /// The same, to be written.
     #[cfg(test)]
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let start = self.as_mut_ptr();
@@ -130,11 +130,11 @@ mod tests {
         for (len, count) in [(3 * BLOCK, 3), (5 * BLOCK + 1, 4), (BLOCK - 1, 1)] {
             let slot = pool.reserve(len).unwrap();
             let mut parts = Part::split(slot, count);
-            let (lens, capacities): (u64, u64) = parts
+            let (lens, rooms): (u64, u64) = parts
                 .iter()
-                .map(|part| (part.bytes().len() as u64, part.capacity()))
+                .map(|part| (part.bytes().len() as u64, part.room()))
                 .fold((0, 0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
-            assert_eq!((lens, capacities), (len, len.next_multiple_of(BLOCK)));
+            assert_eq!((lens, rooms), (len, len.next_multiple_of(BLOCK)));
             for (number, part) in parts.iter_mut().enumerate() {
                 part.bytes_mut().fill(number as u8 + 1);
             }

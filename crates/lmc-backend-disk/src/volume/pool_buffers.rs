@@ -10,7 +10,7 @@ use lmc_memory::Arena;
 /// Bytes of a registered part: the most that the kernel takes.
 const PART: u64 = 1 << 30;
 
-/// State of the registration.
+/// How far the registration is.
 #[derive(Debug)]
 enum State {
     /// Nothing to register, or not begun.
@@ -115,7 +115,7 @@ impl PoolBuffers {
     }
 }
 
-/// Returns the address range of a part.
+/// Where a part lies.
 fn span(arena: &Arena, part: u64) -> libc::iovec {
     let from = part * PART;
     libc::iovec {

@@ -14,7 +14,7 @@ use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, Op};
 /// The most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
 pub(super) const MAX_LEN: u64 = 1 << 30;
 
-/// Times that an operation that moves nothing is submitted again.
+/// How often an operation that moves nothing is asked for again.
 const MAX_ATTEMPTS: u32 = 16;
 
 /// The longest pause between two attempts.
@@ -24,7 +24,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(64);
 #[derive(Debug)]
 pub(super) struct OpenFile {
     pub(super) file: File,
-    /// True if the file bypasses the page cache.
+    /// Whether it goes past the page cache.
     pub(super) direct: bool,
     closed: AtomicBool,
 }
@@ -38,7 +38,7 @@ impl OpenFile {
         }
     }
 
-    /// Marks the file as closed: no operation names it again.
+    /// Says that nobody will ask for it again.
     pub(super) fn set_closed(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -48,19 +48,19 @@ impl OpenFile {
     }
 }
 
-/// Next step of a task after the kernel has answered.
+/// What becomes of a task after the kernel has answered.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// The task has ended.
+    /// It has ended.
     End(io::Result<()>),
     /// The rest is asked for at once.
     Again,
-    /// The task is submitted again after a pause.
+    /// It is asked for again after a pause.
     Later(Duration),
 }
 
-/// An operation with its file and its progress. Its callback runs exactly once: dropping a task
-/// whose callback has not run calls it with the error that the volume has stopped.
+/// An operation with its file and its progress. Its end is told exactly once: whoever drops it
+/// untold tells that the volume has stopped.
 pub(super) struct Task {
     kind: Kind,
     id: FileId,
@@ -95,7 +95,7 @@ impl fmt::Debug for Task {
 }
 
 impl Task {
-    /// Makes a task of an operation. A refused one is a task too, so that its callback runs on the
+    /// Takes an operation on. One that is refused is a task too, so that its end is told on the
     /// engine's thread like any other.
     pub(super) fn new(mut op: Op, file: Option<Arc<OpenFile>>) -> Self {
         let file = check(&mut op).and_then(|()| {
@@ -146,7 +146,7 @@ impl Task {
         self.file.as_ref().expect("a refused task never runs")
     }
 
-    /// Offset in the file where the rest begins.
+    /// Where in the file the rest begins.
     pub(super) fn offset(&self) -> u64 {
         self.offset + self.moved
     }
@@ -226,8 +226,8 @@ impl Task {
     pub(super) fn abandon(mut self, error: io::Error) {
         match self.buf.take() {
             Some(Buf::Into(part)) => part.abandon(),
-            buffer => {
-                let _leaked = ManuallyDrop::new(buffer);
+            quiet_or_read => {
+                let _leaked = ManuallyDrop::new(quiet_or_read);
             }
         }
         self.tell(Err(error));
@@ -237,8 +237,8 @@ impl Task {
         let Some(done) = self.done.take() else { return };
         let buf = self.buf.take();
         // A panic there was printed; it is the asker's, and must not end the engine's thread.
-        let called = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
-        if called.is_err() {
+        let told = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
+        if told.is_err() {
             tracing::error!("a callback of the disk tier panicked at the end of {self:?}");
         }
     }
@@ -250,12 +250,12 @@ impl Drop for Task {
     }
 }
 
-/// Returns the error of operations after the stop.
+/// What an operation ends with after the stop.
 pub(super) fn stopped() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the volume has stopped")
 }
 
-/// Returns true if an error is transient.
+/// Whether an error is one that goes away by itself.
 pub(super) fn is_passing(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -268,7 +268,7 @@ fn check(op: &mut Op) -> io::Result<()> {
     let memory = match op.buf.as_mut() {
         None => None,
         Some(Buf::Own(buf)) => Some((buf.as_ptr(), buf.len() as u64)),
-        Some(Buf::Into(part)) => Some((part.as_mut_ptr().cast_const(), part.capacity())),
+        Some(Buf::Into(part)) => Some((part.as_mut_ptr().cast_const(), part.room())),
         Some(Buf::From(slot)) => Some((slot.as_ptr(), slot.padded_len())),
     };
     let fits = match op.kind {
@@ -296,7 +296,7 @@ fn check(op: &mut Op) -> io::Result<()> {
         Some((at, _)) if !(at.addr() as u64).is_multiple_of(BLOCK) => {
             "the memory must begin at a whole block".to_owned()
         }
-        Some((_, capacity)) if op.len > capacity => format!("the buffer has only {capacity} bytes"),
+        Some((_, room)) if op.len > room => format!("the buffer has only {room} bytes"),
         Some(_) => return Ok(()),
     };
     let why = format!("{op:?}: {why}");
@@ -316,7 +316,7 @@ impl<T> Later<T> {
         self.0.push((at, thing));
     }
 
-    /// Takes the items that are due at `now`, in the order in which they came.
+    /// What is due at `now`, in the order it came.
     pub(super) fn take_due(&mut self, now: Instant) -> impl Iterator<Item = T> {
         self.0
             .extract_if(.., move |(at, _)| *at <= now)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
+use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
 use super::task::{Later, Step, Task, stopped};
 use super::{FileId, Kind, raw};
 
@@ -34,7 +34,7 @@ struct Queue {
     stopping: bool,
 }
 
-/// Next action of a thread.
+/// What a thread does next.
 enum Turn {
     Run(Task),
     /// Ends a task, since the engine stops.
@@ -104,7 +104,7 @@ impl Shared {
         let task = task.unless_refused();
         if let Some((task, pause)) = task.and_then(until_pause) {
             self.queue.lock().later.push(Instant::now() + pause, task);
-            // Other threads must wait no longer than that.
+            // Whoever waits must wait no longer than that.
             self.more.notify_one();
         }
     }
@@ -144,7 +144,7 @@ fn call(task: &mut Task) -> io::Result<u64> {
     };
     match task.kind() {
         // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed
-        // here; a read has a buffer that nothing else touches.
+        // here; a read has a buffer that nobody else touches.
         Kind::Read => unsafe { raw::pread(fd, at, left, offset) },
         // SAFETY: as above; a write's memory is only read.
         Kind::WriteDurably => unsafe { raw::pwrite_durably(fd, at, left, offset) },
@@ -183,7 +183,7 @@ impl Engine for Threads {
     fn stop(&self) {
         self.shared.queue.lock().stopping = true;
         self.shared.more.notify_all();
-        if !self.crew.wait(STOP_TIMEOUT) {
+        if !self.crew.wait(STOP_PATIENCE) {
             tracing::warn!("threads of the disk tier are still busy; they end by themselves");
         }
     }

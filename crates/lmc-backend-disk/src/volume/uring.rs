@@ -1,6 +1,6 @@
 //! The engine on io_uring: one ring, owned by one thread.
 //!
-//! Submitters put tasks into an inbox and, where the thread sleeps, ring an eventfd that
+//! Whoever submits puts tasks into an inbox and, where the thread sleeps, rings an eventfd that
 //! the ring polls; the thread sleeps in the kernel and nowhere else. Tasks that the kernel has
 //! lie in [`InFlight`] with their buffers until their completion is there.
 
@@ -18,7 +18,7 @@ use io_uring::{IoUring, opcode, squeue};
 use lmc_memory::Arena;
 use parking_lot::Mutex;
 
-use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
+use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
 use super::fixed_files::FixedFiles;
 use super::pool_buffers::PoolBuffers;
 use super::raw::Wake;
@@ -43,7 +43,7 @@ pub(super) struct Uring {
 struct Shared {
     inbox: Mutex<Inbox>,
     wake: Wake,
-    /// Outcome of the pool's registration, for people.
+    /// What became of the pool's registration, for people.
     pool: Mutex<String>,
 }
 
@@ -76,15 +76,15 @@ impl Uring {
         };
         let shared = Arc::clone(&this.shared);
         let depth = this.depth;
-        let (send, received) = mpsc::sync_channel(1);
+        let (tell, told) = mpsc::sync_channel(1);
         this.crew.spawn("lmc-disk-uring".to_owned(), move || {
-            // Made here, since a ring may accept submissions from its maker only.
+            // Made here, since a ring may be told to take orders from its maker only.
             let ring = match open_ring(depth) {
                 Ok(ring) => ring,
-                Err(error) => return drop(send.send(Err(error))),
+                Err(error) => return drop(tell.send(Err(error))),
             };
             let mut ring = Ring::new(ring, shared, depth, arena);
-            if send.send(Ok(())).is_err() {
+            if tell.send(Ok(())).is_err() {
                 return;
             }
             if let Err(error) = ring.run() {
@@ -95,8 +95,7 @@ impl Uring {
                 );
             }
         })?;
-        received
-            .recv()
+        told.recv()
             .map_err(|_| io::Error::other("the ring's thread ended at once"))??;
         Ok(this)
     }
@@ -119,7 +118,7 @@ fn open_ring(depth: u32) -> io::Result<IoUring> {
     }
     let nop = opcode::Nop::new().build();
     // SAFETY: it names no memory and no file.
-    unsafe { ring.submission().push(&nop) }.expect("an empty queue has capacity");
+    unsafe { ring.submission().push(&nop) }.expect("an empty queue has room");
     ring.submit_and_wait(1)?;
     let answer = ring.completion().next().map(|answer| answer.result());
     match answer {
@@ -129,11 +128,11 @@ fn open_ring(depth: u32) -> io::Result<IoUring> {
     }
 }
 
-/// A task in flight, with its index in the ring's table of files.
+/// A task on its way, with its place in the ring's table of files.
 #[derive(Debug)]
 struct Queued {
     task: Task,
-    file_index: Option<u32>,
+    place: Option<u32>,
 }
 
 /// Tasks that the kernel has, by the number it knows them by.
@@ -155,12 +154,9 @@ impl InFlight {
         }
     }
 
-    /// Inserts a task; there must be capacity.
+    /// Takes a task in; there must be room.
     fn insert(&mut self, queued: Queued) -> (u32, &mut Queued) {
-        let index = self
-            .free
-            .pop()
-            .expect("the caller checks the capacity first");
+        let index = self.free.pop().expect("the caller looks for room first");
         self.count += 1;
         (index, self.tasks[index as usize].insert(queued))
     }
@@ -172,7 +168,7 @@ impl InFlight {
         Some(queued)
     }
 
-    fn has_capacity(&self) -> bool {
+    fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
 }
@@ -188,20 +184,20 @@ impl Drop for InFlight {
     }
 }
 
-/// State that the thread owns. The ring is first, so it goes before the memory it knows of.
+/// What the thread owns. The ring is first, so it goes before the memory it knows of.
 struct Ring {
     ring: IoUring,
     pool: PoolBuffers,
     files: FixedFiles,
     in_flight: InFlight,
-    /// Tasks for which the kernel has no capacity yet, in order.
+    /// Tasks for which the kernel has no room yet, in order.
     waiting: VecDeque<Queued>,
     later: Later<Queued>,
     wake_armed: bool,
     shared: Arc<Shared>,
     /// Completions that were taken from the ring, kept for its allocation.
     answers: Vec<(u64, i32)>,
-    /// Tasks whose callback has yet to run.
+    /// Tasks whose end is to be told.
     ended: Vec<(Queued, io::Result<()>)>,
 }
 
@@ -238,11 +234,11 @@ impl Ring {
                 if self.in_flight.count == 0 {
                     return Ok(());
                 }
-                let timeout_ends = since + STOP_TIMEOUT;
-                if Instant::now() >= timeout_ends {
+                let patience_ends = since + STOP_PATIENCE;
+                if Instant::now() >= patience_ends {
                     return Err(io::Error::from(io::ErrorKind::TimedOut));
                 }
-                until = Some(timeout_ends);
+                until = Some(patience_ends);
             }
             self.register_pool();
             self.arm_wake();
@@ -254,7 +250,7 @@ impl Ring {
         }
     }
 
-    /// Empties the inbox; submissions from here on wake the thread.
+    /// Empties the inbox; whoever writes to it from here on wakes the thread.
     fn take_inbox(&mut self) -> Option<Instant> {
         let mut inbox = self.shared.inbox.lock();
         let messages = mem::take(&mut inbox.messages);
@@ -268,8 +264,8 @@ impl Ring {
                     let Some(task) = task.unless_refused() else {
                         continue;
                     };
-                    let file_index = self.files.enter(&task, &self.ring.submitter());
-                    self.waiting.push_back(Queued { task, file_index });
+                    let place = self.files.enter(&task, &self.ring.submitter());
+                    self.waiting.push_back(Queued { task, place });
                 }
             }
         }
@@ -284,7 +280,7 @@ impl Ring {
     }
 
     fn end(&mut self, queued: Queued, result: io::Result<()>) {
-        self.files.leave(queued.file_index, &self.ring.submitter());
+        self.files.leave(queued.place, &self.ring.submitter());
         queued.task.end(result);
     }
 
@@ -306,14 +302,14 @@ impl Ring {
             .build()
             .user_data(WAKE);
         // SAFETY: it names no memory, and a file that outlives the ring.
-        unsafe { self.ring.submission().push(&poll) }.expect("the queue has an entry for the poll");
+        unsafe { self.ring.submission().push(&poll) }.expect("the queue has a place for the poll");
         self.wake_armed = true;
     }
 
-    /// Gives the kernel as many tasks as it has capacity for.
+    /// Gives the kernel what it has room for.
     fn fill(&mut self) {
         let mut submission = self.ring.submission();
-        while self.in_flight.has_capacity() {
+        while self.in_flight.has_room() {
             let Some(queued) = self.waiting.pop_front() else {
                 return;
             };
@@ -321,7 +317,7 @@ impl Ring {
             let entry = entry(queued, &self.pool).user_data(u64::from(index));
             // SAFETY: the memory and the file belong to the task, which stays in `in_flight`
             // until the completion is there and is leaked if it never comes.
-            unsafe { submission.push(&entry) }.expect("the queue has an entry for every task");
+            unsafe { submission.push(&entry) }.expect("the queue has a place for every task");
         }
     }
 
@@ -381,8 +377,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Runs the callbacks of ended tasks. A callback may look at every byte, so the kernel gets the
-    /// waiting tasks first.
+    /// Tells the ends of tasks. Whoever is told may look at every byte, so the kernel gets what
+    /// waits for it first.
     fn tell_ends(&mut self) -> io::Result<()> {
         if self.ended.is_empty() {
             return Ok(());
@@ -415,8 +411,8 @@ impl Ring {
 /// The kernel's order for what is left of a task.
 fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
     let task = &mut queued.task;
-    let (fd, flags) = match queued.file_index {
-        Some(index) => (Fd(index as i32), squeue::Flags::FIXED_FILE),
+    let (fd, flags) = match queued.place {
+        Some(place) => (Fd(place as i32), squeue::Flags::FIXED_FILE),
         None => (Fd(task.file().file.as_raw_fd()), squeue::Flags::empty()),
     };
     let (offset, left) = (task.offset(), task.left());
@@ -514,7 +510,7 @@ impl Engine for Uring {
             .get_or_insert_with(Instant::now);
         self.shared.wake.ring();
         // The thread gives up by itself; a little more, so that it can.
-        if !self.crew.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
+        if !self.crew.wait(STOP_PATIENCE + Duration::from_secs(2)) {
             tracing::warn!("the ring of the disk tier is still busy; it ends by itself");
         }
     }
@@ -542,15 +538,15 @@ mod tests {
             std::fs::File::open("/dev/null").unwrap(),
             false,
         ));
-        let (send, received) = mpsc::channel();
+        let (tell, told) = mpsc::channel();
         let mut in_flight = InFlight::new(4);
         for (kind, buf) in [
             (Kind::Read, Buf::Into(Part::whole(into))),
             (Kind::Write, Buf::From(from)),
             (Kind::Read, Buf::Own(AlignedBuf::new(BLOCK))),
         ] {
-            let send = send.clone();
-            let done = Box::new(move |done: Done| send.send(done).unwrap());
+            let tell = tell.clone();
+            let done = Box::new(move |done: Done| tell.send(done).unwrap());
             let buf = Some(buf);
             let op = Op {
                 kind,
@@ -563,17 +559,14 @@ mod tests {
             let task = Task::new(op, Some(Arc::clone(&file)))
                 .unless_refused()
                 .unwrap();
-            in_flight.insert(Queued {
-                task,
-                file_index: None,
-            });
+            in_flight.insert(Queued { task, place: None });
         }
-        let second = in_flight.remove(1).unwrap();
+        let quiet = in_flight.remove(1).unwrap();
         assert!(in_flight.remove(1).is_none() && in_flight.remove(99).is_none());
-        in_flight.insert(second);
+        in_flight.insert(quiet);
         drop(in_flight);
         for _ in 0..3 {
-            let done = received.try_recv().unwrap();
+            let done = told.try_recv().unwrap();
             assert!(done.buf.is_none());
             assert_eq!(done.result.unwrap_err().kind(), io::ErrorKind::TimedOut);
         }

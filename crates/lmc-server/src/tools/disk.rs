@@ -394,7 +394,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
             done.stayed
         );
     }
-    if done.no_space {
+    if done.no_room {
         text += "it ended early: the file system has no room to move chunks to; free some, and \
                  run it again\n";
     }
@@ -406,7 +406,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
             "moved": done.moved,
             "lost": done.lost,
             "stayed": done.stayed,
-            "no_room": done.no_space,
+            "no_room": done.no_room,
         }),
     ))
 }

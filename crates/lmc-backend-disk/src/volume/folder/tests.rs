@@ -23,7 +23,7 @@ impl Random {
     }
 }
 
-/// Bytes that only this offset of this file has.
+/// Bytes that only this place of this file has.
 fn stamp(bytes: &mut [u8], offset: u64) {
     for (i, word) in bytes.chunks_mut(8).enumerate() {
         let value = (offset + 8 * i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x5A5A;
@@ -84,7 +84,7 @@ fn sync(file: FileId) -> Ask {
 }
 
 fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)> {
-    let (send, received) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
     let ops = asks.into_iter().enumerate().map(|(i, ask)| {
         let Ask {
             kind,
@@ -93,8 +93,8 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
             len,
             buf,
         } = ask;
-        let send = send.clone();
-        let done = Box::new(move |done| drop(send.send((i, done))));
+        let tell = tell.clone();
+        let done = Box::new(move |done| drop(tell.send((i, done))));
         Op {
             kind,
             file,
@@ -105,21 +105,21 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
         }
     });
     volume.submit(ops.collect());
-    received
+    told
 }
 
 /// Asks, waits for all, and gives the ends in the order of the questions.
 fn ask(volume: &FolderVolume, asks: Vec<Ask>) -> Vec<Done> {
     let count = asks.len();
-    let received = start(volume, asks);
+    let told = start(volume, asks);
     let mut ends: Vec<Option<Done>> = (0..count).map(|_| None).collect();
     for _ in 0..count {
-        let (i, done) = received
+        let (i, done) = told
             .recv_timeout(DEADLINE)
             .expect("an operation did not end");
         assert!(ends[i].replace(done).is_none(), "an operation ended twice");
     }
-    assert!(received.try_recv().is_err(), "an operation ended twice");
+    assert!(told.try_recv().is_err(), "an operation ended twice");
     ends.into_iter().map(Option::unwrap).collect()
 }
 
@@ -153,7 +153,7 @@ fn volume(
     FolderVolume::open(dir, config).unwrap()
 }
 
-/// Many sizes from and into slots and own memory, each offset checked byte for byte.
+/// Many sizes from and into slots and own memory, each place checked byte for byte.
 fn mixed(volume: &FolderVolume, pool: &Pool) {
     let seed = 0x1234_5678_9ABC_DEF1;
     println!("seed {seed:#x}");
@@ -167,7 +167,7 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
             1 => 1 + random.below(256),
             _ => 1 + random.below(16),
         };
-        // The last block may end in a slot's padding, which belongs to no chunk.
+        // The last block may end in a slot's padding, which is nobody's bytes.
         let exact = blocks * BLOCK - random.below(2) * random.below(BLOCK);
         extents.push((at, blocks * BLOCK, exact));
         at += (blocks + random.below(8)) * BLOCK;
@@ -379,10 +379,10 @@ fn many(volume: &FolderVolume) {
     let reads = (0..800)
         .map(|i| read(file, i * BLOCK % MIB, BLOCK))
         .collect();
-    let received = start(volume, reads);
+    let told = start(volume, reads);
     volume.close(file);
     for _ in 0..800 {
-        let (i, done) = received
+        let (i, done) = told
             .recv_timeout(DEADLINE)
             .expect("an operation did not end");
         done.result.unwrap();
@@ -391,7 +391,7 @@ fn many(volume: &FolderVolume) {
         };
         assert_stamp(&buf, i as u64 * BLOCK % MIB);
     }
-    // Many files, of which each has its entry in the ring for a while.
+    // Many files, of which each has its place in the ring for a while.
     for i in 0..300 {
         let file = volume.open("many", None).unwrap();
         ask_one(volume, read(file, i % 256 * BLOCK, BLOCK)).unwrap();
@@ -439,27 +439,26 @@ fn askers(volume: FolderVolume, pool: &Pool) {
     ask_one(&volume, read(file, 0, BLOCK)).unwrap();
 
     let volume = Arc::new(volume);
-    let (send, received) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
     let asker = Arc::clone(&volume);
     let next = op(Box::new(move |done: Done| {
-        send.send(done.result.is_ok()).unwrap()
+        tell.send(done.result.is_ok()).unwrap()
     }));
     volume.submit(vec![op(Box::new(move |_| asker.submit(vec![next])))]);
-    assert!(received.recv_timeout(DEADLINE).unwrap());
+    assert!(told.recv_timeout(DEADLINE).unwrap());
 
     // The last owner is a callback, on the engine's own thread.
-    let (send, received) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
     let (go, wait) = mpsc::channel();
     let last = Arc::clone(&volume);
     volume.submit(vec![op(Box::new(move |_| {
         wait.recv_timeout(DEADLINE).unwrap();
         drop(last);
-        send.send(()).unwrap();
+        tell.send(()).unwrap();
     }))]);
     drop(volume);
     go.send(()).unwrap();
-    received
-        .recv_timeout(DEADLINE)
+    told.recv_timeout(DEADLINE)
         .expect("dropping the volume in a callback hangs");
 }
 
@@ -474,23 +473,23 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
             }
         })
         .collect();
-    let received = start(volume, asks);
+    let told = start(volume, asks);
     volume.stop();
     let ends: Vec<_> = (0..40)
-        .map(|_| received.recv_timeout(DEADLINE).unwrap())
+        .map(|_| told.recv_timeout(DEADLINE).unwrap())
         .collect();
     let stopped = ends.iter().filter(|(_, done)| done.result.is_err()).count();
     println!("{stopped} of 40 were stopped");
     assert!(
         ends.iter().all(|(_, done)| done.buf.is_some()),
-        "a released buffer comes back"
+        "a quiet buffer comes back"
     );
     drop(ends);
     assert_eq!(pool.usage().used, 0);
-    // A caller after the stop may hold a lock that its callback takes.
+    // Whoever asks after the stop may hold a lock that its callback takes.
     let lock = Arc::new(Mutex::new(()));
     let held = lock.lock();
-    let (send, received) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
     let ops = [
         read(file, 0, BLOCK),
         read(FileId(777), 0, BLOCK),
@@ -505,10 +504,10 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
              len,
              buf,
          }| {
-            let (send, lock) = (send.clone(), Arc::clone(&lock));
+            let (tell, lock) = (tell.clone(), Arc::clone(&lock));
             let done = Box::new(move |done: Done| {
                 drop(lock.lock());
-                send.send(done.result.is_err()).unwrap();
+                tell.send(done.result.is_err()).unwrap();
             });
             Op {
                 kind,
@@ -524,7 +523,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     drop(held);
     for _ in 0..3 {
         assert!(
-            received.recv_timeout(DEADLINE).unwrap(),
+            told.recv_timeout(DEADLINE).unwrap(),
             "nothing runs after the stop"
         );
     }
@@ -554,7 +553,7 @@ fn suite(parent: &Path, engine: EngineChoice) {
     assert_eq!(pool.usage().quarantined_bytes, 0);
 }
 
-/// Returns true if there is io_uring here; prints why the test is skipped if not.
+/// Whether there is io_uring here; says so if not.
 fn has_uring() -> bool {
     match Uring::start(4, None) {
         Ok(_) => true,
@@ -640,7 +639,7 @@ fn quick_look() {
         let volume = FolderVolume::open(&dir, config).unwrap();
         let file = volume.open("look", Some(1 << 30)).unwrap();
         for kind in [Kind::Write, Kind::Write, Kind::Read] {
-            let (send, received) = mpsc::channel();
+            let (tell, told) = mpsc::channel();
             let begin = Instant::now();
             let cpu = cpu_time();
             let mut free: Vec<_> = (0..16)
@@ -653,13 +652,11 @@ fn quick_look() {
                 })
                 .collect();
             for i in 0..1024 {
-                let buf = free
-                    .pop()
-                    .or_else(|| received.recv_timeout(DEADLINE).unwrap());
-                let send = send.clone();
+                let buf = free.pop().or_else(|| told.recv_timeout(DEADLINE).unwrap());
+                let tell = tell.clone();
                 let done = Box::new(move |done: Done| {
                     done.result.unwrap();
-                    send.send(done.buf).unwrap();
+                    tell.send(done.buf).unwrap();
                 });
                 let op = Op {
                     kind,
@@ -672,7 +669,7 @@ fn quick_look() {
                 volume.submit(vec![op]);
             }
             for _ in 0..16 {
-                drop(received.recv_timeout(DEADLINE).unwrap());
+                drop(told.recv_timeout(DEADLINE).unwrap());
             }
             let took = begin.elapsed().as_secs_f64();
             println!(

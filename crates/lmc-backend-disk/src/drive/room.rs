@@ -1,6 +1,6 @@
-//! Free space for chunks. A thread of the drive makes segments one ahead of need, and gives them
-//! back where there are too many: a file system may be slow at that, and no store waits for it
-//! beyond its deadline.
+//! Room for chunks. Segments are made one ahead of need, and given back where there are too many,
+//! on a thread of the drive's own: a file system may take its time for that, and nobody who
+//! stores waits for it beyond a deadline.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,11 +15,11 @@ use tracing::{info, warn};
 use super::{SegmentFile, Shared, State, is_full};
 use crate::counters::count;
 use crate::format::{RECORD_LEN, blocks};
-use crate::index::{Allocation, Extent};
+use crate::index::{Extent, Room};
 use crate::log::segment_name;
 use crate::volume::BLOCK;
 
-/// State that the space thread and the stores share.
+/// What the thread and those who store tell each other.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     /// There may be something to make or to give back.
@@ -34,25 +34,25 @@ pub(super) struct Growth {
 
 /// Wakes the thread.
 #[derive(Debug, Default)]
-pub(super) struct SpaceWork {
+pub(super) struct RoomWork {
     wake: Condvar,
     /// Held while files of segments are made or removed.
     files: Mutex<()>,
 }
 
-/// Result of an allocation for a chunk.
+/// What came of looking for room.
 enum Found {
     Extent(Extent, SegmentFile),
     /// A segment must be made first.
     Later,
-    /// There is no space; with the answer to a store of so many bytes.
+    /// There is none, and this is the answer to whoever stores so many bytes.
     No(fn(u64) -> Result<Stored, BackendError>),
 }
 
 impl Shared {
-    /// Returns the number of segments within the capacity. Each needs space for its chunks in two
-    /// checkpoints as well (while one is made, the other exists), at most a 32nd; and two logs need
-    /// space.
+    /// Segments for which there is room within the capacity. Beside each of them there must be
+    /// room for its chunks in two checkpoints (while one is made, the other is there): at most a
+    /// 32nd. And for two logs.
     pub(super) fn max_segments(&self) -> u64 {
         let fixed = 2 * self.settings.log_bytes + 8 * BLOCK;
         let each = self.header.segment_bytes + 2 * self.max_record_bytes();
@@ -66,30 +66,30 @@ impl Shared {
 
     /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
     /// begin in the order in which they came.
-    pub(super) fn write_or_park(self: &Arc<Self>, item: StoreItem) {
+    pub(super) fn place(self: &Arc<Self>, item: StoreItem) {
         let mut state = self.state.lock();
         if state.growth.parked.is_empty() {
-            self.write_first(state, item);
+            self.place_first(state, item);
         } else {
             state.growth.parked.push_back(item);
         }
     }
 
     /// Starts to write the chunks that waited, up to the first for which there is no segment.
-    fn write_parked(self: &Arc<Self>) {
+    fn place_parked(self: &Arc<Self>) {
         loop {
             let mut state = self.state.lock();
             let Some(item) = state.growth.parked.pop_front() else {
                 return;
             };
-            if !self.write_first(state, item) {
+            if !self.place_first(state, item) {
                 return;
             }
         }
     }
 
     /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
-    fn write_first(self: &Arc<Self>, mut state: MutexGuard<'_, State>, item: StoreItem) -> bool {
+    fn place_first(self: &Arc<Self>, mut state: MutexGuard<'_, State>, item: StoreItem) -> bool {
         let (key, len) = (item.key, item.slot.len());
         let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
         let found = if state.growth.over {
@@ -97,7 +97,7 @@ impl Shared {
         } else if doomed {
             Found::No(|_| Ok(Stored::Declined))
         } else {
-            self.allocate(&mut state, len)
+            self.take_room(&mut state, len)
         };
         match found {
             Found::Extent(extent, file) => {
@@ -116,49 +116,49 @@ impl Shared {
         true
     }
 
-    fn allocate(&self, state: &mut State, len: u64) -> Found {
+    fn take_room(&self, state: &mut State, len: u64) -> Found {
         let full: fn(u64) -> _ = |needed| Err(BackendError::Full { needed });
         let may_grow = self.may_grow(state);
         let victims = self.condition.may_give_up();
-        let allocation = state.index.allocate(len, may_grow, victims.as_deref());
-        let extent = match allocation {
-            Allocation::Extent(extent) => extent,
-            Allocation::Begun { extent, begin, .. } => {
+        let room = state.index.take_room(len, may_grow, victims.as_deref());
+        let extent = match room {
+            Room::Extent(extent) => extent,
+            Room::Begun { extent, begin, .. } => {
                 state.queue.push(begin, None);
                 if state.segments_made > self.max_segments() {
-                    self.request_space(state);
+                    self.want_room(state);
                 }
                 extent
             }
-            Allocation::MayGrow => {
-                self.request_space(state);
+            Room::MayGrow => {
+                self.want_room(state);
                 return Found::Later;
             }
-            Allocation::Busy => return Found::No(full),
+            Room::Busy => return Found::No(full),
             // Refused before it came here.
-            Allocation::TooLarge { .. } => return Found::No(full),
+            Room::TooLarge { .. } => return Found::No(full),
         };
-        let segment = extent.location.segment;
+        let segment = extent.place.segment;
         let Some(file) = state.files[segment as usize] else {
             return Found::No(full);
         };
         state.index.enter(segment, false);
         if may_grow && state.index.runs_low() {
-            self.request_space(state);
+            self.want_room(state);
         }
         Found::Extent(extent, file)
     }
 
-    /// Allocates space for a chunk without evicting another, and waits for a new segment if it must.
-    pub(super) fn allocate_spare(&self, len: u64) -> Option<(Extent, SegmentFile)> {
-        if !self.state.lock().index.has_spare_space(len) {
+    /// Finds room for a chunk that costs no other, and waits for a segment to be made if it must.
+    pub(super) fn take_spare_room(&self, len: u64) -> Option<(Extent, SegmentFile)> {
+        if !self.state.lock().index.has_spare_room(len) {
             self.grow();
         }
         let mut state = self.state.lock();
-        if !state.index.has_spare_space(len) {
+        if !state.index.has_spare_room(len) {
             return None;
         }
-        match self.allocate(&mut state, len) {
+        match self.take_room(&mut state, len) {
             Found::Extent(extent, file) => Some((extent, file)),
             Found::Later | Found::No(_) => None,
         }
@@ -175,14 +175,14 @@ impl Shared {
         if self.condition.cannot_grow() {
             let mut state = self.state.lock();
             if self.may_grow(&state) {
-                self.request_space(&mut state);
+                self.want_room(&mut state);
             }
         }
     }
 
-    fn request_space(&self, state: &mut State) {
+    fn want_room(&self, state: &mut State) {
         state.growth.wanted = true;
-        self.space.wake.notify_one();
+        self.room.wake.notify_one();
     }
 
     /// Lets the thread evict what exceeds the capacity, which may be smaller than before.
@@ -196,35 +196,35 @@ impl Shared {
                 segment_bytes = self.header.segment_bytes,
                 "drive holds more than its size; its oldest segments are evicted"
             );
-            self.request_space(&mut state);
+            self.want_room(&mut state);
         }
     }
 
     /// Lets the thread end.
-    pub(super) fn end_space_thread(&self) {
+    pub(super) fn end_room(&self) {
         self.state.lock().growth.over = true;
-        self.space.wake.notify_one();
+        self.room.wake.notify_one();
     }
 
     /// The thread: makes and gives back segments until the drive stops.
-    pub(super) fn run_space_thread(self: Arc<Self>) {
-        while self.is_space_wanted() {
+    pub(super) fn make_room(self: Arc<Self>) {
+        while self.is_room_wanted() {
             self.shrink();
             self.grow();
-            self.write_parked();
+            self.place_parked();
         }
         // Their slots are free; the drive answers for them.
         let parked = self.take_parked();
         drop(parked);
     }
 
-    /// Takes the chunks that wait for a segment, which no thread will write any more.
+    /// The chunks that wait for a segment, which nobody will place any more.
     pub(super) fn take_parked(&self) -> VecDeque<StoreItem> {
         mem::take(&mut self.state.lock().growth.parked)
     }
 
     /// Waits for something to do. False when all is over.
-    fn is_space_wanted(&self) -> bool {
+    fn is_room_wanted(&self) -> bool {
         let mut state = self.state.lock();
         loop {
             if state.growth.over {
@@ -234,12 +234,12 @@ impl Shared {
                 return true;
             }
             if state.segments_made <= self.max_segments() {
-                self.space.wake.wait(&mut state);
+                self.room.wake.wait(&mut state);
                 continue;
             }
             // A segment that was read or written a moment ago may be idle now.
             let waited = self
-                .space
+                .room
                 .wake
                 .wait_for(&mut state, self.settings.probe_every);
             if waited.timed_out() {
@@ -250,7 +250,7 @@ impl Shared {
 
     /// Makes a segment, if there is none to begin and there may be more.
     fn grow(&self) {
-        let _one_at_a_time = self.space.files.lock();
+        let _one_at_a_time = self.room.files.lock();
         let segment = {
             let state = self.state.lock();
             // One that failed is tried again, needed or not.
@@ -270,7 +270,7 @@ impl Shared {
         self.state.lock().growth.not_before = again;
     }
 
-    /// Makes a segment's file. Returns false when the file system has no space to spare for it.
+    /// Makes a segment's file. False when the file system has no room to spare for it.
     fn make_segment(&self, segment: u32) -> io::Result<bool> {
         let len = self.header.segment_bytes;
         let segments = self.state.lock().segments_made + 1;
@@ -308,7 +308,7 @@ impl Shared {
         Ok(true)
     }
 
-    /// Gives segments back while there are more than the capacity allows, empty ones first.
+    /// Gives segments back while there are more than the capacity has room for, empty ones first.
     fn shrink(&self) {
         let mut evicted = 0u64;
         loop {
@@ -337,7 +337,7 @@ impl Shared {
 
     /// Gives the file of an empty segment back to the file system. False when it is not empty.
     pub(super) fn give_back(&self, segment: u32) -> io::Result<bool> {
-        let _one_at_a_time = self.space.files.lock();
+        let _one_at_a_time = self.room.files.lock();
         let file = {
             let mut state = self.state.lock();
             if !state.index.unmake(segment) {

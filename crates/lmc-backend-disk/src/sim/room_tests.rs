@@ -1,4 +1,4 @@
-//! Free space of a drive: waiting for it, and how much of it is used.
+//! Room on a drive: who waits for it, and how much of it is taken.
 
 use std::sync::Arc;
 use std::thread;
@@ -19,13 +19,13 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let tier = open(&volume, SETTINGS).expect("a new drive");
     let held = volume.hold_names();
     let begun = Instant::now();
-    let timeout = begun + Duration::from_millis(50);
-    let late = block_on(tier.store(vec![item(&pool, 0), item(&pool, 1)], timeout));
+    let patience = begun + Duration::from_millis(50);
+    let late = block_on(tier.store(vec![item(&pool, 0), item(&pool, 1)], patience));
     let late = late
         .iter()
         .all(|late| matches!(late, Err(BackendError::Deadline)));
     assert!(late && begun.elapsed() < Duration::from_secs(3));
-    // A store with a longer timeout waits, and delays no other.
+    // Whoever has more patience waits, and holds nobody else up.
     thread::scope(|scope| {
         let waits = scope.spawn(|| block_on(tier.store(vec![item(&pool, 2)], soon())));
         assert!(!is_there(&tier, &pool, 3));
@@ -74,7 +74,7 @@ fn a_segment_is_made_before_it_is_needed() {
 }
 
 #[test]
-fn a_full_file_system_leaves_the_tier_space_for_its_own_log() {
+fn a_full_file_system_leaves_the_tier_room_for_its_own_log() {
     let pool = pool();
     // Header, log, checkpoint and two segments, and nothing for the next log.
     let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);
