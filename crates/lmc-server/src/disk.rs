@@ -59,7 +59,7 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
     }
     let held = tier.held();
     info!(
-        "disk: {} chunks found ({}), room for {}",
+        "disk: {} chunks found ({}), capacity {}",
         held.chunks,
         human_bytes(held.bytes),
         human_bytes(held.capacity.unwrap_or(size)),

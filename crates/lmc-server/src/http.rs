@@ -33,7 +33,7 @@ const MAX_BODY: usize = 4 << 20;
 /// Longest time from a request's head to its answer.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
-/// What the handlers share.
+/// State that the handlers share.
 #[derive(Debug)]
 pub struct Http {
     service: Service,

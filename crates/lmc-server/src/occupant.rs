@@ -1,4 +1,4 @@
-//! Who holds a TCP port, so that a second server can say so.
+//! Finds the process that holds a TCP port, for the error of a second server.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ pub(crate) struct Occupant {
 }
 
 impl Occupant {
-    /// Its process id.
+    /// Process id.
     pub(crate) fn pid(&self) -> u32 {
         self.pid
     }

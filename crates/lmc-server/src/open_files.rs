@@ -1,4 +1,4 @@
-//! How many files this process may have open.
+//! Limit of open files of this process.
 
 /// Raises the limit to the most that the system lets this process have: each connection and each
 /// segment of a disk tier is an open file, and the usual limit is meant for programs that call

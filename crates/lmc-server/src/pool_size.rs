@@ -1,4 +1,4 @@
-//! How large the pool becomes when nobody says.
+//! Chooses the size of the pool for `auto`.
 
 use std::fs;
 use std::path::Path;

@@ -104,8 +104,7 @@ fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
     assert!(csv.starts_with("workload,operation,tokens"));
 }
 
-/// A server that gives back other bytes than were stored is told from one that does not: the
-/// test flips bytes all over its pool while retrieves are running.
+/// A server that returns other bytes than were stored fails the bench: the test flips bytes all over its pool while retrieves are running.
 #[test]
 fn a_wrong_byte_makes_exit_code_1() {
     let server = start();
@@ -125,9 +124,9 @@ fn a_wrong_byte_makes_exit_code_1() {
         .expect("the pool");
     until("the bench ends", || {
         // Chunks have 16 KiB, so every one of the first 4 MiB gets its wrong byte. Retrieves
-        // copy nothing into the pool, so nobody repairs it.
-        for place in (0..4 << 20).step_by(16384) {
-            pool.write_all_at(&[0x5A; 3], place + 100).expect("inside");
+        // copy nothing into the pool, so the bytes stay wrong.
+        for offset in (0..4 << 20).step_by(16384) {
+            pool.write_all_at(&[0x5A; 3], offset + 100).expect("inside");
         }
         child.try_wait().expect("a child").is_some()
     });
@@ -162,12 +161,12 @@ fn no_server_and_wrong_flags_have_their_own_codes() {
     let (exit, text) = code(&["--block-size", "5"]);
     assert_eq!(exit, Some(1), "{text}");
     assert!(text.contains("divisor"), "{text}");
-    let nobody = Command::new(env!("CARGO_BIN_EXE_lmc"))
+    let refused = Command::new(env!("CARGO_BIN_EXE_lmc"))
         .args(["bench", "--url", "tcp://127.0.0.1:1"])
         .output()
         .expect("it runs");
-    assert_eq!(nobody.status.code(), Some(1));
-    let text = String::from_utf8_lossy(&nobody.stderr);
+    assert_eq!(refused.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&refused.stderr);
     assert!(text.contains("no server for engines"), "{text}");
 }
 

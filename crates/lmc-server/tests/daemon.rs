@@ -151,12 +151,12 @@ fn the_tools_ask_a_running_server() {
     assert!(run(&["clear"]).contains("cleared 0 chunks"));
     let printed = run(&["serve", "--print-config", "--chunk-size", "64"]);
     assert!(printed.contains("chunk_size = 64"), "{printed}");
-    let nobody = lmc()
+    let refused = lmc()
         .args(["status", "--url", "http://127.0.0.1:1"])
         .output()
         .expect("the binary runs");
-    assert_eq!(nobody.status.code(), Some(1));
-    let text = String::from_utf8_lossy(&nobody.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(text.contains("is `lmc serve` running"), "{text}");
 }
 
@@ -173,7 +173,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
     let mut client = server.client();
     let memory = format!("lmcache_kv_daemon_{}", std::process::id());
     let path = Path::new("/dev/shm").join(&memory);
-    std::fs::write(&path, vec![1; 4 * 256 * 4 * 4]).expect("room in /dev/shm");
+    std::fs::write(&path, vec![1; 4 * 256 * 4 * 4]).expect("space in /dev/shm");
     register_memory(&mut client, &memory);
     let store = |request_id: &str| Request::Store {
         key: CacheKey {
@@ -192,7 +192,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
     };
     server.stop();
     let uid = client.send(&store("before")).expect("sent");
-    // Longer than the server thinks that the worker waits with patience.
+    // Longer than the server assumes that the worker waits.
     std::thread::sleep(Duration::from_millis(5500));
     server.signal(libc::SIGCONT);
     let reply = client.receive(uid, Operation::Store).expect("an answer");

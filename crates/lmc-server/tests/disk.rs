@@ -209,7 +209,7 @@ fn a_server_that_was_killed_finds_its_chunks_on_disk() {
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
     wait_for_chunks(&server, CHUNKS);
-    // While it runs nobody else gets at the folder, and is told who has it.
+    // While it runs no other process can open the folder; the error names this one.
     let path = folder.text();
     let refused = lmc(&["disk", "verify", path]);
     let why = String::from_utf8_lossy(&refused.stderr).into_owned();

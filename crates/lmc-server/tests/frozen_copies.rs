@@ -13,7 +13,7 @@ use lmc_vllm_adapter::{CacheKey, Client, Operation, Reply, Request};
 use common::{Server, registration};
 
 /// Time after which a stock worker that has heard nothing gives its blocks to other requests.
-const WORKER_PATIENCE: Duration = Duration::from_secs(10);
+const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Chances to stop the server between the first and the last block of a copy.
 const ATTEMPTS: u32 = 50;
 
@@ -44,8 +44,8 @@ impl Memory {
         let path = PathBuf::from("/dev/shm").join(name);
         let mut options = File::options();
         options.read(true).write(true).create_new(true);
-        let file = options.open(&path).expect("room in /dev/shm");
-        file.set_len(BLOCKS * BLOCK_BYTES as u64).expect("room");
+        let file = options.open(&path).expect("space in /dev/shm");
+        file.set_len(BLOCKS * BLOCK_BYTES as u64).expect("space");
         Self { path, file }
     }
 
@@ -161,7 +161,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         server.signal(libc::SIGCONT);
         client.receive(uid, Operation::Retrieve).expect("an answer");
     };
-    std::thread::sleep(WORKER_PATIENCE);
+    std::thread::sleep(WORKER_TIMEOUT);
     memory.fill(NEW);
     server.signal(libc::SIGCONT);
     let reply = client.receive(uid, Operation::Retrieve).expect("an answer");

@@ -1,4 +1,4 @@
-//! What `lmc bench` is asked to do.
+//! Flags of `lmc bench`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use lmc_memory::DType;
 
-/// What the clients do.
+/// Operations that the clients of a run issue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Workload {
     /// The smallest round trip.
@@ -32,7 +32,7 @@ impl fmt::Display for Workload {
     }
 }
 
-/// Who copies.
+/// The side that copies between the engine's memory and the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Mode {
     /// The worker copies, through the server's shared pool.
@@ -101,7 +101,7 @@ impl FromStr for Mix {
     }
 }
 
-/// Where the server listens, from `tcp://host:port`.
+/// Address of the server, from `tcp://host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
     pub(crate) host: String,
@@ -151,13 +151,13 @@ pub(crate) struct BenchArgs {
     /// Run although the server holds chunks or serves engines, or may; nothing is cleared then.
     #[arg(long)]
     pub(crate) force: bool,
-    /// What the clients do.
+    /// Operations that the clients issue.
     #[arg(long, value_delimiter = ',', default_value = "mixed")]
     pub(crate) workload: Vec<Workload>,
     /// Shares of a mixed workload.
     #[arg(long, default_value = "lookup=0.6,store=0.2,retrieve=0.2")]
     pub(crate) mix: Mix,
-    /// Who copies: engine_driven or lmcache_driven.
+    /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
     #[arg(long, default_value = "engine_driven")]
     pub(crate) mode: Mode,
     /// Tokens of a prompt; one run for each.

@@ -24,7 +24,7 @@ pub(crate) struct Case {
     pub(crate) number: u64,
 }
 
-/// What was measured of one kind of operation.
+/// Measurements of one kind of operation.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
     /// Until the answer was there.
@@ -48,7 +48,7 @@ impl Measured {
     }
 }
 
-/// What a run counted beside its times.
+/// Counters of a run, besides its times.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counts {
     /// Prompts that were asked for and not cached (any more).
@@ -93,7 +93,7 @@ const WARM_UP: u8 = 0;
 const MEASURE: u8 = 1;
 const STOP: u8 = 2;
 
-/// What all threads of a run look at.
+/// State that all threads of a run read.
 #[derive(Debug)]
 pub(crate) struct Clock {
     phase: AtomicU8,
@@ -112,12 +112,12 @@ impl Clock {
         self.phase.load(Ordering::Acquire) == MEASURE
     }
 
-    /// Whether a client that has completed `done` measured operations goes on.
+    /// Returns true if a client that has completed `done` measured operations continues.
     fn goes_on(&self, done: u64) -> bool {
         self.phase.load(Ordering::Acquire) != STOP && self.count.is_none_or(|count| done < count)
     }
 
-    /// Whether an operation that began while `measured` counts now that it has ended.
+    /// Returns true if an operation that began while `measured` counts now that it has ended.
     fn counts(&self, measured: bool) -> bool {
         let counts = measured && self.measures();
         if counts {

@@ -15,7 +15,7 @@ use super::mapped::Mapped;
 use super::prompt::{Prompt, fill, piece_seed, wrong_bytes};
 use super::wire::Encoded;
 
-/// What all engines of a run have in common.
+/// Parameters that all engines of a run share.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) args: BenchArgs,
@@ -24,7 +24,7 @@ pub(crate) struct Plan {
     pub(crate) chunk_tokens: usize,
 }
 
-/// What one store or retrieve took and moved.
+/// Time and bytes of one store or retrieve.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Moved {
     /// From the first request to the last answer, copies included; without making and checking
@@ -427,7 +427,7 @@ impl Engine {
         vec![(1..=blocks as u32).collect()]
     }
 
-    /// Calls `each` with the place and the seed of each block of a prompt in paged memory.
+    /// Calls `each` with the offset and the seed of each block of a prompt in paged memory.
     fn each_block(
         plan: &Plan,
         prompt: &Prompt,
@@ -439,9 +439,9 @@ impl Engine {
         for layer in 0..plan.args.layers as usize {
             for (chunk, &seed) in prompt.seeds.iter().enumerate() {
                 for block in 0..per_chunk {
-                    let place = layer * plan.paged_blocks() + 1 + chunk * per_chunk + block;
+                    let index = layer * plan.paged_blocks() + 1 + chunk * per_chunk + block;
                     let part = (layer * per_chunk + block) as u64;
-                    each((place * bytes) as u64, piece_seed(seed, rank, part))?;
+                    each((index * bytes) as u64, piece_seed(seed, rank, part))?;
                 }
             }
         }
@@ -452,9 +452,9 @@ impl Engine {
         let plan = Arc::clone(&self.plan);
         let mut block = vec![0; plan.block_bytes_in_layer()];
         for worker in &self.workers {
-            Self::each_block(&plan, prompt, worker.rank, |place, seed| {
+            Self::each_block(&plan, prompt, worker.rank, |offset, seed| {
                 fill(seed, &mut block);
-                worker.memory.write(place, &block)
+                worker.memory.write(offset, &block)
             })?;
         }
         let block_ids = self.block_ids(prompt);
@@ -472,8 +472,8 @@ impl Engine {
         if plan.args.verify {
             // What an earlier request left must not pass for what this one brings.
             for worker in &self.workers {
-                Self::each_block(&plan, prompt, worker.rank, |place, _| {
-                    worker.memory.write(place, &block)
+                Self::each_block(&plan, prompt, worker.rank, |offset, _| {
+                    worker.memory.write(offset, &block)
                 })?;
             }
         }
@@ -489,8 +489,8 @@ impl Engine {
         };
         if plan.args.verify {
             for worker in &self.workers {
-                Self::each_block(&plan, prompt, worker.rank, |place, seed| {
-                    worker.memory.read(place, &mut block)?;
+                Self::each_block(&plan, prompt, worker.rank, |offset, seed| {
+                    worker.memory.read(offset, &mut block)?;
                     moved.verified += block.len() as u64;
                     moved.wrong += wrong_bytes(seed, &block);
                     Ok(())
@@ -500,7 +500,7 @@ impl Engine {
         Ok(Some(moved))
     }
 
-    /// One copy by the server for each worker; none when it did not take place.
+    /// One copy by the server for each worker; none when it was not made.
     fn by_server(
         &mut self,
         prompt: &Prompt,

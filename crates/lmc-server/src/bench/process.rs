@@ -5,7 +5,7 @@ use std::fs;
 /// Ticks of `utime` and `stime` a second; fixed at 100 for user space on Linux.
 const TICKS: f64 = 100.0;
 
-/// What a process has used.
+/// Resources that a process has used.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Usage {
     pub(crate) cpu_seconds: f64,
@@ -13,7 +13,7 @@ pub(crate) struct Usage {
     pub(crate) anonymous_bytes: u64,
 }
 
-/// What process `pid` has used; none when it cannot be seen.
+/// Returns the resources that process `pid` has used; `None` when it cannot be seen.
 pub(crate) fn usage(pid: u32) -> Option<Usage> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;

@@ -1,7 +1,7 @@
 //! Prompts, and the bytes that their chunks must have.
 //!
 //! The bytes of a chunk are derived from all tokens up to its end and from the worker's rank, so
-//! a chunk of another prompt, another place or another worker shows itself.
+//! a chunk of another prompt, another position or another worker is detected.
 
 /// A prompt and what its chunks are made of.
 #[derive(Debug, Clone)]
@@ -11,7 +11,7 @@ pub(crate) struct Prompt {
     pub(crate) seeds: Vec<u64>,
 }
 
-/// What all prompts of a run have in common.
+/// Shape that all prompts of a run share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PromptShape {
     pub(crate) tokens: usize,
@@ -108,7 +108,7 @@ pub(crate) fn fill(seed: u64, bytes: &mut [u8]) {
     rest.copy_from_slice(&last[..rest.len()]);
 }
 
-/// How many bytes of a piece are wrong.
+/// Returns how many bytes of a piece are wrong.
 pub(crate) fn wrong_bytes(seed: u64, bytes: &[u8]) -> u64 {
     let words = bytes.chunks(8).zip(0_u64..);
     words
@@ -154,8 +154,8 @@ mod tests {
         let other = piece_seed(10, 0, 0);
         assert!(wrong_bytes(other, &bytes) > 900, "another seed differs");
         assert!(wrong_bytes(seed, &bytes[8..]) > 900, "a shift differs");
-        for place in [0, 500, 1002] {
-            bytes[place] ^= 1;
+        for index in [0, 500, 1002] {
+            bytes[index] ^= 1;
         }
         assert_eq!(wrong_bytes(seed, &bytes), 3);
     }

@@ -25,7 +25,7 @@ pub(crate) struct Row {
     pub(crate) run: RunCosts,
 }
 
-/// What a run cost and counted.
+/// Costs and counters of a run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RunCosts {
     pub(crate) errors: u64,
@@ -54,7 +54,7 @@ impl RunCosts {
     }
 }
 
-/// What was used, before and after.
+/// Resources used before and after a run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Snapshots {
     pub(crate) server_before: Option<Usage>,

@@ -6,7 +6,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Samples(Vec<u64>);
 
-/// What a row shows of its samples, in seconds.
+/// Summary of a row's samples, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Summary {
     pub(crate) count: usize,

@@ -39,7 +39,7 @@ pub fn documentation() -> String {
          All engines of one pool can write to it, so they trust each other. Users that do not trust each other run a server each.\n\
          The server refuses connections of other users of this host, except root and those that `--trusted-users` names, and closes them with a line in its log that names the user. \
          A trusted user can store wrong bytes that all engines then hit, clear the cache and change quotas. \
-         The kernel names the user for connections within one network namespace; a connection from another host or namespace is served, so who reaches the port is for the network to decide. A connection that a firewall rule of this host redirects (DNAT) cannot be told from one whose user has gone, and is refused: use `--trusted-users all` there.\n",
+         The kernel names the user for connections within one network namespace; a connection from another host or namespace is served, so restrict access to the port in the network. A connection that a firewall rule of this host redirects (DNAT) looks like one whose user has gone, and is refused: use `--trusted-users all` there.\n",
     );
     let mut group: Option<Group> = None;
     for info in ALL {
@@ -120,7 +120,7 @@ pub fn documentation() -> String {
          | `POST /cache/checksums` | checksums of a worker's own blocks, for `lmcache bench server` |\n\
          | `GET /healthcheck`, `/version`, `/config/adapters`, `/cache/objects`, `/cache/prefetches` | as LMCache's server answers without L2 adapters |\n\n\
          Refusals are JSON with the reason in `error` and `detail`. Answers are compressed for clients that accept gzip.\n\
-         At most 128 connections are open at a time; a new one takes the place of the one that waits for a request for longest. \
+         At most 128 connections are open at a time; a new one replaces the one that has waited longest for a request. \
          The head of a connection's first request must arrive within 5 s, of each later one within 30 s of the answer before it.\n\n\
          ## Signals\n\n\
          | signal | effect |\n|---|---|\n\
@@ -149,7 +149,7 @@ fn harmless(name: &str, value: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    /// Run with `LMC_WRITE_DOCS=1` to write the page anew.
+    /// Run with `LMC_WRITE_DOCS=1` to write the page.
     #[test]
     fn the_documentation_lists_every_setting() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
@@ -163,7 +163,7 @@ mod tests {
             .find_map(|(old, new)| (old != new).then(|| format!("{old}\n->\n{new}")));
         assert!(
             page == super::documentation(),
-            "write docs/configuration.md anew with LMC_WRITE_DOCS=1: {changed:?}"
+            "write docs/configuration.md with LMC_WRITE_DOCS=1: {changed:?}"
         );
     }
 }

@@ -1,9 +1,9 @@
 //! Flags of `lmcache server` that do not exist here, and what to do instead.
 
-/// What happens when such a flag is given.
+/// Effect of a flag of LMCache's server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It changes nothing that matters here: warn, and go on.
+    /// The flag changes nothing that matters here: warn, and continue.
     Ignore,
     /// Going on would do something else than was asked for: stop.
     Refuse,
@@ -12,13 +12,13 @@ pub enum Verdict {
 /// One flag that LMCache has and lmc has not.
 #[derive(Debug)]
 pub struct Foreign {
-    /// Its name, without the dashes in front.
+    /// Name of the flag, without the leading dashes.
     pub name: &'static str,
     /// Values that ask for what lmc does anyway; `no` is `--no-NAME`.
     pub harmless: &'static [&'static str],
-    /// What to do about any other value.
+    /// Effect of any other value.
     pub verdict: Verdict,
-    /// What to do instead, as a sentence.
+    /// Advice to the operator, as a sentence.
     pub advice: &'static str,
 }
 
@@ -116,7 +116,7 @@ static FLAGS: &[Foreign] = &[
     refuse(
         "l1-devdax-path",
         &[],
-        "lmc keeps its pool in memory; use --l1-use-hugepages or --numa-node to place it.",
+        "lmc keeps its pool in memory; use --l1-use-hugepages or --numa-node to bind it.",
     ),
     refuse(
         "gds-l1-path",

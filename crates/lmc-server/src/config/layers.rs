@@ -10,7 +10,7 @@ use super::suggest::nearest;
 /// Variables that begin with `LMC_` and are not settings of the server.
 const OTHER_VARIABLES: &[&str] = &["LMC_CONFIG", "LMC_URL", "LMC_WRITE_DOCS", "LMC_CACHE_DIR"];
 
-/// Prefixes of variables that belong to somebody else: our tests and benches, and the ones that
+/// Prefixes of variables of other programs: our tests and benches, and the ones that
 /// Kubernetes sets in every pod for a Service named "lmc".
 const OTHER_PREFIXES: &[&str] = &[
     "LMC_TEST_",
@@ -20,7 +20,7 @@ const OTHER_PREFIXES: &[&str] = &[
     "LMC_PORT_",
 ];
 
-/// Where a value came from.
+/// Origin of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A flag on the command line.
@@ -29,7 +29,7 @@ pub enum Source {
     Variable(String),
     /// The TOML file.
     File(PathBuf),
-    /// Nobody set it.
+    /// The default.
     Default,
 }
 
@@ -47,15 +47,15 @@ impl fmt::Display for Source {
 /// One thing that is wrong with the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// What it is about: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
-    pub place: String,
-    /// What was expected, and what to do.
+    /// Setting or file that it is about: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
+    pub subject: String,
+    /// Expectation, and the remedy.
     pub text: String,
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.place, self.text)
+        write!(f, "{}: {}", self.subject, self.text)
     }
 }
 
@@ -86,9 +86,9 @@ impl std::error::Error for ConfigError {}
 pub struct Entry {
     /// The setting.
     pub info: &'static Info,
-    /// Its value as it was written.
+    /// Value as it was written.
     pub raw: Raw,
-    /// Who wrote it.
+    /// Origin of the entry.
     pub source: Source,
 }
 
@@ -146,7 +146,7 @@ impl Layers {
         match std::fs::read_to_string(path) {
             Ok(text) => self.parse_file(path, &text),
             Err(error) => self.problems.push(Problem {
-                place: format!("--config {}", path.display()),
+                subject: format!("--config {}", path.display()),
                 text: format!("the file cannot be read: {error}"),
             }),
         }
@@ -159,14 +159,14 @@ impl Layers {
             Ok(table) => table,
             Err(error) => {
                 self.problems.push(Problem {
-                    place: path.display().to_string(),
+                    subject: path.display().to_string(),
                     text: format!("not valid TOML: {}", error.to_string().trim_end()),
                 });
                 return;
             }
         };
         for (key, value) in table {
-            let place = format!("{}: {key}", path.display());
+            let subject = format!("{}: {key}", path.display());
             let Some(info) = ALL.iter().find(|info| info.key() == key) else {
                 let keys: Vec<String> = ALL.iter().map(|info| info.key()).collect();
                 let meant = match nearest(&key, keys.iter().map(String::as_str)) {
@@ -174,14 +174,14 @@ impl Layers {
                     None => "; `lmc serve --print-config` lists all keys".to_owned(),
                 };
                 self.problems.push(Problem {
-                    place,
+                    subject,
                     text: format!("unknown key{meant}"),
                 });
                 continue;
             };
             match raw_of(&value, info.shape) {
                 Ok(raw) => self.keys.push((key, raw)),
-                Err(text) => self.problems.push(Problem { place, text }),
+                Err(text) => self.problems.push(Problem { subject, text }),
             }
         }
     }
@@ -194,7 +194,7 @@ impl Layers {
         let parsed = (setting.parse)(&entry.raw);
         let value = parsed.unwrap_or_else(|text| {
             self.problems.push(Problem {
-                place: place(&entry),
+                subject: subject_of(&entry),
                 text,
             });
             (setting.parse)(&default_of(info)).expect("defaults parse; a test proves it")
@@ -209,9 +209,9 @@ impl Layers {
             .entries
             .iter()
             .find(|entry| entry.info.name == info.name);
-        let place = entry.map_or_else(|| info.flag(), place);
+        let subject = entry.map_or_else(|| info.flag(), subject_of);
         self.problems.push(Problem {
-            place,
+            subject,
             text: text.into(),
         });
     }
@@ -267,7 +267,7 @@ fn default_of(info: &Info) -> Raw {
     Raw::Text(info.default.to_owned())
 }
 
-fn place(entry: &Entry) -> String {
+fn subject_of(entry: &Entry) -> String {
     let Entry { info, raw, source } = entry;
     match source {
         Source::Flag(flag) => format!("{flag} {raw}"),

@@ -15,7 +15,7 @@ use super::suggest::nearest;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ByteSize(pub u64);
 
-/// How large the pool shall be.
+/// Size of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolSize {
     /// A quarter of the memory that is free at start.
@@ -73,7 +73,7 @@ names! {
 }
 
 names! {
-    /// Who copies between the engine's memory and the pool.
+    /// Side that copies between the engine's memory and the pool.
     TransferMode {
         /// Each engine chooses when it registers.
         Auto = "auto",
@@ -113,13 +113,13 @@ names! {
     DiskAdmit {
         /// All.
         Always = "always",
-        /// Those that are used again.
+        /// Chunks that are used a second time.
         Second = "second" | "second_touch",
     }
 }
 
 names! {
-    /// How bytes move to and from disk.
+    /// I/O engine for the drives.
     DiskIoName {
         /// By io_uring, or by threads where that is forbidden.
         Auto = "auto",

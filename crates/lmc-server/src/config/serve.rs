@@ -18,7 +18,7 @@ use super::settings as s;
 /// Least bytes of a drive: a smaller one holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
 
-/// Everything `lmc serve` can be told. Each field's meaning is the help text of the setting of
+/// Configuration of `lmc serve`. Each field's meaning is the help text of the setting of
 /// the same name in `settings.rs`.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs, reason = "the settings table documents every field once")]
@@ -79,7 +79,7 @@ pub struct Loaded {
     pub config: ServeConfig,
     /// Each setting as it was written, and by whom.
     pub entries: Vec<Entry>,
-    /// What was ignored, for the log.
+    /// Settings that were ignored, for the log.
     pub warnings: Vec<String>,
 }
 

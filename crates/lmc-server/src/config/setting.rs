@@ -1,23 +1,23 @@
-//! What a setting is: one name for the flag, the variable and the file's key, and one parser.
+//! A setting: one name for the flag, the variable and the file's key, and one parser.
 
 use std::fmt;
 
-/// Where settings are grouped in `--help`, in `--print-config` and in the documentation.
+/// Group of settings in `--help`, in `--print-config` and in the documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
     /// The address that engines connect to.
     Listening,
     /// The HTTP side: health, metrics, tools.
     Http,
-    /// What makes chunks comparable.
+    /// Settings that are part of a chunk's identity.
     Identity,
     /// The memory that holds chunks.
     Pool,
-    /// What leaves the pool, and when.
+    /// Eviction from the pool.
     Eviction,
     /// The tier of chunks on drives.
     Disk,
-    /// How long things may stay without a sign of life.
+    /// Timeouts of leases, sessions and workers.
     Lifetimes,
     /// The stream of KV events.
     Events,
@@ -76,7 +76,7 @@ impl fmt::Display for Raw {
     }
 }
 
-/// How a setting looks on the command line.
+/// Form of a setting on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     /// `--name VALUE`.
@@ -92,11 +92,11 @@ pub enum Shape {
 pub struct Info {
     /// The name as a flag, without its dashes in front.
     pub name: &'static str,
-    /// Where it is listed.
+    /// Group that lists the setting.
     pub group: Group,
-    /// What stands for the value in help texts.
+    /// Name of the value in help texts.
     pub placeholder: &'static str,
-    /// How it looks on the command line.
+    /// Form on the command line.
     pub shape: Shape,
     /// The default in its text form.
     pub default: &'static str,

@@ -70,7 +70,7 @@ settings! {
         IDENTITY: IdentityText = "identity", Value "TEXT", "", parse::identity;
         /// Memory for hashes of prompts that were seen, so that they are compared instead of hashed again; 0 remembers none.
         HASH_MEMO_SIZE: ByteSize = "hash-memo-size", Value "SIZE", "64MiB", parse::memo_size;
-        /// Who copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).
+        /// Side that copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).
         SUPPORTED_TRANSFER_MODE: TransferMode = "supported-transfer-mode", Value "MODE", "auto", parse::transfer_mode;
         /// Block id by which an engine marks absent KV data; -1 when every block is valid.
         NULL_BLOCK_ID: Option<u32> = "null-block-id", Value "ID", "0", parse::block_id;
@@ -94,13 +94,13 @@ settings! {
         COPY_THREADS: Option<usize> = "copy-threads", Value "N", "auto", parse::threads;
     }
     Eviction {
-        /// Which chunks leave first: LRU, S3FIFO, ARC, or noop (nothing leaves; a full pool refuses stores).
+        /// Policy that chooses the chunks to evict: LRU, S3FIFO, ARC, or noop (no eviction; a full pool refuses stores).
         EVICTION_POLICY: EvictionPolicy = "eviction-policy", Value "NAME", "LRU", parse::eviction_policy;
         /// Share of the pool in use at which eviction starts.
         EVICTION_TRIGGER_WATERMARK: f64 = "eviction-trigger-watermark", Value "SHARE", "0.95", parse::share;
         /// Share of the pool that eviction frees below the watermark before it stops.
         EVICTION_RATIO: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
-        /// Bytes that one cache_salt may hold, as SALT=SIZE, repeatable; _default is traffic without a salt.
+        /// Most bytes of one cache_salt in the pool, as SALT=SIZE, repeatable; _default is traffic without a salt.
         QUOTA: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
     }
     Disk {
@@ -116,9 +116,9 @@ settings! {
         DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
         /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life; not with --disk-write back.
         DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
-        /// What has not come from disk after this long is a miss, and the engine computes it.
+        /// Timeout of reads from disk. A chunk that is later is a miss, and the engine computes it.
         DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
-        /// How bytes move: auto (io_uring, or threads where that is forbidden), uring or threads.
+        /// I/O engine for the drives: auto (io_uring, or threads where that is forbidden), uring or threads.
         DISK_IO: DiskIoName = "disk-io", Value "HOW", "auto", parse::disk_io;
         /// Reads and writes that each drive is given at a time.
         DISK_DEPTH: usize = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
@@ -126,17 +126,17 @@ settings! {
         STATE_DIR: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
     }
     Lifetimes {
-        /// What a lookup found is held for its engine for this long at most.
+        /// Time for which the chunks that a lookup found stay leased for its engine at most.
         L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
         /// Report a store or retrieve as overdue if the worker has not finished after this time. Others may store the same chunks then; its memory is freed only once the worker is known to have stopped.
         L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A request's session ends after this long without a message.
         SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
-        /// A worker that has pinged before is forgotten after this long in silence; 0 never forgets.
+        /// A worker that has pinged before is removed after this long in silence; 0 never removes it.
         WORKER_REAP_TIMEOUT_SECONDS: Duration = "worker-reap-timeout-seconds", Value "SECONDS", "120", parse::reap_timeout;
-        /// A worker that registered but never pinged is forgotten after this long.
+        /// A worker that registered but never pinged is removed after this long.
         WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
-        /// A worker whose connection ended may come back within this long before it is forgotten.
+        /// A worker whose connection ended may come back within this long before it is removed.
         WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
         /// Time for which memory that a worker may still be copying to or from stays held after its connection ended, unless the worker commits or its process is known to be dead before. Must be longer than any copy of a worker takes.
         SLOT_GRACE_SECONDS: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::slot_grace;
@@ -148,7 +148,7 @@ settings! {
         KV_EVENT_LOG_SIZE: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
     }
     Log {
-        /// What is logged: off, error, warn, info, debug, trace, or a level and levels of single modules, such as info,lmc_engine=debug.
+        /// Level of the log: off, error, warn, info, debug, trace, or a level and levels of single modules, such as info,lmc_engine=debug.
         LOG_LEVEL: String = "log-level", Value "LEVEL", "info", log_level::parse;
         /// Log lines for people (text) or for machines (json).
         LOG_FORMAT: LogFormat = "log-format", Value "FORMAT", "text", parse::log_format;

@@ -37,8 +37,8 @@ fn load(
     std::fs::remove_file(&path).unwrap();
     loaded.map_err(|mut error| {
         for problem in &mut error.problems {
-            problem.place = problem
-                .place
+            problem.subject = problem
+                .subject
                 .replace(&path.display().to_string(), "lmc.toml");
         }
         error
@@ -147,7 +147,7 @@ fn quotas_are_a_table_in_the_file() {
 }
 
 #[test]
-fn problems_name_the_place_the_expectation_and_the_nearest_name() {
+fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
     fn check(given: &[(&str, &str)], variables: &[(&str, &str)], file: &str, want: &[&str]) {
         let error = load(given, variables, file).expect_err("a bad configuration");
         let found: Vec<String> = error.problems.iter().map(ToString::to_string).collect();

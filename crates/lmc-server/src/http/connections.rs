@@ -20,8 +20,8 @@ use tracing::{debug, warn};
 
 use super::guard::ConnectionUser;
 
-/// Connections at a time. Beyond that, a new one takes the place of the one that waits for a
-/// request's head for longest, or is closed at once if there is none.
+/// Connections at a time. Beyond that, a new one replaces the one that has waited longest for a
+/// request's head, or is closed at once if there is none.
 pub(super) const MAX_CONNECTIONS: usize = 128;
 /// Longest time from the start of a connection to the end of its first request's head.
 const FIRST_HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -31,8 +31,8 @@ const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 const LIFE: Duration = Duration::from_secs(300);
 /// Longest time to end a connection: for the answer under way, and for the client to take it.
 const END_DEADLINE: Duration = Duration::from_secs(12);
-/// The same for a connection that waits for a request, where only the last bytes of an answer may
-/// be under way.
+/// Time that a stop gives a connection that waits for a request: only the last bytes of an answer
+/// may be in flight.
 const IDLE_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Bytes of a request's head.
 const MAX_HEAD: usize = 16 << 10;

@@ -1,4 +1,4 @@
-//! Whether engines are served: found out by asking as they do, not by having a thread.
+//! Health of the engines' side: asked over a connection of its own, as engines ask.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceStatus};
 use tokio::sync::Semaphore;
 
-/// How long engines' socket and the service's state may take to answer.
+/// Timeout of the engines' socket and of the service's state.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// Looks that may be stuck at a time; a stuck server must not eat a thread for every scrape.
 const AT_ONCE: usize = 8;

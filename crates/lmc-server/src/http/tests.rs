@@ -22,7 +22,7 @@ struct Server {
     engines: SocketAddr,
     service: Service,
     stop: watch::Sender<bool>,
-    /// Its own channel, so that a test can end the engines' side alone.
+    /// A channel of its own, so that a test can end the engines' side alone.
     stop_engines: watch::Sender<bool>,
     runtime: Option<Runtime>,
 }

@@ -1,4 +1,4 @@
-//! What tests of the real binary need.
+//! Helpers for tests of the real binary.
 
 #![allow(dead_code, reason = "not every test binary uses all of it")]
 
