@@ -18,7 +18,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Rng, block_on, check_value, fill_value, test_key};
+use lmc_backend::conformance::{
+    Rng, block_on, check_value, fill_value, load_batch, store_batch, test_key,
+};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -122,7 +124,7 @@ fn writer_loop(
             fill_value(&test_key(n), slot.bytes_mut());
             items.push(StoreItem::new(test_key(n), slot.written().seal()));
         }
-        for (stored, &n) in block_on(tier.store(items, deadline)).iter().zip(&numbers) {
+        for (stored, &n) in store_batch(tier, items, deadline).iter().zip(&numbers) {
             match stored {
                 Ok(Stored::Written) => tell('S', n)?,
                 other => return Err(format!("chunk {n}: {other:?}").into()),
@@ -163,9 +165,9 @@ fn check(folder: &str) -> Result<(), Failure> {
     for (n, what) in said {
         let slot = pool.reserve(len(n)).ok_or("the pool is too small")?;
         let item = LoadItem::new(test_key(n), slot);
-        let loaded = block_on(tier.load(vec![item], Instant::now() + PATIENCE));
+        let loaded = load_batch(&tier, vec![item], Instant::now() + PATIENCE);
         let found = match loaded.into_iter().next() {
-            Some(Loaded::Hit(slot)) => {
+            Some(Loaded::Hit { slot, .. }) => {
                 let slot = slot.seal();
                 check_value(&test_key(n), slot.bytes()).map_err(|e| format!("chunk {n}: {e:?}"))?;
                 true

@@ -18,7 +18,8 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Rng, block_on, test_key};
+use futures_util::StreamExt;
+use lmc_backend::conformance::{Rng, block_on, store_batch, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{
@@ -125,20 +126,18 @@ fn cpu_seconds() -> f64 {
 
 async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), String> {
     let item = StoreItem::new(test_key(n), slot);
-    match tier
-        .store(vec![item], Instant::now() + PATIENCE)
-        .await
-        .pop()
-    {
-        Some(Ok(Stored::Written)) => Ok(()),
+    let mut stored = tier.store(vec![item], Instant::now() + PATIENCE);
+    match stored.next().await {
+        Some((_, Ok(Stored::Written))) => Ok(()),
         other => Err(format!("store of chunk {n}: {other:?}")),
     }
 }
 
 async fn load(tier: Arc<DiskBackend>, n: u64, slot: ReservedSlot) -> Result<WrittenSlot, String> {
     let item = LoadItem::new(test_key(n), slot);
-    match tier.load(vec![item], Instant::now() + PATIENCE).await.pop() {
-        Some(Loaded::Hit(slot)) => Ok(slot),
+    let mut loaded = tier.load(vec![item], Instant::now() + PATIENCE);
+    match loaded.next().await {
+        Some((_, Loaded::Hit { slot, .. })) => Ok(slot),
         other => Err(format!("load of chunk {n}: {other:?}")),
     }
 }
@@ -312,7 +311,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
         };
         let items: Option<Vec<_>> = (first..count.min(first + AT_ONCE)).map(item).collect();
         let items = items.ok_or("the pool is too small")?;
-        for stored in block_on(tier.store(items, Instant::now() + PATIENCE)) {
+        for stored in store_batch(&*tier, items, Instant::now() + PATIENCE) {
             stored?;
         }
     }

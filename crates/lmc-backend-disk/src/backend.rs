@@ -6,19 +6,22 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page,
-    StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
+    Listed, LoadItem, Loaded, LocalIndex, Located, Location, Medium, Page, StoreItem, Stored,
+    Usage, ready,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 
 use crate::admission::Admission;
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats, count};
 use crate::drive::Drive;
-use crate::drive_set::{DriveSet, missing_text};
+use crate::drive_set::{DriveSet, missing_text, space_clears};
+use crate::format::blocks;
 use crate::set::SetMember;
 use crate::spaces::Unreachable;
 use crate::timer::Timer;
+use crate::volume::BLOCK;
 
 /// Chunks on one or more drives, found again after any kill.
 ///
@@ -152,24 +155,27 @@ impl DiskBackend {
         self.drives.iter().zip(late)
     }
 
-    async fn load_all(&self, items: Vec<LoadItem>, deadline: Instant) -> Vec<Loaded> {
+    /// Returns the last clear that covers a space.
+    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
+        let of_drives = self.drives.iter().map(|drive| drive.epoch_of(space));
+        of_drives.fold(self.set.epoch(), ClearEpoch::join)
+    }
+
+    fn load_all(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         let begun = Instant::now();
+        let failed = |error, item: LoadItem| Loaded::Failed {
+            error,
+            slot: FailedSlot::Released(item.slot),
+        };
         if let Some(out) = self.all_out() {
-            let failed = |item: LoadItem| Loaded::Failed {
-                error: BackendError::Unavailable(out.clone()),
-                slot: FailedSlot::Quiet(item.slot),
-            };
-            return items.into_iter().map(failed).collect();
+            let unavailable = |item| failed(BackendError::Unavailable(out.clone()), item);
+            return ready(items.into_iter().map(unavailable).collect::<Vec<_>>());
         }
         let batch = Batch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
-        for (place, item) in items.into_iter().enumerate() {
+        for (index, item) in items.into_iter().enumerate() {
             if begun >= deadline {
-                let failed = Loaded::Failed {
-                    error: BackendError::Deadline,
-                    slot: FailedSlot::Quiet(item.slot),
-                };
-                batch.answer(place, failed);
+                batch.answer(index, failed(BackendError::Deadline, item));
                 on.push(0);
                 continue;
             }
@@ -178,33 +184,32 @@ impl DiskBackend {
             let found = self.find(&item.key).map(|(drive, _)| drive);
             let drive = found.or_else(|| self.home(&item.key)).unwrap_or(0);
             on.push(drive);
-            self.drives[drive].load(item, (Arc::clone(&batch), place));
+            self.drives[drive].load(item, (Arc::clone(&batch), index));
         }
-        let mut missing = Vec::new();
-        let late = |place: usize| {
-            missing.push(on[place]);
-            Loaded::Failed {
+        let late = move |missing: Vec<usize>| {
+            let late = self.late(missing.iter().map(|&index| on[index]));
+            for (drive, late) in late {
+                drive.late_reads(late, begun.elapsed());
+            }
+            let quarantined = |_| Loaded::Failed {
                 error: BackendError::Deadline,
                 slot: FailedSlot::Quarantined,
-            }
+            };
+            missing.into_iter().map(quarantined).collect()
         };
-        let (loaded, _) = batch.all(&self.timer, deadline, late).await;
-        for (drive, late) in self.late(missing.into_iter()) {
-            drive.late_reads(late, begun.elapsed());
-        }
-        loaded
+        Box::pin(batch.answers(&self.timer, deadline, late))
     }
 
-    async fn store_all(
+    fn store_all(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> Vec<Result<Stored, BackendError>> {
+    ) -> Answers<'_, Result<Stored, BackendError>> {
         let begun = Instant::now();
         self.probe();
         let batch = Batch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
-        for (place, item) in items.into_iter().enumerate() {
+        for (index, item) in items.into_iter().enumerate() {
             let (drive, refusal) = match (self.find(&item.key), self.home(&item.key)) {
                 _ if self.closed() => (0, Some(Err(BackendError::Closed))),
                 _ if Instant::now() >= deadline => (0, Some(Err(BackendError::Deadline))),
@@ -218,27 +223,25 @@ impl DiskBackend {
             };
             on.push(drive);
             if let Some(refusal) = refusal {
-                batch.answer(place, refusal);
+                batch.answer(index, refusal);
                 continue;
             }
             if self.admission.as_ref().is_some_and(|a| !a.admit(&item.key)) {
                 count(&self.counters.declined_admission, 1);
-                batch.answer(place, Ok(Stored::Declined));
+                batch.answer(index, Ok(Stored::Declined));
                 continue;
             }
-            self.drives[drive].store(item, (Arc::clone(&batch), place));
+            self.drives[drive].store(item, (Arc::clone(&batch), index));
         }
-        let late = |_| Err(BackendError::Deadline);
-        let (answers, was_late) = batch.all(&self.timer, deadline, late).await;
-        if was_late {
-            let missing = answers.iter().zip(&on);
-            let missing =
-                missing.filter(|(answer, _)| matches!(answer, Err(BackendError::Deadline)));
-            for (drive, late) in self.late(missing.map(|(_, &drive)| drive)) {
+        let late = move |missing: Vec<usize>| {
+            let late = self.late(missing.iter().map(|&index| on[index]));
+            for (drive, late) in late.filter(|(_, late)| *late > 0) {
                 drive.late_writes(late, begun.elapsed());
             }
-        }
-        answers
+            let late = missing.iter().map(|_| Err(BackendError::Deadline));
+            late.collect()
+        };
+        Box::pin(batch.answers(&self.timer, deadline, late))
     }
 
     async fn remove_all(
@@ -263,7 +266,7 @@ impl DiskBackend {
                 drive.remove(key, (Arc::clone(&batch), place * count + number));
             }
         }
-        let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
+        let (answers, _) = batch.all(&self.timer, deadline, || None).await;
         answers
             .chunks(count)
             .map(|answers| {
@@ -275,26 +278,57 @@ impl DiskBackend {
             .collect()
     }
 
-    async fn clear_all(&self, deadline: Instant) -> Result<u64, BackendError> {
+    async fn clear_all(&self, clear: Clear, deadline: Instant) -> Result<u64, BackendError> {
         if self.closed() {
             return Err(BackendError::Closed);
         }
-        let epoch = self.set.raise();
         let batch = Batch::new(self.drives.len() + 1);
-        self.set
-            .note(epoch, (Arc::clone(&batch), self.drives.len()));
+        let noting = (Arc::clone(&batch), self.drives.len());
+        match clear.space {
+            None => {
+                self.set.raise(clear.epoch);
+                self.set.note(clear.epoch, noting);
+            }
+            Some(_) => batch.answer(self.drives.len(), Some(true)),
+        }
         // Drives that are out, too: they come back.
-        let clear =
-            |(number, drive): (usize, &Drive)| drive.clear(epoch, (Arc::clone(&batch), number));
-        let gone = self.drives.iter().enumerate().map(clear).sum();
-        let (answers, _) = batch.all(&self.timer, deadline, |_| None).await;
+        let on =
+            |(number, drive): (usize, &Drive)| drive.clear(clear, (Arc::clone(&batch), number));
+        let gone = self.drives.iter().enumerate().map(on).sum();
+        let (answers, _) = batch.all(&self.timer, deadline, || None).await;
         if answers.iter().any(Option::is_none) {
             return Err(BackendError::Deadline);
         }
         match answers.contains(&Some(false)) {
-            true => Err(io::Error::other("it is not noted in the state folder").into()),
+            true => Err(io::Error::other("the clear is not noted in the state folder").into()),
             false => Ok(gone),
         }
+    }
+}
+
+impl LocalIndex for DiskBackend {
+    fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>> {
+        let closed = self.closed();
+        let out = self.all_out();
+        // A prompt has one space.
+        let first = keys
+            .first()
+            .map(|key| (key.space, self.epoch_of(key.space)));
+        let located = |key: &ChunkKey| match (closed, &out) {
+            (true, _) => Err(BackendError::Closed),
+            (false, Some(out)) => Err(out.clone().into()),
+            (false, None) => Ok(self.find(key).map_or(Located::Absent, |(drive, len)| {
+                let epoch = match first {
+                    Some((space, epoch)) if space == key.space => epoch,
+                    _ => self.epoch_of(key.space),
+                };
+                let location = Location::new(len, Medium::Disk, epoch);
+                let stored = (1 + blocks(len)) * BLOCK;
+                let cost = self.drives[drive].read_time(stored);
+                Located::Present(location.with_stored_len(stored).with_cost(cost))
+            })),
+        };
+        keys.iter().map(located).collect()
     }
 }
 
@@ -303,31 +337,28 @@ impl Backend for DiskBackend {
         "disk"
     }
 
-    fn contains<'a>(
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        Some(self)
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        let closed = self.closed();
-        let out = self.all_out();
-        let found = move |key| match (closed, &out) {
-            (true, _) => Err(BackendError::Closed),
-            (false, Some(out)) => Err(out.clone().into()),
-            (false, None) => Ok(self.find(key).map(|(_, len)| len)),
-        };
-        Box::pin(std::future::ready(keys.iter().map(found).collect()))
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(std::future::ready(self.locate_now(keys)))
     }
 
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
-        Box::pin(self.load_all(items, deadline))
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        self.load_all(items, deadline)
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
-        Box::pin(self.store_all(items, deadline))
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        self.store_all(items, deadline)
     }
 
     fn remove<'a>(
@@ -338,8 +369,14 @@ impl Backend for DiskBackend {
         Box::pin(self.remove_all(keys, deadline))
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(self.clear_all(deadline))
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        Box::pin(self.clear_all(clear, deadline))
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        let mut clears = space_clears(&self.drives);
+        clears.push(Clear::all(self.set.epoch()));
+        clears
     }
 
     fn list(
@@ -380,12 +417,8 @@ impl Backend for DiskBackend {
         Box::pin(std::future::ready(Ok(page)))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        let usage = match self.closed() {
-            true => Err(BackendError::Closed),
-            false => Ok(self.held()),
-        };
-        Box::pin(std::future::ready(usage))
+    fn usage(&self) -> Option<Usage> {
+        (!self.closed()).then(|| self.held())
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -438,7 +471,7 @@ impl Backend for DiskBackend {
                     batch.answer(number, Err(BackendError::Io(error)));
                 }
             }
-            let late = |_| Err(BackendError::Deadline);
+            let late = || Err(BackendError::Deadline);
             let (ended, was_late) = batch.all(&self.timer, deadline, late).await;
             if was_late {
                 self.drives.iter().for_each(Drive::give_up);

@@ -1,48 +1,58 @@
-//! Answers that come one by one, and the future that waits for all of them or its deadline.
+//! Answers that come one by one, and the stream that yields them until the deadline.
 
-use std::future::poll_fn;
+use std::collections::VecDeque;
+use std::mem;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use futures_core::Stream;
+use futures_util::StreamExt;
 use parking_lot::Mutex;
 
 use crate::timer::{Expire, Timer};
 
 /// The answers of one batch, filled from any thread.
 #[derive(Debug)]
-pub(crate) struct Batch<T>(Mutex<State<T>>);
+pub(crate) struct Batch<T> {
+    state: Mutex<State<T>>,
+    /// True once nobody waits for the answers any more.
+    abandoned: Arc<AtomicBool>,
+}
 
 #[derive(Debug)]
 struct State<T> {
-    answers: Vec<Option<T>>,
-    missing: usize,
+    /// Answers that were not yielded yet.
+    ready: VecDeque<(usize, T)>,
+    /// Keys that were not answered.
+    missing: Vec<bool>,
     expired: bool,
     waker: Option<Waker>,
 }
 
 impl<T: Send + 'static> Batch<T> {
     pub(crate) fn new(len: usize) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(State {
-            answers: std::iter::repeat_with(|| None).take(len).collect(),
-            missing: len,
-            expired: false,
-            waker: None,
-        })))
+        Arc::new(Self {
+            state: Mutex::new(State {
+                ready: VecDeque::new(),
+                missing: vec![true; len],
+                expired: false,
+                waker: None,
+            }),
+            abandoned: Arc::default(),
+        })
     }
 
-    /// Fills one place. An answer to a place that has one, or after the deadline, is dropped.
-    pub(crate) fn answer(&self, place: usize, answer: T) {
+    /// Answers one key. A second answer to a key, and one after the deadline, is dropped.
+    pub(crate) fn answer(&self, index: usize, answer: T) {
         let waker = {
-            let mut state = self.0.lock();
-            if state.expired || state.answers[place].is_some() {
+            let mut state = self.state.lock();
+            if state.expired || !mem::replace(&mut state.missing[index], false) {
                 return;
             }
-            state.answers[place] = Some(answer);
-            state.missing -= 1;
-            if state.missing > 0 {
-                return;
-            }
+            state.ready.push_back((index, answer));
             state.waker.take()
         };
         if let Some(waker) = waker {
@@ -50,47 +60,111 @@ impl<T: Send + 'static> Batch<T> {
         }
     }
 
-    /// Waits until every place has an answer or the deadline comes; what is missing then is
-    /// made by `late`. Whether the deadline came first is the second value.
+    /// Returns the flag that is set when nobody waits for the answers any more.
+    pub(crate) fn abandoned(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.abandoned)
+    }
+
+    /// Yields the answers as they come. Keys that have none at the deadline are answered by
+    /// `late`, which is told which they are.
+    pub(crate) fn answers<'a>(
+        self: Arc<Self>,
+        timer: &'a Timer,
+        deadline: Instant,
+        late: impl FnOnce(Vec<usize>) -> Vec<T> + Send + Unpin + 'a,
+    ) -> impl Stream<Item = (usize, T)> + Send + 'a {
+        Answering {
+            batch: self,
+            timer,
+            deadline,
+            watched: false,
+            late: Some(late),
+        }
+    }
+
+    /// Waits for all answers, in the order of the keys. A key without an answer at the deadline is
+    /// answered by `late`.
     pub(crate) async fn all(
         self: Arc<Self>,
         timer: &Timer,
         deadline: Instant,
-        mut late: impl FnMut(usize) -> T,
+        mut late: impl FnMut() -> T + Send + Unpin,
     ) -> (Vec<T>, bool) {
-        let mut watched = false;
-        poll_fn(move |context| {
-            let mut state = self.0.lock();
-            if state.missing > 0 && !state.expired {
-                if Instant::now() < deadline {
-                    state.waker = Some(context.waker().clone());
-                    drop(state);
-                    if !watched {
-                        watched = true;
-                        let batch = Arc::clone(&self) as Arc<dyn Expire>;
-                        timer.watch(deadline, Arc::downgrade(&batch));
-                    }
-                    return Poll::Pending;
-                }
-                state.expired = true;
+        let len = self.state.lock().missing.len();
+        let mut was_late = false;
+        let mut ordered: Vec<Option<T>> = std::iter::repeat_with(|| None).take(len).collect();
+        let none_came = |missing: Vec<usize>| {
+            was_late = true;
+            missing.iter().map(|_| late()).collect()
+        };
+        let mut answers = self.answers(timer, deadline, none_came);
+        while let Some((index, answer)) = answers.next().await {
+            ordered[index] = Some(answer);
+        }
+        drop(answers);
+        let all = ordered.into_iter().flatten().collect();
+        (all, was_late)
+    }
+}
+
+/// The stream of a batch's answers.
+struct Answering<'a, T: Send + 'static, F> {
+    batch: Arc<Batch<T>>,
+    timer: &'a Timer,
+    deadline: Instant,
+    watched: bool,
+    late: Option<F>,
+}
+
+impl<T, F> Stream for Answering<'_, T, F>
+where
+    T: Send + 'static,
+    F: FnOnce(Vec<usize>) -> Vec<T> + Unpin,
+{
+    type Item = (usize, T);
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        let mut state = this.batch.state.lock();
+        if let Some(answer) = state.ready.pop_front() {
+            return Poll::Ready(Some(answer));
+        }
+        if !state.missing.contains(&true) {
+            return Poll::Ready(None);
+        }
+        if Instant::now() < this.deadline {
+            state.waker = Some(context.waker().clone());
+            drop(state);
+            if !mem::replace(&mut this.watched, true) {
+                let batch = Arc::clone(&this.batch) as Arc<dyn Expire>;
+                this.timer.watch(this.deadline, Arc::downgrade(&batch));
             }
-            let was_late = state.missing > 0;
-            let answers = std::mem::take(&mut state.answers);
-            let answers = answers.into_iter().enumerate();
-            let all = answers.map(|(place, answer)| answer.unwrap_or_else(|| late(place)));
-            Poll::Ready((all.collect(), was_late))
-        })
-        .await
+            return Poll::Pending;
+        }
+        state.expired = true;
+        let missing: Vec<usize> = (0..state.missing.len())
+            .filter(|&index| mem::replace(&mut state.missing[index], false))
+            .collect();
+        if let Some(late) = this.late.take() {
+            let answers = late(missing.clone());
+            state.ready.extend(missing.into_iter().zip(answers));
+        }
+        Poll::Ready(state.ready.pop_front())
+    }
+}
+
+impl<T: Send + 'static, F> Drop for Answering<'_, T, F> {
+    fn drop(&mut self) {
+        self.batch.abandoned.store(true, Ordering::Relaxed);
+        // Slots of answers that nobody takes go back now, and not with the batch.
+        let unread = mem::take(&mut self.batch.state.lock().ready);
+        drop(unread);
     }
 }
 
 impl<T: Send> Expire for Batch<T> {
     fn expire(&self) {
-        let waker = {
-            let mut state = self.0.lock();
-            state.expired |= state.missing > 0;
-            state.waker.take()
-        };
+        let waker = self.state.lock().waker.take();
         if let Some(waker) = waker {
             waker.wake();
         }

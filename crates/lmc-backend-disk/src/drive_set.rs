@@ -1,20 +1,23 @@
 //! The set of the drives that are open, and its clear epoch.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::SystemTime;
 
+use lmc_key::SpaceId;
 use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::batch::Batch;
 use crate::drive::{ChangeWaiter, Drive};
-use crate::epoch::{ClearEpoch, hex};
+use crate::epoch::{agreed, hex};
 use crate::error::DiskError;
 use crate::format::FormatError;
 use crate::set::{DifferentSets, Joined, Present, SET_NAME, SetMember, SetRecord, join};
 use crate::state_dir::{Remembered, StateDir};
+use lmc_backend::{Clear, ClearEpoch};
 
 /// The set that the open drives belong to.
 #[derive(Debug)]
@@ -30,7 +33,7 @@ impl DriveSet {
     pub(crate) fn of(drives: &[Drive]) -> Self {
         let epochs = drives.iter().map(Drive::epoch);
         Self {
-            epoch: Mutex::new(ClearEpoch::agreed(epochs)),
+            epoch: Mutex::new(agreed(epochs)),
             missing: Vec::new(),
             remembered: None,
         }
@@ -81,7 +84,7 @@ impl DriveSet {
         for ((drive, path), was) in drives.iter().zip(paths).zip(&present) {
             if was.epoch != epoch {
                 // Until that is durable the drive is behind, and cleared at the next start.
-                let chunks = drive.clear(epoch, (Batch::new(1), 0));
+                let chunks = drive.clear(Clear::all(epoch), (Batch::new(1), 0));
                 if chunks > 0 {
                     warn!(
                         path = %path.display(),
@@ -99,6 +102,12 @@ impl DriveSet {
                 );
             }
         }
+        for clear in space_clears(drives) {
+            for drive in drives {
+                // As above: durable, or made up for at the next start.
+                drive.clear(clear, (Batch::new(1), 0));
+            }
+        }
         for member in &missing {
             warn!("{}", missing_text(member));
         }
@@ -109,11 +118,15 @@ impl DriveSet {
         })
     }
 
-    /// Begins a clear. Every drive has to reach the epoch that is returned.
-    pub(crate) fn raise(&self) -> ClearEpoch {
+    /// Begins a clear of all spaces, which every drive has to reach.
+    pub(crate) fn raise(&self, to: ClearEpoch) {
         let mut epoch = self.epoch.lock();
-        *epoch = epoch.next();
-        *epoch
+        *epoch = epoch.join(to);
+    }
+
+    /// Returns the last clear of all spaces.
+    pub(crate) fn epoch(&self) -> ClearEpoch {
+        *self.epoch.lock()
     }
 
     /// Notes a clear in the state folder, on a thread of its own because the file system may hang.
@@ -140,6 +153,19 @@ impl DriveSet {
     pub(crate) fn missing(&self) -> &[SetMember] {
         &self.missing
     }
+}
+
+/// Returns the clears of single spaces that any of the drives knows of, each once.
+pub(crate) fn space_clears(drives: &[Drive]) -> Vec<Clear> {
+    let mut newest: HashMap<SpaceId, ClearEpoch> = HashMap::new();
+    for clear in drives.iter().flat_map(Drive::clears) {
+        if let Some(space) = clear.space {
+            let known = newest.entry(space).or_default();
+            *known = known.join(clear.epoch);
+        }
+    }
+    let clear = |(space, epoch)| Clear::space(space, epoch);
+    newest.into_iter().map(clear).collect()
 }
 
 /// Returns what a drive remembers of its set. A record that is damaged is none.

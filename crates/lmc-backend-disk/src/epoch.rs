@@ -1,50 +1,19 @@
-//! The clear epoch: which clear of a drive set came last.
+//! Clear epochs of drives, and random ids.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
-/// Names the last clear of everything: every chunk stored before it is gone.
-///
-/// Drives of a set compare epochs when they are opened. A drive whose epoch is not the newest
-/// missed a clear and is cleared before it serves. Two different origins under one counter are
-/// two clears that did not know of each other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct ClearEpoch {
-    /// Clears so far; 0 for none.
-    pub counter: u64,
-    /// Random id of the last clear; zeroes for none.
-    pub origin: [u8; 16],
-}
+use lmc_backend::ClearEpoch;
 
-impl ClearEpoch {
-    /// The greatest counter that is believed; a greater one is damage.
-    pub(crate) const MAX_COUNTER: u64 = 1 << 62;
-
-    /// Returns the epoch of a clear that follows on this one.
-    pub(crate) fn next(self) -> Self {
-        Self {
-            counter: self.counter + 1,
-            origin: random_id(),
-        }
-    }
-
-    /// Returns the epoch that all of these have to reach: the newest, or one above it where two
-    /// clears share the newest counter.
-    pub(crate) fn agreed(epochs: impl IntoIterator<Item = Self>) -> Self {
-        let mut newest = Self::default();
-        let mut diverged = false;
-        for epoch in epochs {
-            if epoch.counter > newest.counter {
-                (newest, diverged) = (epoch, false);
-            } else if epoch.counter == newest.counter {
-                diverged |= epoch.origin != newest.origin;
-            }
-        }
-        match diverged {
-            true => newest.next(),
-            false => newest,
-        }
-    }
+/// Returns the epoch that all of these have to reach: the newest, or one above it where several
+/// clears share the newest counter.
+pub(crate) fn agreed(epochs: impl IntoIterator<Item = ClearEpoch> + Clone) -> ClearEpoch {
+    let newest = epochs.clone().into_iter().map(|epoch| epoch.counter).max();
+    let mut newest = epochs
+        .into_iter()
+        .filter(|epoch| Some(epoch.counter) == newest);
+    let first = newest.next().unwrap_or_default();
+    newest.fold(first, ClearEpoch::join)
 }
 
 /// Returns 16 random bytes.
@@ -74,12 +43,12 @@ mod tests {
         let never = ClearEpoch::default();
         let (a, b) = (never.next(), never.next());
         let later = a.next();
-        assert_eq!(ClearEpoch::agreed([]), never);
-        assert_eq!(ClearEpoch::agreed([never, never]), never);
-        assert_eq!(ClearEpoch::agreed([never, a, a]), a);
-        assert_eq!(ClearEpoch::agreed([a, b, later]), later);
+        assert_eq!(agreed([]), never);
+        assert_eq!(agreed([never, never]), never);
+        assert_eq!(agreed([never, a, a]), a);
+        assert_eq!(agreed([a, b, later]), later);
         for order in [[a, b, never], [never, b, a]] {
-            let above = ClearEpoch::agreed(order);
+            let above = agreed(order);
             assert_eq!(above.counter, 2);
             assert!(above != later && above.origin != a.origin && above.origin != b.origin);
         }

@@ -7,15 +7,18 @@ use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
-use crate::epoch::ClearEpoch;
 use crate::volume::BLOCK;
+use lmc_backend::{Clear, ClearEpoch};
 
 /// The first version: of every structure without an epoch record.
 pub(crate) const VERSION: u32 = 1;
-/// The version of frames and checkpoints with an epoch record, and the newest that is read. Each
-/// has the lowest version that describes it, so that an lmc that does not know of epochs refuses
+/// The version of frames and checkpoints with an epoch record of all spaces. Each structure has
+/// the lowest version that describes it, so that an lmc that does not know of epochs refuses
 /// a folder only where it would undo a clear.
-pub const VERSION_WITH_EPOCH: u32 = 2;
+pub(crate) const VERSION_WITH_EPOCH: u32 = 2;
+/// The version of frames and checkpoints with an epoch record of one space, and the newest that is
+/// read.
+pub const VERSION_WITH_SPACE_EPOCH: u32 = 3;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
@@ -354,9 +357,9 @@ pub(crate) enum Record {
     Remove { key: ChunkKey },
     /// A segment is written anew from its start: whatever an earlier use left in it is gone.
     Begin { segment: u32, generation: u64 },
-    /// Everything that was stored before this clear is gone. Follows on the [`Self::Begin`]s of
-    /// the clear.
-    Epoch(ClearEpoch),
+    /// Every chunk that this clear covers and that was stored before it is gone. Follows on the
+    /// records of what the clear removed.
+    Epoch(Clear),
 }
 
 /// What the index knows of a chunk.
@@ -375,13 +378,12 @@ const EPOCH: u32 = 4;
 
 /// The version of a frame or a checkpoint that holds these records.
 pub(crate) fn version_of(records: &[Record]) -> u32 {
-    match records
-        .iter()
-        .any(|record| matches!(record, Record::Epoch(_)))
-    {
-        true => VERSION_WITH_EPOCH,
-        false => VERSION,
-    }
+    let version = |record: &Record| match record {
+        Record::Epoch(clear) if clear.space.is_some() => VERSION_WITH_SPACE_EPOCH,
+        Record::Epoch(_) => VERSION_WITH_EPOCH,
+        _ => VERSION,
+    };
+    records.iter().map(version).max().unwrap_or(VERSION)
 }
 
 impl Record {
@@ -413,11 +415,15 @@ impl Record {
                 w.u64(0);
                 w.u64(*generation);
             }
-            Self::Epoch(epoch) => {
+            Self::Epoch(Clear { space, epoch }) => {
                 w.u32(EPOCH);
+                w.u32(u32::from(space.is_some()));
                 w.at = 16;
                 w.u64(epoch.counter);
                 w.put(&epoch.origin);
+                if let Some(space) = space {
+                    w.put(space.as_bytes());
+                }
             }
         }
     }
@@ -447,11 +453,20 @@ impl Record {
                 segment,
                 generation,
             }),
-            // The field of the key is for the epoch of one space, which no version has yet.
-            EPOCH if bytes[40..RECORD_LEN].iter().all(|&byte| byte == 0) => {
+            EPOCH => {
+                let is_zero = |from: usize| bytes[from..RECORD_LEN].iter().all(|&byte| byte == 0);
                 let mut r = Reader::new(&bytes[16..]);
-                let (counter, origin) = (r.u64(), r.array());
-                Some(Self::Epoch(ClearEpoch { counter, origin }))
+                let epoch = ClearEpoch {
+                    counter: r.u64(),
+                    origin: r.array(),
+                };
+                match segment {
+                    0 if is_zero(40) => Some(Self::Epoch(Clear::all(epoch))),
+                    1 if is_zero(56) => {
+                        Some(Self::Epoch(Clear::space(SpaceId::new(r.array()), epoch)))
+                    }
+                    _ => None,
+                }
             }
             _ => None,
         }
@@ -511,7 +526,7 @@ pub(crate) fn decode_frame(
     let head = Head {
         magic: FRAME_MAGIC,
         what,
-        newest: VERSION_WITH_EPOCH,
+        newest: VERSION_WITH_SPACE_EPOCH,
     };
     check_head(bytes, head, || {
         let mut r = Reader::new(&bytes[12..]);
@@ -581,7 +596,7 @@ impl CheckpointHeader {
         let head = Head {
             magic: CHECKPOINT_MAGIC,
             what,
-            newest: VERSION_WITH_EPOCH,
+            newest: VERSION_WITH_SPACE_EPOCH,
         };
         check_head(bytes, head, || block_intact(bytes))?;
         let mut r = Reader::new(&bytes[8..]);

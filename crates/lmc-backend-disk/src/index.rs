@@ -8,8 +8,8 @@ use hashbrown::HashTable;
 use lmc_key::{ChunkKey, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::epoch::ClearEpoch;
 use crate::format::{Place, PutRecord, Record, blocks};
+use lmc_backend::{Clear, ClearEpoch};
 
 /// A chunk in the list of its segment.
 #[derive(Clone, Copy, Debug)]
@@ -110,8 +110,10 @@ pub(crate) struct Index {
     full: VecDeque<u32>,
     /// Segments whose file is there and that hold nothing; the last is used next.
     free: Vec<u32>,
-    /// The last clear.
+    /// The last clear of all spaces.
     epoch: ClearEpoch,
+    /// Later clears of single spaces.
+    space_epochs: HashMap<SpaceId, ClearEpoch>,
     chunks: u64,
     bytes: u64,
     evicted_chunks: u64,
@@ -161,6 +163,7 @@ impl Index {
             full: VecDeque::new(),
             free: Vec::new(),
             epoch: ClearEpoch::default(),
+            space_epochs: HashMap::new(),
             chunks: 0,
             bytes: 0,
             evicted_chunks: 0,
@@ -200,20 +203,74 @@ impl Index {
                 segment,
                 generation,
             } => self.begin(segment, generation),
-            Record::Epoch(epoch) => self.reach(epoch),
+            Record::Epoch(clear) => self.reach(clear),
         }
     }
 
     /// Notes a clear whose other records were applied. A checkpoint may know of it before the
     /// log does.
-    fn reach(&mut self, epoch: ClearEpoch) -> bool {
+    fn reach(&mut self, Clear { space, epoch }: Clear) -> bool {
         if epoch.counter > ClearEpoch::MAX_COUNTER {
             return false;
         }
-        if epoch.counter > self.epoch.counter {
+        if let Some(space) = space {
+            if epoch.counter > self.epoch_of(space).counter {
+                self.space_epochs.insert(space, epoch);
+            }
+        } else if epoch.counter > self.epoch.counter {
             self.epoch = epoch;
+            self.space_epochs
+                .retain(|_, of_space| of_space.counter > epoch.counter);
         }
         true
+    }
+
+    /// Returns the last clear that covers a space.
+    pub(crate) fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
+        let of_space = self.space_epochs.get(&space).copied();
+        of_space.map_or(self.epoch, |epoch| epoch.join(self.epoch))
+    }
+
+    /// Returns the last clear of all spaces, and the later ones of single spaces.
+    pub(crate) fn clears(&self) -> Vec<Clear> {
+        let spaces = self.space_epochs.iter();
+        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch));
+        std::iter::once(Clear::all(self.epoch))
+            .chain(spaces)
+            .collect()
+    }
+
+    /// Returns true if a clear is newer than the last one of its space, or of all spaces.
+    pub(crate) fn is_new(&self, clear: Clear) -> bool {
+        let known = clear.space.map_or(self.epoch, |space| self.epoch_of(space));
+        !known.is_valid_at(clear.epoch)
+    }
+
+    /// Removes the chunks that a clear covers. Returns how many there were, and the records of the
+    /// clear, that of its epoch last. A clear that is not new removes nothing.
+    pub(crate) fn clear(&mut self, clear: Clear) -> (u64, Vec<Record>) {
+        if !self.is_new(clear) {
+            return (0, vec![Record::Epoch(clear)]);
+        }
+        match clear.space {
+            None => self.clear_all(clear.epoch),
+            Some(space) => self.clear_space(space, clear.epoch),
+        }
+    }
+
+    fn clear_space(&mut self, space: SpaceId, epoch: ClearEpoch) -> (u64, Vec<Record>) {
+        let chunks = self.segments.iter().flat_map(|segment| &segment.list);
+        let of_space = chunks.filter(|chunk| chunk.len > 0 && chunk.key.space == space);
+        let mut records: Vec<Record> = of_space
+            .map(|chunk| Record::Remove { key: chunk.key })
+            .collect();
+        for record in &records {
+            self.apply(record);
+        }
+        let gone = records.len() as u64;
+        self.space_epochs.insert(space, epoch);
+        records.push(Record::Epoch(Clear::space(space, epoch)));
+        (gone, records)
     }
 
     fn put(&mut self, put: &PutRecord) -> bool {
@@ -540,12 +597,17 @@ impl Index {
         spaces
     }
 
+    /// Adds the records of the clears.
+    pub(crate) fn snapshot_clears(&self, records: &mut Vec<Record>) {
+        let noted = self.clears().into_iter();
+        let noted = noted.filter(|clear| clear.epoch != ClearEpoch::default());
+        records.extend(noted.map(Record::Epoch));
+    }
+
     /// Begins to tell all there is to know, as records that make it again: those of the segments
     /// come now, those of the chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
-        if self.epoch != ClearEpoch::default() {
-            records.push(Record::Epoch(self.epoch));
-        }
+        self.snapshot_clears(records);
         let generations: Vec<u64> = self.segments.iter().map(|s| s.generation).collect();
         let begun = (0u32..).zip(&generations);
         let begun = begun.filter(|&(_, &generation)| generation > 0);
@@ -623,11 +685,12 @@ impl Index {
         self.epoch
     }
 
-    /// Removes every chunk: each segment is written from its start again. Returns how many chunks
-    /// there were, and the records of the clear, that of its epoch last.
-    pub(crate) fn clear(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
+    /// Removes every chunk: each segment is written from its start again.
+    fn clear_all(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
         let gone = self.chunks;
-        self.reach(epoch);
+        self.epoch = epoch;
+        self.space_epochs
+            .retain(|_, of_space| of_space.counter > epoch.counter);
         self.entries.clear();
         (self.chunks, self.bytes) = (0, 0);
         self.active = None;
@@ -661,7 +724,7 @@ impl Index {
                 }
             }
         }
-        begins.push(Record::Epoch(epoch));
+        begins.push(Record::Epoch(Clear::all(epoch)));
         (gone, begins)
     }
 

@@ -9,10 +9,10 @@ use lmc_memory::Pool;
 use crate::DiskBackend;
 use crate::batch::Batch;
 use crate::drive::Drive;
-use crate::epoch::ClearEpoch;
 use crate::format::PutRecord;
 use crate::set::{SET_NAME, SetMember, SetRecord};
 use crate::spaces::SpaceUsage;
+use lmc_backend::ClearEpoch;
 
 /// One drive at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,20 +180,20 @@ impl DiskBackend {
         let batch = Batch::new(1);
         let item = LoadItem::new(put.key, slot);
         drive.load(item, (Arc::clone(&batch), 0));
-        let late = |_| Loaded::Failed {
+        let late = || Loaded::Failed {
             error: BackendError::Deadline,
             slot: FailedSlot::Quarantined,
         };
         let (mut loaded, _) = batch.all(self.timer(), deadline, late).await;
         let slot = match loaded.pop() {
-            Some(Loaded::Hit(slot)) => slot,
+            Some(Loaded::Hit { slot, .. }) => slot,
             Some(Loaded::Miss(_)) => return Move::Lost,
             _ => return Move::Stayed,
         };
         let item = StoreItem::new(put.key, slot.seal());
         let batch = Batch::new(1);
         drive.relocate(item, put.payload_sum, (Arc::clone(&batch), 0));
-        let late = |_| Err(BackendError::Deadline);
+        let late = || Err(BackendError::Deadline);
         let (answers, _) = batch.all(self.timer(), deadline, late).await;
         match answers[..] {
             [Ok(Stored::Written)] => Move::Moved,

@@ -27,6 +27,7 @@ mod format;
 mod index;
 mod inspect;
 mod log;
+mod read_rate;
 mod set;
 #[cfg(test)]
 mod sim;
@@ -38,9 +39,8 @@ mod volume;
 pub use backend::DiskBackend;
 pub use config::{Admit, DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
-pub use epoch::ClearEpoch;
 pub use error::DiskError;
-pub use format::VERSION_WITH_EPOCH as FORMAT_VERSION;
+pub use format::VERSION_WITH_SPACE_EPOCH as FORMAT_VERSION;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};

@@ -7,10 +7,11 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-use crate::epoch::{ClearEpoch, random_id};
+use crate::epoch::{agreed, random_id};
 use crate::format::{
     BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head, put_sum, sum_is_right,
 };
+use lmc_backend::ClearEpoch;
 
 /// Name of the file with a drive's record of its set.
 pub(crate) const SET_NAME: &str = "set";
@@ -184,7 +185,7 @@ pub(crate) fn join(
     let epochs = epochs
         .chain(own.clone().map(|record| record.epoch))
         .chain(remembered.map(|record| record.epoch));
-    let epoch = ClearEpoch::agreed(epochs);
+    let epoch = agreed(epochs);
     let mut members: Vec<SetMember> = Vec::new();
     for drive in present {
         members.push(SetMember {

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use crate::epoch::{ClearEpoch, hex};
+use crate::epoch::hex;
 use crate::error::DiskError;
 use crate::set::SetRecord;
+use lmc_backend::ClearEpoch;
 
 /// Folder of the sets in a state folder.
 const SETS: &str = "disk-sets";

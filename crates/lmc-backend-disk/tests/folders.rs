@@ -7,7 +7,9 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::process::Command;
 use std::time::Duration;
 
-use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
+use lmc_backend::conformance::{
+    block_on, check_value, fill_value, lens_of, load_batch, store_batch, test_key,
+};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_memory::Pool;
@@ -38,14 +40,14 @@ fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
     let mut slot = pool.reserve(CHUNK).unwrap();
     fill_value(&test_key(number), slot.bytes_mut());
     let item = StoreItem::new(test_key(number), slot.written().seal());
-    let stored = block_on(tier.store(vec![item], soon())).remove(0);
+    let stored = store_batch(tier, vec![item], soon()).remove(0);
     assert_eq!(stored.unwrap(), Stored::Written);
 }
 
 /// Whether a chunk is there, with the bytes that were stored.
 fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let slot = pool.reserve(CHUNK).unwrap();
-    let loaded = block_on(tier.load(vec![LoadItem::new(test_key(number), slot)], soon()));
+    let loaded = load_batch(tier, vec![LoadItem::new(test_key(number), slot)], soon());
     let hit = loaded.into_iter().next().and_then(Loaded::hit);
     hit.is_some_and(|slot| check_value(&test_key(number), slot.seal().bytes()).is_ok())
 }
@@ -225,7 +227,7 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
         StoreItem::new(test_key(number), slot.written().seal())
     };
     for number in 0..240 {
-        let stored = block_on(tier.store(vec![blank(number)], soon())).remove(0);
+        let stored = store_batch(&tier, vec![blank(number)], soon()).remove(0);
         assert_eq!(stored.unwrap(), Stored::Written);
     }
     // Some segments are emptied to a third.
@@ -246,7 +248,7 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
     let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
     let known = || {
         let keys: Vec<_> = (0..240).map(test_key).collect();
-        let found = block_on(tier.contains(&keys, soon()));
+        let found = lens_of(&tier, &keys, soon());
         let found = found.iter().filter(|found| matches!(found, Ok(Some(_))));
         found.count()
     };

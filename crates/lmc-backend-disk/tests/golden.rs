@@ -5,9 +5,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lmc_backend::conformance::{block_on, check_value, fill_value, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem};
+use lmc_backend::conformance::{
+    block_on, check_value, clear_all, fill_value, load_batch, store_batch, test_key,
+};
+use lmc_backend::{Backend, Clear, LoadItem, Loaded, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig};
+use lmc_key::SpaceId;
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon};
 
@@ -38,9 +41,9 @@ fn copy(from: &Path, to: &Path) {
 
 fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
     let slot = pool.reserve(len(n)).unwrap();
-    let loaded = block_on(tier.load(vec![LoadItem::new(test_key(n), slot)], soon()));
+    let loaded = load_batch(tier, vec![LoadItem::new(test_key(n), slot)], soon());
     match loaded.into_iter().next() {
-        Some(Loaded::Hit(slot)) => {
+        Some(Loaded::Hit { slot, .. }) => {
             check_value(&test_key(n), slot.seal().bytes()).unwrap();
             true
         }
@@ -51,7 +54,7 @@ fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
 
 #[test]
 fn images_of_every_version_are_read_and_written_on() {
-    for version in [1, 2] {
+    for version in [1, 2, 3] {
         let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
         copy(&image(version), &folder);
         let pool = pool(1 << 20);
@@ -64,6 +67,11 @@ fn images_of_every_version_are_read_and_written_on() {
         let settings = inspected.spaces[0].settings.as_deref();
         assert_eq!(settings, (version > 1).then_some("golden"));
         assert_eq!(inspected.members.len() as u64, cleared);
+        let of_space = tier
+            .clears()
+            .into_iter()
+            .find(|clear| clear.space.is_some());
+        assert_eq!(of_space.is_some(), version > 2);
         assert_eq!(inspected.chunks, ALL - REMOVED.len() as u64);
         for n in 0..ALL {
             assert_eq!(
@@ -92,7 +100,7 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) -> usiz
             None => item,
         }
     };
-    let stored = block_on(tier.store(numbers.map(item).collect(), soon()));
+    let stored = store_batch(tier, numbers.map(item).collect(), soon());
     stored.into_iter().map(Result::unwrap).count()
 }
 
@@ -111,7 +119,10 @@ fn write_the_image() {
     };
     let tier = open();
     store(&tier, &pool, STOPPED..ALL);
-    block_on(tier.clear(soon())).unwrap();
+    clear_all(&tier, soon()).unwrap();
+    let epoch = tier.clears()[0].epoch.next();
+    let of_space = Clear::space(SpaceId::new([9; 16]), epoch);
+    block_on(tier.clear(of_space, soon())).unwrap();
     store(&tier, &pool, 0..STOPPED);
     block_on(tier.remove(&[test_key(REMOVED[0])], soon()));
     block_on(tier.close(soon())).unwrap();

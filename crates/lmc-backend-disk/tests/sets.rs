@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use lmc_backend::conformance::{block_on, fill_value, test_key};
+use lmc_backend::conformance::{clear_all, fill_value, lens_of, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, Health, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_testkit::{Folder, pool, soon};
@@ -55,20 +55,20 @@ fn store(tier: &DiskBackend) {
         fill_value(&test_key(number), slot.bytes_mut());
         StoreItem::new(test_key(number), slot.written().seal())
     };
-    for stored in block_on(tier.store((0..CHUNKS).map(item).collect(), soon())) {
+    for stored in store_batch(tier, (0..CHUNKS).map(item).collect(), soon()) {
         stored.unwrap();
     }
 }
 
 fn count(tier: &DiskBackend) -> usize {
     let keys: Vec<_> = (0..CHUNKS).map(test_key).collect();
-    let found = block_on(tier.contains(&keys, soon()));
+    let found = lens_of(tier, &keys, soon());
     let found = found.iter().filter(|found| matches!(found, Ok(Some(_))));
     found.count()
 }
 
 fn clear(tier: &DiskBackend) {
-    block_on(tier.clear(soon())).unwrap();
+    clear_all(tier, soon()).unwrap();
 }
 
 /// A drive was replaced by a copy of itself from before a clear, and served what was cleared.
@@ -112,7 +112,7 @@ fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
     store(&tier);
     fs::remove_dir_all(folder.at("state")).unwrap();
     fs::write(folder.at("state"), "no folder").unwrap();
-    let cleared = block_on(tier.clear(soon()));
+    let cleared = clear_all(&tier, soon());
     assert!(matches!(cleared, Err(BackendError::Io(_))), "{cleared:?}");
     assert_eq!(count(&tier), 0, "it took place all the same");
     drop(tier);

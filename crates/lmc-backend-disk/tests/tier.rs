@@ -10,7 +10,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
-    Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, test_key,
+    Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, load_batch,
+    store_batch, test_key,
 };
 use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{Admit, DiskBackend, DiskConfig, DiskError, DiskIo};
@@ -45,7 +46,7 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>
         StoreItem::new(test_key(n), slot.written().seal())
     };
     let items = numbers.into_iter().map(item).collect();
-    let stored = block_on(tier.store(items, soon()));
+    let stored = store_batch(tier, items, soon());
     stored
         .into_iter()
         .map(|stored| stored.expect("a store that works"))
@@ -57,7 +58,7 @@ fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>)
     let mut hits = 0;
     for n in numbers {
         let slot = pool.reserve(CHUNK).expect("room in the pool");
-        let loaded = block_on(tier.load(vec![LoadItem::new(test_key(n), slot)], soon()));
+        let loaded = load_batch(tier, vec![LoadItem::new(test_key(n), slot)], soon());
         for slot in loaded.into_iter().filter_map(Loaded::hit) {
             check_value(&test_key(n), slot.seal().bytes()).expect("the bytes that were stored");
             hits += 1;
@@ -167,7 +168,7 @@ fn the_size_is_held_and_the_oldest_give_way() {
         "the newest are there"
     );
     assert_eq!(load(&tier, &pool, 0..64), 0, "the oldest are not");
-    let usage = block_on(tier.usage(soon())).unwrap();
+    let usage = tier.usage().expect("it is open");
     assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
     assert!(tier.stats().evicted > 500);
     drop(tier);

@@ -1,4 +1,4 @@
-//! The trait.
+//! The `Backend` trait: the contract of every tier below DRAM.
 
 use std::fmt;
 use std::pin::Pin;
@@ -6,53 +6,69 @@ use std::time::Instant;
 
 use lmc_key::ChunkKey;
 
-use crate::{BackendError, Cursor, Health, LoadItem, Loaded, Page, StoreItem, Stored, Usage};
+use crate::{
+    Answers, BackendError, Clear, Cursor, Health, LoadItem, Loaded, Located, Page, Sharing,
+    StoreItem, Stored, Usage,
+};
 
 /// A boxed future that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Keys that the default of [`Backend::clear`] removes in one go.
-const REMOVE_AT_ONCE: usize = 1024;
-
-/// A place that holds chunks below DRAM.
+/// A tier below DRAM: a disk, the memory of peers, a remote store.
 ///
-/// What every implementation MUST do:
+/// Every implementation MUST keep these rules; the kit in `conformance` checks them.
 ///
-/// - **Order.** Batches answer with exactly one result for each key, in the order of the keys.
-///   An empty batch answers at once. A key may stand in a batch twice.
-/// - **Deadlines.** Every operation is over soon after its deadline. What was not done by then
-///   answers with the `Deadline` error of the operation, the rest with its results.
+/// - **One answer for each key.** A batch of keys is answered with exactly one result for each.
+///   An empty batch is answered at once. A key may stand in a batch twice.
+/// - **Deadlines.** Every operation ends soon after its deadline. A key that was not answered by
+///   then is answered with [`BackendError::Deadline`].
 /// - **Right bytes or none.** [`Loaded::Hit`] only for bytes whose identity and checksum were
-///   verified after their last trip through something that can lie. A mismatch is a miss (and a
-///   counter of the implementation), never an error and never data.
-/// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing.
-/// - **Visibility.** What `store` has answered with [`Stored::Written`] is found by the next
-///   operation, until it is removed or evicted; what `remove` or `clear` has answered `Ok` for is
-///   not found by the next operation.
+///   verified after their last trip through something that can lie, and that are as many as
+///   [`Located::Present`] said. A mismatch is a miss (and a counter of the implementation), never
+///   an error and never data.
+/// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing, but
+///   where the chunk that is there is of an older clear epoch.
+/// - **Visibility.** A chunk whose `store` was answered with [`Stored::Written`] is found by the
+///   next operation, until it is removed or evicted; what `remove` or `clear` has answered `Ok`
+///   for is not found by the next operation.
+/// - **Unknown is not absent.** A tier that cannot say whether it has a chunk answers with an
+///   error.
 /// - **Lost memory.** Bytes that were read from a slot whose arena is lost afterwards
 ///   ([`lmc_memory::Arena::is_lost`]) are not the chunk's: `store` answers an error and keeps none,
-///   and `load` takes nothing for damaged because of them.
-/// - **Cancellation.** A future may be dropped at any point. Slots that something may still write
-///   to stay with the implementation until that is known to be over; they are never returned
-///   to their pool before. A dropped `store` or `remove` may or may not take effect.
+///   and `load` takes no chunk for damaged because of them.
+/// - **Cancellation.** A future or a stream may be dropped at any point; what has not begun then
+///   does not begin. Slots that something may still write to stay with the implementation until
+///   that is known to be over; they are never returned to their pool before. A dropped `store` or
+///   `remove` may or may not take effect.
 /// - **No panics** for anything that a device, a peer or a file may do.
 pub trait Backend: fmt::Debug + Send + Sync {
-    /// A short name for logs and metrics, such as `disk`.
+    /// Returns a short name for logs and metrics, such as `disk`.
     fn name(&self) -> &str;
 
-    /// Which chunks are present, each with its length in bytes, so that a slot can be reserved
-    /// to load it into. An answer is a hint: the chunk may be gone when it is loaded.
+    /// Tells whether other processes use the content too. Default: they do not.
+    fn sharing(&self) -> Sharing {
+        Sharing::Private
+    }
+
+    /// Returns the tier's index if that is in this process, so that a lookup need not wait.
+    /// Default: there is none, and [`Backend::locate`] has to be awaited.
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        None
+    }
+
+    /// Asks which chunks the tier has, each with its length, so that a slot can be reserved, and
+    /// the estimated cost of loading it.
     ///
     /// # Errors
     /// [`BackendError`] for each key that could not be looked up.
-    fn contains<'a>(
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>>;
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>>;
 
-    /// Reads chunks into the slots given. A slot's length must be the chunk's.
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>>;
+    /// Reads chunks into the slots given. The length of a slot must be that of its chunk.
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
 
     /// Writes chunks; answers when they are as durable as the tier promises. The slots are held
     /// until nothing reads from them any more.
@@ -63,9 +79,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>>;
+    ) -> Answers<'_, Result<Stored, BackendError>>;
 
-    /// Forgets chunks; `true` for those that were there.
+    /// Removes chunks; answers `true` for those that were there.
     ///
     /// # Errors
     /// [`BackendError`] for each key; after one, the chunk may or may not be present.
@@ -75,33 +91,26 @@ pub trait Backend: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>>;
 
-    /// Forgets every chunk; how many were there. A chunk whose `store` was begun before is not
-    /// found when that ends after it, whether anybody still waits for that or not. What is
-    /// stored from then on may be there afterwards.
+    /// Makes every chunk that the clear covers unfindable, and notes its epoch as durably as the
+    /// tier notes anything. Returns the number of chunks removed.
     ///
-    /// Default: lists all and removes what is listed, which is right for a tier whose stores are
-    /// done when they are begun.
+    /// A private tier removes the chunks, those included whose `store` was begun before and ends
+    /// after, whether anybody still waits for it or not. A shared tier deletes nothing: its chunks
+    /// carry their epochs, and whoever knows a newer one treats them as absent. A clear that is
+    /// not newer than the epoch noted changes nothing.
     ///
     /// # Errors
     /// [`BackendError`]; after one, any chunk may or may not be present.
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(async move {
-            let (mut gone, mut cursor) = (0, Cursor::START);
-            loop {
-                let page = self.list(cursor, REMOVE_AT_ONCE, deadline).await?;
-                let keys: Vec<_> = page.items.iter().map(|item| item.key).collect();
-                for removed in self.remove(&keys, deadline).await {
-                    gone += u64::from(removed?);
-                }
-                match page.next {
-                    Some(next) => cursor = next,
-                    None => return Ok(gone),
-                }
-            }
-        })
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>>;
+
+    /// Returns the clears that the tier has noted, one for each space that it knows of and one for
+    /// all spaces: what an engine has to know before it serves the tier's chunks. Never waits.
+    /// Default: none.
+    fn clears(&self) -> Vec<Clear> {
+        Vec::new()
     }
 
-    /// A page of the chunks that are present, in an order of the tier's own. Starts at
+    /// Returns a page of the chunks that are present, in an order of the tier's own. Starts at
     /// [`Cursor::START`] and goes on from [`Page::next`] until that is `None`. A chunk that is
     /// there from the first page to the last is listed exactly once.
     ///
@@ -114,25 +123,32 @@ pub trait Backend: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'_, Result<Page, BackendError>>;
 
-    /// What the tier holds.
-    ///
-    /// # Errors
-    /// [`BackendError`].
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>>;
+    /// Returns what the tier holds as far as this process knows; `None` where it does not, and
+    /// once the tier is closed. Never waits.
+    fn usage(&self) -> Option<Usage>;
 
-    /// What the tier counted since it was made, by names that fit a metric's label. Default:
-    /// nothing.
+    /// Returns the tier's own counters since it was made, under names that fit a metric's label.
+    /// Default: none.
     fn counters(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
     }
 
-    /// How the tier is, from memory: never waits.
+    /// Returns the tier's state as this process knows it. Never waits.
     fn health(&self) -> Health;
 
-    /// Stops: nothing is left running, what was acknowledged is durable. Every operation from
-    /// then on answers with its `Closed` error; closing again is no error.
+    /// Stops the tier: nothing is left running, what was acknowledged is durable. Every operation
+    /// from then on answers with [`BackendError::Closed`]; closing again is no error.
     ///
     /// # Errors
     /// [`BackendError`] when something that was acknowledged may be lost.
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>>;
+}
+
+/// The index of a tier whose index is in this process.
+pub trait LocalIndex {
+    /// Answers as [`Backend::locate`] does, at once.
+    ///
+    /// # Errors
+    /// [`BackendError`] for each key that could not be looked up.
+    fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>>;
 }

@@ -1,17 +1,17 @@
-//! What goes into a tier's operations and what comes out.
+//! Arguments and results of a tier's operations.
 
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot, WrittenSlot};
 
-use crate::BackendError;
+use crate::{BackendError, ClearEpoch};
 
 /// A chunk to load, and the slot it shall go into.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LoadItem {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
-    /// Where its bytes go; as long as the chunk.
+    /// Slot that the bytes are read into; as long as the chunk.
     pub slot: ReservedSlot,
 }
 
@@ -22,39 +22,44 @@ impl LoadItem {
     }
 }
 
-/// What became of one load.
+/// Outcome of one load.
 #[derive(Debug)]
 pub enum Loaded {
     /// The slot holds the chunk, verified.
-    Hit(WrittenSlot),
+    Hit {
+        /// The chunk's bytes.
+        slot: WrittenSlot,
+        /// The clear epoch under which the chunk was computed.
+        epoch: ClearEpoch,
+    },
     /// The tier does not have the chunk, or no longer in a state it trusts.
     Miss(ReservedSlot),
     /// The tier could not say.
     Failed {
-        /// Why.
+        /// Reason of the failure.
         error: BackendError,
-        /// Where the slot is.
+        /// The slot, or its quarantine.
         slot: FailedSlot,
     },
 }
 
 impl Loaded {
-    /// The written slot of a hit.
+    /// Returns the written slot of a hit.
     pub fn hit(self) -> Option<WrittenSlot> {
         match self {
-            Self::Hit(slot) => Some(slot),
+            Self::Hit { slot, .. } => Some(slot),
             Self::Miss(_) | Self::Failed { .. } => None,
         }
     }
 }
 
-/// Where the slot of a failed load is.
+/// The slot of a failed load.
 #[derive(Debug)]
 pub enum FailedSlot {
-    /// Nothing writes to it: it may be used again.
-    Quiet(ReservedSlot),
-    /// Something may still write to it. The tier keeps it in quarantine and returns it to the
-    /// pool when there is proof that it is quiet.
+    /// Nothing writes to the slot: it may be used again.
+    Released(ReservedSlot),
+    /// Something may still write to the slot. The tier keeps it in quarantine, and returns it to
+    /// its pool when there is proof that nothing does.
     Quarantined,
 }
 
@@ -62,11 +67,13 @@ pub enum FailedSlot {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StoreItem {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
     /// The chunk before it in its prompt, for tiers that evict the tail before the head.
     pub parent: Option<ChunkKey>,
-    /// Its bytes. Owning it keeps them in place and unchanged.
+    /// The clear epoch under which the chunk was computed.
+    pub epoch: ClearEpoch,
+    /// The chunk's bytes. Owning the slot keeps them in place and unchanged.
     pub slot: SealedSlot,
 }
 
@@ -76,30 +83,40 @@ impl StoreItem {
         Self {
             key,
             parent: None,
+            epoch: ClearEpoch::default(),
             slot,
         }
     }
 
+    /// Sets the clear epoch under which the chunk was computed. Default: that before the first
+    /// clear.
+    #[must_use]
+    pub fn with_epoch(mut self, epoch: ClearEpoch) -> Self {
+        self.epoch = epoch;
+        self
+    }
+
     /// Names the chunk before it. Default: none.
+    #[must_use]
     pub fn with_parent(mut self, parent: ChunkKey) -> Self {
         self.parent = Some(parent);
         self
     }
 }
 
-/// What became of a store that did not fail.
+/// Outcome of a store that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stored {
     /// The chunk is there now.
     Written,
-    /// It was there before; nothing was written.
+    /// The chunk was there before; nothing was written.
     Present,
     /// The tier chose not to keep it, by its admission rule or because its queue is full.
     Declined,
 }
 
-/// A place in a tier's listing.
+/// A position in a tier's listing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Cursor(u128);
 
@@ -107,12 +124,12 @@ impl Cursor {
     /// The start of the listing.
     pub const START: Self = Self(0);
 
-    /// A place as the tier numbers it; only that tier knows what it means.
+    /// Returns the position that the tier numbers so; only that tier knows what it means.
     pub fn from_raw(raw: u128) -> Self {
         Self(raw)
     }
 
-    /// The number given by [`Cursor::from_raw`].
+    /// Returns the number given by [`Cursor::from_raw`].
     pub fn raw(self) -> u128 {
         self.0
     }
@@ -122,9 +139,9 @@ impl Cursor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Listed {
-    /// Which chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
-    /// Its bytes.
+    /// Payload bytes of the chunk.
     pub len: u64,
 }
 
@@ -140,19 +157,19 @@ impl Listed {
 pub struct Page {
     /// The chunks; at most as many as were asked for, and none does not mean the end.
     pub items: Vec<Listed>,
-    /// Where to go on; `None` at the end.
+    /// Position of the next page; `None` at the end.
     pub next: Option<Cursor>,
 }
 
-/// What a tier holds.
+/// Content of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Chunks.
+    /// Number of chunks.
     pub chunks: u64,
-    /// Bytes of chunks.
+    /// Payload bytes of the chunks.
     pub bytes: u64,
-    /// Bytes of chunks that it may hold; `None` where there is no limit or none is known.
+    /// Payload bytes that the tier may hold; `None` where there is no limit or none is known.
     pub capacity: Option<u64>,
 }
 
@@ -173,20 +190,20 @@ impl Usage {
     }
 }
 
-/// How a tier is.
+/// State of a tier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Health {
-    /// All is well.
+    /// The tier works.
     Ready,
-    /// It works, but not as it should.
+    /// The tier works, but not as it should.
     Degraded {
-        /// What is wrong, for a person.
+        /// Text for a person: what is wrong, and the remedy.
         reason: String,
     },
-    /// It does not work.
+    /// The tier does not work.
     Down {
-        /// What is wrong, for a person.
+        /// Text for a person: what is wrong, and the remedy.
         reason: String,
     },
 }

@@ -1,19 +1,22 @@
-//! The contract of lmc's tiers: what the engine asks of a disk, a peer or a remote store.
+//! The contract of lmc's tiers: the operations that the engine asks of a disk, a peer or a remote
+//! store.
 //!
-//! [`Backend`] is one object-safe trait. Every operation takes a batch and answers with one
-//! result for each key, in the order of the keys; partial success is normal. Loads go into slots
-//! that the caller reserved, stores come from sealed slots, and neither copies on the way where
-//! the tier can help it. A key decides its bytes for good, so nothing is ever overwritten.
+//! [`Backend`] is one object-safe trait. Every operation takes a batch and a deadline, and answers
+//! once for each key; partial success is normal. A tier says which chunks it has
+//! ([`Backend::locate`], or at once by its [`LocalIndex`]), loads them into slots that the caller
+//! reserved, and stores them from sealed slots, without a copy in between where the tier can do
+//! that. Loads and stores answer for each key as it ends ([`Answers`]). A key decides its bytes for
+//! good, so nothing is ever overwritten; what a clear makes unfindable is told by [`ClearEpoch`]s.
 //!
-//! What is *not* here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`),
-//! which tier a chunk belongs in (`lmc-engine`), and any executor or timer.
+//! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
+//! a chunk belongs in (`lmc-engine`), and any executor or timer.
 //!
-//! Start from [`Backend`], [`LoadItem`] and [`Loaded`]; write a tier against the kit in
-//! the module `conformance` (feature of the same name).
+//! Start from [`Backend`], [`LoadItem`] and [`Loaded`]; test a new tier with the kit in the module
+//! `conformance` (feature of the same name).
 //!
 //! ```
 //! use std::{sync::Arc, time::{Duration, Instant}};
-//! use lmc_backend::{Backend, LoadItem, Loaded, MemoryBackend, StoreItem};
+//! use lmc_backend::{Backend, LoadItem, Loaded, MemoryBackend, StoreItem, in_order};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 //! # use lmc_backend::conformance::block_on;
@@ -25,20 +28,26 @@
 //! let tier: Arc<dyn Backend> = Arc::new(MemoryBackend::default());
 //! let deadline = Instant::now() + Duration::from_secs(1);
 //!
-//! let mut slot = pool.reserve(5).expect("an empty pool has room");
+//! let mut slot = pool.reserve(5).expect("an empty pool has free capacity");
 //! slot.bytes_mut().copy_from_slice(b"hello");
 //! # block_on(async {
-//! tier.store(vec![StoreItem::new(key, slot.written().seal())], deadline).await;
-//! let into = pool.reserve(5).expect("the pool has room for two");
-//! let mut loaded = tier.load(vec![LoadItem::new(key, into)], deadline).await;
-//! let Some(Loaded::Hit(slot)) = loaded.pop() else { panic!("a miss") };
+//! in_order(tier.store(vec![StoreItem::new(key, slot.written().seal())], deadline), 1).await;
+//! let into = pool.reserve(5).expect("the pool has capacity for two");
+//! let mut loaded = in_order(tier.load(vec![LoadItem::new(key, into)], deadline), 1).await;
+//! let Some(Some(Loaded::Hit { slot, .. })) = loaded.pop() else { panic!("a miss") };
 //! assert_eq!(slot.bytes(), b"hello");
 //! # });
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod answers;
+pub use answers::{Answers, in_order, ready};
+
 mod backend;
-pub use backend::{Backend, BoxFuture};
+pub use backend::{Backend, BoxFuture, LocalIndex};
+
+mod clear;
+pub use clear::{Clear, ClearEpoch};
 
 mod error;
 pub use error::{BackendError, Unavailable};
@@ -47,6 +56,9 @@ mod item;
 pub use item::{
     Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page, StoreItem, Stored, Usage,
 };
+
+mod locate;
+pub use locate::{Located, Location, Medium, Sharing};
 
 mod memory;
 pub use memory::MemoryBackend;

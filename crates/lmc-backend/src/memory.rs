@@ -1,25 +1,27 @@
 //! A map behind the trait.
 
-use std::collections::BTreeMap;
-use std::future::ready;
+use std::collections::{BTreeMap, HashMap};
+use std::future::ready as done;
 use std::io;
 use std::ops::Bound;
 use std::time::Instant;
 
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::Mutex;
 
 use crate::{
-    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page,
-    StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
+    Listed, LoadItem, Loaded, LocalIndex, Located, Location, Medium, Page, Sharing, StoreItem,
+    Stored, Usage, ready,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
-/// Nothing is evicted; without a capacity it grows for ever.
+/// Nothing is evicted; without a capacity it grows without bound.
 #[derive(Debug, Default)]
 pub struct MemoryBackend {
     state: Mutex<State>,
     capacity: Option<u64>,
+    is_shared: bool,
 }
 
 #[derive(Debug, Default)]
@@ -27,16 +29,37 @@ struct State {
     chunks: BTreeMap<ChunkKey, Chunk>,
     /// Arrival number to key: the order of listings.
     arrivals: BTreeMap<u128, ChunkKey>,
-    /// The number of the last arrival. The first is 1, so that cursor 0 lies before all.
+    /// Number of the last arrival. The first is 1, so that cursor 0 lies before all.
     arrived: u128,
+    /// Payload bytes of the chunks.
     bytes: u64,
+    /// Epochs of the clears noted; `None` is that of all spaces.
+    clears: HashMap<Option<SpaceId>, ClearEpoch>,
     closed: bool,
 }
 
 #[derive(Debug)]
 struct Chunk {
     arrival: u128,
+    epoch: ClearEpoch,
     bytes: Box<[u8]>,
+}
+
+impl State {
+    /// Returns the newest epoch noted for a space.
+    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
+        let noted = |space| self.clears.get(&space).copied().unwrap_or_default();
+        noted(None).join(noted(Some(space)))
+    }
+
+    fn take(&mut self, key: &ChunkKey) -> bool {
+        let Some(chunk) = self.chunks.remove(key) else {
+            return false;
+        };
+        self.arrivals.remove(&chunk.arrival);
+        self.bytes -= chunk.bytes.len() as u64;
+        true
+    }
 }
 
 impl MemoryBackend {
@@ -48,10 +71,29 @@ impl MemoryBackend {
         }
     }
 
+    /// Behaves as a store that other processes use too: it has no index here, so that it has to be
+    /// asked, a clear deletes nothing, and a chunk keeps the epoch under which it was stored.
+    pub fn shared() -> Self {
+        Self {
+            is_shared: true,
+            ..Self::default()
+        }
+    }
+
+    fn locate_one(&self, state: &State, key: &ChunkKey) -> Result<Located, BackendError> {
+        if state.closed {
+            return Err(BackendError::Closed);
+        }
+        let location =
+            |chunk: &Chunk| Location::new(chunk.bytes.len() as u64, Medium::Memory, chunk.epoch);
+        let found = state.chunks.get(key).map(location);
+        Ok(found.map_or(Located::Absent, Located::Present))
+    }
+
     fn load_one(&self, LoadItem { key, mut slot }: LoadItem) -> Loaded {
         let state = self.state.lock();
         if state.closed {
-            let (error, slot) = (BackendError::Closed, FailedSlot::Quiet(slot));
+            let (error, slot) = (BackendError::Closed, FailedSlot::Released(slot));
             return Loaded::Failed { error, slot };
         }
         let Some(chunk) = state.chunks.get(&key) else {
@@ -62,11 +104,14 @@ impl MemoryBackend {
             let found = slot.len();
             return Loaded::Failed {
                 error: BackendError::Length { expected, found },
-                slot: FailedSlot::Quiet(slot),
+                slot: FailedSlot::Released(slot),
             };
         }
         slot.bytes_mut().copy_from_slice(&chunk.bytes);
-        Loaded::Hit(slot.written())
+        Loaded::Hit {
+            slot: slot.written(),
+            epoch: chunk.epoch,
+        }
     }
 
     fn store_one(&self, item: &StoreItem) -> Result<Stored, BackendError> {
@@ -74,8 +119,12 @@ impl MemoryBackend {
         if state.closed {
             return Err(BackendError::Closed);
         }
-        if state.chunks.contains_key(&item.key) {
+        let known = state.chunks.get(&item.key).map(|chunk| chunk.epoch);
+        if known.is_some_and(|known| known.join(item.epoch) == known) {
             return Ok(Stored::Present);
+        }
+        if !self.is_shared && !item.epoch.is_valid_at(state.epoch_of(item.key.space)) {
+            return Ok(Stored::Declined);
         }
         let needed = item.slot.len();
         if self
@@ -90,11 +139,17 @@ impl MemoryBackend {
                 "the slot's memory was lost",
             )));
         }
+        state.take(&item.key);
         state.arrived += 1;
         state.bytes += needed;
-        let arrival = state.arrived;
+        let (arrival, epoch) = (state.arrived, item.epoch);
         state.arrivals.insert(arrival, item.key);
-        state.chunks.insert(item.key, Chunk { arrival, bytes });
+        let chunk = Chunk {
+            arrival,
+            epoch,
+            bytes,
+        };
+        state.chunks.insert(item.key, chunk);
         Ok(Stored::Written)
     }
 
@@ -103,12 +158,15 @@ impl MemoryBackend {
         if state.closed {
             return Err(BackendError::Closed);
         }
-        let Some(chunk) = state.chunks.remove(key) else {
-            return Ok(false);
-        };
-        state.arrivals.remove(&chunk.arrival);
-        state.bytes -= chunk.bytes.len() as u64;
-        Ok(true)
+        Ok(state.take(key))
+    }
+}
+
+impl LocalIndex for MemoryBackend {
+    fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>> {
+        let state = self.state.lock();
+        let located = keys.iter().map(|key| self.locate_one(&state, key));
+        located.collect()
     }
 }
 
@@ -117,32 +175,35 @@ impl Backend for MemoryBackend {
         "memory"
     }
 
-    fn contains<'a>(
+    fn sharing(&self) -> Sharing {
+        match self.is_shared {
+            true => Sharing::Shared,
+            false => Sharing::Private,
+        }
+    }
+
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        (!self.is_shared).then_some(self as &dyn LocalIndex)
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        let state = self.state.lock();
-        let found = |key| match state.closed {
-            true => Err(BackendError::Closed),
-            false => Ok(state.chunks.get(key).map(|chunk| chunk.bytes.len() as u64)),
-        };
-        Box::pin(ready(keys.iter().map(found).collect()))
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(done(self.locate_now(keys)))
     }
 
-    fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
-        let loaded = items.into_iter().map(|item| self.load_one(item));
-        Box::pin(ready(loaded.collect()))
+    fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> Answers<'_, Loaded> {
+        ready(items.into_iter().map(|item| self.load_one(item)))
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
-        Box::pin(ready(
-            items.iter().map(|item| self.store_one(item)).collect(),
-        ))
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        ready(items.iter().map(|item| self.store_one(item)))
     }
 
     fn remove<'a>(
@@ -150,19 +211,38 @@ impl Backend for MemoryBackend {
         keys: &'a [ChunkKey],
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(ready(keys.iter().map(|key| self.remove_one(key)).collect()))
+        Box::pin(done(keys.iter().map(|key| self.remove_one(key)).collect()))
     }
 
-    fn clear(&self, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(&self, clear: Clear, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         let mut state = self.state.lock();
         if state.closed {
-            return Box::pin(ready(Err(BackendError::Closed)));
+            return Box::pin(done(Err(BackendError::Closed)));
         }
-        let gone = state.chunks.len() as u64;
-        state.chunks.clear();
-        state.arrivals.clear();
-        state.bytes = 0;
-        Box::pin(ready(Ok(gone)))
+        let noted = state.clears.entry(clear.space).or_default();
+        *noted = noted.join(clear.epoch);
+        if self.is_shared {
+            return Box::pin(done(Ok(0)));
+        }
+        let is_old = |(key, chunk): &(&ChunkKey, &Chunk)| {
+            clear.covers(key.space) && !chunk.epoch.is_valid_at(state.epoch_of(key.space))
+        };
+        let old: Vec<ChunkKey> = state
+            .chunks
+            .iter()
+            .filter(is_old)
+            .map(|(k, _)| *k)
+            .collect();
+        for key in &old {
+            state.take(key);
+        }
+        Box::pin(done(Ok(old.len() as u64)))
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        let state = self.state.lock();
+        let clear = |(&space, &epoch): (&Option<SpaceId>, &ClearEpoch)| Clear { space, epoch };
+        state.clears.iter().map(clear).collect()
     }
 
     fn list(
@@ -173,7 +253,7 @@ impl Backend for MemoryBackend {
     ) -> BoxFuture<'_, Result<Page, BackendError>> {
         let state = self.state.lock();
         if state.closed {
-            return Box::pin(ready(Err(BackendError::Closed)));
+            return Box::pin(done(Err(BackendError::Closed)));
         }
         let mut rest = state
             .arrivals
@@ -186,17 +266,14 @@ impl Backend for MemoryBackend {
             last = Cursor::from_raw(*arrival);
         }
         page.next = rest.next().map(|_| last);
-        Box::pin(ready(Ok(page)))
+        Box::pin(done(Ok(page)))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
+    fn usage(&self) -> Option<Usage> {
         let state = self.state.lock();
-        if state.closed {
-            return Box::pin(ready(Err(BackendError::Closed)));
-        }
         let mut usage = Usage::new(state.chunks.len() as u64, state.bytes);
         usage.capacity = self.capacity;
-        Box::pin(ready(Ok(usage)))
+        (!state.closed).then_some(usage)
     }
 
     fn health(&self) -> Health {
@@ -210,6 +287,6 @@ impl Backend for MemoryBackend {
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.state.lock().closed = true;
-        Box::pin(ready(Ok(())))
+        Box::pin(done(Ok(())))
     }
 }

@@ -1,16 +1,16 @@
 //! The tier that holds nothing.
 
-use std::future::ready;
+use std::future;
 use std::time::Instant;
 
 use lmc_key::ChunkKey;
 
 use crate::{
-    Backend, BackendError, BoxFuture, Cursor, Health, LoadItem, Loaded, Page, StoreItem, Stored,
-    Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
+    Page, StoreItem, Stored, Usage, ready,
 };
 
-/// Declines every chunk and never finds one: what the engine runs on when there is no lower tier.
+/// Declines every chunk and never finds one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoopBackend;
 
@@ -19,25 +19,25 @@ impl Backend for NoopBackend {
         "noop"
     }
 
-    fn contains<'a>(
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        Box::pin(ready(keys.iter().map(|_| Ok(None)).collect()))
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        let absent = keys.iter().map(|_| Ok(Located::Absent));
+        Box::pin(future::ready(absent.collect()))
     }
 
-    fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
-        let misses = items.into_iter().map(|item| Loaded::Miss(item.slot));
-        Box::pin(ready(misses.collect()))
+    fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> Answers<'_, Loaded> {
+        ready(items.into_iter().map(|item| Loaded::Miss(item.slot)))
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         _deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
-        Box::pin(ready(items.iter().map(|_| Ok(Stored::Declined)).collect()))
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        ready(items.into_iter().map(|_| Ok(Stored::Declined)))
     }
 
     fn remove<'a>(
@@ -45,7 +45,11 @@ impl Backend for NoopBackend {
         keys: &'a [ChunkKey],
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(ready(keys.iter().map(|_| Ok(false)).collect()))
+        Box::pin(future::ready(keys.iter().map(|_| Ok(false)).collect()))
+    }
+
+    fn clear(&self, _clear: Clear, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        Box::pin(future::ready(Ok(0)))
     }
 
     fn list(
@@ -54,11 +58,11 @@ impl Backend for NoopBackend {
         _limit: usize,
         _deadline: Instant,
     ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        Box::pin(ready(Ok(Page::default())))
+        Box::pin(future::ready(Ok(Page::default())))
     }
 
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        Box::pin(ready(Ok(Usage::default().with_capacity(0))))
+    fn usage(&self) -> Option<Usage> {
+        Some(Usage::default().with_capacity(0))
     }
 
     fn health(&self) -> Health {
@@ -66,6 +70,6 @@ impl Backend for NoopBackend {
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        Box::pin(ready(Ok(())))
+        Box::pin(future::ready(Ok(())))
     }
 }

@@ -3,10 +3,12 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Conformance, Faults, Faulty, Guarantee};
+use futures_util::StreamExt;
+use lmc_backend::conformance::{Conformance, Delayed, Faults, Faulty, Gated, Guarantee};
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, MemoryBackend,
-    NoopBackend, Page, StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
+    LoadItem, Loaded, LocalIndex, Located, MemoryBackend, NoopBackend, Page, StoreItem, Stored,
+    Usage,
 };
 use lmc_key::ChunkKey;
 
@@ -17,6 +19,25 @@ fn a_map_is_exact() {
         tally.hits > 100 && tally.misses > 10 && tally.removed > 10,
         "{tally:?}"
     );
+}
+
+#[test]
+fn a_shared_map_is_exact() {
+    let tally = Conformance::new(Guarantee::Exact).run(&MemoryBackend::shared());
+    assert!(tally.hits > 100 && tally.misses > 10, "{tally:?}");
+}
+
+#[test]
+fn a_slow_map_loses_what_is_asked_for_with_too_short_a_deadline_and_nothing_else() {
+    let kit = Conformance::new(Guarantee::Exact).with_operations(100);
+    let slow = Delayed::slow(MemoryBackend::default(), Duration::from_millis(2));
+    let tally = kit.run(&slow);
+    assert!(tally.hits > 20, "{tally:?}");
+}
+
+#[test]
+fn an_open_gate_changes_nothing() {
+    Conformance::new(Guarantee::Exact).run(&Gated::new(MemoryBackend::default()));
 }
 
 #[test]
@@ -64,6 +85,12 @@ enum Lie {
     Loops,
     /// It never returns the slots of loads that miss.
     Leaks,
+    /// It says that a chunk is longer than it is.
+    Longer,
+    /// It answers for a key twice.
+    Twice,
+    /// It does not note clears.
+    Forgets,
 }
 
 #[derive(Debug)]
@@ -74,49 +101,63 @@ impl Backend for Liar {
         "liar"
     }
 
-    fn contains<'a>(
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        None
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        self.0.contains(keys, deadline)
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(async move {
+            let mut located = self.0.locate(keys, deadline).await;
+            for located in &mut located {
+                if let (Lie::Longer, Ok(Located::Present(location))) = (self.1, located) {
+                    location.len += 1;
+                }
+            }
+            located
+        })
     }
 
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
-        Box::pin(async move {
-            if self.1 == Lie::Stale {
-                let hits = items
-                    .into_iter()
-                    .map(|item| Loaded::Hit(item.slot.written()));
-                return hits.collect();
-            }
-            let mut loaded = self.0.load(items, deadline).await;
-            if self.1 == Lie::Short {
-                loaded.pop();
-            }
-            let lie = |loaded| match (self.1, loaded) {
-                (Lie::Invents, Loaded::Miss(mut slot)) => {
-                    slot.bytes_mut()[0] ^= 1;
-                    Loaded::Hit(slot.written())
-                }
-                (Lie::Leaks, Loaded::Miss(slot)) => {
-                    drop(slot.quarantine());
-                    Loaded::Failed {
-                        error: BackendError::Deadline,
-                        slot: FailedSlot::Quarantined,
-                    }
-                }
-                (_, honest) => honest,
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        if self.1 == Lie::Stale {
+            let hit = |item: LoadItem| Loaded::Hit {
+                slot: item.slot.written(),
+                epoch: ClearEpoch::default(),
             };
-            loaded.into_iter().map(lie).collect()
-        })
+            return lmc_backend::ready(items.into_iter().map(hit));
+        }
+        let last = items.len().saturating_sub(1);
+        let loaded = self.0.load(items, deadline);
+        let told = move |&(index, _): &(usize, Loaded)| self.1 != Lie::Short || index != last;
+        let loaded = loaded.filter(move |answer| std::future::ready(told(answer)));
+        let lie = |(index, loaded)| match (self.1, loaded) {
+            (Lie::Invents, Loaded::Miss(mut slot)) => {
+                slot.bytes_mut()[0] ^= 1;
+                let (slot, epoch) = (slot.written(), ClearEpoch::default());
+                (index, Loaded::Hit { slot, epoch })
+            }
+            (Lie::Leaks, Loaded::Miss(slot)) => {
+                drop(slot.quarantine());
+                let failed = Loaded::Failed {
+                    error: BackendError::Deadline,
+                    slot: FailedSlot::Quarantined,
+                };
+                (index, failed)
+            }
+            (Lie::Twice, honest) => (0, honest),
+            (_, honest) => (index, honest),
+        };
+        Box::pin(loaded.map(lie))
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
+    ) -> Answers<'_, Result<Stored, BackendError>> {
         self.0.store(items, deadline)
     }
 
@@ -129,22 +170,29 @@ impl Backend for Liar {
             if self.1 != Lie::Keeps {
                 return self.0.remove(keys, deadline).await;
             }
-            let found = self.0.contains(keys, deadline).await;
-            found
-                .into_iter()
-                .map(|found| Ok(matches!(found, Ok(Some(_)))))
-                .collect()
+            let found = self.0.locate(keys, deadline).await;
+            let is_there = |found| Ok(matches!(found, Ok(Located::Present(_))));
+            found.into_iter().map(is_there).collect()
         })
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(async move {
-            if self.1 != Lie::KeepsAll {
-                return self.0.clear(deadline).await;
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        match self.1 {
+            Lie::KeepsAll => {
+                let usage = self.0.usage();
+                Box::pin(std::future::ready(
+                    Ok(usage.map_or(0, |usage| usage.chunks)),
+                ))
             }
-            let usage = self.0.usage(deadline).await;
-            Ok(usage.map_or(0, |usage| usage.chunks))
-        })
+            _ => self.0.clear(clear, deadline),
+        }
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        match self.1 {
+            Lie::Forgets => Vec::new(),
+            _ => self.0.clears(),
+        }
     }
 
     fn list(
@@ -159,8 +207,8 @@ impl Backend for Liar {
         }
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        self.0.usage(deadline)
+    fn usage(&self) -> Option<Usage> {
+        self.0.usage()
     }
 
     fn health(&self) -> Health {
@@ -182,6 +230,9 @@ fn the_kit_catches_lies() {
         Lie::KeepsAll,
         Lie::Loops,
         Lie::Leaks,
+        Lie::Longer,
+        Lie::Twice,
+        Lie::Forgets,
     ] {
         let liar = Liar(MemoryBackend::default(), lie);
         let guarantee = match lie {
@@ -194,4 +245,14 @@ fn the_kit_catches_lies() {
         let run = AssertUnwindSafe(|| kit.run(&liar));
         assert!(catch_unwind(run).is_err(), "{lie:?} went unnoticed");
     }
+}
+
+#[test]
+fn the_kit_catches_a_tier_that_answers_after_its_deadline() {
+    let late = Delayed::late(MemoryBackend::default(), Duration::from_millis(100));
+    let kit = Conformance::new(Guarantee::Lossy)
+        .with_operations(200)
+        .with_patience(Duration::from_millis(50));
+    let run = AssertUnwindSafe(|| kit.run(&late));
+    assert!(catch_unwind(run).is_err(), "it went unnoticed");
 }

@@ -255,6 +255,7 @@ impl Shared {
             offset: u64::from(found.place.block) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
+            abandoned: None,
             done: Box::new(move |done| {
                 shared.state.lock().index.leave(segment);
                 if done.result.is_err_and(|error| tells_of_a_place(&error)) {
@@ -273,6 +274,7 @@ impl Shared {
             offset: 0,
             len: BLOCK,
             buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
+            abandoned: None,
             done: Box::new(move |done| {
                 let answers = match (done.result, done.buf) {
                     (Ok(()), Some(Buf::Own(block))) => {
@@ -361,6 +363,7 @@ impl Shared {
             offset: u64::from(broken.place.block + 1) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
+            abandoned: None,
             done: Box::new(move |done| {
                 let code = done.result.as_ref().map_err(io::Error::raw_os_error);
                 // A file system that does not know how to do both at once.

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded};
 use lmc_memory::{PartedChecksum, ReservedSlot};
@@ -11,7 +12,7 @@ use super::{Drive, Shared};
 use crate::batch::Batch;
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
-use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part};
+use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part, is_abandoned};
 
 /// A payload is read in parts of so many bytes or more, each summed while others are on their way:
 /// on the thread that learns of their end, so that a drive gives no more than that can sum.
@@ -101,14 +102,14 @@ impl Drive {
         let shared = &self.shared;
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
-        let quiet = |error, slot| Loaded::Failed {
+        let failed = |error, slot| Loaded::Failed {
             error,
-            slot: FailedSlot::Quiet(slot),
+            slot: FailedSlot::Released(slot),
         };
         let (found, file) = {
             let mut state = shared.state.lock();
             if state.closed {
-                return answer(quiet(BackendError::Closed, slot));
+                return answer(failed(BackendError::Closed, slot));
             }
             let Some(found) = state.index.find(&key) else {
                 count(&shared.counters.missed, 1);
@@ -120,7 +121,7 @@ impl Drive {
                     expected,
                     found: found_len,
                 };
-                return answer(quiet(error, slot));
+                return answer(failed(error, slot));
             }
             let segment = found.place.segment;
             let Some(file) = state.files[segment as usize] else {
@@ -129,6 +130,7 @@ impl Drive {
             state.index.enter(segment, true);
             (found, file)
         };
+        shared.read_rate.begin(Instant::now());
         let at = u64::from(found.place.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
@@ -153,13 +155,14 @@ impl Drive {
         })));
         let op = |offset, len, buf, part: Option<usize>| {
             let (reading, shared) = (Arc::clone(&reading), Arc::clone(shared));
-            let waiter = waiter.clone();
+            let (batch, waiter) = (&waiter.0, waiter.clone());
             Op {
                 kind: Kind::Read,
                 file: file.id,
                 offset,
                 len,
                 buf: Some(buf),
+                abandoned: Some(batch.abandoned()),
                 done: Box::new(move |done| {
                     let mut held = reading.lock();
                     let Some(reading) = held.as_mut() else { return };
@@ -191,10 +194,20 @@ impl Drive {
 impl Shared {
     /// Checks what was read and answers.
     fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
-        self.state.lock().index.leave(found.place.segment);
+        let epoch = {
+            let mut state = self.state.lock();
+            state.index.leave(found.place.segment);
+            state.index.epoch_of(found.key.space)
+        };
         let (batch, place) = waiter;
+        let read = if reading.error.is_some() {
+            0
+        } else {
+            found.len + BLOCK
+        };
+        self.read_rate.end(read, Instant::now());
         let (header, error) = (reading.header.take(), reading.error.take());
-        if let Some(error) = &error {
+        if let Some(error) = error.as_ref().filter(|error| !is_abandoned(error)) {
             count(&self.counters.read_errors, 1);
             self.read_failed(*found, error);
         }
@@ -205,7 +218,7 @@ impl Shared {
         if let Some(error) = error {
             let failed = Loaded::Failed {
                 error: BackendError::Io(error),
-                slot: FailedSlot::Quiet(slot),
+                slot: FailedSlot::Released(slot),
             };
             return batch.answer(*place, failed);
         }
@@ -214,7 +227,7 @@ impl Shared {
             // The sum is of other bytes than the drive's, which says nothing about the drive's.
             let failed = Loaded::Failed {
                 error: BackendError::Io(io::Error::other("the slot's memory was lost")),
-                slot: FailedSlot::Quiet(slot),
+                slot: FailedSlot::Released(slot),
             };
             return batch.answer(*place, failed);
         }
@@ -231,7 +244,8 @@ impl Shared {
                 if sum == found.payload_sum {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
-                    return batch.answer(*place, Loaded::Hit(slot.written()));
+                    let (slot, epoch) = (slot.written(), epoch);
+                    return batch.answer(*place, Loaded::Hit { slot, epoch });
                 }
                 &self.counters.bad_payloads
             }

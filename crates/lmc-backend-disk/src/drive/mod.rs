@@ -19,17 +19,17 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, StoreItem, Stored};
-use lmc_key::ChunkKey;
+use lmc_backend::{BackendError, Clear, ClearEpoch, StoreItem, Stored};
+use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::{Condvar, Mutex};
 
 use crate::batch::Batch;
 use crate::counters::{Counters, count};
-use crate::epoch::ClearEpoch;
-use crate::format::{DriveHeader, PutRecord, Record, VERSION, VERSION_WITH_EPOCH};
+use crate::format::{DriveHeader, PutRecord, Record, version_of};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
+use crate::read_rate::ReadRate;
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::timer::join_before;
@@ -57,6 +57,13 @@ pub(crate) struct DriveSettings {
     pub(crate) max_writing: u64,
     /// Time between two looks at a drive that was taken out.
     pub(crate) probe_every: Duration,
+}
+
+/// Returns the records of the clears that an index has noted.
+fn noted(index: &Index) -> Vec<Record> {
+    let mut records = Vec::new();
+    index.snapshot_clears(&mut records);
+    records
 }
 
 /// A chunk that was written and waits to be made durable.
@@ -199,6 +206,7 @@ struct Shared {
     work: Condvar,
     room: RoomWork,
     counters: Counters,
+    read_rate: ReadRate,
     writing_bytes: AtomicU64,
     condition: Condition,
     /// Says to others that the folder is in use, until the drive and its threads are gone.
@@ -246,6 +254,7 @@ impl Drive {
             work: Condvar::new(),
             room: RoomWork::default(),
             counters: Counters::default(),
+            read_rate: ReadRate::default(),
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
             volume,
@@ -326,10 +335,7 @@ impl Drive {
             }
         };
         DriveStatus {
-            version: match state.index.epoch() == ClearEpoch::default() {
-                true => VERSION,
-                false => VERSION_WITH_EPOCH,
-            },
+            version: version_of(&noted(&state.index)),
             drive_id: shared.header.drive_id,
             created: shared.header.created,
             set_id: record.as_ref().map(|record| record.set_id),
@@ -422,23 +428,41 @@ impl Drive {
         }
     }
 
-    /// The last clear of this drive.
+    /// Returns the estimated time to read so many bytes.
+    pub(crate) fn read_time(&self, bytes: u64) -> Duration {
+        self.shared.read_rate.time(bytes)
+    }
+
+    /// Returns the last clear of all spaces.
     pub(crate) fn epoch(&self) -> ClearEpoch {
         self.shared.state.lock().index.epoch()
     }
 
-    /// Removes every chunk, also those that are being written. Returns how many were there; that
-    /// they are gone and the drive has reached `epoch` is durable when the answer goes to
+    /// Returns the last clear that covers a space.
+    pub(crate) fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
+        self.shared.state.lock().index.epoch_of(space)
+    }
+
+    /// Returns the last clear of all spaces, and the later ones of single spaces.
+    pub(crate) fn clears(&self) -> Vec<Clear> {
+        self.shared.state.lock().index.clears()
+    }
+
+    /// Removes the chunks that a clear covers, also those that are being written. Returns how many
+    /// were there; that they are gone and the epoch is noted is durable when the answer goes to
     /// `waiter`.
-    pub(crate) fn clear(&self, epoch: ClearEpoch, waiter: ChangeWaiter) -> u64 {
+    pub(crate) fn clear(&self, clear: Clear, waiter: ChangeWaiter) -> u64 {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let mut given_up = Vec::new();
-        for writing in state.writing.values_mut() {
-            writing.doomed = true;
-            given_up.append(&mut writing.again);
+        if state.index.is_new(clear) {
+            let covered = state.writing.iter_mut();
+            for (_, writing) in covered.filter(|(key, _)| clear.covers(key.space)) {
+                writing.doomed = true;
+                given_up.append(&mut writing.again);
+            }
         }
-        let (gone, mut records) = state.index.clear(epoch);
+        let (gone, mut records) = state.index.clear(clear);
         let last = records.pop();
         for record in records {
             state.queue.push(record, None);
@@ -585,6 +609,7 @@ pub(crate) fn wait_for(
         len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
         buf: buf.map(Buf::Own),
         // Whoever waited may have given up.
+        abandoned: None,
         done: Box::new(move |done| drop(sender.send(done.result))),
     });
     let late = |_| Err(io::ErrorKind::TimedOut.into());

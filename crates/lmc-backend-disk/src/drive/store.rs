@@ -32,6 +32,8 @@ impl Shared {
             let max = state.index.max_len();
             if state.closed {
                 Err(BackendError::Closed)
+            } else if !item.epoch.is_valid_at(state.index.epoch_of(item.key.space)) {
+                Ok(Stored::Declined)
             } else if state.index.find(&item.key).is_some() {
                 Ok(Stored::Present)
             } else if len > max {
@@ -105,6 +107,7 @@ impl Shared {
                 offset,
                 len,
                 buf: Some(buf),
+                abandoned: None,
                 done: Box::new(move |done: Done| {
                     drop(done.buf);
                     let mut writes = writes.lock();

@@ -2,15 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{block_on, test_key};
+use futures_util::StreamExt;
+use lmc_backend::conformance::{block_on, clear_all, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, LoadItem, Stored};
 
 use super::crash_tests::{SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
-use crate::epoch::ClearEpoch;
+use crate::backend::DiskBackend;
 use crate::format::{Place, PutRecord, Record};
 use crate::index::Index;
 use crate::volume::Kind;
+use lmc_backend::{Clear, ClearEpoch};
 
 #[test]
 fn a_store_that_was_late_does_not_undo_a_clear() {
@@ -27,23 +29,23 @@ fn a_store_that_was_late_does_not_undo_a_clear() {
         let tier = open(&volume, SETTINGS).expect("a new drive");
         let held = kind.is_none().then(|| volume.hold_names());
         if let Some(kind) = kind {
-            let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+            let stored = store_batch(&tier, vec![item(&pool, 0)], soon());
             assert!(matches!(stored[..], [Ok(Stored::Written)]));
             volume.fault_in(prefix, kind, Fault::Stall);
         }
-        let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
+        let stored = store_batch(&tier, vec![item(&pool, 1)], late());
         assert!(
             matches!(stored[..], [Err(BackendError::Deadline)]),
             "{kind:?}"
         );
         // Removed and stored once more, which begins when the first is over.
         drop(block_on(tier.remove(&[test_key(1)], late())));
-        let stored = block_on(tier.store(vec![item(&pool, 1)], late()));
+        let stored = store_batch(&tier, vec![item(&pool, 1)], late());
         assert!(
             matches!(stored[..], [Err(BackendError::Deadline)]),
             "{kind:?}"
         );
-        let cleared = block_on(tier.clear(late()));
+        let cleared = clear_all(&tier, late());
         let durable = matches!(cleared, Ok(0 | 1));
         assert!(
             durable || matches!(cleared, Err(BackendError::Deadline)),
@@ -52,12 +54,12 @@ fn a_store_that_was_late_does_not_undo_a_clear() {
         assert!(!is_there(&tier, &pool, 0), "it is forgotten at once");
         drop(held);
         volume.thaw();
-        block_on(tier.clear(soon())).expect("now the log can be written");
+        clear_all(&tier, soon()).expect("now the log can be written");
         block_on(tier.close(soon())).expect("closed in order");
         drop(tier);
         assert_eq!(pool.usage().used, 0);
         let tier = open(&volume, SETTINGS).expect("as it was closed");
-        let stored = block_on(tier.store(vec![item(&pool, 2)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 2)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
         assert!(
             !is_there(&tier, &pool, 0) && !is_there(&tier, &pool, 1),
@@ -75,14 +77,11 @@ fn a_cleared_drive_is_written_from_its_start() {
     for round in 0..4 {
         let numbers = round * 100..round * 100 + 40;
         for number in numbers.clone() {
-            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            let stored = store_batch(&tier, vec![item(&pool, number)], soon());
             assert!(matches!(stored[..], [Ok(Stored::Written)]));
         }
         assert!(numbers.clone().all(|number| is_there(&tier, &pool, number)));
-        assert_eq!(
-            block_on(tier.clear(soon())).expect("a drive that works"),
-            40
-        );
+        assert_eq!(clear_all(&tier, soon()).expect("a drive that works"), 40);
         assert_eq!((tier.held().chunks, tier.held().bytes), (0, 0));
         assert!(!numbers.clone().any(|number| is_there(&tier, &pool, number)));
     }
@@ -119,7 +118,7 @@ fn a_million_chunks_are_forgotten_at_once() {
         assert!(index.apply(&Record::Put(put)));
     }
     let begun = Instant::now();
-    let (gone, records) = index.clear(ClearEpoch::default().next());
+    let (gone, records) = index.clear(Clear::all(ClearEpoch::default().next()));
     let took = begun.elapsed();
     assert_eq!((gone, records.len()), (chunks, 1_001));
     assert!(
@@ -137,7 +136,7 @@ fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
     let tier = open(&volume, SETTINGS).expect("a new drive");
     for round in 0..6 {
         for number in 0..40 {
-            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            let stored = store_batch(&tier, vec![item(&pool, number)], soon());
             assert!(matches!(stored[..], [Ok(Stored::Written)]));
         }
         // Each segment is being read.
@@ -146,9 +145,9 @@ fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
             let slot = pool.reserve(len(number)).expect("room");
             let late = Instant::now() + Duration::from_millis(1);
             let load = LoadItem::new(test_key(number), slot);
-            drop(block_on(tier.load(vec![load], late)));
+            drop(load_batch(&tier, vec![load], late));
         }
-        block_on(tier.clear(soon())).expect("a drive that works");
+        clear_all(&tier, soon()).expect("a drive that works");
         volume.thaw();
         let made = volume.names("segment-").len();
         assert!(made < 10, "{made} segments for forty chunks, round {round}");
@@ -162,11 +161,11 @@ fn a_store_that_waits_for_another_does_not_undo_a_removal() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
-    let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 0)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     volume.fault_in("segment-", Kind::Write, Fault::Stall);
     for _ in 0..2 {
-        drop(block_on(tier.store(vec![item(&pool, 1)], late())));
+        drop(store_batch(&tier, vec![item(&pool, 1)], late()));
         let removed = block_on(tier.remove(&[test_key(1)], soon()));
         assert!(matches!(removed[..], [Ok(_)]), "{removed:?}");
     }
@@ -175,4 +174,50 @@ fn a_store_that_waits_for_another_does_not_undo_a_removal() {
     drop(tier);
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     assert!(is_there(&tier, &pool, 0) && !is_there(&tier, &pool, 1));
+}
+
+/// Numbers of chunks of the space of chunk 0, and of others.
+fn of_two_kinds() -> (Vec<u64>, Vec<u64>) {
+    (0..24).partition(|&number| test_key(number).space == test_key(0).space)
+}
+
+#[test]
+fn a_clear_of_one_space_is_durable_and_leaves_the_others() {
+    let volume = SimVolume::new(u64::MAX);
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let (cleared, kept) = of_two_kinds();
+    let store = |tier: &DiskBackend, numbers: &[u64]| {
+        let items = numbers.iter().map(|&number| item(&pool, number)).collect();
+        let stored = store_batch(tier, items, soon());
+        assert!(stored.iter().all(|one| matches!(one, Ok(Stored::Written))));
+    };
+    store(&tier, &cleared);
+    store(&tier, &kept);
+    let epoch = ClearEpoch::default().next();
+    let clear = Clear::space(test_key(0).space, epoch);
+    let gone = block_on(tier.clear(clear, soon())).expect("a drive that works");
+    assert_eq!(gone, cleared.len() as u64);
+    // Once more: it is not newer, so what was stored since stays.
+    store(&tier, &cleared[..1]);
+    assert_eq!(block_on(tier.clear(clear, soon())).expect("it works"), 0);
+    // A chunk that was computed before the clear is not taken.
+    let old = item(&pool, cleared[1]);
+    let mut stored = tier.store(vec![old], soon());
+    let declined = block_on(stored.next());
+    assert!(matches!(declined, Some((0, Ok(Stored::Declined)))));
+    drop(stored);
+    block_on(tier.close(soon())).expect("closed in order");
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    assert!(tier.clears().contains(&clear), "{:?}", tier.clears());
+    assert!(kept.iter().all(|&number| is_there(&tier, &pool, number)));
+    assert!(is_there(&tier, &pool, cleared[0]));
+    assert!(!cleared[1..].iter().any(|&n| is_there(&tier, &pool, n)));
+    // A clear of all spaces that is newer stands for it.
+    let all = Clear::all(epoch.next());
+    assert_eq!(
+        block_on(tier.clear(all, soon())).expect("it works"),
+        1 + kept.len() as u64
+    );
+    assert_eq!(tier.clears(), [all]);
 }

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
-    Conformance, Guarantee, Rng, block_on, check_value, fill_value, test_key,
+    Conformance, Guarantee, Rng, block_on, check_value, clear_all, fill_value, load_batch,
+    store_batch, test_key,
 };
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, Clear, ClearEpoch, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
 use super::SimVolume;
@@ -69,9 +70,9 @@ pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
 pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let key = test_key(number);
     let slot = pool.reserve(len(number)).expect("room");
-    let loaded = block_on(tier.load(vec![LoadItem::new(key, slot)], soon())).pop();
+    let loaded = load_batch(tier, vec![LoadItem::new(key, slot)], soon()).pop();
     match loaded.expect("one answer") {
-        Loaded::Hit(slot) => {
+        Loaded::Hit { slot, .. } => {
             check_value(&key, slot.bytes()).expect("the bytes of this key");
             true
         }
@@ -95,7 +96,7 @@ fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTr
     for _ in 0..steps {
         if rng.below(10) == 0 {
             let patience = Instant::now() + Duration::from_millis(50);
-            let after = match block_on(tier.clear(patience)) {
+            let after = match clear_all(tier, patience) {
                 Ok(_) => Told::Removed,
                 Err(_) => Told::Unsure,
             };
@@ -105,11 +106,32 @@ fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTr
             }
             continue;
         }
+        if rng.below(20) == 0 {
+            let space = test_key(rng.below(12)).space;
+            let patience = Instant::now() + Duration::from_millis(50);
+            let clears = tier.clears().into_iter();
+            let newest = clears.fold(ClearEpoch::default(), |epoch, clear| {
+                epoch.join(clear.epoch)
+            });
+            let clear = Clear::space(space, newest.next());
+            let cleared = block_on(tier.clear(clear, patience));
+            let after = match cleared {
+                Ok(_) => Told::Removed,
+                Err(_) => Told::Unsure,
+            };
+            let of_space = |number: &u64| test_key(*number).space == space;
+            let told = told.iter_mut().filter(|(number, _)| of_space(number));
+            told.for_each(|(_, told)| *told = after);
+            if after == Told::Unsure {
+                return;
+            }
+            continue;
+        }
         let first = rng.below(40);
         let numbers: Vec<u64> = (first..first + 1 + rng.below(5)).collect();
         if rng.below(4) > 0 {
             let items = numbers.iter().map(|&number| item(pool, number)).collect();
-            let answers = block_on(tier.store(items, soon()));
+            let answers = store_batch(tier, items, soon());
             for (number, answer) in numbers.iter().zip(answers) {
                 match answer {
                     Ok(Stored::Written | Stored::Present) => told.insert(*number, Told::Stored),
@@ -267,7 +289,7 @@ fn what_is_acknowledged_after_a_kill_survives_a_power_cut() {
         let volume = SimVolume::new(u64::MAX);
         volume.crash_after(events);
         let stores = |number: u64, tier: &DiskBackend| {
-            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            let stored = store_batch(tier, vec![item(&pool, number)], soon());
             matches!(stored[..], [Ok(Stored::Written)])
         };
         if let Ok(tier) = open(&volume, SETTINGS)

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{block_on, test_key};
+use futures_util::{FutureExt, StreamExt};
+use lmc_backend::conformance::{block_on, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, FailedSlot, Health, LoadItem, Loaded, Stored};
 use lmc_testkit::until;
 
@@ -25,7 +26,7 @@ fn filled() -> Arc<SimVolume> {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
     let items = (0..10).map(|number| item(&pool, number)).collect();
-    let answers = block_on(tier.store(items, soon()));
+    let answers = store_batch(&tier, items, soon());
     assert!(
         answers
             .iter()
@@ -38,7 +39,7 @@ fn filled() -> Arc<SimVolume> {
 fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration) -> Loaded {
     let slot = pool.reserve(len(number)).expect("room");
     let item = LoadItem::new(test_key(number), slot);
-    let mut loaded = block_on(tier.load(vec![item], Instant::now() + wait));
+    let mut loaded = load_batch(tier, vec![item], Instant::now() + wait);
     loaded.pop().expect("one answer")
 }
 
@@ -66,7 +67,7 @@ fn a_flipped_bit_anywhere_in_a_header_is_a_miss_for_good() {
         let tier = open(&volume, SETTINGS).expect("as before");
         assert!(!is_there(&tier, &pool, 0));
         assert_eq!(tier.stats().bad_headers, 0);
-        let stored = block_on(tier.store(vec![item(&pool, 0)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 0)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
         assert!(is_there(&tier, &pool, 0));
     }
@@ -108,7 +109,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     for _ in 0..3 {
         let Loaded::Failed {
             error: BackendError::Io(_),
-            slot: FailedSlot::Quiet(_),
+            slot: FailedSlot::Released(_),
         } = load(&tier, &pool, 0, Duration::from_secs(5))
         else {
             panic!("an error of the drive");
@@ -124,7 +125,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
         }
     );
     assert!(unavailable, "{out:?}");
-    assert!(block_on(tier.contains(&[test_key(0)], soon()))[0].is_err());
+    assert!(lens_of(&tier, &[test_key(0)], soon())[0].is_err());
     let stats = tier.stats();
     assert_eq!((stats.read_errors, stats.taken_out), (3, 1));
     volume.thaw();
@@ -182,7 +183,7 @@ fn writes_that_fail_lose_only_themselves() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     for kind in [Kind::Write, Kind::Sync] {
         volume.fault(kind, Fault::Error(libc::EIO));
-        let stored = block_on(tier.store(vec![item(&pool, 20)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 20)], soon());
         assert!(
             matches!(stored[..], [Err(BackendError::Io(_))]),
             "{stored:?}"
@@ -192,7 +193,7 @@ fn writes_that_fail_lose_only_themselves() {
     }
     let deadline = soon();
     loop {
-        let stored = block_on(tier.store(vec![item(&pool, 20)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 20)], soon());
         match stored[..] {
             [Ok(Stored::Written)] => break,
             _ => assert!(Instant::now() < deadline, "{stored:?}"),
@@ -213,7 +214,7 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     let volume = filled();
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
-    let stored = block_on(tier.store(vec![item(&pool, 30)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 30)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     // A removal writes to the log and to nothing else.
     volume.fault(Kind::Write, Fault::Error(libc::EIO));
@@ -221,7 +222,7 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     let removed = block_on(tier.remove(&[test_key(30)], patience));
     assert!(removed[0].is_err(), "it is not durable");
     assert!(matches!(tier.health(), Health::Degraded { .. }));
-    let stored = block_on(tier.store(vec![item(&pool, 31)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 31)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Declined)]), "{stored:?}");
     assert!(is_there(&tier, &pool, 0), "what is there is read");
     volume.thaw();
@@ -230,7 +231,7 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
         assert!(Instant::now() < deadline, "{:?}", tier.health());
         thread::sleep(Duration::from_millis(2));
     }
-    let stored = block_on(tier.store(vec![item(&pool, 31)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 31)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
     drop(tier);
     let tier = open(&volume, SETTINGS).expect("after the faults");
@@ -246,7 +247,7 @@ fn a_log_that_was_begun_in_vain_is_taken_away() {
     let logs = volume.names("log-");
     volume.fault_in("log-", Kind::Write, Fault::Error(libc::ENOSPC));
     let opened = volume.opened();
-    let stored = block_on(tier.store(vec![item(&pool, 30)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 30)], soon());
     assert!(
         matches!(stored[..], [Err(BackendError::Io(_))]),
         "{stored:?}"
@@ -269,7 +270,7 @@ fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
     };
     let tier = alone(vec![drive(&first), drive(&second)]).expect("a tier");
     let items = (0..20).map(|number| item(&pool, number)).collect();
-    drop(block_on(tier.store(items, soon())));
+    drop(store_batch(&tier, items, soon()));
     let one_of = |drive: usize| {
         let is_there = |key: &_| tier.drives()[drive].find(key).is_some();
         let key = (0..20).map(test_key).find(is_there);
@@ -359,12 +360,12 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     let tier = open(&volume, settings).expect("a new drive");
     let big = |number| item_of(&pool, number, SEGMENT / 2 - BLOCK);
     for number in 0..50 {
-        let stored = block_on(tier.store(vec![big(number)], soon()));
+        let stored = store_batch(&tier, vec![big(number)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
     }
     let keys: Vec<_> = (0..50).map(test_key).collect();
     let there = || {
-        let found = block_on(tier.contains(&keys, soon()));
+        let found = lens_of(&tier, &keys, soon());
         found
             .iter()
             .filter(|found| matches!(found, Ok(Some(_))))
@@ -373,13 +374,13 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     let before = there();
     volume.fault_in("segment-", Kind::Write, Fault::Error(libc::EIO));
     for number in 100..200 {
-        let stored = block_on(tier.store(vec![big(number)], soon()));
+        let stored = store_batch(&tier, vec![big(number)], soon());
         assert!(!matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
         let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
         let item = LoadItem::new(test_key(49), slot);
-        let loaded = block_on(tier.load(vec![item], soon()));
+        let loaded = load_batch(&tier, vec![item], soon());
         assert!(
-            matches!(loaded[..], [Loaded::Hit(_)]),
+            matches!(loaded[..], [Loaded::Hit { .. }]),
             "it is read meanwhile"
         );
         thread::sleep(Duration::from_millis(1));
@@ -393,7 +394,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     assert!(matches!(tier.health(), Health::Degraded { .. }));
     volume.thaw();
     until("it is taken back", || tier.health() == Health::Ready);
-    let stored = block_on(tier.store(vec![big(300)], soon()));
+    let stored = store_batch(&tier, vec![big(300)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
 }
 
@@ -411,7 +412,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     // Four to a segment.
     let quarter = |number| item_of(&pool, number, 7 * BLOCK);
     for number in 0..200 {
-        let stored = block_on(tier.store(vec![quarter(number)], soon()));
+        let stored = store_batch(&tier, vec![quarter(number)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
     }
     let there = || {
@@ -421,7 +422,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     let before = there();
     volume.fault_in("segment-", Kind::Write, Fault::ErrorIfLong(libc::ENOSPC));
     for number in 1000..1200 {
-        drop(block_on(tier.store(vec![quarter(number)], soon())));
+        drop(store_batch(&tier, vec![quarter(number)], soon()));
         thread::sleep(Duration::from_millis(1));
     }
     // It takes failures in three segments to know that it is not the place.
@@ -432,7 +433,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     );
     volume.thaw();
     until("it is taken back", || tier.health() == Health::Ready);
-    let stored = block_on(tier.store(vec![quarter(300)], soon()));
+    let stored = store_batch(&tier, vec![quarter(300)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
 }
 
@@ -442,7 +443,7 @@ fn one_bad_place_does_not_keep_a_drive_unwritable() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
-    let store = |number| block_on(tier.store(vec![item(&pool, number)], soon())).remove(0);
+    let store = |number| store_batch(&tier, vec![item(&pool, number)], soon()).remove(0);
     assert!(matches!(store(0), Ok(Stored::Written)));
     volume.fault_in("segment-", Kind::Write, Fault::Error(libc::EIO));
     for number in 1..8 {
@@ -462,7 +463,7 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     volume.fault(Kind::Write, Fault::Stall);
     let store = |number| {
         let patience = Instant::now() + Duration::from_millis(510);
-        block_on(tier.store(vec![item(&pool, number)], patience)).remove(0)
+        store_batch(&tier, vec![item(&pool, number)], patience).remove(0)
     };
     for number in 20..23 {
         assert!(matches!(store(number), Err(BackendError::Deadline)));
@@ -509,11 +510,11 @@ fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("segment-", Kind::Sync, Fault::Stall);
     let (first, second) = thread::scope(|scope| {
-        let first = scope.spawn(|| block_on(tier.store(vec![item(&pool, 20)], soon())));
+        let first = scope.spawn(|| store_batch(&tier, vec![item(&pool, 20)], soon()));
         until("its sync is under way", || volume.stalled() > 0);
         // The second is written, header and bytes, and waits for the next group.
         let events = volume.events();
-        let second = scope.spawn(|| block_on(tier.store(vec![item(&pool, 21)], soon())));
+        let second = scope.spawn(|| store_batch(&tier, vec![item(&pool, 21)], soon()));
         until("it is written", || volume.events() == events + 2);
         volume.call_all_synced();
         volume.fail_stalled(libc::EIO);
@@ -523,7 +524,7 @@ fn a_sync_that_failed_is_believed_for_nothing_that_was_written_before() {
     });
     assert!(matches!(first, Err(BackendError::Io(_))), "{first:?}");
     assert!(matches!(second, Err(BackendError::Io(_))), "{second:?}");
-    let stored = block_on(tier.store(vec![item(&pool, 22)], soon()));
+    let stored = store_batch(&tier, vec![item(&pool, 22)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     let tier = open(&volume.after_crash(3), SETTINGS).expect("it opens again");
     assert!(is_there(&tier, &pool, 22));
@@ -544,7 +545,7 @@ fn what_is_on_a_drive_that_is_out_is_a_miss() {
     };
     let tier = alone(vec![drive(&first), drive(&second)]).expect("a tier");
     let items = (0..20).map(|number| item(&pool, number)).collect();
-    drop(block_on(tier.store(items, soon())));
+    drop(store_batch(&tier, items, soon()));
     let on_first = |number: &u64| tier.drives()[0].find(&test_key(*number)).is_some();
     let on_first = (0..20).find(on_first).expect("half of them are there");
     first.fault(Kind::Read, Fault::Stall);
@@ -564,7 +565,7 @@ fn a_removal_during_a_store_survives_a_crash() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
     let patience = || Instant::now() + Duration::from_millis(50);
-    drop(block_on(tier.store(vec![item(&pool, 20)], patience())));
+    drop(store_batch(&tier, vec![item(&pool, 20)], patience()));
     assert_eq!(volume.stalled(), 1, "its frame is on the way");
     let first = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
     // It is gone, as far as anybody can see, and the log does not know.
@@ -588,7 +589,7 @@ fn closing_ends_when_the_last_write_fails() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
     thread::scope(|scope| {
-        let storing = scope.spawn(|| block_on(tier.store(vec![item(&pool, 20)], soon())));
+        let storing = scope.spawn(|| store_batch(&tier, vec![item(&pool, 20)], soon()));
         until("the write is under way", || volume.stalled() > 0);
         let closing = scope.spawn(|| block_on(tier.close(soon())));
         // Long enough to wait for that write.
@@ -606,7 +607,7 @@ fn a_tier_that_is_dropped_after_a_late_close_is_gone() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
     let patience = || Instant::now() + Duration::from_millis(50);
-    assert!(block_on(tier.store(vec![item(&pool, 20)], patience()))[0].is_err());
+    assert!(store_batch(&tier, vec![item(&pool, 20)], patience())[0].is_err());
     let closed = block_on(tier.close(patience()));
     assert!(matches!(closed, Err(BackendError::Deadline)), "{closed:?}");
     drop(tier);
@@ -621,7 +622,7 @@ fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     let before = volume.open_files();
     for number in 30..60 {
-        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, number)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
     }
     assert!(tier.stats().checkpoints > 5, "logs were over");
@@ -645,7 +646,7 @@ fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
     for number in 0..60 {
-        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, number)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
     }
     assert!(tier.stats().evicted > 0);
@@ -662,7 +663,7 @@ fn a_full_file_system_refuses_no_drive_for_its_log() {
         let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);
         let tier = open(&volume, SETTINGS).expect("a new drive");
         for number in 0..5 {
-            let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+            let stored = store_batch(&tier, vec![item(&pool, number)], soon());
             assert!(matches!(stored[..], [Ok(Stored::Written)]));
         }
         drop(tier);
@@ -684,7 +685,7 @@ fn a_full_file_system_refuses_no_drive_for_its_log() {
         assert!((0..5).all(|number| is_there(&tier, &pool, number)));
         volume.lose("others");
         until("it can be written", || tier.health() == Health::Ready);
-        let stored = block_on(tier.store(vec![item(&pool, 5)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 5)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
         drop(tier);
         let tier = open(&volume, settings).expect("after a kill");
@@ -700,7 +701,7 @@ fn files_that_are_gone_or_damaged_cost_their_chunks_and_nothing_else() {
         let there = (0..10)
             .filter(|&number| is_there(&tier, &pool, number))
             .count();
-        let stored = block_on(tier.store(vec![item(&pool, 40)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, 40)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
         assert!(is_there(&tier, &pool, 40));
         there
@@ -740,18 +741,44 @@ fn what_a_later_version_wrote_is_refused_and_left_alone() {
         let volume = filled();
         let file = volume.names(name).remove(0);
         volume.alter(&file, |data| {
-            data[8..12].copy_from_slice(&3u32.to_le_bytes());
+            data[8..12].copy_from_slice(&4u32.to_le_bytes());
         });
         let before = volume.events();
         let error = open_drive(Arc::clone(&volume) as _, SEGMENT, SETTINGS, None);
         let error = error.expect_err("a later version");
         let text = error.to_string();
-        assert!(text.contains("version 3"), "{text}");
+        assert!(text.contains("version 4"), "{text}");
         let source = error.get_ref().and_then(|source| source.downcast_ref());
         assert!(matches!(
             source,
-            Some(FormatError::Version { found: 3, .. })
+            Some(FormatError::Version { found: 4, .. })
         ));
         assert_eq!(volume.events(), before, "nothing was written");
     }
+}
+
+/// A prompt's request ended while its chunks were read: reads that had not begun went on.
+#[test]
+fn a_load_that_nobody_waits_for_is_told_to_the_volume() {
+    let volume = filled();
+    let pool = pool();
+    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    volume.fault_in("segment-", Kind::Read, Fault::Stall);
+    let slot = pool.reserve(len(0)).expect("an empty pool");
+    let mut loaded = tier.load(vec![LoadItem::new(test_key(0), slot)], soon());
+    assert!(loaded.next().now_or_never().is_none());
+    assert!(volume.stalled() > 0);
+    assert_eq!(volume.abandoned(), 0);
+    drop(loaded);
+    assert_eq!(volume.abandoned(), volume.stalled());
+    volume.end_abandoned();
+    assert_eq!(pool.usage().used, 0, "the slot came back");
+    let stats = tier.stats();
+    assert_eq!((stats.read_errors, stats.bad_payloads), (0, 0));
+    assert!(
+        matches!(tier.health(), Health::Ready),
+        "{:?}",
+        tier.health()
+    );
+    assert!(is_there(&tier, &pool, 0));
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use lmc_backend::conformance::Rng;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume};
+use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume, abandoned_error};
 
 /// What is torn and what is kept of a write in a crash.
 const SECTOR: usize = 512;
@@ -324,6 +324,29 @@ impl SimVolume {
     /// The fewest bytes that were ever free.
     pub(crate) fn least_free(&self) -> u64 {
         self.state.lock().least_free.unwrap_or(u64::MAX)
+    }
+
+    /// Returns the number of stalled operations that nobody waits for any more.
+    pub(crate) fn abandoned(&self) -> usize {
+        let state = self.state.lock();
+        state.stalled.iter().filter(|op| op.is_abandoned()).count()
+    }
+
+    /// Ends the stalled operations that nobody waits for any more, as a real volume does, and
+    /// injects no more faults.
+    pub(crate) fn end_abandoned(&self) {
+        let abandoned: Vec<Op> = {
+            let mut state = self.state.lock();
+            state.faults.clear();
+            state
+                .stalled
+                .extract_if(.., |op| op.is_abandoned())
+                .collect()
+        };
+        for Op { buf, done, .. } in abandoned {
+            let result = Err(abandoned_error());
+            done(Done { buf, result });
+        }
     }
 
     /// No more faults; what stalled is carried out.

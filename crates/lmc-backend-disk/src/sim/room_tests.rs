@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::block_on;
+use lmc_backend::conformance::{block_on, store_batch};
 use lmc_backend::{Backend, BackendError, Health, Stored};
 
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, open, pool, soon};
@@ -20,14 +20,14 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let held = volume.hold_names();
     let begun = Instant::now();
     let patience = begun + Duration::from_millis(50);
-    let late = block_on(tier.store(vec![item(&pool, 0), item(&pool, 1)], patience));
+    let late = store_batch(&tier, vec![item(&pool, 0), item(&pool, 1)], patience);
     let late = late
         .iter()
         .all(|late| matches!(late, Err(BackendError::Deadline)));
     assert!(late && begun.elapsed() < Duration::from_secs(3));
     // Whoever has more patience waits, and holds nobody else up.
     thread::scope(|scope| {
-        let waits = scope.spawn(|| block_on(tier.store(vec![item(&pool, 2)], soon())));
+        let waits = scope.spawn(|| store_batch(&tier, vec![item(&pool, 2)], soon()));
         assert!(!is_there(&tier, &pool, 3));
         assert_eq!(tier.health(), Health::Ready);
         drop(held);
@@ -52,7 +52,7 @@ fn a_segment_is_made_before_it_is_needed() {
         let active = segments.into_iter().find(|segment| segment.active);
         active.expect("something was stored")
     };
-    let store = |number| block_on(tier.store(vec![item(&pool, number)], soon())).remove(0);
+    let store = |number| store_batch(&tier, vec![item(&pool, number)], soon()).remove(0);
     let mut numbers = 0..;
     for number in numbers.by_ref() {
         assert!(matches!(store(number), Ok(Stored::Written)));
@@ -80,7 +80,7 @@ fn a_full_file_system_leaves_the_tier_room_for_its_own_log() {
     let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);
     let tier = open(&volume, SETTINGS).expect("a new drive");
     for number in 0..60 {
-        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, number)], soon());
         let health = tier.health();
         assert!(
             matches!(stored[..], [Ok(Stored::Written)]),
@@ -102,7 +102,7 @@ fn what_is_kept_free_is_kept_free() {
     };
     let tier = open(&volume, settings).expect("a new drive");
     for number in 0..100 {
-        let stored = block_on(tier.store(vec![item(&pool, number)], soon()));
+        let stored = store_batch(&tier, vec![item(&pool, number)], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
     }
     assert!(tier.stats().checkpoints > 3, "logs were over");
@@ -127,7 +127,7 @@ fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
             false => Some(volume.hold_names()),
         };
         let late = Instant::now() + Duration::from_millis(50);
-        drop(block_on(tier.store(vec![item(&pool, 0)], late)));
+        drop(store_batch(&tier, vec![item(&pool, 0)], late));
         let begun = Instant::now();
         thread::scope(|scope| {
             let going = scope.spawn(move || drop(tier));
@@ -150,7 +150,7 @@ fn an_orderly_close_leaves_a_thread_behind_that_cannot_make_a_file() {
     let held = volume.hold_names();
     let late = Instant::now() + Duration::from_millis(50);
     let many = (1..40).map(|number| item(&pool, number)).collect();
-    drop(block_on(tier.store(many, late)));
+    drop(store_batch(&tier, many, late));
     let begun = Instant::now();
     drop(block_on(tier.close(begun + Duration::from_millis(100))));
     drop(tier);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::conformance::{block_on, check_value, test_key};
+use lmc_backend::conformance::{block_on, check_value, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
 
@@ -18,7 +18,7 @@ use crate::volume::BLOCK;
 /// Stores a chunk that takes so many blocks with its header.
 fn store(tier: &DiskBackend, pool: &Pool, number: u64, blocks: u64) {
     let item = item_of(pool, number, (blocks - 1) * BLOCK);
-    let stored = block_on(tier.store(vec![item], soon()));
+    let stored = store_batch(tier, vec![item], soon());
     assert!(
         matches!(stored[..], [Ok(Stored::Written)]),
         "{number}: {stored:?}"
@@ -28,7 +28,7 @@ fn store(tier: &DiskBackend, pool: &Pool, number: u64, blocks: u64) {
 /// How many of these chunks the index knows.
 fn known(tier: &DiskBackend, numbers: impl Iterator<Item = u64>) -> u64 {
     let keys: Vec<_> = numbers.map(test_key).collect();
-    let found = block_on(tier.contains(&keys, soon()));
+    let found = lens_of(tier, &keys, soon());
     let found = found.iter().filter(|found| matches!(found, Ok(Some(_))));
     found.count() as u64
 }
@@ -118,8 +118,8 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
         for number in (0..60).filter(kept) {
             let slot = pool.reserve(7 * BLOCK).expect("room");
             let item = LoadItem::new(test_key(number), slot);
-            let loaded = block_on(tier.load(vec![item], soon())).remove(0);
-            let Loaded::Hit(slot) = loaded else {
+            let loaded = load_batch(&tier, vec![item], soon()).remove(0);
+            let Loaded::Hit { slot, .. } = loaded else {
                 panic!("chunk {number}, after {events} events: {loaded:?}");
             };
             check_value(&test_key(number), slot.bytes()).expect("the bytes of this key");
@@ -142,14 +142,14 @@ fn compacting_reads_a_chunk_from_the_drive_that_it_moves_it_on() {
     let load = |tier: &DiskBackend| {
         let slot = pool.reserve(5 * BLOCK).expect("memory");
         let item = LoadItem::new(test_key(0), slot);
-        block_on(tier.load(vec![item], soon())).remove(0).hit()
+        load_batch(tier, vec![item], soon()).remove(0).hit()
     };
     for (number, volume) in volumes.iter().enumerate() {
         let tier = open(volume, SETTINGS).expect("a new drive");
         let mut slot = pool.reserve(5 * BLOCK).expect("memory");
         slot.bytes_mut().copy_from_slice(&bytes(number));
         let item = StoreItem::new(test_key(0), slot.written().seal());
-        let stored = block_on(tier.store(vec![item], soon()));
+        let stored = store_batch(&tier, vec![item], soon());
         assert!(matches!(stored[..], [Ok(Stored::Written)]));
         // Alone in its segment, which is not the one that is written to.
         for other in 1..20 {
@@ -201,6 +201,6 @@ fn what_went_with_a_file_does_not_come_back_with_the_next_of_its_name() {
     }
     drop(tier);
     let tier = open(&volume, settings).expect("after a kill");
-    let found = block_on(tier.contains(&[key], soon()));
+    let found = lens_of(&tier, &[key], soon());
     assert!(matches!(found[..], [Ok(None)]), "it was removed: {found:?}");
 }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::block_on;
-use lmc_backend::{Backend, Stored};
+use lmc_backend::conformance::{block_on, clear_all, store_batch, test_key};
+use lmc_backend::{Backend, Clear, ClearEpoch, Stored};
 use lmc_memory::Pool;
 
 use super::SimVolume;
@@ -32,7 +32,7 @@ fn open_set(volumes: &[&Arc<SimVolume>]) -> std::io::Result<DiskBackend> {
 
 fn fill(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) {
     let items = numbers.map(|number| item(pool, number)).collect();
-    for stored in block_on(tier.store(items, soon())) {
+    for stored in store_batch(tier, items, soon()) {
         assert_eq!(stored.expect("a drive that works"), Stored::Written);
     }
 }
@@ -62,7 +62,7 @@ fn a_drive_that_was_absent_from_a_clear_comes_back_empty() {
     let (a, b) = filled(&pool);
     let tier = open_set(&[&a]).expect("without the other");
     assert_eq!(tier.missing().len(), 1);
-    block_on(tier.clear(soon())).expect("a drive that works");
+    clear_all(&tier, soon()).expect("a drive that works");
     fill(&tier, &pool, 100..104);
     close(tier);
     let tier = open_set(&[&b, &a]).expect("both");
@@ -84,7 +84,7 @@ fn clears_of_each_drive_alone_clear_both() {
     let (a, b) = filled(&pool);
     for (volume, number) in [(&a, 200), (&b, 201)] {
         let tier = open_set(&[volume]).expect("one of them");
-        block_on(tier.clear(soon())).expect("a drive that works");
+        clear_all(&tier, soon()).expect("a drive that works");
         fill(&tier, &pool, number..number + 1);
         close(tier);
     }
@@ -107,7 +107,7 @@ fn a_clear_that_a_crash_cuts_off_is_over_on_all_drives_or_none() {
         // They come to their ends at different times.
         a.crash_after(events);
         b.crash_after(events / 2);
-        let cleared = block_on(tier.clear(Instant::now() + Duration::from_millis(20)));
+        let cleared = clear_all(&tier, Instant::now() + Duration::from_millis(20));
         drop(tier);
         let (a, b) = (a.after_crash(events), b.after_crash(!events));
         // A second crash, while the start after the first repairs it.
@@ -149,8 +149,28 @@ fn a_drive_that_was_never_cleared_has_the_first_version() {
     let tier = open_set(&[&volume]).expect("a new drive");
     fill(&tier, &pool, 0..3);
     assert_eq!(tier.inspect()[0].version, 1);
-    block_on(tier.clear(soon())).expect("a drive that works");
+    clear_all(&tier, soon()).expect("a drive that works");
     assert_eq!(tier.inspect()[0].version, 2);
     close(tier);
     assert_eq!(open_set(&[&volume]).expect("again").inspect()[0].version, 2);
+}
+
+/// A drive was not mounted while one space was cleared, because of what a peer said.
+#[test]
+fn a_drive_that_was_absent_from_the_clear_of_a_space_comes_back_without_it() {
+    let pool = pool();
+    let (a, b) = filled(&pool);
+    let tier = open_set(&[&a]).expect("without the other");
+    let space = test_key(0).space;
+    let clear = Clear::space(space, ClearEpoch::default().next());
+    block_on(tier.clear(clear, soon())).expect("a drive that works");
+    close(tier);
+    let tier = open_set(&[&b, &a]).expect("both");
+    for number in 0..CHUNKS {
+        let is_cleared = test_key(number).space == space;
+        assert_eq!(is_there(&tier, &pool, number), !is_cleared, "{number}");
+    }
+    close(tier);
+    let tier = open_set(&[&b]).expect("the one that was absent");
+    assert!(tier.clears().contains(&clear));
 }

@@ -21,8 +21,11 @@ mod uring;
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use lmc_memory::SealedSlot;
+use thiserror::Error;
 
 /// Offsets, lengths and addresses of all operations are multiples of this many bytes, so that
 /// they can go past the page cache (`O_DIRECT`) on any drive.
@@ -77,7 +80,33 @@ pub(crate) struct Op {
     /// Bytes, a multiple of [`BLOCK`]; 0 for a sync.
     pub(crate) len: u64,
     pub(crate) buf: Option<Buf>,
+    /// Set when nobody waits for the operation any more: it then ends without having begun.
+    pub(crate) abandoned: Option<Arc<AtomicBool>>,
     pub(crate) done: OnDone,
+}
+
+/// The error of an operation that did not begin because nobody waited for it any more.
+#[derive(Debug, Error)]
+#[error("nobody waits for the operation any more")]
+struct Abandoned;
+
+/// Returns the error of an operation that did not begin because nobody waited for it any more.
+pub(crate) fn abandoned_error() -> io::Error {
+    io::Error::other(Abandoned)
+}
+
+#[cfg(test)]
+impl Op {
+    /// Returns true if nobody waits for the operation any more.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        let abandoned = self.abandoned.as_ref();
+        abandoned.is_some_and(|abandoned| abandoned.load(std::sync::atomic::Ordering::Relaxed))
+    }
+}
+
+/// Returns true for the error of an operation that did not begin because nobody waited for it.
+pub(crate) fn is_abandoned(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|error| error.is::<Abandoned>())
 }
 
 impl fmt::Debug for Op {

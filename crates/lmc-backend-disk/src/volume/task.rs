@@ -73,6 +73,7 @@ pub(super) struct Task {
     /// Attempts since something moved.
     attempts: u32,
     buf: Option<Buf>,
+    abandoned: Option<Arc<AtomicBool>>,
     done: Option<OnDone>,
 }
 
@@ -109,6 +110,7 @@ impl Task {
             offset,
             len,
             buf,
+            abandoned,
             done,
         } = op;
         Self {
@@ -120,6 +122,7 @@ impl Task {
             moved: 0,
             attempts: 0,
             buf,
+            abandoned,
             done: Some(done),
         }
     }
@@ -132,6 +135,12 @@ impl Task {
         let error = std::mem::replace(error, stopped());
         self.end(Err(error));
         None
+    }
+
+    /// Returns true if nothing has moved yet and nobody waits for the end any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        let abandoned = self.abandoned.as_ref();
+        self.moved == 0 && abandoned.is_some_and(|abandoned| abandoned.load(Ordering::Relaxed))
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -349,6 +358,7 @@ mod tests {
             offset: 2 * BLOCK,
             len,
             buf,
+            abandoned: None,
             done: Box::new(drop),
         };
         Task::new(op, Some(file)).unless_refused().unwrap()

@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
 use super::task::{Later, Step, Task, stopped};
-use super::{FileId, Kind, raw};
+use super::{FileId, Kind, abandoned_error, raw};
 
 /// Threads named `lmc-disk-{i}` on one queue.
 #[derive(Debug)]
@@ -101,6 +101,9 @@ impl Shared {
     }
 
     fn work(&self, task: Task) {
+        if task.is_abandoned() {
+            return task.end(Err(abandoned_error()));
+        }
         let task = task.unless_refused();
         if let Some((task, pause)) = task.and_then(until_pause) {
             self.queue.lock().later.push(Instant::now() + pause, task);

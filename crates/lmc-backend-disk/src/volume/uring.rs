@@ -23,7 +23,7 @@ use super::fixed_files::FixedFiles;
 use super::pool_buffers::PoolBuffers;
 use super::raw::Wake;
 use super::task::{Later, Step, Task, is_passing, stopped};
-use super::{FileId, Kind};
+use super::{FileId, Kind, abandoned_error};
 
 /// Marks the completion of the poll on the eventfd; tasks have their index.
 const WAKE: u64 = u64::MAX;
@@ -306,18 +306,27 @@ impl Ring {
         self.wake_armed = true;
     }
 
-    /// Gives the kernel what it has room for.
+    /// Gives the kernel what it has capacity for. A task that nobody waits for any more ends here.
     fn fill(&mut self) {
+        let mut unwanted = Vec::new();
         let mut submission = self.ring.submission();
         while self.in_flight.has_room() {
             let Some(queued) = self.waiting.pop_front() else {
-                return;
+                break;
             };
+            if queued.task.is_abandoned() {
+                unwanted.push(queued);
+                continue;
+            }
             let (index, queued) = self.in_flight.insert(queued);
             let entry = entry(queued, &self.pool).user_data(u64::from(index));
             // SAFETY: the memory and the file belong to the task, which stays in `in_flight`
             // until the completion is there and is leaked if it never comes.
             unsafe { submission.push(&entry) }.expect("the queue has a place for every task");
+        }
+        drop(submission);
+        for queued in unwanted {
+            self.end(queued, Err(abandoned_error()));
         }
     }
 
@@ -554,6 +563,7 @@ mod tests {
                 offset: 0,
                 len: BLOCK,
                 buf,
+                abandoned: None,
                 done,
             };
             let task = Task::new(op, Some(Arc::clone(&file)))

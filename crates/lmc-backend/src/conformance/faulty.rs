@@ -1,20 +1,21 @@
-//! A tier that errs on purpose.
+//! A tier with injected faults.
 
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Instant;
 
+use futures_core::Stream;
+use futures_util::{FutureExt, stream};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::Rng;
 use crate::{
-    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, Page,
-    StoreItem, Stored, Unavailable, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
+    LocalIndex, Located, Page, Sharing, StoreItem, Stored, Unavailable, Usage, in_order,
 };
 
-/// How often what goes wrong, in thousandths of the keys.
+/// Frequency of each fault, in thousandths of the keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Errors. Half of the failed stores and removals have taken effect nevertheless.
@@ -48,13 +49,12 @@ pub struct Faulty<B> {
     inner: B,
     faults: Faults,
     rng: Mutex<Rng>,
-    clears: AtomicU64,
 }
 
-/// What happens to one key.
-enum Fate {
-    Fine,
-    /// It fails; `true` when it was carried out all the same.
+/// A fault injected for one key.
+enum Fault {
+    None,
+    /// The operation fails; `true` when it was carried out all the same.
     Error(bool),
     Deadline,
     Miss,
@@ -65,34 +65,52 @@ impl<B: Backend> Faulty<B> {
     /// The same seed gives the same faults to the same operations.
     pub fn new(inner: B, faults: Faults, seed: u64) -> Self {
         let rng = Mutex::new(Rng::new(seed));
-        Self {
-            inner,
-            faults,
-            rng,
-            clears: AtomicU64::new(0),
-        }
+        Self { inner, faults, rng }
     }
 
-    /// The tier inside.
+    /// Returns the tier inside.
     pub fn inner(&self) -> &B {
         &self.inner
     }
 
-    fn fate(&self) -> Fate {
+    fn fault(&self) -> Fault {
         let mut rng = self.rng.lock();
         if rng.chance(self.faults.errors) {
-            return Fate::Error(rng.chance(500));
+            return Fault::Error(rng.chance(500));
         }
         if rng.chance(self.faults.deadlines) {
-            return Fate::Deadline;
+            return Fault::Deadline;
         }
         if rng.chance(self.faults.misses) {
-            return Fate::Miss;
+            return Fault::Miss;
         }
         if rng.chance(self.faults.declined) {
-            return Fate::Declined;
+            return Fault::Declined;
         }
-        Fate::Fine
+        Fault::None
+    }
+
+    /// Injects a fault into the answer to a lookup.
+    fn distort(&self, located: Result<Located, BackendError>) -> Result<Located, BackendError> {
+        match self.fault() {
+            Fault::Error(_) => Err(injected().into()),
+            Fault::Deadline => Err(BackendError::Deadline),
+            Fault::Miss => Ok(Located::Absent),
+            Fault::Declined | Fault::None => located,
+        }
+    }
+
+    /// Returns answers in an order that is not that of the batch.
+    fn shuffled<T: Send + 'static>(
+        &self,
+        answers: Vec<T>,
+    ) -> impl Stream<Item = (usize, T)> + use<B, T> {
+        let mut answers: Vec<(usize, T)> = answers.into_iter().enumerate().collect();
+        let mut rng = self.rng.lock();
+        for last in (1..answers.len()).rev() {
+            answers.swap(last, rng.below(last as u64 + 1) as usize);
+        }
+        stream::iter(answers)
     }
 
     fn delay(&self) -> impl Future<Output = ()> + Send + use<B> {
@@ -119,13 +137,21 @@ fn injected() -> Unavailable {
 }
 
 /// Puts the answers of the keys that went through back between those that did not.
-fn merge<T>(fates: Vec<Option<T>>, through: Vec<T>) -> Vec<T> {
+fn merge<T>(faults: Vec<Option<T>>, through: Vec<Option<T>>) -> Vec<T> {
     let mut through = through.into_iter();
-    let answer = |fate: Option<T>| {
-        fate.or_else(|| through.next())
-            .expect("the inner tier answers once for each key")
+    let answer = |fault: Option<T>| {
+        let answer = fault.or_else(|| through.next().flatten());
+        answer.expect("the inner tier answers once for each key")
     };
-    fates.into_iter().map(answer).collect()
+    faults.into_iter().map(answer).collect()
+}
+
+impl<B: Backend> LocalIndex for Faulty<B> {
+    fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>> {
+        let located = self.inner.index().map(|index| index.locate_now(keys));
+        let located = located.unwrap_or_default();
+        located.into_iter().map(|one| self.distort(one)).collect()
+    }
 }
 
 impl<B: Backend> Backend for Faulty<B> {
@@ -133,38 +159,38 @@ impl<B: Backend> Backend for Faulty<B> {
         self.inner.name()
     }
 
-    fn contains<'a>(
+    fn sharing(&self) -> Sharing {
+        self.inner.sharing()
+    }
+
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        self.inner.index().map(|_| self as &dyn LocalIndex)
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(async move {
             self.delay().await;
-            let mut found = self.inner.contains(keys, deadline).await;
-            for found in &mut found {
-                match self.fate() {
-                    Fate::Error(_) => *found = Err(injected().into()),
-                    Fate::Deadline => *found = Err(BackendError::Deadline),
-                    Fate::Miss => *found = Ok(None),
-                    Fate::Declined | Fate::Fine => {}
-                }
-            }
-            found
+            let located = self.inner.locate(keys, deadline).await;
+            located.into_iter().map(|one| self.distort(one)).collect()
         })
     }
 
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
-        Box::pin(async move {
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        let loaded = async move {
             self.delay().await;
-            let (mut fates, mut through) = (Vec::new(), Vec::new());
+            let (mut faults, mut through) = (Vec::new(), Vec::new());
             for item in items {
                 let failed = |error, slot| Loaded::Failed {
                     error,
-                    slot: FailedSlot::Quiet(slot),
+                    slot: FailedSlot::Released(slot),
                 };
-                fates.push(match self.fate() {
-                    Fate::Error(true) => {
-                        // As a device would that may still write: it is proven quiet at once
+                faults.push(match self.fault() {
+                    Fault::Error(true) => {
+                        // As a device would that may still write: it is proven idle at once
                         // here, but the caller does not get it back.
                         item.slot.quarantine().release_proven_quiet();
                         Some(Loaded::Failed {
@@ -172,55 +198,52 @@ impl<B: Backend> Backend for Faulty<B> {
                             slot: FailedSlot::Quarantined,
                         })
                     }
-                    Fate::Error(false) => Some(failed(injected().into(), item.slot)),
-                    Fate::Deadline => Some(failed(BackendError::Deadline, item.slot)),
-                    Fate::Miss => Some(Loaded::Miss(item.slot)),
-                    Fate::Declined | Fate::Fine => {
+                    Fault::Error(false) => Some(failed(injected().into(), item.slot)),
+                    Fault::Deadline => Some(failed(BackendError::Deadline, item.slot)),
+                    Fault::Miss => Some(Loaded::Miss(item.slot)),
+                    Fault::Declined | Fault::None => {
                         through.push(item);
                         None
                     }
                 });
             }
-            let through = self.inner.load(through, deadline).await;
+            let count = through.len();
+            let through = in_order(self.inner.load(through, deadline), count).await;
             self.delay().await;
-            merge(fates, through)
-        })
+            self.shuffled(merge(faults, through))
+        };
+        Box::pin(loaded.flatten_stream())
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
-        let clears = self.clears.load(Ordering::SeqCst);
-        Box::pin(async move {
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        let stored = async move {
             self.delay().await;
-            // What has not reached the tier when all is forgotten is forgotten too.
-            let forgotten = || self.clears.load(Ordering::SeqCst) != clears;
-            let (mut fates, mut through) = (Vec::new(), Vec::new());
+            let (mut faults, mut through) = (Vec::new(), Vec::new());
             for item in items {
-                fates.push(match self.fate() {
-                    _ if forgotten() => Some(Ok(Stored::Declined)),
-                    Fate::Error(true) => {
-                        self.inner.store(vec![item], deadline).await;
+                faults.push(match self.fault() {
+                    Fault::Error(true) => {
+                        in_order(self.inner.store(vec![item], deadline), 1).await;
                         Some(Err(injected().into()))
                     }
-                    Fate::Error(false) => Some(Err(injected().into())),
-                    Fate::Deadline => Some(Err(BackendError::Deadline)),
-                    Fate::Declined => Some(Ok(Stored::Declined)),
-                    Fate::Miss | Fate::Fine => {
+                    Fault::Error(false) => Some(Err(injected().into())),
+                    Fault::Deadline => Some(Err(BackendError::Deadline)),
+                    Fault::Declined => Some(Ok(Stored::Declined)),
+                    Fault::Miss | Fault::None => {
                         through.push(item);
                         None
                     }
                 });
             }
-            let through = match forgotten() {
-                true => through.iter().map(|_| Ok(Stored::Declined)).collect(),
-                false => self.inner.store(through, deadline).await,
-            };
+            let count = through.len();
+            let through = in_order(self.inner.store(through, deadline), count).await;
             self.delay().await;
-            merge(fates, through)
-        })
+            self.shuffled(merge(faults, through))
+        };
+        Box::pin(stored.flatten_stream())
     }
 
     fn remove<'a>(
@@ -230,40 +253,45 @@ impl<B: Backend> Backend for Faulty<B> {
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
         Box::pin(async move {
             self.delay().await;
-            let (mut fates, mut through) = (Vec::new(), Vec::new());
+            let (mut faults, mut through) = (Vec::new(), Vec::new());
             for key in keys {
-                fates.push(match self.fate() {
-                    Fate::Error(true) => {
+                faults.push(match self.fault() {
+                    Fault::Error(true) => {
                         self.inner.remove(&[*key], deadline).await;
                         Some(Err(injected().into()))
                     }
-                    Fate::Error(false) => Some(Err(injected().into())),
-                    Fate::Deadline => Some(Err(BackendError::Deadline)),
-                    Fate::Miss | Fate::Declined | Fate::Fine => {
+                    Fault::Error(false) => Some(Err(injected().into())),
+                    Fault::Deadline => Some(Err(BackendError::Deadline)),
+                    Fault::Miss | Fault::Declined | Fault::None => {
                         through.push(*key);
                         None
                     }
                 });
             }
             let through = self.inner.remove(&through, deadline).await;
-            merge(fates, through)
+            merge(faults, through.into_iter().map(Some).collect())
         })
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.clears.fetch_add(1, Ordering::SeqCst);
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(async move {
             self.delay().await;
-            match self.fate() {
-                Fate::Error(true) => {
-                    self.inner.clear(deadline).await?;
+            match self.fault() {
+                Fault::Error(true) => {
+                    self.inner.clear(clear, deadline).await?;
                     Err(injected().into())
                 }
-                Fate::Error(false) => Err(injected().into()),
-                Fate::Deadline => Err(BackendError::Deadline),
-                Fate::Miss | Fate::Declined | Fate::Fine => self.inner.clear(deadline).await,
+                Fault::Error(false) => Err(injected().into()),
+                Fault::Deadline => Err(BackendError::Deadline),
+                Fault::Miss | Fault::Declined | Fault::None => {
+                    self.inner.clear(clear, deadline).await
+                }
             }
         })
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        self.inner.clears()
     }
 
     fn list(
@@ -274,25 +302,18 @@ impl<B: Backend> Backend for Faulty<B> {
     ) -> BoxFuture<'_, Result<Page, BackendError>> {
         Box::pin(async move {
             self.delay().await;
-            match self.fate() {
-                Fate::Error(_) => Err(injected().into()),
-                Fate::Deadline => Err(BackendError::Deadline),
-                Fate::Miss | Fate::Declined | Fate::Fine => {
+            match self.fault() {
+                Fault::Error(_) => Err(injected().into()),
+                Fault::Deadline => Err(BackendError::Deadline),
+                Fault::Miss | Fault::Declined | Fault::None => {
                     self.inner.list(cursor, limit, deadline).await
                 }
             }
         })
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        Box::pin(async move {
-            self.delay().await;
-            match self.fate() {
-                Fate::Error(_) => Err(injected().into()),
-                Fate::Deadline => Err(BackendError::Deadline),
-                Fate::Miss | Fate::Declined | Fate::Fine => self.inner.usage(deadline).await,
-            }
-        })
+    fn usage(&self) -> Option<Usage> {
+        self.inner.usage()
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

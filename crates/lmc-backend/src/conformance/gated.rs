@@ -1,29 +1,31 @@
 //! A tier that can be made to wait.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
-use std::thread;
 use std::time::Instant;
 
+use futures_util::FutureExt;
+use futures_util::future::{Either, select};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
+use super::delayed::sleep_until;
 use crate::{
-    Backend, BackendError, BoxFuture, Cursor, FailedSlot, Health, LoadItem, Loaded, Page,
-    StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
+    LocalIndex, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 
-/// Wraps a tier in a gate: while it is shut, loads and stores wait at it, until their deadline at
-/// most. Everything else passes.
+/// Wraps a tier in a gate. While the gate is shut, loads and stores wait at it, until their
+/// deadline at most. Everything else passes.
 #[derive(Debug, Default)]
 pub struct Gated<B> {
     inner: B,
     gate: Arc<Mutex<Gate>>,
     loads: AtomicU64,
     stores: AtomicU64,
-    clears: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -46,7 +48,6 @@ impl<B: Backend> Gated<B> {
             gate: Arc::default(),
             loads: AtomicU64::new(0),
             stores: AtomicU64::new(0),
-            clears: AtomicU64::new(0),
         }
     }
 
@@ -72,29 +73,18 @@ impl<B: Backend> Gated<B> {
         self.stores.load(Ordering::Relaxed)
     }
 
-    /// False when the deadline came first.
+    /// Waits until the gate is open. Returns false if the deadline came first.
     async fn pass(&self, deadline: Instant) -> bool {
-        let mut alarmed = false;
-        poll_fn(|context| {
+        let opened = poll_fn(|context| {
             let mut gate = self.gate.lock();
             if !gate.shut {
-                return Poll::Ready(true);
-            }
-            if Instant::now() >= deadline {
-                return Poll::Ready(false);
+                return Poll::Ready(());
             }
             gate.waiting.push(context.waker().clone());
-            if !alarmed {
-                alarmed = true;
-                let gate = Arc::clone(&self.gate);
-                thread::spawn(move || {
-                    thread::sleep(deadline.saturating_duration_since(Instant::now()));
-                    gate.lock().wake();
-                });
-            }
             Poll::Pending
-        })
-        .await
+        });
+        let late = pin!(sleep_until(deadline));
+        matches!(select(opened, late).await, Either::Left(_))
     }
 }
 
@@ -103,45 +93,48 @@ impl<B: Backend> Backend for Gated<B> {
         self.inner.name()
     }
 
-    fn contains<'a>(
+    fn sharing(&self) -> Sharing {
+        self.inner.sharing()
+    }
+
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        self.inner.index()
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        self.inner.contains(keys, deadline)
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        self.inner.locate(keys, deadline)
     }
 
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
-        Box::pin(async move {
-            if self.pass(deadline).await {
-                return self.inner.load(items, deadline).await;
-            }
+        let loaded = self.pass(deadline).map(move |in_time| {
             let late = |item: LoadItem| Loaded::Failed {
                 error: BackendError::Deadline,
-                slot: FailedSlot::Quiet(item.slot),
+                slot: FailedSlot::Released(item.slot),
             };
-            items.into_iter().map(late).collect()
-        })
+            match in_time {
+                true => self.inner.load(items, deadline),
+                false => ready(items.into_iter().map(late)),
+            }
+        });
+        Box::pin(loaded.flatten_stream())
     }
 
     fn store(
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
+    ) -> Answers<'_, Result<Stored, BackendError>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
-        let clears = self.clears.load(Ordering::SeqCst);
-        Box::pin(async move {
-            if !self.pass(deadline).await {
-                return items.iter().map(|_| Err(BackendError::Deadline)).collect();
-            }
-            // What waited here while all was forgotten is forgotten too.
-            if self.clears.load(Ordering::SeqCst) != clears {
-                return items.iter().map(|_| Ok(Stored::Declined)).collect();
-            }
-            self.inner.store(items, deadline).await
-        })
+        let stored = self.pass(deadline).map(move |in_time| match in_time {
+            true => self.inner.store(items, deadline),
+            false => ready(items.into_iter().map(|_| Err(BackendError::Deadline))),
+        });
+        Box::pin(stored.flatten_stream())
     }
 
     fn remove<'a>(
@@ -152,9 +145,12 @@ impl<B: Backend> Backend for Gated<B> {
         self.inner.remove(keys, deadline)
     }
 
-    fn clear(&self, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.clears.fetch_add(1, Ordering::SeqCst);
-        self.inner.clear(deadline)
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        self.inner.clear(clear, deadline)
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        self.inner.clears()
     }
 
     fn list(
@@ -166,8 +162,8 @@ impl<B: Backend> Backend for Gated<B> {
         self.inner.list(cursor, limit, deadline)
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        self.inner.usage(deadline)
+    fn usage(&self) -> Option<Usage> {
+        self.inner.usage()
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

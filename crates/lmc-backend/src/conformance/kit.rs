@@ -11,19 +11,23 @@ use std::time::{Duration, Instant, SystemTime};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
+use futures_util::{FutureExt, StreamExt};
+use lmc_key::SpaceId;
+
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
-    Backend, BackendError, Cursor, FailedSlot, Health, LoadItem, Loaded, StoreItem, Stored,
+    Answers, Backend, BackendError, Clear, ClearEpoch, Cursor, FailedSlot, Health, LoadItem,
+    Loaded, Located, Sharing, StoreItem, Stored,
 };
 
-/// What the tier under test promises.
+/// The promise of the tier under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guarantee {
-    /// What was stored is there until it is removed, and nothing fails. A tier that evicts
-    /// promises this too as long as it is given more room than the kit fills:
+    /// A stored chunk is there until it is removed, and nothing fails. A tier that evicts
+    /// promises this too as long as it has more capacity than the kit fills:
     /// [`Conformance::bytes_needed`].
     Exact,
-    /// A chunk may be forgotten and an operation may fail at any time; what is read is right, and
+    /// A chunk may vanish and an operation may fail at any time; what is read is right, and
     /// what was removed or never stored is not found.
     Lossy,
 }
@@ -39,7 +43,7 @@ pub struct Conformance {
     patience: Duration,
 }
 
-/// What a run did, so that a test can tell that it did something.
+/// Counts of a run, so that a test can tell that the run did something.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tally {
@@ -57,10 +61,10 @@ pub struct Tally {
     pub cancelled: u64,
 }
 
-/// What the model knows of a key that may be there.
+/// The model's knowledge of a key that may be there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Known {
-    /// It was stored, and not removed since.
+    /// The chunk was stored, and not removed since.
     Stored,
     /// A store or a removal failed or was dropped.
     Unsure,
@@ -108,7 +112,8 @@ impl Conformance {
         self
     }
 
-    /// How long slots of cancelled operations may stay away. Default: 20 s.
+    /// Sets the time that slots of cancelled operations may stay away, and by which an operation may
+    /// end after its deadline. Default: 20 s.
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
@@ -141,6 +146,10 @@ struct Run<'a> {
     model: BTreeMap<ChunkKey, Known>,
     lens: BTreeMap<ChunkKey, u64>,
     keys: Vec<ChunkKey>,
+    /// Clears that the tier acknowledged.
+    clears: Vec<Clear>,
+    /// Epoch of the last clear, acknowledged or not.
+    newest: ClearEpoch,
     tally: Tally,
 }
 
@@ -167,6 +176,8 @@ impl<'a> Run<'a> {
             model: BTreeMap::new(),
             lens,
             keys,
+            clears: Vec::new(),
+            newest: ClearEpoch::default(),
             tally: Tally::default(),
         }
     }
@@ -197,7 +208,8 @@ impl<'a> Run<'a> {
             match self.rng.below(100) {
                 0..30 => self.store().await,
                 30..60 => self.load().await,
-                60..80 => self.contains().await,
+                60..78 => self.locate().await,
+                78..80 => self.short_deadline().await,
                 80..90 => self.remove().await,
                 90..94 => self.list().await,
                 94..96 => self.usage().await,
@@ -212,10 +224,40 @@ impl<'a> Run<'a> {
 
     async fn empty_batches(&mut self) {
         let deadline = self.deadline();
-        assert!(self.backend.contains(&[], deadline).await.is_empty());
-        assert!(self.backend.load(vec![], deadline).await.is_empty());
-        assert!(self.backend.store(vec![], deadline).await.is_empty());
+        assert!(self.backend.locate(&[], deadline).await.is_empty());
+        assert!(self.backend.load(vec![], deadline).next().await.is_none());
+        assert!(self.backend.store(vec![], deadline).next().await.is_none());
         assert!(self.backend.remove(&[], deadline).await.is_empty());
+    }
+
+    /// Returns the newest epoch of a space.
+    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
+        let covering = self.clears.iter().filter(|clear| clear.covers(space));
+        covering.fold(ClearEpoch::default(), |newest, clear| {
+            newest.join(clear.epoch)
+        })
+    }
+
+    fn is_valid(&self, key: &ChunkKey, epoch: ClearEpoch) -> bool {
+        let valid = epoch.is_valid_at(self.epoch_of(key.space));
+        let kept = self.backend.sharing() == Sharing::Shared;
+        assert!(valid || kept, "{key:?} is there and was cleared: {epoch:?}");
+        valid
+    }
+
+    /// Waits for the answers to a batch: one for each key.
+    async fn answers<T>(&self, answers: Answers<'_, T>, len: usize) -> Vec<T> {
+        let mut ordered: Vec<Option<T>> = std::iter::repeat_with(|| None).take(len).collect();
+        let mut answers = answers;
+        while let Some((index, answer)) = answers.next().await {
+            let place = ordered
+                .get_mut(index)
+                .expect("an answer to a key of the batch");
+            assert!(place.is_none(), "key {index} is answered twice");
+            *place = Some(answer);
+        }
+        let answer = |answer: Option<T>| answer.expect("one answer for each key");
+        ordered.into_iter().map(answer).collect()
     }
 
     fn items_to_store(&mut self) -> Vec<StoreItem> {
@@ -226,6 +268,7 @@ impl<'a> Run<'a> {
             let mut slot = slot.expect("every slot of earlier batches came back");
             fill_value(&key, slot.bytes_mut());
             let item = StoreItem::new(key, slot.written().seal());
+            let item = item.with_epoch(self.epoch_of(key.space));
             items.push(match parent.replace(key) {
                 Some(parent) => item.with_parent(parent),
                 None => item,
@@ -237,15 +280,11 @@ impl<'a> Run<'a> {
     async fn store(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
-        let answers = self.backend.store(items, self.deadline()).await;
+        let answers = self.backend.store(items, self.deadline());
+        let answers = self.answers(answers, keys.len()).await;
         // A tier may work on a batch in any order, so the first of two equal keys may find that
         // the second was written.
         let twice = |key: &ChunkKey| keys.iter().filter(|other| *other == key).count() > 1;
-        assert_eq!(
-            answers.len(),
-            keys.len(),
-            "one answer for each chunk stored"
-        );
         for (&key, answer) in keys.iter().zip(answers) {
             let known = self.model.get(&key).copied();
             match answer {
@@ -295,19 +334,22 @@ impl<'a> Run<'a> {
             .iter()
             .map(|i| (i.key, i.slot.len(), i.slot.offset()))
             .collect();
-        let loaded = self.backend.load(items, self.deadline()).await;
-        assert_eq!(
-            loaded.len(),
-            asked.len(),
-            "one answer for each chunk loaded"
-        );
+        let loaded = self.backend.load(items, self.deadline());
+        let loaded = self.answers(loaded, asked.len()).await;
         for ((key, len, offset), loaded) in asked.into_iter().zip(loaded) {
             let known = self.model.get(&key).copied();
             let fits = len == self.lens[&key];
             match loaded {
-                Loaded::Hit(slot) => {
+                Loaded::Hit { slot, epoch } => {
                     assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
                     assert!(fits, "{key:?} was loaded into a slot of the wrong length");
+                    if let Err(mismatch) = check_value(&key, slot.bytes()) {
+                        panic!("a wrong byte: {mismatch}");
+                    }
+                    if !self.is_valid(&key, epoch) {
+                        self.tally.misses += 1;
+                        continue;
+                    }
                     assert!(known.is_some(), "{key:?} was found and is not there");
                     if let Err(mismatch) = check_value(&key, slot.bytes()) {
                         panic!("a wrong byte: {mismatch}");
@@ -323,7 +365,7 @@ impl<'a> Run<'a> {
                 Loaded::Failed { error, slot } => {
                     let due = !fits && matches!(error, BackendError::Length { .. });
                     assert!(due || !self.exact(), "loading {key:?}: {error}");
-                    if let FailedSlot::Quiet(slot) = slot {
+                    if let FailedSlot::Released(slot) = slot {
                         assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
                     }
                     self.tally.failures += 1;
@@ -332,24 +374,53 @@ impl<'a> Run<'a> {
         }
     }
 
-    async fn contains(&mut self) {
+    async fn locate(&mut self) {
         let keys = self.some_keys();
-        let found = self.backend.contains(&keys, self.deadline()).await;
-        assert_eq!(found.len(), keys.len(), "one answer for each key");
-        for (key, found) in keys.iter().zip(found) {
+        let located = self.backend.locate(&keys, self.deadline()).await;
+        self.check_located(&keys, located);
+        if let Some(index) = self.backend.index() {
+            self.check_located(&keys, index.locate_now(&keys));
+        }
+    }
+
+    fn check_located(&self, keys: &[ChunkKey], located: Vec<Result<Located, BackendError>>) {
+        assert_eq!(located.len(), keys.len(), "one answer for each key");
+        for (key, located) in keys.iter().zip(located) {
             let known = self.model.get(key).copied();
-            match found {
-                Ok(Some(len)) => {
-                    assert!(known.is_some(), "{key:?} is said to be there");
-                    assert_eq!(len, self.lens[key], "the length of {key:?}");
+            let location = match located {
+                Ok(located) => located.present(),
+                Err(error) => {
+                    assert!(!self.exact(), "looking up {key:?}: {error}");
+                    continue;
                 }
-                Ok(None) => {
-                    let lost = known == Some(Known::Stored) && self.exact();
-                    assert!(!lost, "{key:?} was stored and is not there");
-                }
-                Err(error) => assert!(!self.exact(), "looking up {key:?}: {error}"),
+            };
+            let location = location.filter(|location| self.is_valid(key, location.epoch));
+            if let Some(location) = location {
+                assert!(known.is_some(), "{key:?} is said to be there");
+                assert_eq!(location.len, self.lens[key], "the length of {key:?}");
+            } else {
+                let lost = known == Some(Known::Stored) && self.exact();
+                assert!(!lost, "{key:?} was stored and is not there");
             }
         }
+    }
+
+    /// Asks with a deadline that passes at once: every operation ends soon after it.
+    async fn short_deadline(&mut self) {
+        let keys = self.some_keys();
+        let items = self.items_to_load();
+        let len = items.len();
+        let deadline = Instant::now() + Duration::from_millis(1);
+        let located = self.backend.locate(&keys, deadline).await;
+        assert_eq!(located.len(), keys.len(), "one answer for each key");
+        let loaded = self.backend.load(items, deadline);
+        drop(self.answers(loaded, len).await);
+        let late = deadline.elapsed();
+        assert!(
+            late <= self.kit.patience,
+            "ended {late:?} after the deadline"
+        );
+        self.slots_come_back();
     }
 
     async fn remove(&mut self) {
@@ -362,7 +433,8 @@ impl<'a> Run<'a> {
         for (key, removed) in keys.iter().zip(&removed) {
             match removed {
                 Ok(was_there) => {
-                    let possible = before.contains_key(key) || !was_there;
+                    let kept = self.backend.sharing() == Sharing::Shared;
+                    let possible = before.contains_key(key) || !was_there || kept;
                     assert!(possible, "{key:?} was removed from nowhere");
                     self.tally.removed += u64::from(*was_there);
                     self.model.remove(key);
@@ -412,10 +484,9 @@ impl<'a> Run<'a> {
             assert!(page.items.len() <= limit, "a page longer than asked for");
             for item in page.items {
                 let key = item.key;
-                assert!(
-                    self.model.contains_key(&key),
-                    "{key:?} is listed and not there"
-                );
+                let possible =
+                    self.model.contains_key(&key) || self.backend.sharing() == Sharing::Shared;
+                assert!(possible, "{key:?} is listed and not there");
                 assert_eq!(item.len, self.lens[&key], "the length of {key:?}");
                 assert!(listed.insert(key), "{key:?} is listed twice");
             }
@@ -434,56 +505,84 @@ impl<'a> Run<'a> {
     }
 
     async fn usage(&mut self) {
-        match self.backend.usage(self.deadline()).await {
-            Ok(usage) => {
-                let stored = |known: &&Known| **known == Known::Stored;
-                let sure = self.model.values().filter(stored).count() as u64;
-                assert!(usage.chunks <= self.model.len() as u64, "{usage:?}");
-                assert!(
-                    !self.exact() || usage.chunks >= sure,
-                    "{usage:?}, stored {sure}"
-                );
-                if sure == self.model.len() as u64 && self.exact() {
-                    let bytes: u64 = self.model.keys().map(|key| self.lens[key]).sum();
-                    assert_eq!(usage.bytes, bytes, "bytes of chunks");
-                }
-            }
-            Err(error) => assert!(!self.exact(), "usage: {error}"),
+        let Some(usage) = self.backend.usage() else {
+            return;
+        };
+        let stored = |known: &&Known| **known == Known::Stored;
+        let sure = self.model.values().filter(stored).count() as u64;
+        assert!(
+            !self.exact() || usage.chunks >= sure,
+            "{usage:?}, stored {sure}"
+        );
+        if self.backend.sharing() == Sharing::Shared {
+            return;
+        }
+        assert!(usage.chunks <= self.model.len() as u64, "{usage:?}");
+        if sure == self.model.len() as u64 && self.exact() {
+            let bytes: u64 = self.model.keys().map(|key| self.lens[key]).sum();
+            assert_eq!(usage.bytes, bytes, "payload bytes of the chunks");
         }
     }
 
-    /// Forgets everything while a store is under way, which ends or is dropped afterwards.
+    /// Clears one space or all while a store is under way, which ends or is dropped afterwards.
     async fn clear(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
-        let mut storing = Some(self.backend.store(items, self.deadline()));
+        let mut storing = self.backend.store(items, self.deadline());
+        let mut begun = None;
         poll_fn(|context| {
-            let begun = storing.as_mut().map(|store| store.as_mut().poll(context));
-            if begun.is_some_and(|poll| poll.is_ready()) {
-                storing = None;
-            }
+            begun = Some(storing.poll_next_unpin(context).is_ready());
             Poll::Ready(())
         })
         .await;
-        match self.backend.clear(self.deadline()).await {
+        let repeated = self.clears.last().copied().filter(|_| self.rng.chance(200));
+        let space = self.rng.chance(500).then(|| self.keys[0].space);
+        let epoch = self.newest.next();
+        self.newest = epoch;
+        let clear = repeated.unwrap_or(Clear { space, epoch });
+        let covered = |key: &&ChunkKey| repeated.is_none() && clear.covers(key.space);
+        let result = self.backend.clear(clear, self.deadline()).await;
+        match result {
             Ok(gone) => {
-                let stored = |known: &&Known| **known == Known::Stored;
-                let sure = self.model.values().filter(stored).count() as u64;
-                assert!(!self.exact() || gone >= sure, "{gone} of {sure} are gone");
+                let stored = self.model.iter().filter(|(key, _)| covered(key));
+                let sure = stored.filter(|(_, known)| **known == Known::Stored).count() as u64;
+                let removes = self.exact() && self.backend.sharing() == Sharing::Private;
+                assert!(!removes || gone >= sure, "{gone} of {sure} are gone");
                 self.tally.removed += gone;
-                self.model.clear();
+                self.model.retain(|key, _| !covered(&key));
+                self.clears.push(clear);
+                let noted = self.backend.clears();
+                let noted = |space| {
+                    let covering = noted.iter().filter(move |clear| clear.covers(space));
+                    covering.fold(ClearEpoch::default(), |newest, clear| {
+                        newest.join(clear.epoch)
+                    })
+                };
+                for space in self.keys.iter().map(|key| key.space) {
+                    let (expected, found) = (self.epoch_of(space), noted(space));
+                    let known = found == expected || !self.exact() || found.is_valid_at(expected);
+                    assert!(
+                        known,
+                        "{space:?} was cleared at {expected:?}, noted is {found:?}"
+                    );
+                }
             }
             Err(error) => {
                 assert!(!self.exact(), "clearing: {error}");
                 self.tally.failures += 1;
-                let known = self.model.keys().copied();
-                let unsure = known.chain(keys).map(|key| (key, Known::Unsure));
-                self.model = unsure.collect();
+                let covered: Vec<_> = self.model.keys().filter(covered).copied().collect();
+                let unsure = covered.into_iter().map(|key| (key, Known::Unsure));
+                self.model.extend(unsure);
             }
         }
-        let waits = self.rng.chance(500);
-        if let Some(storing) = storing.filter(|_| waits) {
-            storing.await;
+        // The store may have taken effect for what the clear did not cover.
+        for key in keys.iter().filter(|key| !covered(key)) {
+            self.model.entry(*key).or_insert(Known::Unsure);
+        }
+        if self.rng.chance(500) {
+            storing.for_each(|_| std::future::ready(())).await;
+        } else {
+            drop(storing);
         }
         self.slots_come_back();
     }
@@ -498,11 +597,11 @@ impl<'a> Run<'a> {
                 for item in &items {
                     self.model.entry(item.key).or_insert(Known::Unsure);
                 }
-                once(self.backend.store(items, deadline)).await;
+                once(self.backend.store(items, deadline).next().map(drop)).await;
             }
             1 => {
                 let items = self.items_to_load();
-                once(self.backend.load(items, deadline)).await;
+                once(self.backend.load(items, deadline).next().map(drop)).await;
             }
             _ => {
                 let keys = self.some_keys();
@@ -533,13 +632,14 @@ impl<'a> Run<'a> {
         let mut slot = self.pool.reserve(self.lens[&key]).expect("slots came back");
         fill_value(&key, slot.bytes_mut());
         let item = StoreItem::new(key, slot.written().seal());
-        let stored = self.backend.store(vec![item], deadline).await;
+        let stored = self.backend.store(vec![item], deadline);
+        let stored = self.answers(stored, 1).await;
         let ok = matches!(stored[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
             "storing into a closed tier: {stored:?}"
         );
-        let found = self.backend.contains(&[key], deadline).await;
+        let found = self.backend.locate(&[key], deadline).await;
         let ok = matches!(found[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
@@ -551,15 +651,20 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "removing from a closed tier: {removed:?}"
         );
-        let cleared = self.backend.clear(deadline).await;
+        let cleared = self
+            .backend
+            .clear(Clear::all(self.newest.next()), deadline)
+            .await;
         let ok = matches!(cleared, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
         let listed = self.backend.list(Cursor::START, 1, deadline).await;
         let ok = matches!(listed, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");
-        let usage = self.backend.usage(deadline).await;
-        let ok = matches!(usage, Err(BackendError::Closed));
-        assert!(ok || !self.exact(), "usage of a closed tier: {usage:?}");
+        let usage = self.backend.usage();
+        assert!(
+            usage.is_none() || !self.exact(),
+            "usage of a closed tier: {usage:?}"
+        );
     }
 
     /// Cancelled operations may hold slots until the device is done with them, not for ever.

@@ -2,10 +2,17 @@
 //!
 //! [`Conformance`] runs random operations from a printed seed against a tier and a map. Every
 //! value is derived from its key, so a wrong read shows itself. [`Faulty`] wraps a tier in seeded
-//! errors, delays and misses; the kit knows what a faulty tier may and may not do.
+//! errors, delays and misses, [`Delayed`] makes it slow or late, and [`Gated`] makes it wait; the
+//! kit knows what a faulty tier may and may not do.
 
 mod block_on;
 pub use block_on::block_on;
+
+mod blocking;
+pub use blocking::{clear_all, lens_of, load_batch, store_batch};
+
+mod delayed;
+pub use delayed::Delayed;
 
 mod faulty;
 pub use faulty::{Faults, Faulty};

@@ -1,5 +1,6 @@
 //! One suite for both engines, on a real directory. Every wait has a deadline.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -7,7 +8,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, Folder as TempFolder, until};
 
 use super::*;
-use crate::volume::{Buf, Done, Kind, Part};
+use crate::volume::{Buf, Done, Kind, Part, is_abandoned};
 
 const MIB: u64 = 1 << 20;
 
@@ -101,6 +102,7 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
             offset,
             len,
             buf,
+            abandoned: None,
             done,
         }
     });
@@ -430,6 +432,7 @@ fn askers(volume: FolderVolume, pool: &Pool) {
             offset,
             len,
             buf,
+            abandoned: None,
             done,
         }
     };
@@ -515,6 +518,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
                 offset,
                 len,
                 buf,
+                abandoned: None,
                 done,
             }
         },
@@ -531,6 +535,31 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     volume.stop();
 }
 
+/// An operation that nobody waits for does not begin; its memory comes back.
+fn abandoned(volume: &FolderVolume) {
+    let file = volume.open("abandoned", Some(BLOCK)).unwrap();
+    let (tell, told) = mpsc::channel();
+    let op = Op {
+        kind: Kind::Write,
+        file,
+        offset: 0,
+        len: BLOCK,
+        buf: Some(own(BLOCK, 77 * BLOCK)),
+        abandoned: Some(Arc::new(AtomicBool::new(true))),
+        done: Box::new(move |done| drop(tell.send(done))),
+    };
+    volume.submit(vec![op]);
+    let done: Done = told.recv_timeout(DEADLINE).expect("an end");
+    assert!(is_abandoned(&done.result.unwrap_err()));
+    assert!(done.buf.is_some());
+    let read = ask_one(volume, read(file, 0, BLOCK)).unwrap();
+    let Some(Buf::Own(bytes)) = read else {
+        panic!("its own memory");
+    };
+    assert!(bytes.iter().all(|&byte| byte == 0), "nothing was written");
+    volume.close(file);
+}
+
 /// All of it. The volumes are made with little and with much depth, with and without the pool's
 /// memory registered.
 fn suite(parent: &Path, engine: EngineChoice) {
@@ -542,6 +571,7 @@ fn suite(parent: &Path, engine: EngineChoice) {
     ends_of_files(&deep, &dir);
     refusals(&deep, &pool);
     names(&deep, &dir);
+    abandoned(&deep);
     many(&deep);
     stopping(&deep, &pool);
     let shallow = volume(&dir, engine, 4, None);
@@ -664,6 +694,7 @@ fn quick_look() {
                     offset: i * MIB,
                     len: MIB,
                     buf,
+                    abandoned: None,
                     done,
                 };
                 volume.submit(vec![op]);

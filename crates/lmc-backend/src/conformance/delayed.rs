@@ -1,0 +1,179 @@
+//! A tier that takes its time.
+
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use lmc_key::ChunkKey;
+use parking_lot::Mutex;
+
+use crate::{
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
+    Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+};
+
+/// Waits until a moment, on a thread of its own.
+pub(super) async fn sleep_until(end: Instant) {
+    let waker: Arc<Mutex<Option<Waker>>> = Arc::default();
+    let mut alarmed = false;
+    std::future::poll_fn(|context| {
+        if Instant::now() >= end {
+            return Poll::Ready(());
+        }
+        *waker.lock() = Some(context.waker().clone());
+        if !alarmed {
+            alarmed = true;
+            let waker = Arc::clone(&waker);
+            thread::spawn(move || {
+                thread::sleep(end.saturating_duration_since(Instant::now()));
+                if let Some(waker) = waker.lock().take() {
+                    waker.wake();
+                }
+            });
+        }
+        Poll::Pending
+    })
+    .await;
+}
+
+/// Wraps a tier so that it has to be asked, and answers lookups, loads and stores after a delay.
+#[derive(Debug)]
+pub struct Delayed<B> {
+    inner: B,
+    delay: Duration,
+    keeps_deadlines: bool,
+}
+
+impl<B: Backend> Delayed<B> {
+    /// A slow tier: answers after `delay`, or with [`BackendError::Deadline`] at the deadline.
+    pub fn slow(inner: B, delay: Duration) -> Self {
+        Self {
+            inner,
+            delay,
+            keeps_deadlines: true,
+        }
+    }
+
+    /// A tier that breaks the contract: answers after `delay`, whatever the deadline was.
+    pub fn late(inner: B, delay: Duration) -> Self {
+        Self {
+            inner,
+            delay,
+            keeps_deadlines: false,
+        }
+    }
+
+    /// Returns the tier inside.
+    pub fn inner(&self) -> &B {
+        &self.inner
+    }
+
+    /// Waits. Returns false if the deadline came first.
+    async fn delay(&self, deadline: Instant) -> bool {
+        let end = Instant::now() + self.delay;
+        let is_late = self.keeps_deadlines && end > deadline;
+        sleep_until(if is_late { deadline } else { end }).await;
+        !is_late
+    }
+}
+
+impl<B: Backend> Backend for Delayed<B> {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn sharing(&self) -> Sharing {
+        self.inner.sharing()
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(async move {
+            if keys.is_empty() {
+                return Vec::new();
+            }
+            match self.delay(deadline).await {
+                true => self.inner.locate(keys, deadline).await,
+                false => keys.iter().map(|_| Err(BackendError::Deadline)).collect(),
+            }
+        })
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        if items.is_empty() {
+            return ready([]);
+        }
+        let loaded = self.delay(deadline).map(move |in_time| {
+            let late = |item: LoadItem| Loaded::Failed {
+                error: BackendError::Deadline,
+                slot: FailedSlot::Released(item.slot),
+            };
+            match in_time {
+                true => self.inner.load(items, deadline),
+                false => ready(items.into_iter().map(late)),
+            }
+        });
+        Box::pin(loaded.flatten_stream())
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        if items.is_empty() {
+            return ready([]);
+        }
+        let stored = self.delay(deadline).map(move |in_time| match in_time {
+            true => self.inner.store(items, deadline),
+            false => ready(items.into_iter().map(|_| Err(BackendError::Deadline))),
+        });
+        Box::pin(stored.flatten_stream())
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        self.inner.remove(keys, deadline)
+    }
+
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        self.inner.clear(clear, deadline)
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        self.inner.clears()
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        self.inner.list(cursor, limit, deadline)
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        self.inner.usage()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.inner.counters()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        self.inner.close(deadline)
+    }
+}

@@ -1,0 +1,95 @@
+//! Answers to "does this tier have the chunk, and what would it cost to load it?".
+
+use std::time::Duration;
+
+use crate::ClearEpoch;
+
+/// The state of one key in a tier.
+///
+/// An answer is a hint: the chunk may be gone when it is loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Located {
+    /// The tier has the chunk.
+    Present(Location),
+    /// The chunk is being written to the tier by the engine that computes it, and is expected
+    /// soon. Never said of a chunk that the tier itself is only fetching from elsewhere.
+    Pending,
+    /// The tier does not have the chunk.
+    Absent,
+}
+
+impl Located {
+    /// Returns the location of a chunk that is present.
+    pub fn present(self) -> Option<Location> {
+        match self {
+            Self::Present(location) => Some(location),
+            Self::Pending | Self::Absent => None,
+        }
+    }
+}
+
+/// Where a chunk lies, how large it is, and what it costs to load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Location {
+    /// Payload bytes of the chunk: the length of the slot to load it into.
+    pub len: u64,
+    /// Bytes that the tier stores and moves for it, headers included; less than `len` where it is
+    /// compressed.
+    pub stored_len: u64,
+    /// The kind of place that the bytes lie in.
+    pub medium: Medium,
+    /// Estimated time to load the chunk as one of a batch, from what the tier measured so far.
+    pub cost: Duration,
+    /// The clear epoch under which the chunk was computed. A private tier, which removes what a
+    /// clear covers, may answer with the newest epoch that it knows for the chunk's space.
+    pub epoch: ClearEpoch,
+}
+
+impl Location {
+    /// A chunk of `len` bytes, stored as it is, that costs nothing to load.
+    pub fn new(len: u64, medium: Medium, epoch: ClearEpoch) -> Self {
+        Self {
+            len,
+            stored_len: len,
+            medium,
+            cost: Duration::ZERO,
+            epoch,
+        }
+    }
+
+    /// Sets the bytes that are stored. Default: as many as the payload has.
+    #[must_use]
+    pub fn with_stored_len(mut self, stored_len: u64) -> Self {
+        self.stored_len = stored_len;
+        self
+    }
+
+    /// Sets the estimated time of a load. Default: zero.
+    #[must_use]
+    pub fn with_cost(mut self, cost: Duration) -> Self {
+        self.cost = cost;
+        self
+    }
+}
+
+/// The kind of place that the bytes of a chunk lie in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Medium {
+    /// Memory, of this host or of a peer.
+    Memory,
+    /// A disk of this host or of a peer.
+    Disk,
+    /// A store whose medium is not known.
+    Elsewhere,
+}
+
+/// The owner of a tier's content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// Only this process stores and clears here. A clear removes the chunks.
+    Private,
+    /// Other processes use the content too. A clear only notes its epoch, and deletes nothing.
+    Shared,
+}
