@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{env, fs};
 
-use lmc_backend_local::{LocalConfig, NewChunk, OwnerId, PolicyKind, TenantId};
+use lmc_backend_local::{LocalConfig, NewChunk, Origin, OwnerId, PolicyKind, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde::Deserialize;
@@ -74,6 +74,7 @@ fn replay(trace: &[Vec<u64>], policy: PolicyKind, blocks: usize) -> (usize, u64)
                 key: keys[position],
                 parent: position.checked_sub(1).map(|parent| keys[parent]),
                 tenant: TenantId(0),
+                origin: Origin::COMPUTED,
                 slot: slot.written(),
             });
         }

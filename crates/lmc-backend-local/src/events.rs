@@ -6,6 +6,7 @@ use lmc_key::ChunkKey;
 use lmc_memory::SealedSlot;
 
 use crate::TenantId;
+use crate::origin::Origin;
 
 /// A chunk that can be found from now on.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +32,8 @@ pub struct RemovedEvent<'a> {
     pub tenant: TenantId,
     /// Cause of the removal.
     pub cause: Removal,
+    /// The place that the chunk came from.
+    pub origin: Origin,
     /// Slot with the chunk's bytes. A clone keeps the memory reserved: that is how an evicted chunk
     /// is written to a lower tier.
     pub slot: &'a SealedSlot,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use lmc_memory::SealedSlot;
 
 use crate::OwnerId;
+use crate::origin::Origin;
 use crate::slab::EntryRef;
 use crate::tier::Inner;
 
@@ -16,6 +17,7 @@ pub(crate) struct Leased {
     /// An owner of the bytes of its own: they stay even when the chunk is removed.
     pub(crate) slot: SealedSlot,
     pub(crate) name: EntryRef,
+    pub(crate) origin: Origin,
 }
 
 /// The right to read one chunk. While it exists the chunk is not evicted and its memory is not
@@ -118,6 +120,11 @@ impl Leases {
     /// The memory of the chunks, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &SealedSlot> {
         self.items.iter().map(|item| &item.slot)
+    }
+
+    /// The places that the chunks came from, in order.
+    pub fn origins(&self) -> impl ExactSizeIterator<Item = Origin> {
+        self.items.iter().map(|item| item.origin)
     }
 
     /// Keeps the first `at` and returns the rest; all of them when there are fewer.

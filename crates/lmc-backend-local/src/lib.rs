@@ -48,6 +48,9 @@ pub use events::{EventSink, Removal, RemovedEvent, StoredEvent};
 mod lease;
 pub use lease::{Lease, Leases};
 
+mod origin;
+pub use origin::Origin;
+
 mod owner;
 pub use owner::OwnerId;
 
@@ -64,8 +67,8 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, Reservation,
-    ReserveError, Write, WriteStart,
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, ReserveError,
+    Write, WriteGrant, WriteStart,
 };
 
 /// The README's examples, compiled and run with the doctests.

@@ -10,6 +10,8 @@ use lmc_memory::SealedSlot;
 
 use crate::TenantId;
 use crate::class::Class;
+use crate::lease::Leased;
+use crate::origin::Origin;
 use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
 use crate::slab::{Entry, EntryRef, EvictionState, Identity, Slab};
 use crate::table::Table;
@@ -65,6 +67,7 @@ pub(crate) struct Taken {
     pub(crate) slot: SealedSlot,
     pub(crate) parent: EntryRef,
     pub(crate) tenant: TenantId,
+    pub(crate) origin: Origin,
 }
 
 /// One step of eviction.
@@ -115,7 +118,7 @@ impl Order {
 
     /// Takes an entry out of the order for good, wherever in it it stands.
     fn drop_out(&mut self, slab: &mut Slab, index: u32) {
-        match slab.entry(index).eviction {
+        match slab.entry(index).eviction() {
             EvictionState::Queued => self.policy.remove(&mut slab.nodes, index),
             EvictionState::Parent => self.parents.remove(&mut slab.nodes, index),
             EvictionState::Held => {}
@@ -123,12 +126,12 @@ impl Order {
     }
 
     fn touch(&mut self, slab: &mut Slab, index: u32, stamp: u64) {
-        match slab.entry(index).eviction {
+        match slab.entry(index).eviction() {
             EvictionState::Queued => self.policy.touch(&mut slab.nodes, index, stamp),
             EvictionState::Parent => {
                 self.parents.remove(&mut slab.nodes, index);
                 self.policy.revive(&mut slab.nodes, index, stamp);
-                slab.entry_mut(index).eviction = EvictionState::Queued;
+                slab.entry_mut(index).set_eviction(EvictionState::Queued);
             }
             EvictionState::Held => {}
         }
@@ -235,6 +238,7 @@ impl Shard {
         key: ChunkKey,
         slot: SealedSlot,
         tenant: TenantId,
+        origin: Origin,
         stamp: u64,
     ) -> u32 {
         let bytes = slot.len();
@@ -242,7 +246,7 @@ impl Shard {
         if self.table.is_full() {
             self.grow_table();
         }
-        let index = self.slab.insert(key, slot, tenant);
+        let index = self.slab.insert(key, slot, tenant, origin);
         self.table.insert(fold, index);
         let (order, slab) = self.order(tenant);
         let print = fingerprint(&key);
@@ -270,9 +274,8 @@ impl Shard {
         order.touch(slab, index, stamp);
     }
 
-    /// Leases an entry and counts it as used. The last value is whether nothing held it before.
-    pub(crate) fn lease(&mut self, index: u32, stamp: u64) -> (SealedSlot, EntryRef, bool) {
-        self.touch(index, stamp);
+    /// Leases an entry. The second value is true if nothing held it before.
+    pub(crate) fn lease(&mut self, index: u32) -> (Leased, bool) {
         let name = self.slab.name(index);
         let entry = self.slab.entry_mut(index);
         let fresh = entry.holds == 0;
@@ -280,7 +283,12 @@ impl Shard {
             self.held += entry.slot.len().next_multiple_of(self.align);
         }
         entry.holds += 1;
-        (entry.slot.clone(), name, fresh)
+        let leased = Leased {
+            slot: entry.slot.clone(),
+            name,
+            origin: entry.origin(),
+        };
+        (leased, fresh)
     }
 
     /// Gives a lease back. An entry that was removed meanwhile is no more of our concern.
@@ -294,14 +302,16 @@ impl Shard {
             self.held -= entry.slot.len().next_multiple_of(self.align);
         }
         entry.holds = entry.holds.saturating_sub(1);
-        if !entry.busy() && entry.eviction == EvictionState::Held {
+        if !entry.busy() && entry.eviction() == EvictionState::Held {
             self.revive(name.index(), stamp);
         }
     }
 
     /// Queues an entry that was held.
     fn revive(&mut self, index: u32, stamp: u64) {
-        self.slab.entry_mut(index).eviction = EvictionState::Queued;
+        self.slab
+            .entry_mut(index)
+            .set_eviction(EvictionState::Queued);
         let (order, slab) = self.order_of(index);
         order.policy.revive(&mut slab.nodes, index, stamp);
     }
@@ -338,7 +348,7 @@ impl Shard {
         if entry.holds == 0 {
             self.held -= entry.slot.len().next_multiple_of(self.align);
         }
-        if !entry.busy() && entry.eviction == EvictionState::Held {
+        if !entry.busy() && entry.eviction() == EvictionState::Held {
             self.revive(index, stamp);
         }
         true
@@ -376,7 +386,7 @@ impl Shard {
         let Some(entry) = self.slab.named(parent) else {
             return;
         };
-        let set_aside = entry.eviction == EvictionState::Parent;
+        let set_aside = entry.eviction() == EvictionState::Parent;
         let index = parent.index();
         // As for leases: saturating only for a name that 2^24 inserts made good again.
         let children = &mut self.slab.identity_mut(index).children;
@@ -384,7 +394,9 @@ impl Shard {
         if *children > 0 || !set_aside {
             return;
         }
-        self.slab.entry_mut(index).eviction = EvictionState::Queued;
+        self.slab
+            .entry_mut(index)
+            .set_eviction(EvictionState::Queued);
         let (order, slab) = self.order_of(index);
         order.parents.remove(&mut slab.nodes, index);
         order.policy.put_back(&mut slab.nodes, index);
@@ -401,7 +413,9 @@ impl Shard {
     /// Takes out an entry that is in no queue.
     fn unlist(&mut self, index: u32) -> Taken {
         let tenant = self.slab.tenant(index);
-        let (Identity { key, parent, .. }, Entry { slot, holds, .. }) = self.slab.remove(index);
+        let (Identity { key, parent, .. }, entry) = self.slab.remove(index);
+        let origin = entry.origin();
+        let Entry { slot, holds, .. } = entry;
         self.table.remove(key.fold(), index);
         self.bytes -= slot.len();
         if holds > 0 {
@@ -414,6 +428,7 @@ impl Shard {
             slot,
             parent,
             tenant,
+            origin,
         }
     }
 
@@ -428,9 +443,9 @@ impl Shard {
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
-                entry.eviction = EvictionState::Held;
+                entry.set_eviction(EvictionState::Held);
             } else if slab.identity(index).children > 0 {
-                slab.entry_mut(index).eviction = EvictionState::Parent;
+                slab.entry_mut(index).set_eviction(EvictionState::Parent);
                 order.parents.push_head(&mut slab.nodes, index);
             } else {
                 let print = fingerprint(&slab.identity(index).key);
@@ -453,7 +468,7 @@ impl Shard {
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
-                entry.eviction = EvictionState::Held;
+                entry.set_eviction(EvictionState::Held);
                 continue;
             }
             let print = fingerprint(&slab.identity(index).key);
@@ -513,10 +528,10 @@ impl Shard {
         for &index in &indices {
             let (order, slab) = self.order(tenant);
             let entry = slab.entry_mut(index);
-            if entry.eviction == EvictionState::Held {
+            if entry.eviction() == EvictionState::Held {
                 continue;
             }
-            entry.eviction = EvictionState::Queued;
+            entry.set_eviction(EvictionState::Queued);
             let print = fingerprint(&slab.identity(index).key);
             let stamp = slab.nodes[index].stamp();
             order.policy.insert(&mut slab.nodes, index, print, stamp);
@@ -567,10 +582,10 @@ impl Shard {
         self.shared_writes.remove(key);
     }
 
-    /// Takes the marks of all keys off.
-    pub(crate) fn void_writes(&mut self) {
-        self.writing.clear();
-        self.shared_writes.clear();
+    /// Takes the marks of all keys off that a condition picks.
+    pub(crate) fn void_writes(&mut self, pick: impl Fn(&ChunkKey) -> bool) {
+        self.writing.retain(|key, _| !pick(key));
+        self.shared_writes.retain(|key, _| !pick(key));
     }
 
     /// Returns true if a key has an exclusive mark.
@@ -646,17 +661,17 @@ impl Shard {
             let tenant = self.slab.tenant(index);
             let class = self.quotas.contains_key(&tenant).then_some(tenant);
             *queued.entry(class).or_default() +=
-                usize::from(entry.eviction == EvictionState::Queued);
+                usize::from(entry.eviction() == EvictionState::Queued);
             *bytes.entry(class).or_default() += entry.slot.len();
             assert!(
                 entry.busy() || !self.pins.contains_key(&index),
                 "pinned and free"
             );
             assert!(
-                entry.eviction != EvictionState::Held || entry.busy(),
+                entry.eviction() != EvictionState::Held || entry.busy(),
                 "held and free"
             );
-            let parent = entry.eviction == EvictionState::Parent;
+            let parent = entry.eviction() == EvictionState::Parent;
             assert!(!parent || *children > 0, "a parent without children");
         }
         assert_eq!(self.slab.occupied(0).count(), self.table.len());
@@ -672,7 +687,7 @@ impl Shard {
             let (order, slab) = self.order_for(class).expect("it is one of ours");
             let mut out = Vec::new();
             while let Some(index) = order.policy.pop(&mut slab.nodes) {
-                assert_eq!(slab.entry(index).eviction, EvictionState::Queued);
+                assert_eq!(slab.entry(index).eviction(), EvictionState::Queued);
                 out.push(index);
             }
             for index in out.iter().rev() {

@@ -6,6 +6,7 @@ use lmc_key::ChunkKey;
 use lmc_memory::SealedSlot;
 
 use crate::TenantId;
+use crate::origin::Origin;
 use crate::policy::{NIL, Node, Nodes};
 
 const CHUNK_BITS: u32 = 5;
@@ -105,13 +106,15 @@ impl EntryRef {
 }
 
 const GENERATION: u32 = 0x00ff_ffff;
+const STATE_BITS: u32 = 2;
+const STATE_MASK: u8 = 0b11;
 
 /// The state of an entry in the order of eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EvictionState {
     /// In its policy's queues.
-    Queued,
+    Queued = 0,
     /// Taken out because it was leased or pinned when its turn came; comes back as just used.
     Held,
     /// In its class's list of entries whose turn came while children were resident.
@@ -146,13 +149,30 @@ pub(crate) struct Entry {
     /// Leases out, and one more while it is pinned: not to be evicted unless 0.
     pub(crate) holds: u32,
     generation: [u8; 3],
-    pub(crate) eviction: EvictionState,
+    /// The eviction state in the low two bits, the origin above.
+    eviction_and_origin: u8,
 }
 
 impl Entry {
     /// Leased or pinned: not to be evicted.
     pub(crate) fn busy(&self) -> bool {
         self.holds > 0
+    }
+
+    pub(crate) fn eviction(&self) -> EvictionState {
+        match self.eviction_and_origin & STATE_MASK {
+            0 => EvictionState::Queued,
+            1 => EvictionState::Held,
+            _ => EvictionState::Parent,
+        }
+    }
+
+    pub(crate) fn set_eviction(&mut self, state: EvictionState) {
+        self.eviction_and_origin = self.eviction_and_origin & !STATE_MASK | state as u8;
+    }
+
+    pub(crate) fn origin(&self) -> Origin {
+        Origin::from_number(self.eviction_and_origin >> STATE_BITS)
     }
 }
 
@@ -186,7 +206,13 @@ impl Slab {
     }
 
     /// Stores an entry at a free index.
-    pub(crate) fn insert(&mut self, key: ChunkKey, slot: SealedSlot, tenant: TenantId) -> u32 {
+    pub(crate) fn insert(
+        &mut self,
+        key: ChunkKey,
+        slot: SealedSlot,
+        tenant: TenantId,
+        origin: Origin,
+    ) -> u32 {
         if self.free == NIL {
             self.grow();
         }
@@ -204,7 +230,7 @@ impl Slab {
             slot,
             holds: 0,
             generation: [a, b, c],
-            eviction: EvictionState::Queued,
+            eviction_and_origin: origin.number() << STATE_BITS,
         });
         index
     }

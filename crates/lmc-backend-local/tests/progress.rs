@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_backend_local::{
-    Clear, Inserted, LocalConfig, LocalTier, NewChunk, OwnerId, PolicyKind, ReserveError, TenantId,
-    WriteStart,
+    Clear, Inserted, LocalConfig, LocalTier, NewChunk, Origin, OwnerId, PolicyKind, ReserveError,
+    TenantId, WriteStart,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -35,6 +35,7 @@ fn chunk(tier: &LocalTier, n: u64, parent: Option<u64>, tenant: TenantId) -> New
         key: test_key(n),
         parent: parent.map(test_key),
         tenant,
+        origin: Origin::COMPUTED,
         slot: slot.written(),
     }
 }

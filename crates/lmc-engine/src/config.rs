@@ -1,56 +1,70 @@
-//! How an engine is set up.
+//! Settings of an engine.
 
 use std::time::Duration;
 
-use lmc_backend_local::{LocalConfigError, PolicyKind};
+use lmc_backend_local::{LocalConfigError, Origin, PolicyKind};
 use lmc_memory::PoolError;
 use thiserror::Error;
+use tokio::runtime::Handle;
 
 /// Settings of a [`CacheEngine`](crate::CacheEngine).
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EngineConfig {
-    /// What leaves DRAM first. Default: LRU.
+    /// Eviction policy of the DRAM tier. Default: LRU.
     pub policy: PolicyKind,
-    /// Bytes that slots are aligned to; a power of two, at least 64. Default: 4096.
+    /// Alignment of slots in bytes; a power of two, at least 64. Default: 4096.
     pub align: usize,
-    /// Share of the pool above which chunks are evicted before anybody asks for room.
+    /// Share of the pool above which chunks are evicted before anybody asks for memory.
     /// Default: 0.95.
     pub high_watermark: f64,
-    /// Share of the pool at which that stops. Default: 0.90.
+    /// Share of the pool at which that eviction stops. Default: 0.90.
     pub low_watermark: f64,
-    /// Parts of the index with a lock each; none lets the tier choose by the number of cores.
-    /// Default: none.
+    /// Number of parts of the index with a lock each; `None` lets the tier choose by the number of
+    /// cores. Default: none.
     pub shards: Option<usize>,
-    /// Time between two looks at the watermarks. Default: 100 ms.
+    /// Time between two checks of the watermarks. Default: 100 ms.
     pub maintain_every: Duration,
-    /// When chunks are copied to the tiers below. Default: [`CopyDown::OnCommit`].
-    pub copy_down: CopyDown,
-    /// Bytes of copies that may be on their way to each tier below; more are dropped, as a store
-    /// waits for nothing. Default: an eighth of the pool.
-    pub copy_queue_bytes: Option<u64>,
-    /// Time that a tier below is given for a batch of copies. Default: 30 s.
-    pub store_deadline: Duration,
-    /// Bytes that may be on their way up at a time. Default: a quarter of the pool.
-    pub fetch_bytes: Option<u64>,
-    /// Time after which what has not come up is a miss. Default: 10 s.
-    pub fetch_deadline: Duration,
+    /// When chunks are written to lower tiers. Default: [`WritePolicy::Through`].
+    pub write_policy: WritePolicy,
+    /// Most bytes that wait to be written to each lower tier; further writes are dropped, as a
+    /// store waits for nothing. Default: an eighth of the pool.
+    pub write_queue_bytes: Option<u64>,
+    /// Timeout of one write to a lower tier. Default: 30 s.
+    pub write_timeout: Duration,
+    /// Most bytes of the pool that reads from lower tiers in flight hold. Default, and at most: a
+    /// quarter of the pool.
+    pub promotion_bytes: Option<u64>,
+    /// Time after which a chunk that was not promoted yet is a miss. Default: 10 s.
+    pub promotion_timeout: Duration,
+    /// Time that tiers have to say which chunks they have, where they do not know at once: the
+    /// delay of a prompt that no tier has. Default: 5 ms.
+    pub locate_timeout: Duration,
+    /// Longest wait for chunks that another engine is writing to a tier now. Default: 500 ms.
+    pub pending_timeout: Duration,
+    /// Time in which an engine recomputes one chunk. Chunks are read from lower tiers only where
+    /// the estimated time of that is shorter. Default: none, and they are always read.
+    pub recompute_time: Option<Duration>,
+    /// Runtime of reads from and writes to lower tiers; it needs a timer. Default: none, and an
+    /// engine with lower tiers starts a runtime of its own with two threads named `lmc-engine`.
+    pub runtime: Option<Handle>,
 }
 
-/// When chunks are copied to the tiers below.
+/// When chunks that were computed here are written to lower tiers. A chunk that came from a tier
+/// is never written to that tier again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum CopyDown {
-    /// As soon as they are committed: they survive whatever happens to this process.
+pub enum WritePolicy {
+    /// As soon as they are committed: they survive the end of this process.
     #[default]
-    OnCommit,
+    Through,
     /// When they are committed, and again when they are found: for tiers that take what is
     /// offered a second time.
-    OnCommitAndHit,
-    /// When they are evicted above the high watermark, and when the engine is closed. What goes
-    /// because somebody waits for its room is not copied: the copy would hold the very memory that
-    /// is waited for.
-    OnEviction,
+    ThroughAndOnHit,
+    /// When they are evicted above the high watermark, and when the engine is closed. A chunk that
+    /// is evicted because a caller needs its memory is not written: the write would hold that
+    /// memory.
+    Back,
 }
 
 impl Default for EngineConfig {
@@ -62,16 +76,20 @@ impl Default for EngineConfig {
             low_watermark: 0.90,
             shards: None,
             maintain_every: Duration::from_millis(100),
-            copy_down: CopyDown::default(),
-            copy_queue_bytes: None,
-            store_deadline: Duration::from_secs(30),
-            fetch_bytes: None,
-            fetch_deadline: Duration::from_secs(10),
+            write_policy: WritePolicy::default(),
+            write_queue_bytes: None,
+            write_timeout: Duration::from_secs(30),
+            promotion_bytes: None,
+            promotion_timeout: Duration::from_secs(10),
+            locate_timeout: Duration::from_millis(5),
+            pending_timeout: Duration::from_millis(500),
+            recompute_time: None,
+            runtime: None,
         }
     }
 }
 
-/// An engine cannot be made.
+/// Reason why an engine cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {
@@ -81,6 +99,12 @@ pub enum EngineError {
     /// The DRAM tier refuses its settings.
     #[error("dram tier: {0}")]
     Local(#[from] LocalConfigError),
+    /// There are more lower tiers than can be told apart.
+    #[error("{found} lower tiers, at most {max} are possible", max = Origin::MAX_TIERS)]
+    TooManyTiers {
+        /// Number of lower tiers.
+        found: usize,
+    },
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),

@@ -1,6 +1,7 @@
 //! The engine.
 
 use std::collections::HashSet;
+use std::future::Future;
 use std::iter;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -9,19 +10,20 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::Backend;
 use lmc_backend_local::{
-    Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, OwnerId, TenantId,
+    Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId,
     WriteStart,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
+use tokio::task::AbortHandle;
 
-use crate::config::{CopyDown, EngineConfig, EngineError};
+use crate::config::{EngineConfig, EngineError, WritePolicy};
 use crate::events::Relay;
-use crate::lower::{Fetch, Lower, LowerStatus, OfferItem, Source};
+use crate::lower::{LowerStatus, LowerTiers, Offer};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
-use crate::write::{Reservation, WriteRequest, WriteTicket};
+use crate::store::{StoreRequest, StoreStart, StoreTicket};
 
 /// Chunks evicted in one go above the high watermark, so that others get their turn in between.
 const EVICT_AT_ONCE: usize = 256;
@@ -30,40 +32,10 @@ const CLOSE_MARGIN: Duration = Duration::from_secs(2);
 /// Of [`Inner::unoffered`] before a close.
 const NOT_CLOSED: u64 = u64::MAX;
 
-/// Who the engine holds chunks for while it offers them to the tiers below.
-const COPIER: OwnerId = OwnerId(u64::MAX - 1);
+/// Owner of the leases that the engine takes while it offers chunks to lower tiers.
+const WRITER: OwnerId = OwnerId(u64::MAX - 1);
 /// Time that the tiers below have to forget what they shall forget.
 const FORGET_DEADLINE: Duration = Duration::from_secs(10);
-
-/// Where the chunks of a prompt are that are not, or not all, in DRAM.
-#[derive(Debug, Clone)]
-pub struct Below(Vec<Source>);
-
-impl Below {
-    /// How many of the keys asked for are somewhere, from the first on.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether not even the first is.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Bytes that a fetch would read from the lower tiers.
-    pub fn bytes(&self) -> u64 {
-        let len = |source: &Source| match source {
-            Source::Dram => 0,
-            Source::Tier { len, .. } => *len,
-        };
-        self.0.iter().map(len).sum()
-    }
-
-    /// Leaves out what lies from place `len` on.
-    pub fn truncate(&mut self, len: usize) {
-        self.0.truncate(len);
-    }
-}
 
 /// What [`CacheEngine::clear`] forgot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +44,7 @@ pub struct Cleared {
     /// Chunks in DRAM.
     pub dram: u64,
     /// Chunks in the tiers below.
-    pub below: u64,
+    pub lower: u64,
     /// Whether every tier below forgot all it had. If not, one of them is out of order or too
     /// slow, and may still have some.
     pub complete: bool,
@@ -87,6 +59,37 @@ pub struct Removed {
     /// Whether no tier has any of them now. If not, one of the tiers below is out of order or too
     /// slow, and may still have some.
     pub complete: bool,
+}
+
+/// A task on the runtime of the lower tiers, aborted when this is dropped.
+#[derive(Debug)]
+pub struct EngineTask(AbortHandle);
+
+impl Drop for EngineTask {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Outcome of [`CacheEngine::close`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CloseReport {
+    /// Names of the tiers that could not be closed, each with the reason.
+    pub failed: Vec<(String, String)>,
+    /// Number of chunks that were not written to a tier for lack of time.
+    pub late: u64,
+    /// Number of chunks that a tier declined.
+    pub declined: u64,
+    /// Number of chunks whose write failed.
+    pub write_failed: u64,
+}
+
+impl CloseReport {
+    /// Returns true if every tier was closed and every chunk written.
+    pub fn is_complete(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// How one tier is.
@@ -108,8 +111,8 @@ pub struct CacheEngine(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     tier: LocalTier,
-    lower: Option<Lower>,
-    copy_down: CopyDown,
+    lower: Option<LowerTiers>,
+    write_policy: WritePolicy,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     relay: Arc<Relay>,
@@ -161,16 +164,16 @@ impl CacheEngine {
         let tier = local.build()?;
         let lower = match lower.is_empty() {
             true => None,
-            false => Some(Lower::start(tier.clone(), lower, &config)?),
+            false => Some(LowerTiers::start(tier.clone(), lower, &config)?),
         };
-        if let (Some(lower), CopyDown::OnEviction) = (&lower, config.copy_down) {
-            relay.offer_evicted(lower.downgrade());
+        if let (Some(lower), WritePolicy::Back) = (&lower, config.write_policy) {
+            relay.offer_evicted(lower.tiers().downgrade());
         }
         let stop = Arc::new(Stop::default());
         let inner = Arc::new(Inner {
             tier,
             lower,
-            copy_down: config.copy_down,
+            write_policy: config.write_policy,
             unoffered: AtomicU64::new(NOT_CLOSED),
             relay,
             stop: Arc::clone(&stop),
@@ -188,101 +191,74 @@ impl CacheEngine {
         self.0.relay.set(listener)
     }
 
-    /// Leases the leading chunks of a prompt that are in DRAM. They stay until the leases go.
-    pub fn lookup(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
-        if self.pool_is_lost() {
-            return self.0.tier.lease_leading(owner, &[]);
-        }
-        let offered = self.0.copy_down == CopyDown::OnCommitAndHit;
-        let lower = self.0.lower.as_ref().filter(|_| offered);
-        // Nothing is forgotten between its finding and its offer.
-        let _held = lower.map(Lower::hold);
+    /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that take what is
+    /// offered a second time.
+    pub(crate) fn lease_and_offer(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        let offered = self.0.write_policy == WritePolicy::ThroughAndOnHit;
+        let Some(lower) = self.lower().filter(|_| offered) else {
+            return self.0.tier.lease_leading(owner, keys);
+        };
+        // Nothing is removed between its finding and its offer.
+        let _held = lower.tiers().block_removal();
         let leases = self.0.tier.lease_leading(owner, keys);
-        if let Some(lower) = lower {
-            let offer = |(place, slot): (usize, &SealedSlot)| OfferItem {
-                key: keys[place],
-                parent: place.checked_sub(1).map(|before| keys[before]),
-                slot: slot.clone(),
-            };
-            let offers: Vec<_> = leases.iter().enumerate().map(offer).collect();
-            lower.offer(&offers);
-        }
+        let found = leases.iter().zip(leases.origins()).enumerate();
+        let offer = |(index, (slot, origin)): (usize, (&SealedSlot, Origin))| Offer {
+            key: keys[index],
+            parent: index.checked_sub(1).map(|before| keys[before]),
+            origin,
+            slot: slot.clone(),
+        };
+        lower.tiers().offer(&found.map(offer).collect::<Vec<_>>());
         leases
     }
 
-    /// Whether there are tiers below DRAM.
-    pub fn has_lower(&self) -> bool {
+    pub(crate) fn lower(&self) -> Option<&LowerTiers> {
+        self.0.lower.as_ref()
+    }
+
+    pub(crate) fn local(&self) -> &LocalTier {
+        &self.0.tier
+    }
+
+    /// Returns true if there are lower tiers.
+    pub fn has_lower_tiers(&self) -> bool {
         self.0.lower.is_some()
     }
 
-    /// Where the chunks are that follow the leading ones in DRAM: how many more of these keys
-    /// come up when they are asked for with [`Self::fetch`]. Takes a moment only: a tier that
-    /// does not know at once counts as not having any.
-    pub fn below(&self, keys: &[ChunkKey]) -> Below {
-        let lower = self.0.lower.as_ref().filter(|_| !self.pool_is_lost());
-        Below(lower.map_or_else(Vec::new, |lower| lower.locate(keys)))
-    }
-
-    /// Longest that [`Self::fetch`] takes: [`EngineConfig::fetch_deadline`]; zero without tiers
-    /// below DRAM.
-    pub fn fetch_deadline(&self) -> Duration {
+    /// Returns the longest time that [`Lookup::wait`](crate::Lookup::wait) takes; zero without
+    /// lower tiers.
+    pub fn lookup_timeout(&self) -> Duration {
         let lower = self.0.lower.as_ref();
-        lower.map_or(Duration::ZERO, Lower::fetch_deadline)
+        lower.map_or(Duration::ZERO, |lower| lower.tiers().lookup_timeout())
     }
 
-    /// Brings chunks of a prompt up from the tiers below, in its order, and then calls `done`
-    /// with the leases of the leading ones that are in DRAM, on a thread of the engine's own.
-    ///
-    /// `keys` is the prompt from its first chunk on, `held` the leases of its leading chunks,
-    /// and `below` what [`Self::below`] said of the keys after those. Over after
-    /// [`EngineConfig::fetch_deadline`]: what has not come up by then is a miss. `done` is
-    /// dropped without a call when the engine goes or the fetch is cancelled.
-    ///
-    /// A chunk that a worker writes at the same time is waited for no longer than 50 ms. Owners
-    /// that fetch more than may be read at a time are served in turn.
-    pub fn fetch(
-        &self,
-        tenant: TenantId,
-        keys: Vec<ChunkKey>,
-        held: Leases,
-        below: Below,
-        done: impl FnOnce(Leases) + Send + 'static,
-    ) -> Fetch {
-        match &self.0.lower {
-            Some(lower) => lower.fetch(tenant, keys, held, below.0, done),
-            None => {
-                done(held);
-                Fetch::default()
-            }
-        }
+    /// Runs a task on the runtime of the lower tiers; it ends with the engine, or when the handle
+    /// is dropped. `None` without lower tiers: no lookup is then left to wait for.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<EngineTask> {
+        let lower = self.0.lower.as_ref()?;
+        Some(EngineTask(lower.spawn(task)))
     }
 
-    /// Leases all of these chunks, or none.
+    /// Leases all of these chunks, or none. Finds only what is in DRAM.
     pub fn acquire(&self, owner: OwnerId, keys: &[ChunkKey]) -> Option<Leases> {
-        let leases = self.lookup(owner, keys);
+        if self.pool_is_lost() {
+            return None;
+        }
+        let leases = self.lease_and_offer(owner, keys);
         (leases.len() == keys.len()).then_some(leases)
     }
 
-    /// How many leading chunks are there, without holding them.
-    pub fn leading(&self, keys: &[ChunkKey]) -> usize {
-        self.0.tier.lookup_leading(keys)
-    }
-
-    /// Bytes of each chunk that is there.
-    pub fn contains(&self, keys: &[ChunkKey]) -> Vec<Option<u64>> {
-        self.0.tier.contains(keys)
-    }
-
-    /// Reserves memory for chunks, one answer each, in order. Evicts what may go; never waits.
-    /// A batch is best given in the order of the prompt: what is there of it counts as used.
-    pub fn reserve(&self, owner: OwnerId, requests: &[WriteRequest]) -> Vec<Reservation> {
+    /// Reserves slots for chunks; one answer for each, in order. Evicts chunks that may be; never
+    /// waits. A batch is best given in the order of the prompt: a chunk of it that is present
+    /// counts as used. [`Self::commit`] makes the chunks findable when they are written.
+    pub fn store(&self, owner: OwnerId, requests: &[StoreRequest]) -> Vec<StoreStart> {
         if self.pool_is_lost() {
-            return requests.iter().map(|_| Reservation::NoRoom).collect();
+            return requests.iter().map(|_| StoreStart::NoMemory).collect();
         }
         let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
         self.0.tier.touch(&prompt);
-        let reserve = |request: &WriteRequest| {
-            let WriteRequest {
+        let reserve = |request: &StoreRequest| {
+            let StoreRequest {
                 key,
                 parent,
                 tenant,
@@ -290,11 +266,11 @@ impl CacheEngine {
             } = *request;
             match self.0.tier.begin_write(owner, tenant, key, len) {
                 Ok(WriteStart::Reserved(new)) => {
-                    Reservation::Reserved(WriteTicket::new(new, parent))
+                    StoreStart::Reserved(StoreTicket::new(new, parent))
                 }
-                Ok(WriteStart::Present) => Reservation::Present,
-                Ok(WriteStart::Busy) => Reservation::Busy,
-                Err(_) => Reservation::NoRoom,
+                Ok(WriteStart::Present) => StoreStart::Present,
+                Ok(WriteStart::Busy) => StoreStart::Busy,
+                Err(_) => StoreStart::NoMemory,
             }
         };
         requests.iter().map(reserve).collect()
@@ -305,29 +281,31 @@ impl CacheEngine {
     ///
     /// # Panics
     /// When a ticket is another engine's.
-    pub fn commit(&self, tickets: Vec<WriteTicket>) -> Vec<Inserted> {
+    pub fn commit(&self, tickets: Vec<StoreTicket>) -> Vec<Inserted> {
         if self.pool_is_lost() {
             return tickets.iter().map(|_| Inserted::Cleared).collect();
         }
-        let writes: Vec<_> = tickets.into_iter().map(WriteTicket::written).collect();
-        let at_once = self.0.copy_down != CopyDown::OnEviction;
-        let Some(lower) = self.0.lower.as_ref().filter(|_| at_once) else {
+        let writes: Vec<_> = tickets.into_iter().map(StoreTicket::written).collect();
+        let at_once = self.0.write_policy != WritePolicy::Back;
+        let Some(lower) = self.lower().filter(|_| at_once) else {
             return self.0.tier.commit(writes);
         };
         let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
         // No clear comes in between: neither do these leases keep a chunk from it, nor is a chunk
-        // offered that it has forgotten.
-        let _held = lower.hold();
-        let (inserted, leases) = self.0.tier.commit_leased(COPIER, writes);
+        // offered that it has removed.
+        let _held = lower.tiers().block_removal();
+        let (inserted, leases) = self.0.tier.commit_leased(WRITER, writes);
         let found = named.into_iter().zip(&inserted);
         let found = found.filter(|(_, inserted)| **inserted != Inserted::Cleared);
         let offers = found.zip(leases.iter());
         let offers = offers.filter(|((_, inserted), _)| **inserted == Inserted::New);
-        let offer = |(((key, parent), _), slot): (((_, _), &Inserted), &SealedSlot)| {
-            let slot = slot.clone();
-            OfferItem { key, parent, slot }
+        let offer = |(((key, parent), _), slot): (((_, _), &Inserted), &SealedSlot)| Offer {
+            key,
+            parent,
+            origin: Origin::COMPUTED,
+            slot: slot.clone(),
         };
-        lower.offer(&offers.map(offer).collect::<Vec<_>>());
+        lower.tiers().offer(&offers.map(offer).collect::<Vec<_>>());
         drop(leases);
         inserted
     }
@@ -376,7 +354,7 @@ impl CacheEngine {
     /// stays until it is evicted there, as does what is being written or promoted now.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
         if let Some(lower) = &self.0.lower {
-            lower.drop_copies_of(spaces);
+            lower.drop_writes_of(spaces);
         }
         self.0.tier.remove_spaces(spaces)
     }
@@ -395,51 +373,45 @@ impl CacheEngine {
         let Some(lower) = &self.0.lower else {
             return Cleared {
                 dram: self.clear_dram(force),
-                below: 0,
+                lower: 0,
                 complete: true,
             };
         };
         let deadline = Instant::now() + FORGET_DEADLINE;
-        let (dram, below, complete) = lower.clear(deadline, || self.clear_dram(force));
+        let (dram, removed, complete) = lower.clear(deadline, || self.clear_dram(force));
         Cleared {
             dram,
-            below,
+            lower: removed,
             complete,
         }
     }
 
-    /// Waits until copies are down and closes the tiers below; where only what is evicted goes
-    /// down ([`CopyDown::OnEviction`]), all that DRAM holds is offered first, the heads of prompts
-    /// before what follows on them. What could not be done by the deadline, and why not: a tier
-    /// that could not be closed, or `memory`, of which not all is down.
-    pub fn close(&self, deadline: Instant) -> Vec<(String, String)> {
+    /// Waits until queued writes have ended and closes the lower tiers. With [`WritePolicy::Back`]
+    /// all that DRAM holds is written first, the heads of prompts before what follows on them.
+    /// Returns what could not be done by the deadline.
+    pub fn close(&self, deadline: Instant) -> CloseReport {
         let Some(lower) = &self.0.lower else {
-            return Vec::new();
+            return CloseReport::default();
         };
-        let before = lower.missed();
+        let before = lower.tiers().unwritten();
         let mut late = 0;
-        if self.0.copy_down == CopyDown::OnEviction && !self.pool_is_lost() {
-            // What is on its way then may get there.
+        if self.0.write_policy == WritePolicy::Back && !self.pool_is_lost() {
+            // The rest of the time is for the writes that are under way then.
             let left = deadline.saturating_duration_since(Instant::now());
-            late = self.copy_all_down(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+            late = self.write_all_back(lower, deadline - (left / 4).min(CLOSE_MARGIN));
         }
-        let (mut failed, missed) = lower.close(deadline);
-        late += missed.late;
-        let declined = missed.declined - before.declined;
-        let lost = missed.failed - before.failed;
-        if late + declined + lost > 0 {
-            let why = format!(
-                "{late} chunks were not written for want of time, {declined} were declined and \
-                 {lost} failed"
-            );
-            failed.push(("memory".to_owned(), why));
+        let (failed, unwritten) = lower.close(deadline);
+        CloseReport {
+            failed,
+            late: late + unwritten.late,
+            declined: unwritten.declined - before.declined,
+            write_failed: unwritten.failed - before.failed,
         }
-        failed
     }
 
-    /// Offers every chunk to the tiers below, each when there is room for it on the way. How many
-    /// the deadline left behind.
-    fn copy_all_down(&self, lower: &Lower, deadline: Instant) -> u64 {
+    /// Offers every chunk to the lower tiers, each when their queues have capacity for it. Returns
+    /// the number of chunks for which there was no time.
+    fn write_all_back(&self, lower: &LowerTiers, deadline: Instant) -> u64 {
         let tier = &self.0.tier;
         let chunks = tier.list_heads_first();
         let unoffered = &self.0.unoffered;
@@ -448,31 +420,33 @@ impl CacheEngine {
             Ordering::Relaxed,
         );
         for (place, chunk) in chunks.iter().enumerate() {
-            if !lower.wait_for_room(chunk.len, deadline) {
+            if !lower.wait_for_capacity(chunk.len, deadline) {
                 return (chunks.len() - place) as u64;
             }
-            let _held = lower.hold();
-            let leases = tier.lease_again(COPIER, &[chunk.key]);
-            let offer = |slot: &SealedSlot| OfferItem {
+            let _held = lower.tiers().block_removal();
+            let leases = tier.lease_uncounted(WRITER, &[chunk.key]);
+            let offer = |(slot, origin): (&SealedSlot, Origin)| Offer {
                 key: chunk.key,
                 parent: chunk.parent,
+                origin,
                 slot: slot.clone(),
             };
-            lower.offer(&leases.iter().map(offer).collect::<Vec<_>>());
+            let found = leases.iter().zip(leases.origins());
+            lower.tiers().offer(&found.map(offer).collect::<Vec<_>>());
             unoffered.fetch_sub(chunk.len, Ordering::Relaxed);
         }
         0
     }
 
     /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
-    /// where only what is evicted is copied ([`CopyDown::OnEviction`]), what [`Self::close`] has
+    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::close`] has
     /// not offered yet, or before it all that DRAM holds.
     pub fn unwritten_bytes(&self) -> u64 {
         let Some(lower) = &self.0.lower else {
             return 0;
         };
         let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
-            _ if self.0.copy_down != CopyDown::OnEviction => 0,
+            _ if self.0.write_policy != WritePolicy::Back => 0,
             NOT_CLOSED => self.usage().chunk_bytes,
             bytes => bytes,
         };
@@ -497,11 +471,6 @@ impl CacheEngine {
     /// Returns the usage and quota of one tenant; zeroes for one that is not known.
     pub fn tenant(&self, tenant: TenantId) -> TenantStatus {
         TenantStatus::new(tenant, self.0.tier.tenant_usage(tenant))
-    }
-
-    /// The DRAM tier, for what this type does not offer.
-    pub fn local(&self) -> &LocalTier {
-        &self.0.tier
     }
 
     /// Name of the pool when it is shared memory.
@@ -530,8 +499,35 @@ impl CacheEngine {
             tier: "dram".to_owned(),
             fault: self.0.tier.pool().fault(),
         };
-        let lower = self.0.lower.iter().flat_map(Lower::health);
+        let lower = self.0.lower.iter().flat_map(LowerTiers::health);
         iter::once(dram).chain(lower).collect()
+    }
+
+    /// Returns the alignment of slots in bytes: a slot takes whole multiples of it.
+    pub fn align(&self) -> u64 {
+        self.0.tier.pool().align()
+    }
+
+    /// Returns the number of leases of an owner.
+    pub fn leases_of(&self, owner: OwnerId) -> u64 {
+        self.0.tier.leases_of(owner)
+    }
+
+    /// Returns the bytes of the pool under the chunks that an owner leases, each counted for each
+    /// lease.
+    pub fn lease_bytes_of(&self, owner: OwnerId) -> u64 {
+        self.0.tier.lease_bytes_of(owner)
+    }
+
+    /// Returns the owners of leases, each with the number of its leases.
+    pub fn lease_owners(&self) -> Vec<(OwnerId, u64)> {
+        self.0.tier.lease_owners()
+    }
+
+    /// Returns the bytes of the pool under chunks that are leased or pinned, each counted once:
+    /// what cannot be evicted.
+    pub fn held_bytes(&self) -> u64 {
+        self.0.tier.held_bytes()
     }
 
     /// Chunks that are leased now, each counted for each lease.
@@ -546,8 +542,11 @@ impl CacheEngine {
     }
 
     /// What the tiers below hold, and what went to and fro.
-    pub fn lower(&self) -> Vec<LowerStatus> {
-        self.0.lower.as_ref().map_or_else(Vec::new, Lower::status)
+    pub fn lower_status(&self) -> Vec<LowerStatus> {
+        self.0
+            .lower
+            .as_ref()
+            .map_or_else(Vec::new, LowerTiers::status)
     }
 
     /// What was counted so far.
@@ -574,10 +573,10 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         inner.tier.pool().recover();
         let more = || {
             let lower = inner.lower.as_ref();
-            let _held = lower.map(Lower::hold);
-            let evicted_go_down = inner.copy_down == CopyDown::OnEviction;
+            let _held = lower.map(|lower| lower.tiers().block_removal());
+            let evicted_go_down = inner.write_policy == WritePolicy::Back;
             let lower = lower.filter(|_| evicted_go_down);
-            let leaving = lower.map_or(0, Lower::queued);
+            let leaving = lower.map_or(0, LowerTiers::queued);
             inner.tier.maintain_besides(EVICT_AT_ONCE, leaving).more
         };
         while more() {

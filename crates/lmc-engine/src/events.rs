@@ -1,28 +1,29 @@
-//! Passing the tier's events on to whoever asked for them.
+//! Passing the DRAM tier's events on to their listener, and evicted chunks to lower tiers.
 
 use std::sync::{Arc, OnceLock, Weak};
 
 use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
 
-use crate::lower::{OfferItem, Shared};
+use crate::lower::{Offer, Tiers};
 
-/// Stands between the tier, which is told its listener when it is made, and the listener, which
+/// Connects the DRAM tier, which is given its listener when it is made, with the listener, which
 /// comes later.
 #[derive(Debug, Default)]
 pub(crate) struct Relay {
     listener: OnceLock<Arc<dyn EventSink>>,
-    /// Where evicted chunks are offered. Weak, as it holds the tier, which holds this.
-    lower: OnceLock<Weak<Shared>>,
+    /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
+    /// this.
+    lower: OnceLock<Weak<Tiers>>,
 }
 
 impl Relay {
-    /// False when there is a listener already.
+    /// Sets the listener. Returns false if there is one already.
     pub(crate) fn set(&self, listener: Arc<dyn EventSink>) -> bool {
         self.listener.set(listener).is_ok()
     }
 
     /// Offers what is evicted from now on.
-    pub(crate) fn offer_evicted(&self, lower: Weak<Shared>) {
+    pub(crate) fn offer_evicted(&self, lower: Weak<Tiers>) {
         // Set once, where the engine is made.
         let _ = self.lower.set(lower);
     }
@@ -38,9 +39,10 @@ impl EventSink for Relay {
     fn on_removed(&self, event: RemovedEvent<'_>) {
         let lower = self.lower.get().and_then(Weak::upgrade);
         if let (Some(lower), Removal::Watermark) = (lower, event.cause) {
-            lower.offer(&[OfferItem {
+            lower.offer(&[Offer {
                 key: *event.key,
                 parent: None,
+                origin: event.origin,
                 slot: event.slot.clone(),
             }]);
         }

@@ -1,54 +1,61 @@
 //! The cache engine: one object that a server or an inference engine talks to, whatever tiers
-//! lie under it.
+//! there are.
 //!
-//! [`CacheEngine`] finds the leading chunks of a prompt and leases them, reserves memory for
-//! what is missing, and makes written chunks findable. It stands on the DRAM tier
-//! (`lmc-backend-local`); slower tiers come in below it by the contract of `lmc-backend`. They
-//! are given copies of what is committed, and what only they have comes up when it is asked for.
-//! No call waits unless it says so: what cannot be had at once is a miss or a refusal.
+//! [`CacheEngine::lookup`] finds the leading chunks of a prompt in all its ranks, leases those in
+//! DRAM, and promotes the others from lower tiers. [`CacheEngine::store`] reserves memory for what
+//! is missing, and [`CacheEngine::commit`] makes written chunks findable. The engine stands on the
+//! DRAM tier (`lmc-backend-local`); lower tiers follow the contract of `lmc-backend`. No call waits
+//! unless its documentation says so: what cannot be had at once is a miss or a refusal.
 //!
-//! What is *not* here: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
+//! Not in here: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
 //!
 //! ```
 //! use std::sync::Arc;
-//! use lmc_engine::{CacheEngine, EngineConfig, OwnerId, Reservation, WriteRequest};
+//! use lmc_engine::{CacheEngine, EngineConfig, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::ArenaConfig;
 //!
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
 //! let engine = CacheEngine::new(EngineConfig::default(), arena)?;
-//! let space = SpaceId::new([1; 16]);
-//! let key = ChunkKey { space, kv_rank: 0, group: 0, hash: ChunkHash::new([2; 32]) };
+//! let (space, hash) = (SpaceId::new([1; 16]), ChunkHash::new([2; 32]));
+//! let key = ChunkKey { space, kv_rank: 0, group: 0, hash };
 //!
-//! let wanted = WriteRequest { key, parent: None, tenant: Default::default(), len: 5 };
-//! let Some(Reservation::Reserved(mut ticket)) = engine.reserve(OwnerId(1), &[wanted]).pop()
-//! else {
-//!     panic!("an empty engine has room");
+//! let wanted = StoreRequest { key, parent: None, tenant: Default::default(), len: 5 };
+//! let Some(StoreStart::Reserved(mut ticket)) = engine.store(OwnerId(1), &[wanted]).pop() else {
+//!     panic!("an empty engine has memory");
 //! };
 //! ticket.bytes_mut().copy_from_slice(b"hello");
 //! engine.commit(vec![ticket]);
 //!
-//! let found = engine.lookup(OwnerId(2), &[key]);
-//! assert_eq!(found.get(0).map(|slot| slot.bytes()), Some(&b"hello"[..]));
+//! let ranks = vec![Rank { space, kv_rank: 0 }];
+//! let found = engine.lookup(LookupRequest::new(OwnerId(2), vec![hash], ranks)).wait_blocking();
+//! assert_eq!(found.hits, 1);
+//! let leases = found.into_leases().expect("one rank was found");
+//! assert_eq!(leases.get(0).map(|slot| slot.bytes()), Some(&b"hello"[..]));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 mod config;
-pub use config::{CopyDown, EngineConfig, EngineError};
+pub use config::{EngineConfig, EngineError, WritePolicy};
 
 mod engine;
-pub use engine::{Below, CacheEngine, Cleared, Removed, TierHealth};
+pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth};
+
+mod epochs;
 
 mod events;
 
+mod lookup;
+pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank};
+
 mod lower;
-pub use lower::{Fetch, LowerStatus};
+pub use lower::LowerStatus;
 
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};
 
-mod write;
-pub use write::{Reservation, WriteRequest, WriteTicket};
+mod store;
+pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
 pub use lmc_backend_local::{

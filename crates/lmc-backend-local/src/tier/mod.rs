@@ -26,7 +26,7 @@ mod tests;
 
 pub use evict::{Maintained, ReserveError};
 pub use read::{Clear, ListedChunk};
-pub use write::{InFlight, Inserted, MarkId, NewChunk, Reservation, Write, WriteStart};
+pub use write::{InFlight, Inserted, MarkId, NewChunk, Write, WriteGrant, WriteStart};
 
 use batch::Batch;
 
@@ -219,6 +219,7 @@ impl Inner {
                 key: &taken.key,
                 tenant: taken.tenant,
                 cause,
+                origin: taken.origin,
                 slot: &taken.slot,
             });
         }

@@ -70,17 +70,21 @@ impl LocalTier {
 
     /// Leases the leading keys that are present, and counts them as used.
     pub fn lease_leading(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
-        let leases = self.lease_again(owner, keys);
+        let leases = self.lease_first(owner, keys, true);
         self.0.count_lookup(keys.len(), leases.len());
         leases
     }
 
-    /// Leases as [`LocalTier::lease_leading`] does, without counting a hit or a miss: for keys whose
-    /// lookup was counted before.
-    pub fn lease_again(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+    /// Leases the leading keys that are present. Counts neither as a lookup nor as a use of the
+    /// chunks: for keys that were looked up before, and for the tier's own work.
+    pub fn lease_uncounted(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
+        self.lease_first(owner, keys, false)
+    }
+
+    fn lease_first(&self, owner: OwnerId, keys: &[ChunkKey], is_use: bool) -> Leases {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
-        let (mut leased, missing, fresh) = inner.lease_each(&keys[..limit]);
+        let (mut leased, missing, fresh) = inner.lease_each(&keys[..limit], is_use);
         // A key was missing further to the front: rare, as tails are evicted before heads.
         let surplus = missing.map_or_else(Vec::new, |at| leased.split_off(at));
         inner.give_back(surplus.into_iter().flatten().collect());
@@ -93,7 +97,7 @@ impl LocalTier {
     /// Leases each key that is present, and counts it as used.
     pub fn lease(&self, owner: OwnerId, keys: &[ChunkKey]) -> Vec<Option<Lease>> {
         let inner = &self.0;
-        let (leased, _, _) = inner.lease_each(keys);
+        let (leased, _, _) = inner.lease_each(keys, true);
         let count = leased.iter().flatten().count();
         inner.count_lookup(keys.len(), count);
         inner.count_leases(owner, leased.iter().flatten());
@@ -194,7 +198,7 @@ impl LocalTier {
         let mut cleared = 0;
         for shard in &inner.shards {
             let mut start = 0;
-            shard.lock().void_writes();
+            shard.lock().void_writes(|_| true);
             loop {
                 let mut taken = Vec::new();
                 let mut locked = shard.lock();
@@ -219,6 +223,15 @@ impl LocalTier {
             }
         }
         cleared
+    }
+
+    /// Removes all chunks of some spaces and returns their number, as [`LocalTier::clear`] does: a
+    /// chunk whose write had begun is not found afterwards either.
+    pub fn clear_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
+        for shard in &self.0.shards {
+            shard.lock().void_writes(|key| spaces.contains(&key.space));
+        }
+        self.remove_spaces(spaces)
     }
 
     /// Removes all chunks of some spaces and returns their number. One that is leased cannot be found
@@ -359,6 +372,7 @@ impl Inner {
     pub(super) fn lease_each(
         &self,
         keys: &[ChunkKey],
+        is_use: bool,
     ) -> (Vec<Option<Leased>>, Option<usize>, u64) {
         let batch = self.batch(keys.iter().copied());
         let first = self.stamps(keys.len());
@@ -378,11 +392,14 @@ impl Inner {
                         continue;
                     };
                     let stamp = first + (keys.len() - 1 - position) as u64;
-                    let (slot, name, fresh) = shard.lease(index, stamp);
-                    if fresh {
-                        fresh_bytes += self.taken(slot.len());
+                    if is_use {
+                        shard.touch(index, stamp);
                     }
-                    leased[position] = Some(Leased { slot, name });
+                    let (lease, fresh) = shard.lease(index);
+                    if fresh {
+                        fresh_bytes += self.taken(lease.slot.len());
+                    }
+                    leased[position] = Some(lease);
                 }
             }
             shard.publish();

@@ -14,8 +14,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Clear, Inserted, Leases, NewChunk, RemovedEvent, Reservation, ReserveError, StoredEvent, Write,
-    WriteStart,
+    Clear, Inserted, Leases, NewChunk, Origin, RemovedEvent, ReserveError, StoredEvent, Write,
+    WriteGrant, WriteStart,
 };
 
 const KEYS: u64 = 48;
@@ -149,7 +149,7 @@ struct Chunk {
 
 /// A reservation that was left open.
 struct Open {
-    reservation: Reservation,
+    reservation: WriteGrant,
     /// True if its key was removed since.
     void: bool,
 }
@@ -349,7 +349,7 @@ impl Rig {
         }
     }
 
-    fn begin(&mut self, owner: u64, tenant: TenantId, n: u64) -> Option<Reservation> {
+    fn begin(&mut self, owner: u64, tenant: TenantId, n: u64) -> Option<WriteGrant> {
         let (key, len) = (test_key(n), self.len(n));
         let writes = |open: &Open| !open.void && open.reservation.mark.key() == key;
         let open = self.open.iter().any(writes);
@@ -469,6 +469,7 @@ impl Rig {
                         key,
                         parent,
                         tenant,
+                        origin: Origin::COMPUTED,
                         slot,
                     });
                     asked.push(n);

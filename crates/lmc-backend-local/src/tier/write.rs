@@ -10,6 +10,7 @@ use lmc_memory::{ReservedSlot, WrittenSlot};
 use super::{Inner, LocalTier, ReserveError};
 use crate::class::Tenant;
 use crate::lease::Leased;
+use crate::origin::Origin;
 use crate::shard::Shard;
 use crate::slab::EntryRef;
 use crate::{Leases, OwnerId, StoredEvent, TenantId};
@@ -23,6 +24,8 @@ pub struct NewChunk {
     pub parent: Option<ChunkKey>,
     /// Tenant of the chunk.
     pub tenant: TenantId,
+    /// The place that the chunk came from.
+    pub origin: Origin,
     /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,
 }
@@ -48,12 +51,12 @@ pub enum WriteStart {
     /// Another reservation has an exclusive mark on it.
     Busy,
     /// Write it.
-    Reserved(Reservation),
+    Reserved(WriteGrant),
 }
 
 /// A key that is marked as being written, and the memory for it.
 #[derive(Debug)]
-pub struct Reservation {
+pub struct WriteGrant {
     /// The mark. While it exists and is exclusive, [`LocalTier::begin_write`] answers
     /// [`WriteStart::Busy`] to all other callers.
     pub mark: InFlight,
@@ -61,12 +64,13 @@ pub struct Reservation {
     pub slot: ReservedSlot,
 }
 
-impl Reservation {
+impl WriteGrant {
     /// All bytes are in position: makes a chunk of it that can be committed.
     pub fn written(self, parent: Option<ChunkKey>) -> Write {
         Write {
             mark: self.mark,
             parent,
+            origin: Origin::COMPUTED,
             slot: self.slot.written(),
         }
     }
@@ -144,6 +148,8 @@ pub struct Write {
     pub mark: InFlight,
     /// The chunk before it in its prompt, which is kept as long as this one where possible.
     pub parent: Option<ChunkKey>,
+    /// The place that the chunk came from.
+    pub origin: Origin,
     /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,
 }
@@ -221,7 +227,7 @@ impl LocalTier {
         let slot = inner.reserve(len, &mark.tenant)?;
         mark.tenant.begin_write(len);
         mark.len = len;
-        Ok(WriteStart::Reserved(Reservation { mark, slot }))
+        Ok(WriteStart::Reserved(WriteGrant { mark, slot }))
     }
 
     /// Turns exclusive marks into shared ones, so that others may write the same chunks into
@@ -265,7 +271,13 @@ impl LocalTier {
     fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
         let (mut marks, mut chunks) = (Vec::new(), Vec::new());
         let mut numbers = Vec::new();
-        for Write { mark, parent, slot } in writes {
+        for write in writes {
+            let Write {
+                mark,
+                parent,
+                origin,
+                slot,
+            } = write;
             assert!(
                 Arc::ptr_eq(&mark.tier, self.inner()),
                 "a chunk is committed to the tier that it was reserved in"
@@ -274,6 +286,7 @@ impl LocalTier {
                 key: mark.key,
                 parent,
                 tenant: mark.tenant.id,
+                origin,
                 slot,
             });
             numbers.push(mark.number);
@@ -348,8 +361,7 @@ impl LocalTier {
                 };
                 names[position] = shard.name(index);
                 if owner.is_some() {
-                    let (slot, name, _) = shard.lease(index, stamp);
-                    leased[position] = Some(Leased { slot, name });
+                    leased[position] = Some(shard.lease(index).0);
                 }
             }
             shard.publish();
@@ -383,11 +395,12 @@ impl Inner {
             key,
             parent,
             tenant,
+            origin,
             slot,
         } = chunk;
         self.counters.inserted.add(1);
         self.counters.inserted_bytes.add(slot.len());
-        let index = shard.insert(fold, key, slot.seal(), tenant, stamp);
+        let index = shard.insert(fold, key, slot.seal(), tenant, origin, stamp);
         if let Some(events) = &self.events {
             events.on_stored(StoredEvent {
                 key: &key,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lmc_backend_local::{LocalConfig, LocalTier, NewChunk, PolicyKind, TenantId};
+use lmc_backend_local::{LocalConfig, LocalTier, NewChunk, Origin, PolicyKind, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, WrittenSlot};
 
@@ -57,6 +57,7 @@ pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
             key: key(n),
             parent: (n > start).then(|| key(n - 1)),
             tenant: TenantId(0),
+            origin: Origin::COMPUTED,
             slot: slots.pop().expect("one for each chunk"),
         };
         let end = (start + PROMPT).min(chunks);

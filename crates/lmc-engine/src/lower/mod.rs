@@ -1,85 +1,101 @@
-//! The tiers below DRAM: what goes down to them and comes up again.
+//! The tiers below DRAM: what is written to them, and what is promoted from them.
 //!
-//! Everything here happens on threads of its own, behind the caller's back: a store never waits
-//! for a copy, and a lookup is told later what has come up.
+//! Everything here runs on a runtime, behind the caller's back: a store never waits for a write to
+//! a lower tier, and a lookup learns later what was promoted.
 
-mod copy;
-mod fetch;
+mod locate;
 mod permits;
+mod promote;
+mod write_queue;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::future::Future;
-use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak, mpsc};
-use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, Health};
-use lmc_backend_local::LocalTier;
+use lmc_backend::{Backend, Clear, ClearEpoch, Health};
+use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::task::{AbortHandle, JoinSet};
 
 use crate::TierHealth;
 use crate::config::{EngineConfig, EngineError};
-use copy::Copies;
-pub(crate) use copy::OfferItem;
-pub use fetch::Fetch;
-pub(crate) use fetch::Source;
+use crate::epochs::Epochs;
+pub(crate) use locate::{Source, Sources};
 use permits::Permits;
+pub(crate) use promote::Prompt;
+pub(crate) use write_queue::Offer;
+use write_queue::WriteQueue;
 
-/// What a tier below DRAM holds, and what went to and fro.
+/// Time at the end of a close that writes leave to the tiers, at most.
+const CLOSING: Duration = Duration::from_secs(1);
+
+/// Time beyond a deadline for tiers to say how far they came.
+const ANSWER: Duration = Duration::from_secs(1);
+
+/// Time that a tier has to note a clear that the engine learned of from elsewhere.
+const LEARN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Content of a lower tier, and the chunks moved to it and from it since the engine was made.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LowerStatus {
     /// Name of the tier.
     pub tier: String,
-    /// Chunks it holds.
+    /// Number of chunks that the tier holds.
     pub chunks: u64,
-    /// Their bytes.
+    /// Payload bytes of the chunks that the tier holds.
     pub bytes: u64,
-    /// Bytes it may hold.
+    /// Payload bytes that the tier may hold; none where there is no limit or none is known.
     pub capacity: Option<u64>,
-    /// Bytes of copies that are on their way down.
+    /// Payload bytes that wait to be written to the tier or are being written.
     pub queued_bytes: u64,
-    /// Copies that it has taken.
-    pub copied: u64,
-    /// Their bytes.
-    pub copied_bytes: u64,
-    /// Copies that were dropped because too many were on their way.
-    pub dropped: u64,
-    /// Copies that it did not want, by its admission rule or for want of room.
-    pub declined: u64,
-    /// Copies that failed.
-    pub copy_failed: u64,
-    /// Chunks that came up.
-    pub fetched: u64,
-    /// Their bytes.
-    pub fetched_bytes: u64,
-    /// Chunks that should have come up and were not there, or not as they had been stored.
-    pub fetch_missed: u64,
+    /// Chunks written to the tier.
+    pub written: u64,
+    /// Payload bytes of the chunks written to the tier.
+    pub written_bytes: u64,
+    /// Chunks not written because the queue of writes was full.
+    pub write_dropped: u64,
+    /// Chunks that the tier declined, by its admission rule or for lack of capacity.
+    pub write_declined: u64,
+    /// Chunks whose write failed.
+    pub write_failed: u64,
+    /// Chunks promoted from the tier.
+    pub promoted: u64,
+    /// Payload bytes of the chunks promoted from the tier.
+    pub promoted_bytes: u64,
+    /// Chunks that the tier was said to have and did not have, or not as they had been stored.
+    pub promote_missed: u64,
     /// Chunks that could not be read, or not in time.
-    pub fetch_failed: u64,
-    /// What the tier itself counted.
+    pub promote_failed: u64,
+    /// Chunks not read because recomputing them is faster.
+    pub promote_skipped: u64,
+    /// Lookups that the tier did not answer, or not in time.
+    pub locate_failed: u64,
+    /// Counters of the tier's own.
     pub counters: BTreeMap<&'static str, u64>,
 }
 
-/// What was counted of one tier.
+/// Counters of one tier.
 #[derive(Debug, Default)]
 struct Counters {
-    copied: AtomicU64,
-    copied_bytes: AtomicU64,
-    dropped: AtomicU64,
-    declined: AtomicU64,
-    copy_failed: AtomicU64,
-    fetched: AtomicU64,
-    fetched_bytes: AtomicU64,
-    fetch_missed: AtomicU64,
-    fetch_failed: AtomicU64,
+    written: AtomicU64,
+    written_bytes: AtomicU64,
+    write_dropped: AtomicU64,
+    write_declined: AtomicU64,
+    write_failed: AtomicU64,
+    promoted: AtomicU64,
+    promoted_bytes: AtomicU64,
+    promote_missed: AtomicU64,
+    promote_failed: AtomicU64,
+    promote_skipped: AtomicU64,
+    locate_failed: AtomicU64,
 }
 
 fn count(counter: &AtomicU64, n: u64) {
@@ -89,136 +105,149 @@ fn count(counter: &AtomicU64, n: u64) {
 #[derive(Debug)]
 struct Tier {
     backend: Arc<dyn Backend>,
-    copies: Copies,
+    queue: WriteQueue,
     counters: Counters,
 }
 
-/// What the threads and the engine share.
+/// Settings of the work with lower tiers.
 #[derive(Debug)]
-pub(crate) struct Shared {
+struct Limits {
+    write_timeout: Duration,
+    promotion_timeout: Duration,
+    locate_timeout: Duration,
+    pending_timeout: Duration,
+    recompute_time: Option<Duration>,
+    /// Units of [`promote::UNIT`] bytes that may be promoted at a time.
+    promotion_units: u32,
+}
+
+/// The lower tiers and the state that their tasks and the engine share.
+#[derive(Debug)]
+pub(crate) struct Tiers {
     local: LocalTier,
     tiers: Vec<Tier>,
-    /// Units of [`fetch::UNIT`] bytes that may be promoted at a time.
+    epochs: Epochs,
+    limits: Limits,
     permits: Permits,
-    rising_units: u32,
     /// Chunks that prompts promote now.
     promoting: Mutex<HashSet<ChunkKey, FoldState>>,
-    fetch_deadline: Duration,
-    store_deadline: Duration,
-    /// Written while DRAM and the queues of copies forget: nobody offers what they no longer have.
-    forgetting: RwLock<()>,
-    /// Clears under way. Meanwhile nothing comes up: what the tiers still have is to be forgotten.
-    clearing: AtomicU64,
-    /// Chunks that are being removed. Nor do those come up.
+    /// Locked for writing while DRAM and the queues of writes remove chunks, so that nothing is
+    /// offered that DRAM no longer has.
+    removal: RwLock<()>,
+    /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
 }
 
-/// Time at the end of a close that copies leave to the tiers, at most.
-const CLOSING: Duration = Duration::from_secs(1);
-
-/// Chunks that did not get down to a tier.
+/// Chunks that were not written to a tier.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Missed {
-    /// For want of time.
+pub(crate) struct Unwritten {
+    /// Number of chunks for which there was no time.
     pub(crate) late: u64,
-    /// Which the tier declined.
+    /// Number of chunks that a tier declined.
     pub(crate) declined: u64,
-    /// For errors, and for want of room on the way.
+    /// Number of chunks whose write failed, or that found the queue full.
     pub(crate) failed: u64,
 }
 
-/// Time beyond a deadline for those who had it to tell how far they came.
-const ANSWER: Duration = Duration::from_secs(1);
-
-/// The tiers below DRAM, with the threads that serve them.
-pub(crate) struct Lower {
-    shared: Arc<Shared>,
-    /// `None` only while being dropped.
+/// The lower tiers with the tasks that serve them, which end with this.
+pub(crate) struct LowerTiers {
+    tiers: Arc<Tiers>,
+    tasks: Mutex<JoinSet<()>>,
+    handle: Handle,
+    /// The runtime, if it is the engine's own. `None` while being dropped.
     runtime: Option<Runtime>,
 }
 
-impl Lower {
+impl LowerTiers {
     pub(crate) fn start(
         local: LocalTier,
         backends: Vec<Arc<dyn Backend>>,
         config: &EngineConfig,
     ) -> Result<Self, EngineError> {
+        let found = backends.len();
+        if found > Origin::MAX_TIERS {
+            return Err(EngineError::TooManyTiers { found });
+        }
         let pool = local.pool().usage().capacity;
-        let queue_bytes = config.copy_queue_bytes.unwrap_or(pool / 8);
-        let units = config.fetch_bytes.unwrap_or(pool / 4) / fetch::UNIT;
-        let rising_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
+        let queue_bytes = config.write_queue_bytes.unwrap_or(pool / 8);
+        let promotion_bytes = config.promotion_bytes.unwrap_or(u64::MAX).min(pool / 4);
+        let units = promotion_bytes / promote::UNIT;
+        let promotion_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
+        let epochs = Epochs::default();
+        epochs.note(backends.iter().flat_map(|backend| backend.clears()));
         let tier = |backend| Tier {
             backend,
-            copies: Copies::new(queue_bytes),
+            queue: WriteQueue::new(queue_bytes),
             counters: Counters::default(),
         };
-        let shared = Arc::new(Shared {
+        let tiers = Arc::new(Tiers {
             local,
             tiers: backends.into_iter().map(tier).collect(),
-            permits: Permits::new(rising_units),
-            rising_units,
+            epochs,
+            limits: Limits {
+                write_timeout: config.write_timeout,
+                promotion_timeout: config.promotion_timeout,
+                locate_timeout: config.locate_timeout,
+                pending_timeout: config.pending_timeout,
+                recompute_time: config.recompute_time,
+                promotion_units,
+            },
+            permits: Permits::new(promotion_units),
             promoting: Mutex::default(),
-            fetch_deadline: config.fetch_deadline,
-            store_deadline: config.store_deadline,
-            forgetting: RwLock::new(()),
-            clearing: AtomicU64::new(0),
+            removal: RwLock::new(()),
             removing: Mutex::default(),
         });
-        let runtime = Builder::new_multi_thread()
-            .worker_threads(2)
-            .thread_name("lmc-tiers")
-            .enable_time()
-            .build()?;
-        for number in 0..shared.tiers.len() {
-            runtime.spawn(copy::serve(Arc::clone(&shared), number));
+        let runtime = match &config.runtime {
+            Some(_) => None,
+            None => Some(
+                Builder::new_multi_thread()
+                    .worker_threads(2)
+                    .thread_name("lmc-engine")
+                    .enable_time()
+                    .build()?,
+            ),
+        };
+        let own = runtime.as_ref().map(|runtime| runtime.handle().clone());
+        let handle = config.runtime.clone().or(own);
+        let this = Self {
+            tasks: Mutex::default(),
+            handle: handle.expect("one of the two is there"),
+            runtime,
+            tiers,
+        };
+        for index in 0..this.tiers.tiers.len() {
+            this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
         }
-        Ok(Self {
-            shared,
-            runtime: Some(runtime),
-        })
+        Ok(this)
     }
 
-    /// Offers chunks to every tier. Never waits: what is too much is dropped and counted.
-    pub(crate) fn offer(&self, items: &[OfferItem]) {
-        self.shared.offer(items);
+    /// Runs a task that ends with these tiers.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        let mut tasks = self.tasks.lock();
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn_on(task, &self.handle)
     }
 
-    /// Waits until so many bytes more may be on their way to every tier. False when the deadline
-    /// came first.
-    pub(crate) fn wait_for_room(&self, bytes: u64, deadline: Instant) -> bool {
-        let tiers = &self.shared.tiers;
-        while !tiers.iter().all(|tier| tier.copies.has_room(bytes)) {
+    pub(crate) fn tiers(&self) -> &Arc<Tiers> {
+        &self.tiers
+    }
+
+    /// Waits until so many bytes more may wait to be written to every tier. Returns false if the
+    /// deadline came first.
+    pub(crate) fn wait_for_capacity(&self, bytes: u64, deadline: Instant) -> bool {
+        let tiers = &self.tiers.tiers;
+        while !tiers.iter().all(|tier| tier.queue.has_capacity(bytes)) {
             if Instant::now() >= deadline {
                 return false;
             }
-            thread::sleep(copy::LOOK);
+            thread::sleep(write_queue::POLL);
         }
         Instant::now() < deadline
     }
 
-    /// Copies that did not get down so far.
-    pub(crate) fn missed(&self) -> Missed {
-        self.shared.missed()
-    }
-
-    /// While this is held nothing is forgotten. Whoever offers what was found, committed or evicted
-    /// holds it over both.
-    pub(crate) fn hold(&self) -> RwLockReadGuard<'_, ()> {
-        self.shared.forgetting.read()
-    }
-
-    /// For whoever offers chunks and must not keep the tiers alive.
-    pub(crate) fn downgrade(&self) -> Weak<Shared> {
-        Arc::downgrade(&self.shared)
-    }
-
-    fn runtime(&self) -> &Runtime {
-        self.runtime.as_ref().expect("it lives as long as this")
-    }
-
-    /// How each tier is.
+    /// Returns the state of each tier.
     pub(crate) fn health(&self) -> impl Iterator<Item = TierHealth> {
-        self.shared.tiers.iter().map(|tier| TierHealth {
+        self.tiers.tiers.iter().map(|tier| TierHealth {
             tier: tier.backend.name().to_owned(),
             fault: match tier.backend.health() {
                 Health::Degraded { reason } | Health::Down { reason } => Some(reason),
@@ -230,165 +259,167 @@ impl Lower {
     pub(crate) fn status(&self) -> Vec<LowerStatus> {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let status = |tier: &Tier| {
-            let deadline = Instant::now() + Duration::from_secs(1);
-            let usage = now_or_never(tier.backend.usage(deadline));
-            let usage = usage.and_then(Result::ok).unwrap_or_default();
+            let usage = tier.backend.usage().unwrap_or_default();
             let counters = &tier.counters;
             LowerStatus {
                 tier: tier.backend.name().to_owned(),
                 chunks: usage.chunks,
                 bytes: usage.bytes,
                 capacity: usage.capacity,
-                queued_bytes: tier.copies.queued(),
-                copied: read(&counters.copied),
-                copied_bytes: read(&counters.copied_bytes),
-                dropped: read(&counters.dropped),
-                declined: read(&counters.declined),
-                copy_failed: read(&counters.copy_failed),
-                fetched: read(&counters.fetched),
-                fetched_bytes: read(&counters.fetched_bytes),
-                fetch_missed: read(&counters.fetch_missed),
-                fetch_failed: read(&counters.fetch_failed),
+                queued_bytes: tier.queue.bytes(),
+                written: read(&counters.written),
+                written_bytes: read(&counters.written_bytes),
+                write_dropped: read(&counters.write_dropped),
+                write_declined: read(&counters.write_declined),
+                write_failed: read(&counters.write_failed),
+                promoted: read(&counters.promoted),
+                promoted_bytes: read(&counters.promoted_bytes),
+                promote_missed: read(&counters.promote_missed),
+                promote_failed: read(&counters.promote_failed),
+                promote_skipped: read(&counters.promote_skipped),
+                locate_failed: read(&counters.locate_failed),
                 counters: tier.backend.counters().into_iter().collect(),
             }
         };
-        self.shared.tiers.iter().map(status).collect()
+        self.tiers.tiers.iter().map(status).collect()
     }
 
-    /// Forgets everything that is below, and first does what `above` does. What is being copied
-    /// or read meanwhile is not found afterwards. Waits, at most until the deadline.
+    /// Clears all spaces in every tier, and in DRAM by `clear_dram`, which is called first. A chunk
+    /// that is being written or read meanwhile is not found afterwards. Waits until the tiers have
+    /// noted the clear, at most until the deadline.
     ///
-    /// How many chunks went from below, and whether all did.
-    pub(crate) fn clear<T>(&self, deadline: Instant, above: impl FnOnce() -> T) -> (T, u64, bool) {
-        self.shared.clearing.fetch_add(1, Ordering::SeqCst);
-        let done = {
-            let _alone = self.shared.forgetting.write();
-            for tier in &self.shared.tiers {
-                tier.copies.drop_queued();
+    /// Returns the result of `clear_dram`, the number of chunks that the tiers removed, and whether
+    /// every tier noted the clear.
+    pub(crate) fn clear<T>(
+        &self,
+        deadline: Instant,
+        clear_dram: impl FnOnce() -> T,
+    ) -> (T, u64, bool) {
+        let (cleared, clear) = {
+            let _alone = self.tiers.removal.write();
+            let clear = self.tiers.epochs.raise();
+            for tier in &self.tiers.tiers {
+                tier.queue.drop_queued();
             }
-            above()
+            (clear_dram(), clear)
         };
-        let shared = Arc::clone(&self.shared);
-        let cleared = self.wait(
-            deadline + ANSWER,
-            async move { shared.clear(deadline).await },
-        );
-        self.shared.clearing.fetch_sub(1, Ordering::SeqCst);
-        let (removed, all) = cleared.unwrap_or((0, false));
-        (done, removed, all)
+        let tiers = Arc::clone(&self.tiers);
+        let removed = self.wait(deadline + ANSWER, async move {
+            let (mut removed, mut all) = (0, true);
+            for tier in &tiers.tiers {
+                let result = tier.backend.clear(clear, deadline).await;
+                removed += *result.as_ref().unwrap_or(&0);
+                all &= result.is_ok();
+            }
+            (removed, all)
+        });
+        let (removed, all) = removed.unwrap_or((0, false));
+        (cleared, removed, all)
     }
 
-    /// Forgets chunks below, and first does what `above` does. What is being copied or read
-    /// meanwhile is not found afterwards. Waits, at most until the deadline.
+    /// Removes chunks from every tier, and from DRAM by `remove_dram`, which is called first. A
+    /// chunk that is being written or read meanwhile is not found afterwards. Waits for the tiers,
+    /// at most until the deadline.
     ///
-    /// Whether each was in any tier, and whether every tier has forgotten them all.
+    /// Returns the result of `remove_dram`, whether each chunk was in any tier, and whether every
+    /// tier has removed them all.
     pub(crate) fn remove<T>(
         &self,
         keys: &[ChunkKey],
         deadline: Instant,
-        above: impl FnOnce() -> T,
+        remove_dram: impl FnOnce() -> T,
     ) -> (T, Vec<bool>, bool) {
         let removed: Arc<HashSet<ChunkKey>> = Arc::new(keys.iter().copied().collect());
-        self.shared.removing.lock().push(Arc::clone(&removed));
+        self.tiers.removing.lock().push(Arc::clone(&removed));
         let done = {
-            let _alone = self.shared.forgetting.write();
-            let tiers = self.shared.tiers.iter();
-            tiers.for_each(|tier| tier.copies.drop_queued_of(|key| removed.contains(key)));
-            above()
+            let _alone = self.tiers.removal.write();
+            let tiers = self.tiers.tiers.iter();
+            tiers.for_each(|tier| tier.queue.drop_queued_of(|key| removed.contains(key)));
+            remove_dram()
         };
-        let shared = Arc::clone(&self.shared);
+        let tiers = Arc::clone(&self.tiers);
         let asked: Arc<[ChunkKey]> = keys.into();
-        let below = self.wait(deadline + ANSWER, async move {
+        let found = self.wait(deadline + ANSWER, async move {
             let (mut any, mut all) = (vec![false; asked.len()], true);
-            for tier in &shared.tiers {
-                let under_way = tier.copies.under_way();
+            for tier in &tiers.tiers {
+                let writes = tier.queue.is_writing();
                 let mut removed = tier.backend.remove(&asked, deadline).await;
                 for (any, removed) in any.iter_mut().zip(&removed) {
                     *any |= matches!(removed, Ok(true));
                 }
-                if under_way {
-                    // What was being copied is there once its store has ended.
-                    all &= tier.copies.settled(deadline).await;
+                if writes {
+                    // A chunk that was being written is there once its write has ended.
+                    all &= tier.queue.settled(deadline).await;
                     removed = tier.backend.remove(&asked, deadline).await;
                 }
                 all &= removed.iter().all(Result::is_ok);
             }
             (any, all)
         });
-        let over = |set: &Arc<_>| Arc::ptr_eq(set, &removed);
-        self.shared.removing.lock().retain(|set| !over(set));
-        let (below, all) = below.unwrap_or_else(|| (vec![false; keys.len()], false));
-        (done, below, all)
+        let is_over = |set: &Arc<_>| Arc::ptr_eq(set, &removed);
+        self.tiers.removing.lock().retain(|set| !is_over(set));
+        let (found, all) = found.unwrap_or_else(|| (vec![false; keys.len()], false));
+        (done, found, all)
     }
 
-    /// Drops queued copies of some spaces.
-    pub(crate) fn drop_copies_of(&self, spaces: &HashSet<SpaceId>) {
-        for tier in &self.shared.tiers {
-            let of_spaces = |key: &ChunkKey| spaces.contains(&key.space);
-            tier.copies.drop_queued_of(of_spaces);
-        }
+    /// Drops queued writes of some spaces.
+    pub(crate) fn drop_writes_of(&self, spaces: &HashSet<SpaceId>) {
+        self.tiers.drop_writes_of(spaces);
     }
 
-    /// Bytes of memory that copies hold.
+    /// Returns the bytes of memory that queued writes hold.
     pub(crate) fn queued(&self) -> u64 {
-        // One slot may be on its way to several tiers.
-        let queued = self.shared.tiers.iter().map(|tier| tier.copies.queued());
+        // One slot may wait for several tiers.
+        let queued = self.tiers.tiers.iter().map(|tier| tier.queue.bytes());
         queued.max().unwrap_or(0)
     }
 
-    /// Time that a prompt has to come up.
-    pub(crate) fn fetch_deadline(&self) -> Duration {
-        self.shared.fetch_deadline
-    }
-
-    /// Waits until all copies are down, then closes the tiers. Each that could not, and why; and
-    /// what did not get down so far, with what was on its way when there was no more time for it.
-    pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Missed) {
-        let shared = Arc::clone(&self.shared);
+    /// Waits until all writes have ended, then closes the tiers. Returns the names of the tiers that
+    /// could not be closed, each with the reason, and the chunks not written since the engine was
+    /// made.
+    pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Unwritten) {
+        let tiers = Arc::clone(&self.tiers);
         let left = deadline.saturating_duration_since(Instant::now());
-        // What is written then is put in order.
-        let copies_until = deadline - (left / 8).min(CLOSING);
+        // The rest of the time is for the tiers to make what was written durable.
+        let writes_until = deadline - (left / 8).min(CLOSING);
         let closed = self.wait(deadline + ANSWER, async move {
             let (mut failed, mut late) = (Vec::new(), 0);
-            for tier in &shared.tiers {
-                tier.copies.idle(copies_until).await;
+            for tier in &tiers.tiers {
+                tier.queue.idle(writes_until).await;
             }
-            for tier in &shared.tiers {
-                late += tier.copies.drop_queued();
+            for tier in &tiers.tiers {
+                late += tier.queue.drop_queued();
                 if let Err(error) = tier.backend.close(deadline).await {
                     failed.push((tier.backend.name().to_owned(), error.to_string()));
                 }
             }
-            for tier in &shared.tiers {
-                // What a tier was given it answers when it is closed.
-                tier.copies.idle(Instant::now() + ANSWER / 4).await;
-                late += tier.copies.left();
+            for tier in &tiers.tiers {
+                // A tier that is closed answers the writes that it was given.
+                tier.queue.idle(Instant::now() + ANSWER / 4).await;
+                late += tier.queue.left();
             }
-            let missed = shared.missed();
-            (failed, Missed { late, ..missed })
+            let unwritten = tiers.unwritten();
+            (failed, Unwritten { late, ..unwritten })
         });
         closed.unwrap_or_else(|| {
             let why = "not closed in time".to_owned();
-            let late = self
-                .shared
-                .tiers
-                .iter()
-                .map(|tier| tier.copies.left())
-                .sum();
-            let missed = self.shared.missed();
-            (vec![("tiers".to_owned(), why)], Missed { late, ..missed })
+            let tiers = &self.tiers.tiers;
+            let late = tiers.iter().map(|tier| tier.queue.left()).sum();
+            let unwritten = self.tiers.unwritten();
+            let failed = vec![("tiers".to_owned(), why)];
+            (failed, Unwritten { late, ..unwritten })
         })
     }
 
-    /// Runs something on the tiers' threads and waits for it. `None` when it takes too long.
+    /// Runs a future on the runtime and waits for it. Returns `None` if the deadline came first.
     fn wait<T: Send + 'static>(
         &self,
         deadline: Instant,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Option<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let task = self.runtime().spawn(async move {
-            // Whoever waited may have given up.
+        let task = self.spawn(async move {
+            // The receiver may have given up.
             let _ = sender.send(work.await);
         });
         let left = deadline.saturating_duration_since(Instant::now());
@@ -400,60 +431,104 @@ impl Lower {
     }
 }
 
-impl Shared {
-    fn missed(&self) -> Missed {
+impl Tiers {
+    /// Returns the timeout of a promotion.
+    pub(crate) fn promotion_timeout(&self) -> Duration {
+        self.limits.promotion_timeout
+    }
+
+    /// Returns the longest time that a lookup takes.
+    pub(crate) fn lookup_timeout(&self) -> Duration {
+        let limits = &self.limits;
+        // Each of two questions, and the wait for chunks that are being written.
+        2 * limits.locate_timeout + limits.pending_timeout + limits.promotion_timeout
+    }
+
+    /// Keeps chunks from being removed until the guard is dropped. Held by a caller that offers
+    /// chunks, from finding or committing them to the offer.
+    pub(crate) fn block_removal(&self) -> RwLockReadGuard<'_, ()> {
+        self.removal.read()
+    }
+
+    /// For a holder that offers chunks and must not keep the tiers alive.
+    pub(crate) fn downgrade(self: &Arc<Self>) -> Weak<Self> {
+        Arc::downgrade(self)
+    }
+
+    /// Returns the chunks not written since the engine was made.
+    pub(crate) fn unwritten(&self) -> Unwritten {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let mut missed = Missed::default();
+        let mut unwritten = Unwritten::default();
         for Tier { counters, .. } in &self.tiers {
-            missed.declined += read(&counters.declined);
-            missed.failed += read(&counters.dropped) + read(&counters.copy_failed);
+            unwritten.declined += read(&counters.write_declined);
+            unwritten.failed += read(&counters.write_dropped) + read(&counters.write_failed);
         }
-        missed
+        unwritten
     }
 
-    async fn clear(&self, deadline: Instant) -> (u64, bool) {
-        let (mut gone, mut all) = (0, true);
+    fn drop_writes_of(&self, spaces: &HashSet<SpaceId>) {
         for tier in &self.tiers {
-            let under_way = tier.copies.under_way();
-            let mut cleared = tier.backend.clear(deadline).await;
-            gone += *cleared.as_ref().unwrap_or(&0);
-            if under_way {
-                // A copy may have been on its way to the tier, and come there after its clear.
-                all &= tier.copies.settled(deadline).await;
-                cleared = tier.backend.clear(deadline).await;
-                gone += *cleared.as_ref().unwrap_or(&0);
-            }
-            all &= cleared.is_ok();
+            let of_spaces = |key: &ChunkKey| spaces.contains(&key.space);
+            tier.queue.drop_queued_of(of_spaces);
         }
-        (gone, all)
+    }
+
+    /// Takes in the epoch of a chunk that a tier has. If it is newer than any known, everything of
+    /// the space that is here is older, and is removed. Returns true if the chunk is valid.
+    async fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> bool {
+        let learned = {
+            let newest = self.epochs.of(space);
+            if newest == epoch {
+                return true;
+            }
+            if newest.counter > epoch.counter {
+                return false;
+            }
+            let _alone = self.removal.write();
+            let learned = self.epochs.learn(space, epoch);
+            if learned.is_some() {
+                let spaces = HashSet::from([space]);
+                self.drop_writes_of(&spaces);
+                self.local.clear_spaces(&spaces);
+            }
+            learned
+        };
+        if let Some(clear) = learned {
+            self.note_elsewhere(clear).await;
+        }
+        epoch == self.epochs.of(space)
+    }
+
+    /// Passes a clear on to all tiers. One that cannot note it now answers with chunks of an older
+    /// epoch, which count as absent.
+    async fn note_elsewhere(&self, clear: Clear) {
+        let deadline = Instant::now() + LEARN_TIMEOUT;
+        let noted = self.tiers.iter().map(|tier| async move {
+            // An error is seen in the tier's health.
+            let _ = tier.backend.clear(clear, deadline).await;
+        });
+        futures_util::future::join_all(noted).await;
     }
 }
 
-impl fmt::Debug for Lower {
+impl fmt::Debug for LowerTiers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Lower").field(&self.shared).finish()
+        f.debug_tuple("LowerTiers").field(&self.tiers).finish()
     }
 }
 
-impl Drop for Lower {
+impl Drop for LowerTiers {
     fn drop(&mut self) {
+        self.tasks.get_mut().abort_all();
         let Some(runtime) = self.runtime.take() else {
             return;
         };
-        // The last handle may go on one of the runtime's own threads (a fetch that ends): it
-        // cannot wait there for itself.
-        if tokio::runtime::Handle::try_current().is_ok() {
+        // The last handle may be dropped on one of the runtime's own threads, at the end of a
+        // promotion: that thread cannot wait for itself.
+        if Handle::try_current().is_ok() {
             runtime.shutdown_background();
         } else {
             runtime.shutdown_timeout(Duration::from_secs(1));
         }
-    }
-}
-
-/// The outcome of something that need not wait; `None` when it would.
-fn now_or_never<T>(work: impl Future<Output = T>) -> Option<T> {
-    match pin!(work).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(done) => Some(done),
-        Poll::Pending => None,
     }
 }

@@ -1,0 +1,33 @@
+//! The place that a resident chunk came from.
+
+/// The place that a chunk came from when it became resident: computed here, or read from a lower
+/// tier. A chunk is never offered to the tier that it came from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Origin(u8);
+
+impl Origin {
+    /// An engine of this host computed the chunk.
+    pub const COMPUTED: Self = Self(0);
+    /// Most lower tiers that can be told apart.
+    pub const MAX_TIERS: usize = 63;
+
+    /// The chunk was read from the lower tier with this index, which is below
+    /// [`Self::MAX_TIERS`].
+    pub fn tier(index: usize) -> Self {
+        debug_assert!(index < Self::MAX_TIERS, "{index} is no index of a tier");
+        Self(index as u8 + 1)
+    }
+
+    /// Returns true for a chunk that was read from the lower tier with this index.
+    pub fn is_tier(self, index: usize) -> bool {
+        usize::from(self.0) == index + 1
+    }
+
+    pub(crate) fn number(self) -> u8 {
+        self.0
+    }
+
+    pub(crate) fn from_number(number: u8) -> Self {
+        Self(number)
+    }
+}

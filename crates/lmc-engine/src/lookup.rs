@@ -1,0 +1,380 @@
+//! Looking a prompt up: the request, the handle, and what was found.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_backend_local::{Leases, OwnerId, TenantId};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use pollster::block_on;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+use crate::CacheEngine;
+use crate::lower::{Prompt, Source, Sources, Tiers};
+
+/// One rank of a prompt: where its chunks are named, and by which KV rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rank {
+    /// Space of the chunks.
+    pub space: SpaceId,
+    /// KV rank of the chunks.
+    pub kv_rank: u16,
+}
+
+/// Limits the bytes that lookups keep from eviction.
+pub trait LeaseLimit: Send + Sync {
+    /// Returns how many bytes a lookup may keep from eviction, at most `leased + more`: `leased`
+    /// are those of the chunks that only this lookup leases, which it has already, `more` those of
+    /// the chunks that it is about to promote.
+    fn allowed(&self, leased: u64, more: u64) -> u64;
+}
+
+/// A prompt to look up, in all its ranks.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct LookupRequest {
+    /// Owner of the leases.
+    pub owner: OwnerId,
+    /// Tenant whose quota the promoted chunks count against.
+    pub tenant: TenantId,
+    /// Prefix hashes of the chunks, from the first one to look up.
+    pub hashes: Vec<ChunkHash>,
+    /// The ranks; a chunk counts as found if every rank has it.
+    pub ranks: Vec<Rank>,
+    limit: Option<Arc<dyn LeaseLimit>>,
+}
+
+impl LookupRequest {
+    /// Looks up the chunks with these prefix hashes for one tenant.
+    pub fn new(owner: OwnerId, hashes: Vec<ChunkHash>, ranks: Vec<Rank>) -> Self {
+        Self {
+            owner,
+            tenant: TenantId::default(),
+            hashes,
+            ranks,
+            limit: None,
+        }
+    }
+
+    /// Sets the tenant. Default: tenant 0.
+    #[must_use]
+    pub fn with_tenant(mut self, tenant: TenantId) -> Self {
+        self.tenant = tenant;
+        self
+    }
+
+    /// Limits the bytes that the lookup may keep from eviction. Default: no limit.
+    #[must_use]
+    pub fn with_limit(mut self, limit: Arc<dyn LeaseLimit>) -> Self {
+        self.limit = Some(limit);
+        self
+    }
+
+    /// Returns the keys of the first `len` chunks for one rank.
+    fn keys(&self, rank: Rank, len: usize) -> Vec<ChunkKey> {
+        let key = |&hash: &ChunkHash| ChunkKey {
+            space: rank.space,
+            kv_rank: rank.kv_rank,
+            group: 0,
+            hash,
+        };
+        self.hashes.iter().take(len).map(key).collect()
+    }
+}
+
+impl fmt::Debug for LookupRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LookupRequest")
+            .field("owner", &self.owner)
+            .field("tenant", &self.tenant)
+            .field("chunks", &self.hashes.len())
+            .field("ranks", &self.ranks.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The leased chunks of one rank.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FoundRank {
+    /// The rank.
+    pub rank: Rank,
+    /// Leases of the leading chunks: as many as every rank has.
+    pub leases: Leases,
+    /// Number of leading chunks that were in DRAM for this rank before anything was promoted.
+    pub resident: usize,
+}
+
+/// The outcome of a lookup. Dropping it gives the leases back.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Found {
+    /// Number of leading chunks that every rank has in DRAM now.
+    pub hits: usize,
+    /// Number of leading chunks that every rank had in DRAM before anything was promoted.
+    pub resident: usize,
+    /// The leases of each rank, in the order of the request; none where there are no hits.
+    pub ranks: Vec<FoundRank>,
+}
+
+impl Found {
+    /// Returns the leases of the first rank, for a caller that has only one.
+    pub fn into_leases(mut self) -> Option<Leases> {
+        (!self.ranks.is_empty()).then(|| self.ranks.swap_remove(0).leases)
+    }
+
+    /// Joins what was found for each rank, `ranks` of which were asked for.
+    fn join(found: Vec<FoundRank>, ranks: usize) -> Self {
+        let all = found.len() == ranks;
+        let hits = found.iter().map(|rank| rank.leases.len()).min();
+        let hits = hits.filter(|_| all).unwrap_or(0);
+        let resident = found.iter().map(|rank| rank.resident).min();
+        let mut this = Self {
+            hits,
+            resident: resident.unwrap_or(0).min(hits),
+            ranks: found,
+        };
+        for rank in &mut this.ranks {
+            rank.leases.truncate(hits);
+        }
+        if hits == 0 {
+            this.ranks.clear();
+        }
+        this
+    }
+}
+
+/// A lookup that may still be promoting chunks.
+///
+/// Dropping it ends the promotion and gives the leases back; a chunk that another lookup waits for
+/// is promoted by that one.
+#[derive(Debug)]
+pub struct Lookup(State);
+
+#[derive(Debug)]
+enum State {
+    Done(Found),
+    Promoting(Promotion),
+}
+
+/// A running promotion, aborted when it is dropped.
+#[derive(Debug)]
+struct Promotion {
+    task: AbortHandle,
+    found: oneshot::Receiver<Found>,
+}
+
+impl Drop for Promotion {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Lookup {
+    fn done(found: Found) -> Self {
+        Self(State::Done(found))
+    }
+
+    /// Returns what was found.
+    ///
+    /// # Errors
+    /// The lookup itself while it is promoting chunks: [`Lookup::wait`] for the outcome.
+    pub fn try_found(self) -> Result<Found, Self> {
+        match self.0 {
+            State::Done(found) => Ok(found),
+            State::Promoting(mut promotion) => match promotion.found.try_recv() {
+                Ok(found) => Ok(found),
+                Err(_) => Err(Self(State::Promoting(promotion))),
+            },
+        }
+    }
+
+    /// Waits until all that can be promoted is, at most for the timeouts of the engine. Nothing is
+    /// found if the engine is closed meanwhile.
+    pub async fn wait(self) -> Found {
+        match self.0 {
+            State::Done(found) => found,
+            State::Promoting(mut promotion) => (&mut promotion.found).await.unwrap_or_default(),
+        }
+    }
+
+    /// Waits as [`Lookup::wait`] does, on a thread that belongs to no runtime.
+    pub fn wait_blocking(self) -> Found {
+        match self.0 {
+            State::Done(found) => found,
+            State::Promoting(mut promotion) => block_on(&mut promotion.found).unwrap_or_default(),
+        }
+    }
+}
+
+/// What is known of one rank before anything is promoted.
+struct Known {
+    rank: Rank,
+    keys: Vec<ChunkKey>,
+    /// Leases of the leading chunks in DRAM.
+    leases: Leases,
+    /// The places of the chunks after those.
+    sources: Sources,
+}
+
+impl Known {
+    /// Returns the number of leading chunks that are somewhere, as far as is known.
+    fn reach(&self) -> usize {
+        match self.sources.is_final {
+            true => self.leases.len() + self.sources.found.len(),
+            false => self.keys.len(),
+        }
+    }
+
+    fn truncate(&mut self, reach: usize) {
+        self.leases.truncate(reach);
+        self.keys.truncate(reach);
+        let resident = self.leases.len();
+        self.sources.found.truncate(reach - resident);
+        self.sources.is_final |= resident + self.sources.found.len() == reach;
+    }
+}
+
+/// Returns the number of leading chunks, at most `reach`, that a lookup may keep from eviction.
+fn within_limit(
+    limit: Option<&Arc<dyn LeaseLimit>>,
+    known: &[Known],
+    reach: usize,
+    align: u64,
+) -> usize {
+    let Some(limit) = limit else {
+        return reach;
+    };
+    let fresh: u64 = known.iter().map(|rank| rank.leases.fresh_bytes()).sum();
+    let more: u64 = known.iter().map(|rank| rank.sources.bytes()).sum();
+    let over = (fresh + more).saturating_sub(limit.allowed(fresh, more));
+    if over == 0 {
+        return reach;
+    }
+    let taken = |rank: &Known| -> u64 {
+        let slots = rank.leases.iter();
+        slots.map(|slot| slot.len().next_multiple_of(align)).sum()
+    };
+    // Of all ranks.
+    let bytes = known.iter().map(taken).sum::<u64>() + more;
+    let chunk = bytes.div_ceil(reach.max(1) as u64).max(1);
+    reach.saturating_sub(over.div_ceil(chunk) as usize)
+}
+
+impl CacheEngine {
+    /// Looks a prompt up in all its ranks. Leases the leading chunks that are in DRAM, and starts
+    /// to promote those after them that lower tiers have. A chunk counts only if every rank has it.
+    ///
+    /// Never waits: the outcome is in the handle at once if nothing is to be promoted and no tier
+    /// has to be asked, and else after [`Lookup::wait`].
+    pub fn lookup(&self, request: LookupRequest) -> Lookup {
+        if self.pool_is_lost() {
+            return Lookup::done(Found::default());
+        }
+        let align = self.local().pool().align();
+        let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
+        let mut reach = request.hashes.len();
+        for &rank in &request.ranks {
+            let keys = request.keys(rank, reach);
+            let leases = self.lease_and_offer(request.owner, &keys);
+            let sources = match self.lower() {
+                Some(lower) => lower.tiers().locate_now(&keys[leases.len()..]),
+                None => Sources {
+                    found: Vec::new(),
+                    is_final: true,
+                },
+            };
+            let one = Known {
+                rank,
+                keys,
+                leases,
+                sources,
+            };
+            reach = one.reach();
+            known.push(one);
+            if reach == 0 {
+                break;
+            }
+        }
+        if known.len() < request.ranks.len() || known.is_empty() {
+            reach = 0;
+        }
+        for rank in &mut known {
+            rank.truncate(reach);
+        }
+        let allowed = within_limit(request.limit.as_ref(), &known, reach, align);
+        for rank in &mut known {
+            rank.truncate(allowed);
+        }
+        let is_done = |rank: &Known| rank.leases.len() == rank.keys.len();
+        let lower = self.lower().filter(|_| !known.iter().all(is_done));
+        let Some(lower) = lower else {
+            let ranks = known.len();
+            let found = known.into_iter().map(|rank| FoundRank {
+                rank: rank.rank,
+                resident: rank.leases.len(),
+                leases: rank.leases,
+            });
+            return Lookup::done(Found::join(found.collect(), ranks));
+        };
+        let (sender, found) = oneshot::channel();
+        let tiers = Arc::clone(lower.tiers());
+        let task = lower.spawn(async move {
+            // The caller may be gone.
+            let _ = sender.send(promote(&tiers, &request, known, align).await);
+        });
+        Lookup(State::Promoting(Promotion { task, found }))
+    }
+}
+
+/// Asks the tiers that have to be asked, then promotes the chunks that are worth it.
+async fn promote(
+    tiers: &Arc<Tiers>,
+    request: &LookupRequest,
+    mut known: Vec<Known>,
+    align: u64,
+) -> Found {
+    let ranks = known.len();
+    let deadline = Instant::now() + tiers.promotion_timeout();
+    let asked = known.iter_mut().map(|rank| async {
+        let rest = &rank.keys[rank.leases.len()..];
+        let found = tiers.locate(rest, std::mem::take(&mut rank.sources)).await;
+        rank.sources = Sources {
+            found,
+            is_final: true,
+        };
+    });
+    futures_util::future::join_all(asked).await;
+    let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
+    for rank in &mut known {
+        rank.truncate(reach);
+    }
+    reach = within_limit(request.limit.as_ref(), &known, reach, align);
+    let resident = known
+        .iter()
+        .map(|rank| rank.leases.len())
+        .min()
+        .unwrap_or(0);
+    let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
+    reach = tiers.worth_reading(&sources, resident, reach);
+    let promoted = known.into_iter().map(|mut rank| async move {
+        rank.truncate(reach);
+        let resident = rank.leases.len();
+        let prompt = Prompt {
+            owner: request.owner,
+            tenant: request.tenant,
+            first: resident,
+            keys: rank.keys,
+            sources: rank.sources.found,
+            deadline,
+        };
+        FoundRank {
+            rank: rank.rank,
+            resident,
+            leases: tiers.promote(prompt, rank.leases).await,
+        }
+    });
+    let found = futures_util::future::join_all(promoted).await;
+    Found::join(found, ranks)
+}

@@ -1,0 +1,289 @@
+//! Finding out which tier has the chunks of a prompt.
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use lmc_backend::{BackendError, ClearEpoch, Located, Location};
+use lmc_key::ChunkKey;
+
+use super::{Tiers, count};
+
+/// Time between two questions about chunks that are being written, at first and at most.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
+/// The place of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// DRAM.
+    Dram,
+    /// A lower tier.
+    Tier {
+        /// Index of the tier.
+        index: usize,
+        /// Payload bytes of the chunk.
+        len: u64,
+        /// Estimated time to load the chunk.
+        cost: Duration,
+    },
+}
+
+impl Source {
+    /// Returns the bytes that a promotion would read.
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Dram => 0,
+            Self::Tier { len, .. } => *len,
+        }
+    }
+
+    fn cost(&self) -> Duration {
+        match self {
+            Self::Dram => Duration::ZERO,
+            Self::Tier { cost, .. } => *cost,
+        }
+    }
+}
+
+/// The places of the leading keys of a prompt.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Sources {
+    /// The place of each key, as far as they are found.
+    pub(crate) found: Vec<Source>,
+    /// False if a tier that has to be asked may have the next key.
+    pub(crate) is_final: bool,
+}
+
+impl Sources {
+    /// Returns the bytes that a promotion would read.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.found.iter().map(Source::bytes).sum()
+    }
+}
+
+/// The answer of the asked tiers about one key.
+#[derive(Debug, Clone, Copy)]
+enum Answer {
+    Found(Source),
+    Pending,
+    Absent,
+}
+
+impl Tiers {
+    /// Returns the leading keys that are not being removed.
+    fn not_removing<'a>(&self, keys: &'a [ChunkKey]) -> &'a [ChunkKey] {
+        let removing = self.removing.lock();
+        if removing.is_empty() {
+            return keys;
+        }
+        let removed = |key: &ChunkKey| removing.iter().any(|set| set.contains(key));
+        let first = keys.iter().position(removed);
+        &keys[..first.unwrap_or(keys.len())]
+    }
+
+    /// Returns true if there is a tier that has to be asked.
+    fn has_to_ask(&self) -> bool {
+        self.tiers.iter().any(|tier| tier.backend.index().is_none())
+    }
+
+    /// Finds the places of the leading keys in DRAM and in the tiers whose index is in this
+    /// process.
+    pub(crate) fn locate_now(&self, keys: &[ChunkKey]) -> Sources {
+        let known = self.not_removing(keys);
+        let is_final = known.len() < keys.len() || !self.has_to_ask();
+        // Most prompts that DRAM does not know are known to no tier.
+        let found = match known {
+            [] => Vec::new(),
+            [first, _, ..] if self.each_now(&[*first]) == [None] => Vec::new(),
+            _ => self
+                .each_now(known)
+                .into_iter()
+                .map_while(|one| one)
+                .collect(),
+        };
+        let is_final = is_final || found.len() == keys.len();
+        Sources { found, is_final }
+    }
+
+    /// Finds the place of each key in DRAM and in the tiers whose index is in this process, up to
+    /// the first key that is being removed.
+    pub(super) fn places_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
+        self.each_now(self.not_removing(keys))
+    }
+
+    fn each_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
+        let local = self.local.contains(keys).into_iter();
+        let mut found: Vec<Option<Source>> = local.map(|len| len.map(|_| Source::Dram)).collect();
+        for (index, tier) in self.tiers.iter().enumerate() {
+            let Some(tier_index) = tier.backend.index() else {
+                continue;
+            };
+            let located = tier_index.locate_now(keys);
+            let mut epoch = None;
+            for ((found, located), key) in found.iter_mut().zip(located).zip(keys) {
+                if found.is_some() {
+                    continue;
+                }
+                if let Ok(Located::Present(location)) = located {
+                    // A prompt has one space.
+                    let known = match epoch {
+                        Some((space, known)) if space == key.space => known,
+                        _ => self.epochs.of(key.space),
+                    };
+                    epoch = Some((key.space, known));
+                    *found = source(index, location, known);
+                }
+            }
+        }
+        found
+    }
+
+    /// Finds the places of the leading keys in all tiers, `known` of which are known. Asks first
+    /// about the first key that no index in this process has: if no tier has it, the rest is not
+    /// asked for.
+    pub(crate) async fn locate(&self, keys: &[ChunkKey], known: Sources) -> Vec<Source> {
+        let mut found = known.found;
+        if known.is_final || found.len() >= keys.len() {
+            return found;
+        }
+        let pending_until = Instant::now() + self.limits.pending_timeout;
+        let rest = &keys[found.len()..];
+        let first = self.ask_until_known(&rest[..1], pending_until).await;
+        let [Some(first)] = first[..] else {
+            return found;
+        };
+        found.push(first);
+        let rest = &rest[1..];
+        let mut places = self.places_now(rest);
+        let asked: Vec<usize> = (0..places.len()).filter(|&n| places[n].is_none()).collect();
+        let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
+        let answers = self.ask_until_known(&asked_keys, pending_until).await;
+        for (n, answer) in asked.into_iter().zip(answers) {
+            places[n] = answer;
+        }
+        found.extend(places.into_iter().map_while(|place| place));
+        found
+    }
+
+    /// Asks the tiers about keys. Waits for chunks that an engine is writing to one of them.
+    async fn ask_until_known(
+        &self,
+        keys: &[ChunkKey],
+        pending_until: Instant,
+    ) -> Vec<Option<Source>> {
+        let mut answers: Vec<Answer> = self.ask(keys).await;
+        let mut pause = ASK_AGAIN.0;
+        loop {
+            // A chunk after one that is absent is of no use.
+            let end = answers.iter().position(|one| matches!(one, Answer::Absent));
+            answers.truncate(end.unwrap_or(keys.len()));
+            let is_pending = |&n: &usize| matches!(answers[n], Answer::Pending);
+            let pending: Vec<usize> = (0..answers.len()).filter(is_pending).collect();
+            if pending.is_empty() || Instant::now() >= pending_until {
+                break;
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(ASK_AGAIN.1);
+            let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
+            // Meanwhile it may have come to DRAM by another prompt.
+            let local = self.local.contains(&asked);
+            for ((n, answer), local) in pending.into_iter().zip(self.ask(&asked).await).zip(local) {
+                answers[n] = match local {
+                    Some(_) => Answer::Found(Source::Dram),
+                    None => answer,
+                };
+            }
+        }
+        let mut places: Vec<Option<Source>> = answers
+            .into_iter()
+            .map(|answer| match answer {
+                Answer::Found(source) => Some(source),
+                Answer::Pending | Answer::Absent => None,
+            })
+            .collect();
+        places.resize(keys.len(), None);
+        places
+    }
+
+    /// Asks all tiers that have no index in this process at once, under one deadline. A tier that
+    /// is late or fails is counted, and cannot be used for this prompt.
+    async fn ask(&self, keys: &[ChunkKey]) -> Vec<Answer> {
+        let mut answers = vec![Answer::Absent; keys.len()];
+        if keys.is_empty() {
+            return answers;
+        }
+        let timeout = self.limits.locate_timeout;
+        let deadline = Instant::now() + timeout;
+        let asked = self.tiers.iter().enumerate();
+        let asked = asked.filter(|(_, tier)| tier.backend.index().is_none());
+        let located = asked.map(|(index, tier)| async move {
+            let located = tier.backend.locate(keys, deadline);
+            // A tier that breaks its contract must not hold the prompt up.
+            let located = tokio::time::timeout(timeout, located).await;
+            let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
+            (index, located.unwrap_or_else(|_| failed()))
+        });
+        for (index, located) in join_all(located).await {
+            if located.len() != keys.len() || located.iter().any(Result::is_err) {
+                count(&self.tiers[index].counters.locate_failed, 1);
+            }
+            for ((answer, located), key) in answers.iter_mut().zip(located).zip(keys) {
+                if matches!(answer, Answer::Found(_)) {
+                    continue;
+                }
+                match located {
+                    Ok(Located::Present(location)) => {
+                        if !self.learn(key.space, location.epoch).await {
+                            continue;
+                        }
+                        let known = self.epochs.of(key.space);
+                        if let Some(source) = source(index, location, known) {
+                            *answer = Answer::Found(source);
+                        }
+                    }
+                    Ok(Located::Pending) => *answer = Answer::Pending,
+                    Ok(Located::Absent) | Err(_) => {}
+                }
+            }
+        }
+        answers
+    }
+
+    /// Cuts off the chunks of several ranks that are recomputed faster than they are read. Returns
+    /// the number of leading chunks to read, of `reach` that are somewhere; the first `resident`
+    /// of them are in DRAM for every rank.
+    pub(crate) fn worth_reading(
+        &self,
+        ranks: &[&[Source]],
+        resident: usize,
+        reach: usize,
+    ) -> usize {
+        let Some(recompute_time) = self.limits.recompute_time else {
+            return reach;
+        };
+        let cost: Duration = ranks
+            .iter()
+            .flat_map(|rank| rank.iter())
+            .map(Source::cost)
+            .sum();
+        let recompute = recompute_time * u32::try_from(reach - resident).unwrap_or(u32::MAX);
+        if cost < recompute {
+            return reach;
+        }
+        for source in ranks.iter().flat_map(|rank| rank.iter()) {
+            if let Source::Tier { index, .. } = source {
+                count(&self.tiers[*index].counters.promote_skipped, 1);
+            }
+        }
+        resident
+    }
+}
+
+/// Returns the source of a chunk that a tier has, unless the chunk is older than the last clear.
+fn source(index: usize, location: Location, known: ClearEpoch) -> Option<Source> {
+    let source = Source::Tier {
+        index,
+        len: location.len,
+        cost: location.cost,
+    };
+    location.epoch.is_valid_at(known).then_some(source)
+}

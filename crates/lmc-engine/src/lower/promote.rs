@@ -1,0 +1,385 @@
+//! Promotion: reading chunks from lower tiers into DRAM.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use futures_util::future::join_all;
+use lmc_backend::{LoadItem, Loaded};
+use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
+use lmc_key::ChunkKey;
+use tokio::task::JoinHandle;
+
+use super::permits::Permit;
+use super::{Source, Tiers, count};
+
+/// Bytes that one permit stands for.
+pub(super) const UNIT: u64 = 4096;
+/// Bytes that are read in one batch. A longer prompt has several under way.
+const WINDOW: u64 = 64 << 20;
+/// Batches of one prompt under way at a time.
+const WINDOWS: usize = 3;
+/// Chunks that are committed together if they have arrived together.
+const COMMIT_TOGETHER: usize = 32;
+/// Time between two checks of a chunk that another prompt promotes or a worker writes.
+const POLL: Duration = Duration::from_millis(1);
+/// Longest wait for a worker that writes a chunk that a lower tier has. A worker may take any
+/// time to commit, and may never do so.
+const WRITER_TIMEOUT: Duration = Duration::from_millis(50);
+
+/// A chunk that is read: its index in the prompt, its write mark, and the slot for its bytes.
+type Load = (usize, InFlight, LoadItem);
+
+/// A range of a prompt that is about to be read.
+struct Window {
+    /// Indices of the chunks.
+    range: Range<usize>,
+    /// Leases of the chunks that are resident. Held until the whole range is leased, so that
+    /// nothing of it is evicted before.
+    kept: Vec<Leases>,
+    /// The chunks to read from each tier.
+    loads: Vec<Vec<Load>>,
+    /// Indices of chunks that another prompt promotes or a worker writes.
+    busy: Vec<usize>,
+    /// The chunks of `loads`, so that other prompts wait for them.
+    promoting: Promoting,
+}
+
+/// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
+struct Promoting {
+    tiers: Arc<Tiers>,
+    keys: Vec<ChunkKey>,
+}
+
+impl Promoting {
+    fn new(tiers: &Arc<Tiers>) -> Self {
+        Self {
+            tiers: Arc::clone(tiers),
+            keys: Vec::new(),
+        }
+    }
+
+    /// Adds a chunk. Returns false when another prompt promotes it.
+    fn add(&mut self, key: ChunkKey) -> bool {
+        let added = self.tiers.promoting.lock().insert(key);
+        if added {
+            self.keys.push(key);
+        }
+        added
+    }
+}
+
+impl Drop for Promoting {
+    fn drop(&mut self) {
+        let mut promoting = self.tiers.promoting.lock();
+        for key in &self.keys {
+            promoting.remove(key);
+        }
+    }
+}
+
+/// A task that is aborted with its owner.
+struct Task(JoinHandle<Leases>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The chunks of one rank of a prompt, to be promoted.
+#[derive(Debug)]
+pub(crate) struct Prompt {
+    pub(crate) owner: OwnerId,
+    pub(crate) tenant: TenantId,
+    pub(crate) keys: Vec<ChunkKey>,
+    /// The places of `keys` from index `first` on.
+    pub(crate) sources: Vec<Source>,
+    pub(crate) first: usize,
+    pub(crate) deadline: Instant,
+}
+
+impl Tiers {
+    /// Promotes the chunks of a prompt in its order. Returns the leases of the leading ones that
+    /// are in DRAM then. `held` are the leases of the keys before the first source. Ends at the
+    /// prompt's deadline with what is there.
+    pub(crate) async fn promote(self: &Arc<Self>, prompt: Prompt, mut held: Leases) -> Leases {
+        let prompt = Arc::new(prompt);
+        let end = (prompt.first + prompt.sources.len()).min(prompt.keys.len());
+        let mut next = prompt.first;
+        let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
+        loop {
+            while under_way.len() < WINDOWS && next < end {
+                let most = u64::from(self.limits.promotion_units) * UNIT;
+                let range = prompt.window(next..end, most);
+                let Some(permit) = self.permit(&prompt, &range, under_way.is_empty()).await else {
+                    break;
+                };
+                let len = range.len();
+                next = range.end;
+                // In the prompt's order: its tail must not take the memory of its head.
+                let window = self.prepare(&prompt, range);
+                if window.range.len() < len {
+                    next = end;
+                }
+                let (tiers, prompt) = (Arc::clone(self), Arc::clone(&prompt));
+                let task = tokio::spawn(async move {
+                    let leases = tiers.read(&prompt, window).await;
+                    drop(permit);
+                    leases
+                });
+                under_way.push_back((len, Task(task)));
+            }
+            let Some((len, mut task)) = under_way.pop_front() else {
+                return held;
+            };
+            let Ok(leases) = (&mut task.0).await else {
+                break;
+            };
+            let whole = leases.len() == len;
+            if held.append(leases).is_err() || !whole {
+                break;
+            }
+        }
+        // What follows a gap is of no use to this prompt: its tasks end here.
+        held
+    }
+
+    /// Takes the right to promote a range. `None` when there is none: now, or by the deadline for
+    /// a prompt that waits.
+    async fn permit(&self, prompt: &Prompt, range: &Range<usize>, waits: bool) -> Option<Permit> {
+        let units = prompt.bytes(range).div_ceil(UNIT).max(1) as u32;
+        let units = units.min(self.limits.promotion_units);
+        if !waits {
+            return self.permits.try_acquire(units);
+        }
+        let deadline = tokio::time::Instant::from_std(prompt.deadline);
+        let permit = self.permits.acquire(prompt.owner, units);
+        tokio::time::timeout_at(deadline, permit).await.ok()?
+    }
+
+    /// Returns the place of a chunk now. What was in DRAM when the prompt was located may have
+    /// been evicted for its head, and the other way round.
+    fn source_now(&self, prompt: &Prompt, index: usize, now: Option<&Source>) -> Option<Source> {
+        let before = prompt
+            .sources
+            .get(index.checked_sub(prompt.first)?)
+            .copied();
+        // A tier that had to be asked is not asked again.
+        let asked = before.filter(|source| match source {
+            Source::Dram => false,
+            Source::Tier { index, .. } => self.tiers[*index].backend.index().is_none(),
+        });
+        now.copied().or(asked)
+    }
+
+    /// Leases the resident chunks of a range, and reserves slots for the others.
+    fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
+        // A chunk that is located now is marked before it can be removed, which voids the mark.
+        let _held = self.block_removal();
+        let now = self.places_now(&prompt.keys[range.clone()]);
+        let sources: Vec<Source> = (range.clone().zip(&now))
+            .map_while(|(index, now)| self.source_now(prompt, index, now.as_ref()))
+            .collect();
+        let mut window = Window {
+            range: range.start..range.start + sources.len(),
+            kept: Vec::new(),
+            loads: Vec::new(),
+            busy: Vec::new(),
+            promoting: Promoting::new(self),
+        };
+        window.loads.resize_with(self.tiers.len(), Vec::new);
+        for (index, source) in range.zip(sources) {
+            let key = prompt.keys[index];
+            let Source::Tier {
+                index: tier, len, ..
+            } = source
+            else {
+                window
+                    .kept
+                    .push(self.local.lease_uncounted(prompt.owner, &[key]));
+                continue;
+            };
+            match self
+                .local
+                .begin_write(prompt.owner, prompt.tenant, key, len)
+            {
+                Ok(WriteStart::Reserved(new)) => {
+                    window.promoting.add(key);
+                    window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                }
+                Ok(WriteStart::Present) => {}
+                Ok(WriteStart::Busy) => window.busy.push(index),
+                Err(_) => {
+                    window.range.end = index;
+                    break;
+                }
+            }
+        }
+        window
+    }
+
+    /// Reads a range of a prompt, and leases its leading chunks.
+    async fn read(self: &Arc<Self>, prompt: &Prompt, window: Window) -> Leases {
+        let Window {
+            range,
+            mut kept,
+            loads,
+            mut busy,
+            promoting,
+        } = window;
+        let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
+        self.load_all(prompt, loads, &mut kept).await;
+        drop(promoting);
+        while !busy.is_empty() && Instant::now() < prompt.deadline {
+            for &index in &busy {
+                let key = &prompt.keys[index];
+                while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
+                    tokio::time::sleep(POLL).await;
+                }
+            }
+            // Of the rest no commit is near: it is read into slots beside those of its writers.
+            let (promoting, loads, left) = self.prepare_rest(prompt, &busy);
+            self.load_all(prompt, loads, &mut kept).await;
+            drop(promoting);
+            busy = left;
+        }
+        // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
+        self.local
+            .lease_uncounted(prompt.owner, &prompt.keys[range])
+    }
+
+    /// Returns true if a chunk is probably findable soon: another prompt promotes it, or, until
+    /// `writers_until`, a worker writes it.
+    fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
+        self.promoting.lock().contains(key)
+            || (self.local.is_writing(key) && Instant::now() < writers_until)
+    }
+
+    /// Reserves memory for those chunks of `busy` that are still not in DRAM, although others write
+    /// them. Returns the indices of those that another prompt began to promote meanwhile.
+    fn prepare_rest(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        busy: &[usize],
+    ) -> (Promoting, Vec<Vec<Load>>, Vec<usize>) {
+        // As for `prepare`.
+        let _held = self.block_removal();
+        let mut promoting = Promoting::new(self);
+        let mut loads = Vec::new();
+        loads.resize_with(self.tiers.len(), Vec::new);
+        let mut left = Vec::new();
+        for &index in busy {
+            let key = prompt.keys[index];
+            let now = self.places_now(&[key]);
+            let source = self.source_now(prompt, index, now.first().and_then(Option::as_ref));
+            let Some(Source::Tier {
+                index: tier, len, ..
+            }) = source
+            else {
+                continue;
+            };
+            if !promoting.add(key) {
+                left.push(index);
+                continue;
+            }
+            let started = self
+                .local
+                .begin_shared_write(prompt.owner, prompt.tenant, key, len);
+            match started {
+                Ok(WriteStart::Reserved(new)) => {
+                    loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                }
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        (promoting, loads, left)
+    }
+
+    /// Reads chunks from all tiers at once.
+    async fn load_all(&self, prompt: &Prompt, loads: Vec<Vec<Load>>, kept: &mut Vec<Leases>) {
+        let loads = loads.into_iter().enumerate();
+        let loads = loads.filter(|(_, loads)| !loads.is_empty());
+        let loads = loads.map(|(tier, loads)| self.load(prompt, tier, loads));
+        kept.extend(join_all(loads).await.into_iter().flatten());
+    }
+
+    /// Reads chunks from one tier, and commits each when it has arrived.
+    async fn load(&self, prompt: &Prompt, tier_index: usize, loads: Vec<Load>) -> Vec<Leases> {
+        let tier = &self.tiers[tier_index];
+        let counters = &tier.counters;
+        let split = |(index, mark, item)| (Some((index, mark)), item);
+        let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
+        let mut kept = Vec::new();
+        let answers = tier.backend.load(items, prompt.deadline);
+        let mut answers = answers.ready_chunks(COMMIT_TOGETHER);
+        while let Some(arrived) = answers.next().await {
+            let mut writes = Vec::with_capacity(arrived.len());
+            for (item, loaded) in arrived {
+                let Some((index, mark)) = marks.get_mut(item).and_then(Option::take) else {
+                    continue;
+                };
+                match loaded {
+                    Loaded::Hit { slot, epoch } => {
+                        if epoch != self.epochs.of(mark.key().space) {
+                            // A clear came in between, here or there.
+                            count(&counters.promote_missed, 1);
+                            continue;
+                        }
+                        writes.push(Write {
+                            mark,
+                            parent: prompt.parent(index),
+                            origin: Origin::tier(tier_index),
+                            slot,
+                        });
+                    }
+                    Loaded::Miss(_) => count(&counters.promote_missed, 1),
+                    Loaded::Failed { .. } => count(&counters.promote_failed, 1),
+                }
+            }
+            if self.local.pool().arena().is_lost() {
+                // The bytes may have gone into memory that is no longer the pool's.
+                count(&counters.promote_failed, writes.len() as u64);
+                writes.clear();
+            }
+            if writes.is_empty() {
+                continue;
+            }
+            count(&counters.promoted, writes.len() as u64);
+            let bytes = writes.iter().map(|write| write.slot.len()).sum();
+            count(&counters.promoted_bytes, bytes);
+            // A chunk that was removed meanwhile is not found.
+            kept.push(self.local.commit_leased(prompt.owner, writes).1);
+        }
+        let unanswered = marks.iter().flatten().count() as u64;
+        count(&counters.promote_failed, unanswered);
+        kept
+    }
+}
+
+impl Prompt {
+    /// Returns the first part of a range that is read in one batch, of at most `most` bytes.
+    fn window(&self, range: Range<usize>, most: u64) -> Range<usize> {
+        let most = WINDOW.min(most);
+        let mut bytes = 0;
+        let fits = |index: &usize| {
+            bytes += self.bytes(&(*index..*index + 1));
+            bytes <= most
+        };
+        let len = range.clone().take_while(fits).count().max(1);
+        range.start..range.start + len
+    }
+
+    /// Returns the bytes of a range that are read from lower tiers.
+    fn bytes(&self, range: &Range<usize>) -> u64 {
+        let sources = &self.sources[range.start - self.first..range.end - self.first];
+        sources.iter().map(Source::bytes).sum()
+    }
+
+    fn parent(&self, index: usize) -> Option<ChunkKey> {
+        index.checked_sub(1).map(|before| self.keys[before])
+    }
+}

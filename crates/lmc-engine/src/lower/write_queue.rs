@@ -1,0 +1,241 @@
+//! Writes that wait for a tier.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use lmc_backend::{StoreItem, Stored};
+use lmc_backend_local::Origin;
+use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, Semaphore};
+
+use super::{Tiers, count};
+
+/// Chunks of one batch.
+const BATCH: usize = 64;
+/// Batches that a tier is given at a time, so that it has the next when one is made durable.
+const BATCHES: usize = 4;
+/// Time between two checks of whether all writes have ended.
+pub(super) const POLL: Duration = Duration::from_millis(1);
+
+/// A chunk that is offered to the lower tiers.
+#[derive(Debug, Clone)]
+pub(crate) struct Offer {
+    pub(crate) key: ChunkKey,
+    /// The chunk before it in its prompt, where that is known.
+    pub(crate) parent: Option<ChunkKey>,
+    pub(crate) origin: Origin,
+    pub(crate) slot: SealedSlot,
+}
+
+/// The writes that wait for one tier, bounded in bytes. Each holds its chunk's memory until it has
+/// ended, also when the chunk is evicted meanwhile.
+#[derive(Debug)]
+pub(super) struct WriteQueue {
+    queue: Mutex<Queue>,
+    arrived: Notify,
+    /// Bytes in the queue and in batches under way.
+    bytes: AtomicU64,
+    max_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<StoreItem>,
+    /// The batches under way by number, with the chunks of each that have not ended.
+    batches: BTreeMap<u64, usize>,
+    /// Number of the last batch.
+    last_batch: u64,
+}
+
+impl WriteQueue {
+    pub(super) fn new(max_bytes: u64) -> Self {
+        Self {
+            queue: Mutex::default(),
+            arrived: Notify::new(),
+            bytes: AtomicU64::new(0),
+            max_bytes,
+        }
+    }
+
+    /// Returns the bytes that wait or are being written.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if so many bytes more may wait. A chunk larger than the queue counts as
+    /// fitting: it is dropped, and waiting would not help.
+    pub(super) fn has_capacity(&self, bytes: u64) -> bool {
+        bytes > self.max_bytes || self.bytes() + bytes <= self.max_bytes
+    }
+
+    /// Adds a chunk. Returns false if the queue is full.
+    fn push(&self, item: StoreItem) -> bool {
+        let len = item.slot.len();
+        let fits = |bytes: u64| (bytes + len <= self.max_bytes).then_some(bytes + len);
+        let taken = self
+            .bytes
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        if taken.is_err() {
+            return false;
+        }
+        self.queue.lock().waiting.push_back(item);
+        self.arrived.notify_one();
+        true
+    }
+
+    /// Takes the next batch, and returns its number; waits while there is none.
+    async fn next(&self) -> (u64, Vec<StoreItem>) {
+        loop {
+            {
+                let queue = &mut *self.queue.lock();
+                let len = queue.waiting.len().min(BATCH);
+                if len > 0 {
+                    queue.last_batch += 1;
+                    queue.batches.insert(queue.last_batch, len);
+                    return (queue.last_batch, queue.waiting.drain(..len).collect());
+                }
+            }
+            self.arrived.notified().await;
+        }
+    }
+
+    fn release(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Notes that one chunk of a batch has ended.
+    fn ended(&self, batch: u64, bytes: u64) {
+        if let Some(left) = self.queue.lock().batches.get_mut(&batch) {
+            *left = left.saturating_sub(1);
+        }
+        self.release(bytes);
+    }
+
+    /// Drops the writes that have not begun, and returns their number.
+    pub(super) fn drop_queued(&self) -> u64 {
+        let dropped = mem::take(&mut self.queue.lock().waiting);
+        self.release(dropped.iter().map(|item| item.slot.len()).sum());
+        dropped.len() as u64
+    }
+
+    /// Drops queued writes of the chunks that a condition picks.
+    pub(super) fn drop_queued_of(&self, pick: impl Fn(&ChunkKey) -> bool) {
+        let mut queue = self.queue.lock();
+        let waiting = mem::take(&mut queue.waiting);
+        let (dropped, kept): (VecDeque<_>, _) =
+            waiting.into_iter().partition(|item| pick(&item.key));
+        queue.waiting = kept;
+        drop(queue);
+        self.release(dropped.iter().map(|item| item.slot.len()).sum());
+    }
+
+    /// Returns true if the tier has been given a batch that it has not answered, or is about to be.
+    pub(super) fn is_writing(&self) -> bool {
+        !self.queue.lock().batches.is_empty()
+    }
+
+    /// Waits until the batches that are under way now have ended, however many begin meanwhile.
+    /// Returns false if the deadline came first.
+    pub(super) async fn settled(&self, deadline: Instant) -> bool {
+        let last = self.queue.lock().last_batch;
+        let under_way = || {
+            let queue = self.queue.lock();
+            let oldest = queue.batches.first_key_value();
+            oldest.is_some_and(|(&oldest, _)| oldest <= last)
+        };
+        while under_way() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        true
+    }
+
+    /// Waits until nothing waits or is being written, or until the deadline.
+    pub(super) async fn idle(&self, deadline: Instant) {
+        while self.bytes() > 0 && Instant::now() < deadline {
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Returns the number of chunks that wait or are being written.
+    pub(super) fn left(&self) -> u64 {
+        let queue = self.queue.lock();
+        (queue.waiting.len() + queue.batches.values().sum::<usize>()) as u64
+    }
+}
+
+impl Tiers {
+    /// Offers chunks to every tier but the one that they came from. Never waits: what finds a
+    /// queue full is dropped and counted.
+    pub(crate) fn offer(&self, offers: &[Offer]) {
+        for offer in offers {
+            let epoch = self.epochs.of(offer.key.space);
+            for (index, tier) in self.tiers.iter().enumerate() {
+                if offer.origin.is_tier(index) {
+                    continue;
+                }
+                let mut item = StoreItem::new(offer.key, offer.slot.clone()).with_epoch(epoch);
+                item.parent = offer.parent;
+                if !tier.queue.push(item) {
+                    count(&tier.counters.write_dropped, 1);
+                }
+            }
+        }
+    }
+}
+
+/// Writes what waits for one tier, until the task is aborted.
+pub(super) async fn serve(tiers: Arc<Tiers>, index: usize) {
+    let batches = Arc::new(Semaphore::new(BATCHES));
+    // Aborted with this task.
+    let mut writing = tokio::task::JoinSet::new();
+    loop {
+        let Ok(permit) = Arc::clone(&batches).acquire_owned().await else {
+            return;
+        };
+        let (batch, items) = tiers.tiers[index].queue.next().await;
+        while writing.try_join_next().is_some() {}
+        let tiers = Arc::clone(&tiers);
+        writing.spawn(async move {
+            write(&tiers, index, batch, items).await;
+            drop(permit);
+        });
+    }
+}
+
+async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
+    let tier = &tiers.tiers[index];
+    let counters = &tier.counters;
+    let mut lens: Vec<Option<u64>> = items.iter().map(|item| Some(item.slot.len())).collect();
+    let deadline = Instant::now() + tiers.limits.write_timeout;
+    let mut stored = tier.backend.store(items, deadline);
+    while let Some((item, stored)) = stored.next().await {
+        let Some(len) = lens.get_mut(item).and_then(Option::take) else {
+            continue;
+        };
+        match stored {
+            Ok(Stored::Written) => {
+                count(&counters.written, 1);
+                count(&counters.written_bytes, len);
+            }
+            Ok(Stored::Declined) => count(&counters.write_declined, 1),
+            Ok(_) => {}
+            Err(_) => count(&counters.write_failed, 1),
+        }
+        tier.queue.ended(batch, len);
+    }
+    // A tier that left any out breaks its contract.
+    for len in lens.into_iter().flatten() {
+        count(&counters.write_failed, 1);
+        tier.queue.ended(batch, len);
+    }
+    tier.queue.queue.lock().batches.remove(&batch);
+}

@@ -1,0 +1,78 @@
+//! Storing chunks: the request, its answer, and the right to write a chunk.
+
+use lmc_backend_local as local;
+use lmc_backend_local::TenantId;
+use lmc_key::ChunkKey;
+
+/// A chunk to store.
+#[derive(Debug, Clone, Copy)]
+pub struct StoreRequest {
+    /// Key of the chunk.
+    pub key: ChunkKey,
+    /// The chunk before it in its prompt; none for the first.
+    pub parent: Option<ChunkKey>,
+    /// Tenant whose quota the chunk counts against.
+    pub tenant: TenantId,
+    /// Payload bytes of the chunk.
+    pub len: u64,
+}
+
+/// Answer to a [`StoreRequest`].
+#[derive(Debug)]
+pub enum StoreStart {
+    /// A slot is reserved: write the chunk and commit it.
+    Reserved(StoreTicket),
+    /// The chunk is there already.
+    Present,
+    /// Another caller is writing the chunk.
+    Busy,
+    /// No memory can be had for the chunk now: all that could be evicted is leased, pinned, or
+    /// promised to another tenant.
+    NoMemory,
+}
+
+/// The right to write one chunk, and the memory for it.
+///
+/// Dropping it gives both back. Where something outside this process may still be writing to the
+/// memory, keep the ticket until it is known not to.
+#[derive(Debug)]
+pub struct StoreTicket {
+    grant: local::WriteGrant,
+    parent: Option<ChunkKey>,
+}
+
+impl StoreTicket {
+    pub(crate) fn new(grant: local::WriteGrant, parent: Option<ChunkKey>) -> Self {
+        Self { grant, parent }
+    }
+
+    /// Returns the key of the chunk.
+    pub fn key(&self) -> ChunkKey {
+        self.grant.mark.key()
+    }
+
+    /// Returns the id of the write mark, for [`CacheEngine::share_writes`](crate::CacheEngine::share_writes).
+    pub fn mark(&self) -> local::MarkId {
+        self.grant.mark.id()
+    }
+
+    /// Returns the offset of the slot in the pool.
+    pub fn offset(&self) -> u64 {
+        self.grant.slot.offset()
+    }
+
+    /// Returns the bytes of the slot.
+    #[expect(clippy::len_without_is_empty, reason = "a chunk has at least one byte")]
+    pub fn len(&self) -> u64 {
+        self.grant.slot.len()
+    }
+
+    /// Returns the slot, to be filled.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.grant.slot.bytes_mut()
+    }
+
+    pub(crate) fn written(self) -> local::Write {
+        self.grant.written(self.parent)
+    }
+}
