@@ -476,7 +476,7 @@ def disk_restart(run):
             eventually(lambda: any(engine.generate(prompts(seed, *LENGTHS))[1]))
             run.warm(f"disk, server {how} and started again", engine, 3)
             check(f"disk, server {how}: the chunks came from disk",
-                  found >= 9 and disk()["fetched"] >= 9, f"{found} found, {disk()['fetched']} read")
+                  found >= 9 and disk()["promoted"] >= 9, f"{found} found, {disk()['promoted']} read")
         engine.kill()
         free = eventually(lambda: not any(server.held().values()))
         check("disk: nothing is held afterwards", free, str(server.held()))

@@ -6,11 +6,10 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
-    Listed, LoadItem, Loaded, LocalIndex, Located, Location, Medium, Page, StoreItem, Stored,
-    Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, Listed, LoadItem,
+    Loaded, LocalIndex, Located, Location, Medium, Page, StoreItem, Stored, Usage, ready,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 
 use crate::admission::Admission;
 use crate::batch::Batch;
@@ -153,12 +152,6 @@ impl DiskBackend {
         let mut late = vec![0; self.drives.len()];
         drives.for_each(|drive| late[drive] += 1);
         self.drives.iter().zip(late)
-    }
-
-    /// Returns the last clear that covers a space.
-    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
-        let of_drives = self.drives.iter().map(|drive| drive.epoch_of(space));
-        of_drives.fold(self.set.epoch(), ClearEpoch::join)
     }
 
     fn load_all(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
@@ -310,21 +303,23 @@ impl LocalIndex for DiskBackend {
     fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>> {
         let closed = self.closed();
         let out = self.all_out();
-        // A prompt has one space.
-        let first = keys
-            .first()
-            .map(|key| (key.space, self.epoch_of(key.space)));
+        // A prompt has one space. Each drive answers with the epoch that it has reached itself, so
+        // that a chunk of a drive that a clear has yet to reach does not pass for a later one.
+        let space = keys.first().map(|key| key.space);
+        let reached = |drive: &Drive| space.map(|space| drive.epoch_of(space));
+        let reached: Vec<_> = self.drives.iter().map(reached).collect();
         let located = |key: &ChunkKey| match (closed, &out) {
             (true, _) => Err(BackendError::Closed),
             (false, Some(out)) => Err(out.clone().into()),
-            (false, None) => Ok(self.find(key).map_or(Located::Absent, |(drive, len)| {
-                let epoch = match first {
-                    Some((space, epoch)) if space == key.space => epoch,
-                    _ => self.epoch_of(key.space),
+            (false, None) => Ok(self.find(key).map_or(Located::Absent, |(number, len)| {
+                let drive = &self.drives[number];
+                let epoch = match reached[number].filter(|_| space == Some(key.space)) {
+                    Some(epoch) => epoch,
+                    None => drive.epoch_of(key.space),
                 };
                 let location = Location::new(len, Medium::Disk, epoch);
                 let stored = (1 + blocks(len)) * BLOCK;
-                let cost = self.drives[drive].read_time(stored);
+                let cost = drive.read_time(stored);
                 Located::Present(location.with_stored_len(stored).with_cost(cost))
             })),
         };

@@ -489,7 +489,8 @@ impl CacheEngine {
         self.arena().is_lost()
     }
 
-    fn arena(&self) -> &Arena {
+    /// Returns the memory of the pool.
+    pub fn arena(&self) -> &Arena {
         self.0.tier.pool().arena()
     }
 

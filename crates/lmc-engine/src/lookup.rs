@@ -104,6 +104,8 @@ pub struct FoundRank {
     pub leases: Leases,
     /// Number of leading chunks that were in DRAM for this rank before anything was promoted.
     pub resident: usize,
+    /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
+    pub promoted: usize,
 }
 
 /// The outcome of a lookup. Dropping it gives the leases back.
@@ -114,7 +116,7 @@ pub struct Found {
     pub hits: usize,
     /// Number of leading chunks that every rank had in DRAM before anything was promoted.
     pub resident: usize,
-    /// The leases of each rank, in the order of the request; none where there are no hits.
+    /// The leases of each rank, in the order of the request; fewer ranks if one has no chunks.
     pub ranks: Vec<FoundRank>,
 }
 
@@ -136,10 +138,8 @@ impl Found {
             ranks: found,
         };
         for rank in &mut this.ranks {
+            rank.promoted = rank.leases.len();
             rank.leases.truncate(hits);
-        }
-        if hits == 0 {
-            this.ranks.clear();
         }
         this
     }
@@ -314,6 +314,7 @@ impl CacheEngine {
             let found = known.into_iter().map(|rank| FoundRank {
                 rank: rank.rank,
                 resident: rank.leases.len(),
+                promoted: 0,
                 leases: rank.leases,
             });
             return Lookup::done(Found::join(found.collect(), ranks));
@@ -372,6 +373,7 @@ async fn promote(
         FoundRank {
             rank: rank.rank,
             resident,
+            promoted: 0,
             leases: tiers.promote(prompt, rank.leases).await,
         }
     });

@@ -6,15 +6,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lmc_backend::conformance::test_key;
 use lmc_backend_disk::DiskConfig;
-use lmc_engine::{CacheEngine, EngineConfig, OwnerId, Reservation, TenantId, WriteRequest};
-use lmc_key::ChunkKey;
+use lmc_engine::{
+    CacheEngine, EngineConfig, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart, TenantId,
+};
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Demand, Prefault};
 
 const CHUNK: u64 = 1 << 20;
@@ -23,13 +24,21 @@ const HOT: u64 = 256;
 const COLD: u64 = 16;
 const LEN: u64 = 64;
 const NOBODY: TenantId = TenantId(0);
+const SPACE: SpaceId = SpaceId::new([1; 16]);
 
 fn prompt(first: u64, len: u64) -> Vec<ChunkKey> {
-    (first..first + len).map(test_key).collect()
+    // Of one space and rank.
+    let key = |n| ChunkKey {
+        space: SPACE,
+        kv_rank: 0,
+        group: 0,
+        ..test_key(4 * n)
+    };
+    (first..first + len).map(key).collect()
 }
 
 fn store(engine: &CacheEngine, keys: &[ChunkKey]) -> Result<()> {
-    let request = |place: usize| WriteRequest {
+    let request = |place: usize| StoreRequest {
         key: keys[place],
         parent: place.checked_sub(1).map(|before| keys[before]),
         tenant: NOBODY,
@@ -37,18 +46,28 @@ fn store(engine: &CacheEngine, keys: &[ChunkKey]) -> Result<()> {
     };
     let requests: Vec<_> = (0..keys.len()).map(request).collect();
     let mut tickets = Vec::new();
-    for reservation in engine.reserve(OwnerId(1), &requests) {
-        if let Reservation::Reserved(ticket) = reservation {
+    for reservation in engine.store(OwnerId(1), &requests) {
+        if let StoreStart::Reserved(ticket) = reservation {
             tickets.push(ticket);
         }
     }
     engine.commit(tickets);
     let deadline = Instant::now() + Duration::from_secs(60);
-    while engine.lower()[0].queued_bytes > 0 {
+    while engine.lower_status()[0].queued_bytes > 0 {
         ensure!(Instant::now() < deadline, "copies do not go down");
         thread::sleep(Duration::from_millis(1));
     }
     Ok(())
+}
+
+/// A lookup of one rank.
+fn request(owner: u64, keys: &[ChunkKey]) -> LookupRequest {
+    let hashes = keys.iter().map(|key| key.hash).collect();
+    let rank = Rank {
+        space: SPACE,
+        kv_rank: 0,
+    };
+    LookupRequest::new(OwnerId(owner), hashes, vec![rank])
 }
 
 /// Seconds of each lookup, sorted.
@@ -56,9 +75,9 @@ fn lookups(engine: &CacheEngine, keys: &[ChunkKey], time: Duration) -> Result<Ve
     let (mut seconds, begun) = (Vec::new(), Instant::now());
     while begun.elapsed() < time {
         let started = Instant::now();
-        let leases = engine.lookup(OwnerId(2), keys);
+        let found = engine.lookup(request(2, keys)).wait_blocking();
         seconds.push(started.elapsed().as_secs_f64());
-        ensure!(leases.len() == keys.len(), "a chunk left memory");
+        ensure!(found.hits == keys.len(), "a chunk left memory");
     }
     seconds.sort_by(f64::total_cmp);
     Ok(seconds)
@@ -88,7 +107,7 @@ fn main() -> Result<()> {
         .with_new_drives()
         .with_arena(Arc::clone(&arena));
     let mut config = EngineConfig::default();
-    config.copy_queue_bytes = Some(LEN * CHUNK);
+    config.write_queue_bytes = Some(LEN * CHUNK);
     let engine = CacheEngine::with_tiers(config, arena, vec![Arc::new(disk.open()?)])?;
     let hot = prompt(0, HOT);
     hot.chunks(LEN as usize)
@@ -100,7 +119,7 @@ fn main() -> Result<()> {
 
     let idle = lookups(&engine, &hot, time)?;
     let stop = AtomicBool::new(false);
-    let before = engine.lower()[0].fetched_bytes;
+    let before = engine.lower_status()[0].promoted_bytes;
     let (busy, took) = thread::scope(|scope| {
         let readers: Vec<_> = (0..2)
             .map(|reader| {
@@ -110,14 +129,7 @@ fn main() -> Result<()> {
                     while !stop.load(Ordering::Relaxed) {
                         n = n % COLD + 1;
                         let keys = prompt(n * 1000, LEN);
-                        let held = engine.lookup(OwnerId(3 + reader), &keys);
-                        let below = engine.below(&keys[held.len()..]);
-                        let (sender, receiver) = mpsc::channel();
-                        engine.fetch(NOBODY, keys, held, below, move |leases| {
-                            // The reader may have given up.
-                            let _ = sender.send(leases.len());
-                        });
-                        let _ = receiver.recv_timeout(Duration::from_secs(30));
+                        drop(engine.lookup(request(3 + reader, &keys)).wait_blocking());
                     }
                 })
             })
@@ -133,7 +145,7 @@ fn main() -> Result<()> {
         (busy, took)
     });
     let busy = busy?;
-    let read = (engine.lower()[0].fetched_bytes - before) as f64 / took / 1e9;
+    let read = (engine.lower_status()[0].promoted_bytes - before) as f64 / took / 1e9;
     println!(
         "{{\"idle_p50\": {}, \"idle_p99\": {}, \"busy_p50\": {}, \"busy_p99\": {}, \"gb_per_s\": {read}}}",
         at(&idle, 0.5),
@@ -141,8 +153,8 @@ fn main() -> Result<()> {
         at(&busy, 0.5),
         at(&busy, 0.99),
     );
-    let failed = engine.close(Instant::now() + Duration::from_secs(30));
-    ensure!(failed.is_empty(), "{failed:?}");
+    let closed = engine.close(Instant::now() + Duration::from_secs(30));
+    ensure!(closed.is_complete(), "{closed:?}");
     std::fs::remove_dir_all(folder)?;
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use lmc_engine::{CacheEngine, CopyDown, EngineConfig, PolicyKind};
+use lmc_engine::{CacheEngine, EngineConfig, PolicyKind, WritePolicy};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -270,20 +270,27 @@ async fn prepare(
     }
 }
 
-/// Lets what is on its way to the tiers below get there, and puts them in order.
+/// Waits for writes to lower tiers, and closes them.
 async fn close_tiers(service: &Service, deadline: Instant) {
-    if !service.engine().has_lower() {
+    if !service.engine().has_lower_tiers() {
         return;
     }
     let left = deadline.saturating_duration_since(Instant::now());
     info!(
-        "writing to disk what is to go there, for {:.0} s at most",
+        "flushing to lower tiers (timeout {:.0} s)",
         left.as_secs_f64()
     );
     let engine = service.engine().clone();
     let closed = tokio::task::spawn_blocking(move || engine.close(deadline)).await;
-    for (tier, reason) in closed.unwrap_or_default() {
-        warn!("{tier}: {reason}; what was acknowledged as durable is");
+    let report = closed.unwrap_or_default();
+    for (tier, reason) in &report.failed {
+        warn!("tier {tier} was not closed: {reason}; chunks acknowledged as durable are kept");
+    }
+    if report.late + report.declined + report.write_failed > 0 {
+        warn!(
+            "chunks that lower tiers lack: {} for lack of time, {} declined, {} failed writes",
+            report.late, report.declined, report.write_failed
+        );
     }
 }
 
@@ -393,12 +400,12 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     engine.high_watermark = config.eviction_watermark;
     let low = config.eviction_watermark - config.eviction_ratio;
     engine.low_watermark = low.max(config.eviction_watermark / 100.0);
-    engine.fetch_deadline = config.disk_read_timeout;
-    engine.copy_queue_bytes = Some(disk::max_writing(arena.len() as u64));
-    engine.copy_down = match (config.disk_write, config.disk_admit) {
-        (DiskWrite::Back, _) => CopyDown::OnEviction,
-        (DiskWrite::Through, DiskAdmit::Always) => CopyDown::OnCommit,
-        (DiskWrite::Through, DiskAdmit::Second) => CopyDown::OnCommitAndHit,
+    engine.promotion_timeout = config.disk_read_timeout;
+    engine.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
+    engine.write_policy = match (config.disk_write, config.disk_admit) {
+        (DiskWrite::Back, _) => WritePolicy::Back,
+        (DiskWrite::Through, DiskAdmit::Always) => WritePolicy::Through,
+        (DiskWrite::Through, DiskAdmit::Second) => WritePolicy::ThroughAndOnHit,
     };
     let lower = match config.disk.is_empty() {
         true => Vec::new(),

@@ -18,13 +18,13 @@ const WARN_EVERY: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Losses {
     dropped: u64,
-    copy_failed: u64,
-    fetch_failed: u64,
+    write_failed: u64,
+    promote_failed: u64,
 }
 
 /// Warns until `stopped` turns true: of the first loss at once, of later ones once a minute.
 pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) {
-    if !service.engine().has_lower() {
+    if !service.engine().has_lower_tiers() {
         return;
     }
     let mut news = News::default();
@@ -34,7 +34,7 @@ pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) 
             _ = every.tick() => {}
             _ = stopped.wait_for(|&stop| stop) => return,
         }
-        for (tier, losses) in news.of(&service.engine().lower(), Instant::now()) {
+        for (tier, losses) in news.of(&service.engine().lower_status(), Instant::now()) {
             warn_of(&tier, losses);
         }
     }
@@ -57,15 +57,15 @@ impl News {
         let mut news = Vec::new();
         for (tier, told) in tiers.iter().zip(&mut self.told) {
             let since = Losses {
-                dropped: tier.dropped - told.dropped,
-                copy_failed: tier.copy_failed - told.copy_failed,
-                fetch_failed: tier.fetch_failed - told.fetch_failed,
+                dropped: tier.write_dropped - told.dropped,
+                write_failed: tier.write_failed - told.write_failed,
+                promote_failed: tier.promote_failed - told.promote_failed,
             };
             if since != Losses::default() {
                 news.push((tier.tier.clone(), since));
-                told.dropped = tier.dropped;
-                told.copy_failed = tier.copy_failed;
-                told.fetch_failed = tier.fetch_failed;
+                told.dropped = tier.write_dropped;
+                told.write_failed = tier.write_failed;
+                told.promote_failed = tier.promote_failed;
                 self.last = Some(now);
             }
         }
@@ -83,8 +83,8 @@ fn warn_of(tier: &str, losses: Losses) {
     warn!(
         tier,
         dropped = losses.dropped,
-        write_failed = losses.copy_failed,
-        read_failed = losses.fetch_failed,
+        write_failed = losses.write_failed,
+        read_failed = losses.promote_failed,
         "a lower tier lost chunks, which will be misses once memory evicts them: {remedy}"
     );
 }
@@ -108,20 +108,20 @@ mod tests {
             found.first().map(|(_, losses)| *losses)
         };
         assert_eq!(look(&disk, 0), None);
-        disk.dropped = 3;
+        disk.write_dropped = 3;
         let dropped = |dropped| Losses {
             dropped,
             ..Losses::default()
         };
         assert_eq!(look(&disk, 1), Some(dropped(3)));
-        disk.dropped = 700;
+        disk.write_dropped = 700;
         assert_eq!(look(&disk, 2), None, "within a minute");
-        disk.dropped = 752;
+        disk.write_dropped = 752;
         assert_eq!(look(&disk, 61), Some(dropped(749)));
         assert_eq!(look(&disk, 200), None, "nothing since");
-        disk.fetch_failed = 1;
+        disk.promote_failed = 1;
         let read_failed = Losses {
-            fetch_failed: 1,
+            promote_failed: 1,
             ..Losses::default()
         };
         assert_eq!(look(&disk, 201), Some(read_failed));

@@ -41,8 +41,8 @@ metrics! {
     "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier." = |s| s.counts.hit_tokens;
     "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found and memory had on its own." = |s| s.counts.hit_tokens_dram;
     "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
-    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.copied).sum::<u64>();
-    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.fetched).sum::<u64>();
+    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
+    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();
     "lmcache_mp_num_chunks_loaded_total" counter "Chunks loaded into engines." = |s| s.counts.retrieved_chunks;
     "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
     "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
@@ -144,15 +144,17 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_bytes", "gauge", "Their bytes.", |t| t.bytes),
     ("lmc_tier_capacity_bytes", "gauge", "Bytes that the tier may hold.", |t| t.capacity.unwrap_or(0)),
     ("lmc_tier_queued_bytes", "gauge", "Bytes on their way to the tier.", |t| t.queued_bytes),
-    ("lmc_tier_copied_chunks_total", "counter", "Chunks that the tier has taken.", |t| t.copied),
-    ("lmc_tier_copied_bytes_total", "counter", "Their bytes.", |t| t.copied_bytes),
-    ("lmc_tier_copies_dropped_total", "counter", "Chunks not copied because too many were on their way.", |t| t.dropped),
-    ("lmc_tier_copies_declined_total", "counter", "Chunks that the tier did not want.", |t| t.declined),
-    ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.copy_failed),
-    ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.fetched),
-    ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.fetched_bytes),
-    ("lmc_tier_fetches_missed_total", "counter", "Reads from this tier that found no chunk, or a chunk that failed its checksum.", |t| t.fetch_missed),
-    ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.fetch_failed),
+    ("lmc_tier_copied_chunks_total", "counter", "Chunks that the tier has taken.", |t| t.written),
+    ("lmc_tier_copied_bytes_total", "counter", "Their bytes.", |t| t.written_bytes),
+    ("lmc_tier_copies_dropped_total", "counter", "Chunks not copied because too many were on their way.", |t| t.write_dropped),
+    ("lmc_tier_copies_declined_total", "counter", "Chunks that the tier did not want.", |t| t.write_declined),
+    ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.write_failed),
+    ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.promoted),
+    ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.promoted_bytes),
+    ("lmc_tier_fetches_missed_total", "counter", "Reads from this tier that found no chunk, or a chunk that failed its checksum.", |t| t.promote_missed),
+    ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.promote_failed),
+    ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
+    ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),
 ];
 /// What a tier itself counted, with the labels `tier` and `what`.
 const TIER_EVENTS: (&str, &str) = (

@@ -10,8 +10,8 @@ use bytes::Bytes;
 use common::{CHUNK, MODEL, Segment, Server, Worker, prompt};
 use lmc_backend::conformance::Gated;
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Cursor, Health, LoadItem, Loaded, MemoryBackend, Page,
-    StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocalIndex,
+    Located, MemoryBackend, Page, StoreItem, Stored, Usage,
 };
 use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
@@ -183,16 +183,20 @@ impl Backend for Panicking {
         self.inner.name()
     }
 
-    fn contains<'a>(
+    fn index(&self) -> Option<&dyn LocalIndex> {
+        assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
+        self.inner.index()
+    }
+
+    fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<u64>, BackendError>>> {
-        assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
-        self.inner.contains(keys, deadline)
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        self.inner.locate(keys, deadline)
     }
 
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> BoxFuture<'_, Vec<Loaded>> {
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.inner.load(items, deadline)
     }
 
@@ -200,8 +204,12 @@ impl Backend for Panicking {
         &self,
         items: Vec<StoreItem>,
         deadline: Instant,
-    ) -> BoxFuture<'_, Vec<Result<Stored, BackendError>>> {
+    ) -> Answers<'_, Result<Stored, BackendError>> {
         self.inner.store(items, deadline)
+    }
+
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        self.inner.clear(clear, deadline)
     }
 
     fn remove<'a>(
@@ -221,8 +229,8 @@ impl Backend for Panicking {
         self.inner.list(cursor, limit, deadline)
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Usage, BackendError>> {
-        self.inner.usage(deadline)
+    fn usage(&self) -> Option<Usage> {
+        self.inner.usage()
     }
 
     fn health(&self) -> Health {

@@ -167,7 +167,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     let server = Server::over(lower, 1 << 20, |_| {}, |_| {});
     let copied = |chunks| {
         server.eventually("copies are below", |status| {
-            status.lower[0].copied == chunks && status.lower[0].queued_bytes == 0
+            status.lower[0].written == chunks && status.lower[0].queued_bytes == 0
         });
     };
     let mut first = register(&server, 1);

@@ -73,7 +73,7 @@ fn a_prompt_that_left_dram_is_found_and_read_back_byte_for_byte() {
     end(&mut scheduler, "b");
     server.assert_idle();
     let status = server.status();
-    assert_eq!(status.lower[0].fetched_bytes, 5 * CHUNK_BYTES as u64);
+    assert_eq!(status.lower[0].promoted_bytes, 5 * CHUNK_BYTES as u64);
     assert_eq!(status.counts.hit_tokens, 5 * CHUNK as u64);
 }
 
@@ -172,7 +172,7 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
 
     // Its time is over first.
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
-    assert_eq!(server.status().lower[0].fetched, 3, "no request needed it");
+    assert_eq!(server.status().lower[0].promoted, 3, "no request needed it");
     sink(&server);
     tier.shut();
     begin_lookup(&mut waiting, &named(&key, "c"));
@@ -212,7 +212,7 @@ fn a_lookup_whose_chunks_never_come_up_is_a_miss_in_the_end() {
     assert_eq!(status(&mut scheduler, "a"), Reply::Int(0));
     tier.open();
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
-    assert_eq!(server.status().lower[0].fetched, 0, "no request needed it");
+    assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(status(&mut scheduler, "a"), Reply::Int(0), "it was told so");
     end(&mut scheduler, "a");
     server.assert_idle();
@@ -261,7 +261,7 @@ fn a_later_lookup_of_a_request_takes_the_place_of_one_that_is_coming_up() {
     server.eventually("the first fetch ended", |status| {
         status.usage.reserved_slots == 0
     });
-    assert_eq!(server.status().lower[0].fetched, 0, "no request needed it");
+    assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
     end(&mut scheduler, "again");
     server.assert_idle();

@@ -31,6 +31,7 @@ pub struct Gated<B> {
 #[derive(Debug, Default)]
 struct Gate {
     shut: bool,
+    holds_clears: bool,
     waiting: Vec<Waker>,
 }
 
@@ -54,6 +55,12 @@ impl<B: Backend> Gated<B> {
     /// Lets nothing through from now on.
     pub fn shut(&self) {
         self.gate.lock().shut = true;
+    }
+
+    /// Lets no clear end from now on either, although it takes effect at once.
+    pub fn hold_clears(&self) {
+        self.gate.lock().holds_clears = true;
+        self.shut();
     }
 
     /// Lets everything through that waits, and all that comes.
@@ -146,7 +153,14 @@ impl<B: Backend> Backend for Gated<B> {
     }
 
     fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.inner.clear(clear, deadline)
+        Box::pin(async move {
+            let cleared = self.inner.clear(clear, deadline).await;
+            let held = self.gate.lock().holds_clears;
+            match !held || self.pass(deadline).await {
+                true => cleared,
+                false => Err(BackendError::Deadline),
+            }
+        })
     }
 
     fn clears(&self) -> Vec<Clear> {

@@ -309,9 +309,9 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         let text = "a tier below memory is out of order or slow and may still have chunks";
         return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
     }
-    let l1_only = dram_only || !http.service.engine().has_lower();
+    let l1_only = dram_only || !http.service.engine().has_lower_tiers();
     let tier = if l1_only { "l1" } else { "all" };
-    let below = below.map_or(0, |cleared| cleared.below);
+    let below = below.map_or(0, |cleared| cleared.lower);
     Json(json!({
         "status": "ok",
         "cleared": {"tier": tier, "chunks": chunks, "chunks_below": below},

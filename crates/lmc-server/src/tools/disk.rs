@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use indicatif::{ProgressBar, ProgressStyle};
-use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded};
+use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, in_order};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus, SetMember, SpaceUsage};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde_json::json;
@@ -340,15 +340,16 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
         if count == 0 {
             bail!("no memory to read a chunk of {} bytes into", rest[0].len);
         }
-        let loaded = wait(tier.load(items, Instant::now() + PATIENCE));
+        let loaded = tier.load(items, Instant::now() + PATIENCE);
+        let loaded = wait(in_order(loaded, count));
         for loaded in loaded {
             match loaded {
-                Loaded::Hit(slot) => {
+                Some(Loaded::Hit { slot, .. }) => {
                     whole += 1;
                     bytes += slot.len();
                 }
-                Loaded::Miss(_) => damaged += 1,
-                Loaded::Failed { .. } => unread += 1,
+                Some(Loaded::Miss(_)) => damaged += 1,
+                Some(Loaded::Failed { .. }) | None => unread += 1,
             }
         }
         bar.inc(count as u64);

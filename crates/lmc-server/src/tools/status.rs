@@ -102,17 +102,17 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
                 "{} chunks ({}{capacity}), {} written, {} read, {} on the way",
                 tier["chunks"],
                 bytes(&tier["bytes"]),
-                bytes(&tier["copied_bytes"]),
-                bytes(&tier["fetched_bytes"]),
+                bytes(&tier["written_bytes"]),
+                bytes(&tier["promoted_bytes"]),
                 bytes(&tier["queued_bytes"]),
             ),
         );
         let lost = [
-            "dropped",
-            "declined",
-            "copy_failed",
-            "fetch_missed",
-            "fetch_failed",
+            "write_dropped",
+            "write_declined",
+            "write_failed",
+            "promote_missed",
+            "promote_failed",
         ];
         if lost.iter().any(|why| number(&tier[*why]) > 0.0) {
             line(
@@ -120,11 +120,11 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
                 format!(
                     "writes: {} dropped (queue full), {} declined, {} failed; reads: {} missed, \
                      {} failed (chunks)",
-                    tier["dropped"],
-                    tier["declined"],
-                    tier["copy_failed"],
-                    tier["fetch_missed"],
-                    tier["fetch_failed"],
+                    tier["write_dropped"],
+                    tier["write_declined"],
+                    tier["write_failed"],
+                    tier["promote_missed"],
+                    tier["promote_failed"],
                 ),
             );
         }
@@ -271,8 +271,8 @@ mod tests {
     /// copies that were dropped.
     #[test]
     fn the_table_shows_faults_losses_and_whole_ids() {
-        let lossy = json!({"tier": "disk", "chunks": 1600, "dropped": 752, "declined": 0,
-            "copy_failed": 4, "fetch_missed": 0, "fetch_failed": 9});
+        let lossy = json!({"tier": "disk", "chunks": 1600, "write_dropped": 752, "write_declined": 0,
+            "write_failed": 4, "promote_missed": 0, "promote_failed": 9});
         let mut answer = json!({"status": "degraded", "is_healthy": true, "lmc": {
             "lower": [lossy],
             "tiers": [{"tier": "disk", "fault": "drive 0 cannot be written"}],

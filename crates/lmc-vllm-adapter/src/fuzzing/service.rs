@@ -141,7 +141,7 @@ impl World<'_> {
 
     /// Waits until everything that was committed is in the lower tier, too.
     fn wait_for_copies(&self) {
-        let queued = || self.service.engine().lower()[0].queued_bytes;
+        let queued = || self.service.engine().lower_status()[0].queued_bytes;
         self.wait_until("copies to the lower tier", || queued() == 0);
     }
 

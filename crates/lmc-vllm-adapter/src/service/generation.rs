@@ -189,7 +189,7 @@ impl Service {
     /// Warns of the limits of an opaque layout, whose first worker has registered. Call it while
     /// the state is not locked.
     pub(super) fn report_opaque(&self, instance_id: u64, model: &ModelName) {
-        let disk = match self.shared.engine.has_lower() {
+        let disk = match self.shared.engine.has_lower_tiers() {
             true => "; chunks on disk are not found after a restart of the server or the engine",
             false => "",
         };

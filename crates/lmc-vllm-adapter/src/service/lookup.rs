@@ -1,20 +1,17 @@
 //! Lookups and what they hold.
 
-use std::mem;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use lmc_engine::{Below, Leases, OwnerId};
+use lmc_engine::{Found, FoundRank, LookupRequest, OwnerId, Rank, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, Salt, SpaceId};
-use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply};
 use crate::service::ClientId;
 use crate::service::events::StoredChunk;
 use crate::service::handle::{Service, refuse};
-use crate::service::session::{Fetches, Hits, Lookup, RankHold, Session, Wait, Waiter};
+use crate::service::session::{Hits, Lookup, RankHold, Session, Wait, Waiter};
 use crate::service::state::{Binding, LayoutOf, RankSet, State};
 use crate::service::stats::add;
 
@@ -47,34 +44,16 @@ impl Hashed {
         chunk.checked_sub(1).map(|before| self.hashes[before])
     }
 
-    /// Keys of the range for one KV rank.
+    /// Returns the keys of the range for one KV rank.
     pub(super) fn keys(&self, space: SpaceId, kv_rank: u16) -> Vec<ChunkKey> {
-        self.leading_keys(space, kv_rank, self.chunks.len())
-    }
-
-    /// Keys of the first `len` chunks of the range for one KV rank.
-    fn leading_keys(&self, space: SpaceId, kv_rank: u16, len: usize) -> Vec<ChunkKey> {
         let key = |&hash: &ChunkHash| ChunkKey {
             space,
             kv_rank,
             group: 0,
             hash,
         };
-        let range = &self.hashes[self.chunks.clone()];
-        range.iter().take(len).map(key).collect()
+        self.hashes[self.chunks.clone()].iter().map(key).collect()
     }
-}
-
-/// What a lookup found for one rank.
-pub(super) struct Found {
-    space: SpaceId,
-    kv_rank: u16,
-    /// Keys of the range, as far as they are anywhere.
-    keys: Vec<ChunkKey>,
-    /// The leading ones in DRAM.
-    pub(super) leases: Leases,
-    /// Where the ones after them are.
-    pub(super) below: Below,
 }
 
 /// A layout in which a lookup must find a chunk.
@@ -86,34 +65,32 @@ struct Candidate {
     unknown_rank: bool,
 }
 
-impl Found {
-    /// Holds `hits` chunks from chunk `first` of the prompt on.
-    fn hold(self, first: usize, hits: usize, readers: u32) -> RankHold {
-        let mut hold = RankHold::new(self.space, self.kv_rank, first, self.leases, readers);
-        hold.truncate(first + hits);
-        hold
-    }
-}
-
-/// A lookup whose chunks are coming up. Its end is that of the last rank, however that came.
-struct Rising {
-    service: Service,
+/// A lookup whose chunks are being promoted: what is needed to answer it.
+struct Promoting {
     request_id: String,
     number: u64,
+    model: String,
     /// First chunk of the range that was looked up.
     first: usize,
     readers: u32,
-    ranks: usize,
-    /// Leading chunks that DRAM had for every rank when the lookup came.
-    dram: usize,
-    risen: Mutex<Vec<(SpaceId, u16, Leases)>>,
+    /// The chunks of the range, for the event of those that are promoted; none without
+    /// subscribers.
+    chunks: Vec<StoredChunk>,
 }
 
-impl Drop for Rising {
+/// Counts a lookup whose chunks are being promoted, until it is dropped.
+struct PromotingGauge(Service);
+
+impl PromotingGauge {
+    fn new(service: &Service) -> Self {
+        service.shared.promoting.fetch_add(1, Ordering::Relaxed);
+        Self(service.clone())
+    }
+}
+
+impl Drop for PromotingGauge {
     fn drop(&mut self) {
-        let service = self.service.clone();
-        service.shared.promoting.fetch_sub(1, Ordering::Relaxed);
-        service.risen(self);
+        self.0.shared.promoting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -173,61 +150,62 @@ impl Service {
             }
             self.candidates(&state, client, key, &hashed.salt)
         };
-        let spaces = asked_ranks(&candidates, key.world_size as u16);
-        if spaces.is_empty() {
+        let ranks = asked_ranks(&candidates, key.world_size as u16);
+        if ranks.is_empty() {
             add(&counters.lookups_unregistered, 1);
         }
-        // Chunks up to which every rank has all, in DRAM or below.
-        let mut reach = if spaces.is_empty() {
-            0
-        } else {
-            hashed.chunks.len().min(MAX_KEYS / spaces.len())
+        let first = hashed.chunks.start;
+        let most = MAX_KEYS / ranks.len().max(1);
+        let range = &hashed.hashes[hashed.chunks.clone()];
+        let hashes = range[..range.len().min(most)].to_vec();
+        let engine = &shared.engine;
+        let tenant = match engine.has_lower_tiers() {
+            true => shared.spaces.tenant(&hashed.salt, engine),
+            // Nothing is promoted, so nothing counts against a quota.
+            false => TenantId::default(),
         };
-        let mut found = Vec::new();
-        for &(space, kv_rank) in &spaces {
-            let keys = hashed.leading_keys(space, kv_rank, reach);
-            let leases = shared.engine.lookup(owner, &keys);
-            let below = shared.engine.below(&keys[leases.len()..]);
-            reach = leases.len() + below.len();
-            found.push(Found {
-                space,
-                kv_rank,
-                keys,
-                leases,
-                below,
-            });
-            if reach == 0 {
-                break;
-            }
-        }
-        let reach = self.within_share(client, &mut found, reach);
+        let request = LookupRequest::new(owner, hashes, ranks)
+            .with_tenant(tenant)
+            .with_limit(self.share_of(client));
+        let lookup = engine.lookup(request);
         let chunk = u64::from(shared.config.hasher.chunk_size());
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);
-        let rises = found.iter().any(|found| found.leases.len() < reach);
-        let expires = now + shared.config.lookup_lease;
         let number = shared.lookups.fetch_add(1, Ordering::Relaxed);
-        let lookup = match rises {
+        let readers = key.num_kv_readers;
+        let (known, promoted) = match lookup.try_found() {
+            Ok(found) => {
+                self.announce(&found, &key.model_name, || self.announcements(key, &hashed));
+                self.count_hits(&found);
+                let expires = now + shared.config.lookup_lease;
+                let hits = found.hits as u64;
+                let holds = rank_holds(found, first, readers);
+                (Lookup::known(number, hits, holds, expires), None)
+            }
             // No engine waits longer for a tier, whatever became of it.
-            true => Lookup::rising(number, now + 2 * shared.engine.fetch_deadline()),
-            false => {
-                let first = hashed.chunks.start;
-                let hold = |found: Found| found.hold(first, reach, key.num_kv_readers);
-                let holds = found.drain(..).map(hold).collect();
-                self.count_hits(reach, reach);
-                Lookup::known(number, reach as u64, holds, expires)
+            Err(lookup) => {
+                let expires = now + 2 * engine.lookup_timeout();
+                (Lookup::promoting(number, expires), Some(lookup))
             }
         };
         let mut state = shared.state.lock();
         let new = || Session::new(client, now);
         let session = state.sessions.begin(client, &key.request_id, new);
         session.last_used = now;
-        let before = session.set_lookup(lookup);
+        let before = session.set_lookup(known);
         drop(state);
         // Leases of an earlier lookup of the request go back without the state being locked.
         drop(before);
-        if rises {
-            self.raise(key, &hashed, number, reach, found);
+        if let Some(lookup) = promoted {
+            let promoting = Promoting {
+                request_id: key.request_id.clone(),
+                number,
+                model: key.model_name.clone(),
+                first,
+                readers,
+                chunks: self.announcements(key, &hashed),
+            };
+            self.finish_when_promoted(lookup, promoting);
         }
         Reply::None
     }
@@ -243,114 +221,93 @@ impl Service {
     /// Whether a connection may hold no more chunks: all together hold as many as they may, or half
     /// of that, and this one a quarter.
     fn holds_too_much(&self, owner: OwnerId) -> bool {
-        let (max, local) = (
-            self.shared.config.max_lookup_leases,
-            self.shared.engine.local(),
-        );
-        let held = local.leases();
-        held >= max || (held >= max / 2 && local.leases_of(owner) >= max / 4)
+        let (max, engine) = (self.shared.config.max_lookup_leases, &self.shared.engine);
+        let held = engine.leases();
+        held >= max || (held >= max / 2 && engine.leases_of(owner) >= max / 4)
     }
 
-    /// Brings up what only slower tiers have. The lookup is answered when all ranks are done.
-    fn raise(&self, key: &CacheKey, hashed: &Hashed, number: u64, reach: usize, found: Vec<Found>) {
-        let shared = &self.shared;
-        let tenant = shared.spaces.tenant(&hashed.salt, &shared.engine);
-        shared.promoting.fetch_add(1, Ordering::Relaxed);
-        let rising = Arc::new(Rising {
-            service: self.clone(),
-            request_id: key.request_id.clone(),
-            number,
-            first: hashed.chunks.start,
-            readers: key.num_kv_readers,
-            ranks: found.len(),
-            dram: found
-                .iter()
-                .map(|found| found.leases.len())
-                .min()
-                .unwrap_or(0),
-            risen: Mutex::default(),
-        });
-        let mut fetches = Fetches::default();
-        for mut found in found {
-            found.keys.truncate(reach);
-            found.leases.truncate(reach);
-            found.below.truncate(reach - found.leases.len());
-            let Found {
-                space,
-                kv_rank,
-                keys,
-                leases,
-                below,
-            } = found;
-            let model = shared.spaces.name(space, &key.model_name);
-            let held = leases.len();
-            let announcement = |place: usize| StoredChunk {
-                hash: keys[place].hash,
-                parent: hashed.parent(hashed.chunks.start + place),
-                tokens: self.chunk_tokens(key, place),
-            };
-            let mut announced: Vec<StoredChunk> = match shared.events.enabled() {
-                true => (held..reach).map(announcement).collect(),
-                false => Vec::new(),
-            };
-            let (rising, events) = (Arc::clone(&rising), Arc::clone(&shared.events));
-            let done = move |leases: Leases| {
-                // Subscribers hear of what is in DRAM, and this is again.
-                announced.truncate(leases.len().saturating_sub(held));
-                events.stored(&model, announced);
-                rising.risen.lock().push((space, kv_rank, leases));
-            };
-            let fetch = shared.engine.fetch(tenant, keys, leases, below, done);
-            fetches.0.push(fetch);
+    /// Returns the chunks of a range for the event that they are in DRAM; none without subscribers.
+    fn announcements(&self, key: &CacheKey, hashed: &Hashed) -> Vec<StoredChunk> {
+        if !self.shared.events.enabled() {
+            return Vec::new();
         }
-        let mut state = shared.state.lock();
-        match state.sessions.looking_up(&key.request_id, number) {
-            Some(session) => session.set_fetches(fetches),
+        let announcement = |(index, chunk): (usize, usize)| StoredChunk {
+            hash: hashed.hash(chunk),
+            parent: hashed.parent(chunk),
+            tokens: self.chunk_tokens(key, index),
+        };
+        hashed
+            .chunks
+            .clone()
+            .enumerate()
+            .map(announcement)
+            .collect()
+    }
+
+    /// Tells subscribers which chunks are in DRAM again.
+    fn announce(&self, found: &Found, model: &str, chunks: impl Fn() -> Vec<StoredChunk>) {
+        let shared = &self.shared;
+        for rank in &found.ranks {
+            if rank.promoted > rank.resident && shared.events.enabled() {
+                let promoted: Vec<StoredChunk> = chunks()
+                    .drain(..rank.promoted)
+                    .skip(rank.resident)
+                    .collect();
+                let model = shared.spaces.name(rank.rank.space, model);
+                shared.events.stored(&model, promoted);
+            }
+        }
+    }
+
+    /// Waits for a lookup's promotion in a task, which ends with the request's lookup, and then
+    /// answers it.
+    fn finish_when_promoted(&self, lookup: lmc_engine::Lookup, promoting: Promoting) {
+        let gauge = PromotingGauge::new(self);
+        let (request_id, number) = (promoting.request_id.clone(), promoting.number);
+        let task = self.shared.engine.spawn(async move {
+            let found = lookup.wait().await;
+            gauge.0.promoted(&promoting, found);
+        });
+        let mut state = self.shared.state.lock();
+        match state.sessions.looking_up(&request_id, number) {
+            Some(session) => session.set_task(task),
             None => {
                 drop(state);
                 // The request ended meanwhile.
-                drop(fetches);
+                drop(task);
             }
         }
     }
 
     /// Counts the chunks that a lookup found, and how many of them DRAM had without lower tiers.
-    fn count_hits(&self, hits: usize, dram: usize) {
+    fn count_hits(&self, found: &Found) {
         let counters = &self.shared.stats.service;
         let chunk = u64::from(self.shared.config.hasher.chunk_size());
-        let dram = dram.min(hits);
-        add(&counters.hit_tokens, hits as u64 * chunk);
-        add(&counters.hit_tokens_dram, dram as u64 * chunk);
-        add(&counters.hit_tokens_lower, (hits - dram) as u64 * chunk);
+        let (hits, resident) = (found.hits as u64, found.resident as u64);
+        add(&counters.hit_tokens, hits * chunk);
+        add(&counters.hit_tokens_dram, resident * chunk);
+        add(&counters.hit_tokens_lower, (hits - resident) * chunk);
     }
 
-    /// All ranks of a lookup are done.
-    fn risen(&self, rising: &mut Rising) {
+    /// Answers a lookup whose promotion has ended.
+    fn promoted(&self, promoting: &Promoting, found: Found) {
         let shared = &self.shared;
-        let risen = mem::take(rising.risen.get_mut());
-        // One that was given up has nothing.
-        let all = risen.len() == rising.ranks;
-        let hits = risen.iter().map(|(_, _, leases)| leases.len()).min();
-        let hits = hits.filter(|_| all).unwrap_or(0);
-        let hold = |(space, kv_rank, leases)| {
-            let mut hold = RankHold::new(space, kv_rank, rising.first, leases, rising.readers);
-            hold.truncate(rising.first + hits);
-            hold
-        };
-        let holds: Vec<RankHold> = risen.into_iter().map(hold).collect();
-        self.count_hits(hits, rising.dram);
+        self.announce(&found, &promoting.model, || promoting.chunks.clone());
+        self.count_hits(&found);
+        let hits = found.hits as u64;
+        let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + shared.config.lookup_lease;
         let waiting = {
             let mut state = shared.state.lock();
-            let session = state.sessions.looking_up(&rising.request_id, rising.number);
-            match session {
-                Some(session) => session.risen(rising.number, hits as u64, holds, expires),
+            let (request_id, number) = (&promoting.request_id, promoting.number);
+            match state.sessions.looking_up(request_id, number) {
+                Some(session) => session.promoted(number, hits, holds, expires),
                 None => Err(holds),
             }
         };
         // The leases of a request that is over go back here, where nothing is locked.
         for waiter in waiting.unwrap_or_default() {
-            waiter.tell(Reply::Int(hits as u64));
+            waiter.tell(Reply::Int(hits));
         }
     }
 
@@ -419,7 +376,7 @@ impl Service {
         session.last_used = now;
         match session.hits() {
             Hits::Never => Reply::Int(0),
-            Hits::Rising => Reply::None,
+            Hits::Promoting => Reply::None,
             Hits::Known(hits) => Reply::Int(hits),
         }
     }
@@ -460,9 +417,21 @@ impl Service {
     }
 }
 
-/// The spaces and KV ranks that a lookup asks for: each rank in the layouts of those that may be
+/// Returns what the request's session holds of the chunks found: each rank's for `readers` workers.
+fn rank_holds(found: Found, first: usize, readers: u32) -> Vec<RankHold> {
+    if found.hits == 0 {
+        return Vec::new();
+    }
+    let hold = |found: FoundRank| {
+        let Rank { space, kv_rank } = found.rank;
+        RankHold::new(space, kv_rank, first, found.leases, readers)
+    };
+    found.ranks.into_iter().map(hold).collect()
+}
+
+/// Returns the spaces and KV ranks that a lookup asks for: each rank in the layouts of those that may be
 /// of that rank.
-fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<(SpaceId, u16)> {
+fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<Rank> {
     // A layout that has every rank is an engine by itself; the others are stages.
     let is_whole = |ranks: &RankSet| ranks.len() == usize::from(world_size);
     let mut known = RankSet::default();
@@ -477,7 +446,9 @@ fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<(SpaceId, u16)>
         let of_layout =
             |rank: &u16| candidate.unknown_rank || candidate.ranks.has(*rank) || !known.has(*rank);
         let asked = (0..world_size).filter(of_layout);
-        asked.map(|rank| (space, rank)).collect::<Vec<_>>()
+        asked
+            .map(|kv_rank| Rank { space, kv_rank })
+            .collect::<Vec<_>>()
     };
     candidates.iter().flat_map(asked).collect()
 }

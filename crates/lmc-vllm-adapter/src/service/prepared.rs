@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::time::Instant;
 
-use lmc_engine::{Leases, MarkId, WriteTicket};
+use lmc_engine::{Leases, MarkId, StoreTicket};
 use lmc_key::{ChunkHash, SpaceId};
 
 use crate::service::ClientId;
@@ -32,7 +32,7 @@ pub(crate) struct PendingChunk {
     pub(crate) index: usize,
     pub(crate) hash: ChunkHash,
     pub(crate) parent: Option<ChunkHash>,
-    pub(crate) ticket: WriteTicket,
+    pub(crate) ticket: StoreTicket,
 }
 
 /// Slots that a worker is copying into or out of. Dropping it gives them back, so it is

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_engine::{Fetch, Leases};
+use lmc_engine::{EngineTask, Leases};
 use lmc_key::SpaceId;
 
 use crate::protocol::Reply;
@@ -80,11 +80,6 @@ impl RankHold {
             kv_rank,
             parts,
         }
-    }
-
-    /// Gives back everything from chunk `end` of the prompt on.
-    pub(crate) fn truncate(&mut self, end: usize) {
-        drop(self.release(end..usize::MAX, u32::MAX));
     }
 
     /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks
@@ -178,37 +173,27 @@ impl fmt::Debug for Waiter {
 pub(crate) struct Lookup {
     /// Tells the lookups of a request apart.
     number: u64,
-    /// Leading chunks that every rank has; none while some are coming up from a slower tier.
+    /// Number of leading chunks that every rank has; none while chunks are being promoted.
     hits: Option<u64>,
     holds: Vec<RankHold>,
     /// When the leases end by themselves.
     expires: Instant,
-    /// Dropped before those who wait are told, so that nothing is promoted for a lookup whose end
-    /// was told.
-    fetches: Fetches,
+    /// The task that waits for the promotion of chunks. Dropped before the waiters are told, so
+    /// that nothing is promoted for a lookup whose end was told.
+    task: Option<EngineTask>,
     waiting: Vec<Waiter>,
 }
 
-/// Promotion of a lookup's chunks. Ends with the lookup.
-#[derive(Debug, Default)]
-pub(crate) struct Fetches(pub(crate) Vec<Fetch>);
-
-impl Drop for Fetches {
-    fn drop(&mut self) {
-        self.0.iter().for_each(Fetch::cancel);
-    }
-}
-
 impl Lookup {
-    /// One whose chunks are on their way.
-    pub(crate) fn rising(number: u64, expires: Instant) -> Self {
+    /// A lookup whose chunks are being promoted.
+    pub(crate) fn promoting(number: u64, expires: Instant) -> Self {
         Self {
             number,
             hits: None,
             holds: Vec::new(),
             expires,
             waiting: Vec::new(),
-            fetches: Fetches::default(),
+            task: None,
         }
     }
 
@@ -217,7 +202,7 @@ impl Lookup {
         Self {
             hits: Some(hits),
             holds,
-            ..Self::rising(number, expires)
+            ..Self::promoting(number, expires)
         }
     }
 }
@@ -228,7 +213,7 @@ pub(crate) enum Hits {
     /// It never looked up.
     Never,
     /// Not known yet.
-    Rising,
+    Promoting,
     /// Leading chunks.
     Known(u64),
 }
@@ -257,9 +242,12 @@ impl Session {
         self.lookup.replace(lookup)
     }
 
-    /// Takes the outcome of a lookup whose chunks were on their way. Those who wait for it; the
-    /// holds come back when the request has looked up anew since.
-    pub(crate) fn risen(
+    /// Takes the outcome of a lookup whose chunks were being promoted. Returns those who wait for
+    /// it.
+    ///
+    /// # Errors
+    /// Returns the holds when the request has looked up again since.
+    pub(crate) fn promoted(
         &mut self,
         number: u64,
         hits: u64,
@@ -277,10 +265,10 @@ impl Session {
         }
     }
 
-    /// Keeps what promotes the chunks of its lookup until the lookup is over.
-    pub(crate) fn set_fetches(&mut self, fetches: Fetches) {
+    /// Keeps the task that waits for the promotion of its lookup's chunks.
+    pub(crate) fn set_task(&mut self, task: Option<EngineTask>) {
         if let Some(lookup) = &mut self.lookup {
-            lookup.fetches = fetches;
+            lookup.task = task;
         }
     }
 
@@ -295,7 +283,7 @@ impl Session {
     pub(crate) fn hits(&self) -> Hits {
         match &self.lookup {
             None => Hits::Never,
-            Some(lookup) => lookup.hits.map_or(Hits::Rising, Hits::Known),
+            Some(lookup) => lookup.hits.map_or(Hits::Promoting, Hits::Known),
         }
     }
 

@@ -5,11 +5,12 @@
 //! fewer hits, stores beyond it with fewer slots, and an eighth of the pool is left to a connection
 //! that holds less than its share.
 
-use lmc_engine::{Leases, OwnerId};
+use std::sync::Arc;
+
+use lmc_engine::{LeaseLimit, Leases, OwnerId};
 
 use crate::service::ClientId;
 use crate::service::handle::Service;
-use crate::service::lookup::Found;
 use crate::service::stats::add;
 
 /// Marks owners that are connections; workers have numbers without it.
@@ -54,20 +55,20 @@ impl Service {
     /// Bytes that all hold.
     fn held_bytes(&self) -> u64 {
         let written = self.shared.state.lock().transfers.store_bytes();
-        self.shared.engine.local().held_bytes() + written
+        self.shared.engine.held_bytes() + written
     }
 
     /// Bytes that all hold, and a connection's part by its lookups.
     fn held_by_lookups(&self, client: ClientId) -> Held {
-        let local = self.shared.engine.local();
-        let others = local.lease_owners().into_iter().filter(|(owner, _)| {
+        let engine = &self.shared.engine;
+        let others = engine.lease_owners().into_iter().filter(|(owner, _)| {
             // The engine's own numbers are above all of these.
             owner.0 & CONNECTION != 0 && owner.0 < CONNECTION << 1 && *owner != client.owner()
         });
         Held {
-            pool: self.shared.engine.pool_bytes(),
+            pool: engine.pool_bytes(),
             all: self.held_bytes(),
-            own: local.lease_bytes_of(client.owner()),
+            own: engine.lease_bytes_of(client.owner()),
             holders: others.count() as u64 + 1,
         }
     }
@@ -78,49 +79,18 @@ impl Service {
         let others = state.transfers.clients().filter(|&other| other != client);
         Held {
             pool: self.shared.engine.pool_bytes(),
-            all: self.shared.engine.local().held_bytes() + state.transfers.store_bytes(),
+            all: self.shared.engine.held_bytes() + state.transfers.store_bytes(),
             own: state.transfers.bytes_of(client),
             holders: others.count() as u64 + 1,
         }
     }
 
-    /// The number of leading chunks, at most `reach`, that a lookup may hold. Cuts off what
-    /// nothing else leases, from the tail on.
-    pub(super) fn within_share(
-        &self,
-        client: ClientId,
-        found: &mut [Found],
-        reach: usize,
-    ) -> usize {
-        let engine = &self.shared.engine;
-        let (pool, local) = (engine.pool_bytes(), engine.local());
-        let below = |found: &[Found]| found.iter().map(|f| f.below.bytes()).sum::<u64>();
-        if self.held_bytes() + below(found) <= pool / 2 {
-            return reach;
-        }
-        for found in &mut *found {
-            found.leases.truncate(reach);
-            found.below.truncate(reach - found.leases.len());
-        }
-        let below = below(found);
-        let mut held = self.held_by_lookups(client);
-        let align = local.pool().align();
-        let taken = |found: &Found| -> u64 {
-            let slots = found.leases.iter();
-            slots.map(|slot| slot.len().next_multiple_of(align)).sum()
-        };
-        let fresh: u64 = found.iter().map(|found| found.leases.fresh_bytes()).sum();
-        held.all = held.all.saturating_sub(fresh);
-        held.own = held.own.saturating_sub(fresh);
-        let over = (fresh + below).saturating_sub(held.more());
-        if over == 0 {
-            return reach;
-        }
-        add(&self.shared.stats.service.over_limit, 1);
-        // Of all ranks.
-        let bytes = found.iter().map(taken).sum::<u64>() + below;
-        let chunk = bytes.div_ceil(reach.max(1) as u64).max(1);
-        reach.saturating_sub(over.div_ceil(chunk) as usize)
+    /// Returns the limit on what a connection's lookups keep from eviction.
+    pub(super) fn share_of(&self, client: ClientId) -> Arc<dyn LeaseLimit> {
+        Arc::new(ShareOf {
+            service: self.clone(),
+            client,
+        })
     }
 
     /// Returns true for leases that a worker may not take: they would keep from eviction what is
@@ -138,7 +108,7 @@ impl Service {
     /// The number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin to
     /// write.
     pub(super) fn writable(&self, client: ClientId, chunk_bytes: u64, wanted: usize) -> usize {
-        let align = self.shared.engine.local().pool().align();
+        let align = self.shared.engine.align();
         let chunk = chunk_bytes.next_multiple_of(align).max(1);
         let more = chunk.saturating_mul(wanted as u64);
         if self.held_bytes() + more <= self.shared.engine.pool_bytes() / 2 {
@@ -146,6 +116,30 @@ impl Service {
         }
         let within = self.held_by_transfers(client).more().min(more);
         usize::try_from(within / chunk).unwrap_or(wanted)
+    }
+}
+
+/// The limit on what one connection's lookups keep from eviction.
+struct ShareOf {
+    service: Service,
+    client: ClientId,
+}
+
+impl LeaseLimit for ShareOf {
+    fn allowed(&self, leased: u64, more: u64) -> u64 {
+        let shared = &self.service.shared;
+        let wanted = leased + more;
+        if self.service.held_bytes() + more <= shared.engine.pool_bytes() / 2 {
+            return wanted;
+        }
+        let mut held = self.service.held_by_lookups(self.client);
+        held.all = held.all.saturating_sub(leased);
+        held.own = held.own.saturating_sub(leased);
+        let allowed = held.more();
+        if allowed < wanted {
+            add(&shared.stats.service.over_limit, 1);
+        }
+        allowed.min(wanted)
     }
 }
 

@@ -156,7 +156,7 @@ impl Service {
             transfers,
             held: self.held_status(now),
             tiers: shared.engine.health(),
-            lower: shared.engine.lower(),
+            lower: shared.engine.lower_status(),
             usage: shared.engine.usage(),
             engine: shared.engine.stats(),
             events: EventLogStatus {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_engine::{Inserted, Leases, OwnerId, Reservation, TenantId, WriteRequest};
+use lmc_engine::{Inserted, Leases, OwnerId, StoreRequest, StoreStart, TenantId};
 use lmc_key::{ChunkHash, LayoutFingerprint, ModelName, SpaceId};
 use lmc_memory::{CopyError, CopyPlan, PlanRequest};
 
@@ -157,7 +157,7 @@ impl Service {
         }
         let requests = self.write_requests(worker, hashed, tenant, wanted);
         let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
-        let requests: Vec<WriteRequest> =
+        let requests: Vec<StoreRequest> =
             requests.into_iter().map(|(_, request)| request).collect();
         let mut chunks = Vec::with_capacity(requests.len().min(most));
         let mut asked = 0;
@@ -165,18 +165,18 @@ impl Service {
         while asked < requests.len() && chunks.len() < most {
             let left = most - chunks.len();
             let end = requests.len().min(asked.saturating_add(left));
-            let reservations = shared.engine.reserve(worker.owner, &requests[asked..end]);
+            let reservations = shared.engine.store(worker.owner, &requests[asked..end]);
             for (&index, reservation) in indices[asked..end].iter().zip(reservations) {
                 let chunk = hashed.chunks.start + index;
                 match reservation {
-                    Reservation::Reserved(ticket) => chunks.push(PendingChunk {
+                    StoreStart::Reserved(ticket) => chunks.push(PendingChunk {
                         index,
                         hash: hashed.hash(chunk),
                         parent: hashed.parent(chunk),
                         ticket,
                     }),
-                    Reservation::Present | Reservation::Busy => add(&counters.chunks_present, 1),
-                    Reservation::NoRoom => add(&counters.chunks_no_room, 1),
+                    StoreStart::Present | StoreStart::Busy => add(&counters.chunks_present, 1),
+                    StoreStart::NoMemory => add(&counters.chunks_no_room, 1),
                 }
             }
             asked = end;
@@ -194,14 +194,14 @@ impl Service {
         hashed: &Hashed,
         tenant: TenantId,
         wanted: impl Fn(usize) -> bool,
-    ) -> Vec<(usize, WriteRequest)> {
+    ) -> Vec<(usize, StoreRequest)> {
         let keys = hashed.keys(worker.space, worker.kv_rank);
         let request = |(index, key): (usize, lmc_key::ChunkKey)| {
             let parent = hashed.parent(hashed.chunks.start + index);
             let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
             (
                 index,
-                WriteRequest {
+                StoreRequest {
                     key,
                     parent,
                     tenant,
@@ -330,7 +330,7 @@ impl Service {
     }
 
     fn transfer(&self, client: ClientId, now: Instant, pending: Pending) -> Transfer {
-        let align = self.shared.engine.local().pool().align();
+        let align = self.shared.engine.align();
         Transfer::new(client, now, pending, align)
     }
 

@@ -197,9 +197,8 @@ impl ZmqServer {
     /// Serves until `stop` turns true, then answers what is under way and returns.
     pub async fn run(self, mut stop: watch::Receiver<bool>) {
         static NEXT_CLIENT: AtomicU64 = AtomicU64::new(1);
-        let pool = self.service.engine().local().pool();
         let serving = Arc::new(Serving {
-            pool: MappedFile::at(pool.arena().base_ptr().addr().get()),
+            pool: MappedFile::at(self.service.engine().arena().base_ptr().addr().get()),
             config: self.config.clone(),
         });
         let admission = Admission::new(serving.config.max_connections);

@@ -151,7 +151,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // A thread that still holds the engine for a moment may not live to let it go.
-        self.service.engine().local().pool().arena().unlink();
+        self.service.engine().arena().unlink();
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
