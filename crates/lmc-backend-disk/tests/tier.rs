@@ -35,7 +35,8 @@ fn config_of(folder: &Folder, size: u64) -> DiskConfig {
 fn taken(folder: &Folder) -> u64 {
     let files = fs::read_dir(folder).unwrap();
     files
-        .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
+        // One may be removed meanwhile.
+        .filter_map(|file| Some(file.unwrap().metadata().ok()?.blocks() * 512))
         .sum()
 }
 

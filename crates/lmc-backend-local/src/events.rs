@@ -32,7 +32,7 @@ pub struct RemovedEvent<'a> {
     pub tenant: TenantId,
     /// Cause of the removal.
     pub cause: Removal,
-    /// The place that the chunk came from.
+    /// Origin of the chunk.
     pub origin: Origin,
     /// Slot with the chunk's bytes. A clone keeps the memory reserved: that is how an evicted chunk
     /// is written to a lower tier.

@@ -122,7 +122,7 @@ impl Leases {
         self.items.iter().map(|item| &item.slot)
     }
 
-    /// The places that the chunks came from, in order.
+    /// Returns the origins of the chunks, in order.
     pub fn origins(&self) -> impl ExactSizeIterator<Item = Origin> {
         self.items.iter().map(|item| item.origin)
     }

@@ -1,14 +1,13 @@
-//! The place that a resident chunk came from.
+//! The origin of a resident chunk.
 
-/// The place that a chunk came from when it became resident: computed here, or read from a lower
-/// tier. A chunk is never offered to the tier that it came from.
+/// Origin of a chunk when it became resident: computed here, or read from a lower tier. A chunk is never offered to the tier that it came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin(u8);
 
 impl Origin {
     /// An engine of this host computed the chunk.
     pub const COMPUTED: Self = Self(0);
-    /// Most lower tiers that can be told apart.
+    /// Largest number of lower tiers.
     pub const MAX_TIERS: usize = 63;
 
     /// The chunk was read from the lower tier with this index, which is below

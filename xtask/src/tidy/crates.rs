@@ -28,6 +28,16 @@ const LAYERS: &[(&str, &[&str])] = &[
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-backend-local"],
     ),
     (
+        "lmc",
+        &[
+            "lmc-key",
+            "lmc-memory",
+            "lmc-backend",
+            "lmc-backend-disk",
+            "lmc-engine",
+        ],
+    ),
+    (
         "lmc-vllm-adapter",
         &["lmc-key", "lmc-memory", "lmc-backend", "lmc-engine"],
     ),

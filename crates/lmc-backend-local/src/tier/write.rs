@@ -24,7 +24,7 @@ pub struct NewChunk {
     pub parent: Option<ChunkKey>,
     /// Tenant of the chunk.
     pub tenant: TenantId,
-    /// The place that the chunk came from.
+    /// Origin of the chunk.
     pub origin: Origin,
     /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,
@@ -148,7 +148,7 @@ pub struct Write {
     pub mark: InFlight,
     /// The chunk before it in its prompt, which is kept as long as this one where possible.
     pub parent: Option<ChunkKey>,
-    /// The place that the chunk came from.
+    /// Origin of the chunk.
     pub origin: Origin,
     /// Slot with the chunk's bytes.
     pub slot: WrittenSlot,

@@ -1,0 +1,265 @@
+//! A KV cache for LLM serving inside another program: one dependency, DRAM and disk.
+//!
+//! [`CacheBuilder`] makes a [`PromptCache`], which stores and looks up the chunks of prompts of one
+//! model and layout. [`PromptCache::engine`] is the [`CacheEngine`] under it, and the modules are
+//! the crates that it stands on.
+//!
+//! Not in here: any protocol or server (`lmc-server`).
+//!
+//! The README is an example that runs.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use thiserror::Error;
+
+pub use lmc_backend as backend;
+pub use lmc_backend_disk as disk;
+pub use lmc_engine as engine;
+pub use lmc_key as key;
+pub use lmc_memory as memory;
+
+#[doc(no_inline)]
+pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, OwnerId, TenantId};
+
+use backend::Backend;
+use disk::{DiskConfig, DiskError};
+use engine::{EngineError, LookupRequest, Rank, StoreRequest, StoreStart};
+use key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, SpaceId};
+use memory::{ArenaConfig, ArenaError};
+
+/// Bytes of DRAM unless [`CacheBuilder::dram`] says otherwise.
+const DEFAULT_DRAM: usize = 1 << 30;
+
+/// Reason why a cache cannot be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// A name cannot be part of a key.
+    #[error("{what} {text:?}: {reason}")]
+    Name {
+        /// The argument that holds the name.
+        what: &'static str,
+        /// The name.
+        text: String,
+        /// The rule that the name breaks.
+        reason: String,
+    },
+    /// The chunk size is not possible.
+    #[error("chunk size: {0}")]
+    ChunkSize(#[from] key::ChunkSizeError),
+    /// The memory cannot be had.
+    #[error("dram: {0}")]
+    Dram(#[from] ArenaError),
+    /// The disk tier cannot be opened.
+    #[error("disk: {0}")]
+    Disk(#[from] DiskError),
+    /// The engine refuses its settings.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+/// Settings of a [`PromptCache`].
+#[derive(Debug, Clone)]
+pub struct CacheBuilder {
+    model: String,
+    layout: String,
+    salt: String,
+    chunk_bytes: u64,
+    chunk_size: u32,
+    dram: usize,
+    disk: Option<(PathBuf, u64)>,
+    tiers: Vec<Arc<dyn Backend>>,
+    engine: EngineConfig,
+}
+
+impl CacheBuilder {
+    /// A cache for one model. `layout` describes shape, element type and order of a chunk's bytes
+    /// (chunks of different descriptions are never mixed up), `chunk_bytes` is the size of a chunk.
+    pub fn new(model: &str, layout: &str, chunk_bytes: u64) -> Self {
+        Self {
+            model: model.to_owned(),
+            layout: layout.to_owned(),
+            salt: String::new(),
+            chunk_bytes,
+            chunk_size: 256,
+            dram: DEFAULT_DRAM,
+            disk: None,
+            tiers: Vec::new(),
+            engine: EngineConfig::default(),
+        }
+    }
+
+    /// Sets the tokens of a chunk. Default: 256.
+    #[must_use]
+    pub fn chunk_size(mut self, tokens: u32) -> Self {
+        self.chunk_size = tokens;
+        self
+    }
+
+    /// Sets the bytes of DRAM. Default: 1 GiB.
+    #[must_use]
+    pub fn dram(mut self, bytes: usize) -> Self {
+        self.dram = bytes;
+        self
+    }
+
+    /// Adds a disk tier in a folder, which is made if it is not there, of at most so many bytes.
+    /// Chunks found there survive restarts. Default: no disk tier.
+    #[must_use]
+    pub fn disk(mut self, folder: impl AsRef<Path>, bytes: u64) -> Self {
+        self.disk = Some((folder.as_ref().to_owned(), bytes));
+        self
+    }
+
+    /// Adds a tier below DRAM, and below the disk. Default: none.
+    #[must_use]
+    pub fn tier(mut self, tier: Arc<dyn Backend>) -> Self {
+        self.tiers.push(tier);
+        self
+    }
+
+    /// Sets the salt: chunks of different salts are never mixed up. Default: the empty salt.
+    #[must_use]
+    pub fn salt(mut self, salt: &str) -> Self {
+        self.salt = salt.to_owned();
+        self
+    }
+
+    /// Sets the engine's settings. Default: those of [`EngineConfig::default`].
+    #[must_use]
+    pub fn engine(mut self, config: EngineConfig) -> Self {
+        self.engine = config;
+        self
+    }
+
+    /// Makes the cache.
+    ///
+    /// # Errors
+    /// [`BuildError`] names the setting that is not possible.
+    pub fn build(self) -> Result<PromptCache, BuildError> {
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, self.chunk_size)?;
+        let space = KeySpace {
+            algorithm: hasher.algorithm(),
+            chunk_size: hasher.chunk_size(),
+            model: name("model", &self.model)?,
+            world_size: 1,
+            layout: LayoutFingerprint::of(self.layout.as_bytes()),
+            dtype: name("dtype", "bytes")?,
+            salt: name("salt", &self.salt)?,
+            identity: name("identity", "")?,
+        };
+        let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
+        let mut tiers: Vec<Arc<dyn Backend>> = Vec::new();
+        if let Some((folder, bytes)) = &self.disk {
+            let config = DiskConfig::new([folder], *bytes).with_new_drives();
+            tiers.push(Arc::new(config.with_arena(Arc::clone(&arena)).open()?));
+        }
+        tiers.extend(self.tiers);
+        Ok(PromptCache {
+            engine: CacheEngine::with_tiers(self.engine, arena, tiers)?,
+            hasher,
+            space: space.id(),
+            chunk_bytes: self.chunk_bytes,
+            callers: AtomicU64::new(1),
+        })
+    }
+}
+
+fn name<T>(what: &'static str, text: &str) -> Result<T, BuildError>
+where
+    T: std::str::FromStr<Err: std::fmt::Display>,
+{
+    text.parse().map_err(|reason: T::Err| BuildError::Name {
+        what,
+        text: text.to_owned(),
+        reason: reason.to_string(),
+    })
+}
+
+/// A cache for the prompts of one model and layout.
+#[derive(Debug)]
+pub struct PromptCache {
+    engine: CacheEngine,
+    hasher: ChunkHasher,
+    space: SpaceId,
+    chunk_bytes: u64,
+    /// Numbers the owners of leases and reservations.
+    callers: AtomicU64,
+}
+
+impl PromptCache {
+    /// Stores the chunks of a prompt that the cache lacks. `fill` writes the bytes of a chunk, which
+    /// is counted from the start of the prompt. A last, shorter chunk is left out.
+    ///
+    /// Returns the number of chunks that became findable. A chunk for which no memory can be had is
+    /// left out: everything else is leased or pinned.
+    pub fn store(&self, tokens: &[u32], mut fill: impl FnMut(usize, &mut [u8])) -> usize {
+        let keys = self.keys(tokens);
+        let request = |index: usize| StoreRequest {
+            key: keys[index],
+            parent: index.checked_sub(1).map(|before| keys[before]),
+            tenant: TenantId::default(),
+            len: self.chunk_bytes,
+        };
+        let requests: Vec<StoreRequest> = (0..keys.len()).map(request).collect();
+        let started = self.engine.store(self.owner(), &requests);
+        let mut tickets = Vec::new();
+        for (index, start) in started.into_iter().enumerate() {
+            if let StoreStart::Reserved(mut ticket) = start {
+                fill(index, ticket.bytes_mut());
+                tickets.push(ticket);
+            }
+        }
+        let inserted = self.engine.commit(tickets).into_iter();
+        inserted.filter(|one| *one == engine::Inserted::New).count()
+    }
+
+    /// Looks up the leading chunks of a prompt in all tiers. The leases in the outcome keep the
+    /// chunks in memory until they are dropped.
+    pub fn lookup(&self, tokens: &[u32]) -> Lookup {
+        let hashes = self.hasher.hash_prompt(tokens);
+        let rank = Rank {
+            space: self.space,
+            kv_rank: 0,
+        };
+        let request = LookupRequest::new(self.owner(), hashes, vec![rank]);
+        self.engine.lookup(request)
+    }
+
+    /// Returns the keys of the whole chunks of a prompt.
+    pub fn keys(&self, tokens: &[u32]) -> Vec<ChunkKey> {
+        let key = |hash| ChunkKey {
+            space: self.space,
+            kv_rank: 0,
+            group: 0,
+            hash,
+        };
+        self.hasher
+            .hash_prompt(tokens)
+            .into_iter()
+            .map(key)
+            .collect()
+    }
+
+    /// Returns the engine, for what this type does not offer.
+    pub fn engine(&self) -> &CacheEngine {
+        &self.engine
+    }
+
+    /// Waits until all chunks are written to the lower tiers, and closes those.
+    pub fn close(&self, deadline: Instant) -> CloseReport {
+        self.engine.close(deadline)
+    }
+
+    fn owner(&self) -> OwnerId {
+        OwnerId(self.callers.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
