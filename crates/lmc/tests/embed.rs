@@ -1,4 +1,4 @@
-//! What an embedding program relies on.
+//! Behaviour that an embedding program relies on.
 
 use std::time::{Duration, Instant};
 
