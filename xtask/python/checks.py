@@ -36,7 +36,7 @@ given = set()
 
 
 def free_port():
-    """A port that is free, another each time, and below those that the kernel gives to whoever
+    """A port that is free, another each time, and below those that the kernel gives to clients that
     asks for any (net.ipv4.ip_local_port_range)."""
     while True:
         port = random.randrange(20_000, 32_000)

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 const ROUNDS_OF_A_FOLDER: u32 = 8;
 /// Longest life of a child, in milliseconds.
 const LIFE_MS: u64 = 600;
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Kills the disk tier at random instants and checks that nothing acknowledged is lost.
 #[derive(Debug, clap::Args)]
@@ -167,11 +167,11 @@ fn check(program: &Path, folder: &Path, io: &str, lines: &str) -> Result<String>
 }
 
 fn wait(running: &mut Child) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while running.try_wait()?.is_none() {
         if Instant::now() >= deadline {
             running.kill()?;
-            bail!("not checked within {PATIENCE:?}");
+            bail!("not checked within {TIMEOUT:?}");
         }
         thread::sleep(Duration::from_millis(5));
     }

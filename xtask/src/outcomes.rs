@@ -1,12 +1,12 @@
-//! What came of each part of an action, in its last lines.
+//! Outcomes of the parts of an action, printed in its last lines.
 
 use anyhow::{Error, anyhow};
 
 use crate::scripts::NotToBeHad;
 
-/// What came of one part.
+/// Outcome of one part.
 pub(crate) enum Outcome {
-    /// It ran; how.
+    /// The part passed; with a note.
     Passed(String),
     /// The machine cannot; why.
     Skipped(String),
@@ -18,12 +18,12 @@ pub(crate) enum Outcome {
 #[derive(Default)]
 pub(crate) struct Outcomes {
     parts: Vec<(String, Outcome)>,
-    /// Whether what was asked for and cannot be had is a failure.
+    /// True if a part that was asked for and cannot run is a failure.
     required: bool,
 }
 
 impl Outcomes {
-    /// Whether what was asked for and cannot be had is a failure; by default it is not.
+    /// Makes a list. With `required`, a part that was asked for and cannot run is a failure.
     pub(crate) fn new(required: bool) -> Self {
         let parts = Vec::new();
         Self { parts, required }
@@ -51,10 +51,10 @@ impl Outcomes {
 
     /// A part without NIXL: it cannot be had, or to get it did not go well.
     pub(crate) fn no_nixl(&mut self, name: &str, why: &Error) {
-        let told = anyhow!("no NIXL: {why:#}");
+        let reason = anyhow!("no NIXL: {why:#}");
         match why.is::<NotToBeHad>() {
-            true => self.cannot(name, told),
-            false => self.ran(name, Err(told)),
+            true => self.cannot(name, reason),
+            false => self.ran(name, Err(reason)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the output of a test runner says: how many passed, which were skipped and why.
+//! Reads the output of test runners: how many tests passed, which were skipped and why.
 //!
 //! A test that finds that the machine lacks what it needs prints `skipped: REASON` and returns.
 //! The runners count it as passed; we do not.
@@ -32,7 +32,7 @@ pub(crate) struct Reader {
     pub(crate) skipped: Vec<Skipped>,
     /// Lines that begin with `note: `, which belong under the table at the end.
     pub(crate) notes: Vec<String>,
-    /// What the closing lines say.
+    /// Counts of the closing lines.
     said: Counts,
     /// Tests that the closing lines count as passed and that skipped themselves.
     not_passed: u64,
@@ -41,7 +41,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// What was found so far.
+    /// Returns the counts so far.
     pub(crate) fn counts(&self) -> Counts {
         Counts {
             passed: self.said.passed.saturating_sub(self.not_passed),

@@ -11,12 +11,12 @@ use crate::test::succeeds;
 
 const INSTALLING: Duration = Duration::from_secs(300);
 
-/// Whether a program can be found.
+/// Returns true if a program can be found.
 pub(crate) fn found(program: &str) -> bool {
     succeeds("sh", &["-c", &format!("command -v {program}")])
 }
 
-/// Whether this process may change the machine.
+/// Returns true if this process may change the machine.
 pub(crate) fn is_root() -> bool {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
@@ -42,7 +42,7 @@ fn apt_get() -> Command {
     command
 }
 
-/// Whether a program is there, or [`install`] may get it. The error says why not.
+/// Checks that a program is there, or that [`install`] may get it. The error says why not.
 pub(crate) fn obtainable(program: &str, package: &str) -> Result<()> {
     if found(program) {
         return Ok(());

@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result};
 
-/// Below those that the kernel gives to whoever asks for any (`net.ipv4.ip_local_port_range`): such
-/// a one could be taken before the server listens there, or be connected to itself by whoever asks
-/// whether it does.
+/// Below the ports that the kernel assigns by itself (`net.ipv4.ip_local_port_range`): such a port
+/// could be taken before the server listens there, or be connected to itself by a client.
 const PORTS: Range<u32> = 20_000..32_000;
 
 /// A port that is free, another each time.

@@ -32,7 +32,7 @@ pub(crate) fn output(command: &mut Command, limit: Duration) -> Result<String> {
     quiet(command, limit)
 }
 
-/// The same without showing it.
+/// Runs a command to its end as [`output`] does, without showing it.
 pub(crate) fn quiet(command: &mut Command, limit: Duration) -> Result<String> {
     let name = typed(command);
     let (mut reader, writer) = std::io::pipe()?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::output::{Counts, Reader};
 
-/// Where nextest's profile `xtask` (.config/nextest.toml) writes its report.
+/// Report of nextest's profile `xtask` (.config/nextest.toml).
 const JUNIT: &str = "target/nextest/xtask/junit.xml";
 /// A step that says nothing for this long is said to be at work.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -53,7 +53,7 @@ impl Step {
     }
 }
 
-/// What a step found.
+/// Result of a step.
 struct Done {
     step: Step,
     took: Duration,

@@ -191,7 +191,7 @@ fn lacks(step: &str, has: &Has) -> Option<String> {
     (!toolchain::has_component(component, probe)).then(why)
 }
 
-/// Whether a command can be run and ends well; what it prints is dropped.
+/// Returns true if a command can be run and succeeds; its output is dropped.
 pub(crate) fn succeeds(program: &str, args: &[&str]) -> bool {
     let run = Command::new(program)
         .args(args)

@@ -1,4 +1,4 @@
-//! What this machine can do at best, measured in the same run.
+//! Ceilings of this machine, measured in the same run.
 
 use std::hint::black_box;
 use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! Where and when figures were measured.
+//! Conditions of a measurement: machine, versions, time.
 
 use std::fs;
 use std::process::Command;
@@ -10,7 +10,7 @@ pub(crate) fn list(lmcache: &str) -> Vec<(&'static str, String)> {
     list
 }
 
-/// The same without LMCache.
+/// Returns the conditions without LMCache.
 pub(crate) fn machine() -> Vec<(&'static str, String)> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpus = read("/proc/cpuinfo");

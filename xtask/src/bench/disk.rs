@@ -16,9 +16,9 @@ use crate::{packages, vllm};
 
 const SECTION: &str = "bench disk";
 const JSON: &str = "docs/benchmarks/disk.json";
-/// What LMCache's `raw_block` adapter reads and writes with.
+/// Package that LMCache's `raw_block` adapter uses for I/O.
 const RAW_BLOCK: &str = "lmcache_rust_raw_block_io==0.5.7rc2";
-/// Who ours is without io_uring.
+/// Name of our tier without io_uring.
 const THREADS: &str = "lmc, threads";
 const RAW_BLOCK_FOLDER: &str = "target/bench-raw-block";
 /// Gives a program huge pages for its buffers, as ours has them: a drive takes what lies in those
@@ -83,12 +83,12 @@ impl Asked {
     }
 
     /// Bytes that the run needs at a time: fio's file, the tier beside it, and some to spare.
-    fn room(&self) -> u64 {
+    fn bytes_needed(&self) -> u64 {
         4 * self.bytes + (2 << 30)
     }
 }
 
-/// What one run moved.
+/// Bytes and time of one run.
 #[derive(Clone, Copy)]
 struct Moved {
     gb_per_s: f64,
@@ -142,7 +142,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
     fs::create_dir_all(&asked.folder)
         .with_context(|| format!("{} cannot be made", asked.folder.display()))?;
     let file_system = FileSystem::of(&asked.folder)?;
-    if let Err(refusal) = file_system.fits(asked.room()) {
+    if let Err(refusal) = file_system.fits(asked.bytes_needed()) {
         let _ = fs::remove_dir_all(&asked.folder);
         return Err(refusal);
     }
@@ -172,7 +172,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
     Ok(true)
 }
 
-/// What the benchmark's folder lies on.
+/// File system of the benchmark's folder.
 struct FileSystem {
     kind: String,
     free: u64,
@@ -300,7 +300,7 @@ fn ours(
 fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Result<Moved> {
     let rw = match what {
         "write" => "write",
-        // Reads of `randread` have buffers that nobody has touched: the kernel would clear their
+        // Reads of `randread` have buffers that were never touched: the kernel would clear their
         // pages within the time.
         _ => "randrw",
     };
@@ -455,7 +455,7 @@ fn take_race(cells: &mut Cells, who: &str, chunk: u64, depth: u64, found: &Value
     for what in ["write", "read"] {
         let of = |name: &str| {
             let number = found[what][name].as_f64();
-            number.with_context(|| format!("{who} told no {name} of its {what}"))
+            number.with_context(|| format!("{who} printed no {name} of its {what}"))
         };
         let moved = Moved::of(of("bytes")?, of("seconds")?, of("cpu_seconds")?);
         let cell = format!("race: {what}, {}, {depth} at a time", named(chunk));
@@ -550,7 +550,7 @@ fn text(
         let _ = writeln!(text, "- {what}: {value}");
     }
     text.push_str(
-        "\nA write of ours counts when it is durable (its bytes and its place in the index are synced), a \
+        "\nA write of ours counts when it is durable (its bytes and its index entry are synced), a \
          read when its checksum is verified.\n\
          fio runs io_uring with direct I/O and the same block size and depth; \"synced\" has an fdatasync after \
          each DEPTH writes, which is how many of ours share one. All memory is on transparent huge pages: \

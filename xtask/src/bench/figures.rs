@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::server::Kind;
 
-/// What a figure is.
+/// Unit of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Unit {
     Seconds,
@@ -56,7 +56,7 @@ impl Figures {
         Some(median(values))
     }
 
-    /// How many times better lmc is.
+    /// Returns how many times better lmc is.
     pub(crate) fn ratio(&self, name: &str) -> Option<f64> {
         let (_, unit) = self.order.iter().find(|(known, _)| known == name)?;
         let ours = self.median(Kind::Lmc, name)?;

@@ -1,4 +1,4 @@
-//! What lmc itself measures of its lookups, from its `/metrics`.
+//! Reads lmc's own figures of its lookups from its `/metrics`.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

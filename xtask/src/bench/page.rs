@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_section_takes_the_place_of_the_one_that_is_there() {
+    fn a_section_replaces_the_one_that_is_there() {
         let page = with_section("# Page\n", "bench a", "first");
         let page = with_section(&page, "bench b", "second");
         let again = with_section(&page, "bench a", "third");

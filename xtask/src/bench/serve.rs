@@ -69,7 +69,7 @@ pub(crate) struct ServeArgs {
     /// LMCache's `lmcache`; fetched from PyPI unless given
     #[arg(long, value_name = "PROGRAM")]
     lmcache: Option<String>,
-    /// Measure an earlier lmc in the place of LMCache's server; writes nothing
+    /// Measure an earlier lmc instead of LMCache's server; writes nothing
     #[arg(long, value_name = "PROGRAM")]
     before: Option<String>,
     /// Write nothing
@@ -359,7 +359,7 @@ fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, peer: &st
     }
     let _ = writeln!(text, "\n{}", figures.markdown(peer));
     text.push_str(
-        "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has told the number of chunks.\n\
+        "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has answered with the number of chunks.\n\
          GB/s are bytes of completed operations over the time that clients spent in them, added \
          up over clients; in engine_driven mode the client's own copy is part of that time.\n\
          Every byte retrieved was compared with what was stored, outside the timed part.\n\

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::Findings;
 use super::tree::Tree;
 
-/// What each crate may use of ours: the arrows of ARCHITECTURE.md. Nothing points upward.
+/// The crates of this workspace that each crate may use: the arrows of ARCHITECTURE.md. Nothing points upward.
 const LAYERS: &[(&str, &[&str])] = &[
     ("lmc-key", &[]),
     ("lmc-memory", &[]),
@@ -83,7 +83,7 @@ pub(crate) fn layering(tree: &Tree, findings: &mut Findings) {
         }
         let Some((_, allowed)) = LAYERS.iter().find(|(layer, _)| *layer == folder) else {
             findings.faults.push(format!(
-                "crate {folder} has no place in LAYERS of xtask/src/tidy/crates.rs"
+                "crate {folder} is missing in LAYERS of xtask/src/tidy/crates.rs"
             ));
             continue;
         };
@@ -145,7 +145,7 @@ fn minor_version(version: &str) -> Option<u32> {
 }
 
 /// Each outside crate has its reason above it, in the workspace's manifest or, where one crate
-/// alone uses it, in that crate's; and somebody uses it.
+/// alone uses it, in that crate's; and a crate uses it.
 pub(crate) fn reasons(tree: &Tree, findings: &mut Findings) {
     let mut manifests = vec!["xtask/Cargo.toml".to_owned()];
     manifests.extend(
@@ -237,7 +237,7 @@ pub(crate) fn descriptions(tree: &Tree, findings: &mut Findings) {
 }
 
 /// No two crates have an example of one name: cargo builds them into one file. Examples are found
-/// by their place in `examples/`.
+/// by their path in `examples/`.
 pub(crate) fn examples(tree: &Tree, findings: &mut Findings) {
     let mut seen = BTreeMap::new();
     for file in tree.with_ending("rs") {

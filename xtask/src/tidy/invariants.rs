@@ -102,7 +102,7 @@ fn candidates(folder: &str, modules: &[&str]) -> Vec<String> {
     found
 }
 
-/// Whether a function of that name follows a test attribute.
+/// Returns true if a function of that name follows a test attribute.
 fn is_test(text: &str, name: &str) -> bool {
     let start = format!("fn {name}(");
     let mut attribute = false;
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_the_table_are_told_from_other_tables() {
+    fn rows_of_other_tables_are_left_out() {
         let text = "| no | no |\n## Invariants\ntext\n| invariant | held by |\n|---|---|\n| x | `y` |\n## Next\n| no |";
         let rows: Vec<_> = table(text).collect();
         assert_eq!(rows, [(5, "| x | `y` |")]);

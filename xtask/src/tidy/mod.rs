@@ -13,12 +13,12 @@ use anyhow::Result;
 
 use self::tree::Tree;
 
-/// What a rule found.
+/// Findings of a rule.
 #[derive(Debug, Default)]
 struct Findings {
-    /// What breaks the rule, each with its place.
+    /// Lines that break the rule, each with its path.
     faults: Vec<String>,
-    /// What comes close to breaking it.
+    /// Lines that come close to breaking it.
     notes: Vec<String>,
 }
 

@@ -94,7 +94,7 @@ impl Tree {
             .collect()
     }
 
-    /// Whether anything lies at a path from the root, read or not.
+    /// Returns true if a file or folder exists at a path from the root, read or not.
     pub(crate) fn exists(&self, path: &str) -> bool {
         self.file(path).is_some() || self.root.join(path).exists()
     }

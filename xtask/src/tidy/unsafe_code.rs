@@ -1,4 +1,4 @@
-//! Where unsafe code may be: in small modules named for it, each with its reason here.
+//! Keeps unsafe code in small modules named for it, each with its reason here.
 
 use super::Findings;
 use super::tree::Tree;
@@ -115,7 +115,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     (
         "crates/lmc-transfer/src/memory/raw.rs",
-        "copies between a slot and a place in another arena",
+        "copies between a slot and a range of another arena",
     ),
     (
         "crates/lmc-transfer/src/socket/window.rs",
@@ -170,9 +170,9 @@ const FORMS: [&str; 5] = [
 /// Unsafe code stays where it is expected.
 pub(crate) fn expected(tree: &Tree, findings: &mut Findings) {
     for file in tree.with_ending("rs") {
-        let place = file.text.lines().position(holds);
+        let found = file.text.lines().position(holds);
         let listed = EXPECTED.iter().any(|(path, _)| *path == file.path);
-        match (place, listed) {
+        match (found, listed) {
             (Some(index), false) => findings.faults.push(format!(
                 "{}: unsafe code in a file that xtask/src/tidy/unsafe_code.rs does not list",
                 file.at(index)
@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unsafe_code_is_told_from_talk_about_it() {
+    fn unsafe_code_in_comments_is_left_out() {
         // The word is put together here, or this file would break its own rule.
         let word = "unsafe";
         assert!(holds(&format!("    let x = {word} {{ y }};")));
