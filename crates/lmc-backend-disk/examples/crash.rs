@@ -31,7 +31,7 @@ const SIZES: [u64; 4] = [5_000, 64 << 10, 200_000, 1 << 20];
 const WRITERS: u64 = 4;
 /// Bytes that one run writes before it rests, so that nothing is ever evicted.
 const MOST: u64 = 128 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn Error + Send + Sync>;
 
@@ -113,7 +113,7 @@ fn writer_loop(
     let mut rng = Rng::new(seed);
     let mut mine = Vec::new();
     loop {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let numbers: Vec<u64> = (0..1 + rng.below(8))
             .map(|_| next.fetch_add(1, Ordering::Relaxed))
             .collect();
@@ -165,7 +165,7 @@ fn check(folder: &str) -> Result<(), Failure> {
     for (n, what) in said {
         let slot = pool.reserve(len(n)).ok_or("the pool is too small")?;
         let item = LoadItem::new(test_key(n), slot);
-        let loaded = load_batch(&tier, vec![item], Instant::now() + PATIENCE);
+        let loaded = load_batch(&tier, vec![item], Instant::now() + TIMEOUT);
         let found = match loaded.into_iter().next() {
             Some(Loaded::Hit { slot, .. }) => {
                 let slot = slot.seal();

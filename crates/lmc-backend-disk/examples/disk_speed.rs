@@ -31,7 +31,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 const USAGE: &str = "disk_speed run FOLDER WHAT CHUNK DEPTH BYTES SECONDS [threads] \
                      | race FOLDER CHUNK COUNT DEPTH | fill FOLDER COUNT CHUNK [kill] | open FOLDER";
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 fn main() -> Result<(), Failure> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -126,7 +126,7 @@ fn cpu_seconds() -> f64 {
 
 async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), String> {
     let item = StoreItem::new(test_key(n), slot);
-    let mut stored = tier.store(vec![item], Instant::now() + PATIENCE);
+    let mut stored = tier.store(vec![item], Instant::now() + TIMEOUT);
     match stored.next().await {
         Some((_, Ok(Stored::Written))) => Ok(()),
         other => Err(format!("store of chunk {n}: {other:?}")),
@@ -135,7 +135,7 @@ async fn store(tier: Arc<DiskBackend>, n: u64, slot: SealedSlot) -> Result<(), S
 
 async fn load(tier: Arc<DiskBackend>, n: u64, slot: ReservedSlot) -> Result<WrittenSlot, String> {
     let item = LoadItem::new(test_key(n), slot);
-    let mut loaded = tier.load(vec![item], Instant::now() + PATIENCE);
+    let mut loaded = tier.load(vec![item], Instant::now() + TIMEOUT);
     match loaded.next().await {
         Some((_, Loaded::Hit { slot, .. })) => Ok(slot),
         other => Err(format!("load of chunk {n}: {other:?}")),
@@ -212,7 +212,7 @@ async fn run(plan: Plan) -> Result<(), Failure> {
     let seconds = begun.elapsed().as_secs_f64();
     let cpu = cpu_seconds() - cpu;
     println!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}");
-    tier.close(Instant::now() + PATIENCE).await?;
+    tier.close(Instant::now() + TIMEOUT).await?;
     fs::remove_dir_all(&plan.folder)?;
     Ok(())
 }
@@ -264,8 +264,8 @@ async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Fail
     let store = |n| store(Arc::clone(&tier), n, of(n));
     let written = each(&numbers, at_once, store).await?;
     let mut rng = Rng::new(1);
-    for place in (1..numbers.len()).rev() {
-        numbers.swap(place, rng.below(place as u64 + 1) as usize);
+    for index in (1..numbers.len()).rev() {
+        numbers.swap(index, rng.below(index as u64 + 1) as usize);
     }
     let load = |n| {
         let (tier, slot) = (Arc::clone(&tier), pool.reserve(len));
@@ -286,13 +286,13 @@ async fn race(folder: &str, len: u64, count: u64, depth: u64) -> Result<(), Fail
         }
     };
     each(&numbers, at_once, compare).await?;
-    let told = |(seconds, cpu): (f64, f64)| {
+    let format = |(seconds, cpu): (f64, f64)| {
         let bytes = count * len;
         format!("{{\"bytes\": {bytes}, \"seconds\": {seconds}, \"cpu_seconds\": {cpu}}}")
     };
-    let (written, read) = (told(written), told(read));
+    let (written, read) = (format(written), format(read));
     println!("{{\"durable\": true, \"write\": {written}, \"read\": {read}}}");
-    tier.close(Instant::now() + PATIENCE).await?;
+    tier.close(Instant::now() + TIMEOUT).await?;
     fs::remove_dir_all(folder)?;
     Ok(())
 }
@@ -311,7 +311,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
         };
         let items: Option<Vec<_>> = (first..count.min(first + AT_ONCE)).map(item).collect();
         let items = items.ok_or("the pool is too small")?;
-        for stored in store_batch(&*tier, items, Instant::now() + PATIENCE) {
+        for stored in store_batch(&*tier, items, Instant::now() + TIMEOUT) {
             stored?;
         }
     }
@@ -323,7 +323,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
             .status()?;
         return Err("still alive".into());
     }
-    block_on(tier.close(Instant::now() + PATIENCE))?;
+    block_on(tier.close(Instant::now() + TIMEOUT))?;
     println!("{{}}");
     Ok(())
 }

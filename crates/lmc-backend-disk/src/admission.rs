@@ -33,7 +33,7 @@ impl Admission {
         let hash = xxh3_64_with_seed(&key.to_bytes(), 0);
         // 0 stands for nothing.
         let mark = (hash >> 32) as u32 | 1;
-        let place = &self.offers[hash as usize % OFFERS];
-        place.swap(mark, Ordering::Relaxed) == mark
+        let slot = &self.offers[hash as usize % OFFERS];
+        slot.swap(mark, Ordering::Relaxed) == mark
     }
 }

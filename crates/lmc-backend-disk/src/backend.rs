@@ -395,7 +395,7 @@ impl Backend for DiskBackend {
             let found = self.drives[drive].list(after, room);
             after = found
                 .last()
-                .map(|last| (last.place.segment, last.place.block));
+                .map(|last| (last.location.segment, last.location.block));
             let items = found.iter().map(|found| Listed::new(found.key, found.len));
             page.items.extend(items);
             if found.len() < room {

@@ -14,7 +14,7 @@ use crate::format::DRIVE_MAGIC;
 use crate::volume::PROBE;
 
 /// How long a folder may go on being in use.
-const PATIENCE: Duration = Duration::from_millis(500);
+const TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the file whose lock says that a folder is in use.
 const LOCK: &str = "lock";
 /// What that file begins with, when anything stands in it.
@@ -54,7 +54,7 @@ pub(crate) fn claim(path: &Path) -> Result<File, DiskError> {
             Err(TryLockError::Error(error)) => return Err(refused(error)),
         }
         // Whoever has it may be on its way out.
-        if begun.elapsed() < PATIENCE {
+        if begun.elapsed() < TIMEOUT {
             thread::sleep(Duration::from_millis(20));
             continue;
         }

@@ -360,15 +360,15 @@ impl DiskConfig {
         })?;
         let held = held_bytes(path).map_err(io)?;
         let free = folder.free().map_err(io)?;
-        let room = (free + held).saturating_sub(self.keep_free);
-        let size = match size > room && !self.existing {
+        let available = (free + held).saturating_sub(self.keep_free);
+        let size = match size > available && !self.existing {
             false => size,
             // Others have filled the file system since: what is there is worth keeping.
             true if header.is_some() => {
-                let smaller = size.min(room.max(enough_for(path)?));
+                let smaller = size.min(available.max(enough_for(path)?));
                 warn!(
                     path = %path.display(),
-                    "{size} bytes were asked for, the file system has room for {room}; the drive \
+                    "{size} bytes were asked for, the file system has room for {available}; the drive \
                      takes up to {smaller} until the next start"
                 );
                 smaller
@@ -377,7 +377,7 @@ impl DiskConfig {
                 return Err(DiskError::Space {
                     path: path.to_owned(),
                     size,
-                    room,
+                    free: available,
                 });
             }
         };

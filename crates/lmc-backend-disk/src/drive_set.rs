@@ -131,9 +131,9 @@ impl DriveSet {
 
     /// Notes a clear in the state folder, on a thread of its own because the file system may hang.
     /// The answer is false when that failed.
-    pub(crate) fn note(&self, epoch: ClearEpoch, (batch, place): ChangeWaiter) {
+    pub(crate) fn note(&self, epoch: ClearEpoch, (batch, index): ChangeWaiter) {
         let Some(remembered) = self.remembered.clone() else {
-            return batch.answer(place, Some(true));
+            return batch.answer(index, Some(true));
         };
         let answers = Arc::clone(&batch);
         let thread = thread::Builder::new().name("lmc-disk-state".to_owned());
@@ -142,10 +142,10 @@ impl DriveSet {
             if let Err(error) = &noted {
                 warn!(%error, "a clear is not noted in the state folder");
             }
-            answers.answer(place, Some(noted.is_ok()));
+            answers.answer(index, Some(noted.is_ok()));
         });
         if spawned.is_err() {
-            batch.answer(place, Some(false));
+            batch.answer(index, Some(false));
         }
     }
 

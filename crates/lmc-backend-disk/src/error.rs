@@ -133,7 +133,7 @@ pub enum DiskError {
     },
     /// The file system is smaller than what was asked for.
     #[error(
-        "{path}: {size} bytes were asked for, the file system has {room} free; ask for less, or free some"
+        "{path}: {size} bytes were asked for, the file system has {free} free; ask for less, or free some"
     )]
     Space {
         /// The folder.
@@ -141,7 +141,7 @@ pub enum DiskError {
         /// Bytes requested for this drive.
         size: u64,
         /// Bytes available, including those that the folder holds already.
-        room: u64,
+        free: u64,
     },
     /// The drive's segments and logs are more files than the process may open.
     #[error(

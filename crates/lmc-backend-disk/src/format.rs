@@ -277,7 +277,7 @@ pub(crate) struct ChunkHeader {
     pub(crate) key: ChunkKey,
     /// Hash of the chunk before it in its prompt, in the same space, rank and group.
     pub(crate) parent: Option<ChunkHash>,
-    pub(crate) place: Place,
+    pub(crate) location: Location,
     /// Bytes of the chunk.
     pub(crate) len: u64,
     pub(crate) payload_sum: u64,
@@ -285,7 +285,7 @@ pub(crate) struct ChunkHeader {
 
 /// Where a chunk lies, and in which use of its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     pub(crate) segment: u32,
     /// The block of its header, from the start of the segment.
     pub(crate) block: u32,
@@ -301,9 +301,9 @@ impl ChunkHeader {
         w.u32(VERSION);
         w.u32(u32::from(self.parent.is_some()));
         w.put(&self.drive_id);
-        w.u64(self.place.generation);
-        w.u32(self.place.segment);
-        w.u32(self.place.block);
+        w.u64(self.location.generation);
+        w.u32(self.location.segment);
+        w.u32(self.location.block);
         w.u64(self.len);
         w.u64(self.payload_sum);
         w.key(&self.key);
@@ -323,7 +323,7 @@ impl ChunkHeader {
         let flags = r.u32();
         let drive_id = r.array();
         let generation = r.u64();
-        let place = Place {
+        let location = Location {
             segment: r.u32(),
             block: r.u32(),
             generation,
@@ -341,7 +341,7 @@ impl ChunkHeader {
             drive_id,
             key,
             parent: (flags == 1).then_some(parent),
-            place,
+            location,
             len,
             payload_sum,
         })
@@ -366,7 +366,7 @@ pub(crate) enum Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PutRecord {
     pub(crate) key: ChunkKey,
-    pub(crate) place: Place,
+    pub(crate) location: Location,
     pub(crate) len: u64,
     pub(crate) payload_sum: u64,
 }
@@ -393,10 +393,10 @@ impl Record {
         match self {
             Self::Put(put) => {
                 w.u32(PUT);
-                w.u32(put.place.segment);
-                w.u32(put.place.block);
+                w.u32(put.location.segment);
+                w.u32(put.location.block);
                 w.u32(0);
-                w.u64(put.place.generation);
+                w.u64(put.location.generation);
                 w.u64(put.len);
                 w.u64(put.payload_sum);
                 w.key(&put.key);
@@ -440,7 +440,7 @@ impl Record {
         match kind {
             PUT => Some(Self::Put(PutRecord {
                 key,
-                place: Place {
+                location: Location {
                     segment,
                     block,
                     generation,
@@ -499,11 +499,11 @@ pub(crate) fn encode_frame(
     w.u64(log);
     w.u64(sequence);
     // 48: checksum of the frame with these eight bytes zero. 56: nothing.
-    for (record, place) in records
+    for (record, out) in records
         .iter()
         .zip(out[FRAME_HEAD..].chunks_exact_mut(RECORD_LEN))
     {
-        record.encode(place);
+        record.encode(out);
     }
     put_sum(out, FRAME_SUM_AT);
 }
@@ -544,12 +544,12 @@ pub(crate) fn decode_frame(
         return Err(field("drive"));
     }
     if (r.u64(), r.u64()) != (log, sequence) {
-        return Err(field("place in the log"));
+        return Err(field("location in the log"));
     }
-    let places = bytes[FRAME_HEAD..len].chunks_exact(RECORD_LEN).take(count);
+    let encoded = bytes[FRAME_HEAD..len].chunks_exact(RECORD_LEN).take(count);
     let before = records.len();
-    for place in places {
-        let Some(record) = Record::decode(place) else {
+    for bytes in encoded {
+        let Some(record) = Record::decode(bytes) else {
             records.truncate(before);
             return Err(field("record"));
         };

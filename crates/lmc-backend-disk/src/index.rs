@@ -8,7 +8,7 @@ use hashbrown::HashTable;
 use lmc_key::{ChunkKey, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::format::{Place, PutRecord, Record, blocks};
+use crate::format::{Location, PutRecord, Record, blocks};
 use lmc_backend::{Clear, ClearEpoch};
 
 /// A chunk in the list of its segment.
@@ -61,17 +61,17 @@ pub(crate) struct Segment {
     cleared: bool,
 }
 
-/// Room that was given to a chunk: its header's block, its payload after it.
+/// Allocation that was given to a chunk: its header's block, its payload after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    pub(crate) place: Place,
+    pub(crate) location: Location,
     /// Blocks of header and payload.
     pub(crate) blocks: u32,
 }
 
 /// Where room was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
+pub(crate) enum Allocation {
     /// Here.
     Extent(Extent),
     /// Here, at the start of a segment's next use, which the log must be told of.
@@ -274,11 +274,11 @@ impl Index {
     }
 
     fn put(&mut self, put: &PutRecord) -> bool {
-        let Place {
+        let Location {
             segment,
             block,
             generation,
-        } = put.place;
+        } = put.location;
         let taken = 1 + blocks(put.len);
         let end = u64::from(block) + taken;
         if put.len == 0 || end > u64::from(self.segment_blocks) {
@@ -360,8 +360,8 @@ impl Index {
             .zip(&before.list)
             .filter(|(_, chunk)| chunk.len > 0)
         {
-            let place = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
-            if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), place) {
+            let is_it = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
+            if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), is_it) {
                 found.remove();
             }
         }
@@ -428,27 +428,32 @@ impl Index {
     }
 
     /// Finds room for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
-    /// full answers [`Room::MayGrow`] before it gives one up. With `victims`, one of these is
+    /// full answers [`Allocation::MayGrow`] before it gives one up. With `victims`, one of these is
     /// given up if any, unless their files are all gone.
-    pub(crate) fn take_room(&mut self, len: u64, may_grow: bool, victims: Option<&[u32]>) -> Room {
+    pub(crate) fn allocate(
+        &mut self,
+        len: u64,
+        may_grow: bool,
+        victims: Option<&[u32]>,
+    ) -> Allocation {
         let needed = 1 + blocks(len);
         if needed > u64::from(self.segment_blocks) {
             let max = self.max_len();
-            return Room::TooLarge { max };
+            return Allocation::TooLarge { max };
         }
         let needed = needed as u32;
         if let Some(active) = self.active {
             let segment = &mut self.segments[active as usize];
             if needed <= self.segment_blocks - segment.used {
                 let extent = extent(active, segment, needed);
-                return Room::Extent(extent);
+                return Allocation::Extent(extent);
             }
             self.full.push_back(active);
             self.active = None;
         }
         let next = match self.free.pop() {
             Some(free) => free,
-            None if may_grow && self.next_segment() < MAX_SEGMENTS => return Room::MayGrow,
+            None if may_grow && self.next_segment() < MAX_SEGMENTS => return Allocation::MayGrow,
             None => {
                 let is_made = |victim: &u32| self.segments[*victim as usize].made;
                 let victim = match victims {
@@ -456,7 +461,7 @@ impl Index {
                     _ => self.victim(),
                 };
                 let Some(victim) = victim else {
-                    return Room::Busy;
+                    return Allocation::Busy;
                 };
                 victim
             }
@@ -470,7 +475,7 @@ impl Index {
         self.active = Some(next);
         let segment = &mut self.segments[next as usize];
         let extent = extent(next, segment, needed);
-        Room::Begun {
+        Allocation::Begun {
             extent,
             begin,
             make: !segment.made,
@@ -478,7 +483,7 @@ impl Index {
     }
 
     /// Whether a chunk of `len` bytes finds room where nothing must be given up or made for it.
-    pub(crate) fn has_spare_room(&self, len: u64) -> bool {
+    pub(crate) fn has_spare_space(&self, len: u64) -> bool {
         let needed = 1 + blocks(len);
         let active = self.active.map(|active| &self.segments[active as usize]);
         let left = active.map_or(0, |active| self.segment_blocks - active.used);
@@ -518,14 +523,14 @@ impl Index {
     /// Where a chunk is, if it is there.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
         let hash = hash_of(key);
-        let place = |entry: &Entry| {
+        let locate = |entry: &Entry| {
             let segment = &self.segments[entry.segment as usize];
             (segment, &segment.list[entry.at as usize])
         };
         let found = self.entries.find(hash, |entry| {
-            entry.hash == hash && place(entry).1.key == *key
+            entry.hash == hash && locate(entry).1.key == *key
         })?;
-        let (segment, chunk) = place(found);
+        let (segment, chunk) = locate(found);
         Some(segment.record(found.segment, chunk))
     }
 
@@ -562,8 +567,8 @@ impl Index {
         let mut found = Vec::new();
         let first = after.map_or(0, |(segment, _)| segment);
         for (number, segment) in (0u32..).zip(&self.segments).skip(first as usize) {
-            let room = limit - found.len();
-            if room == 0 {
+            let missing = limit - found.len();
+            if missing == 0 {
                 break;
             }
             if segment.chunks == 0 {
@@ -573,9 +578,9 @@ impl Index {
             let there = segment.list.iter();
             let there = there.filter(|chunk| chunk.len > 0 && is_after(chunk.block));
             let mut there: Vec<&Chunk> = there.collect();
-            if there.len() > room {
-                there.select_nth_unstable_by_key(room, |chunk| chunk.block);
-                there.truncate(room);
+            if there.len() > missing {
+                there.select_nth_unstable_by_key(missing, |chunk| chunk.block);
+                there.truncate(missing);
             }
             there.sort_unstable_by_key(|chunk| chunk.block);
             found.extend(there.into_iter().map(|chunk| segment.record(number, chunk)));
@@ -628,8 +633,8 @@ impl Index {
     /// Between parts chunks may be removed and segments begun anew: told or not, that is in the
     /// log that goes on from the snapshot. No chunk may be put meanwhile.
     pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
-        let mut room = SNAPSHOT_PART;
-        while room > 0 {
+        let mut left = SNAPSHOT_PART;
+        while left > 0 {
             let Some(&generation) = snapshot.generations.get(snapshot.segment) else {
                 return false;
             };
@@ -639,11 +644,11 @@ impl Index {
                 true => segment.list.get(snapshot.at..).unwrap_or_default(),
                 false => &[],
             };
-            let part = &list[..list.len().min(room)];
+            let part = &list[..list.len().min(left)];
             let number = snapshot.segment as u32;
             let there = part.iter().filter(|chunk| chunk.len > 0);
             records.extend(there.map(|chunk| Record::Put(segment.record(number, chunk))));
-            room -= part.len();
+            left -= part.len();
             snapshot.at += part.len();
             if part.len() == list.len() {
                 snapshot.segment += 1;
@@ -785,7 +790,7 @@ fn extent(number: u32, segment: &mut Segment, needed: u32) -> Extent {
     let block = segment.used;
     segment.used += needed;
     Extent {
-        place: Place {
+        location: Location {
             segment: number,
             block,
             generation: segment.generation,
@@ -798,7 +803,7 @@ impl Segment {
     fn record(&self, number: u32, chunk: &Chunk) -> PutRecord {
         PutRecord {
             key: chunk.key,
-            place: Place {
+            location: Location {
                 segment: number,
                 block: chunk.block,
                 generation: self.generation,

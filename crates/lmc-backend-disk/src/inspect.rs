@@ -71,7 +71,7 @@ pub struct Compacted {
     /// Chunks that stay where they are: they could not be read or written.
     pub stayed: u64,
     /// Whether it ended early on a drive, because there was no room to move a chunk to.
-    pub no_room: bool,
+    pub no_space: bool,
     /// Segment files that went.
     pub segments: u64,
     /// Their bytes.
@@ -111,7 +111,7 @@ impl DiskBackend {
     ///
     /// Meant for a tier that nobody else uses just then. `pool` must hold the largest chunk. A
     /// chunk is at its old place until it is durable at the new one, so that a kill costs
-    /// nothing; nor is a chunk given up to make room for another. `patience` bounds each step;
+    /// nothing; nor is a chunk given up to make room for another. `timeout` bounds each step;
     /// `progress` hears of chunks that are done, of how many.
     ///
     /// # Errors
@@ -120,7 +120,7 @@ impl DiskBackend {
         &self,
         pool: &Pool,
         below: f64,
-        patience: Duration,
+        timeout: Duration,
         mut progress: impl FnMut(u64, u64),
     ) -> std::io::Result<Compacted> {
         let mut done = Compacted::default();
@@ -140,14 +140,14 @@ impl DiskBackend {
             'segments: for segment in &sparse {
                 let mut chunks = drive.chunks_of(segment.number);
                 // Others were moved to where it was empty.
-                chunks.retain(|put| put.place.generation == segment.generation);
+                chunks.retain(|put| put.location.generation == segment.generation);
                 for put in chunks {
-                    match self.move_chunk(drive, &put, pool, patience).await {
+                    match self.move_chunk(drive, &put, pool, timeout).await {
                         Move::Moved => done.moved += 1,
                         Move::Lost => done.lost += 1,
                         Move::Stayed => done.stayed += 1,
-                        Move::NoRoom => {
-                            done.no_room = true;
+                        Move::NoSpace => {
+                            done.no_space = true;
                             break 'segments;
                         }
                     }
@@ -170,9 +170,9 @@ impl DiskBackend {
         drive: &Drive,
         put: &PutRecord,
         pool: &Pool,
-        patience: Duration,
+        timeout: Duration,
     ) -> Move {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let Some(slot) = pool.reserve(put.len) else {
             return Move::Stayed;
         };
@@ -197,7 +197,7 @@ impl DiskBackend {
         let (answers, _) = batch.all(self.timer(), deadline, late).await;
         match answers[..] {
             [Ok(Stored::Written)] => Move::Moved,
-            [Err(BackendError::Full { .. })] => Move::NoRoom,
+            [Err(BackendError::Full { .. })] => Move::NoSpace,
             _ => Move::Stayed,
         }
     }
@@ -208,5 +208,5 @@ enum Move {
     Moved,
     Lost,
     Stayed,
-    NoRoom,
+    NoSpace,
 }

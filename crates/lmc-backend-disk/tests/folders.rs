@@ -253,8 +253,8 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
         found.count()
     };
     assert_eq!(known(), 200);
-    let patience = Duration::from_secs(10);
-    let done = block_on(tier.compact(&pool, 0.5, patience, |_, _| {})).unwrap();
+    let timeout = Duration::from_secs(10);
+    let done = block_on(tier.compact(&pool, 0.5, timeout, |_, _| {})).unwrap();
     // What it gave up would go meanwhile.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(known(), 200, "{done:?}");

@@ -42,7 +42,7 @@ fn taken(folder: &Folder) -> u64 {
 
 fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> Vec<Stored> {
     let item = |n| {
-        let mut slot = pool.reserve(CHUNK).expect("room in the pool");
+        let mut slot = pool.reserve(CHUNK).expect("space in the pool");
         fill_value(&test_key(n), slot.bytes_mut());
         StoreItem::new(test_key(n), slot.written().seal())
     };
@@ -58,7 +58,7 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>
 fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> usize {
     let mut hits = 0;
     for n in numbers {
-        let slot = pool.reserve(CHUNK).expect("room in the pool");
+        let slot = pool.reserve(CHUNK).expect("space in the pool");
         let loaded = load_batch(tier, vec![LoadItem::new(test_key(n), slot)], soon());
         for slot in loaded.into_iter().filter_map(Loaded::hit) {
             check_value(&test_key(n), slot.seal().bytes()).expect("the bytes that were stored");
@@ -365,14 +365,14 @@ fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
     let inspected = tier.inspect().remove(0);
     assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
     assert_eq!(inspected.segment_bytes, 2 * MIB);
-    let mut told = Vec::new();
+    let mut progress = Vec::new();
     let compact = tier.compact(&pool, 0.5, Duration::from_secs(60), |done, of| {
-        told.push((done, of))
+        progress.push((done, of))
     });
     let done = block_on(compact).unwrap();
     assert_eq!(done.lost, 0);
     assert!(
-        done.moved > 50 && told.last() == Some(&(done.moved, done.moved)),
+        done.moved > 50 && progress.last() == Some(&(done.moved, done.moved)),
         "{done:?}"
     );
     assert!(

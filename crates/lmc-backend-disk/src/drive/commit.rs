@@ -107,8 +107,8 @@ impl Shared {
                 match change {
                     Change::Put(ready) => self.committed(&ready.put, &logged),
                     // A removal that is not durable is not acknowledged: its deadline comes.
-                    Change::Other(_, Some(((batch, place), told))) if logged.is_ok() => {
-                        batch.answer(place, Some(told));
+                    Change::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
+                        batch.answer(index, Some(answer));
                     }
                     Change::Other(..) => {}
                 }
@@ -149,7 +149,7 @@ impl Shared {
         if let Err(error) = logged {
             {
                 let mut state = self.state.lock();
-                state.index.leave(put.place.segment);
+                state.index.leave(put.location.segment);
                 // It may have been written all the same.
                 state.queue.behind.keys.insert(put.key);
             }
@@ -157,7 +157,7 @@ impl Shared {
         }
         {
             let mut state = self.state.lock();
-            state.index.leave(put.place.segment);
+            state.index.leave(put.location.segment);
             let doomed = state
                 .writing
                 .get(&put.key)
@@ -182,7 +182,7 @@ impl Shared {
         let mut segments: Vec<(u32, SegmentFile)> = changes
             .iter()
             .filter_map(|change| match change {
-                Change::Put(ready) => Some((ready.put.place.segment, ready.file)),
+                Change::Put(ready) => Some((ready.put.location.segment, ready.file)),
                 Change::Other(..) => None,
             })
             .collect();
@@ -338,7 +338,7 @@ impl Shared {
         }
         let bytes = self.settings.log_bytes;
         let file = self.volume.open(&name, Some(bytes))?;
-        let begun = self.write_room(file, bytes).inspect_err(|_| {
+        let begun = self.fill_log(file, bytes).inspect_err(|_| {
             // A drive that is full has no use for half of it.
             let _ = self.volume.remove(&name);
         });
@@ -360,7 +360,7 @@ impl Shared {
 
     /// Writes the room of a new log once. The file system only promised it: each frame would
     /// change what it knows of the file, which costs as much as the frame.
-    fn write_room(&self, file: FileId, bytes: u64) -> io::Result<()> {
+    fn fill_log(&self, file: FileId, bytes: u64) -> io::Result<()> {
         const PART: u64 = 1 << 20;
         for at in (0..bytes).step_by(PART as usize) {
             let zeroes = AlignedBuf::new(PART.min(bytes - at));
@@ -423,8 +423,8 @@ impl Shared {
         const PART: usize = 8192;
         for part in records.chunks(PART) {
             let mut bytes = AlignedBuf::new((part.len() * RECORD_LEN) as u64);
-            for (record, place) in part.iter().zip(bytes.chunks_exact_mut(RECORD_LEN)) {
-                record.encode(place);
+            for (record, out) in part.iter().zip(bytes.chunks_exact_mut(RECORD_LEN)) {
+                record.encode(out);
             }
             sum.update(&bytes);
             let len = bytes.len() as u64;

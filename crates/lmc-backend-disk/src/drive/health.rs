@@ -5,7 +5,7 @@
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
 //! up for others. The *log* may not be written, until it is started again. And *growth* may fail, because
-//! the drive's folder was removed for instance: chunks then take the place of others, as on a full
+//! the drive's folder was removed for instance: chunks then take the location of others, as on a full
 //! drive.
 
 use std::io;
@@ -19,7 +19,7 @@ use tracing::{info, warn};
 
 use super::{Drive, Shared};
 use crate::counters::count;
-use crate::format::{DriveHeader, Place, PutRecord, blocks};
+use crate::format::{DriveHeader, Location, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
 /// Failures in a row after which a drive is out, or unwritable.
@@ -53,10 +53,10 @@ struct Faults {
     growth: Option<String>,
 }
 
-/// Room for a chunk that could not be written or made durable.
+/// Allocation for a chunk that could not be written or made durable.
 #[derive(Clone, Copy, Debug)]
 struct Broken {
-    place: Place,
+    location: Location,
     /// Blocks of the chunk's payload, which follows its header.
     payload: u64,
 }
@@ -158,25 +158,25 @@ impl Condition {
         }
     }
 
-    /// A chunk could not be written, or not be made durable, at this place.
+    /// A chunk could not be written, or not be made durable, at this location.
     pub(super) fn write_failed(&self, put: &PutRecord, what: &str) {
-        let Place {
+        let Location {
             segment,
             generation,
             ..
-        } = put.place;
+        } = put.location;
         let mut faults = self.faults.lock();
         let known = faults
             .broken
             .iter()
-            .position(|broken| broken.place.segment == segment);
+            .position(|broken| broken.location.segment == segment);
         let known = known.map(|at| faults.broken.remove(at));
         faults.broken.push(Broken {
-            place: put.place,
+            location: put.location,
             payload: blocks(put.len),
         });
         // What was written to one segment at a time fails together.
-        if known.is_none_or(|known| known.place.generation != generation) {
+        if known.is_none_or(|known| known.location.generation != generation) {
             faults.count_write(what);
         }
     }
@@ -185,7 +185,7 @@ impl Condition {
     /// Once chunks could not be kept in several, one that has failed is as good as another.
     pub(super) fn may_give_up(&self) -> Option<Vec<u32>> {
         let faults = self.faults.lock();
-        let failed = faults.broken.iter().map(|broken| broken.place.segment);
+        let failed = faults.broken.iter().map(|broken| broken.location.segment);
         (faults.broken.len() >= FAILURES as usize).then(|| failed.collect())
     }
 }
@@ -204,7 +204,7 @@ impl Faults {
 }
 
 /// Whether a read failed for what it read, and not for want of memory or the like.
-fn tells_of_a_place(error: &io::Error) -> bool {
+fn is_about_a_location(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
     code.is_some_and(|code| known.contains(&code)) || error.kind() == io::ErrorKind::UnexpectedEof
@@ -222,20 +222,20 @@ impl Shared {
         }
     }
 
-    /// A chunk could not be read. Either its place is bad, and it is forgotten, or the drive is, or
+    /// A chunk could not be read. Either its location is bad, and it is forgotten, or the drive is, or
     /// it was for a moment only.
     pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, error: &io::Error) {
-        let (what, of_a_place) = (format!("reading: {error}"), tells_of_a_place(error));
+        let (what, is_local) = (format!("reading: {error}"), is_about_a_location(error));
         self.look(move |shared, answers| match answers {
-            true if of_a_place => shared.read_again(found),
+            true if is_local => shared.read_again(found),
             true => {}
             false => shared.read_counts_as_failed(&what),
         });
     }
 
-    /// Reads a chunk a second time, and forgets it when its place cannot be read then either.
+    /// Reads a chunk a second time, and forgets it when its location cannot be read then either.
     fn read_again(self: &Arc<Self>, found: PutRecord) {
-        let segment = found.place.segment;
+        let segment = found.location.segment;
         let file = {
             let mut state = self.state.lock();
             if state.index.find(&found.key) != Some(found) {
@@ -252,13 +252,13 @@ impl Shared {
         self.volume.submit(vec![Op {
             kind: Kind::Read,
             file: file.id,
-            offset: u64::from(found.place.block) * BLOCK,
+            offset: u64::from(found.location.block) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
             abandoned: None,
             done: Box::new(move |done| {
                 shared.state.lock().index.leave(segment);
-                if done.result.is_err_and(|error| tells_of_a_place(&error)) {
+                if done.result.is_err_and(|error| is_about_a_location(&error)) {
                     shared.retire(&found);
                 }
             }),
@@ -308,36 +308,36 @@ impl Shared {
         });
     }
 
-    /// Writes as much as failed once more where it did, each time at another of these places,
+    /// Writes as much as failed once more where it did, each time at another of these locations,
     /// unless something is being written anyway.
     fn probe_writes(self: &Arc<Self>) {
-        let places = {
+        let locations = {
             let mut faults = self.condition.faults.lock();
             let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
             if !faults.unwritable.as_mut().is_some_and(due) {
                 return;
             }
-            let places = faults.broken.clone();
-            if !places.is_empty() {
+            let locations = faults.broken.clone();
+            if !locations.is_empty() {
                 faults.broken.rotate_left(1);
             }
-            places
+            locations
         };
-        let place = {
+        let location = {
             let mut state = self.state.lock();
-            let place = places.into_iter().find_map(|broken| {
-                let Place {
+            let location = locations.into_iter().find_map(|broken| {
+                let Location {
                     segment,
                     generation,
                     ..
-                } = broken.place;
+                } = broken.location;
                 let file = state.files.get(segment as usize).copied().flatten()?;
                 let same = state.index.generation(segment) == generation;
                 // One that is free may be begun anew while this is written.
                 (same && !state.index.is_free(segment)).then_some((broken, file.id))
             });
-            match place {
-                Some((broken, _)) => state.index.enter(broken.place.segment, false),
+            match location {
+                Some((broken, _)) => state.index.enter(broken.location.segment, false),
                 // What is under way tells how the drive is when it ends.
                 None if !state.writing.is_empty() => {
                     drop(state);
@@ -345,11 +345,11 @@ impl Shared {
                 }
                 None => {}
             }
-            place
+            location
         };
-        match place {
+        match location {
             Some((broken, file)) => self.write_again(Kind::WriteDurably, broken, file),
-            // It has answered, and there is no place to try.
+            // It has answered, and there is no location to try.
             None => self.condition.write_works(),
         }
     }
@@ -360,7 +360,7 @@ impl Shared {
         self.volume.submit(vec![Op {
             kind,
             file,
-            offset: u64::from(broken.place.block + 1) * BLOCK,
+            offset: u64::from(broken.location.block + 1) * BLOCK,
             len,
             buf: Some(Buf::Own(AlignedBuf::new(len))),
             abandoned: None,
@@ -371,7 +371,7 @@ impl Shared {
                 if unknown && kind == Kind::WriteDurably {
                     return shared.write_again(Kind::Write, broken, file);
                 }
-                shared.state.lock().index.leave(broken.place.segment);
+                shared.state.lock().index.leave(broken.location.segment);
                 match done.result {
                     Ok(()) => shared.condition.write_works(),
                     Err(_) => Fault::remains(&mut shared.condition.faults.lock().unwritable),

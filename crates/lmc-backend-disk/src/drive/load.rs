@@ -123,7 +123,7 @@ impl Drive {
                 };
                 return answer(failed(error, slot));
             }
-            let segment = found.place.segment;
+            let segment = found.location.segment;
             let Some(file) = state.files[segment as usize] else {
                 return answer(Loaded::Miss(slot));
             };
@@ -131,7 +131,7 @@ impl Drive {
             (found, file, state.index.epoch_of(key.space))
         };
         shared.read_rate.begin(Instant::now());
-        let at = u64::from(found.place.block) * BLOCK;
+        let at = u64::from(found.location.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
@@ -180,12 +180,12 @@ impl Drive {
         let mut ops = vec![op(at, BLOCK, Buf::Own(AlignedBuf::new(BLOCK)), None)];
         let mut offset = at + BLOCK;
         for (number, part) in parts.into_iter().enumerate() {
-            let room = match &part {
-                Buf::Into(part) => part.room(),
+            let capacity = match &part {
+                Buf::Into(part) => part.capacity(),
                 _ => len,
             };
-            ops.push(op(offset, room, part, Some(number)));
-            offset += room;
+            ops.push(op(offset, capacity, part, Some(number)));
+            offset += capacity;
         }
         shared.volume.submit(ops);
     }
@@ -200,8 +200,8 @@ impl Shared {
         mut reading: Reading,
         waiter: &Waiter,
     ) {
-        self.state.lock().index.leave(found.place.segment);
-        let (batch, place) = waiter;
+        self.state.lock().index.leave(found.location.segment);
+        let (batch, index) = waiter;
         let read = if reading.error.is_some() {
             0
         } else {
@@ -222,7 +222,7 @@ impl Shared {
                 error: BackendError::Io(error),
                 slot: FailedSlot::Released(slot),
             };
-            return batch.answer(*place, failed);
+            return batch.answer(*index, failed);
         }
         self.condition.read_works();
         if slot.arena().is_lost() {
@@ -231,13 +231,13 @@ impl Shared {
                 error: BackendError::Io(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Released(slot),
             };
-            return batch.answer(*place, failed);
+            return batch.answer(*index, failed);
         }
         let right = |header: &AlignedBuf| {
             ChunkHeader::decode(header).is_ok_and(|header| {
                 header.drive_id == self.header.drive_id
                     && header.key == found.key
-                    && header.place == found.place
+                    && header.location == found.location
                     && (header.len, header.payload_sum) == (found.len, found.payload_sum)
             })
         };
@@ -247,7 +247,7 @@ impl Shared {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
                     let (slot, epoch) = (slot.written(), epoch);
-                    return batch.answer(*place, Loaded::Hit { slot, epoch });
+                    return batch.answer(*index, Loaded::Hit { slot, epoch });
                 }
                 &self.counters.bad_payloads
             }
@@ -255,7 +255,7 @@ impl Shared {
         };
         count(counter, 1);
         self.retire(found);
-        batch.answer(*place, Loaded::Miss(slot));
+        batch.answer(*index, Loaded::Miss(slot));
     }
 
     /// Forgets a chunk whose bytes are wrong or cannot be read, for good.

@@ -7,7 +7,7 @@ pub(crate) use files::replace_file;
 mod health;
 mod load;
 mod relocate;
-mod room;
+mod space;
 mod store;
 
 use std::collections::{HashMap, HashSet};
@@ -35,14 +35,14 @@ use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::timer::join_before;
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
-use room::{Growth, RoomWork};
+use space::{Growth, SpaceWork};
 
 /// How long a thread of the drive waits for one of its own operations, where those are not carried
 /// out on it.
-const OWN_PATIENCE: Duration = Duration::from_secs(30);
+const OWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a drive that goes waits for its threads.
-const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How a drive is run. The public face is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
@@ -192,7 +192,7 @@ struct State {
 pub(crate) struct Drive {
     shared: Arc<Shared>,
     committer: Mutex<Option<JoinHandle<io::Result<()>>>>,
-    room_maker: Mutex<Option<JoinHandle<()>>>,
+    space_thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
@@ -204,7 +204,7 @@ struct Shared {
     state: Mutex<State>,
     /// The queue has something, or the drive shall stop.
     work: Condvar,
-    room: RoomWork,
+    space: SpaceWork,
     counters: Counters,
     read_rate: ReadRate,
     writing_bytes: AtomicU64,
@@ -252,7 +252,7 @@ impl Drive {
                 segments_made: made.len() as u64,
             }),
             work: Condvar::new(),
-            room: RoomWork::default(),
+            space: SpaceWork::default(),
             counters: Counters::default(),
             read_rate: ReadRate::default(),
             writing_bytes: AtomicU64::new(0),
@@ -271,13 +271,13 @@ impl Drive {
         let mut drive = Self {
             shared,
             committer: Mutex::new(Some(committer)),
-            room_maker: Mutex::new(None),
+            space_thread: Mutex::new(None),
         };
         let for_thread = Arc::clone(&drive.shared);
-        let room_maker = thread::Builder::new()
-            .name("lmc-disk-room".to_owned())
-            .spawn(move || for_thread.make_room())?;
-        *drive.room_maker.get_mut() = Some(room_maker);
+        let space_thread = thread::Builder::new()
+            .name("lmc-disk-space".to_owned())
+            .spawn(move || for_thread.run_space_thread())?;
+        *drive.space_thread.get_mut() = Some(space_thread);
         drive.shared.hold_size();
         Ok(drive)
     }
@@ -355,12 +355,12 @@ impl Drive {
         let mut after = segment.checked_sub(1).map(|before| (before, u32::MAX));
         loop {
             let page = self.list(after, 1024);
-            let of_segment = page.iter().filter(|put| put.place.segment == segment);
+            let of_segment = page.iter().filter(|put| put.location.segment == segment);
             let before = found.len();
             found.extend(of_segment.copied());
             match page.last() {
                 Some(last) if found.len() - before == page.len() => {
-                    after = Some((last.place.segment, last.place.block));
+                    after = Some((last.location.segment, last.location.block));
                 }
                 _ => return found,
             }
@@ -423,8 +423,8 @@ impl Drive {
         state.queue.push(Record::Remove { key: *key }, waiter);
         drop(state);
         shared.work.notify_one();
-        for (.., (batch, place)) in given_up {
-            batch.answer(place, Ok(Stored::Declined));
+        for (.., (batch, index)) in given_up {
+            batch.answer(index, Ok(Stored::Declined));
         }
     }
 
@@ -474,8 +474,8 @@ impl Drive {
         shared.work.notify_one();
         count(&shared.counters.removed, gone);
         // Wakers may do anything, so they are called without the lock.
-        for (.., (batch, place)) in given_up {
-            batch.answer(place, Ok(Stored::Declined));
+        for (.., (batch, index)) in given_up {
+            batch.answer(index, Ok(Stored::Declined));
         }
         gone
     }
@@ -511,22 +511,22 @@ impl Drive {
         let Some(committer) = self.committer.lock().take() else {
             return Ok(());
         };
-        let room_maker = self.room_maker.lock().take();
+        let space_thread = self.space_thread.lock().take();
         let me = thread::current().id();
         let goes_on = || !committer.is_finished() && committer.thread().id() != me;
         let given_up = || self.shared.state.lock().queue.stop == Stop::AtOnce;
         while goes_on() && !given_up() {
             thread::sleep(Duration::from_millis(1));
         }
-        self.shared.end_room();
+        self.shared.end_space_thread();
         let hangs = !committer.is_finished();
         if hangs {
             // What the threads wait for ends with it, as far as it ends at all.
             self.shared.volume.stop();
         }
-        let deadline = Instant::now() + LEAVE_PATIENCE;
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
         let ended = join_before(committer, deadline);
-        room_maker.map(|room_maker| join_before(room_maker, deadline));
+        space_thread.map(|space_thread| join_before(space_thread, deadline));
         if !hangs {
             self.shared.volume.stop();
         }
@@ -546,8 +546,8 @@ impl Drive {
         } in left
         {
             let again = again.into_iter().map(|(.., waiter)| waiter);
-            for (batch, place) in first.into_iter().chain(others).chain(again) {
-                batch.answer(place, Err(BackendError::Closed));
+            for (batch, index) in first.into_iter().chain(others).chain(again) {
+                batch.answer(index, Err(BackendError::Closed));
             }
         }
         ended.unwrap_or_else(|| Err(io::Error::other("the log's thread failed")))
@@ -613,7 +613,7 @@ pub(crate) fn wait_for(
         done: Box::new(move |done| drop(sender.send(done.result))),
     });
     let late = |_| Err(io::ErrorKind::TimedOut.into());
-    receiver.recv_timeout(OWN_PATIENCE).unwrap_or_else(late)
+    receiver.recv_timeout(OWN_TIMEOUT).unwrap_or_else(late)
 }
 
 /// The same error for another who waits.

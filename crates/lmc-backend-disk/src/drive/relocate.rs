@@ -34,7 +34,7 @@ impl Drive {
             state.writing.insert(key, writing);
         }
         shared.writing_bytes.fetch_add(len, Ordering::Relaxed);
-        match shared.take_spare_room(len) {
+        match shared.allocate_spare(len) {
             Some((extent, file)) => shared.write(item, Some(sum), extent, file),
             None => shared.store_ended(&key, len, |_| Err(BackendError::Full { needed: len })),
         }

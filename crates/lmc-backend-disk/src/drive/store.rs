@@ -57,7 +57,7 @@ impl Shared {
                 state.writing.insert(item.key, writing);
                 self.writing_bytes.fetch_add(len, Ordering::Relaxed);
                 drop(state);
-                return self.place(item);
+                return self.write_or_park(item);
             }
         };
         waiter.0.answer(waiter.1, refusal);
@@ -75,8 +75,8 @@ impl Shared {
         let StoreItem {
             key, parent, slot, ..
         } = item;
-        let place = extent.place;
-        let at = u64::from(place.block) * BLOCK;
+        let location = extent.location;
+        let at = u64::from(location.block) * BLOCK;
         let len = blocks(slot.len()) * BLOCK;
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let payload = match direct {
@@ -89,7 +89,7 @@ impl Shared {
         };
         let put = PutRecord {
             key,
-            place,
+            location,
             len: slot.len(),
             payload_sum: 0,
         };
@@ -133,7 +133,7 @@ impl Shared {
             drive_id: self.header.drive_id,
             key,
             parent: parent.map(|parent| parent.hash),
-            place,
+            location,
             len: put.len,
             payload_sum: sum,
         }
@@ -145,7 +145,7 @@ impl Shared {
         let put = ready.put;
         match error {
             _ if lost => {
-                self.state.lock().index.leave(put.place.segment);
+                self.state.lock().index.leave(put.location.segment);
                 let lost = || BackendError::Io(io::Error::other("the slot's memory was lost"));
                 self.store_ended(&put.key, put.len, |_| Err(lost()));
             }
@@ -165,8 +165,8 @@ impl Shared {
         count(&self.counters.write_errors, 1);
         {
             let mut state = self.state.lock();
-            state.index.leave(put.place.segment);
-            state.index.close_active(put.place.segment);
+            state.index.leave(put.location.segment);
+            state.index.close_active(put.location.segment);
         }
         self.condition
             .write_failed(put, &format!("writing: {error}"));
@@ -192,11 +192,11 @@ impl Shared {
         else {
             return;
         };
-        if let Some((batch, place)) = first {
-            batch.answer(place, answer(false));
+        if let Some((batch, index)) = first {
+            batch.answer(index, answer(false));
         }
-        for (batch, place) in others {
-            batch.answer(place, answer(true));
+        for (batch, index) in others {
+            batch.answer(index, answer(true));
         }
         for (item, waiter) in again {
             self.store(item, waiter);

@@ -11,7 +11,7 @@ const SEGMENT: u64 = 1 << 30;
 fn put(number: u64, segment: u32, block: u32, generation: u64) -> Record {
     Record::Put(PutRecord {
         key: test_key(number),
-        place: Place {
+        location: Location {
             segment,
             block,
             generation,
@@ -53,7 +53,7 @@ fn all(index: &Index, limit: usize) -> Vec<PutRecord> {
         let Some(last) = page.last() else {
             return found;
         };
-        after = Some((last.place.segment, last.place.block));
+        after = Some((last.location.segment, last.location.block));
         found.extend(page);
     }
 }
@@ -173,6 +173,9 @@ fn a_generation_after_which_no_other_comes_is_damage() {
     let mut index = Index::new(SEGMENT);
     assert!(!index.apply(&begin(0, u64::MAX)));
     assert_eq!(index.set_made(&[0, 1]), []);
-    let room = index.take_room(100, false, None);
-    assert!(matches!(room, Room::Begun { .. }), "{room:?}");
+    let allocation = index.allocate(100, false, None);
+    assert!(
+        matches!(allocation, Allocation::Begun { .. }),
+        "{allocation:?}"
+    );
 }

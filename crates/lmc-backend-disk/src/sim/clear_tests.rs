@@ -9,7 +9,7 @@ use lmc_backend::{Backend, BackendError, LoadItem, Stored};
 use super::crash_tests::{SETTINGS, is_there, item, len, open, pool, soon};
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
-use crate::format::{Place, PutRecord, Record};
+use crate::format::{Location, PutRecord, Record};
 use crate::index::Index;
 use crate::volume::Kind;
 use lmc_backend::{Clear, ClearEpoch};
@@ -104,14 +104,14 @@ fn a_million_chunks_are_forgotten_at_once() {
                 generation,
             });
         }
-        let place = Place {
+        let location = Location {
             segment,
             block: (number % of_segment) as u32 * 2,
             generation,
         };
         let put = PutRecord {
             key: test_key(number),
-            place,
+            location,
             len: 100,
             payload_sum: 0,
         };
@@ -142,7 +142,7 @@ fn what_was_cleared_while_it_was_read_is_used_again_before_more_is_made() {
         // Each segment is being read.
         volume.fault_in("segment-", Kind::Read, Fault::Stall);
         for number in 0..40 {
-            let slot = pool.reserve(len(number)).expect("room");
+            let slot = pool.reserve(len(number)).expect("space");
             let late = Instant::now() + Duration::from_millis(1);
             let load = LoadItem::new(test_key(number), slot);
             drop(load_batch(&tier, vec![load], late));

@@ -61,7 +61,7 @@ pub(super) fn item(pool: &Pool, number: u64) -> StoreItem {
 
 pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
     let key = test_key(number);
-    let mut slot = pool.reserve(len).expect("room");
+    let mut slot = pool.reserve(len).expect("space");
     fill_value(&key, slot.bytes_mut());
     StoreItem::new(key, slot.written().seal())
 }
@@ -69,7 +69,7 @@ pub(super) fn item_of(pool: &Pool, number: u64, len: u64) -> StoreItem {
 /// Loads a chunk. Whether it was there; its bytes are checked.
 pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let key = test_key(number);
-    let slot = pool.reserve(len(number)).expect("room");
+    let slot = pool.reserve(len(number)).expect("space");
     let loaded = load_batch(tier, vec![LoadItem::new(key, slot)], soon()).pop();
     match loaded.expect("one answer") {
         Loaded::Hit { slot, .. } => {
@@ -81,9 +81,9 @@ pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     }
 }
 
-/// What a script was told.
+/// Answer that a script got for a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Told {
+enum Outcome {
     Stored,
     Removed,
     /// An operation on it failed.
@@ -91,38 +91,44 @@ enum Told {
 }
 
 /// Stores, removes and clears by a seed until something fails or the script is over.
-fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTreeMap<u64, Told>) {
+fn script(
+    tier: &DiskBackend,
+    pool: &Pool,
+    seed: u64,
+    steps: u64,
+    outcomes: &mut BTreeMap<u64, Outcome>,
+) {
     let mut rng = Rng::new(seed);
     for _ in 0..steps {
         if rng.below(10) == 0 {
-            let patience = Instant::now() + Duration::from_millis(50);
-            let after = match clear_all(tier, patience) {
-                Ok(_) => Told::Removed,
-                Err(_) => Told::Unsure,
+            let timeout = Instant::now() + Duration::from_millis(50);
+            let after = match clear_all(tier, timeout) {
+                Ok(_) => Outcome::Removed,
+                Err(_) => Outcome::Unsure,
             };
-            told.values_mut().for_each(|told| *told = after);
-            if after == Told::Unsure {
+            outcomes.values_mut().for_each(|outcome| *outcome = after);
+            if after == Outcome::Unsure {
                 return;
             }
             continue;
         }
         if rng.below(20) == 0 {
             let space = test_key(rng.below(12)).space;
-            let patience = Instant::now() + Duration::from_millis(50);
+            let timeout = Instant::now() + Duration::from_millis(50);
             let clears = tier.clears().into_iter();
             let newest = clears.fold(ClearEpoch::default(), |epoch, clear| {
                 epoch.join(clear.epoch)
             });
             let clear = Clear::space(space, newest.next());
-            let cleared = block_on(tier.clear(clear, patience));
+            let cleared = block_on(tier.clear(clear, timeout));
             let after = match cleared {
-                Ok(_) => Told::Removed,
-                Err(_) => Told::Unsure,
+                Ok(_) => Outcome::Removed,
+                Err(_) => Outcome::Unsure,
             };
             let of_space = |number: &u64| test_key(*number).space == space;
-            let told = told.iter_mut().filter(|(number, _)| of_space(number));
-            told.for_each(|(_, told)| *told = after);
-            if after == Told::Unsure {
+            let outcomes = outcomes.iter_mut().filter(|(number, _)| of_space(number));
+            outcomes.for_each(|(_, outcome)| *outcome = after);
+            if after == Outcome::Unsure {
                 return;
             }
             continue;
@@ -134,37 +140,39 @@ fn script(tier: &DiskBackend, pool: &Pool, seed: u64, steps: u64, told: &mut BTr
             let answers = store_batch(tier, items, soon());
             for (number, answer) in numbers.iter().zip(answers) {
                 match answer {
-                    Ok(Stored::Written | Stored::Present) => told.insert(*number, Told::Stored),
+                    Ok(Stored::Written | Stored::Present) => {
+                        outcomes.insert(*number, Outcome::Stored)
+                    }
                     // After the crash nothing can be written.
-                    Ok(_) | Err(_) => told.insert(*number, Told::Unsure),
+                    Ok(_) | Err(_) => outcomes.insert(*number, Outcome::Unsure),
                 };
             }
         } else {
             let keys: Vec<_> = numbers.iter().map(|&number| test_key(number)).collect();
             // A removal that cannot be made durable is not answered.
-            let patience = Instant::now() + Duration::from_millis(50);
-            let answers = block_on(tier.remove(&keys, patience));
+            let timeout = Instant::now() + Duration::from_millis(50);
+            let answers = block_on(tier.remove(&keys, timeout));
             for (number, answer) in numbers.iter().zip(answers) {
                 match answer {
-                    Ok(_) => told.insert(*number, Told::Removed),
-                    Err(_) => told.insert(*number, Told::Unsure),
+                    Ok(_) => outcomes.insert(*number, Outcome::Removed),
+                    Err(_) => outcomes.insert(*number, Outcome::Unsure),
                 };
             }
         }
-        if told.values().any(|&told| told == Told::Unsure) {
+        if outcomes.values().any(|&outcome| outcome == Outcome::Unsure) {
             return;
         }
     }
 }
 
-fn check(tier: &DiskBackend, pool: &Pool, told: &BTreeMap<u64, Told>, evicts: bool) {
+fn check(tier: &DiskBackend, pool: &Pool, outcomes: &BTreeMap<u64, Outcome>, evicts: bool) {
     for number in 0..50 {
         let there = is_there(tier, pool, number);
-        match told.get(&number) {
-            Some(Told::Stored) if !evicts => assert!(there, "chunk {number} is lost"),
-            Some(Told::Removed) => assert!(!there, "chunk {number} is back"),
+        match outcomes.get(&number) {
+            Some(Outcome::Stored) if !evicts => assert!(there, "chunk {number} is lost"),
+            Some(Outcome::Removed) => assert!(!there, "chunk {number} is back"),
             None => assert!(!there, "chunk {number} was never stored"),
-            Some(Told::Stored | Told::Unsure) => {}
+            Some(Outcome::Stored | Outcome::Unsure) => {}
         }
     }
 }
@@ -176,37 +184,37 @@ fn crash(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> bool {
     let pool = pool();
     let volume = SimVolume::new(u64::MAX);
     volume.crash_after(events);
-    let mut told = BTreeMap::new();
+    let mut outcomes = BTreeMap::new();
     let mut crashed = true;
     match open(&volume, settings) {
         Ok(tier) => {
-            script(&tier, &pool, seed, steps, &mut told);
-            crashed = told.values().any(|&told| told == Told::Unsure);
+            script(&tier, &pool, seed, steps, &mut outcomes);
+            crashed = outcomes.values().any(|&outcome| outcome == Outcome::Unsure);
             if !crashed {
                 crashed = block_on(tier.close(soon())).is_err();
             }
         }
-        Err(_) => assert!(told.is_empty()),
+        Err(_) => assert!(outcomes.is_empty()),
     }
     let volume = volume.after_crash(seed ^ events);
     let tier = open(&volume, settings).expect("a crash leaves nothing that cannot be opened");
-    check(&tier, &pool, &told, evicts);
+    check(&tier, &pool, &outcomes, evicts);
     // Life goes on after a crash, and the next start finds all of it.
-    told.retain(|&number, told| {
-        if *told == Told::Unsure {
-            *told = match is_there(&tier, &pool, number) {
-                true => Told::Stored,
-                false => Told::Removed,
+    outcomes.retain(|&number, outcome| {
+        if *outcome == Outcome::Unsure {
+            *outcome = match is_there(&tier, &pool, number) {
+                true => Outcome::Stored,
+                false => Outcome::Removed,
             };
         }
         true
     });
-    script(&tier, &pool, !seed, 4, &mut told);
-    check(&tier, &pool, &told, evicts);
+    script(&tier, &pool, !seed, 4, &mut outcomes);
+    check(&tier, &pool, &outcomes, evicts);
     drop(tier);
     let volume = volume.after_crash(seed.wrapping_add(events));
     let tier = open(&volume, settings).expect("it opens again");
-    check(&tier, &pool, &told, evicts);
+    check(&tier, &pool, &outcomes, evicts);
     drop(tier);
     assert_eq!(pool.usage().used, 0, "no slot is lost");
     crashed

@@ -37,7 +37,7 @@ fn filled() -> Arc<SimVolume> {
 }
 
 fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration) -> Loaded {
-    let slot = pool.reserve(len(number)).expect("room");
+    let slot = pool.reserve(len(number)).expect("space");
     let item = LoadItem::new(test_key(number), slot);
     let mut loaded = load_batch(tier, vec![item], Instant::now() + wait);
     loaded.pop().expect("one answer")
@@ -218,8 +218,8 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     assert!(matches!(stored[..], [Ok(Stored::Written)]));
     // A removal writes to the log and to nothing else.
     volume.fault(Kind::Write, Fault::Error(libc::EIO));
-    let patience = Instant::now() + Duration::from_millis(50);
-    let removed = block_on(tier.remove(&[test_key(30)], patience));
+    let timeout = Instant::now() + Duration::from_millis(50);
+    let removed = block_on(tier.remove(&[test_key(30)], timeout));
     assert!(removed[0].is_err(), "it is not durable");
     assert!(matches!(tier.health(), Health::Degraded { .. }));
     let stored = store_batch(&tier, vec![item(&pool, 31)], soon());
@@ -280,8 +280,8 @@ fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
     // The first drive's file system is read-only from now on; a removal there tells.
     first.fault(Kind::Write, Fault::Error(libc::EROFS));
     let remove = |key| {
-        let patience = Instant::now() + Duration::from_millis(300);
-        block_on(tier.remove(&[key], patience)).remove(0)
+        let timeout = Instant::now() + Duration::from_millis(300);
+        block_on(tier.remove(&[key], timeout)).remove(0)
     };
     assert!(remove(of_first).is_err(), "it is not durable");
     assert!(remove(of_first).is_err(), "a restart would find it");
@@ -376,7 +376,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
     for number in 100..200 {
         let stored = store_batch(&tier, vec![big(number)], soon());
         assert!(!matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
-        let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("room");
+        let slot = pool.reserve(SEGMENT / 2 - BLOCK).expect("space");
         let item = LoadItem::new(test_key(49), slot);
         let loaded = load_batch(&tier, vec![item], soon());
         assert!(
@@ -462,8 +462,8 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
     let store = |number| {
-        let patience = Instant::now() + Duration::from_millis(510);
-        store_batch(&tier, vec![item(&pool, number)], patience).remove(0)
+        let timeout = Instant::now() + Duration::from_millis(510);
+        store_batch(&tier, vec![item(&pool, number)], timeout).remove(0)
     };
     for number in 20..23 {
         assert!(matches!(store(number), Err(BackendError::Deadline)));
@@ -564,12 +564,12 @@ fn a_removal_during_a_store_survives_a_crash() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
-    let patience = || Instant::now() + Duration::from_millis(50);
-    drop(store_batch(&tier, vec![item(&pool, 20)], patience()));
+    let timeout = || Instant::now() + Duration::from_millis(50);
+    drop(store_batch(&tier, vec![item(&pool, 20)], timeout()));
     assert_eq!(volume.stalled(), 1, "its frame is on the way");
-    let first = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
+    let first = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
     // It is gone, as far as anybody can see, and the log does not know.
-    let second = block_on(tier.remove(&[test_key(20)], patience())).remove(0);
+    let second = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
     // The frame is written, and then the machine dies.
     volume.crash_after(2);
     volume.thaw();
@@ -606,9 +606,9 @@ fn a_tier_that_is_dropped_after_a_late_close_is_gone() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
-    let patience = || Instant::now() + Duration::from_millis(50);
-    assert!(store_batch(&tier, vec![item(&pool, 20)], patience())[0].is_err());
-    let closed = block_on(tier.close(patience()));
+    let timeout = || Instant::now() + Duration::from_millis(50);
+    assert!(store_batch(&tier, vec![item(&pool, 20)], timeout())[0].is_err());
+    let closed = block_on(tier.close(timeout()));
     assert!(matches!(closed, Err(BackendError::Deadline)), "{closed:?}");
     drop(tier);
     until("its threads end", || Arc::strong_count(&volume) == 1);
@@ -630,8 +630,8 @@ fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
     let segments = volume.names("segment-").len() as u64;
     assert!(volume.open_files() <= before + segments);
     volume.fault(Kind::Write, Fault::Error(libc::EIO));
-    let patience = Instant::now() + Duration::from_millis(50);
-    drop(block_on(tier.remove(&[test_key(30)], patience)));
+    let timeout = Instant::now() + Duration::from_millis(50);
+    drop(block_on(tier.remove(&[test_key(30)], timeout)));
     let before = volume.open_files();
     thread::sleep(Duration::from_millis(100));
     let after = volume.open_files();
@@ -675,7 +675,7 @@ fn a_full_file_system_refuses_no_drive_for_its_log() {
             });
         }
         let free = volume.free().expect("known");
-        let others = volume.open("others", Some(free)).expect("room");
+        let others = volume.open("others", Some(free)).expect("space");
         volume.close(others);
         let settings = DriveSettings {
             log_bytes: SETTINGS.log_bytes + if torn { 0 } else { BLOCK },

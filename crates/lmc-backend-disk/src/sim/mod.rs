@@ -4,9 +4,9 @@ mod clear_tests;
 mod crash_tests;
 pub(crate) use crash_tests::pool;
 mod fault_tests;
-mod room_tests;
 mod segment_tests;
 mod set_tests;
+mod space_tests;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -76,7 +76,7 @@ struct State {
     crash_after: Option<u64>,
     faults: Vec<(&'static str, Kind, Fault)>,
     stalled: Vec<Op>,
-    room: u64,
+    capacity: u64,
     /// The least that was ever left of it.
     least_free: Option<u64>,
     opened: u64,
@@ -141,7 +141,7 @@ impl State {
             .names
             .values()
             .map(|&inode| self.inodes[inode as usize].data.len());
-        self.room.saturating_sub(taken.sum::<usize>() as u64)
+        self.capacity.saturating_sub(taken.sum::<usize>() as u64)
     }
 
     fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
@@ -205,9 +205,9 @@ impl State {
 }
 
 impl SimVolume {
-    pub(crate) fn new(room: u64) -> Arc<Self> {
+    pub(crate) fn new(capacity: u64) -> Arc<Self> {
         Self::with_state(State {
-            room,
+            capacity,
             ..State::default()
         })
     }
@@ -263,7 +263,7 @@ impl SimVolume {
             inodes,
             durable_names: names.clone(),
             names,
-            room: state.room,
+            capacity: state.capacity,
             ..State::default()
         })
     }
@@ -412,11 +412,11 @@ impl Volume for SimVolume {
                 inode
             }
         };
-        let room = state.free();
+        let free = state.free();
         let file = &mut state.inodes[inode as usize];
         let len = make.unwrap_or(0) as usize;
         if len > file.data.len() {
-            if (len - file.data.len()) as u64 > room {
+            if (len - file.data.len()) as u64 > free {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
             file.data.resize(len, 0);

@@ -91,7 +91,7 @@ fn compacting_a_full_file_system_loses_nothing() {
     assert!(removed.iter().all(|removed| matches!(removed, Ok(true))));
     let (kept, segments) = (known(&tier, 0..all), volume.names("segment-").len());
     let done = compact(&tier, &pool).expect("no error");
-    assert!(done.no_room && done.lost == 0, "{done:?}");
+    assert!(done.no_space && done.lost == 0, "{done:?}");
     assert_eq!(known(&tier, 0..all), kept, "{done:?}");
     assert_eq!(volume.names("segment-").len(), segments);
 }
@@ -116,7 +116,7 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
         let volume = volume.after_crash(events);
         let tier = open(&volume, SETTINGS).expect("it opens after a crash");
         for number in (0..60).filter(kept) {
-            let slot = pool.reserve(7 * BLOCK).expect("room");
+            let slot = pool.reserve(7 * BLOCK).expect("space");
             let item = LoadItem::new(test_key(number), slot);
             let loaded = load_batch(&tier, vec![item], soon()).remove(0);
             let Loaded::Hit { slot, .. } = loaded else {

@@ -12,7 +12,7 @@ use super::FileId;
 use super::task::{Task, stopped};
 
 /// How long a stop waits for what the kernel has.
-pub(super) const STOP_PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Moves the bytes of tasks on threads of its own.
 pub(super) trait Engine: fmt::Debug + Send + Sync {
@@ -84,7 +84,7 @@ impl Crew {
 
     /// Waits until all have ended; false if they have not in that time. A caller that is one of
     /// them does not wait: it ends after the call.
-    pub(super) fn wait(&self, patience: Duration) -> bool {
+    pub(super) fn wait(&self, timeout: Duration) -> bool {
         let me = thread::current().id();
         if self
             .handles
@@ -94,7 +94,7 @@ impl Crew {
         {
             return true;
         }
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         let mut left = self.left.0.lock();
         while *left > 0 {
             if self.left.1.wait_until(&mut left, until).timed_out() {

@@ -157,7 +157,7 @@ impl FolderVolume {
             }
             made => (made?, true),
         };
-        if let Err(error) = take_room(&file.file, len) {
+        if let Err(error) = allocate(&file.file, len) {
             if is_new {
                 // The error that matters is the one that is at hand.
                 let _ = fs::remove_file(path);
@@ -168,7 +168,7 @@ impl FolderVolume {
     }
 }
 
-fn take_room(file: &File, len: u64) -> io::Result<()> {
+fn allocate(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());
     }

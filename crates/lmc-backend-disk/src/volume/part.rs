@@ -48,7 +48,7 @@ impl Part {
     pub(crate) fn split(mut slot: ReservedSlot, count: u64) -> Vec<Self> {
         let (len, padded) = (slot.len(), slot.len().next_multiple_of(BLOCK));
         let each = padded / BLOCK / count * BLOCK;
-        assert!(padded <= slot.padded_len() && each > 0, "room for parts");
+        assert!(padded <= slot.padded_len() && each > 0, "space for parts");
         let start = NonNull::new(slot.as_mut_ptr()).expect("a slot has an address");
         let whole = Arc::new(Whole {
             start: Start(start),
@@ -74,7 +74,7 @@ impl Part {
     }
 
     /// Bytes that may be written, with padding.
-    pub(crate) fn room(&self) -> u64 {
+    pub(crate) fn capacity(&self) -> u64 {
         self.padded
     }
 
@@ -130,11 +130,11 @@ mod tests {
         for (len, count) in [(3 * BLOCK, 3), (5 * BLOCK + 1, 4), (BLOCK - 1, 1)] {
             let slot = pool.reserve(len).unwrap();
             let mut parts = Part::split(slot, count);
-            let (lens, rooms): (u64, u64) = parts
+            let (lens, capacities): (u64, u64) = parts
                 .iter()
-                .map(|part| (part.bytes().len() as u64, part.room()))
+                .map(|part| (part.bytes().len() as u64, part.capacity()))
                 .fold((0, 0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
-            assert_eq!((lens, rooms), (len, len.next_multiple_of(BLOCK)));
+            assert_eq!((lens, capacities), (len, len.next_multiple_of(BLOCK)));
             for (number, part) in parts.iter_mut().enumerate() {
                 part.bytes_mut().fill(number as u8 + 1);
             }

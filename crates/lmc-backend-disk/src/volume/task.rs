@@ -235,8 +235,8 @@ impl Task {
     pub(super) fn abandon(mut self, error: io::Error) {
         match self.buf.take() {
             Some(Buf::Into(part)) => part.abandon(),
-            quiet_or_read => {
-                let _leaked = ManuallyDrop::new(quiet_or_read);
+            buffer => {
+                let _leaked = ManuallyDrop::new(buffer);
             }
         }
         self.tell(Err(error));
@@ -246,8 +246,8 @@ impl Task {
         let Some(done) = self.done.take() else { return };
         let buf = self.buf.take();
         // A panic there was printed; it is the asker's, and must not end the engine's thread.
-        let told = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
-        if told.is_err() {
+        let called = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
+        if called.is_err() {
             tracing::error!("a callback of the disk tier panicked at the end of {self:?}");
         }
     }
@@ -277,7 +277,7 @@ fn check(op: &mut Op) -> io::Result<()> {
     let memory = match op.buf.as_mut() {
         None => None,
         Some(Buf::Own(buf)) => Some((buf.as_ptr(), buf.len() as u64)),
-        Some(Buf::Into(part)) => Some((part.as_mut_ptr().cast_const(), part.room())),
+        Some(Buf::Into(part)) => Some((part.as_mut_ptr().cast_const(), part.capacity())),
         Some(Buf::From(slot)) => Some((slot.as_ptr(), slot.padded_len())),
     };
     let fits = match op.kind {
@@ -305,7 +305,7 @@ fn check(op: &mut Op) -> io::Result<()> {
         Some((at, _)) if !(at.addr() as u64).is_multiple_of(BLOCK) => {
             "the memory must begin at a whole block".to_owned()
         }
-        Some((_, room)) if op.len > room => format!("the buffer has only {room} bytes"),
+        Some((_, capacity)) if op.len > capacity => format!("the buffer has only {capacity} bytes"),
         Some(_) => return Ok(()),
     };
     let why = format!("{op:?}: {why}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
+use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
 use super::task::{Later, Step, Task, stopped};
 use super::{FileId, Kind, abandoned_error, raw};
 
@@ -186,7 +186,7 @@ impl Engine for Threads {
     fn stop(&self) {
         self.shared.queue.lock().stopping = true;
         self.shared.more.notify_all();
-        if !self.crew.wait(STOP_PATIENCE) {
+        if !self.crew.wait(STOP_TIMEOUT) {
             tracing::warn!("threads of the disk tier are still busy; they end by themselves");
         }
     }

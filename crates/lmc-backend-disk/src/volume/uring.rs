@@ -18,7 +18,7 @@ use io_uring::{IoUring, opcode, squeue};
 use lmc_memory::Arena;
 use parking_lot::Mutex;
 
-use super::engine::{Crew, Engine, STOP_PATIENCE, end_aside};
+use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
 use super::fixed_files::FixedFiles;
 use super::pool_buffers::PoolBuffers;
 use super::raw::Wake;
@@ -76,15 +76,15 @@ impl Uring {
         };
         let shared = Arc::clone(&this.shared);
         let depth = this.depth;
-        let (tell, told) = mpsc::sync_channel(1);
+        let (send, received) = mpsc::sync_channel(1);
         this.crew.spawn("lmc-disk-uring".to_owned(), move || {
             // Made here, since a ring may be told to take orders from its maker only.
             let ring = match open_ring(depth) {
                 Ok(ring) => ring,
-                Err(error) => return drop(tell.send(Err(error))),
+                Err(error) => return drop(send.send(Err(error))),
             };
             let mut ring = Ring::new(ring, shared, depth, arena);
-            if tell.send(Ok(())).is_err() {
+            if send.send(Ok(())).is_err() {
                 return;
             }
             if let Err(error) = ring.run() {
@@ -95,7 +95,8 @@ impl Uring {
                 );
             }
         })?;
-        told.recv()
+        received
+            .recv()
             .map_err(|_| io::Error::other("the ring's thread ended at once"))??;
         Ok(this)
     }
@@ -118,7 +119,7 @@ fn open_ring(depth: u32) -> io::Result<IoUring> {
     }
     let nop = opcode::Nop::new().build();
     // SAFETY: it names no memory and no file.
-    unsafe { ring.submission().push(&nop) }.expect("an empty queue has room");
+    unsafe { ring.submission().push(&nop) }.expect("an empty queue has capacity");
     ring.submit_and_wait(1)?;
     let answer = ring.completion().next().map(|answer| answer.result());
     match answer {
@@ -132,7 +133,7 @@ fn open_ring(depth: u32) -> io::Result<IoUring> {
 #[derive(Debug)]
 struct Queued {
     task: Task,
-    place: Option<u32>,
+    file_index: Option<u32>,
 }
 
 /// Tasks that the kernel has, by the number it knows them by.
@@ -156,7 +157,10 @@ impl InFlight {
 
     /// Takes a task in; there must be room.
     fn insert(&mut self, queued: Queued) -> (u32, &mut Queued) {
-        let index = self.free.pop().expect("the caller looks for room first");
+        let index = self
+            .free
+            .pop()
+            .expect("the caller checks the capacity first");
         self.count += 1;
         (index, self.tasks[index as usize].insert(queued))
     }
@@ -168,7 +172,7 @@ impl InFlight {
         Some(queued)
     }
 
-    fn has_room(&self) -> bool {
+    fn has_capacity(&self) -> bool {
         !self.free.is_empty()
     }
 }
@@ -234,11 +238,11 @@ impl Ring {
                 if self.in_flight.count == 0 {
                     return Ok(());
                 }
-                let patience_ends = since + STOP_PATIENCE;
-                if Instant::now() >= patience_ends {
+                let timeout_ends = since + STOP_TIMEOUT;
+                if Instant::now() >= timeout_ends {
                     return Err(io::Error::from(io::ErrorKind::TimedOut));
                 }
-                until = Some(patience_ends);
+                until = Some(timeout_ends);
             }
             self.register_pool();
             self.arm_wake();
@@ -264,8 +268,8 @@ impl Ring {
                     let Some(task) = task.unless_refused() else {
                         continue;
                     };
-                    let place = self.files.enter(&task, &self.ring.submitter());
-                    self.waiting.push_back(Queued { task, place });
+                    let file_index = self.files.enter(&task, &self.ring.submitter());
+                    self.waiting.push_back(Queued { task, file_index });
                 }
             }
         }
@@ -280,7 +284,7 @@ impl Ring {
     }
 
     fn end(&mut self, queued: Queued, result: io::Result<()>) {
-        self.files.leave(queued.place, &self.ring.submitter());
+        self.files.leave(queued.file_index, &self.ring.submitter());
         queued.task.end(result);
     }
 
@@ -302,7 +306,7 @@ impl Ring {
             .build()
             .user_data(WAKE);
         // SAFETY: it names no memory, and a file that outlives the ring.
-        unsafe { self.ring.submission().push(&poll) }.expect("the queue has a place for the poll");
+        unsafe { self.ring.submission().push(&poll) }.expect("the queue has an entry for the poll");
         self.wake_armed = true;
     }
 
@@ -310,7 +314,7 @@ impl Ring {
     fn fill(&mut self) {
         let mut unwanted = Vec::new();
         let mut submission = self.ring.submission();
-        while self.in_flight.has_room() {
+        while self.in_flight.has_capacity() {
             let Some(queued) = self.waiting.pop_front() else {
                 break;
             };
@@ -322,7 +326,7 @@ impl Ring {
             let entry = entry(queued, &self.pool).user_data(u64::from(index));
             // SAFETY: the memory and the file belong to the task, which stays in `in_flight`
             // until the completion is there and is leaked if it never comes.
-            unsafe { submission.push(&entry) }.expect("the queue has a place for every task");
+            unsafe { submission.push(&entry) }.expect("the queue has an entry for every task");
         }
         drop(submission);
         for queued in unwanted {
@@ -420,8 +424,8 @@ impl Ring {
 /// The kernel's order for what is left of a task.
 fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
     let task = &mut queued.task;
-    let (fd, flags) = match queued.place {
-        Some(place) => (Fd(place as i32), squeue::Flags::FIXED_FILE),
+    let (fd, flags) = match queued.file_index {
+        Some(index) => (Fd(index as i32), squeue::Flags::FIXED_FILE),
         None => (Fd(task.file().file.as_raw_fd()), squeue::Flags::empty()),
     };
     let (offset, left) = (task.offset(), task.left());
@@ -519,7 +523,7 @@ impl Engine for Uring {
             .get_or_insert_with(Instant::now);
         self.shared.wake.ring();
         // The thread gives up by itself; a little more, so that it can.
-        if !self.crew.wait(STOP_PATIENCE + Duration::from_secs(2)) {
+        if !self.crew.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
             tracing::warn!("the ring of the disk tier is still busy; it ends by itself");
         }
     }
@@ -547,15 +551,15 @@ mod tests {
             std::fs::File::open("/dev/null").unwrap(),
             false,
         ));
-        let (tell, told) = mpsc::channel();
+        let (send, received) = mpsc::channel();
         let mut in_flight = InFlight::new(4);
         for (kind, buf) in [
             (Kind::Read, Buf::Into(Part::whole(into))),
             (Kind::Write, Buf::From(from)),
             (Kind::Read, Buf::Own(AlignedBuf::new(BLOCK))),
         ] {
-            let tell = tell.clone();
-            let done = Box::new(move |done: Done| tell.send(done).unwrap());
+            let send = send.clone();
+            let done = Box::new(move |done: Done| send.send(done).unwrap());
             let buf = Some(buf);
             let op = Op {
                 kind,
@@ -569,14 +573,17 @@ mod tests {
             let task = Task::new(op, Some(Arc::clone(&file)))
                 .unless_refused()
                 .unwrap();
-            in_flight.insert(Queued { task, place: None });
+            in_flight.insert(Queued {
+                task,
+                file_index: None,
+            });
         }
-        let quiet = in_flight.remove(1).unwrap();
+        let second = in_flight.remove(1).unwrap();
         assert!(in_flight.remove(1).is_none() && in_flight.remove(99).is_none());
-        in_flight.insert(quiet);
+        in_flight.insert(second);
         drop(in_flight);
         for _ in 0..3 {
-            let done = told.try_recv().unwrap();
+            let done = received.try_recv().unwrap();
             assert!(done.buf.is_none());
             assert_eq!(done.result.unwrap_err().kind(), io::ErrorKind::TimedOut);
         }

@@ -395,7 +395,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
             done.stayed
         );
     }
-    if done.no_room {
+    if done.no_space {
         text += "it ended early: the file system has no room to move chunks to; free some, and \
                  run it again\n";
     }
@@ -407,7 +407,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
             "moved": done.moved,
             "lost": done.lost,
             "stayed": done.stayed,
-            "no_room": done.no_room,
+            "no_room": done.no_space,
         }),
     ))
 }

@@ -85,7 +85,7 @@ fn sync(file: FileId) -> Ask {
 }
 
 fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)> {
-    let (tell, told) = mpsc::channel();
+    let (send, received) = mpsc::channel();
     let ops = asks.into_iter().enumerate().map(|(i, ask)| {
         let Ask {
             kind,
@@ -94,8 +94,8 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
             len,
             buf,
         } = ask;
-        let tell = tell.clone();
-        let done = Box::new(move |done| drop(tell.send((i, done))));
+        let send = send.clone();
+        let done = Box::new(move |done| drop(send.send((i, done))));
         Op {
             kind,
             file,
@@ -107,21 +107,21 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
         }
     });
     volume.submit(ops.collect());
-    told
+    received
 }
 
 /// Asks, waits for all, and gives the ends in the order of the questions.
 fn ask(volume: &FolderVolume, asks: Vec<Ask>) -> Vec<Done> {
     let count = asks.len();
-    let told = start(volume, asks);
+    let received = start(volume, asks);
     let mut ends: Vec<Option<Done>> = (0..count).map(|_| None).collect();
     for _ in 0..count {
-        let (i, done) = told
+        let (i, done) = received
             .recv_timeout(DEADLINE)
             .expect("an operation did not end");
         assert!(ends[i].replace(done).is_none(), "an operation ended twice");
     }
-    assert!(told.try_recv().is_err(), "an operation ended twice");
+    assert!(received.try_recv().is_err(), "an operation ended twice");
     ends.into_iter().map(Option::unwrap).collect()
 }
 
@@ -381,10 +381,10 @@ fn many(volume: &FolderVolume) {
     let reads = (0..800)
         .map(|i| read(file, i * BLOCK % MIB, BLOCK))
         .collect();
-    let told = start(volume, reads);
+    let received = start(volume, reads);
     volume.close(file);
     for _ in 0..800 {
-        let (i, done) = told
+        let (i, done) = received
             .recv_timeout(DEADLINE)
             .expect("an operation did not end");
         done.result.unwrap();
@@ -442,26 +442,27 @@ fn askers(volume: FolderVolume, pool: &Pool) {
     ask_one(&volume, read(file, 0, BLOCK)).unwrap();
 
     let volume = Arc::new(volume);
-    let (tell, told) = mpsc::channel();
+    let (send, received) = mpsc::channel();
     let asker = Arc::clone(&volume);
     let next = op(Box::new(move |done: Done| {
-        tell.send(done.result.is_ok()).unwrap()
+        send.send(done.result.is_ok()).unwrap()
     }));
     volume.submit(vec![op(Box::new(move |_| asker.submit(vec![next])))]);
-    assert!(told.recv_timeout(DEADLINE).unwrap());
+    assert!(received.recv_timeout(DEADLINE).unwrap());
 
     // The last owner is a callback, on the engine's own thread.
-    let (tell, told) = mpsc::channel();
+    let (send, received) = mpsc::channel();
     let (go, wait) = mpsc::channel();
     let last = Arc::clone(&volume);
     volume.submit(vec![op(Box::new(move |_| {
         wait.recv_timeout(DEADLINE).unwrap();
         drop(last);
-        tell.send(()).unwrap();
+        send.send(()).unwrap();
     }))]);
     drop(volume);
     go.send(()).unwrap();
-    told.recv_timeout(DEADLINE)
+    received
+        .recv_timeout(DEADLINE)
         .expect("dropping the volume in a callback hangs");
 }
 
@@ -476,10 +477,10 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
             }
         })
         .collect();
-    let told = start(volume, asks);
+    let received = start(volume, asks);
     volume.stop();
     let ends: Vec<_> = (0..40)
-        .map(|_| told.recv_timeout(DEADLINE).unwrap())
+        .map(|_| received.recv_timeout(DEADLINE).unwrap())
         .collect();
     let stopped = ends.iter().filter(|(_, done)| done.result.is_err()).count();
     println!("{stopped} of 40 were stopped");
@@ -492,7 +493,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     // Whoever asks after the stop may hold a lock that its callback takes.
     let lock = Arc::new(Mutex::new(()));
     let held = lock.lock();
-    let (tell, told) = mpsc::channel();
+    let (send, received) = mpsc::channel();
     let ops = [
         read(file, 0, BLOCK),
         read(FileId(777), 0, BLOCK),
@@ -507,10 +508,10 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
              len,
              buf,
          }| {
-            let (tell, lock) = (tell.clone(), Arc::clone(&lock));
+            let (send, lock) = (send.clone(), Arc::clone(&lock));
             let done = Box::new(move |done: Done| {
                 drop(lock.lock());
-                tell.send(done.result.is_err()).unwrap();
+                send.send(done.result.is_err()).unwrap();
             });
             Op {
                 kind,
@@ -527,7 +528,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     drop(held);
     for _ in 0..3 {
         assert!(
-            told.recv_timeout(DEADLINE).unwrap(),
+            received.recv_timeout(DEADLINE).unwrap(),
             "nothing runs after the stop"
         );
     }
@@ -538,7 +539,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
 /// An operation that nobody waits for does not begin; its memory comes back.
 fn abandoned(volume: &FolderVolume) {
     let file = volume.open("abandoned", Some(BLOCK)).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (send, received) = mpsc::channel();
     let op = Op {
         kind: Kind::Write,
         file,
@@ -546,10 +547,10 @@ fn abandoned(volume: &FolderVolume) {
         len: BLOCK,
         buf: Some(own(BLOCK, 77 * BLOCK)),
         abandoned: Some(Arc::new(AtomicBool::new(true))),
-        done: Box::new(move |done| drop(tell.send(done))),
+        done: Box::new(move |done| drop(send.send(done))),
     };
     volume.submit(vec![op]);
-    let done: Done = told.recv_timeout(DEADLINE).expect("an end");
+    let done: Done = received.recv_timeout(DEADLINE).expect("an end");
     assert!(is_abandoned(&done.result.unwrap_err()));
     assert!(done.buf.is_some());
     let read = ask_one(volume, read(file, 0, BLOCK)).unwrap();
@@ -669,7 +670,7 @@ fn quick_look() {
         let volume = FolderVolume::open(&dir, config).unwrap();
         let file = volume.open("look", Some(1 << 30)).unwrap();
         for kind in [Kind::Write, Kind::Write, Kind::Read] {
-            let (tell, told) = mpsc::channel();
+            let (send, received) = mpsc::channel();
             let begin = Instant::now();
             let cpu = cpu_time();
             let mut free: Vec<_> = (0..16)
@@ -682,11 +683,13 @@ fn quick_look() {
                 })
                 .collect();
             for i in 0..1024 {
-                let buf = free.pop().or_else(|| told.recv_timeout(DEADLINE).unwrap());
-                let tell = tell.clone();
+                let buf = free
+                    .pop()
+                    .or_else(|| received.recv_timeout(DEADLINE).unwrap());
+                let send = send.clone();
                 let done = Box::new(move |done: Done| {
                     done.result.unwrap();
-                    tell.send(done.buf).unwrap();
+                    send.send(done.buf).unwrap();
                 });
                 let op = Op {
                     kind,
@@ -700,7 +703,7 @@ fn quick_look() {
                 volume.submit(vec![op]);
             }
             for _ in 0..16 {
-                drop(told.recv_timeout(DEADLINE).unwrap());
+                drop(received.recv_timeout(DEADLINE).unwrap());
             }
             let took = begin.elapsed().as_secs_f64();
             println!(

@@ -19,13 +19,13 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let tier = open(&volume, SETTINGS).expect("a new drive");
     let held = volume.hold_names();
     let begun = Instant::now();
-    let patience = begun + Duration::from_millis(50);
-    let late = store_batch(&tier, vec![item(&pool, 0), item(&pool, 1)], patience);
+    let timeout = begun + Duration::from_millis(50);
+    let late = store_batch(&tier, vec![item(&pool, 0), item(&pool, 1)], timeout);
     let late = late
         .iter()
         .all(|late| matches!(late, Err(BackendError::Deadline)));
     assert!(late && begun.elapsed() < Duration::from_secs(3));
-    // Whoever has more patience waits, and holds nobody else up.
+    // Whoever has more timeout waits, and holds nobody else up.
     thread::scope(|scope| {
         let waits = scope.spawn(|| store_batch(&tier, vec![item(&pool, 2)], soon()));
         assert!(!is_there(&tier, &pool, 3));

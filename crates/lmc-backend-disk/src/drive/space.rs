@@ -1,4 +1,4 @@
-//! Room for chunks. Segments are made one ahead of need, and given back where there are too many,
+//! Allocation for chunks. Segments are made one ahead of need, and given back where there are too many,
 //! on a thread of the drive's own: a file system may take its time for that, and nobody who
 //! stores waits for it beyond a deadline.
 
@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use super::{SegmentFile, Shared, State, is_full};
 use crate::counters::count;
 use crate::format::{RECORD_LEN, blocks};
-use crate::index::{Extent, Room};
+use crate::index::{Allocation, Extent};
 use crate::log::segment_name;
 use crate::volume::BLOCK;
 
@@ -34,7 +34,7 @@ pub(super) struct Growth {
 
 /// Wakes the thread.
 #[derive(Debug, Default)]
-pub(super) struct RoomWork {
+pub(super) struct SpaceWork {
     wake: Condvar,
     /// Held while files of segments are made or removed.
     files: Mutex<()>,
@@ -66,30 +66,30 @@ impl Shared {
 
     /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
     /// begin in the order in which they came.
-    pub(super) fn place(self: &Arc<Self>, item: StoreItem) {
+    pub(super) fn write_or_park(self: &Arc<Self>, item: StoreItem) {
         let mut state = self.state.lock();
         if state.growth.parked.is_empty() {
-            self.place_first(state, item);
+            self.write_first(state, item);
         } else {
             state.growth.parked.push_back(item);
         }
     }
 
     /// Starts to write the chunks that waited, up to the first for which there is no segment.
-    fn place_parked(self: &Arc<Self>) {
+    fn write_parked(self: &Arc<Self>) {
         loop {
             let mut state = self.state.lock();
             let Some(item) = state.growth.parked.pop_front() else {
                 return;
             };
-            if !self.place_first(state, item) {
+            if !self.write_first(state, item) {
                 return;
             }
         }
     }
 
     /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
-    fn place_first(self: &Arc<Self>, mut state: MutexGuard<'_, State>, item: StoreItem) -> bool {
+    fn write_first(self: &Arc<Self>, mut state: MutexGuard<'_, State>, item: StoreItem) -> bool {
         let (key, len) = (item.key, item.slot.len());
         let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
         let found = if state.growth.over {
@@ -97,7 +97,7 @@ impl Shared {
         } else if doomed {
             Found::No(|_| Ok(Stored::Declined))
         } else {
-            self.take_room(&mut state, len)
+            self.allocate(&mut state, len)
         };
         match found {
             Found::Extent(extent, file) => {
@@ -116,49 +116,49 @@ impl Shared {
         true
     }
 
-    fn take_room(&self, state: &mut State, len: u64) -> Found {
+    fn allocate(&self, state: &mut State, len: u64) -> Found {
         let full: fn(u64) -> _ = |needed| Err(BackendError::Full { needed });
         let may_grow = self.may_grow(state);
         let victims = self.condition.may_give_up();
-        let room = state.index.take_room(len, may_grow, victims.as_deref());
-        let extent = match room {
-            Room::Extent(extent) => extent,
-            Room::Begun { extent, begin, .. } => {
+        let allocation = state.index.allocate(len, may_grow, victims.as_deref());
+        let extent = match allocation {
+            Allocation::Extent(extent) => extent,
+            Allocation::Begun { extent, begin, .. } => {
                 state.queue.push(begin, None);
                 if state.segments_made > self.max_segments() {
-                    self.want_room(state);
+                    self.request_space(state);
                 }
                 extent
             }
-            Room::MayGrow => {
-                self.want_room(state);
+            Allocation::MayGrow => {
+                self.request_space(state);
                 return Found::Later;
             }
-            Room::Busy => return Found::No(full),
+            Allocation::Busy => return Found::No(full),
             // Refused before it came here.
-            Room::TooLarge { .. } => return Found::No(full),
+            Allocation::TooLarge { .. } => return Found::No(full),
         };
-        let segment = extent.place.segment;
+        let segment = extent.location.segment;
         let Some(file) = state.files[segment as usize] else {
             return Found::No(full);
         };
         state.index.enter(segment, false);
         if may_grow && state.index.runs_low() {
-            self.want_room(state);
+            self.request_space(state);
         }
         Found::Extent(extent, file)
     }
 
     /// Finds room for a chunk that costs no other, and waits for a segment to be made if it must.
-    pub(super) fn take_spare_room(&self, len: u64) -> Option<(Extent, SegmentFile)> {
-        if !self.state.lock().index.has_spare_room(len) {
+    pub(super) fn allocate_spare(&self, len: u64) -> Option<(Extent, SegmentFile)> {
+        if !self.state.lock().index.has_spare_space(len) {
             self.grow();
         }
         let mut state = self.state.lock();
-        if !state.index.has_spare_room(len) {
+        if !state.index.has_spare_space(len) {
             return None;
         }
-        match self.take_room(&mut state, len) {
+        match self.allocate(&mut state, len) {
             Found::Extent(extent, file) => Some((extent, file)),
             Found::Later | Found::No(_) => None,
         }
@@ -175,14 +175,14 @@ impl Shared {
         if self.condition.cannot_grow() {
             let mut state = self.state.lock();
             if self.may_grow(&state) {
-                self.want_room(&mut state);
+                self.request_space(&mut state);
             }
         }
     }
 
-    fn want_room(&self, state: &mut State) {
+    fn request_space(&self, state: &mut State) {
         state.growth.wanted = true;
-        self.room.wake.notify_one();
+        self.space.wake.notify_one();
     }
 
     /// Lets the thread evict what exceeds the capacity, which may be smaller than before.
@@ -196,22 +196,22 @@ impl Shared {
                 segment_bytes = self.header.segment_bytes,
                 "drive holds more than its size; its oldest segments are evicted"
             );
-            self.want_room(&mut state);
+            self.request_space(&mut state);
         }
     }
 
     /// Lets the thread end.
-    pub(super) fn end_room(&self) {
+    pub(super) fn end_space_thread(&self) {
         self.state.lock().growth.over = true;
-        self.room.wake.notify_one();
+        self.space.wake.notify_one();
     }
 
     /// The thread: makes and gives back segments until the drive stops.
-    pub(super) fn make_room(self: Arc<Self>) {
-        while self.is_room_wanted() {
+    pub(super) fn run_space_thread(self: Arc<Self>) {
+        while self.is_space_wanted() {
             self.shrink();
             self.grow();
-            self.place_parked();
+            self.write_parked();
         }
         // Their slots are free; the drive answers for them.
         let parked = self.take_parked();
@@ -224,7 +224,7 @@ impl Shared {
     }
 
     /// Waits for something to do. False when all is over.
-    fn is_room_wanted(&self) -> bool {
+    fn is_space_wanted(&self) -> bool {
         let mut state = self.state.lock();
         loop {
             if state.growth.over {
@@ -234,12 +234,12 @@ impl Shared {
                 return true;
             }
             if state.segments_made <= self.max_segments() {
-                self.room.wake.wait(&mut state);
+                self.space.wake.wait(&mut state);
                 continue;
             }
             // A segment that was read or written a moment ago may be idle now.
             let waited = self
-                .room
+                .space
                 .wake
                 .wait_for(&mut state, self.settings.probe_every);
             if waited.timed_out() {
@@ -250,7 +250,7 @@ impl Shared {
 
     /// Makes a segment, if there is none to begin and there may be more.
     fn grow(&self) {
-        let _one_at_a_time = self.room.files.lock();
+        let _one_at_a_time = self.space.files.lock();
         let segment = {
             let state = self.state.lock();
             // One that failed is tried again, needed or not.
@@ -337,7 +337,7 @@ impl Shared {
 
     /// Gives the file of an empty segment back to the file system. False when it is not empty.
     pub(super) fn give_back(&self, segment: u32) -> io::Result<bool> {
-        let _one_at_a_time = self.room.files.lock();
+        let _one_at_a_time = self.space.files.lock();
         let file = {
             let mut state = self.state.lock();
             if !state.index.unmake(segment) {
