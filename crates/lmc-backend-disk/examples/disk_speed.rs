@@ -104,7 +104,7 @@ fn tier(
     arena: &Arc<Arena>,
     io: DiskIo,
 ) -> Result<Arc<DiskBackend>, Failure> {
-    // Room for what is there twice: segments are given up whole.
+    // Space for chunks that are stored twice: segments are evicted whole.
     let config = DiskConfig::new([folder], 2 * bytes + (1 << 30))
         .with_keep_free(0)
         .with_new_drives()

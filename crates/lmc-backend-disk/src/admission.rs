@@ -7,8 +7,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Admits what was offered before: a chunk that comes once and never again is not written.
 ///
-/// Remembers the latest offers by 32 bits each in a table where a later one takes the place of
-/// an earlier; a chance likeness admits a chunk too early, which costs a write and no more.
+/// Remembers the latest offers by 32 bits each in a table where a later one replaces
+/// an earlier one; a collision admits a chunk too early, which costs a write and no more.
 #[derive(Debug)]
 pub(crate) struct Admission {
     offers: Box<[AtomicU32]>,
@@ -28,7 +28,7 @@ impl Default for Admission {
 }
 
 impl Admission {
-    /// Whether the chunk was offered before. Remembers that it was.
+    /// Returns true if the chunk was offered before, and remembers this offer.
     pub(crate) fn admit(&self, key: &ChunkKey) -> bool {
         let hash = xxh3_64_with_seed(&key.to_bytes(), 0);
         // 0 stands for nothing.

@@ -26,7 +26,7 @@ use crate::volume::BLOCK;
 ///
 /// Made by [`crate::DiskConfig::open`]. Chunks are spread over the drives by their hash; a drive
 /// that fails is taken out, its chunks become misses, and it is looked at again from time to
-/// time. [`Backend::store`] answers when a chunk and its place in the index are durable.
+/// time. [`Backend::store`] answers when a chunk and its index entry are durable.
 #[derive(Debug)]
 pub struct DiskBackend {
     drives: Arc<[Drive]>,
@@ -64,7 +64,7 @@ impl DiskBackend {
         &self.unreachable
     }
 
-    /// What was counted so far, all drives together.
+    /// Returns the counters of all drives together.
     pub fn stats(&self) -> DiskStats {
         let mut stats = self.counters.read();
         for drive in self.drives.iter() {
@@ -73,7 +73,7 @@ impl DiskBackend {
         stats
     }
 
-    /// What all drives hold together.
+    /// Returns the usage of all drives together.
     pub fn held(&self) -> Usage {
         let (mut chunks, mut bytes, mut capacity) = (0, 0, 0);
         for drive in self.drives.iter() {
@@ -85,12 +85,12 @@ impl DiskBackend {
         Usage::new(chunks, bytes).with_capacity(capacity)
     }
 
-    /// How bytes move on each drive, for people: `io_uring, direct I/O`, and so on.
+    /// Describes the I/O of each drive for people: `io_uring, direct I/O`, and so on.
     pub fn describe(&self) -> Vec<String> {
         self.drives.iter().map(Drive::describe).collect()
     }
 
-    /// How each drive is.
+    /// Returns the health of each drive.
     pub fn drive_health(&self) -> Vec<Health> {
         self.drives.iter().map(Drive::health).collect()
     }
@@ -254,9 +254,9 @@ impl DiskBackend {
         // Each drive is asked: one that was out may have kept an older copy.
         let count = self.drives.len();
         let batch = Batch::new(keys.len() * count);
-        for (place, key) in keys.iter().enumerate() {
+        for (index, key) in keys.iter().enumerate() {
             for (number, drive) in self.drives.iter().enumerate() {
-                drive.remove(key, (Arc::clone(&batch), place * count + number));
+                drive.remove(key, (Arc::clone(&batch), index * count + number));
             }
         }
         let (answers, _) = batch.all(&self.timer, deadline, || None).await;
@@ -383,31 +383,31 @@ impl Backend for DiskBackend {
         if self.closed() {
             return Box::pin(std::future::ready(Err(BackendError::Closed)));
         }
-        // A place: drive, segment, block. One more than it, so that 0 lies before all.
+        // A location: drive, segment, block; plus one, so that 0 lies before all.
         let raw = cursor.raw();
         let mut drive = (raw >> 64) as usize;
         let mut after = (raw as u64)
             .checked_sub(1)
-            .map(|place| ((place >> 32) as u32, place as u32));
+            .map(|location| ((location >> 32) as u32, location as u32));
         let mut page = Page::default();
         while drive < self.drives.len() && page.items.len() < limit {
-            let room = limit - page.items.len();
-            let found = self.drives[drive].list(after, room);
+            let missing = limit - page.items.len();
+            let found = self.drives[drive].list(after, missing);
             after = found
                 .last()
                 .map(|last| (last.location.segment, last.location.block));
             let items = found.iter().map(|found| Listed::new(found.key, found.len));
             page.items.extend(items);
-            if found.len() < room {
+            if found.len() < missing {
                 drive += 1;
                 after = None;
             }
         }
         page.next = (drive < self.drives.len()).then(|| {
-            let place = after.map_or(0, |(segment, block)| {
+            let location = after.map_or(0, |(segment, block)| {
                 (u64::from(segment) << 32 | u64::from(block)) + 1
             });
-            Cursor::from_raw((drive as u128) << 64 | u128::from(place))
+            Cursor::from_raw((drive as u128) << 64 | u128::from(location))
         });
         Box::pin(std::future::ready(Ok(page)))
     }
@@ -478,7 +478,7 @@ impl Backend for DiskBackend {
 
 impl Drop for DiskBackend {
     fn drop(&mut self) {
-        // A close that nobody waits for any more holds the drives too.
+        // A close that no caller waits for any more holds the drives too.
         self.drives.iter().for_each(Drive::give_up);
     }
 }

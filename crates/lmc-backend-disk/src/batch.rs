@@ -18,7 +18,7 @@ use crate::timer::{Expire, Timer};
 #[derive(Debug)]
 pub(crate) struct Batch<T> {
     state: Mutex<State<T>>,
-    /// True once nobody waits for the answers any more.
+    /// True once no caller waits for the answers any more.
     abandoned: Arc<AtomicBool>,
 }
 
@@ -60,13 +60,13 @@ impl<T: Send + 'static> Batch<T> {
         }
     }
 
-    /// Returns the flag that is set when nobody waits for the answers any more.
+    /// Returns the flag that is set when no caller waits for the answers any more.
     pub(crate) fn abandoned(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.abandoned)
     }
 
     /// Yields the answers as they come. Keys that have none at the deadline are answered by
-    /// `late`, which is told which they are.
+    /// `late`, which gets their indices.
     pub(crate) fn answers<'a>(
         self: Arc<Self>,
         timer: &'a Timer,
@@ -156,7 +156,7 @@ where
 impl<T: Send + 'static, F> Drop for Answering<'_, T, F> {
     fn drop(&mut self) {
         self.batch.abandoned.store(true, Ordering::Relaxed);
-        // Slots of answers that nobody takes go back now, and not with the batch.
+        // Slots of answers that no caller takes go back now, and not with the batch.
         let unread = mem::take(&mut self.batch.state.lock().ready);
         drop(unread);
     }

@@ -13,13 +13,13 @@ use crate::error::DiskError;
 use crate::format::DRIVE_MAGIC;
 use crate::volume::PROBE;
 
-/// How long a folder may go on being in use.
+/// Time that an open waits for a folder that is in use.
 const TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the file whose lock says that a folder is in use.
 const LOCK: &str = "lock";
-/// What that file begins with, when anything stands in it.
+/// First bytes of the lock file, unless it is empty.
 const SIGN: &[u8] = b"pid ";
-/// What a file system makes in its topmost folder.
+/// Folder that a file system makes in its root.
 const OF_THE_FILE_SYSTEM: &str = "lost+found";
 
 /// Takes a folder until the file is closed. What is in it stays as it is; an empty one has the
@@ -42,7 +42,7 @@ pub(crate) fn claim(path: &Path) -> Result<File, DiskError> {
         .write(true)
         .create(true)
         .truncate(false)
-        // Whoever owns what a link points to has not asked for a lock.
+        // A link may point to a file of another user, who has not asked for a lock.
         .custom_flags(libc::O_NOFOLLOW)
         .open(path.join(LOCK))
         .map_err(refused)?;
@@ -53,7 +53,7 @@ pub(crate) fn claim(path: &Path) -> Result<File, DiskError> {
             Err(TryLockError::WouldBlock) => {}
             Err(TryLockError::Error(error)) => return Err(refused(error)),
         }
-        // Whoever has it may be on its way out.
+        // The process that holds it may be ending.
         if begun.elapsed() < TIMEOUT {
             thread::sleep(Duration::from_millis(20));
             continue;
@@ -75,7 +75,7 @@ pub(crate) fn sign(lock: &File) {
     let _ = lock.write_all_at(name.as_bytes(), 0);
 }
 
-/// Whether a folder holds a drive, or nothing but what the making of one may have left.
+/// Returns true if a folder holds a drive, or only the files that an unfinished creation left.
 pub(crate) fn may_be_ours(path: &Path) -> io::Result<bool> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
@@ -94,7 +94,7 @@ pub(crate) fn may_be_ours(path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether a file is there, is itself no link to somebody's, and begins as a drive's header.
+/// Returns true if a file exists, is not a link, and begins as a drive's header.
 fn is_header(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(about) => Ok(about.is_file() && begin(path, &DRIVE_MAGIC)? == DRIVE_MAGIC),
@@ -103,7 +103,7 @@ fn is_header(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Whether a file is empty or holds what [`sign`] writes.
+/// Returns true if a file is empty or holds what [`sign`] writes.
 fn is_lock(path: &Path) -> io::Result<bool> {
     let begin = begin(path, SIGN)?;
     Ok(begin.is_empty() || begin == SIGN)

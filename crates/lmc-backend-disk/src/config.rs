@@ -1,4 +1,4 @@
-//! How the tier is set up, and opening it.
+//! Configuration of the tier, and opening it.
 
 use std::fs::{self, File};
 use std::io;
@@ -27,12 +27,12 @@ use crate::volume::{
     BLOCK, EngineChoice, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium,
 };
 
-/// What a drive's folder is made under before it is whole.
+/// Name of a drive's header file until it is complete.
 pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 /// Least bytes of a drive.
 const MIN_SIZE: u64 = 4 << 20;
 
-/// How bytes are moved.
+/// I/O engine that moves bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DiskIo {
@@ -52,7 +52,7 @@ pub enum Admit {
     /// All that are offered.
     #[default]
     Always,
-    /// Those that are offered a second time: spares the drive what never comes again.
+    /// Store only chunks that are offered a second time, which reduces drive wear.
     SecondTouch,
 }
 
@@ -156,7 +156,7 @@ impl DiskConfig {
         self
     }
 
-    /// Sets the bytes of a segment, for folders that are made anew. A chunk must fit into one.
+    /// Sets the bytes of a segment, for folders that are new. A chunk must fit into one.
     /// Default: a 64th of the drive's share, 64 MiB to 1 GiB; above 512 GiB, a 512th.
     pub fn with_segment_bytes(mut self, bytes: u64) -> Self {
         self.segment_bytes = Some(bytes);
@@ -193,8 +193,8 @@ impl DiskConfig {
         self
     }
 
-    /// Names the memory of the pool, so that the kernel can be told of it once instead of with
-    /// every read and write. Default: none.
+    /// Sets the memory of the pool, which is registered with the kernel once instead of with every
+    /// read and write. Default: none.
     pub fn with_arena(mut self, arena: Arc<Arena>) -> Self {
         self.arena = Some(arena);
         self
@@ -368,7 +368,7 @@ impl DiskConfig {
                 let smaller = size.min(available.max(enough_for(path)?));
                 warn!(
                     path = %path.display(),
-                    "{size} bytes were asked for, the file system has room for {available}; the drive \
+                    "{size} bytes were asked for, the file system has {available} free; the drive \
                      takes up to {smaller} until the next start"
                 );
                 smaller
@@ -495,7 +495,7 @@ fn least_for(segment_bytes: u64) -> u64 {
         .max(MIN_SIZE)
 }
 
-/// What a folder says of itself, if it holds a drive.
+/// Reads the header of a folder, if it holds a drive.
 fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
     let bytes = match fs::read(path.join(HEADER_NAME)) {
         Ok(bytes) => bytes,

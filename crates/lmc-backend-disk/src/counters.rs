@@ -1,4 +1,4 @@
-//! What the tier counts.
+//! Counters of the tier.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
 
-        /// What a disk tier counted since it was opened.
+        /// Counters of a disk tier since it was opened.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct DiskStats { $($(#[$doc])* pub $name: u64),* }
@@ -34,17 +34,17 @@ macro_rules! counters {
 counters! {
     /// Chunks written and acknowledged.
     written,
-    /// Their bytes.
+    /// Payload bytes of the written chunks.
     written_bytes,
     /// Chunks read, verified and handed over.
     read,
-    /// Their bytes.
+    /// Payload bytes of the chunks that were read.
     read_bytes,
     /// Chunks asked for that were not there.
     missed,
-    /// Chunks whose header was not theirs or was damaged: a miss, and the place is retired.
+    /// Chunks whose header was damaged or of another chunk: a miss, and the chunk is removed.
     bad_headers,
-    /// Chunks whose bytes did not match their checksum: a miss, and the place is retired.
+    /// Chunks whose bytes did not match their checksum: a miss, and the chunk is removed.
     bad_payloads,
     /// Chunks not kept, because too much was waiting to be written.
     declined_busy,

@@ -25,7 +25,7 @@ pub enum DiskError {
         /// The drive that was in the folder before, if it is known.
         expected: String,
     },
-    /// It is a file.
+    /// The path is a file.
     #[error("{path}: this is not a folder; name a folder for the drive's files")]
     NotAFolder {
         /// The file.
@@ -113,7 +113,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
     },
-    /// It was written by a later lmc, or is damaged where all begins.
+    /// The drive was written by a later lmc, or its header is damaged.
     #[error("{path}: {source}")]
     Format {
         /// The folder.

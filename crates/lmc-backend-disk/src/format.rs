@@ -22,13 +22,13 @@ pub const VERSION_WITH_SPACE_EPOCH: u32 = 3;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
-/// What the file that says what a folder is begins with.
+/// First bytes of a drive's header file.
 pub(crate) const DRIVE_MAGIC: [u8; 8] = *b"LMCDRIVE";
 const CHUNK_MAGIC: [u8; 8] = *b"LMCCHUNK";
 const FRAME_MAGIC: [u8; 8] = *b"LMCFRAME";
 const CHECKPOINT_MAGIC: [u8; 8] = *b"LMCCHKPT";
 
-/// Where the checksum of a block lies: in its last eight bytes.
+/// Offset of the checksum of a block: its last eight bytes.
 const SUM_AT: usize = BLOCK_LEN - 8;
 /// Bytes of a record in a frame and in a checkpoint.
 pub(crate) const RECORD_LEN: usize = 128;
@@ -40,7 +40,7 @@ const FRAME_SUM_AT: usize = 48;
 /// Why bytes are not the structure that was expected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum FormatError {
-    /// They do not begin as it does.
+    /// The bytes do not begin with the magic of this structure.
     #[error("this is no {what}")]
     Magic { what: &'static str },
     /// A later version.
@@ -221,7 +221,7 @@ fn block_intact(block: &[u8]) -> bool {
     xxh3_64(&block[..SUM_AT]) == sum
 }
 
-/// What a drive's folder is: the one block of its file `drive`.
+/// Header of a drive: the only block of its file `drive`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DriveHeader {
     /// Made at random when the folder was made; every chunk on the drive carries it.
@@ -283,13 +283,13 @@ pub(crate) struct ChunkHeader {
     pub(crate) payload_sum: u64,
 }
 
-/// Where a chunk lies, and in which use of its segment.
+/// Location of a chunk, with the use of its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location {
     pub(crate) segment: u32,
     /// The block of its header, from the start of the segment.
     pub(crate) block: u32,
-    /// How often the segment had been used before it was written.
+    /// Number of uses of the segment before this one.
     pub(crate) generation: u64,
 }
 
@@ -355,14 +355,14 @@ pub(crate) enum Record {
     Put(PutRecord),
     /// A chunk was removed by name.
     Remove { key: ChunkKey },
-    /// A segment is written anew from its start: whatever an earlier use left in it is gone.
+    /// A segment begins its next use: all chunks of earlier uses are gone.
     Begin { segment: u32, generation: u64 },
     /// Every chunk that this clear covers and that was stored before it is gone. Follows on the
     /// records of what the clear removed.
     Epoch(Clear),
 }
 
-/// What the index knows of a chunk.
+/// Entry of a chunk in the index and in the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PutRecord {
     pub(crate) key: ChunkKey,

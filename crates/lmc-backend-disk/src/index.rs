@@ -1,4 +1,4 @@
-//! What is where on one drive: chunks, segments, and which segment is written or given up next.
+//! Index of one drive: the chunks, the segments, and which segment is written or evicted next.
 //!
 //! Pure: no files, no clock. Changes come as [`Record`]s, the same at run time and at recovery.
 
@@ -21,13 +21,13 @@ struct Chunk {
     payload_sum: u64,
 }
 
-/// Where to find a chunk that is there.
+/// The segment of a chunk, and its index in the segment's list.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// That of its key.
     hash: u64,
     segment: u32,
-    /// Its place in the segment's list.
+    /// Index in the segment's list.
     at: u32,
 }
 
@@ -48,14 +48,14 @@ pub(crate) struct Segment {
     used: u32,
     /// Chunks of this use, in the order in which they came.
     list: Vec<Chunk>,
-    /// Those that are there, and their bytes.
+    /// Number of chunks that can be found.
     chunks: u32,
     bytes: u64,
     /// Loads since it was last passed over.
     hits: u32,
     /// Operations that read from it or write to it.
     busy: u32,
-    /// Whether a file of it exists.
+    /// True if the segment's file exists.
     made: bool,
     /// All was cleared while it was busy: it is free when it is not any more.
     cleared: bool,
@@ -69,16 +69,16 @@ pub(crate) struct Extent {
     pub(crate) blocks: u32,
 }
 
-/// Where room was found.
+/// Result of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Allocation {
     /// Here.
     Extent(Extent),
-    /// Here, at the start of a segment's next use, which the log must be told of.
+    /// At the start of a segment's next use, which must be logged.
     Begun {
         extent: Extent,
         begin: Record,
-        /// Whether the segment's file must be made first.
+        /// True if the segment's file must be made first.
         make: bool,
     },
     /// Nowhere: all segments are being read or written.
@@ -92,10 +92,10 @@ pub(crate) enum Allocation {
 /// Segments that a drive may have. Each is an open file, and a process may usually have as many
 /// of those; a greater number is damage.
 pub(crate) const MAX_SEGMENTS: u32 = 1 << 20;
-/// The last use of segments that is believed, which leaves room for all that follow on it; a
-/// greater number is damage.
+/// The last valid use of a segment, which leaves numbers for all that follow on it; a greater
+/// number is damage.
 const MAX_GENERATION: u64 = 1 << 63;
-/// How many segments that were read from are passed over before one is given up all the same.
+/// Segments that were read from and are passed over before one of them is evicted.
 const SECOND_CHANCES: usize = 16;
 
 #[derive(Debug)]
@@ -120,15 +120,15 @@ pub(crate) struct Index {
     evicted_segments: u64,
 }
 
-/// Chunks that are told of at a time.
+/// Chunks of a snapshot that are copied at a time.
 pub(crate) const SNAPSHOT_PART: usize = 4096;
 
-/// How far the telling of an index has come.
+/// Progress of a snapshot of an index.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     /// Of each segment when it began.
     generations: Vec<u64>,
-    /// The segment whose chunks are told of, and the next of them in its list.
+    /// The segment whose chunks are being copied, and the next of them in its list.
     segment: usize,
     at: usize,
 }
@@ -142,7 +142,7 @@ pub(crate) struct IndexSpace {
     pub(crate) generation: u64,
 }
 
-/// What an [`Index`] holds and did.
+/// Usage and counters of an [`Index`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct IndexUsage {
     pub(crate) chunks: u64,
@@ -427,9 +427,9 @@ impl Index {
         newest.unwrap_or(0) + 1
     }
 
-    /// Finds room for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
-    /// full answers [`Allocation::MayGrow`] before it gives one up. With `victims`, one of these is
-    /// given up if any, unless their files are all gone.
+    /// Allocates space for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
+    /// full answers [`Allocation::MayGrow`] before it evicts one. With `victims`, one of these is
+    /// evicted if any, unless their files are all gone.
     pub(crate) fn allocate(
         &mut self,
         len: u64,
@@ -482,7 +482,7 @@ impl Index {
         }
     }
 
-    /// Whether a chunk of `len` bytes finds room where nothing must be given up or made for it.
+    /// Returns true if a chunk of `len` bytes fits without an eviction and without a new segment.
     pub(crate) fn has_spare_space(&self, len: u64) -> bool {
         let needed = 1 + blocks(len);
         let active = self.active.map(|active| &self.segments[active as usize]);
@@ -520,7 +520,7 @@ impl Index {
         self.full.remove(at)
     }
 
-    /// Where a chunk is, if it is there.
+    /// Returns the entry of a chunk, if it is there.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
         let hash = hash_of(key);
         let locate = |entry: &Entry| {
@@ -534,7 +534,7 @@ impl Index {
         Some(segment.record(found.segment, chunk))
     }
 
-    /// Forgets a chunk if it is still the one at this place, because its bytes turned out wrong.
+    /// Removes a chunk whose bytes turned out wrong, if it is still the one at this location.
     pub(crate) fn retire(&mut self, found: &PutRecord) -> bool {
         self.find(&found.key) == Some(*found) && self.remove(&found.key)
     }
@@ -562,7 +562,7 @@ impl Index {
         }
     }
 
-    /// The chunks at the lowest places after `after`, at most `limit`, in the order of places.
+    /// Returns the chunks at the lowest locations after `after`, at most `limit`, in order.
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
         let mut found = Vec::new();
         let first = after.map_or(0, |(segment, _)| segment);
@@ -627,11 +627,11 @@ impl Index {
         }
     }
 
-    /// Tells the next part of a snapshot, up to [`SNAPSHOT_PART`] records. False when that was
-    /// the last.
+    /// Appends the next part of a snapshot, up to [`SNAPSHOT_PART`] records. Returns false when that
+    /// was the last.
     ///
-    /// Between parts chunks may be removed and segments begun anew: told or not, that is in the
-    /// log that goes on from the snapshot. No chunk may be put meanwhile.
+    /// Between parts chunks may be removed and segments begin their next use: copied or not, that is
+    /// in the log that continues from the snapshot. No chunk may be added meanwhile.
     pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
         let mut left = SNAPSHOT_PART;
         while left > 0 {
@@ -639,7 +639,7 @@ impl Index {
                 return false;
             };
             let segment = &self.segments[snapshot.segment];
-            // What a segment holds since it was begun anew does not belong to this snapshot.
+            // Chunks of the segment's next use do not belong to this snapshot.
             let list = match segment.generation == generation {
                 true => segment.list.get(snapshot.at..).unwrap_or_default(),
                 false => &[],
@@ -665,15 +665,15 @@ impl Index {
             .filter(|(_, segment)| segment.made)
     }
 
-    /// Lets a segment that holds nothing, and that nobody uses, be written to next.
+    /// Lets an empty segment that is not in use be written to next.
     pub(crate) fn reuse(&mut self, segment: u32) {
         if self.unmake(segment) {
             self.made(segment);
         }
     }
 
-    /// Gives up the file of a segment that holds nothing and that nobody uses. False when it
-    /// does, or when it is the one that is written to.
+    /// Gives up the file of an empty segment that is not in use. Returns false when it is in use, or
+    /// is the one that is written to.
     pub(crate) fn unmake(&mut self, segment: u32) -> bool {
         let known = &mut self.segments[segment as usize];
         if !known.made || known.chunks > 0 || known.busy > 0 || self.active == Some(segment) {
@@ -733,18 +733,18 @@ impl Index {
         (gone, begins)
     }
 
-    /// Whether a segment holds nothing and may be begun at any time.
+    /// Returns true if a segment is empty and may begin its next use at any time.
     pub(crate) fn is_free(&self, segment: u32) -> bool {
         self.free.contains(&segment)
     }
 
-    /// Whether a segment can be begun without giving one up.
+    /// Returns true if a segment can be used without evicting one.
     pub(crate) fn has_free(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Whether it is time to make another segment: none is free, and half of the one that is
-    /// written to is taken.
+    /// Returns true if another segment is to be made: none is free, and half of the one that is
+    /// written to is used.
     pub(crate) fn runs_low(&self) -> bool {
         let active = self.active.map(|active| &self.segments[active as usize]);
         let half = active.is_some_and(|active| active.used >= self.segment_blocks / 2);

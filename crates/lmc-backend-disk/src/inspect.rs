@@ -36,7 +36,7 @@ pub struct DriveStatus {
     pub segment_bytes: u64,
     /// Chunks that are there.
     pub chunks: u64,
-    /// Their bytes.
+    /// Payload bytes of these chunks.
     pub bytes: u64,
     /// The segments whose files are there, by their numbers.
     pub segments: Vec<SegmentStatus>,
@@ -46,7 +46,7 @@ pub struct DriveStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentStatus {
-    /// Its number.
+    /// Number of the segment.
     pub number: u32,
     /// Which use of which segment this is, counted over the drive.
     pub generation: u64,
@@ -54,13 +54,13 @@ pub struct SegmentStatus {
     pub used_bytes: u64,
     /// Chunks that are there.
     pub chunks: u64,
-    /// Their bytes.
+    /// Payload bytes of these chunks.
     pub bytes: u64,
-    /// Whether it is the one that is written to.
+    /// True if the segment is the one that is written to.
     pub active: bool,
 }
 
-/// What [`DiskBackend::compact`] did.
+/// Result of [`DiskBackend::compact`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compacted {
@@ -70,16 +70,16 @@ pub struct Compacted {
     pub lost: u64,
     /// Chunks that stay where they are: they could not be read or written.
     pub stayed: u64,
-    /// Whether it ended early on a drive, because there was no room to move a chunk to.
+    /// True if it ended early on a drive, because there was no space to move a chunk to.
     pub no_space: bool,
     /// Segment files that went.
     pub segments: u64,
-    /// Their bytes.
+    /// Bytes of the segments that were given back.
     pub freed_bytes: u64,
 }
 
 impl DiskBackend {
-    /// What each drive holds.
+    /// Returns the content of each drive.
     pub fn inspect(&self) -> Vec<DriveStatus> {
         self.drives().iter().map(|drive| drive.inspect()).collect()
     }
@@ -109,10 +109,10 @@ impl DiskBackend {
     /// Moves chunks out of segments that are filled to less than `below` of their size (0 to 1),
     /// and gives the files of empty segments back to the file system.
     ///
-    /// Meant for a tier that nobody else uses just then. `pool` must hold the largest chunk. A
-    /// chunk is at its old place until it is durable at the new one, so that a kill costs
-    /// nothing; nor is a chunk given up to make room for another. `timeout` bounds each step;
-    /// `progress` hears of chunks that are done, of how many.
+    /// Meant for a tier that is not in use meanwhile. `pool` must hold the largest chunk. A chunk is
+    /// at its old location until it is durable at the new one, so that a kill costs nothing, and
+    /// no chunk is evicted for another. `timeout` bounds each step; `progress` is called with the
+    /// number of chunks that are done, and of all.
     ///
     /// # Errors
     /// When a file cannot be removed.
@@ -203,7 +203,7 @@ impl DiskBackend {
     }
 }
 
-/// What became of a chunk that was to be moved.
+/// Result of the move of a chunk.
 enum Move {
     Moved,
     Lost,

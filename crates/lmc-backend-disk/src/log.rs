@@ -12,7 +12,7 @@ use crate::format::{BLOCK_LEN, CheckpointHeader, FormatError, RECORD_LEN, Record
 use crate::index::Index;
 use crate::volume::Volume;
 
-/// Where the next frame goes.
+/// Position of the next frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tail {
     pub(crate) log: u64,
@@ -22,7 +22,7 @@ pub(crate) struct Tail {
     pub(crate) bytes: u64,
 }
 
-/// What recovery found.
+/// Result of a recovery.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(crate) index: Index,
@@ -30,7 +30,7 @@ pub(crate) struct Recovered {
     /// `next_log` is free.
     pub(crate) tail: Option<Tail>,
     pub(crate) next_log: u64,
-    /// What a person should know of: damage, with what it means.
+    /// Notes for an operator: damage, with its consequence.
     pub(crate) notes: Vec<String>,
 }
 
@@ -123,7 +123,7 @@ pub(crate) fn recover(
         if !end.clean {
             let name = log_name(number);
             let frames = end.tail.sequence;
-            let note = format!("{name}: ends in something else than room after {frames} frames");
+            let note = format!("{name}: has other bytes than zeroes after {frames} frames");
             recovered.notes.push(note);
         }
         number += 1;
@@ -170,7 +170,7 @@ fn read_checkpoint(
 
 struct End {
     tail: Tail,
-    /// Whether nothing but zeroes follows.
+    /// True if only zeroes follow.
     clean: bool,
 }
 

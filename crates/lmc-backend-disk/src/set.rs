@@ -139,7 +139,7 @@ pub(crate) struct Joined {
     /// Epoch of the set. Drives of another epoch are to be cleared.
     pub(crate) epoch: ClearEpoch,
     pub(crate) members: Vec<SetMember>,
-    /// Those of them that are not here.
+    /// Members that are not present.
     pub(crate) missing: Vec<SetMember>,
 }
 

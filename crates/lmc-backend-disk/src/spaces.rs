@@ -59,7 +59,7 @@ pub(crate) struct SpacesRecord {
     pub(crate) current: String,
     /// The newest generation of a segment with chunks then. Chunks of a later one are of that run.
     pub(crate) generation: u64,
-    /// Those of each space that was there then; empty where they are not known.
+    /// Settings of each space that was present then; empty where they are not known.
     pub(crate) of_space: Vec<(SpaceId, String)>,
 }
 

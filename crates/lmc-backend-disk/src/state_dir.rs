@@ -24,7 +24,7 @@ const UNFINISHED: &str = ".unfinished";
 #[derive(Debug)]
 pub(crate) struct StateDir {
     sets: PathBuf,
-    /// The same folder in other state folders; not all are there.
+    /// The tier's folder in other state folders; not all exist.
     others: Vec<PathBuf>,
 }
 

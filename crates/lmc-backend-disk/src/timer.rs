@@ -160,7 +160,7 @@ mod tests {
     impl Expire for Last {
         fn expire(&self) {
             drop(self.0.lock().take());
-            self.1.send(()).expect("somebody waits");
+            self.1.send(()).expect("the test waits");
         }
     }
 

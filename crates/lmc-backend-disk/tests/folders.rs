@@ -1,4 +1,4 @@
-//! What a folder may hold when a tier is opened on it.
+//! Contents of folders on which a tier is opened.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -44,7 +44,7 @@ fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
     assert_eq!(stored.unwrap(), Stored::Written);
 }
 
-/// Whether a chunk is there, with the bytes that were stored.
+/// Returns true if a chunk is there, with the bytes that were stored.
 fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let slot = pool.reserve(CHUNK).unwrap();
     let loaded = load_batch(tier, vec![LoadItem::new(test_key(number), slot)], soon());
@@ -58,7 +58,7 @@ fn is_refused(folder: &Folder) {
 }
 
 #[test]
-fn a_folder_of_somebody_else_is_left_as_it_is() {
+fn a_folder_of_another_program_is_left_as_it_is() {
     let folder = new_folder();
     fs::write(folder.join("thesis.tex"), WORDS).unwrap();
     is_refused(&folder);
@@ -70,9 +70,9 @@ fn a_folder_of_somebody_else_is_left_as_it_is() {
     assert_eq!(fs::read_to_string(folder.join("lock")).unwrap(), WORDS);
 
     let folder = new_folder();
-    fs::create_dir(folder.join("home-of-somebody")).unwrap();
+    fs::create_dir(folder.join("home-of-a-user")).unwrap();
     is_refused(&folder);
-    assert_eq!(names(&folder), ["home-of-somebody"]);
+    assert_eq!(names(&folder), ["home-of-a-user"]);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_size_of_segment_that_cannot_be_is_an_error() {
 }
 
 #[test]
-fn a_segment_that_was_half_made_gets_its_room() {
+fn a_segment_that_was_half_made_gets_its_blocks() {
     let (folder, pool) = (new_folder(), pool(MIB));
     drop(config(&folder).open().unwrap());
     fs::write(folder.join("segment-00000000"), []).unwrap();

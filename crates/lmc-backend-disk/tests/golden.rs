@@ -19,7 +19,7 @@ fn len(n: u64) -> u64 {
     [1, 4096, 5000, 8191][(n % 4) as usize]
 }
 
-/// What every image holds: the first were stored before a stop (so that a checkpoint tells of
+/// The chunks of every image: the first were stored before a stop (so that a checkpoint tells of
 /// them), the others before a kill (so that only the log does).
 const STOPPED: u64 = 6;
 const ALL: u64 = 10;
@@ -105,7 +105,7 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) -> usiz
 }
 
 #[test]
-#[ignore = "writes the image of the newest version anew: only when the format has changed"]
+#[ignore = "writes the image of the newest version: only when the format has changed"]
 fn write_the_image() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let _ = fs::remove_dir_all(&folder);
@@ -135,7 +135,7 @@ fn write_the_image() {
     let image = image(version);
     copy(&folder, &image);
     fs::remove_file(image.join("lock")).unwrap();
-    // Room that a log has beyond its frames is made again when it is opened.
+    // The rest of a log's file beyond its frames is made again when it is opened.
     for file in fs::read_dir(&image).unwrap() {
         let path = file.unwrap().path();
         let bytes = fs::read(&path).unwrap();

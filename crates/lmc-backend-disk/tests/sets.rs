@@ -114,7 +114,7 @@ fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
     fs::write(folder.at("state"), "no folder").unwrap();
     let cleared = clear_all(&tier, soon());
     assert!(matches!(cleared, Err(BackendError::Io(_))), "{cleared:?}");
-    assert_eq!(count(&tier), 0, "it took place all the same");
+    assert_eq!(count(&tier), 0, "it was carried out");
     drop(tier);
     let refused = folder.known(&["a"]).open().unwrap_err();
     assert!(matches!(refused, DiskError::State { .. }), "{refused}");

@@ -54,7 +54,7 @@ fn store(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>
         .collect()
 }
 
-/// How many of these chunks are read back, each with the bytes that were stored.
+/// Returns how many of these chunks are read back, each with the bytes that were stored.
 fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>) -> usize {
     let mut hits = 0;
     for n in numbers {
@@ -220,7 +220,7 @@ fn a_smaller_size_is_held_without_a_write() {
 }
 
 #[test]
-fn logs_that_are_over_give_their_room_back() {
+fn logs_that_are_over_give_their_space_back() {
     for io in engines() {
         let (folder, pool) = (new_folder(), pool(8 * MIB));
         let tier = config_of(&folder, 32 * MIB).with_io(io).open().unwrap();
@@ -347,7 +347,7 @@ fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
 }
 
 #[test]
-fn a_compacted_drive_gives_back_the_room_of_what_was_removed() {
+fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let config = config_of(&folder, 64 * MIB).with_segment_bytes(2 * MIB);
     let tier = config.open().unwrap();
@@ -528,7 +528,7 @@ fn a_read_only_folder() {
 
 #[test]
 fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
-    // ramfs knows neither direct I/O nor fallocate, nor how much room there is. Only real root
+    // ramfs knows neither direct I/O nor fallocate, nor how much space there is. Only real root
     // may mount it.
     on_a_mount(&[], "-t ramfs ramfs", "a_folder_without_direct_io");
 }

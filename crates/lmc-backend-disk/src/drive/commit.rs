@@ -20,7 +20,7 @@ use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
 
 #[derive(Debug)]
 pub(super) struct Log {
-    /// None where there was no room for one: the next is begun then.
+    /// `None` if there was no space for a file: the next log is begun then.
     file: Option<FileId>,
     tail: Tail,
 }
@@ -282,8 +282,8 @@ impl Shared {
         }
     }
 
-    /// Goes on with the log of the process before, up to the end of its file where there is no
-    /// room for more.
+    /// Continues the log of the process before, up to the end of its file if there is no space for
+    /// more.
     pub(super) fn old_log(&self, mut tail: Tail) -> io::Result<Log> {
         self.sync_logs()?;
         let (name, bytes) = (log_name(tail.log), self.settings.log_bytes);
@@ -298,8 +298,8 @@ impl Shared {
         Ok(Log { file, tail })
     }
 
-    /// Begins the first log of this process. Where there is no room for it what is there can be
-    /// read all the same, and it is tried again later, as after any failure.
+    /// Begins the first log of this process. Without space for it the chunks can still be
+    /// read, and it is tried again later, as after any failure.
     pub(super) fn first_log(&self, number: u64) -> io::Result<Log> {
         match self.new_log(number) {
             Err(error) if number > 0 && is_full(&error) => {
@@ -358,8 +358,8 @@ impl Shared {
         })
     }
 
-    /// Writes the room of a new log once. The file system only promised it: each frame would
-    /// change what it knows of the file, which costs as much as the frame.
+    /// Writes zeroes to the whole of a new log once. The file system has only reserved the blocks:
+    /// each frame would otherwise change the file's metadata, which costs as much as the frame.
     fn fill_log(&self, file: FileId, bytes: u64) -> io::Result<()> {
         const PART: u64 = 1 << 20;
         for at in (0..bytes).step_by(PART as usize) {
@@ -369,7 +369,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes a log's checkpoint, which takes the place of what was before them.
+    /// Makes a log's checkpoint, which replaces the logs before it.
     fn replace_logs_before(&self, number: u64) -> io::Result<()> {
         self.volume.sync_names()?;
         self.checkpoint(number)?;

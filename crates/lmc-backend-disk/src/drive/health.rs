@@ -1,11 +1,11 @@
-//! How a drive is: what failures take away, and what gives it back.
+//! Health of a drive: the effects of failures, and the recovery from each.
 //!
 //! Four things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
 //! up for others. The *log* may not be written, until it is started again. And *growth* may fail, because
-//! the drive's folder was removed for instance: chunks then take the location of others, as on a full
+//! the drive's folder was removed for instance: chunks then replace others, as on a full
 //! drive.
 
 use std::io;
@@ -28,10 +28,10 @@ const FAILURES: u32 = 3;
 /// caller.
 const STALL: Duration = Duration::from_millis(500);
 
-/// What is wrong with a drive.
+/// The faults of a drive.
 #[derive(Debug, Default)]
 pub(super) struct Condition {
-    /// Whether it is out, for those who ask often.
+    /// True if the drive is out; read on every request.
     out: AtomicBool,
     faults: Mutex<Faults>,
 }
@@ -43,8 +43,8 @@ struct Faults {
     out: Option<Fault>,
     /// Writes that failed in a row, in different segments.
     writes: u32,
-    /// Where they failed since a chunk was last kept, in different segments, the latest last. No
-    /// chunk is there.
+    /// Locations where writes failed since a chunk was last stored, in different segments, the
+    /// latest last. They hold no chunk.
     broken: Vec<Broken>,
     unwritable: Option<Fault>,
     /// Why the log cannot be written.
@@ -66,7 +66,7 @@ struct Fault {
     reason: String,
     /// When the last look at it began.
     looked: Instant,
-    /// It has not ended.
+    /// True while a probe is running.
     looking: bool,
 }
 
@@ -79,8 +79,8 @@ impl Fault {
         })
     }
 
-    /// Whether it is time for another look, which is taken to begin now. There is one at a time: a
-    /// drive that does not answer is not given more and more of them.
+    /// Returns true if a probe is due, and marks it as begun. There is one at a time, so that probes
+    /// do not pile up on a drive that does not answer.
     fn due(&mut self, every: Duration) -> bool {
         let due = !self.looking && self.looked.elapsed() >= every;
         if due {
@@ -106,7 +106,7 @@ impl Condition {
         self.faults.lock().log.is_some()
     }
 
-    /// Whether chunks can be written and logged, as far as is known.
+    /// Returns true if chunks can be written and logged, as far as is known.
     pub(super) fn is_writable(&self) -> bool {
         let faults = self.faults.lock();
         faults.log.is_none() && faults.unwritable.is_none()
@@ -149,7 +149,7 @@ impl Condition {
         self.write_works();
     }
 
-    /// A write ended well. That is not to say that there is room for chunks.
+    /// Records that a write succeeded. There may still be no space for chunks.
     fn write_works(&self) {
         let mut faults = self.faults.lock();
         faults.writes = 0;
@@ -203,7 +203,7 @@ impl Faults {
     }
 }
 
-/// Whether a read failed for what it read, and not for want of memory or the like.
+/// Returns true if a read failed because of its location, and not for lack of memory or the like.
 fn is_about_a_location(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
@@ -333,7 +333,7 @@ impl Shared {
                 } = broken.location;
                 let file = state.files.get(segment as usize).copied().flatten()?;
                 let same = state.index.generation(segment) == generation;
-                // One that is free may be begun anew while this is written.
+                // A free segment may begin its next use while this is written.
                 (same && !state.index.is_free(segment)).then_some((broken, file.id))
             });
             match location {

@@ -24,15 +24,15 @@ const PART: u64 = BLOCK;
 /// Parts at most.
 const PARTS: u64 = 4;
 
-/// Whoever waits for a chunk.
+/// A caller that waits for a chunk: its batch, and the index in it.
 type Waiter = (Arc<Batch<Loaded>>, usize);
 
 /// The reads of a chunk.
 struct Reading {
-    /// Those that have not ended.
+    /// Reads that have not ended.
     left: usize,
     header: Option<Buf>,
-    /// What has arrived of the payload.
+    /// Parts of the payload that have arrived.
     parts: Vec<Option<Buf>>,
     /// Parts that are in the sum.
     summed: usize,
@@ -73,7 +73,7 @@ impl Reading {
         } = self;
         if let Some(mut slot) = slot {
             let Some(Some(Buf::Own(bytes))) = parts.pop() else {
-                // Its memory was given up, but nobody has seen the slot.
+                // The operation was abandoned before the kernel saw the slot.
                 return Some((slot, 0));
             };
             let len = slot.len() as usize;
@@ -213,7 +213,8 @@ impl Shared {
             count(&self.counters.read_errors, 1);
             self.read_failed(*found, error);
         }
-        // A slot that the kernel may still write to is nobody's: the deadline tells of it.
+        // A slot that the kernel may still write to has no owner; the waiter gets its answer at the
+        // deadline.
         let Some((slot, sum)) = reading.into_slot() else {
             return;
         };

@@ -37,14 +37,13 @@ use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op, Volume};
 use health::Condition;
 use space::{Growth, SpaceWork};
 
-/// How long a thread of the drive waits for one of its own operations, where those are not carried
-/// out on it.
+/// Timeout of a drive thread's own operations, where they are carried out on another thread.
 const OWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a drive that goes waits for its threads.
+/// Time that a closing drive waits for its threads.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How a drive is run. The public face is [`crate::DiskConfig`].
+/// Settings of a drive. The public form is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveSettings {
     /// Bytes that all files together may take.
@@ -77,8 +76,8 @@ struct Ready {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SegmentFile {
     id: FileId,
-    /// Syncs of it that failed. The kernel tells of a write that was lost by one of them, and
-    /// the next succeeds: whoever wrote before a failure believes no sync after it.
+    /// Syncs of the file that failed. The kernel reports a lost write with one of them, and the
+    /// next succeeds: a writer whose write began before a failure trusts no sync after it.
     failed_syncs: u32,
 }
 
@@ -91,15 +90,15 @@ impl SegmentFile {
     }
 }
 
-/// Somebody who waits for a chunk to be durable.
+/// A caller that waits for a chunk to be durable: its batch, and the index in it.
 type StoreWaiter = (Arc<Batch<Result<Stored, BackendError>>>, usize);
-/// Somebody who waits for a change to be durable.
+/// A caller that waits for a change to be durable: its batch, and the index in it.
 pub(crate) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
 /// A chunk on its way.
 #[derive(Debug, Default)]
 struct Writing {
-    /// It was removed meanwhile: it will not be found.
+    /// True if the chunk was removed meanwhile: it will not be found.
     doomed: bool,
     first: Option<StoreWaiter>,
     /// Others who want to store the same.
@@ -112,10 +111,10 @@ struct Writing {
 struct Queue {
     /// Changes to log, in their order, and chunks to make durable before.
     changes: Vec<Change>,
-    /// What they take away.
+    /// Chunks that the unlogged changes remove.
     gone: Gone,
-    /// What those take away, or do not bring, that were taken from here and that the log may not
-    /// hold: it is being written, or could not be.
+    /// Chunks that the changes being written remove, or do not add: the log may not hold these
+    /// changes yet, or their write failed.
     behind: Gone,
     stop: Stop,
 }
@@ -124,7 +123,7 @@ struct Queue {
 #[derive(Debug, Default)]
 struct Gone {
     keys: HashSet<ChunkKey>,
-    /// It may be any chunk: whole segments were begun anew.
+    /// True if it may be any chunk: whole segments began their next use.
     any: bool,
 }
 
@@ -152,7 +151,7 @@ impl Queue {
         mem::take(&mut self.changes)
     }
 
-    /// Whether a restart might find a chunk that is not found now.
+    /// Returns true if a restart might find a chunk that is not found now.
     fn may_bring_back(&self, key: &ChunkKey) -> bool {
         self.gone.may_be(key) || self.behind.may_be(key)
     }
@@ -161,7 +160,7 @@ impl Queue {
 #[derive(Debug)]
 enum Change {
     Put(Ready),
-    /// With whoever waits for it, and what they are told then.
+    /// Any other record, with its waiter and the answer for it.
     Other(Record, Option<(ChangeWaiter, bool)>),
 }
 
@@ -417,7 +416,7 @@ impl Drive {
             return waiter.0.answer(waiter.1, Some(false));
         }
         // A chunk that is not there may still be in the log, or on its way there: that it is not
-        // there is durable after this record. Others need none, and wait for nobody.
+        // there is durable after this record. Others need none, and wait for nothing.
         count(&shared.counters.removed, u64::from(there));
         let waiter = Some((waiter, there));
         state.queue.push(Record::Remove { key: *key }, waiter);
@@ -480,7 +479,7 @@ impl Drive {
         gone
     }
 
-    /// Whether removals can be made durable.
+    /// Returns true if removals can no longer be made durable.
     pub(crate) fn closed(&self) -> bool {
         self.shared.state.lock().closed
     }
@@ -530,7 +529,7 @@ impl Drive {
         if !hangs {
             self.shared.volume.stop();
         }
-        // A room's thread that is left behind does not answer for them any more.
+        // A space thread that was left behind does not answer them any more.
         let parked = self.shared.take_parked();
         drop(parked);
         let left: Vec<_> = {
@@ -561,8 +560,8 @@ impl Drop for Drive {
     }
 }
 
-/// Opens a segment that is there. One that a kill has left half made gets the rest of its room;
-/// where there is none, what it holds can be read all the same.
+/// Opens an existing segment. One that a kill has left half made gets the rest of its blocks;
+/// without space for them, its chunks can still be read.
 fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
     let name = segment_name(segment);
     match volume.open(&name, Some(bytes)) {
@@ -571,7 +570,7 @@ fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<Fil
     }
 }
 
-/// Whether the file system has no room, or none for us.
+/// Returns true if the file system is full, or the quota of this user is.
 fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded)
@@ -608,7 +607,7 @@ pub(crate) fn wait_for(
         offset,
         len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
         buf: buf.map(Buf::Own),
-        // Whoever waited may have given up.
+        // The waiter may have left.
         abandoned: None,
         done: Box::new(move |done| drop(sender.send(done.result))),
     });
@@ -616,7 +615,7 @@ pub(crate) fn wait_for(
     receiver.recv_timeout(OWN_TIMEOUT).unwrap_or_else(late)
 }
 
-/// The same error for another who waits.
+/// Returns a copy of an error for another waiter.
 fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),

@@ -1,4 +1,4 @@
-//! Moving a chunk to another place on its drive.
+//! Moves a chunk to another location on its drive.
 
 use std::sync::atomic::Ordering;
 
@@ -7,13 +7,12 @@ use lmc_backend::{BackendError, StoreItem, Stored};
 use super::{Drive, StoreWaiter, Writing};
 
 impl Drive {
-    /// Starts to write a chunk that is there to another place; the answer goes to `waiter`. `sum`
-    /// is that of its bytes. It counts at the new place once that is durable, and until then at
-    /// the old one.
+    /// Starts to write a stored chunk to another location; the answer goes to `waiter`. `sum` is the
+    /// checksum of its bytes. The chunk is found at the old location until the new one is durable.
     ///
-    /// No other chunk is given up for it: without room for it the answer is
-    /// [`BackendError::Full`]. [`Stored::Declined`] when it is not there any more, or is being
-    /// written by somebody else.
+    /// No other chunk is evicted for it: without free space the answer is [`BackendError::Full`].
+    /// The answer is [`Stored::Declined`] when the chunk is not there any more, or another store
+    /// writes it.
     pub(crate) fn relocate(&self, item: StoreItem, sum: u64, waiter: StoreWaiter) {
         let shared = &self.shared;
         let (key, len) = (item.key, item.slot.len());

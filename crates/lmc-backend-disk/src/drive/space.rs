@@ -1,6 +1,6 @@
-//! Allocation for chunks. Segments are made one ahead of need, and given back where there are too many,
-//! on a thread of the drive's own: a file system may take its time for that, and nobody who
-//! stores waits for it beyond a deadline.
+//! Free space for chunks. A thread of the drive makes segments one ahead of need, and gives them
+//! back where there are too many: a file system may be slow at that, and no store waits for it
+//! beyond its deadline.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,7 +19,7 @@ use crate::index::{Allocation, Extent};
 use crate::log::segment_name;
 use crate::volume::BLOCK;
 
-/// What the thread and those who store tell each other.
+/// State that the space thread and the stores share.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     /// There may be something to make or to give back.
@@ -40,19 +40,19 @@ pub(super) struct SpaceWork {
     files: Mutex<()>,
 }
 
-/// What came of looking for room.
+/// Result of an allocation for a chunk.
 enum Found {
     Extent(Extent, SegmentFile),
     /// A segment must be made first.
     Later,
-    /// There is none, and this is the answer to whoever stores so many bytes.
+    /// There is no space; with the answer to a store of so many bytes.
     No(fn(u64) -> Result<Stored, BackendError>),
 }
 
 impl Shared {
-    /// Segments for which there is room within the capacity. Beside each of them there must be
-    /// room for its chunks in two checkpoints (while one is made, the other is there): at most a
-    /// 32nd. And for two logs.
+    /// Returns the number of segments within the capacity. Each needs space for its chunks in two
+    /// checkpoints as well (while one is made, the other exists), at most a 32nd; and two logs need
+    /// space.
     pub(super) fn max_segments(&self) -> u64 {
         let fixed = 2 * self.settings.log_bytes + 8 * BLOCK;
         let each = self.header.segment_bytes + 2 * self.max_record_bytes();
@@ -149,7 +149,7 @@ impl Shared {
         Found::Extent(extent, file)
     }
 
-    /// Finds room for a chunk that costs no other, and waits for a segment to be made if it must.
+    /// Allocates space for a chunk without evicting another, and waits for a new segment if it must.
     pub(super) fn allocate_spare(&self, len: u64) -> Option<(Extent, SegmentFile)> {
         if !self.state.lock().index.has_spare_space(len) {
             self.grow();
@@ -218,7 +218,7 @@ impl Shared {
         drop(parked);
     }
 
-    /// The chunks that wait for a segment, which nobody will place any more.
+    /// Takes the chunks that wait for a segment, which no thread will write any more.
     pub(super) fn take_parked(&self) -> VecDeque<StoreItem> {
         mem::take(&mut self.state.lock().growth.parked)
     }
@@ -270,7 +270,7 @@ impl Shared {
         self.state.lock().growth.not_before = again;
     }
 
-    /// Makes a segment's file. False when the file system has no room to spare for it.
+    /// Makes a segment's file. Returns false when the file system has no space to spare for it.
     fn make_segment(&self, segment: u32) -> io::Result<bool> {
         let len = self.header.segment_bytes;
         let segments = self.state.lock().segments_made + 1;
@@ -308,7 +308,7 @@ impl Shared {
         Ok(true)
     }
 
-    /// Gives segments back while there are more than the capacity has room for, empty ones first.
+    /// Gives segments back while there are more than the capacity allows, empty ones first.
     fn shrink(&self) {
         let mut evicted = 0u64;
         loop {

@@ -160,7 +160,7 @@ impl Shared {
         }
     }
 
-    /// A chunk could not be written or made durable: its place is given up.
+    /// Handles a chunk that could not be written or made durable: its location is abandoned.
     pub(super) fn write_failed(&self, put: &PutRecord, error: &io::Error) {
         count(&self.counters.write_errors, 1);
         {

@@ -67,12 +67,12 @@ fn made_of(records: &[Record]) -> Index {
 }
 
 #[test]
-fn a_listing_goes_through_all_chunks_in_the_order_of_their_places() {
+fn a_listing_goes_through_all_chunks_in_the_order_of_their_locations() {
     let mut index = filled(5, 100);
     for number in (0..500).filter(|number| number % 7 == 0) {
         assert!(index.remove(&test_key(number)) && !index.remove(&test_key(number)));
     }
-    // One is used anew, one is emptied.
+    // One begins its next use, one is emptied.
     assert!(index.apply(&begin(1, 6)));
     assert!(index.apply(&put(1000, 1, 4, 6)));
     for number in 300..400 {
@@ -93,7 +93,7 @@ fn a_listing_goes_through_all_chunks_in_the_order_of_their_places() {
 }
 
 #[test]
-fn what_was_told_makes_the_same_index() {
+fn a_snapshot_makes_the_same_index() {
     let mut index = filled(40, 1000);
     for number in (0..40_000).filter(|number| number % 3 == 0) {
         index.remove(&test_key(number));
@@ -108,10 +108,10 @@ fn what_was_told_makes_the_same_index() {
     assert_eq!(all(&made_of(&records), 512), all(&index, 512));
 }
 
-/// A checkpoint is written while chunks are removed and segments begun anew. Those changes are in
+/// A checkpoint is written while chunks are removed and segments begin their next use. Those changes are in
 /// the log that goes on from it, and both together make what is there in the end.
 #[test]
-fn what_was_told_while_it_changed_makes_the_same_index_with_the_changes() {
+fn a_snapshot_of_an_index_that_changes_makes_the_same_index_with_the_changes() {
     for seed in 0..20 {
         let mut rng = Rng::new(seed);
         let mut index = filled(30, 1000);

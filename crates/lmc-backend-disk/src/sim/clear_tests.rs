@@ -1,4 +1,4 @@
-//! What was stored before a clear is not found after it, however late it ends.
+//! Chunks that were stored before a clear are not found after it, however late it ends.
 
 use std::time::{Duration, Instant};
 

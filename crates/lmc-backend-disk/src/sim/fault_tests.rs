@@ -1,4 +1,4 @@
-//! What a drive may do to the tier: err, stall, lie, lose files. Each is a miss and a counter.
+//! Faults of a drive: errors, stalls, wrong bytes, lost files. Each is a miss and a counter.
 
 use std::sync::Arc;
 use std::thread;
@@ -63,7 +63,7 @@ fn a_flipped_bit_anywhere_in_a_header_is_a_miss_for_good() {
         assert!((1..10).all(|number| is_there(&tier, &pool, number)));
         block_on(tier.close(soon())).expect("closed in order");
         drop(tier);
-        // It was forgotten, so nobody stumbles over it again, and it can be stored anew.
+        // It was removed, so it is not read again, and it can be stored again.
         let tier = open(&volume, SETTINGS).expect("as before");
         assert!(!is_there(&tier, &pool, 0));
         assert_eq!(tier.stats().bad_headers, 0);
@@ -91,7 +91,7 @@ fn bytes_of_an_earlier_use_of_a_segment_are_a_miss() {
     let volume = filled();
     let pool = pool();
     let segment = volume.names("segment-").remove(0);
-    // The whole chunk 1 in the place of chunk 0: whole, and of another key.
+    // The whole chunk 1 at the location of chunk 0: intact, and of another key.
     let from = (BLOCK + len(0).next_multiple_of(BLOCK)) as usize;
     let size = (BLOCK + len(1).next_multiple_of(BLOCK)) as usize;
     volume.alter(&segment, |data| data.copy_within(from..from + size, 0));
@@ -304,14 +304,14 @@ fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
     drive.remove(&test_key(0), (Batch::new(1), 0));
     thread::sleep(Duration::from_millis(20));
     volume.thaw();
-    // Nobody looks at the drive while the log's thread finds that it works again.
+    // No request looks at the drive while the log's thread finds that it works again.
     thread::sleep(Duration::from_millis(50));
     until("it is back", || tier.health() == Health::Ready);
     assert!(is_there(&tier, &pool, 1));
 }
 
 #[test]
-fn a_place_that_cannot_be_read_is_forgotten_and_costs_nothing_else() {
+fn a_chunk_that_cannot_be_read_is_removed_and_costs_nothing_else() {
     let volume = filled();
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
@@ -385,7 +385,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
         );
         thread::sleep(Duration::from_millis(1));
     }
-    // It takes failures in three segments to know that it is not the place.
+    // It takes failures in three segments to know that it is not the location.
     assert!(
         there() + 6 >= before,
         "{before} chunks before, {} after",
@@ -401,7 +401,7 @@ fn a_drive_whose_writes_fail_keeps_what_can_be_read() {
 /// A file system that copies on write, or whose files have holes, is full but for a few blocks: a
 /// look that writes a block says nothing of chunks.
 #[test]
-fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
+fn a_drive_with_space_for_a_block_but_no_chunk_keeps_what_can_be_read() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let settings = DriveSettings {
@@ -425,7 +425,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
         drop(store_batch(&tier, vec![quarter(number)], soon()));
         thread::sleep(Duration::from_millis(1));
     }
-    // It takes failures in three segments to know that it is not the place.
+    // It takes failures in three segments to know that it is not the location.
     assert!(
         there() + 12 >= before,
         "{before} chunks before, {} after",
@@ -439,7 +439,7 @@ fn a_drive_with_room_for_a_block_but_no_chunk_keeps_what_can_be_read() {
 
 /// Writes failed everywhere for a moment; where the last of them failed they do for good.
 #[test]
-fn one_bad_place_does_not_keep_a_drive_unwritable() {
+fn one_bad_location_does_not_keep_a_drive_unwritable() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
@@ -641,7 +641,7 @@ fn a_log_that_is_over_or_cannot_be_renewed_leaves_no_open_file() {
 
 #[test]
 fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
-    // Room for the fixed files and two segments, where the tier was promised many.
+    // Space for the fixed files and two segments, where the tier was promised many.
     let volume = SimVolume::new(2 * SEGMENT + (64 << 10));
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
@@ -654,7 +654,7 @@ fn a_full_file_system_makes_the_tier_smaller_and_no_error() {
     assert_eq!(tier.health(), Health::Ready);
 }
 
-/// A drive whose log must be made anew, because a kill has torn its last frame, or longer, because
+/// A drive whose log must be made again, because a kill has torn its last frame, or longer, because
 /// a larger tier is asked for, where others have filled the file system since.
 #[test]
 fn a_full_file_system_refuses_no_drive_for_its_log() {
@@ -759,7 +759,7 @@ fn what_a_later_version_wrote_is_refused_and_left_alone() {
 
 /// A prompt's request ended while its chunks were read: reads that had not begun went on.
 #[test]
-fn a_load_that_nobody_waits_for_is_told_to_the_volume() {
+fn a_load_that_no_caller_waits_for_is_reported_to_the_volume() {
     let volume = filled();
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");

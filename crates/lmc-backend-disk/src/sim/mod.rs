@@ -17,14 +17,14 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume, abandoned_error};
 
-/// What is torn and what is kept of a write in a crash.
+/// The part of a write that survives a crash.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug, Default)]
 struct Inode {
-    /// What reads see.
+    /// Content that reads see.
     data: Vec<u8>,
-    /// What is there after a crash, but for what was written since the last sync.
+    /// Content after a crash, without the writes since the last sync.
     durable: Vec<u8>,
     /// Sectors written since the last sync.
     unsynced: Vec<usize>,
@@ -58,9 +58,9 @@ fn change_names(names: &mut BTreeMap<String, u32>, change: &NameChange) {
 pub(crate) enum Fault {
     /// The operation ends with this error and does nothing.
     Error(i32),
-    /// As [`Self::Error`] for what is longer than a block: there is only a little room left.
+    /// As [`Self::Error`] for what is longer than a block: there is only a little space left.
     ErrorIfLong(i32),
-    /// It is not answered until [`SimVolume::thaw`].
+    /// The operation is not answered until [`SimVolume::thaw`].
     Stall,
 }
 
@@ -121,7 +121,7 @@ impl State {
         Ok(())
     }
 
-    /// What an operation meets.
+    /// Fault that an operation meets.
     fn fault(&self, op: &Op) -> Option<Fault> {
         // A durable write is both, and fails as either does.
         let parts: &[Kind] = match op.kind {
@@ -326,13 +326,13 @@ impl SimVolume {
         self.state.lock().least_free.unwrap_or(u64::MAX)
     }
 
-    /// Returns the number of stalled operations that nobody waits for any more.
+    /// Returns the number of stalled operations that no caller waits for any more.
     pub(crate) fn abandoned(&self) -> usize {
         let state = self.state.lock();
         state.stalled.iter().filter(|op| op.is_abandoned()).count()
     }
 
-    /// Ends the stalled operations that nobody waits for any more, as a real volume does, and
+    /// Ends the stalled operations that no caller waits for any more, as a real volume does, and
     /// injects no more faults.
     pub(crate) fn end_abandoned(&self) {
         let abandoned: Vec<Op> = {

@@ -25,7 +25,7 @@ fn store(tier: &DiskBackend, pool: &Pool, number: u64, blocks: u64) {
     );
 }
 
-/// How many of these chunks the index knows.
+/// Returns how many of these chunks the index knows.
 fn known(tier: &DiskBackend, numbers: impl Iterator<Item = u64>) -> u64 {
     let keys: Vec<_> = numbers.map(test_key).collect();
     let found = lens_of(tier, &keys, soon());

@@ -95,7 +95,7 @@ fn clears_of_each_drive_alone_clear_both() {
 }
 
 /// The machine dies at every point of a clear and of the start that follows. Either the clear
-/// took place on every drive, or on none, and one that was acknowledged did.
+/// happened on every drive, or on none, and one that was acknowledged did.
 #[test]
 fn a_clear_that_a_crash_cuts_off_is_over_on_all_drives_or_none() {
     let pool = pool();

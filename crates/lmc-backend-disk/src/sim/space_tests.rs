@@ -1,4 +1,4 @@
-//! Room on a drive: who waits for it, and how much of it is taken.
+//! Free space of a drive: waiting for it, and how much of it is used.
 
 use std::sync::Arc;
 use std::thread;
@@ -25,7 +25,7 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
         .iter()
         .all(|late| matches!(late, Err(BackendError::Deadline)));
     assert!(late && begun.elapsed() < Duration::from_secs(3));
-    // Whoever has more timeout waits, and holds nobody else up.
+    // A store with a longer timeout waits, and delays no other.
     thread::scope(|scope| {
         let waits = scope.spawn(|| store_batch(&tier, vec![item(&pool, 2)], soon()));
         assert!(!is_there(&tier, &pool, 3));
@@ -74,7 +74,7 @@ fn a_segment_is_made_before_it_is_needed() {
 }
 
 #[test]
-fn a_full_file_system_leaves_the_tier_room_for_its_own_log() {
+fn a_full_file_system_leaves_the_tier_space_for_its_own_log() {
     let pool = pool();
     // Header, log, checkpoint and two segments, and nothing for the next log.
     let volume = SimVolume::new(2 * SEGMENT + SETTINGS.log_bytes + 5 * BLOCK);

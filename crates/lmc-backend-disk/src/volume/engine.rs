@@ -1,4 +1,4 @@
-//! What the engines have in common.
+//! The part that the I/O engines share.
 
 use std::fmt;
 use std::io;
@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use super::FileId;
 use super::task::{Task, stopped};
 
-/// How long a stop waits for what the kernel has.
+/// Time that a stop waits for operations of the kernel.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Moves the bytes of tasks on threads of its own.
@@ -22,17 +22,17 @@ pub(super) trait Engine: fmt::Debug + Send + Sync {
     /// Says that no task of this file will come any more.
     fn forget(&self, file: FileId);
 
-    /// Its name and number of threads.
+    /// Returns the name and the number of threads.
     fn name(&self) -> String;
 
-    /// What else there is to say, beginning with a comma, or nothing.
+    /// Returns further details, beginning with a comma, or an empty text.
     fn details(&self) -> String;
 
     /// Ends everything; waits for it unless called on a thread of the engine.
     fn stop(&self);
 }
 
-/// Ends tasks that came after the stop, on a thread: whoever submits may hold locks that the
+/// Ends tasks that came after the stop, on a thread: a submitter may hold locks that the
 /// callbacks take.
 pub(super) fn end_aside(tasks: Vec<Task>) {
     if tasks.is_empty() {

@@ -16,7 +16,7 @@ struct Entry {
     id: FileId,
     /// Tasks that name the index.
     tasks: u32,
-    /// Nobody will ask for the file again; the index is cleared after the last task.
+    /// True if the file is closed; the entry is cleared after the last task.
     forgotten: bool,
 }
 

@@ -34,7 +34,7 @@ pub(crate) enum EngineChoice {
     Threads,
 }
 
-/// How a folder is used.
+/// Configuration of a folder volume.
 #[derive(Clone, Debug)]
 pub(crate) struct FolderConfig {
     /// Default: [`EngineChoice::Auto`].
@@ -149,7 +149,7 @@ impl FolderVolume {
         Ok(OpenFile::new(file, direct))
     }
 
-    /// Makes a file with room for `len` bytes, or gives an existing one that room.
+    /// Makes a file of `len` allocated bytes, or extends an existing one to that.
     fn make_file(&self, path: &Path, len: u64) -> io::Result<OpenFile> {
         let (file, is_new) = match self.open_file(path, true) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -183,8 +183,8 @@ fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Whether a block can be written and read past the page cache in this directory. Other errors
-/// than a refusal of that are errors.
+/// Returns true if a block can be written and read past the page cache in this directory. Errors
+/// other than a refusal of that are returned.
 fn can_do_direct(path: &Path) -> io::Result<bool> {
     let file = probe_file(path)?;
     let tried = raw::set_direct(&file).and_then(|()| {
@@ -261,7 +261,7 @@ impl Volume for FolderVolume {
         if about.len() == 0 {
             return Ok(Box::new([]));
         }
-        // SAFETY: nobody writes or cuts the file: the caller says so of this process, and the
+        // SAFETY: the file is neither written nor cut: the caller says so of this process, and the
         // lock on the directory keeps other servers away.
         let map = unsafe { Mmap::map(&file) }?;
         // A sector that cannot be read is an error here. Met by a touch it would be a SIGBUS.

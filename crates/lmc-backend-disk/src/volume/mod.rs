@@ -48,7 +48,7 @@ pub(crate) enum Buf {
     From(SealedSlot),
 }
 
-/// What an operation does.
+/// Kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Reads `len` bytes at `offset` into the buffer, all of them or none.
@@ -62,7 +62,7 @@ pub(crate) enum Kind {
     Sync,
 }
 
-/// How an operation ended: its buffer, quiet, and its outcome.
+/// A completed operation: its buffer, which nothing uses any more, and its outcome.
 pub(crate) struct Done {
     pub(crate) buf: Option<Buf>,
     pub(crate) result: io::Result<()>,
@@ -80,31 +80,31 @@ pub(crate) struct Op {
     /// Bytes, a multiple of [`BLOCK`]; 0 for a sync.
     pub(crate) len: u64,
     pub(crate) buf: Option<Buf>,
-    /// Set when nobody waits for the operation any more: it then ends without having begun.
+    /// Set when no caller waits for the operation any more: it then ends without having begun.
     pub(crate) abandoned: Option<Arc<AtomicBool>>,
     pub(crate) done: OnDone,
 }
 
-/// The error of an operation that did not begin because nobody waited for it any more.
+/// The error of an operation that did not begin because no caller waited for it any more.
 #[derive(Debug, Error)]
-#[error("nobody waits for the operation any more")]
+#[error("no caller waits for the operation any more")]
 struct Abandoned;
 
-/// Returns the error of an operation that did not begin because nobody waited for it any more.
+/// Returns the error of an operation that did not begin because no caller waited for it any more.
 pub(crate) fn abandoned_error() -> io::Error {
     io::Error::other(Abandoned)
 }
 
 #[cfg(test)]
 impl Op {
-    /// Returns true if nobody waits for the operation any more.
+    /// Returns true if no caller waits for the operation any more.
     pub(crate) fn is_abandoned(&self) -> bool {
         let abandoned = self.abandoned.as_ref();
         abandoned.is_some_and(|abandoned| abandoned.load(std::sync::atomic::Ordering::Relaxed))
     }
 }
 
-/// Returns true for the error of an operation that did not begin because nobody waited for it.
+/// Returns true for the error of an operation that did not begin because no caller waited for it.
 pub(crate) fn is_abandoned(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|error| error.is::<Abandoned>())
 }
@@ -127,11 +127,11 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     /// The files that are there, in any order.
     fn list(&self) -> io::Result<Vec<String>>;
 
-    /// All bytes of a file that nobody writes, by its name.
+    /// Returns all bytes of a file that is not being written, by its name.
     fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>>;
 
-    /// Opens a file. With a length it is made where it is not there, and its room is taken at
-    /// once (`fallocate`), so that writing inside it cannot meet a full drive; a file that is
+    /// Opens a file. With a length it is made where it does not exist, and its blocks are allocated
+    /// at once (`fallocate`), so that writing inside it cannot meet a full drive; a file that is
     /// there is made at least as long.
     fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId>;
 
@@ -150,8 +150,8 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
     /// Bytes that can still be taken on the drive.
     fn free(&self) -> io::Result<u64>;
 
-    /// Starts operations. They run side by side and end in any order; the one who asks waits for
-    /// a write before it reads the same place. Each is done exactly once, also after
+    /// Starts operations. They run side by side and end in any order; the caller waits for a
+    /// write before it reads the same offset. Each is done exactly once, also after
     /// [`Volume::stop`].
     fn submit(&self, ops: Vec<Op>);
 
@@ -162,7 +162,7 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
         self.submit(vec![op]);
     }
 
-    /// How bytes move here, for people: `io_uring`, `threads`, and whether past the page cache.
+    /// Describes the I/O for people: `io_uring` or `threads`, and direct or buffered.
     fn describe(&self) -> String;
 
     /// Ends what is under way and stops the threads. Later operations end with an error.

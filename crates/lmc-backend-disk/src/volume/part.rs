@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::BLOCK;
 
-/// One part of a slot: nobody else has its bytes. Begins and ends at a whole [`BLOCK`]; the last
+/// One part of a slot, the only owner of its bytes. Begins and ends at a whole [`BLOCK`]; the last
 /// has the slot's padding up to one.
 pub(crate) struct Part {
     whole: Arc<Whole>,
@@ -23,7 +23,7 @@ pub(crate) struct Part {
 
 struct Whole {
     start: Start,
-    /// None when a part of it may be written by nobody knows whom.
+    /// `None` once a part was abandoned: the kernel may still write to the slot.
     slot: Mutex<Option<ReservedSlot>>,
 }
 
@@ -43,8 +43,8 @@ impl fmt::Debug for Part {
 }
 
 impl Part {
-    /// Takes a slot apart. It has room for its bytes up to a whole [`BLOCK`], and `count` blocks
-    /// at least.
+    /// Splits a slot. It has memory for its bytes up to a whole [`BLOCK`], and at least `count`
+    /// blocks.
     pub(crate) fn split(mut slot: ReservedSlot, count: u64) -> Vec<Self> {
         let (len, padded) = (slot.len(), slot.len().next_multiple_of(BLOCK));
         let each = padded / BLOCK / count * BLOCK;
@@ -85,15 +85,15 @@ impl Part {
 
     /// The bytes, without padding.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: inside the slot, whose memory was zeroed when it was mapped; nobody writes to
-        // these bytes but who has the part, and the kernel is done with one that came back.
+        // SAFETY: inside the slot, whose memory was zeroed when it was mapped; only the
+        // owner of the part writes to these bytes, and the kernel is done with one that came back.
         unsafe {
             let start = self.whole.start.0.as_ptr().add(self.offset as usize);
             slice::from_raw_parts(start, self.len as usize)
         }
     }
 
-    /// The same, to be written.
+    /// Returns the bytes, to be written.
     #[cfg(test)]
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let start = self.as_mut_ptr();

@@ -10,7 +10,7 @@ use lmc_memory::Arena;
 /// Bytes of a registered part: the most that the kernel takes.
 const PART: u64 = 1 << 30;
 
-/// How far the registration is.
+/// State of the registration.
 #[derive(Debug)]
 enum State {
     /// Nothing to register, or not begun.
@@ -115,7 +115,7 @@ impl PoolBuffers {
     }
 }
 
-/// Where a part lies.
+/// Returns the address range of a part.
 fn span(arena: &Arena, part: u64) -> libc::iovec {
     let from = part * PART;
     libc::iovec {

@@ -11,7 +11,7 @@ use std::path::Path;
 /// Reads at an offset, up to `len` bytes.
 ///
 /// # Safety
-/// `at` is good for writing `len` bytes, and nobody else touches them during the call.
+/// `at` is good for writing `len` bytes, and nothing else touches them during the call.
 pub(super) unsafe fn pread(fd: RawFd, at: *mut u8, len: u64, offset: u64) -> io::Result<u64> {
     // SAFETY: the memory is good by the caller's promise.
     let bytes = unsafe { libc::pread(fd, at.cast(), len as usize, offset as libc::off_t) };
@@ -21,14 +21,14 @@ pub(super) unsafe fn pread(fd: RawFd, at: *mut u8, len: u64, offset: u64) -> io:
 /// Writes at an offset, up to `len` bytes.
 ///
 /// # Safety
-/// `at` is good for reading `len` bytes, and nobody writes to them during the call.
+/// `at` is good for reading `len` bytes, and nothing writes to them during the call.
 pub(super) unsafe fn pwrite(fd: RawFd, at: *const u8, len: u64, offset: u64) -> io::Result<u64> {
     // SAFETY: the memory is good by the caller's promise.
     let bytes = unsafe { libc::pwrite(fd, at.cast(), len as usize, offset as libc::off_t) };
     u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
 }
 
-/// The same, and what was written is durable when it returns.
+/// Writes at an offset as [`pwrite`] does; the bytes are durable when it returns.
 ///
 /// # Safety
 /// As [`pwrite`].
@@ -47,7 +47,7 @@ pub(super) unsafe fn pwrite_durably(
     u64::try_from(bytes).map_err(|_| io::Error::last_os_error())
 }
 
-/// Takes room for the first `len` bytes of a file, and makes it at least that long.
+/// Allocates blocks for the first `len` bytes of a file, and makes it at least that long.
 pub(super) fn fallocate(file: &File, len: u64) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
     loop {
@@ -114,7 +114,7 @@ pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut stat = MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: a terminated string, and room for the one struct that is filled in.
+    // SAFETY: a terminated string, and memory for the one struct that is filled in.
     if unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -137,7 +137,7 @@ impl Wake {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and nobody else's.
+        // SAFETY: the descriptor is new and has no other owner.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
@@ -152,7 +152,7 @@ impl Wake {
         let _ = unsafe { libc::write(self.fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    /// Makes it quiet until the next ring.
+    /// Clears the event until the next ring.
     pub(super) fn clear(&self) {
         let mut count = [0u8; 8];
         // The one error there can be is that it did not ring.

@@ -14,7 +14,7 @@ use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, Op};
 /// The most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
 pub(super) const MAX_LEN: u64 = 1 << 30;
 
-/// How often an operation that moves nothing is asked for again.
+/// Times that an operation that moves nothing is submitted again.
 const MAX_ATTEMPTS: u32 = 16;
 
 /// The longest pause between two attempts.
@@ -24,7 +24,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(64);
 #[derive(Debug)]
 pub(super) struct OpenFile {
     pub(super) file: File,
-    /// Whether it goes past the page cache.
+    /// True if the file bypasses the page cache.
     pub(super) direct: bool,
     closed: AtomicBool,
 }
@@ -38,7 +38,7 @@ impl OpenFile {
         }
     }
 
-    /// Says that nobody will ask for it again.
+    /// Marks the file as closed: no operation names it again.
     pub(super) fn set_closed(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -48,19 +48,19 @@ impl OpenFile {
     }
 }
 
-/// What becomes of a task after the kernel has answered.
+/// Next step of a task after the kernel has answered.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// It has ended.
+    /// The task has ended.
     End(io::Result<()>),
     /// The rest is asked for at once.
     Again,
-    /// It is asked for again after a pause.
+    /// The task is submitted again after a pause.
     Later(Duration),
 }
 
-/// An operation with its file and its progress. Its end is told exactly once: whoever drops it
-/// untold tells that the volume has stopped.
+/// An operation with its file and its progress. Its callback runs exactly once: dropping a task
+/// whose callback has not run calls it with the error that the volume has stopped.
 pub(super) struct Task {
     kind: Kind,
     id: FileId,
@@ -96,7 +96,7 @@ impl fmt::Debug for Task {
 }
 
 impl Task {
-    /// Takes an operation on. One that is refused is a task too, so that its end is told on the
+    /// Makes a task of an operation. A refused one is a task too, so that its callback runs on the
     /// engine's thread like any other.
     pub(super) fn new(mut op: Op, file: Option<Arc<OpenFile>>) -> Self {
         let file = check(&mut op).and_then(|()| {
@@ -137,7 +137,7 @@ impl Task {
         None
     }
 
-    /// Returns true if nothing has moved yet and nobody waits for the end any more.
+    /// Returns true if nothing has moved yet and no caller waits for the end any more.
     pub(super) fn is_abandoned(&self) -> bool {
         let abandoned = self.abandoned.as_ref();
         self.moved == 0 && abandoned.is_some_and(|abandoned| abandoned.load(Ordering::Relaxed))
@@ -155,7 +155,7 @@ impl Task {
         self.file.as_ref().expect("a refused task never runs")
     }
 
-    /// Where in the file the rest begins.
+    /// Offset in the file where the rest begins.
     pub(super) fn offset(&self) -> u64 {
         self.offset + self.moved
     }
@@ -259,12 +259,12 @@ impl Drop for Task {
     }
 }
 
-/// What an operation ends with after the stop.
+/// Returns the error of operations after the stop.
 pub(super) fn stopped() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the volume has stopped")
 }
 
-/// Whether an error is one that goes away by itself.
+/// Returns true if an error is transient.
 pub(super) fn is_passing(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -325,7 +325,7 @@ impl<T> Later<T> {
         self.0.push((at, thing));
     }
 
-    /// What is due at `now`, in the order it came.
+    /// Takes the items that are due at `now`, in the order in which they came.
     pub(super) fn take_due(&mut self, now: Instant) -> impl Iterator<Item = T> {
         self.0
             .extract_if(.., move |(at, _)| *at <= now)

@@ -34,7 +34,7 @@ struct Queue {
     stopping: bool,
 }
 
-/// What a thread does next.
+/// Next action of a thread.
 enum Turn {
     Run(Task),
     /// Ends a task, since the engine stops.
@@ -107,7 +107,7 @@ impl Shared {
         let task = task.unless_refused();
         if let Some((task, pause)) = task.and_then(until_pause) {
             self.queue.lock().later.push(Instant::now() + pause, task);
-            // Whoever waits must wait no longer than that.
+            // Other threads must wait no longer than that.
             self.more.notify_one();
         }
     }
@@ -147,7 +147,7 @@ fn call(task: &mut Task) -> io::Result<u64> {
     };
     match task.kind() {
         // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed
-        // here; a read has a buffer that nobody else touches.
+        // here; a read has a buffer that nothing else touches.
         Kind::Read => unsafe { raw::pread(fd, at, left, offset) },
         // SAFETY: as above; a write's memory is only read.
         Kind::WriteDurably => unsafe { raw::pwrite_durably(fd, at, left, offset) },

@@ -1,6 +1,6 @@
 //! The engine on io_uring: one ring, owned by one thread.
 //!
-//! Whoever submits puts tasks into an inbox and, where the thread sleeps, rings an eventfd that
+//! Submitters put tasks into an inbox and, where the thread sleeps, ring an eventfd that
 //! the ring polls; the thread sleeps in the kernel and nowhere else. Tasks that the kernel has
 //! lie in [`InFlight`] with their buffers until their completion is there.
 
@@ -43,7 +43,7 @@ pub(super) struct Uring {
 struct Shared {
     inbox: Mutex<Inbox>,
     wake: Wake,
-    /// What became of the pool's registration, for people.
+    /// Outcome of the pool's registration, for people.
     pool: Mutex<String>,
 }
 
@@ -78,7 +78,7 @@ impl Uring {
         let depth = this.depth;
         let (send, received) = mpsc::sync_channel(1);
         this.crew.spawn("lmc-disk-uring".to_owned(), move || {
-            // Made here, since a ring may be told to take orders from its maker only.
+            // Made here, since a ring may accept submissions from its maker only.
             let ring = match open_ring(depth) {
                 Ok(ring) => ring,
                 Err(error) => return drop(send.send(Err(error))),
@@ -129,7 +129,7 @@ fn open_ring(depth: u32) -> io::Result<IoUring> {
     }
 }
 
-/// A task on its way, with its place in the ring's table of files.
+/// A task in flight, with its index in the ring's table of files.
 #[derive(Debug)]
 struct Queued {
     task: Task,
@@ -155,7 +155,7 @@ impl InFlight {
         }
     }
 
-    /// Takes a task in; there must be room.
+    /// Inserts a task; there must be capacity.
     fn insert(&mut self, queued: Queued) -> (u32, &mut Queued) {
         let index = self
             .free
@@ -188,20 +188,20 @@ impl Drop for InFlight {
     }
 }
 
-/// What the thread owns. The ring is first, so it goes before the memory it knows of.
+/// State that the thread owns. The ring is first, so it goes before the memory it knows of.
 struct Ring {
     ring: IoUring,
     pool: PoolBuffers,
     files: FixedFiles,
     in_flight: InFlight,
-    /// Tasks for which the kernel has no room yet, in order.
+    /// Tasks for which the kernel has no capacity yet, in order.
     waiting: VecDeque<Queued>,
     later: Later<Queued>,
     wake_armed: bool,
     shared: Arc<Shared>,
     /// Completions that were taken from the ring, kept for its allocation.
     answers: Vec<(u64, i32)>,
-    /// Tasks whose end is to be told.
+    /// Tasks whose callback has yet to run.
     ended: Vec<(Queued, io::Result<()>)>,
 }
 
@@ -254,7 +254,7 @@ impl Ring {
         }
     }
 
-    /// Empties the inbox; whoever writes to it from here on wakes the thread.
+    /// Empties the inbox; submissions from here on wake the thread.
     fn take_inbox(&mut self) -> Option<Instant> {
         let mut inbox = self.shared.inbox.lock();
         let messages = mem::take(&mut inbox.messages);
@@ -310,7 +310,7 @@ impl Ring {
         self.wake_armed = true;
     }
 
-    /// Gives the kernel what it has capacity for. A task that nobody waits for any more ends here.
+    /// Gives the kernel what it has capacity for. A task that no caller waits for any more ends here.
     fn fill(&mut self) {
         let mut unwanted = Vec::new();
         let mut submission = self.ring.submission();
@@ -390,8 +390,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Tells the ends of tasks. Whoever is told may look at every byte, so the kernel gets what
-    /// waits for it first.
+    /// Runs the callbacks of ended tasks. A callback may look at every byte, so the kernel gets the
+    /// waiting tasks first.
     fn tell_ends(&mut self) -> io::Result<()> {
         if self.ended.is_empty() {
             return Ok(());

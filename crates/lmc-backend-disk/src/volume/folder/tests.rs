@@ -24,7 +24,7 @@ impl Random {
     }
 }
 
-/// Bytes that only this place of this file has.
+/// Bytes that only this offset of this file has.
 fn stamp(bytes: &mut [u8], offset: u64) {
     for (i, word) in bytes.chunks_mut(8).enumerate() {
         let value = (offset + 8 * i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x5A5A;
@@ -155,7 +155,7 @@ fn volume(
     FolderVolume::open(dir, config).unwrap()
 }
 
-/// Many sizes from and into slots and own memory, each place checked byte for byte.
+/// Many sizes from and into slots and own memory, each offset checked byte for byte.
 fn mixed(volume: &FolderVolume, pool: &Pool) {
     let seed = 0x1234_5678_9ABC_DEF1;
     println!("seed {seed:#x}");
@@ -169,7 +169,7 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
             1 => 1 + random.below(256),
             _ => 1 + random.below(16),
         };
-        // The last block may end in a slot's padding, which is nobody's bytes.
+        // The last block may end in a slot's padding, which belongs to no chunk.
         let exact = blocks * BLOCK - random.below(2) * random.below(BLOCK);
         extents.push((at, blocks * BLOCK, exact));
         at += (blocks + random.below(8)) * BLOCK;
@@ -393,7 +393,7 @@ fn many(volume: &FolderVolume) {
         };
         assert_stamp(&buf, i as u64 * BLOCK % MIB);
     }
-    // Many files, of which each has its place in the ring for a while.
+    // Many files, of which each has its entry in the ring for a while.
     for i in 0..300 {
         let file = volume.open("many", None).unwrap();
         ask_one(volume, read(file, i % 256 * BLOCK, BLOCK)).unwrap();
@@ -486,11 +486,11 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     println!("{stopped} of 40 were stopped");
     assert!(
         ends.iter().all(|(_, done)| done.buf.is_some()),
-        "a quiet buffer comes back"
+        "a released buffer comes back"
     );
     drop(ends);
     assert_eq!(pool.usage().used, 0);
-    // Whoever asks after the stop may hold a lock that its callback takes.
+    // A caller after the stop may hold a lock that its callback takes.
     let lock = Arc::new(Mutex::new(()));
     let held = lock.lock();
     let (send, received) = mpsc::channel();
@@ -536,7 +536,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     volume.stop();
 }
 
-/// An operation that nobody waits for does not begin; its memory comes back.
+/// An operation that no caller waits for does not begin; its memory comes back.
 fn abandoned(volume: &FolderVolume) {
     let file = volume.open("abandoned", Some(BLOCK)).unwrap();
     let (send, received) = mpsc::channel();
@@ -584,7 +584,7 @@ fn suite(parent: &Path, engine: EngineChoice) {
     assert_eq!(pool.usage().quarantined_bytes, 0);
 }
 
-/// Whether there is io_uring here; says so if not.
+/// Returns true if there is io_uring here; prints why the test is skipped if not.
 fn has_uring() -> bool {
     match Uring::start(4, None) {
         Ok(_) => true,
