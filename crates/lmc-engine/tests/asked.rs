@@ -1,0 +1,632 @@
+//! Tiers that have to be asked, clear epochs, ranks, origins, and the limits of promotion.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{Delayed, Gated, Rng, block_on, check_value, fill_value, lens_of};
+use lmc_backend::{
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, Health, LoadItem, Loaded,
+    Located, MemoryBackend, Page, Sharing, StoreItem, Stored, Usage,
+};
+use lmc_engine::{
+    CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, OwnerId, PolicyKind,
+    Rank, StoreRequest, StoreStart, TenantId, WritePolicy,
+};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+const CHUNK: u64 = 4096;
+const SPACE: SpaceId = SpaceId::new([7; 16]);
+const OTHER: SpaceId = SpaceId::new([8; 16]);
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn hash(number: u64) -> ChunkHash {
+    let mut rng = Rng::new(number);
+    let mut hash = [0; 32];
+    for part in hash.chunks_exact_mut(8) {
+        part.copy_from_slice(&rng.next_u64().to_le_bytes());
+    }
+    ChunkHash::new(hash)
+}
+
+fn key(space: SpaceId, kv_rank: u16, number: u64) -> ChunkKey {
+    ChunkKey {
+        space,
+        kv_rank,
+        group: 0,
+        hash: hash(number),
+    }
+}
+
+fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
+    numbers.map(|number| key(SPACE, 0, number)).collect()
+}
+
+fn soon() -> Instant {
+    Instant::now() + DEADLINE
+}
+
+fn engine_with(
+    chunks: u64,
+    tiers: Vec<Arc<dyn Backend>>,
+    change: impl FnOnce(&mut EngineConfig),
+) -> CacheEngine {
+    let mut config = EngineConfig::default();
+    config.shards = Some(2);
+    (config.high_watermark, config.low_watermark) = (1.0, 1.0);
+    config.write_queue_bytes = Some(chunks * CHUNK);
+    // The machine may be busy.
+    config.locate_timeout = Duration::from_secs(5);
+    change(&mut config);
+    let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
+    CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), tiers).expect("an engine")
+}
+
+fn engine(chunks: u64, tiers: Vec<Arc<dyn Backend>>) -> CacheEngine {
+    engine_with(chunks, tiers, |_| {})
+}
+
+/// Stores chunks of one rank; returns how many were new.
+fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>) -> usize {
+    let request = |number: u64| StoreRequest {
+        key: key(space, kv_rank, number),
+        parent: None,
+        tenant: TenantId::default(),
+        len: CHUNK,
+    };
+    let requests: Vec<_> = numbers.map(request).collect();
+    let mut tickets = Vec::new();
+    for start in engine.store(OwnerId(1), &requests) {
+        if let StoreStart::Reserved(mut ticket) = start {
+            let key = ticket.key();
+            fill_value(&key, ticket.bytes_mut());
+            tickets.push(ticket);
+        }
+    }
+    engine.commit(tickets).len()
+}
+
+/// Puts chunks into a tier as another process would, which has cleared as often as `epoch` says.
+fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>, epoch: ClearEpoch) {
+    let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
+    let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
+    for number in numbers {
+        let key = key(space, 0, number);
+        let mut slot = pool.reserve(CHUNK).expect("an empty pool");
+        fill_value(&key, slot.bytes_mut());
+        let item = StoreItem::new(key, slot.written().seal()).with_epoch(epoch);
+        let stored = tier.store(vec![item], soon());
+        let stored = block_on(lmc_backend::in_order(stored, 1));
+        assert!(
+            matches!(stored[..], [Some(Ok(Stored::Written))]),
+            "{stored:?}"
+        );
+    }
+}
+
+fn request(ranks: &[Rank], numbers: Range<u64>) -> LookupRequest {
+    LookupRequest::new(OwnerId(2), numbers.map(hash).collect(), ranks.to_vec())
+}
+
+const RANK: Rank = Rank {
+    space: SPACE,
+    kv_rank: 0,
+};
+
+/// Looks up one rank, and checks every byte that is found.
+fn found(engine: &CacheEngine, numbers: Range<u64>) -> Found {
+    let found = engine
+        .lookup(request(&[RANK], numbers.clone()))
+        .wait_blocking();
+    let leases = found.ranks.first().map(|rank| &rank.leases);
+    for (slot, key) in leases.iter().flat_map(|l| l.iter()).zip(keys(numbers)) {
+        check_value(&key, slot.bytes()).expect("the bytes that were stored");
+    }
+    found
+}
+
+fn status(engine: &CacheEngine, tier: usize) -> LowerStatus {
+    engine.lower_status().swap_remove(tier)
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = soon();
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn settle(engine: &CacheEngine) {
+    until("writes end", || {
+        let status = engine.lower_status();
+        status.iter().all(|tier| tier.queued_bytes == 0)
+    });
+}
+
+fn assert_idle(engine: &CacheEngine) {
+    settle(engine);
+    let usage = engine.usage();
+    assert_eq!((usage.leases, usage.reserved_slots), (0, 0));
+    assert_eq!(usage.used_bytes, usage.chunk_bytes, "no slot is lost");
+}
+
+/// A shared tier that says "pending" a number of times before it tells what it has, and may lie
+/// about lengths.
+#[derive(Debug)]
+struct Scripted {
+    inner: MemoryBackend,
+    pending: AtomicUsize,
+    asked: AtomicU64,
+    longer_by: u64,
+    cost: Duration,
+}
+
+impl Scripted {
+    fn new() -> Self {
+        Self {
+            inner: MemoryBackend::shared(),
+            pending: AtomicUsize::new(0),
+            asked: AtomicU64::new(0),
+            longer_by: 0,
+            cost: Duration::ZERO,
+        }
+    }
+}
+
+impl Backend for Scripted {
+    fn name(&self) -> &str {
+        "scripted"
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        self.asked.fetch_add(keys.len() as u64, Ordering::Relaxed);
+        let take = |left: usize| left.checked_sub(1);
+        let order = Ordering::Relaxed;
+        let is_pending = self.pending.fetch_update(order, order, take).is_ok();
+        Box::pin(async move {
+            let mut located = self.inner.locate(keys, deadline).await;
+            for one in &mut located {
+                match one {
+                    Ok(one) if is_pending => *one = Located::Pending,
+                    Ok(Located::Present(location)) => {
+                        location.len += self.longer_by;
+                        location.cost = self.cost;
+                    }
+                    _ => {}
+                }
+            }
+            located
+        })
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        self.inner.load(items, deadline)
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        self.inner.store(items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        self.inner.remove(keys, deadline)
+    }
+
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        self.inner.clear(clear, deadline)
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        self.inner.clears()
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        self.inner.list(cursor, limit, deadline)
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        self.inner.usage()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        self.inner.close(deadline)
+    }
+}
+
+#[test]
+fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
+    let tier = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(30));
+    put(tier.inner(), SPACE, 0..8, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    let lookup = engine.lookup(request(&[RANK], 0..12));
+    let lookup = lookup.try_found().expect_err("the tier was not asked yet");
+    let found = lookup.wait_blocking();
+    assert_eq!((found.hits, found.resident), (8, 0));
+    drop(found);
+    assert_eq!(self::found(&engine, 0..12).resident, 8, "in DRAM now");
+    assert_eq!(status(&engine, 0).promoted, 8);
+    assert_idle(&engine);
+}
+
+#[test]
+fn chunks_of_several_tiers_make_one_prefix() {
+    // DRAM has 0 and 5, the disk 1 to 3 and 6, the remote store all.
+    let (disk, remote) = (
+        Arc::new(MemoryBackend::default()),
+        Arc::new(Scripted::new()),
+    );
+    put(&*disk, SPACE, 1..4, ClearEpoch::default());
+    put(&*disk, SPACE, 6..7, ClearEpoch::default());
+    put(&*remote, SPACE, 0..10, ClearEpoch::default());
+    let engine = engine(64, vec![disk, Arc::clone(&remote) as _]);
+    write(&engine, SPACE, 0, 0..1);
+    write(&engine, SPACE, 0, 5..6);
+    let found = found(&engine, 0..12);
+    assert_eq!((found.hits, found.resident), (10, 1));
+    assert_eq!(
+        (status(&engine, 0).promoted, status(&engine, 1).promoted),
+        (4, 4)
+    );
+    // Chunk 4 first, then those after it that nothing here has.
+    assert_eq!(remote.asked.load(Ordering::Relaxed), 1 + 5);
+}
+
+#[test]
+fn a_prompt_that_no_tier_has_is_asked_for_by_its_first_chunk_only() {
+    let tier = Arc::new(Scripted::new());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    assert_eq!(found(&engine, 0..200).hits, 0);
+    assert_eq!(tier.asked.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
+    let late = Delayed::late(MemoryBackend::shared(), Duration::from_secs(2));
+    put(late.inner(), SPACE, 0..4, ClearEpoch::default());
+    let here = MemoryBackend::default();
+    put(&here, SPACE, 0..2, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::new(here), Arc::new(late)], |config| {
+        config.locate_timeout = Duration::from_millis(10);
+    });
+    let begun = Instant::now();
+    assert_eq!(found(&engine, 0..4).hits, 2, "what the other tier has");
+    assert!(
+        begun.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        begun.elapsed()
+    );
+    assert_eq!(status(&engine, 1).locate_failed, 1);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
+    let tier = Scripted {
+        longer_by: 1,
+        ..Scripted::new()
+    };
+    put(&tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    assert_eq!(status(&engine, 0).promote_failed, 4);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
+    let tier = Arc::new(Scripted::new());
+    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+        config.pending_timeout = Duration::from_secs(10);
+    });
+    tier.pending.store(5, Ordering::Relaxed);
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+        config.pending_timeout = Duration::from_millis(20);
+    });
+    tier.pending.store(usize::MAX, Ordering::Relaxed);
+    assert_eq!(found(&engine, 0..4).hits, 0, "it never came");
+}
+
+#[test]
+fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
+    let tier = Arc::new(MemoryBackend::shared());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    write(&engine, SPACE, 0, 0..4);
+    settle(&engine);
+    let cleared = engine.clear(true);
+    assert!(
+        cleared.complete && (cleared.dram, cleared.lower) == (4, 0),
+        "{cleared:?}"
+    );
+    assert_eq!(tier.usage().expect("open").chunks, 4, "they are there");
+    assert_eq!(found(&engine, 0..4).hits, 0, "and are not found");
+    // Stored again, they take the place of the older ones.
+    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
+    settle(&engine);
+    engine.clear_dram(true);
+    assert_eq!(found(&engine, 0..4).hits, 2);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_clear_elsewhere_is_learned_from_a_chunk_and_clears_the_space_here() {
+    let (disk, remote) = (
+        Arc::new(MemoryBackend::default()),
+        Arc::new(MemoryBackend::shared()),
+    );
+    let engine = engine(64, vec![Arc::clone(&disk) as _, Arc::clone(&remote) as _]);
+    write(&engine, SPACE, 0, 0..4);
+    write(&engine, OTHER, 0, 0..4);
+    settle(&engine);
+    // Another process cleared, and stored one more chunk.
+    let cleared = ClearEpoch::default().next();
+    put(&*remote, SPACE, 4..5, cleared);
+    let found = found(&engine, 4..5);
+    assert_eq!(found.hits, 1, "the newer chunk itself");
+    drop(found);
+    assert_eq!(self::found(&engine, 0..4).hits, 0, "what is older is gone");
+    let space = |space: SpaceId| {
+        let keys: Vec<_> = (0..4).map(|number| key(space, 0, number)).collect();
+        let lens = lens_of(&*disk, &keys, soon()).into_iter();
+        lens.filter(|len| matches!(len, Ok(Some(_)))).count()
+    };
+    assert_eq!((space(SPACE), space(OTHER)), (0, 4), "of that space only");
+    assert!(disk.clears().contains(&Clear::space(SPACE, cleared)));
+    assert_idle(&engine);
+    drop(engine);
+    // The next process knows it from its disk.
+    let older = Arc::new(MemoryBackend::shared());
+    put(&*older, SPACE, 10..12, ClearEpoch::default());
+    let engine = self::engine(64, vec![disk, older]);
+    assert_eq!(self::found(&engine, 10..12).hits, 0);
+}
+
+#[test]
+fn a_write_begun_before_a_clear_elsewhere_is_not_found_after_it() {
+    let remote = Arc::new(MemoryBackend::shared());
+    let engine = engine(64, vec![Arc::clone(&remote) as _]);
+    let wanted = StoreRequest {
+        key: key(SPACE, 0, 0),
+        parent: None,
+        tenant: TenantId::default(),
+        len: CHUNK,
+    };
+    let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[wanted]).pop() else {
+        panic!("an empty pool");
+    };
+    put(&*remote, SPACE, 4..5, ClearEpoch::default().next());
+    assert_eq!(found(&engine, 4..5).hits, 1);
+    assert_eq!(engine.commit(vec![ticket]), [lmc_engine::Inserted::Cleared]);
+    assert_eq!(found(&engine, 0..1).hits, 0);
+}
+
+#[test]
+fn ranks_are_joined_and_a_rank_without_a_chunk_ends_the_prefix() {
+    let tier = Arc::new(Scripted::new());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    let rank = |kv_rank| Rank {
+        space: SPACE,
+        kv_rank,
+    };
+    write(&engine, SPACE, 0, 0..6);
+    write(&engine, SPACE, 1, 0..4);
+    settle(&engine);
+    let found = engine
+        .lookup(request(&[rank(0), rank(1)], 0..8))
+        .wait_blocking();
+    assert_eq!((found.hits, found.resident, found.ranks.len()), (4, 4, 2));
+    assert!(found.ranks.iter().all(|rank| rank.leases.len() == 4));
+    drop(found);
+    // One rank comes from the tier, the other from DRAM.
+    engine.clear_dram(true);
+    write(&engine, SPACE, 0, 0..6);
+    let found = engine
+        .lookup(request(&[rank(0), rank(1)], 0..8))
+        .wait_blocking();
+    assert_eq!((found.hits, found.resident), (4, 0));
+    drop(found);
+    let none = engine
+        .lookup(request(&[rank(0), rank(7)], 0..8))
+        .wait_blocking();
+    assert_eq!(none.hits, 0);
+    drop(none);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_chunk_is_never_written_to_the_tier_that_it_came_from() {
+    let (first, second) = (
+        Arc::new(Gated::new(MemoryBackend::default())),
+        Arc::new(Gated::new(MemoryBackend::default())),
+    );
+    put(&*first, SPACE, 0..4, ClearEpoch::default());
+    let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&first) as _, Arc::clone(&second) as _];
+    let engine = engine_with(64, tiers, |config| {
+        config.write_policy = WritePolicy::ThroughAndOnHit;
+    });
+    let before = first.stores();
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    assert_eq!(found(&engine, 0..4).resident, 4);
+    settle(&engine);
+    assert_eq!(first.stores(), before, "it has them");
+    assert_eq!(
+        second.stores(),
+        4,
+        "the other tier is offered what is found"
+    );
+    assert_idle(&engine);
+}
+
+#[test]
+fn chunks_that_are_recomputed_faster_are_not_read() {
+    let slow = || Scripted {
+        cost: Duration::from_millis(10),
+        ..Scripted::new()
+    };
+    for (recompute, hits) in [(1, 0), (100, 8)] {
+        let tier = slow();
+        put(&tier, SPACE, 0..8, ClearEpoch::default());
+        let engine = engine_with(64, vec![Arc::new(tier)], |config| {
+            config.recompute_time = Some(Duration::from_millis(recompute));
+        });
+        assert_eq!(found(&engine, 0..8).hits, hits, "{recompute} ms a chunk");
+        let status = status(&engine, 0);
+        assert_eq!(
+            (status.promoted, status.promote_skipped),
+            (hits as u64, 8 - hits as u64)
+        );
+    }
+}
+
+#[test]
+fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
+    let tier = Arc::new(Gated::new(MemoryBackend::default()));
+    put(&*tier, SPACE, 0..64, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+        // More than is ever granted.
+        config.promotion_bytes = Some(64 * CHUNK);
+    });
+    tier.shut();
+    let lookups: Vec<_> = (0..4)
+        .map(|n| engine.lookup(request(&[RANK], n * 16..n * 16 + 16)))
+        .collect();
+    until("reads begin", || tier.loads() > 0);
+    thread::sleep(Duration::from_millis(50));
+    let reserved = engine.usage().reserved_slots;
+    assert!((1..=16).contains(&reserved), "{reserved} of 64 slots");
+    tier.open();
+    for lookup in lookups {
+        assert_eq!(lookup.wait_blocking().hits, 16);
+    }
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_promoted_chunk_counts_as_used_once() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..200, ClearEpoch::default());
+    let engine = engine_with(20, vec![disk], |config| config.policy = PolicyKind::S3Fifo);
+    let hot = 1000..1004;
+    write(&engine, SPACE, 0, hot.clone());
+    for _ in 0..3 {
+        assert_eq!(found(&engine, hot.clone()).resident, 4);
+    }
+    // A scan of the disk, each chunk once.
+    for number in 0..200 {
+        assert_eq!(found(&engine, number..number + 1).hits, 1);
+    }
+    let there = engine.acquire(OwnerId(9), &keys(hot));
+    assert!(
+        there.is_some(),
+        "the scan pushed out what is used again and again"
+    );
+}
+
+/// Allows nothing beyond a number of bytes.
+struct AtMost(u64);
+
+impl LeaseLimit for AtMost {
+    fn allowed(&self, leased: u64, more: u64) -> u64 {
+        (leased + more).min(self.0)
+    }
+}
+
+#[test]
+fn a_lookup_keeps_no_more_than_its_caller_allows() {
+    let tier = Arc::new(MemoryBackend::shared());
+    put(&*tier, SPACE, 4..16, ClearEpoch::default());
+    let engine = engine(64, vec![tier]);
+    write(&engine, SPACE, 0, 0..4);
+    for (allowed, hits) in [(2, 2), (4, 4), (10, 10), (100, 16)] {
+        let limit = Arc::new(AtMost(allowed * CHUNK));
+        let lookup = engine.lookup(request(&[RANK], 0..16).with_limit(limit));
+        assert_eq!(
+            lookup.wait_blocking().hits,
+            hits,
+            "{allowed} chunks allowed"
+        );
+        engine.clear_dram(false);
+        write(&engine, SPACE, 0, 0..4);
+    }
+    assert_idle(&engine);
+}
+
+#[test]
+fn promotions_count_against_the_tenants_quota() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..8, ClearEpoch::default());
+    let engine = engine(64, vec![disk]);
+    let tenant = TenantId(3);
+    engine.set_quota(tenant, Some(4 * CHUNK));
+    let lookup = engine.lookup(request(&[RANK], 0..8).with_tenant(tenant));
+    assert_eq!(lookup.wait_blocking().hits, 4);
+    assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
+}
+
+#[test]
+fn an_engine_runs_on_the_runtime_that_it_is_given() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_time()
+        .build()
+        .expect("a runtime");
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![disk], |config| {
+        config.runtime = Some(runtime.handle().clone());
+    });
+    let lookup = engine.lookup(request(&[RANK], 0..4));
+    assert_eq!(runtime.block_on(lookup.wait()).hits, 4);
+    write(&engine, SPACE, 0, 10..12);
+    settle(&engine);
+    assert!(engine.close(soon()).is_complete());
+    drop(engine);
+    // Nothing of the engine is left on the runtime.
+    until("its tasks end", || runtime.metrics().num_alive_tasks() == 0);
+}
+
+#[test]
+fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
+    let tier = Arc::new(MemoryBackend::shared());
+    let (a, b) = (
+        engine(64, vec![Arc::clone(&tier) as _]),
+        engine(64, vec![Arc::clone(&tier) as _]),
+    );
+    write(&a, SPACE, 0, 0..4);
+    settle(&a);
+    assert_eq!(found(&b, 0..4).hits, 4);
+    a.clear(true);
+    write(&a, SPACE, 0, 4..8);
+    settle(&a);
+    assert_eq!(found(&b, 4..8).hits, 4);
+    assert_eq!(found(&b, 0..4).hits, 0, "cleared by the other");
+}
