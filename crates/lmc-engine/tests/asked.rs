@@ -163,6 +163,8 @@ struct Scripted {
     asked: AtomicU64,
     longer_by: u64,
     cost: Duration,
+    /// Epoch that lookups name.
+    epoch: Option<ClearEpoch>,
 }
 
 impl Scripted {
@@ -173,6 +175,7 @@ impl Scripted {
             asked: AtomicU64::new(0),
             longer_by: 0,
             cost: Duration::ZERO,
+            epoch: None,
         }
     }
 }
@@ -203,6 +206,7 @@ impl Backend for Scripted {
                     Ok(Located::Present(location)) => {
                         location.len += self.longer_by;
                         location.cost = self.cost;
+                        location.epoch = self.epoch.unwrap_or(location.epoch);
                     }
                     _ => {}
                 }
@@ -341,6 +345,19 @@ fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
 }
 
 #[test]
+fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
+    let tier = Scripted {
+        epoch: Some(ClearEpoch::default().next()),
+        ..Scripted::new()
+    };
+    put(&tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    assert_eq!(status(&engine, 0).promote_missed, 4);
+    assert_idle(&engine);
+}
+
+#[test]
 fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
     let tier = Arc::new(Scripted::new());
     put(&*tier, SPACE, 0..4, ClearEpoch::default());
@@ -369,6 +386,7 @@ fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
     );
     assert_eq!(tier.usage().expect("open").chunks, 4, "they are there");
     assert_eq!(found(&engine, 0..4).hits, 0, "and are not found");
+    assert_eq!(status(&engine, 0).promote_missed, 0, "nor read");
     // Stored again, they take the place of the older ones.
     assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
     settle(&engine);
@@ -532,23 +550,25 @@ fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
 
 #[test]
 fn a_promoted_chunk_counts_as_used_once() {
-    let disk = Arc::new(MemoryBackend::default());
-    put(&*disk, SPACE, 0..200, ClearEpoch::default());
-    let engine = engine_with(20, vec![disk], |config| config.policy = PolicyKind::S3Fifo);
-    let hot = 1000..1004;
-    write(&engine, SPACE, 0, hot.clone());
-    for _ in 0..3 {
-        assert_eq!(found(&engine, hot.clone()).resident, 4);
+    for policy in [PolicyKind::S3Fifo, PolicyKind::Arc] {
+        let disk = Arc::new(MemoryBackend::default());
+        put(&*disk, SPACE, 0..200, ClearEpoch::default());
+        let engine = engine_with(20, vec![disk], |config| config.policy = policy);
+        let hot = 1000..1004;
+        write(&engine, SPACE, 0, hot.clone());
+        for _ in 0..3 {
+            assert_eq!(found(&engine, hot.clone()).resident, 4);
+        }
+        // A scan of the disk, each chunk once.
+        for number in 0..200 {
+            assert_eq!(found(&engine, number..number + 1).hits, 1);
+        }
+        let there = engine.acquire(OwnerId(9), &keys(hot));
+        assert!(
+            there.is_some(),
+            "{policy}: the scan pushed out what is used often"
+        );
     }
-    // A scan of the disk, each chunk once.
-    for number in 0..200 {
-        assert_eq!(found(&engine, number..number + 1).hits, 1);
-    }
-    let there = engine.acquire(OwnerId(9), &keys(hot));
-    assert!(
-        there.is_some(),
-        "the scan pushed out what is used again and again"
-    );
 }
 
 /// Allows nothing beyond a number of bytes.
