@@ -1,8 +1,8 @@
-//! What a lookup in DRAM costs while the disk below is saturated, for `cargo xtask bench disk`.
+//! Measures a lookup in DRAM while the disk tier is saturated, for `cargo xtask bench disk`.
 //!
 //! `dram_beside_disk FOLDER SECONDS`: looks up a prompt of 256 chunks in DRAM over and over, first
-//! with an idle disk, then while other prompts come up from it as fast as it gives them, each
-//! making the one before leave memory. Prints one line of JSON.
+//! with an idle disk, then while other prompts are promoted from it as fast as it delivers
+//! them, each evicting the one before. Prints one line of JSON.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ const HOT: u64 = 256;
 /// Prompts on disk, and chunks of each.
 const COLD: u64 = 16;
 const LEN: u64 = 64;
-const NOBODY: TenantId = TenantId(0);
+const COMMON: TenantId = TenantId(0);
 const SPACE: SpaceId = SpaceId::new([1; 16]);
 
 fn prompt(first: u64, len: u64) -> Vec<ChunkKey> {
@@ -38,10 +38,10 @@ fn prompt(first: u64, len: u64) -> Vec<ChunkKey> {
 }
 
 fn store(engine: &CacheEngine, keys: &[ChunkKey]) -> Result<()> {
-    let request = |place: usize| StoreRequest {
-        key: keys[place],
-        parent: place.checked_sub(1).map(|before| keys[before]),
-        tenant: NOBODY,
+    let request = |index: usize| StoreRequest {
+        key: keys[index],
+        parent: index.checked_sub(1).map(|before| keys[before]),
+        tenant: COMMON,
         len: CHUNK,
     };
     let requests: Vec<_> = (0..keys.len()).map(request).collect();

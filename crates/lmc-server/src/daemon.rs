@@ -24,7 +24,7 @@ use crate::http::{self, Http};
 use crate::signals::Signals;
 use crate::{disk, log, losses, occupant, pool, transfer_config};
 
-/// How LMCache's tools name traffic without a salt.
+/// Name of traffic without a salt in LMCache's tools.
 pub const DEFAULT_SALT: &str = "_default";
 
 /// Serves until a signal; the exit code of the process.
@@ -56,11 +56,11 @@ pub fn run(loaded: &Loaded) -> ExitCode {
 /// Exit code of a server whose pool was lost; a restart makes a new one.
 const POOL_LOST: u8 = 3;
 
-/// How long drives have to be opened, and how often it is said that they are not yet.
-const OPEN_PATIENCE: Duration = Duration::from_secs(300);
+/// Time that the drives have to open, and the interval of the notes while they have not.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 const OPEN_NEWS: Duration = Duration::from_secs(10);
 
-/// How a server that had started came to its end.
+/// End of a server that had started.
 enum Stop {
     /// Everything under way was answered.
     Clean,
@@ -89,7 +89,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let started = Instant::now();
     let config = &loaded.config;
     let mut signals = Signals::new()?;
-    // The ports first: whoever holds them most likely holds the pool too.
+    // The ports first: a process that holds them most likely holds the pool too.
     let http_socket = match (ensure_free(config).await, bind_http(config).await) {
         (Ok(()), Ok(socket)) => socket,
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
@@ -178,7 +178,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         let _ = tokio::join!(engines, http, ticks, losses, prefault);
     };
     let closed = async {
-        let deadline = Instant::now() + stop_patience(config);
+        let deadline = Instant::now() + stop_timeout(config);
         let stop = tokio::select! {
             () = drained => Stop::Clean,
             () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
@@ -219,8 +219,8 @@ fn stopped_at_once(signal: &str, service: &Service) {
     }
 }
 
-/// How long a stop may take, with what goes to disk.
-fn stop_patience(config: &ServeConfig) -> Duration {
+/// Timeout of a stop, with the writes to disk.
+fn stop_timeout(config: &ServeConfig) -> Duration {
     config.shutdown_timeout + Duration::from_secs(5)
 }
 
@@ -246,11 +246,11 @@ async fn prepare(
             () = tokio::time::sleep(OPEN_NEWS) => {}
         }
         let waited = begun.elapsed();
-        if waited >= OPEN_PATIENCE {
+        if waited >= OPEN_TIMEOUT {
             bail!(
                 "the disk tier did not open within {}: look whether its drives answer, or leave \
                  --disk out",
-                human_duration(OPEN_PATIENCE)
+                human_duration(OPEN_TIMEOUT)
             );
         }
         info!(
@@ -258,15 +258,15 @@ async fn prepare(
             waited.as_secs_f64()
         );
     }
-    let patience = stop_patience(config);
-    let deadline = Instant::now() + patience;
+    let timeout = stop_timeout(config);
+    let deadline = Instant::now() + timeout;
     tokio::select! {
         made = &mut made => {
             close_tiers(&made.context(failed)??, deadline).await;
             Ok(Err(Stop::Clean))
         }
         _ = signals.second() => Ok(Err(Stop::Forced)),
-        () = tokio::time::sleep(patience) => Ok(Err(Stop::Forced)),
+        () = tokio::time::sleep(timeout) => Ok(Err(Stop::Forced)),
     }
 }
 
@@ -368,7 +368,7 @@ async fn ensure_free(config: &ServeConfig) -> Result<()> {
     }
 }
 
-/// Who is in the way, and what to do.
+/// Names the process that holds a port, and the remedy.
 fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
     if error.kind() != ErrorKind::AddrInUse {
         return format!("port {port} cannot be opened: check {flag} and the host beside it");
@@ -448,15 +448,15 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     Ok(service)
 }
 
-/// What was chosen, in a few lines.
+/// Logs the chosen settings in a few lines.
 fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
     let report = arena.report();
-    let place = match arena.shared_name() {
+    let backing = match arena.shared_name() {
         Some(name) => format!("shared memory {}", name.path().display()),
         None => "private memory: workers that copy by themselves are refused".to_owned(),
     };
     info!(
-        "pool: {} in {place}{}{}",
+        "pool: {} in {backing}{}{}",
         human_bytes(report.bytes as u64),
         if report.huge_pages {
             ", huge pages"

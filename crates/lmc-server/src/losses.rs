@@ -43,7 +43,7 @@ pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) 
 /// Losses that were logged, and the time of the last warning.
 #[derive(Default)]
 struct News {
-    told: Vec<Losses>,
+    reported: Vec<Losses>,
     last: Option<Instant>,
 }
 
@@ -53,19 +53,19 @@ impl News {
         if self.last.is_some_and(|last| now < last + WARN_EVERY) {
             return Vec::new();
         }
-        self.told.resize(tiers.len(), Losses::default());
+        self.reported.resize(tiers.len(), Losses::default());
         let mut news = Vec::new();
-        for (tier, told) in tiers.iter().zip(&mut self.told) {
+        for (tier, reported) in tiers.iter().zip(&mut self.reported) {
             let since = Losses {
-                dropped: tier.write_dropped - told.dropped,
-                write_failed: tier.write_failed - told.write_failed,
-                promote_failed: tier.promote_failed - told.promote_failed,
+                dropped: tier.write_dropped - reported.dropped,
+                write_failed: tier.write_failed - reported.write_failed,
+                promote_failed: tier.promote_failed - reported.promote_failed,
             };
             if since != Losses::default() {
                 news.push((tier.tier.clone(), since));
-                told.dropped = tier.write_dropped;
-                told.write_failed = tier.write_failed;
-                told.promote_failed = tier.promote_failed;
+                reported.dropped = tier.write_dropped;
+                reported.write_failed = tier.write_failed;
+                reported.promote_failed = tier.promote_failed;
                 self.last = Some(now);
             }
         }
@@ -95,7 +95,7 @@ mod tests {
 
     /// Until f2c35f9 no line of the log said that 752 of 2,352 chunks never reached the disk.
     #[test]
-    fn the_first_loss_is_told_at_once_and_later_ones_together() {
+    fn the_first_loss_is_reported_at_once_and_later_ones_together() {
         let mut disk = LowerStatus::default();
         disk.tier = "disk".to_owned();
         let mut news = News::default();

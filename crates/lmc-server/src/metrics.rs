@@ -47,7 +47,7 @@ metrics! {
     "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
     "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
     "lmcache_mp_l1_evicted_chunks_total" counter "Chunks evicted." = |s| s.engine.evicted_room + s.engine.evicted_quota + s.engine.evicted_watermark;
-    "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that found no room." = |s| s.counts.chunks_no_room;
+    "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that no pool memory could be reserved for." = |s| s.counts.chunks_no_room;
     "lmcache_mp_num_finished_stores_total" counter "Stores that ended, well or not." = |s| s.counts.stores + s.counts.stores_failed;
     "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, well or not." = |s| s.counts.retrieves + s.counts.retrieves_missed;
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
@@ -105,7 +105,7 @@ metrics! {
     "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
     "lmc_chunks_cleared_total" counter "Chunks that went with a clear." = |s| s.engine.cleared;
     "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
-    "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted: for room, over a quota, or above the watermark." = |s| s.engine.evicted_room;
+    "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted, by reason: memory for another chunk, a quota, or the watermark." = |s| s.engine.evicted_room;
     "lmc_evicted_chunks_total{reason=\"quota\"}" counter "" = |s| s.engine.evicted_quota;
     "lmc_evicted_chunks_total{reason=\"watermark\"}" counter "" = |s| s.engine.evicted_watermark;
     "lmc_kv_events_total" counter "KV events since the start." = |s| s.events.next_seq;
@@ -122,8 +122,8 @@ metrics! {
     "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
     "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;
     "lmc_connections_closed_idle_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.closed_idle;
-    "lmc_messages_unanswerable_total" counter "Messages dropped because nobody could be answered." = |s| s.transport.unanswerable;
-    "lmc_unknown_operations_total" counter "Requests whose operation could not be told." = |s| s.transport.unknown_operations;
+    "lmc_messages_unanswerable_total" counter "Messages dropped because they name no connection to answer on." = |s| s.transport.unanswerable;
+    "lmc_unknown_operations_total" counter "Requests with an unknown operation." = |s| s.transport.unknown_operations;
     "lmc_log_lines_dropped_total" counter "Log lines that were not written: stderr is gone, or is not read fast enough." = |_status| log::dropped_lines();
     "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;
     "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
@@ -156,7 +156,7 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
     ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),
 ];
-/// What a tier itself counted, with the labels `tier` and `what`.
+/// Counters of a tier itself, with the labels `tier` and `what`.
 const TIER_EVENTS: (&str, &str) = (
     "lmc_tier_events_total",
     "What a tier itself counted, such as damaged chunks and failed reads.",
@@ -312,7 +312,7 @@ pub fn documentation() -> String {
     out
 }
 
-/// How the series of one name differ, for the documentation.
+/// Returns the labels of the series of one name, for the documentation.
 fn labels_of(name: &str) -> String {
     let labels: Vec<&str> = METRICS
         .iter()
@@ -329,7 +329,7 @@ fn labels_of(name: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Run with `LMC_WRITE_DOCS=1` to write the page anew.
+    /// Run with `LMC_WRITE_DOCS=1` to write the page.
     #[test]
     fn the_documentation_lists_every_metric() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");

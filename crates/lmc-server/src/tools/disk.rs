@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::config::human_bytes;
 
 /// Time for each chunk, or page of a listing.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes that are read at a time.
 const AT_ONCE: u64 = 64 << 20;
 /// Chunks that are listed at a time.
@@ -103,14 +103,14 @@ pub(super) fn run(matches: &ArgMatches) -> Result<()> {
         }
         other => bail!("unknown verb {other}"),
     };
-    wait(tier.close(Instant::now() + PATIENCE))?;
+    wait(tier.close(Instant::now() + TIMEOUT))?;
     match matches.get_flag("json") {
         true => println!("{}", serde_json::to_string_pretty(&answer.1)?),
         false => print!("{}", answer.0),
     }
     match answer.1["damaged"].as_u64() {
         Some(damaged) if damaged > 0 => Err(anyhow!(
-            "{damaged} chunks were damaged; they are forgotten, and a server computes them anew"
+            "{damaged} chunks were damaged; they are removed, and an engine computes them again"
         )),
         _ => Ok(()),
     }
@@ -311,7 +311,7 @@ fn bar(length: u64, what: &'static str) -> ProgressBar {
 fn list(tier: &DiskBackend) -> Result<Vec<Listed>> {
     let (mut found, mut cursor) = (Vec::new(), Cursor::START);
     loop {
-        let page = wait(tier.list(cursor, PAGE, Instant::now() + PATIENCE))?;
+        let page = wait(tier.list(cursor, PAGE, Instant::now() + TIMEOUT))?;
         found.extend(page.items);
         match page.next {
             Some(next) => cursor = next,
@@ -340,7 +340,7 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
         if count == 0 {
             bail!("no memory to read a chunk of {} bytes into", rest[0].len);
         }
-        let loaded = tier.load(items, Instant::now() + PATIENCE);
+        let loaded = tier.load(items, Instant::now() + TIMEOUT);
         let loaded = wait(in_order(loaded, count));
         for loaded in loaded {
             match loaded {
@@ -375,7 +375,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
     let chunks = list(tier)?;
     let pool = pool(chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0))?;
     let bar = bar(chunks.len() as u64, "compacting");
-    let done = wait(tier.compact(&pool, below, PATIENCE, |done, of| {
+    let done = wait(tier.compact(&pool, below, TIMEOUT, |done, of| {
         bar.set_length(of);
         bar.set_position(done);
     }))?;
@@ -396,7 +396,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
         );
     }
     if done.no_space {
-        text += "it ended early: the file system has no room to move chunks to; free some, and \
+        text += "it ended early: the file system has no space to move chunks to; free some, and \
                  run it again\n";
     }
     Ok((

@@ -180,7 +180,7 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
         line(
             "refused",
             format!(
-                "{} stores, {} chunks without room, {} registrations, {} requests over a limit",
+                "{} stores, {} chunks without memory, {} registrations, {} requests over a limit",
                 counts["stores_failed"],
                 counts["chunks_no_room"],
                 counts["registrations_refused"],
