@@ -42,7 +42,7 @@ fn mutate(random: &mut Random, pool: &[Vec<u8>]) -> Vec<u8> {
     data
 }
 
-/// What takes an input and panics when a rule is broken.
+/// A function that takes an input and panics when a rule is broken.
 pub(crate) type Target = fn(&[u8]);
 
 /// Runs `TARGET SECONDS [SEED]` from the command line. The seed that it prints repeats the run.

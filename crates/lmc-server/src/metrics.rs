@@ -122,7 +122,7 @@ metrics! {
     "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
     "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;
     "lmc_connections_closed_idle_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.closed_idle;
-    "lmc_messages_unanswerable_total" counter "Messages dropped because they name no connection to answer on." = |s| s.transport.unanswerable;
+    "lmc_messages_unanswerable_total" counter "Messages dropped because no valid request id could be read from them." = |s| s.transport.unanswerable;
     "lmc_unknown_operations_total" counter "Requests with an unknown operation." = |s| s.transport.unknown_operations;
     "lmc_log_lines_dropped_total" counter "Log lines that were not written: stderr is gone, or is not read fast enough." = |_status| log::dropped_lines();
     "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;
