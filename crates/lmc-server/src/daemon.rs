@@ -401,6 +401,9 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let low = config.eviction_watermark - config.eviction_ratio;
     engine.low_watermark = low.max(config.eviction_watermark / 100.0);
     engine.promotion_timeout = config.disk_read_timeout;
+    engine.recompute_time = config.recompute_rate.map(|tokens_per_second| {
+        Duration::from_secs_f64(config.chunk_size as f64 / tokens_per_second as f64)
+    });
     engine.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
     engine.write_policy = match (config.disk_write, config.disk_admit) {
         (DiskWrite::Back, _) => WritePolicy::Back,

@@ -680,3 +680,18 @@ fn chunks_of_an_unknown_format_outlive_a_restart_only_under_an_identity() {
         assert_eq!(retrieve(&mut client, &shm_name, "again"), expected);
     }
 }
+
+#[test]
+fn chunks_that_are_recomputed_faster_than_they_are_read_stay_on_disk() {
+    let folder = new_folder();
+    let path = folder.to_str().expect("a path");
+    stored(path, &[]);
+    // A billion tokens a second: no drive is as fast.
+    assert_eq!(found(path, &["--recompute-rate", "1000000000"]), 0);
+    assert_eq!(found(path, &["--recompute-rate", "1"]), found(path, &[]));
+    let server = start_with(&folder, &["--recompute-rate", "1000000000"]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    assert_eq!(retrieve(&mut client, &shm_name, "again"), 0);
+    assert!(metric(&server, "lmc_tier_fetches_skipped_total") > 0.0);
+}

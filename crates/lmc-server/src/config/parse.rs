@@ -445,6 +445,17 @@ pub(crate) fn duration(raw: &Raw) -> Result<Duration, String> {
     size::parse_duration(raw.text()?)
 }
 
+pub(crate) fn rate(raw: &Raw) -> Result<Option<usize>, String> {
+    if raw
+        .text()
+        .is_ok_and(|text| text.eq_ignore_ascii_case("none"))
+    {
+        return Ok(None);
+    }
+    let rate = count(raw, 1, 1_000_000_000);
+    rate.map(Some).map_err(|error| format!("{error}, or none"))
+}
+
 pub(crate) fn positive_duration(raw: &Raw) -> Result<Duration, String> {
     match duration(raw)? {
         Duration::ZERO => Err("expected more than 0 seconds".to_owned()),

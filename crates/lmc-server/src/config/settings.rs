@@ -118,6 +118,8 @@ settings! {
         DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
         /// Timeout of reads from disk. A chunk that is later is a miss, and the engine computes it.
         DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
+        /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.
+        RECOMPUTE_RATE: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;
         /// I/O engine for the drives: auto (io_uring, or threads where that is forbidden), uring or threads.
         DISK_IO: DiskIoName = "disk-io", Value "HOW", "auto", parse::disk_io;
         /// Reads and writes that each drive is given at a time.
