@@ -87,6 +87,7 @@ pub(crate) fn told(transports: &str, device: Option<&str>, log: &str) -> Vec<(St
         // The module for EFA breaks the exit of a process where Debian's libibverbs is.
         ("UCX_MODULES", "^efa"),
         ("UCX_LOG_LEVEL", "info"),
+        ("NIXL_LOG_LEVEL", "ERROR"),
         ("UCX_LOG_FILE", log),
     ];
     told.extend(device.map(|device| ("UCX_NET_DEVICES", device)));

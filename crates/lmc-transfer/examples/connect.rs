@@ -10,6 +10,7 @@ use bytes::Bytes;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 use lmc_transfer::{
     Address, Blocking, ChannelConfig, Key, Slot, SocketChannel, SocketConfig, TransferChannel,
+    block_on,
 };
 
 const CHUNK: u64 = 1 << 20;
@@ -17,11 +18,10 @@ const CHUNK: u64 = 1 << 20;
 /// Memory, slots of it, and a channel over it that listens on a free port.
 fn side(name: &str) -> Result<(Pool, SocketChannel), Box<dyn Error>> {
     let arena = Arc::new(ArenaConfig::anonymous(16 << 20).build()?);
-    // Slots begin at multiples of 4096, which is what an index counts in.
     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
     let mut config = ChannelConfig::new(name.parse()?, arena);
-    config.key = Some(Key::new(*b"what both sides know"));
-    // Answers what a peer says when it connects, for instance with where it looks chunks up.
+    config.keys = Some(Key::new(b"32 random bytes that both sides know")?.into());
+    // Answers the message of a peer that connects, for instance with an address to ask for chunks.
     config.on_connect = Some(Arc::new(|peer, message| {
         println!("{peer} connects and says {message:?}");
         Some(Bytes::from_static(b"welcome"))
@@ -46,24 +46,26 @@ fn main() -> Result<(), Box<dyn Error>> {
     let answer = blocking.connect(b.id(), b.address(), hello, soon())?;
     println!("connected; b answers {answer:?}");
 
-    // One-sided: b tells where its chunks are, by whatever way the two talk; a reads them alone.
-    let kept = [chunk(&b_pool, 1)?, chunk(&b_pool, 2)?];
-    let indices = b.indices(&[&kept[0], &kept[1]])?;
+    // One-sided: b leases chunks to a, and tells it the indices by whatever protocol the two have;
+    // a reads them alone.
+    let lease = b.grant_read(a.id(), vec![chunk(&b_pool, 1)?, chunk(&b_pool, 2)?])?;
     let slots = [a_pool.reserve(CHUNK), a_pool.reserve(CHUNK)];
     let slots = slots.into_iter().flatten().collect();
-    let read = blocking.read(slots, b.id(), &indices, soon());
+    let read = blocking.read(slots, b.id(), lease.indices(), soon());
     if let Some(error) = &read.error {
         println!("not all could be read: {error}");
     }
     for slot in read.slots {
         match slot {
             Slot::Written(slot) => println!("a has a chunk of {}s", slot.bytes()[0]),
-            Slot::Quiet(slot) => println!("{} bytes can be used for something else", slot.len()),
+            Slot::Idle(slot) => println!("{} bytes can be used for something else", slot.len()),
             Slot::Quarantined => {
-                println!("the channel gives it back to the pool when that is safe")
+                println!("the channel returns it to the pool when that is safe")
             }
         }
     }
+    // From here on a reads them no more, and b may evict them.
+    block_on(lease.revoke());
 
     // Paired: one sends and the other receives, under a tag that both know.
     let objects = vec![chunk(&a_pool, 3)?];

@@ -1,4 +1,4 @@
-//! The same for callers without a runtime.
+//! The blocking form of a channel, and an executor for one future.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -13,7 +13,7 @@ use lmc_memory::{ReservedSlot, SealedSlot};
 
 use crate::{Address, ConnectError, Filled, Index, PeerId, Sent, TransferChannel, TransferError};
 
-/// Runs a future of a channel on this thread. Not for threads of a runtime.
+/// Runs a future of a channel on this thread until it is done. Not for threads of a runtime.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let woken = Arc::new(Woken {
@@ -30,24 +30,24 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// A thread that waits does not sleep for this long, but gives way to others: a small transfer is
-/// over by then, and to wake a thread takes as long as that transfer.
+/// Time that a waiting thread yields before it parks: a small transfer is done by then, and waking
+/// a thread takes as long as that transfer.
 const AWAKE: Duration = Duration::from_micros(50);
 
-/// A thread that gives way is back within this time, unless another computes on its core.
+/// Time within which a yield returns, unless another thread computes on the core.
 const BACK: Duration = Duration::from_micros(200);
-/// For this long afterwards, a thread sleeps instead of giving way.
+/// Time for which a thread parks instead of yielding, after a yield that took longer.
 const CROWDED: Duration = Duration::from_millis(100);
 
 thread_local! {
-    /// Until when this thread does not give way.
+    /// Until when this thread does not yield.
     static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Gives way to other threads for a moment, without sleeping. Not where that was long of late: to
-/// give way to a thread that computes costs a tick of the scheduler (4 ms) each time, and one that
-/// sleeps is woken within microseconds. Whether it may go on so; if not, the thread is to sleep.
-pub(crate) fn give_way() -> bool {
+/// Yields the core once. Returns `false` if this or a recent yield took longer than [`BACK`]: the
+/// caller should then park, because yielding to a thread that computes costs a scheduler tick
+/// (4 ms), while a parked thread is woken within microseconds.
+pub(crate) fn yield_briefly() -> bool {
     let begun = Instant::now();
     if CROWDED_UNTIL.get().is_some_and(|until| begun < until) {
         return false;
@@ -58,7 +58,7 @@ pub(crate) fn give_way() -> bool {
     back
 }
 
-/// Whether a thread is to look at its future again.
+/// Wakes a thread that runs a future.
 struct Woken {
     thread: Thread,
     woken: AtomicBool,
@@ -68,7 +68,7 @@ impl Woken {
     fn wait(&self) {
         let begun = Instant::now();
         while !self.woken.swap(false, Ordering::AcqRel) {
-            if begun.elapsed() >= AWAKE || !give_way() {
+            if begun.elapsed() >= AWAKE || !yield_briefly() {
                 thread::park();
             }
         }
@@ -82,12 +82,12 @@ impl Wake for Woken {
     }
 }
 
-/// A channel whose calls block the thread until they are over.
+/// A channel whose calls block the thread until they are done.
 #[derive(Debug, Clone, Copy)]
 pub struct Blocking<'a>(&'a dyn TransferChannel);
 
 impl<'a> Blocking<'a> {
-    /// The blocking form of a channel.
+    /// Returns the blocking form of a channel.
     pub fn new(channel: &'a dyn TransferChannel) -> Self {
         Self(channel)
     }
@@ -163,10 +163,10 @@ impl<'a> Blocking<'a> {
 mod tests {
     use super::*;
 
-    /// A small write took a tick of the scheduler (4 ms), or two, where threads gave way on cores
-    /// on which others computed.
+    /// A small write took a tick of the scheduler (4 ms), or two, where threads yielded on cores on
+    /// which others computed.
     #[test]
-    fn a_thread_does_not_give_way_to_one_that_computes() {
+    fn a_thread_does_not_yield_to_one_that_computes() {
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
             for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
@@ -176,13 +176,13 @@ mod tests {
                     }
                 });
             }
-            let patience = Instant::now() + Duration::from_secs(20);
-            let mut back = give_way();
-            while back && Instant::now() < patience {
-                back = give_way();
+            let deadline = Instant::now() + Duration::from_secs(20);
+            let mut back = yield_briefly();
+            while back && Instant::now() < deadline {
+                back = yield_briefly();
             }
             over.store(true, Ordering::Relaxed);
-            assert!(!back, "it always came back at once");
+            assert!(!back, "every yield returned at once");
         });
     }
 }

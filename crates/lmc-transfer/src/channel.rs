@@ -1,4 +1,4 @@
-//! The trait.
+//! The [`TransferChannel`] trait: the contract of every transport.
 
 use std::fmt;
 use std::pin::Pin;
@@ -7,7 +7,10 @@ use std::time::Instant;
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 
-use crate::{Address, ConnectError, Filled, InArena, Index, PeerId, Sent, TransferError};
+use crate::{
+    Address, ConnectError, Filled, InArena, Index, PeerId, ReadLease, Sent, TransferError,
+    WriteLease,
+};
 
 /// A boxed future that may move between threads. It needs no particular runtime.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -16,38 +19,48 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 ///
 /// What every implementation MUST do:
 ///
-/// - **Order and number.** Objects and indices go together by their place in the batch. An empty
-///   batch is done at once, also with a peer that is gone; more than [`crate::MAX_BATCH`] are
-///   refused. Objects of a batch may differ in size.
+/// - **Order and number.** Objects and indices correspond by their number in the batch. An empty
+///   batch is done at once, also with a peer that is gone; batches of more than
+///   [`crate::MAX_BATCH`] are refused. Objects of a batch may differ in size.
 /// - **Checks first.** A slot of another arena, a number of indices that is not that of the
-///   objects, a place outside the peer's arena, an unknown peer: refused before a byte moves, with
-///   an error that says which.
-/// - **Deadlines.** Every call is over soon after its deadline, whatever the peer does.
+///   objects, an index of an earlier incarnation, an unknown peer: refused before a byte moves,
+///   with an error that says which.
+/// - **Leases.** A peer reads and writes what it was granted, as long as the lease stands. Once
+///   [`ReadLease::revoke`] or [`WriteLease::revoke`] has resolved, nothing of it is under way. A
+///   lease ends with the peer's incarnation. Indices of a lease that does not stand are refused:
+///   they never name the next contents of a slot.
+/// - **Deadlines.** Every call ends soon after its deadline, whatever the peer does.
 /// - **Ownership.** Slots belong to the call. Slots that are read from are kept until nothing
-///   reads them. A slot that is written to comes back as [`crate::Slot::Written`] only with all bytes of
-///   the peer's object; as [`crate::Slot::Quiet`] only when nothing writes to it any more; otherwise the
-///   implementation keeps it in quarantine ([`crate::Slot::Quarantined`]) and gives it back to its pool
-///   on proof: the transport's completion, or the end of what could write.
+///   reads them. A slot that is written to is returned as [`crate::Slot::Written`] only with all
+///   bytes of the peer's object; as [`crate::Slot::Idle`] only when nothing writes to it any more;
+///   otherwise the implementation quarantines it ([`crate::Slot::Quarantined`]) and returns it to
+///   its pool on proof: the transport's completion, or the end of what could write.
 /// - **Cancellation.** A future may be dropped at any point: the same holds for its slots.
-/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena. Over
-///   NIXL, which does not enforce that, this is said of peers that are channels of this crate.
+/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena. NIXL
+///   does not enforce that, nor leases, nor rights: there it holds for peers that are channels of
+///   this crate.
 /// - **Incarnations.** A peer that ended and started again at its address is noticed: what it had
-///   before is gone, [`TransferChannel::is_connected`] says no, and connecting works anew.
+///   before is gone, [`TransferChannel::is_connected`] returns `false`, and connecting works
+///   again.
+/// - **Names.** No other identity takes over the name of a peer that is connected.
 /// - **No panics** for anything that a peer, a network or a library may do.
 pub trait TransferChannel: fmt::Debug + Send + Sync {
-    /// A short name for logs and metrics: `memory`, `socket`, `nixl`.
+    /// Returns a short name for logs and metrics: `memory`, `socket`, `nixl`.
     fn kind(&self) -> &'static str;
 
-    /// Who this side is.
+    /// Returns the name of this side.
     fn id(&self) -> &PeerId;
 
-    /// Where peers connect to.
+    /// Returns the number that tells this channel from earlier ones of the same name.
+    fn incarnation(&self) -> u64;
+
+    /// Returns the address that peers connect to.
     fn address(&self) -> &Address;
 
-    /// Connects to a peer, once: memory descriptors are exchanged, `message` goes to the peer's
-    /// [`crate::OnConnect`], and what that answers comes back. Connected already: nothing is sent,
-    /// and nothing comes back. Afterwards both sides know each other. A connect that is given up
-    /// or late may have been one for the peer: its message was heard then, and its answer is lost.
+    /// Connects to a peer, once: `message` goes to the peer's [`crate::OnConnect`], whose answer
+    /// is returned. If the peer is connected already, nothing is sent, and `None` is returned.
+    /// Afterwards both sides know each other. A connect that failed at its deadline may have
+    /// succeeded for the peer: the message was delivered then, and the answer is lost.
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -59,20 +72,58 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Option<Bytes>, ConnectError>>;
 
-    /// Whether the peer can be named in transfers; true from a connect of either side until the
-    /// peer is known to be gone.
-    fn is_connected(&self, peer: &PeerId) -> bool;
-
-    /// Bytes that one step of an [`Index`] stands for on this side.
-    fn unit(&self) -> u64;
-
-    /// The indices under which peers name slots of this side, whatever is in them.
+    /// Ends all connections to a peer, and all leases granted to it. Resolves when nothing of that
+    /// peer is under way at this side, as far as the transport can tell.
     ///
     /// # Errors
-    /// [`TransferError::NotRegistered`], [`TransferError::Unaligned`].
-    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError>;
+    /// [`TransferError::Deadline`].
+    fn disconnect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), TransferError>>;
 
-    /// Sends objects to a peer that receives under the same tag. It is over when they are there.
+    /// Returns the incarnation of a peer that is connected.
+    fn peer_incarnation(&self, peer: &PeerId) -> Option<u64>;
+
+    /// Returns whether the peer can be named in transfers: from a connect of either side until the
+    /// peer is known to be gone.
+    fn is_connected(&self, peer: &PeerId) -> bool {
+        self.peer_incarnation(peer).is_some()
+    }
+
+    /// Lets a connected peer read these slots until the lease ends. The lease pins them.
+    ///
+    /// # Errors
+    /// [`TransferError::UnknownPeer`], [`TransferError::NotRegistered`],
+    /// [`TransferError::TooMany`], [`TransferError::Closed`].
+    fn grant_read(&self, peer: &PeerId, slots: Vec<SealedSlot>)
+    -> Result<ReadLease, TransferError>;
+
+    /// Lets a connected peer write to these slots until the lease ends.
+    ///
+    /// # Errors
+    /// As [`Self::grant_read`], and [`TransferError::ReadOnly`] when the channel's rights are
+    /// [`crate::Rights::Read`].
+    fn grant_write(
+        &self,
+        peer: &PeerId,
+        slots: Vec<ReservedSlot>,
+    ) -> Result<WriteLease, TransferError>;
+
+    /// Returns the bytes that one step of an open arena's index stands for on this side.
+    fn unit(&self) -> u64;
+
+    /// Returns indices under which any peer reads, and with the right to may write, these slots
+    /// and whatever follows them there: they pin nothing and never end. Only for peers of one
+    /// trust domain: see [`crate::ChannelConfig::open_arena`].
+    ///
+    /// # Errors
+    /// [`TransferError::NotOpen`], [`TransferError::NotRegistered`],
+    /// [`TransferError::Unaligned`].
+    fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError>;
+
+    /// Sends objects to a peer that receives under the same tag. Resolves when they are there.
     fn send<'a>(
         &'a self,
         objects: Vec<SealedSlot>,
@@ -81,7 +132,7 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Sent>;
 
-    /// Receives what a peer sends under the same tag: each object into the slot of its place. A
+    /// Receives what a peer sends under the same tag: each object into the slot of its number. A
     /// peer may send fewer objects than there are slots; the lengths of those it sends are those
     /// of the slots.
     fn receive<'a>(
@@ -92,9 +143,10 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Filled>;
 
-    /// Writes objects into a peer's arena, at the peer's indices. The peer does nothing.
+    /// Writes objects into a peer's memory, at indices that the peer granted for writing. Nobody
+    /// calls anything there.
     ///
-    /// Writes to the same place have no order: one that ended without being quiet may still arrive
+    /// Writes to the same index have no order: one that is not idle when it ends may still arrive
     /// after a later one.
     fn write<'a>(
         &'a self,
@@ -104,8 +156,8 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Sent>;
 
-    /// Reads from a peer's arena, at the peer's indices, as many bytes as each slot has. The peer
-    /// does nothing.
+    /// Reads from a peer's memory, at indices that the peer granted, as many bytes as each slot
+    /// has. Nobody calls anything there.
     fn read<'a>(
         &'a self,
         slots: Vec<ReservedSlot>,

@@ -1,10 +1,11 @@
-//! What is checked before a byte moves, the same for every channel.
+//! Checks before a byte moves, the same for every channel.
 
 use std::sync::Arc;
 
 use lmc_memory::{Arena, ReservedSlot, SealedSlot, WrittenSlot};
 
-use crate::{Index, MAX_BATCH, TransferError};
+use crate::lease::{Range, Region};
+use crate::{ChannelConfig, Index, MAX_BATCH, TransferError};
 
 mod sealed {
     pub trait Sealed {}
@@ -13,13 +14,13 @@ mod sealed {
     impl Sealed for lmc_memory::SealedSlot {}
 }
 
-/// A slot, in whatever state, by its place.
+/// A slot in any state, as a range of its arena.
 pub trait InArena: sealed::Sealed {
-    /// The arena that it lies in.
+    /// Returns the arena that the slot lies in.
     fn arena(&self) -> &Arc<Arena>;
-    /// Bytes from the arena's start.
+    /// Returns the bytes from the arena's start.
     fn offset(&self) -> u64;
-    /// Bytes of the slot.
+    /// Returns the bytes of the slot.
     fn bytes(&self) -> u64;
 }
 
@@ -42,19 +43,23 @@ macro_rules! in_arena {
 }
 in_arena!(ReservedSlot, WrittenSlot, SealedSlot);
 
-/// Under which indices a peer names these slots.
-pub(crate) fn indices(
-    arena: &Arc<Arena>,
-    unit: u64,
+/// The indices of these slots in an open arena.
+pub(crate) fn arena_indices(
+    config: &ChannelConfig,
+    incarnation: u64,
     slots: &[&dyn InArena],
 ) -> Result<Vec<Index>, TransferError> {
-    let index = |(place, slot): (usize, &&dyn InArena)| {
-        if !Arc::ptr_eq(slot.arena(), arena) {
-            return Err(TransferError::NotRegistered { place });
+    if !config.open_arena {
+        return Err(TransferError::NotOpen);
+    }
+    let unit = config.unit;
+    let index = |(object, slot): (usize, &&dyn InArena)| {
+        if !Arc::ptr_eq(slot.arena(), &config.arena) {
+            return Err(TransferError::NotRegistered { object });
         }
         match slot.offset().is_multiple_of(unit) {
-            true => Ok(Index(slot.offset() / unit)),
-            false => Err(TransferError::Unaligned { place, unit }),
+            true => Ok(Index::arena(incarnation, slot.offset() / unit)),
+            false => Err(TransferError::Unaligned { object, unit }),
         }
     };
     slots.iter().enumerate().map(index).collect()
@@ -70,32 +75,57 @@ pub(crate) fn slots<S: InArena>(arena: &Arc<Arena>, slots: &[S]) -> Result<(), T
         .iter()
         .position(|slot| !Arc::ptr_eq(slot.arena(), arena))
     {
-        Some(place) => Err(TransferError::NotRegistered { place }),
+        Some(object) => Err(TransferError::NotRegistered { object }),
         None => Ok(()),
     }
 }
 
-/// Where objects of these lengths lie in a peer's arena: byte offsets.
-pub(crate) fn places(
+/// The memory of a peer, as far as this side knows it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerMemory {
+    pub(crate) incarnation: u64,
+    /// Bytes of its arena.
+    pub(crate) arena: u64,
+    pub(crate) unit: u64,
+}
+
+/// The ranges of a peer's memory that objects of these lengths have at these indices.
+pub(crate) fn ranges(
     lens: impl ExactSizeIterator<Item = u64>,
     indices: &[Index],
-    unit: u64,
-    arena: u64,
-) -> Result<Vec<u64>, TransferError> {
+    peer: PeerMemory,
+) -> Result<Vec<Range>, TransferError> {
     let objects = lens.len();
     if objects != indices.len() {
         let indices = indices.len();
         return Err(TransferError::Indices { objects, indices });
     }
-    let place = |(place, (len, &index)): (usize, (u64, &Index))| {
-        let offset = index.0.checked_mul(unit);
-        let inside = |offset: &u64| offset.checked_add(len).is_some_and(|end| end <= arena);
-        offset.filter(inside).ok_or(TransferError::OutOfRange {
-            place,
+    let range = |(object, (len, &index)): (usize, (u64, &Index))| {
+        if index.incarnation != peer.incarnation {
+            return Err(TransferError::Stale { object, index });
+        }
+        if index.lease != 0 {
+            return Ok(Range {
+                region: Region::Lease(index.lease),
+                slot: index.slot,
+                offset: 0,
+                len,
+            });
+        }
+        let offset = index.slot.checked_mul(peer.unit);
+        let inside = |offset: &u64| offset.checked_add(len).is_some_and(|end| end <= peer.arena);
+        let offset = offset.filter(inside).ok_or(TransferError::OutOfRange {
+            object,
             index,
             len,
-            arena,
+            arena: peer.arena,
+        })?;
+        Ok(Range {
+            region: Region::Arena,
+            slot: 0,
+            offset,
+            len,
         })
     };
-    lens.zip(indices).enumerate().map(place).collect()
+    lens.zip(indices).enumerate().map(range).collect()
 }

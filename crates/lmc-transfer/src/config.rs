@@ -1,5 +1,6 @@
-//! How a channel is set up.
+//! Settings that every channel has.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,108 +9,153 @@ use bytes::Bytes;
 use lmc_memory::Arena;
 use thiserror::Error;
 
-use crate::PeerId;
+use crate::{Identity, Keys, PeerId, PublicIdentity};
 
-/// Answers the message that a peer sent along when it connected.
+/// Answers the message that a peer sent when it connected. It may block; it runs on a thread of
+/// its own.
 pub type OnConnect = Arc<dyn Fn(&PeerId, Option<Bytes>) -> Option<Bytes> + Send + Sync>;
 
-/// A secret that both sides of a connection prove to know, neither tells.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Key(Arc<[u8]>);
+/// Hears of peers that come and go. It must not block.
+pub type OnPeer = Arc<dyn Fn(&PeerId, PeerEvent) + Send + Sync>;
 
-impl Key {
-    /// From any bytes; 32 random ones are best.
-    pub fn new(secret: impl Into<Arc<[u8]>>) -> Self {
-        Self(secret.into())
-    }
-
-    /// The secret.
-    pub fn secret(&self) -> &[u8] {
-        &self.0
-    }
+/// What happened to a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PeerEvent {
+    /// An incarnation of the peer is connected.
+    Connected {
+        /// Its incarnation.
+        incarnation: u64,
+    },
+    /// An incarnation of the peer is gone: its leases have ended, and its indices are stale.
+    Gone {
+        /// Its incarnation.
+        incarnation: u64,
+        /// How it is known.
+        reason: String,
+    },
 }
 
-impl fmt::Debug for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Key(..)")
-    }
+/// What peers may do with this side's memory, within their leases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Rights {
+    /// Peers may read.
+    #[default]
+    Read,
+    /// Peers may read and write.
+    ReadWrite,
 }
 
-/// A setting that makes no sense.
+/// A setting that is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{name} must be {expected}, found {found}")]
 pub struct ConfigError {
-    /// What it is called.
+    /// The setting's name.
     pub name: &'static str,
-    /// What it may be.
+    /// What is valid.
     pub expected: &'static str,
-    /// What it is.
+    /// What was found.
     pub found: String,
 }
 
-/// What every channel is made from.
+impl ConfigError {
+    /// Checks a setting.
+    pub(crate) fn unless(
+        valid: bool,
+        name: &'static str,
+        expected: &'static str,
+        found: &dyn fmt::Debug,
+    ) -> Result<(), Self> {
+        let found = format!("{found:?}");
+        match valid {
+            true => Ok(()),
+            false => Err(Self {
+                name,
+                expected,
+                found,
+            }),
+        }
+    }
+}
+
+/// Settings that every channel has.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct ChannelConfig {
-    /// Who this side is.
+    /// Name of this side.
     pub id: PeerId,
-    /// The memory that peers may name, and that this side's slots lie in.
+    /// The memory that this side's slots lie in.
     pub arena: Arc<Arena>,
-    /// Bytes that one step of an index stands for; a power of two, and that of the pool's slots.
-    /// Default: 4096.
+    /// What peers may do with this side's memory. Sockets enforce it, NIXL cannot: a peer that
+    /// reaches memory over RDMA or shared memory reads and writes all of it. Default:
+    /// [`Rights::Read`].
+    pub rights: Rights,
+    /// Whether peers may name any place of the arena, without a lease. This is for one trust
+    /// domain: every peer reaches every slot, free ones and other tenants' included, and nothing
+    /// tells old contents from new ones. Default: `false`.
+    pub open_arena: bool,
+    /// Bytes that one step of an open arena's index stands for: a power of two, and the alignment
+    /// of the pool's slots. Default: 4096.
     pub unit: u64,
-    /// Answers the messages of those who connect. Default: nothing.
+    /// Answers the messages of peers that connect. Default: none.
     pub on_connect: Option<OnConnect>,
-    /// What peers must know, at least a byte. Default: nothing, for networks where every host is
-    /// trusted.
-    ///
-    /// The key protects the handshake, not the bytes after it: who can read or change what passes
-    /// between the hosts can do so with a key as well. Against them use a private network or a
-    /// tunnel.
-    pub key: Option<Key>,
-    /// Time that a peer has for a handshake, whoever connects; more than none. Default: 5 s.
+    /// Hears of peers that come and go. Default: none.
+    pub on_peer: Option<OnPeer>,
+    /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
+    /// served and connected to; `NixlChannel` requires them. Default: none.
+    pub keys: Option<Keys>,
+    /// Proves this side's name. Default: a new one for each channel, so that a channel that starts
+    /// again takes its name over only when its predecessor is gone.
+    pub identity: Option<Identity>,
+    /// The identities of names. A name that is listed is accepted from its identity only; others
+    /// are accepted from any, and belong to it as long as it is connected. Default: empty.
+    pub known_peers: HashMap<PeerId, PublicIdentity>,
+    /// Whether objects are encrypted and authenticated on their way, like everything else is in
+    /// any case. For sockets; NIXL cannot. Default: `false`.
+    pub encrypt_objects: bool,
+    /// Time that a handshake may take, of either side; above 0. Default: 5 s.
     pub handshake_timeout: Duration,
     /// Peers at a time, at least one. Default: 1024.
     pub max_peers: usize,
 }
 
 impl ChannelConfig {
-    /// The defaults.
+    /// Returns the defaults.
     pub fn new(id: PeerId, arena: Arc<Arena>) -> Self {
         Self {
             id,
             arena,
+            rights: Rights::default(),
+            open_arena: false,
             unit: 4096,
             on_connect: None,
-            key: None,
+            on_peer: None,
+            keys: None,
+            identity: None,
+            known_peers: HashMap::new(),
+            encrypt_objects: false,
             handshake_timeout: Duration::from_secs(5),
             max_peers: 1024,
         }
     }
 
-    /// Whether a channel can be made from it.
+    /// Checks the settings.
     ///
     /// # Errors
-    /// The first setting that makes no sense.
+    /// The first setting that is invalid.
     pub fn check(&self) -> Result<(), ConfigError> {
-        let setting = |fits: bool, name, expected, found: &dyn fmt::Debug| {
-            let found = format!("{found:?}");
-            let wrong = ConfigError {
-                name,
-                expected,
-                found,
-            };
-            fits.then_some(()).ok_or(wrong)
-        };
         let power = self.unit.is_power_of_two();
-        setting(power, "unit", "a power of two", &self.unit)?;
-        // Of the key only its length may be told.
-        let secret = self.key.as_ref().map_or(1, |key| key.secret().len());
-        let expected = "of a byte or more, or none at all";
-        setting(secret > 0, "key", expected, &secret)?;
+        ConfigError::unless(power, "unit", "a power of two", &self.unit)?;
         let time = &self.handshake_timeout;
-        setting(!time.is_zero(), "handshake_timeout", "above 0", time)?;
-        setting(self.max_peers > 0, "max_peers", "above 0", &self.max_peers)
+        ConfigError::unless(!time.is_zero(), "handshake_timeout", "above 0", time)?;
+        let peers = &self.max_peers;
+        ConfigError::unless(*peers > 0, "max_peers", "above 0", peers)
+    }
+
+    pub(crate) fn tell(&self, peer: &PeerId, event: PeerEvent) {
+        if let Some(on_peer) = &self.on_peer {
+            on_peer(peer, event);
+        }
     }
 }
 
@@ -117,8 +163,11 @@ impl fmt::Debug for ChannelConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChannelConfig")
             .field("id", &self.id)
+            .field("rights", &self.rights)
+            .field("open_arena", &self.open_arena)
             .field("unit", &self.unit)
-            .field("key", &self.key)
+            .field("keys", &self.keys)
+            .field("identity", &self.identity)
             .field("handshake_timeout", &self.handshake_timeout)
             .field("max_peers", &self.max_peers)
             .finish_non_exhaustive()
@@ -134,7 +183,7 @@ mod tests {
     type Change = fn(&mut ChannelConfig);
 
     #[test]
-    fn settings_that_make_no_sense_are_named() {
+    fn invalid_settings_are_named() {
         let arena = ArenaConfig::anonymous(1 << 20).build();
         let arena = Arc::new(arena.expect("a test machine has 1 MiB"));
         let config = ChannelConfig::new("a".parse().expect("a name"), arena);
@@ -142,28 +191,20 @@ mod tests {
         let check = |change: Change| {
             let mut config = config.clone();
             change(&mut config);
-            config.check().map_err(|error| error.to_string())
+            config.check().map_err(|error| error.name)
         };
-        let cases: [(Change, &str); 6] = [
-            (|c| c.unit = 0, "unit must be a power of two, found 0"),
-            (|c| c.unit = 4097, "unit must be a power of two, found 4097"),
-            (
-                |c| c.key = Some(Key::new([])),
-                "key must be of a byte or more, or none at all, found 0",
-            ),
+        let cases: [(Change, &str); 5] = [
+            (|c| c.unit = 0, "unit"),
+            (|c| c.unit = 4097, "unit"),
             (
                 |c| c.handshake_timeout = Duration::ZERO,
-                "handshake_timeout must be above 0, found 0ns",
+                "handshake_timeout",
             ),
-            (|c| c.max_peers = 0, "max_peers must be above 0, found 0"),
-            (
-                |c| (c.unit, c.max_peers) = (3, 0),
-                "unit must be a power of two, found 3",
-            ),
+            (|c| c.max_peers = 0, "max_peers"),
+            (|c| (c.unit, c.max_peers) = (3, 0), "unit"),
         ];
         for (change, wrong) in cases {
-            assert_eq!(check(change), Err(wrong.to_owned()));
+            assert_eq!(check(change), Err(wrong));
         }
-        assert_eq!(check(|c| c.key = Some(Key::new(*b"k"))), Ok(()));
     }
 }

@@ -1,4 +1,4 @@
-//! Why a connection or a transfer did not come about.
+//! Errors of connects and of transfers.
 
 use std::io;
 
@@ -10,13 +10,13 @@ use crate::{ConfigError, Index, PeerId};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// A setting of this side's own makes no sense.
+    /// A setting of this side is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The deadline passed first, or the time that a handshake may take.
+    /// The deadline passed first, or [`crate::ChannelConfig::handshake_timeout`].
     #[error("{peer} did not answer the handshake in time")]
     Deadline {
-        /// Who was connected to.
+        /// The peer that was connected to.
         peer: PeerId,
     },
     /// The address is of a kind that this channel does not serve.
@@ -27,33 +27,48 @@ pub enum ConnectError {
         /// The address.
         address: String,
     },
-    /// Somebody else answers there.
-    #[error("{expected} was expected, and {found} answers: is the address of another?")]
+    /// There is no shared key, and the address is neither loopback nor a Unix socket.
+    #[error(
+        "{address} is reached over a network, which requires a shared key: set `keys` on every \
+         peer, or use a loopback address or a Unix socket"
+    )]
+    Unprotected {
+        /// The address.
+        address: String,
+    },
+    /// Another peer answers at the address.
+    #[error("expected {expected} at this address, found {found}")]
     WrongPeer {
-        /// Who was connected to.
+        /// The peer that was connected to.
         expected: PeerId,
-        /// Who answers.
+        /// The peer that answers.
         found: PeerId,
     },
+    /// The name belongs to another identity: see [`crate::ChannelConfig::known_peers`].
+    #[error("the identity of {peer} is not the one that is known for its name")]
+    Identity {
+        /// The peer that was connected to.
+        peer: PeerId,
+    },
     /// The other side speaks another version.
-    #[error("version {theirs} of the handshake, this side speaks {ours}: run one release on both")]
+    #[error("version {theirs} of the handshake, expected {ours}: run the same release on both")]
     Version {
         /// This side's.
         ours: u16,
         /// The other side's.
         theirs: u16,
     },
-    /// The two sides have not the same key, or only one has any.
+    /// The two sides have no shared key in common, or only one has any.
     #[error("the shared key is not the same on both sides")]
     Key,
-    /// What the other side sent is no handshake, or is too long for one.
-    #[error("not a handshake: {0}")]
+    /// The other side sent something that is no handshake.
+    #[error("invalid handshake: {0}")]
     Malformed(String),
-    /// The other side said no.
+    /// The other side refused.
     #[error("refused by the peer: {0}")]
     Refused(String),
     /// The message is longer than [`crate::MAX_MESSAGE`].
-    #[error("a message of {found} bytes, {max} are allowed", max = crate::MAX_MESSAGE)]
+    #[error("a message of {found} bytes: at most {max} are allowed", max = crate::MAX_MESSAGE)]
     Message {
         /// Bytes of the message.
         found: usize,
@@ -69,81 +84,96 @@ pub enum ConnectError {
     Library(String),
 }
 
-/// Objects could not be moved, or not all of them.
+/// Objects could not be moved, or not all of them. `object` is the number of an object in its
+/// batch.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// No connection to this peer.
+    /// There is no connection to the peer.
     #[error("{peer} is not connected")]
     UnknownPeer {
         /// The peer.
         peer: PeerId,
     },
-    /// A slot of another arena.
-    #[error("object {place} does not lie in the arena that the channel registered")]
+    /// A slot lies in another arena than the channel's.
+    #[error("object {object} does not lie in the arena of this channel")]
     NotRegistered {
-        /// Its place in the batch.
-        place: usize,
+        /// Its number in the batch.
+        object: usize,
     },
-    /// A slot that no index names: the pool's alignment is less than the channel's unit.
-    #[error("object {place} does not begin at a multiple of {unit} bytes")]
+    /// A slot does not begin at a multiple of the channel's unit.
+    #[error("object {object} does not begin at a multiple of {unit} bytes")]
     Unaligned {
-        /// Its place in the batch.
-        place: usize,
-        /// Bytes that one step of an index stands for.
+        /// Its number in the batch.
+        object: usize,
+        /// Bytes of a unit.
         unit: u64,
     },
-    /// Objects and indices do not go together.
-    #[error("{objects} objects, and {indices} indices for them")]
+    /// Indices of the whole arena were asked for, which is not open.
+    #[error("the arena is not open to peers: grant a lease, or set `open_arena`")]
+    NotOpen,
+    /// The numbers of objects and of indices differ.
+    #[error("{objects} objects and {indices} indices: expected as many of both")]
     Indices {
         /// Number of objects.
         objects: usize,
         /// Number of indices.
         indices: usize,
     },
-    /// Too many objects at once.
-    #[error("{objects} objects in one batch, {max} are allowed", max = crate::MAX_BATCH)]
+    /// The batch has too many objects.
+    #[error("{objects} objects in one batch: at most {max} are allowed", max = crate::MAX_BATCH)]
     TooMany {
         /// Number of objects.
         objects: usize,
     },
-    /// A place outside the peer's arena.
-    #[error(
-        "object {place}: {len} bytes at index {index} lie outside the peer's arena of {arena} bytes",
-        index = index.0
-    )]
+    /// An index of the open arena, with this length, ends outside it.
+    #[error("object {object}: {len} bytes at {index} exceed the peer's arena of {arena} bytes")]
     OutOfRange {
-        /// Its place in the batch.
-        place: usize,
-        /// The index that was named.
+        /// Its number in the batch.
+        object: usize,
+        /// The index.
         index: Index,
         /// Bytes of the object.
         len: u64,
         /// Bytes of the peer's arena.
         arena: u64,
     },
-    /// Sender and receiver do not agree on a length, or the receiver has too few slots.
-    #[error("object {place} has {sent} bytes, the receiver has room for {room}")]
+    /// An index was granted by another incarnation of the peer, which has ended.
+    #[error("object {object}: the peer that granted {index} has ended: ask for a new lease")]
+    Stale {
+        /// Its number in the batch.
+        object: usize,
+        /// The index.
+        index: Index,
+    },
+    /// A lease does not stand: it was revoked, never granted to this side, or its slot is shorter.
+    #[error("object {object}: not leased to this side (any more): ask for a new lease")]
+    NotLeased {
+        /// Its number in the batch.
+        object: usize,
+    },
+    /// The peer's channel or lease allows reading only.
+    #[error("the peer allows this side to read only")]
+    ReadOnly,
+    /// The length of an object differs from that of the receiver's slot, or there is no slot.
+    #[error("object {object} has {sent} bytes, the receiver's slot {capacity}")]
     Length {
-        /// Its place in the batch.
-        place: usize,
+        /// Its number in the batch.
+        object: usize,
         /// Bytes of the object.
         sent: u64,
         /// Bytes of the slot; 0 when there is none.
-        room: u64,
+        capacity: u64,
     },
     /// The bytes that arrived are not those that were sent.
-    #[error("object {place} arrived with a wrong checksum")]
+    #[error("object {object} arrived with a wrong checksum")]
     Corrupt {
-        /// Its place in the batch.
-        place: usize,
+        /// Its number in the batch.
+        object: usize,
     },
     /// The deadline passed first.
     #[error("the deadline passed before the transfer was done")]
-    Deadline {
-        /// See [`TransferError::quiet`].
-        quiet: bool,
-    },
+    Deadline,
     /// The peer is gone.
     #[error("{peer} is gone: {reason}")]
     PeerGone {
@@ -151,38 +181,17 @@ pub enum TransferError {
         peer: PeerId,
         /// How it is known.
         reason: String,
-        /// See [`TransferError::quiet`].
-        quiet: bool,
     },
     /// The peer refused the transfer.
     #[error("refused by the peer: {0}")]
     Refused(String),
+    /// The memory is not ready for this transport yet: try again later, or use another channel.
+    #[error("memory is still being registered: try again in a moment")]
+    NotReady,
     /// The channel is closed.
     #[error("the channel is closed")]
     Closed,
     /// The transport failed.
-    #[error("the transfer failed: {reason}")]
-    Failed {
-        /// What it said.
-        reason: String,
-        /// See [`TransferError::quiet`].
-        quiet: bool,
-    },
-}
-
-impl TransferError {
-    /// Whether nothing moves bytes of this transfer any more, into the memory of either side. If
-    /// not, the places in the *peer's* arena that a send or write named may still change: the
-    /// peer must not use them for anything else. (Of this side's slots the outcome says what
-    /// became.)
-    pub fn quiet(&self) -> bool {
-        match self {
-            Self::Deadline { quiet }
-            | Self::PeerGone { quiet, .. }
-            | Self::Failed { quiet, .. } => *quiet,
-            // Bytes of a write that was under way may be on their way still.
-            Self::Closed => false,
-            _ => true,
-        }
-    }
+    #[error("the transfer failed: {0}")]
+    Failed(String),
 }

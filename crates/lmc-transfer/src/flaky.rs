@@ -16,24 +16,24 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
+use tokio::sync::oneshot;
 
 use crate::blocking::block_on;
-use crate::cell::Cell;
 use crate::conformance::{Rig, Rng};
 use crate::{
-    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, Sent, Slot,
-    TransferChannel, TransferError,
+    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, ReadLease,
+    Sent, Slot, TransferChannel, TransferError, WriteLease,
 };
 
-/// How often what goes wrong, of 1,000 calls each. Default: nothing does.
+/// Rates of faults, of 1,000 calls each. Default: none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Faults {
-    /// Never reaches the peer: over at the deadline, quiet.
+    /// Never reaches the peer: fails at the deadline.
     pub lost: u16,
-    /// Said to have failed at once, while it is carried out: slots that are written to are in
-    /// quarantine meanwhile.
-    pub unquiet: u16,
+    /// Reported as failed at once, while it is carried out: slots that are written to are
+    /// quarantined meanwhile.
+    pub unsettled: u16,
     /// Carried out; the outcome comes later.
     pub slow: u16,
     /// Only some objects of the batch get through.
@@ -45,11 +45,11 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Something of everything: half of all calls meet a fault.
+    /// Returns some of each fault: half of all calls meet one.
     pub fn some() -> Self {
         Self {
             lost: 100,
-            unquiet: 100,
+            unsettled: 100,
             slow: 150,
             partial: 130,
             death: 20,
@@ -78,11 +78,11 @@ impl<C: fmt::Debug> fmt::Debug for Flaky<C> {
     }
 }
 
-/// What befalls a call, with the number that decides on details.
-enum Fate {
-    Fine,
+/// The fault of a call, with the number that decides on details.
+enum Fault {
+    None,
     Lost,
-    Unquiet,
+    Unsettled,
     Slow(Duration),
     Partial(u64),
     Death(PeerId, Duration),
@@ -110,7 +110,7 @@ impl<C: TransferChannel + 'static> Flaky<C> {
         &self.inner
     }
 
-    fn fate(&self, peer: &PeerId) -> Fate {
+    fn fault(&self, peer: &PeerId) -> Fault {
         let mut rng = self.rng.lock();
         let faults = &self.faults;
         let mut die = rng.below(1000);
@@ -119,46 +119,45 @@ impl<C: TransferChannel + 'static> Flaky<C> {
             die = die.wrapping_sub(u64::from(per_mille));
             hit
         };
-        let fates = [
+        let drawn = [
             is(faults.lost),
-            is(faults.unquiet),
+            is(faults.unsettled),
             is(faults.slow),
             is(faults.partial),
             is(faults.death) && self.death.is_some(),
         ];
         let micros = u64::try_from(faults.delay.as_micros()).unwrap_or(u64::MAX);
         let delay = Duration::from_micros(rng.below(micros.max(1)));
-        match fates {
-            [true, ..] => Fate::Lost,
-            [_, true, ..] => Fate::Unquiet,
-            [_, _, true, ..] => Fate::Slow(delay),
-            [_, _, _, true, _] => Fate::Partial(rng.next_u64()),
+        match drawn {
+            [true, ..] => Fault::Lost,
+            [_, true, ..] => Fault::Unsettled,
+            [_, _, true, ..] => Fault::Slow(delay),
+            [_, _, _, true, _] => Fault::Partial(rng.next_u64()),
             [.., true] => {
                 let who = if rng.chance(800) { peer } else { self.id() };
-                Fate::Death(who.clone(), delay / 8)
+                Fault::Death(who.clone(), delay / 8)
             }
-            _ => Fate::Fine,
+            _ => Fault::None,
         }
     }
 
     fn run<'a, O: Op>(&'a self, op: O, deadline: Instant) -> BoxFuture<'a, O::Outcome> {
-        let fate = match op.is_empty() {
-            true => Fate::Fine,
-            false => self.fate(op.peer()),
+        let fault = match op.is_empty() {
+            true => Fault::None,
+            false => self.fault(op.peer()),
         };
         let inner = Arc::clone(&self.inner);
-        if matches!(fate, Fate::Fine) {
+        if matches!(fault, Fault::None) {
             return Box::pin(async move { op.run(&*inner, deadline).await });
         }
         let death = self.death.clone();
         Box::pin(async move {
-            let cell = Cell::new();
-            let wait = cell.wait();
+            let (reply, outcome) = oneshot::channel();
             let thread = thread::Builder::new().name("lmc-flaky".to_owned());
             let spawned =
-                thread.spawn(move || befall(fate, death.as_ref(), &*inner, op, deadline, &cell));
+                thread.spawn(move || inject(fault, death.as_ref(), &*inner, op, deadline, reply));
             spawned.expect("a test has a thread for a fault");
-            wait.await
+            outcome.await.expect("the thread answers")
         })
     }
 }
@@ -185,7 +184,7 @@ trait Op: Send + Sized + 'static {
     /// It never began.
     fn lost(self) -> Self::Outcome;
     /// It failed, and is still carried out.
-    fn unquiet(&self) -> Self::Outcome;
+    fn unsettled(&self) -> Self::Outcome;
 }
 
 /// Unparks a thread when it is woken.
@@ -203,10 +202,13 @@ fn thread_waker() -> Waker {
 }
 
 /// Waits until nobody wants the outcome any more (true), or until an instant (false).
-fn dropped<T>(cell: &Cell<T>, until: Instant) -> bool {
+fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
     let waker = thread_waker();
     loop {
-        if cell.watch(&waker) {
+        if reply
+            .poll_closed(&mut Context::from_waker(&waker))
+            .is_ready()
+        {
             return true;
         }
         let Some(left) = until.checked_duration_since(Instant::now()) else {
@@ -216,18 +218,22 @@ fn dropped<T>(cell: &Cell<T>, until: Instant) -> bool {
     }
 }
 
-/// Runs a future until it is over or nobody wants what it comes to; then it is dropped.
-fn run_wanted<T>(cell: &Cell<T>, future: impl Future<Output = T>, begun: impl FnOnce()) {
+/// Runs a future until it is over or nobody wants its outcome; then it is dropped.
+fn run_wanted<T>(
+    mut reply: oneshot::Sender<T>,
+    future: impl Future<Output = T>,
+    begun: impl FnOnce(),
+) -> Option<(oneshot::Sender<T>, T)> {
     let mut future = pin!(future);
     let waker = thread_waker();
     let mut context = Context::from_waker(&waker);
     let mut begun = Some(begun);
     loop {
-        if cell.watch(&waker) {
-            return;
+        if reply.poll_closed(&mut context).is_ready() {
+            return None;
         }
         match future.as_mut().poll(&mut context) {
-            Poll::Ready(outcome) => return cell.put(outcome),
+            Poll::Ready(outcome) => return Some((reply, outcome)),
             Poll::Pending => match begun.take() {
                 Some(begun) => begun(),
                 None => thread::park(),
@@ -236,60 +242,66 @@ fn run_wanted<T>(cell: &Cell<T>, future: impl Future<Output = T>, begun: impl Fn
     }
 }
 
-fn befall<C: TransferChannel, O: Op>(
-    fate: Fate,
+/// Answers, unless nobody wants the outcome.
+fn answer<T>(outcome: Option<(oneshot::Sender<T>, T)>) {
+    if let Some((reply, outcome)) = outcome {
+        let _ = reply.send(outcome);
+    }
+}
+
+fn inject<C: TransferChannel, O: Op>(
+    fault: Fault,
     death: Option<&Death>,
     inner: &C,
     op: O,
     deadline: Instant,
-    cell: &Cell<O::Outcome>,
+    mut reply: oneshot::Sender<O::Outcome>,
 ) {
-    match fate {
-        Fate::Fine => run_wanted(cell, op.run(inner, deadline), || {}),
-        Fate::Lost => {
-            dropped(cell, deadline);
-            cell.put(op.lost());
+    match fault {
+        Fault::None => answer(run_wanted(reply, op.run(inner, deadline), || {})),
+        Fault::Lost => {
+            dropped(&mut reply, deadline);
+            answer(Some((reply, op.lost())));
         }
-        Fate::Unquiet => {
-            if cell.is_dropped() {
+        Fault::Unsettled => {
+            if reply.is_closed() {
                 return;
             }
-            let failed = op.unquiet();
+            let failed = op.unsettled();
             let mut running = pin!(op.run(inner, deadline));
             let waker = thread_waker();
             let polled = running.as_mut().poll(&mut Context::from_waker(&waker));
-            cell.put(failed);
+            answer(Some((reply, failed)));
             // Nobody can call it back, not even by dropping it.
             if polled.is_pending() {
                 drop(block_on(running));
             }
         }
-        Fate::Slow(delay) => {
-            let late = |outcome| {
-                dropped(cell, deadline.min(Instant::now() + delay));
-                outcome
-            };
-            let running = async { late(op.run(inner, deadline).await) };
-            run_wanted(cell, running, || {});
+        Fault::Slow(delay) => {
+            if let Some((mut reply, outcome)) = run_wanted(reply, op.run(inner, deadline), || {}) {
+                dropped(&mut reply, deadline.min(Instant::now() + delay));
+                answer(Some((reply, outcome)));
+            }
         }
-        Fate::Partial(dice) => run_wanted(cell, op.run_partly(inner, deadline, dice), || {}),
-        Fate::Death(who, delay) => {
+        Fault::Partial(dice) => answer(run_wanted(
+            reply,
+            op.run_partly(inner, deadline, dice),
+            || {},
+        )),
+        Fault::Death(who, delay) => {
             let kill = || {
                 thread::sleep(delay);
                 if let Some(death) = death {
                     death(&who);
                 }
             };
-            run_wanted(cell, op.run(inner, deadline), kill);
+            answer(run_wanted(reply, op.run(inner, deadline), kill));
         }
     }
 }
 
-fn injected(quiet: bool) -> TransferError {
-    TransferError::Failed {
-        reason: "injected".to_owned(),
-        quiet,
-    }
+fn injected() -> TransferError {
+    TransferError::Failed("injected".to_owned())
 }
 
 /// Paired, under a tag; or one-sided, at indices.
@@ -341,16 +353,20 @@ impl Op for Out {
         let sent = self.run(inner, deadline).await;
         Sent {
             done: sent.done.min(count),
-            error: sent.error.or_else(|| Some(injected(true))),
+            error: sent.error.or_else(|| Some(injected())),
+            idle: sent.idle,
         }
     }
 
     fn lost(self) -> Sent {
-        Sent::failed(TransferError::Deadline { quiet: true })
+        Sent::failed(TransferError::Deadline)
     }
 
-    fn unquiet(&self) -> Sent {
-        Sent::failed(injected(false))
+    fn unsettled(&self) -> Sent {
+        Sent {
+            idle: false,
+            ..Sent::failed(injected())
+        }
     }
 }
 
@@ -421,23 +437,23 @@ impl Op for In {
                 let (mut through, mut lost) = (filled.slots.into_iter(), lost.into_iter());
                 let merged = keep.iter().filter_map(|keep| match keep {
                     true => through.next(),
-                    false => lost.next().map(Slot::Quiet),
+                    false => lost.next().map(Slot::Idle),
                 });
                 (merged.collect(), filled.error)
             }
         };
-        let error = error.or_else(|| Some(injected(true)));
+        let error = error.or_else(|| Some(injected()));
         Filled { slots, error }
     }
 
     fn lost(self) -> Filled {
-        Filled::untouched(self.slots, TransferError::Deadline { quiet: true })
+        Filled::untouched(self.slots, TransferError::Deadline)
     }
 
-    fn unquiet(&self) -> Filled {
+    fn unsettled(&self) -> Filled {
         Filled {
             slots: self.slots.iter().map(|_| Slot::Quarantined).collect(),
-            error: Some(injected(false)),
+            error: Some(injected()),
         }
     }
 }
@@ -462,32 +478,60 @@ impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
         message: Option<Bytes>,
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Option<Bytes>, ConnectError>> {
-        match self.fate(peer) {
-            Fate::Lost | Fate::Partial(_) => {
+        match self.fault(peer) {
+            Fault::Lost | Fault::Partial(_) => {
                 let error = io::Error::new(io::ErrorKind::ConnectionReset, "injected");
                 Box::pin(async move { Err(error.into()) })
             }
             // It comes about, and the caller does not hear of it.
-            Fate::Unquiet => Box::pin(async move {
+            Fault::Unsettled => Box::pin(async move {
                 self.inner.connect(peer, address, message, deadline).await?;
                 Err(ConnectError::Deadline { peer: peer.clone() })
             }),
-            Fate::Fine | Fate::Slow(_) | Fate::Death(..) => {
+            Fault::None | Fault::Slow(_) | Fault::Death(..) => {
                 self.inner.connect(peer, address, message, deadline)
             }
         }
     }
 
-    fn is_connected(&self, peer: &PeerId) -> bool {
-        self.inner.is_connected(peer)
+    fn incarnation(&self) -> u64 {
+        self.inner.incarnation()
+    }
+
+    fn disconnect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), TransferError>> {
+        self.inner.disconnect(peer, deadline)
+    }
+
+    fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
+        self.inner.peer_incarnation(peer)
+    }
+
+    fn grant_read(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<ReadLease, TransferError> {
+        self.inner.grant_read(peer, slots)
+    }
+
+    fn grant_write(
+        &self,
+        peer: &PeerId,
+        slots: Vec<ReservedSlot>,
+    ) -> Result<WriteLease, TransferError> {
+        self.inner.grant_write(peer, slots)
     }
 
     fn unit(&self) -> u64 {
         self.inner.unit()
     }
 
-    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
-        self.inner.indices(slots)
+    fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        self.inner.arena_indices(slots)
     }
 
     fn send<'a>(

@@ -3,7 +3,7 @@
 //! The rules: nothing from outside panics or takes more memory than its bound; what decodes
 //! survives the round trip through our own encoder.
 
-/// The frames of a socket's stream, and the messages of its handshake.
+/// Decodes the frames of a socket's stream, and the messages of its handshake.
 pub fn transfer_frame(data: &[u8]) {
     crate::socket::fuzz(data);
 }

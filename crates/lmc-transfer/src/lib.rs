@@ -1,19 +1,19 @@
 //! Moves chunks between the memory of two processes.
 //!
-//! A [`TransferChannel`] stands over one arena. Two channels connect once; then either side may
-//! name places in the other's arena by [`Index`] and read or write them alone (*one-sided*), or
-//! both call, one to send and one to receive (*paired*). Every call has a deadline, and every
-//! outcome says what became of each slot: filled, untouched, or in quarantine because something
-//! may still write to it.
+//! A [`TransferChannel`] covers one arena. Two channels connect once; then either side grants
+//! slots to the other, which reads or writes them alone (*one-sided*, [`ReadLease`],
+//! [`WriteLease`]), or both call, one to send and one to receive (*paired*). Every call has a
+//! deadline, and every outcome says what became of each slot: filled, untouched, or quarantined
+//! because something may still write to it.
 //!
-//! What is *not* here: who has which chunk and who may read it for how long. A place that a peer
-//! reads must be kept by a lease of whoever embeds this (`lmc-backend-p2p`, `lmc-backend-pd`).
+//! What is *not* here: which process has which chunk, and how peers tell each other
+//! [indices](Index).
 //!
 //! ```
 //! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-//! use lmc_transfer::{Blocking, ChannelConfig, MemoryHub, TransferChannel};
+//! use lmc_transfer::{Blocking, ChannelConfig, MemoryHub, TransferChannel, block_on};
 //!
 //! let hub = MemoryHub::new()?;
 //! let side = |name: &str| -> Result<_, Box<dyn std::error::Error>> {
@@ -23,30 +23,29 @@
 //! };
 //! let ((a, a_pool), (b, b_pool)) = (side("a")?, side("b")?);
 //! let deadline = Instant::now() + Duration::from_secs(5);
-//! let to_b = Blocking::new(&a);
-//! to_b.connect(b.id(), b.address(), None, deadline)?;
+//! let from_b = Blocking::new(&a);
+//! from_b.connect(b.id(), b.address(), None, deadline)?;
 //!
-//! // b says where; a writes there, and reads it back.
-//! let place = b_pool.reserve(5).expect("an empty pool has room");
-//! let indices = b.indices(&[&place])?;
-//! let mut object = a_pool.reserve(5).expect("an empty pool has room");
+//! // b leases an object to a, which reads it alone.
+//! let mut object = b_pool.reserve(5).expect("an empty pool has capacity");
 //! object.bytes_mut().copy_from_slice(b"hello");
-//! to_b.write(vec![object.written().seal()], b.id(), &indices, deadline).into_result()?;
-//! assert_eq!(place.written().bytes(), b"hello");
+//! let lease = b.grant_read(a.id(), vec![object.written().seal()])?;
+//! let slot = a_pool.reserve(5).expect("an empty pool has capacity");
+//! let read = from_b.read(vec![slot], b.id(), lease.indices(), deadline);
+//! assert_eq!(read.into_result()?[0].bytes(), b"hello");
 //!
-//! let slot = a_pool.reserve(5).expect("an empty pool has room");
-//! let read = to_b.read(vec![slot], b.id(), &indices, deadline).into_result()?;
-//! assert_eq!(read[0].bytes(), b"hello");
+//! // Nothing reads the object any more: it may be evicted.
+//! block_on(lease.revoke());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 mod blocking;
-mod cell;
 mod channel;
 mod checks;
 mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod connect_once;
 mod error;
 #[cfg(feature = "conformance")]
 mod flaky;
@@ -56,28 +55,34 @@ mod flaky;
     allow(unreachable_pub, reason = "public only for the fuzz targets")
 )]
 pub mod fuzzing;
+mod lease;
 mod memory;
 mod name;
+mod net;
 #[cfg(feature = "nixl")]
 mod nixl;
 mod outcome;
+mod session;
 mod socket;
+mod timer;
 
 pub use blocking::{Blocking, block_on};
 pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
-pub use config::{ChannelConfig, ConfigError, Key, OnConnect};
+pub use config::{ChannelConfig, ConfigError, OnConnect, OnPeer, PeerEvent, Rights};
 pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};
+pub use lease::{Index, ReadLease, WriteLease};
 pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
 pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads};
-pub use outcome::{Filled, Index, Sent, Slot};
+pub use outcome::{Filled, Sent, Slot};
+pub use session::{Identity, Key, KeyError, Keys, MIN_KEY, PublicIdentity};
 pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};
 
-/// Objects of one batch at most.
+/// Maximum number of objects in a batch.
 pub const MAX_BATCH: usize = 65_536;
-/// Bytes of a side message at most.
+/// Maximum bytes of a message that is sent with a connect.
 pub const MAX_MESSAGE: usize = 64 << 10;

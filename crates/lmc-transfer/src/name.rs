@@ -1,4 +1,4 @@
-//! Who peers are and where.
+//! Names and addresses of peers.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,18 +10,18 @@ use thiserror::Error;
 /// Bytes of a name at most.
 const MAX_NAME: usize = 128;
 
-/// What a peer is called: 1 to 128 printable ASCII characters without spaces. A process that
-/// starts again may keep its name: channels tell the two apart by an incarnation of their own.
+/// The name of a peer: 1 to 128 printable ASCII characters without spaces. A process that starts
+/// again may keep its name: channels tell the two apart by their incarnation.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(Arc<str>);
 
-/// Not the name of a peer.
+/// A text that is not a valid peer id.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no name of a peer: 1 to 128 printable ASCII characters without spaces")]
+#[error("invalid peer id {0:?}: expected 1 to 128 printable ASCII characters without spaces")]
 pub struct PeerIdError(String);
 
 impl PeerId {
-    /// The name.
+    /// Returns the name.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -52,27 +52,27 @@ impl fmt::Debug for PeerId {
     }
 }
 
-/// Where a channel is connected to: `memory:NAME`, `tcp://HOST:PORT` (an IPv6 host in brackets)
+/// The address of a channel: `memory:NAME`, `tcp://HOST:PORT` (an IPv6 host in brackets)
 /// or `unix:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Address {
-    /// Within this process.
+    /// A channel within this process.
     Memory(String),
     /// A TCP port.
     Tcp {
-        /// Name or number of the host.
+        /// Name or IP address of the host.
         host: String,
-        /// The port; 0 where one is to be chosen.
+        /// The port; 0 to let the system choose one.
         port: u16,
     },
     /// A Unix socket.
     Unix(PathBuf),
 }
 
-/// Not an address.
+/// A text that is not a valid address.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no address: expected tcp://HOST:PORT, unix:PATH or memory:NAME")]
+#[error("invalid address {0:?}: expected tcp://HOST:PORT, unix:PATH or memory:NAME")]
 pub struct AddressError(String);
 
 impl FromStr for Address {

@@ -1,12 +1,8 @@
-//! What became of a transfer.
+//! Outcomes of transfers.
 
 use lmc_memory::{ReservedSlot, WrittenSlot};
 
 use crate::TransferError;
-
-/// A place in an arena, counted in units of [`crate::TransferChannel::unit`] bytes from its start.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Index(pub u64);
 
 /// The outcome of sending or writing.
 #[derive(Debug)]
@@ -16,24 +12,37 @@ pub struct Sent {
     pub done: usize,
     /// Why not all are.
     pub error: Option<TransferError>,
+    /// Whether nothing of this transfer is under way any more.
+    ///
+    /// If not, its bytes may still arrive in the peer's memory: under a lease until the peer
+    /// revokes that, in an open arena at any time. The peer must not use that memory for anything
+    /// else meanwhile.
+    pub idle: bool,
 }
 
 impl Sent {
-    /// All of them are there.
+    /// Returns the outcome of a transfer that is done.
     pub fn all(done: usize) -> Self {
-        Self { done, error: None }
+        Self {
+            done,
+            error: None,
+            idle: true,
+        }
     }
 
-    /// None is known to be there.
+    /// Returns the outcome of a transfer that was never begun.
     pub fn failed(error: TransferError) -> Self {
-        let error = Some(error);
-        Self { done: 0, error }
+        Self {
+            done: 0,
+            error: Some(error),
+            idle: true,
+        }
     }
 
-    /// How many, where all are there.
+    /// Returns how many objects were sent, if all were.
     ///
     /// # Errors
-    /// Why not all are.
+    /// Why not all were.
     pub fn into_result(self) -> Result<usize, TransferError> {
         self.error.map_or(Ok(self.done), Err)
     }
@@ -42,12 +51,13 @@ impl Sent {
 /// What became of a slot that was to be filled.
 #[derive(Debug)]
 pub enum Slot {
-    /// It holds the peer's object.
+    /// The slot holds the peer's object.
     Written(WrittenSlot),
-    /// It does not, and nothing writes to it any more. Its bytes are anything.
-    Quiet(ReservedSlot),
-    /// Something may still write to it. The channel keeps it and gives it back to its pool when
-    /// that is over.
+    /// The slot does not hold the object, and nothing writes to it any more. Its bytes are
+    /// undefined.
+    Idle(ReservedSlot),
+    /// Something may still write to the slot. The channel keeps it, and returns it to its pool
+    /// when that is over.
     Quarantined,
 }
 
@@ -57,36 +67,45 @@ pub enum Slot {
 pub struct Filled {
     /// The slots.
     pub slots: Vec<Slot>,
-    /// Why not all are written. Also none when a sender had fewer objects than there are slots.
+    /// Why not all slots are written. Also `None` when a sender had fewer objects than there are
+    /// slots.
     pub error: Option<TransferError>,
 }
 
 impl Filled {
-    /// None was begun.
+    /// Returns the outcome of a transfer that was never begun.
     pub fn untouched(slots: Vec<ReservedSlot>, error: TransferError) -> Self {
         Self {
-            slots: slots.into_iter().map(Slot::Quiet).collect(),
+            slots: slots.into_iter().map(Slot::Idle).collect(),
             error: Some(error),
         }
     }
 
-    /// Leading slots that are written.
+    /// Returns the outcome of a transfer of nothing.
+    pub(crate) fn nothing() -> Self {
+        Self {
+            slots: Vec::new(),
+            error: None,
+        }
+    }
+
+    /// Returns the number of leading slots that are written.
     pub fn done(&self) -> usize {
         let written = |slot: &&Slot| matches!(slot, Slot::Written(_));
         self.slots.iter().take_while(written).count()
     }
 
-    /// The written slots, where all went well.
+    /// Returns the written slots, if there was no error.
     ///
     /// # Errors
-    /// Why not.
+    /// Why not all were written.
     pub fn into_result(self) -> Result<Vec<WrittenSlot>, TransferError> {
         if let Some(error) = self.error {
             return Err(error);
         }
         let written = |slot| match slot {
             Slot::Written(slot) => Some(slot),
-            Slot::Quiet(_) | Slot::Quarantined => None,
+            Slot::Idle(_) | Slot::Quarantined => None,
         };
         Ok(self.slots.into_iter().map_while(written).collect())
     }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig};
 use lmc_transfer::conformance::{check_value, fill_value};
 use lmc_transfer::{
-    Blocking, ChannelConfig, MemoryChannel, MemoryError, MemoryHub, TransferChannel,
+    Blocking, ChannelConfig, ConnectError, MemoryChannel, MemoryError, MemoryHub, Rights,
+    TransferChannel, block_on,
 };
 
 lmc_transfer::conformance!(MemoryRig::new());
@@ -24,24 +25,24 @@ fn open(hub: &MemoryHub, name: &str, id: &str) -> Result<MemoryChannel, MemoryEr
     hub.channel(name, ChannelConfig::new(id, arena()))
 }
 
-/// Two at different addresses call themselves the same: the name means who connected last.
+/// Two channels at different addresses have one name: it means the first, as long as that is there.
 #[test]
-fn a_name_means_the_newest() {
+fn a_name_in_use_is_not_taken_over() {
     let hub = MemoryHub::new().expect("a thread");
     let open = |name, id| open(&hub, name, id).expect("the name is free");
     let (a, old, new) = (open("a", "a"), open("old", "b"), open("new", "b"));
     let deadline = Instant::now() + Duration::from_secs(10);
-    for b in [&old, &new] {
-        let connected = Blocking::new(b).connect(a.id(), a.address(), None, deadline);
-        connected.expect("a is there");
-        assert!(b.is_connected(a.id()) && a.is_connected(b.id()));
-    }
-    assert!(!old.is_connected(a.id()));
-    drop(old);
+    let connect = |b: &MemoryChannel| Blocking::new(b).connect(a.id(), a.address(), None, deadline);
+    connect(&old).expect("a is there");
+    let refused = connect(&new);
     assert!(
-        a.is_connected(new.id()),
-        "the end of the old one is not that of the new one"
+        matches!(refused, Err(ConnectError::Refused(_))),
+        "{refused:?}"
     );
+    assert_eq!(a.peer_incarnation(old.id()), Some(old.incarnation()));
+    drop(old);
+    connect(&new).expect("the name is free");
+    assert_eq!(a.peer_incarnation(new.id()), Some(new.incarnation()));
     drop(new);
     assert!(!a.is_connected(&"b".parse().expect("a name")));
 }
@@ -53,21 +54,27 @@ fn a_channel_is_its_own_peer() {
     let arena = arena();
     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default()).expect("a pool");
     let id = "a".parse().expect("a name");
-    let config = ChannelConfig::new(id, arena);
+    let mut config = ChannelConfig::new(id, arena);
+    config.rights = Rights::ReadWrite;
     let a = hub.channel("a", config).expect("the name is free");
     let itself = Blocking::new(&a);
     let deadline = Instant::now() + Duration::from_secs(10);
     let connected = itself.connect(a.id(), a.address(), None, deadline);
     connected.expect("it is there");
-    let mut slot = pool.reserve(300_000).expect("room");
+    let mut slot = pool.reserve(300_000).expect("capacity");
     fill_value(1, 0, slot.bytes_mut());
-    let place = pool.reserve(300_000).expect("room");
-    let index = a.indices(&[&place]).expect("an index");
-    let sent = itself.write(vec![slot.written().seal()], a.id(), &index, deadline);
+    let target = pool.reserve(300_000).expect("capacity");
+    let lease = a
+        .grant_write(a.id(), vec![target])
+        .expect("it is connected");
+    let written = vec![slot.written().seal()];
+    let sent = itself.write(written, a.id(), lease.indices(), deadline);
     assert_eq!(sent.into_result(), Ok(1));
-    assert_eq!(check_value(1, 0, place.written().bytes()), Ok(()));
-    let copy = pool.reserve(300_000).expect("room");
-    let read = itself.read(vec![copy], a.id(), &index, deadline);
+    let target = block_on(lease.revoke()).remove(0).written().seal();
+    assert_eq!(check_value(1, 0, target.bytes()), Ok(()));
+    let lease = a.grant_read(a.id(), vec![target]).expect("it is connected");
+    let copy = pool.reserve(300_000).expect("capacity");
+    let read = itself.read(vec![copy], a.id(), lease.indices(), deadline);
     let read = read.into_result().expect("it is there");
     assert_eq!(check_value(1, 0, read[0].bytes()), Ok(()));
     assert_eq!(itself.close(deadline), Ok(()));

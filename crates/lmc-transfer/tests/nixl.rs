@@ -8,8 +8,8 @@
 #[path = "support/nixl.rs"]
 mod support;
 
-#[path = "nixl/descriptions.rs"]
-mod descriptions;
+#[path = "nixl/agents.rs"]
+mod agents;
 
 #[path = "nixl/scenarios.rs"]
 mod scenarios;
@@ -35,6 +35,11 @@ fn run(scenario: &str, transports: &str) {
         .env(SCENARIO, scenario)
         .env("UCX_TLS", transports)
         .env("UCX_NET_DEVICES", "lo")
+        // A library sets no variables: see `NixlConfig::build`.
+        .env("UCX_MODULES", "^efa")
+        .env("UCX_LOG_FILE", "stderr")
+        .env("UCX_LOG_LEVEL", "error")
+        .env("NIXL_LOG_LEVEL", "ERROR")
         .stdin(Stdio::null())
         .output()
         .expect("the test program can be run");
@@ -107,7 +112,8 @@ over_both! {
     forgotten_writer: a_forgotten_sender_keeps_the_receivers_slots_over_tcp, a_forgotten_sender_keeps_the_receivers_slots_over_shared_memory;
     small: many_small_objects_arrive_over_tcp, many_small_objects_arrive_over_shared_memory;
     left_open: a_process_ends_well_with_its_channel_open_over_tcp, a_process_ends_well_with_its_channel_open_over_shared_memory;
-    changed: descriptions_that_were_changed_crash_nothing_over_tcp, descriptions_that_were_changed_crash_nothing_over_shared_memory;
+    pieces: memory_is_registered_in_pieces_over_tcp, memory_is_registered_in_pieces_over_shared_memory;
+    leased: a_frozen_reader_keeps_the_owners_slots_over_tcp, a_frozen_reader_keeps_the_owners_slots_over_shared_memory;
     python: a_python_agent_reads_and_writes_over_tcp, a_python_agent_reads_and_writes_over_shared_memory;
 }
 
@@ -117,8 +123,8 @@ fn an_idle_channel_burns_no_core() {
 }
 
 #[test]
-fn descriptions_that_were_cut_short_are_refused() {
-    run("cut_short", TCP);
+fn agents_of_others_are_made_known_and_forgotten() {
+    run("agents", TCP);
 }
 
 #[test]

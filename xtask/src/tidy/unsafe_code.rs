@@ -118,6 +118,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "copies between a slot and a range of another arena",
     ),
     (
+        "crates/lmc-transfer/src/net/raw.rs",
+        "system calls on sockets",
+    ),
+    (
         "crates/lmc-transfer/src/socket/window.rs",
         "sockets receive into the arena and send from it",
     ),

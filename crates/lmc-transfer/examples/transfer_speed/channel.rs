@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, SealedSlot, WrittenSlot};
 use lmc_transfer::{
-    Address, Blocking, ChannelConfig, Index, PeerId, SocketConfig, TransferChannel,
+    Address, Blocking, ChannelConfig, Index, Key, PeerId, Rights, SocketConfig, TransferChannel,
 };
 
 use crate::keeper::{Keeper, Other};
@@ -16,7 +16,10 @@ const HERE: &str = "here";
 const THERE: &str = "there";
 
 fn open(who: &str, id: &str, arena: &Arc<Arena>) -> Result<Arc<dyn TransferChannel>, Failure> {
-    let config = ChannelConfig::new(id.parse()?, Arc::clone(arena));
+    let mut config = ChannelConfig::new(id.parse()?, Arc::clone(arena));
+    config.open_arena = true;
+    config.rights = Rights::ReadWrite;
+    config.keys = Some(Key::new(b"the two sides of one measurement")?.into());
     let tcp: Address = "tcp://127.0.0.1:0".parse()?;
     match who.split(':').collect::<Vec<_>>()[..] {
         ["socket", kind, streams] => {
@@ -154,7 +157,10 @@ impl Mover for Driver {
         }
         let unit = self.channel.unit();
         let offsets = self.other.lay_out(way, shape, seed)?;
-        self.indices = offsets.iter().map(|offset| Index(offset / unit)).collect();
+        let incarnation = self.channel.peer_incarnation(&self.there);
+        let incarnation = incarnation.ok_or("the other side is gone")?;
+        let index = |offset: &u64| Index::arena(incarnation, offset / unit);
+        self.indices = offsets.iter().map(index).collect();
         Ok(())
     }
 

@@ -96,12 +96,23 @@ pub(crate) fn drive(flags: &Flags) -> Result<bool, Failure> {
     Ok(failed == 0)
 }
 
+/// A key that the server does not have.
+const OTHER_KEY: &[u8] = b"a key that only an intruder knows";
+
 fn ensure(holds: bool, or: &str) -> Result<(), Failure> {
     holds.then_some(()).ok_or_else(|| or.into())
 }
 
 fn indices(text: &str) -> Result<Vec<Index>, Failure> {
-    let index = |text: &str| Ok(Index(text.parse()?));
+    let byte = |at: usize, text: &str| {
+        let digits = text.get(2 * at..2 * at + 2).ok_or("a short index")?;
+        Ok(u8::from_str_radix(digits, 16)?)
+    };
+    let index = |text: &str| {
+        let bytes: Result<Vec<u8>, Failure> = (0..24).map(|at| byte(at, text)).collect();
+        let bytes = bytes?.try_into().map_err(|_| "a short index")?;
+        Ok(Index::from_bytes(bytes))
+    };
     text.split(',').map(index).collect()
 }
 
@@ -228,16 +239,16 @@ impl Drive {
         if let Some(error) = error {
             return Err(error.into());
         }
-        let (mut written, mut quiet) = (Vec::new(), 0);
+        let (mut written, mut idle) = (Vec::new(), 0);
         for slot in slots {
             match slot {
                 Slot::Written(slot) => written.push(slot),
-                Slot::Quiet(_) => quiet += 1,
+                Slot::Idle(_) => idle += 1,
                 Slot::Quarantined => return Err("quarantined without an error".into()),
             }
         }
         ensure(
-            (written.len(), quiet) == (lens.len(), 2),
+            (written.len(), idle) == (lens.len(), 2),
             "other slots are written than were sent",
         )?;
         verify(&written, 5)?;
@@ -262,18 +273,19 @@ impl Drive {
     fn mistakes(&mut self) -> Result<(), Failure> {
         let room = self.room("8192*2")?;
         let deadline = self.deadline();
-        let far = Index(self.flags.arena as u64 / self.side.channel.unit());
+        let at = |unit| Index::arena(room[0].incarnation(), unit);
+        let far = at(self.flags.arena as u64 / self.side.channel.unit());
         let stranger: PeerId = "stranger".parse()?;
         let write = |peer: &PeerId, indices: &[Index]| -> Result<_, Failure> {
             let objects = self.side.objects(&[8192, 8192], 8)?;
             let sent = self.blocking().write(objects, peer, indices, deadline);
             Ok((sent.done, sent.error))
         };
-        for index in [far, Index(u64::MAX)] {
+        for index in [far, at(u64::MAX)] {
             let outcome = write(&self.server, &[room[0], index])?;
             let named = matches!(
                 outcome,
-                (0, Some(TransferError::OutOfRange { place: 1, .. }))
+                (0, Some(TransferError::OutOfRange { object: 1, .. }))
             );
             ensure(named, &format!("beyond the arena: {outcome:?}"))?;
         }
@@ -301,7 +313,7 @@ impl Drive {
         let host = self.control.local()?.ip();
         let mut flags = self.flags.clone();
         flags.arena = 1 << 20;
-        let other = Side::open_with_key(&flags, "intruder", host, None, b"another key")?;
+        let other = Side::open_with_key(&flags, "intruder", host, None, OTHER_KEY)?;
         let blocking = Blocking::new(&*other.channel);
         let outcome = blocking.connect(&self.server, &self.address, None, self.deadline());
         let refused = matches!(outcome, Err(ConnectError::Key | ConnectError::Refused(_)));
@@ -326,7 +338,7 @@ impl Drive {
 
     fn nobody_sends(&mut self) -> Result<(), Failure> {
         let filled = self.deadline_passes()?;
-        let named = matches!(filled.error, Some(TransferError::Deadline { .. }));
+        let named = matches!(filled.error, Some(TransferError::Deadline));
         ensure(named && filled.done() == 0, &format!("{filled:?}"))
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{Blocking, InArena, OnConnect, PeerId, TransferChannel};
+use lmc_transfer::{Blocking, InArena, Index, OnConnect, PeerId, TransferChannel};
 use serde_json::json;
 
 use crate::control::Control;
@@ -132,7 +132,11 @@ impl Held {
 
 fn indices<S: InArena>(channel: &dyn TransferChannel, slots: &[S]) -> Result<String, Failure> {
     let slots: Vec<&dyn InArena> = slots.iter().map(|slot| slot as &dyn InArena).collect();
-    let indices = channel.indices(&slots)?;
-    let indices: Vec<String> = indices.iter().map(|index| index.0.to_string()).collect();
+    let indices = channel.arena_indices(&slots)?;
+    let hex = |index: &Index| -> String {
+        let bytes = index.to_bytes();
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    };
+    let indices: Vec<String> = indices.iter().map(hex).collect();
     Ok(indices.join(","))
 }

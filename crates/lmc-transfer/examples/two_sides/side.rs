@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot};
-use lmc_transfer::{Address, ChannelConfig, Key, OnConnect, SocketConfig, TransferChannel};
+use lmc_transfer::{Address, ChannelConfig, Key, OnConnect, Rights, SocketConfig, TransferChannel};
 
 use crate::pattern;
 
@@ -14,6 +14,9 @@ pub(crate) type Failure = Box<dyn Error + Send + Sync>;
 
 /// What the serving side is called.
 pub(crate) const SERVER: &str = "serve";
+
+/// The key of both sides.
+const KEY: &[u8] = b"the key that the two sides share";
 
 /// What was typed after the verb.
 #[derive(Clone)]
@@ -98,7 +101,7 @@ impl Side {
         host: IpAddr,
         on_connect: Option<OnConnect>,
     ) -> Result<Self, Failure> {
-        Self::open_with_key(flags, name, host, on_connect, b"two sides")
+        Self::open_with_key(flags, name, host, on_connect, KEY)
     }
 
     /// The same, with a key of one's own.
@@ -113,7 +116,9 @@ impl Side {
         let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
         let mut config = ChannelConfig::new(name.parse()?, arena);
         config.on_connect = on_connect;
-        config.key = Some(Key::new(key));
+        config.keys = Some(Key::new(key)?.into());
+        config.open_arena = true;
+        config.rights = Rights::ReadWrite;
         config.handshake_timeout = flags.patience;
         let at = flags.at.clone().unwrap_or_else(|| Address::Tcp {
             host: host.to_string(),

@@ -8,11 +8,11 @@ use std::time::Instant;
 use bytes::Bytes;
 use parking_lot::Mutex;
 
-use super::side::{LATE, PATIENCE, eventually, later, peer, shortly, soon};
+use super::side::{LATE, TIMEOUT, eventually, later, peer, shortly, soon};
 use super::{Rig, Side};
 use crate::{
-    Address, ChannelConfig, ConnectError, Key, MAX_MESSAGE, OnConnect, PeerId, TransferChannel,
-    block_on,
+    Address, ChannelConfig, ConnectError, Key, Keys, MAX_MESSAGE, OnConnect, PeerId,
+    TransferChannel, block_on,
 };
 
 /// Answers with the name, and how often it was asked; keeps what came.
@@ -201,30 +201,39 @@ pub fn somebody_else_answers<R: Rig>(rig: &R) {
 
 /// Only those who know the key are connected, and only they are heard.
 pub fn keys_are_proven<R: Rig>(rig: &R) {
-    let key = |secret: &'static str| Some(Key::new(secret.as_bytes()));
-    let keyed = |key: Option<Key>, heard: &Heard| {
+    let key = |start: &str| {
+        let secret = format!("{start}, and what makes it long enough");
+        Key::new(secret.as_bytes()).ok().map(Keys::from)
+    };
+    let keyed = |keys: Option<Keys>, heard: &Heard| {
         let answer = listener(heard);
         move |config: &mut ChannelConfig| {
-            config.key = key;
+            config.keys = keys;
             config.on_connect = Some(answer);
         }
     };
     let heard = Heard::default();
     let b = Side::with(rig, "b", 4096, keyed(key("open"), &heard));
-    let open = Side::with(rig, "open", 4096, keyed(None, &heard));
-    let wrong = [
+    let open = match rig.requires_key() {
+        true => keyed(key("another"), &heard),
+        false => keyed(None, &heard),
+    };
+    let open = Side::with(rig, "open", 4096, open);
+    let mut wrong = vec![
         (key("0pen"), &b),
         (key("ope"), &b),
         (key("open "), &b),
-        (None, &b),
         (key("open"), &open),
     ];
-    for (key, to) in wrong {
-        let a = Side::with(rig, "a", 4096, |config| config.key = key.clone());
+    if !rig.requires_key() {
+        wrong.push((None, &b));
+    }
+    for (keys, to) in wrong {
+        let a = Side::with(rig, "a", 4096, |config| config.keys = keys.clone());
         let refused = a.try_connect(to, soon());
         assert!(
             matches!(refused, Err(ConnectError::Key)),
-            "{key:?} to {}: {refused:?}",
+            "{keys:?} to {}: {refused:?}",
             to.id
         );
         assert!(!a.channel.is_connected(&to.id));
@@ -232,11 +241,29 @@ pub fn keys_are_proven<R: Rig>(rig: &R) {
         a.ends();
     }
     assert!(heard.lock().is_empty(), "{heard:?}");
-    let a = Side::with(rig, "a", 4096, |config| config.key = key("open"));
+    let a = Side::with(rig, "a", 4096, |config| config.keys = key("open"));
     a.connect(&b);
     assert_eq!(heard.lock().len(), 1);
     a.works_with(1, &b);
     for side in [a, b, open] {
+        side.ends();
+    }
+}
+
+/// A side with two keys connects with the first, and accepts both.
+pub fn keys_are_rotated<R: Rig>(rig: &R) {
+    let key = |byte: u8| Key::new(&[byte; 32]).expect("32 bytes");
+    let side = |id, keys: Keys| Side::with(rig, id, 4096, |config| config.keys = Some(keys));
+    let old = side("old", key(1).into());
+    let both = side("both", Keys::from(key(2)).or(key(1)));
+    let new = side("new", key(2).into());
+    old.connect(&both);
+    both.connect(&new);
+    old.works_with(1, &both);
+    both.works_with(10, &new);
+    let refused = old.try_connect(&new, soon());
+    assert!(matches!(refused, Err(ConnectError::Key)), "{refused:?}");
+    for side in [old, both, new] {
         side.ends();
     }
 }
@@ -309,7 +336,7 @@ pub fn handlers_that_fail<R: Rig>(rig: &R) {
         let began = Instant::now();
         let failed = a.try_connect(&b, soon());
         assert!(failed.is_err(), "the handler {fault}");
-        assert!(began.elapsed() < PATIENCE / 2, "it waited for a deadline");
+        assert!(began.elapsed() < TIMEOUT / 2, "it waited for a deadline");
         assert!(!a.channel.is_connected(&b.id), "the handler {fault}");
         eventually("b forgets", || !b.channel.is_connected(&a.id));
     }
@@ -334,7 +361,7 @@ pub fn closing_ends_a_connect<R: Rig>(rig: &R) {
         drop(stalls.lock());
         None
     });
-    let patient = |config: &mut ChannelConfig| config.handshake_timeout = 20 * PATIENCE;
+    let patient = |config: &mut ChannelConfig| config.handshake_timeout = 20 * TIMEOUT;
     let b = Side::with(rig, "b", 4096, |config| {
         patient(config);
         config.on_connect = Some(answer);
@@ -351,7 +378,7 @@ pub fn closing_ends_a_connect<R: Rig>(rig: &R) {
         drop(closed);
         assert!(matches!(ended, Err(ConnectError::Closed)), "{ended:?}");
     });
-    assert!(began.elapsed() < PATIENCE, "it waited for its deadline");
+    assert!(began.elapsed() < TIMEOUT, "it waited for its deadline");
     a.goes();
     let id = peer("a");
     eventually("b forgets", || !b.channel.is_connected(&id));
@@ -371,7 +398,9 @@ pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
     assert!(!c.channel.is_connected(&b.id) && !b.channel.is_connected(&c.id));
     a.works_with(1, &b);
     a.ends();
-    eventually("there is room again", || c.try_connect(&b, soon()).is_ok());
+    eventually("there is capacity again", || {
+        c.try_connect(&b, soon()).is_ok()
+    });
     c.works_with(1, &b);
     b.ends();
     c.ends();
@@ -388,7 +417,9 @@ pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
     eventually("c forgets", || !c.channel.is_connected(&a.id));
     a.works_with(1, &b);
     b.ends();
-    eventually("there is room again", || a.try_connect(&c, soon()).is_ok());
+    eventually("there is capacity again", || {
+        a.try_connect(&c, soon()).is_ok()
+    });
     a.works_with(1, &c);
     a.ends();
     c.ends();

@@ -12,11 +12,15 @@ use crate::{Index, TransferChannel, TransferError, block_on};
 /// that notice nothing by themselves.
 #[track_caller]
 fn notices<C: TransferChannel>(side: &Side<C>, other: &crate::PeerId) {
+    let index = [Index::arena(
+        side.channel.peer_incarnation(other).unwrap_or(0),
+        0,
+    )];
     eventually("the death is noticed", || {
         let deadline = Instant::now() + Duration::from_secs(1);
         let reading = side
             .channel
-            .read(side.slots(&[64]), other, &[Index(0)], deadline);
+            .read(side.slots(&[64]), other, &index, deadline);
         let filled = block_on(reading);
         assert!(
             filled.error.is_none() || filled.done() == 0,
@@ -25,10 +29,7 @@ fn notices<C: TransferChannel>(side: &Side<C>, other: &crate::PeerId) {
         );
         !side.channel.is_connected(other)
     });
-    let gone = block_on(
-        side.channel
-            .read(side.slots(&[64]), other, &[Index(0)], soon()),
-    );
+    let gone = block_on(side.channel.read(side.slots(&[64]), other, &index, soon()));
     assert!(
         matches!(gone.error, Some(TransferError::UnknownPeer { .. })),
         "{:?}",
@@ -66,7 +67,7 @@ fn lost(error: Option<&TransferError>) {
             error,
             Some(
                 TransferError::PeerGone { .. }
-                    | TransferError::Deadline { .. }
+                    | TransferError::Deadline
                     // A slow machine: the call began after the death.
                     | TransferError::UnknownPeer { .. }
             )
@@ -123,7 +124,7 @@ fn gone(error: &TransferError) {
         matches!(
             error,
             TransferError::PeerGone { .. }
-                | TransferError::Deadline { .. }
+                | TransferError::Deadline
                 | TransferError::UnknownPeer { .. }
         ),
         "{error:?}"

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use lmc_memory::ReservedSlot;
 
 use super::side::{
-    LATE, PATIENCE, POISON, Still, check_all, check_filled, check_untouched, eventually, later,
+    LATE, POISON, Still, TIMEOUT, check_all, check_filled, check_untouched, eventually, later,
     pair, peer, shortly, soon,
 };
 use super::{Rig, Rng, Side, check_value};
-use crate::{ConnectError, Index, TransferChannel, TransferError, block_on};
+use crate::{ConnectError, TransferChannel, TransferError, block_on};
 
 /// Calls on a closed channel begin with the error; peers notice.
 pub fn a_closed_channel<R: Rig>(rig: &R) {
@@ -28,11 +28,11 @@ pub fn a_closed_channel<R: Rig>(rig: &R) {
     let refused = block_on(channel.connect(&b.id, b.channel.address(), None, soon()));
     assert!(matches!(refused, Err(ConnectError::Closed)), "{refused:?}");
     let closed = Some(TransferError::Closed);
-    let sent = a.write(1, &[64], &b, &[Index(0)]);
+    let sent = a.write(1, &[64], &b, &[b.at(0)]);
     assert_eq!((sent.done, sent.error), (0, closed.clone()));
     let sent = block_on(channel.send(a.objects(1, &[64]), &b.id, 1, soon()));
     assert_eq!((sent.done, sent.error), (0, closed.clone()));
-    let filled = a.read(&[64], &b, &[Index(0)]);
+    let filled = a.read(&[64], &b, &[b.at(0)]);
     assert_eq!(filled.error, closed);
     check_untouched(filled.slots, 1);
     let filled = block_on(channel.receive(slots, &b.id, 1, soon()));
@@ -73,7 +73,7 @@ pub fn closing_ends_what_is_under_way<R: Rig>(rig: &R) {
         thread::sleep(Duration::from_millis(100));
         assert_eq!(block_on(a.channel.close(soon())), Ok(()));
     });
-    assert!(began.elapsed() < PATIENCE / 2, "they waited for deadlines");
+    assert!(began.elapsed() < TIMEOUT / 2, "they waited for deadlines");
     a.goes();
     b.ends();
 }
@@ -149,11 +149,11 @@ pub fn a_close_without_time<R: Rig>(rig: &R) {
         }
         let closed = block_on(a.channel.close(Instant::now()));
         assert!(
-            matches!(closed, Ok(()) | Err(TransferError::Deadline { .. })),
+            matches!(closed, Ok(()) | Err(TransferError::Deadline)),
             "{closed:?}"
         );
         assert!(!a.channel.is_connected(&b.id));
-        let filled = a.read(&[64], &b, &[Index(0)]);
+        let filled = a.read(&[64], &b, &[b.at(0)]);
         assert_eq!(filled.error, Some(TransferError::Closed));
         drop(filled);
         let again = block_on(a.channel.close(soon()));
@@ -184,7 +184,7 @@ pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
                         rounds.fetch_add(1, Ordering::Relaxed);
                         match sent.error {
                             None => assert_eq!(sent.done, lens.len()),
-                            Some(error) => break assert!(error.quiet(), "{error}"),
+                            Some(error) => break assert!(sent.idle, "{error}"),
                         }
                     }
                 });
@@ -207,7 +207,7 @@ pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
 fn ended(error: &Option<TransferError>, closed_here: bool) {
     let fits = match error {
         Some(TransferError::Closed) => closed_here,
-        Some(TransferError::PeerGone { quiet, .. }) => !closed_here && *quiet,
+        Some(TransferError::PeerGone { .. }) => !closed_here,
         // A slow machine: the call began after the end.
         Some(TransferError::UnknownPeer { .. }) => !closed_here,
         _ => false,
@@ -253,7 +253,7 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
     let kept = b.objects(1, &lens);
     let from = b.indices(&kept);
     let mut still = Still::default();
-    // Places that may still be written to: the peer's to keep until the connection ends.
+    // Slots that may still be written to: the peer keeps them until the connection ends.
     let mut unsure = Vec::new();
     let mut missed = 0;
     for micros in [0, 1, 100, 300, 1000, 2000, 4000, 8000] {
@@ -263,7 +263,7 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
         let filled = block_on(a.channel.read(slots, &b.id, &from, deadline()));
         let error = filled.error.clone();
         assert!(
-            matches!(error, None | Some(TransferError::Deadline { .. })),
+            matches!(error, None | Some(TransferError::Deadline)),
             "{error:?}"
         );
         missed += usize::from(error.is_some());
@@ -274,7 +274,7 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
         let sent = a.write_by(2, &lens, &b, &b.indices(&places), deadline());
         let error = sent.error;
         assert!(
-            matches!(error, None | Some(TransferError::Deadline { .. })),
+            matches!(error, None | Some(TransferError::Deadline)),
             "{error:?}"
         );
         let mut places = places;
@@ -283,7 +283,7 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
         check_all(2, &places);
         match error {
             None => assert!(rest.is_empty()),
-            Some(error) if error.quiet() => rest.into_iter().for_each(|slot| still.keep(slot)),
+            Some(_) if sent.idle => rest.into_iter().for_each(|slot| still.keep(slot)),
             Some(_) => unsure.extend(rest),
         }
         assert!(began.elapsed() < LATE, "a deadline of {micros} µs");
@@ -433,7 +433,7 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
     drop_half_way(receiving, &mut rng);
     let sent = block_on(a.channel.send(a.objects(3, &lens), &b.id, 100, shortly()));
     assert_eq!(sent.done, 0);
-    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(sent.error, Some(TransferError::Deadline));
     for side in [&a, &b] {
         side.memory_is_still();
     }

@@ -2,11 +2,12 @@
 //!
 //! [`conformance!`](macro@crate::conformance) makes a test of each property over a [`Rig`], which
 //! knows how to start a kind of channel and how to kill one; [`properties`] gives the same as a
-//! list. Every byte is derived from its stamp, place and length, so a wrong one shows itself.
+//! list. Every byte is derived from its stamp, object and length, so a wrong one shows itself.
 
 mod connecting;
 mod dying;
 mod ending;
+mod leasing;
 
 mod model;
 pub use model::{Guarantee, RandomTest, Tally};
@@ -33,6 +34,7 @@ pub mod property {
     pub use super::connecting::*;
     pub use super::dying::*;
     pub use super::ending::*;
+    pub use super::leasing::*;
     pub use super::model::random_operations;
     pub use super::moving::*;
     pub use super::pairing::*;
@@ -53,6 +55,7 @@ macro_rules! __properties {
             messages_are_as_long_as_allowed
             somebody_else_answers
             keys_are_proven
+            keys_are_rotated
             nobody_answers
             a_stalled_handshake_ends
             handlers_that_fail
@@ -97,6 +100,14 @@ macro_rules! __properties {
             a_close_with_a_dead_peer
             a_peer_starts_again
             a_peer_that_started_again_connects
+            a_lease_is_for_its_slots_and_its_peer
+            a_revoked_lease_serves_nobody
+            reads_of_revoked_leases_are_never_torn
+            writes_under_revoked_leases_never_land
+            a_lease_ends_with_its_peer
+            indices_of_an_earlier_incarnation_are_stale
+            rights_are_kept
+            a_peer_is_disconnected
             random_operations
         }
     };

@@ -13,7 +13,7 @@ use lmc_memory::{ReservedSlot, SealedSlot};
 use super::side::{Still, soon};
 use super::{Rig, Rng, Side, fill_value};
 use crate::{
-    BoxFuture, ConnectError, Filled, Index, Sent, Slot, TransferChannel, TransferError, block_on,
+    BoxFuture, ConnectError, Filled, Sent, Slot, TransferChannel, TransferError, block_on,
 };
 
 /// The suite's random test: nothing fails but what the test itself ends.
@@ -52,10 +52,10 @@ pub struct Tally {
     pub received: u64,
     /// Calls that failed.
     pub failed: u64,
-    /// Calls that failed and left something unquiet.
-    pub unquiet: u64,
-    /// Slots that came back quiet from a failed call.
-    pub quiet: u64,
+    /// Calls that failed while something of them was still under way.
+    pub unsettled: u64,
+    /// Slots that were returned idle from a failed call.
+    pub idle: u64,
     /// Slots that went into quarantine.
     pub quarantined: u64,
     /// Calls dropped half-way.
@@ -365,14 +365,14 @@ impl<'a, R: Rig> Run<'a, R> {
         let fails = |tally: &mut Tally, error: &Option<TransferError>| {
             let Some(error) = error else { return };
             tally.failed += 1;
-            tally.unquiet += u64::from(!error.quiet());
             assert!(fallible, "{error}");
             let expected = matches!(
                 error,
-                TransferError::Deadline { .. }
+                TransferError::Deadline
                     | TransferError::PeerGone { .. }
                     | TransferError::UnknownPeer { .. }
-                    | TransferError::Failed { .. }
+                    | TransferError::Failed(_)
+                    | TransferError::Stale { .. }
                     | TransferError::Closed
             );
             assert!(expected, "{error:?}");
@@ -382,6 +382,7 @@ impl<'a, R: Rig> Run<'a, R> {
         }
         if let Some(sent) = &came.sent {
             fails(&mut self.tally, &sent.error);
+            self.tally.unsettled += u64::from(!sent.idle);
             assert!(sent.done <= count && (sent.error.is_some() || sent.done == count));
         }
         if let Some(filled) = came.filled {
@@ -420,8 +421,8 @@ impl<'a, R: Rig> Run<'a, R> {
                     };
                     assert!(slot.bytes() == expected, "object {at} is another");
                 }
-                Slot::Quiet(slot) => {
-                    self.tally.quiet += 1;
+                Slot::Idle(slot) => {
+                    self.tally.idle += 1;
                     let who = match plan.kind {
                         Kind::Read => plan.from,
                         _ => plan.to,
@@ -436,9 +437,8 @@ impl<'a, R: Rig> Run<'a, R> {
     /// Notes what a write has changed in the peer's memory.
     fn note_written(&mut self, plan: &Plan, sent: Option<Sent>) {
         let done = sent.as_ref().map_or(0, |sent| sent.done);
-        let error = sent.as_ref().and_then(|sent| sent.error.as_ref());
         // Nobody is told when a write that was dropped is over.
-        let quiet = sent.is_some() && error.is_none_or(TransferError::quiet);
+        let idle = sent.as_ref().is_some_and(|sent| sent.idle);
         for (at, part) in plan.parts.iter().enumerate() {
             let fresh = self.stamp();
             let place = &mut self.players[plan.to].places[part.place];
@@ -450,7 +450,7 @@ impl<'a, R: Rig> Run<'a, R> {
                     at,
                     &mut place.bytes[start..][..part.len as usize],
                 );
-            } else if quiet {
+            } else if idle {
                 place.set(fresh);
             } else {
                 place.unsure = true;
@@ -543,8 +543,8 @@ fn carry_out<C: TransferChannel>(players: &[Player<C>], plan: &Plan) -> Came {
     let deadline = Instant::now() + plan.deadline;
     let lens: Vec<_> = plan.parts.iter().map(|part| part.len).collect();
     let at = |part: &Part| {
-        let place = to.places[part.place].slot.offset();
-        Index(place / UNIT + part.unit)
+        let offset = to.places[part.place].slot.offset();
+        to.side.at(offset / UNIT + part.unit)
     };
     let indices: Vec<_> = plan.parts.iter().map(at).collect();
     let objects = || -> Vec<SealedSlot> { from.side.objects(plan.stamp, &lens) };

@@ -8,7 +8,7 @@ use lmc_memory::ReservedSlot;
 
 use super::side::{check_all, check_filled, eventually, pair, soon, stamp_all};
 use super::{Rig, Rng, Side};
-use crate::{Blocking, BoxFuture, Index, MAX_BATCH, TransferChannel, TransferError, block_on};
+use crate::{Blocking, BoxFuture, MAX_BATCH, TransferChannel, TransferError, block_on};
 
 /// Lengths around every boundary that a transport may have.
 fn mixed() -> Vec<u64> {
@@ -85,7 +85,7 @@ pub fn writes_and_reads_of_full_batches<R: Rig>(rig: &R) {
 pub fn a_place_is_read_more_than_once<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let kept = b.objects(1, &[3 * 4096 + 5]);
-    let start = b.indices(&kept)[0].0;
+    let start = kept[0].offset() / 4096;
     let parts = [
         (0, 3 * 4096 + 5),
         (0, 4096),
@@ -95,7 +95,7 @@ pub fn a_place_is_read_more_than_once<R: Rig>(rig: &R) {
         (1, 5000),
     ];
     let lens = parts.map(|(_, len)| len);
-    let from = parts.map(|(unit, _)| Index(start + unit));
+    let from = parts.map(|(unit, _)| b.at(start + unit));
     let filled = a.read(&lens, &b, &from);
     assert_eq!((filled.done(), &filled.error), (parts.len(), &None));
     let read = filled.into_result().expect("all went well");
@@ -176,8 +176,8 @@ pub fn indices_count_in_units_of_the_peer<R: Rig>(rig: &R) {
     let b = Side::with(rig, "b", 64, |config| config.unit = 64);
     assert_eq!((a.channel.unit(), b.channel.unit()), (4096, 64));
     let slots = b.slots(&[64, 1, 200]);
-    let indices: Vec<_> = b.indices(&slots).iter().map(|index| index.0).collect();
-    let places: Vec<_> = slots.iter().map(|slot| slot.offset() / 64).collect();
+    let indices = b.indices(&slots);
+    let places: Vec<_> = slots.iter().map(|slot| b.at(slot.offset() / 64)).collect();
     assert_eq!(indices, places);
     drop(slots);
     a.connect(&b);
@@ -185,13 +185,13 @@ pub fn indices_count_in_units_of_the_peer<R: Rig>(rig: &R) {
     // Where each arena ends.
     for (from, to) in [(&a, &b), (&b, &a)] {
         let (arena, unit) = (to.arena().len() as u64, to.channel.unit());
-        let last = from.read(&[unit], to, &[Index(arena / unit - 1)]);
+        let last = from.read(&[unit], to, &[to.at(arena / unit - 1)]);
         assert_eq!((last.done(), last.error), (1, None));
         drop(last.slots);
-        let index = Index(arena / unit);
+        let index = to.at(arena / unit);
         let beyond = from.read(&[1], to, &[index]);
         let error = TransferError::OutOfRange {
-            place: 0,
+            object: 0,
             index,
             len: 1,
             arena,

@@ -142,9 +142,9 @@ pub fn lengths_must_agree<R: Rig>(rig: &R) {
         for sender_first in [true, false] {
             let (sent, filled) = both((&a, objects), (&b, room), tag, sender_first);
             let wrong = TransferError::Length {
-                place,
+                object: place,
                 sent: objects[place],
-                room: room.get(place).copied().unwrap_or(0),
+                capacity: room.get(place).copied().unwrap_or(0),
             };
             assert!(sent.done <= place);
             assert_eq!(sent.error.as_ref(), Some(&wrong));
@@ -180,11 +180,11 @@ pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
         let objects = from.objects(1, &lens);
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);
-        assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+        assert_eq!(sent.error, Some(TransferError::Deadline));
 
         // Too late for what was sent before.
         let filled = block_on(to.channel.receive(to.slots(&lens), &from.id, 1, shortly()));
-        let quiet = TransferError::Deadline { quiet: true };
+        let quiet = TransferError::Deadline;
         assert_eq!(filled.error, Some(quiet));
         check_untouched(filled.slots, 2);
 
@@ -192,7 +192,7 @@ pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
         let objects = from.objects(2, &lens);
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);
-        assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+        assert_eq!(sent.error, Some(TransferError::Deadline));
         assert!(began.elapsed() < LATE, "three calls of 200 ms each");
     }
     for side in [&a, &b] {

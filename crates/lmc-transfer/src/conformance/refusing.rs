@@ -2,12 +2,12 @@
 
 use super::side::{check_untouched, eventually, pair, peer, soon};
 use super::{Rig, Side};
-use crate::{Filled, InArena, Index, MAX_BATCH, Sent, TransferChannel, TransferError, block_on};
+use crate::{Filled, InArena, MAX_BATCH, Sent, TransferChannel, TransferError, block_on};
 
 #[track_caller]
 fn not_sent(sent: Sent, error: &TransferError) {
     assert_eq!((sent.done, sent.error.as_ref()), (0, Some(error)));
-    assert!(error.quiet());
+    assert!(sent.idle);
 }
 
 #[track_caller]
@@ -22,7 +22,7 @@ pub fn slots_of_another_arena<R: Rig>(rig: &R) {
     let lens = [100, 200, 300];
     let places = b.slots(&lens);
     let indices = b.indices(&places);
-    let error = TransferError::NotRegistered { place: 1 };
+    let error = TransferError::NotRegistered { object: 1 };
     let objects = || {
         let mut objects = a.objects(1, &lens);
         objects[1] = b.objects(1, &lens).remove(1);
@@ -35,7 +35,7 @@ pub fn slots_of_another_arena<R: Rig>(rig: &R) {
     };
     let refused = slots();
     let named: Vec<_> = refused.iter().map(|slot| slot as &dyn InArena).collect();
-    assert_eq!(a.channel.indices(&named), Err(error.clone()));
+    assert_eq!(a.channel.arena_indices(&named), Err(error.clone()));
     drop(refused);
     let channel = &a.channel;
     let sent = block_on(channel.write(objects(), &b.id, &indices, soon()));
@@ -46,7 +46,7 @@ pub fn slots_of_another_arena<R: Rig>(rig: &R) {
     not_filled(filled, 3, &error);
     let filled = block_on(channel.receive(slots(), &b.id, 1, soon()));
     not_filled(filled, 3, &error);
-    check_untouched(places.into_iter().map(crate::Slot::Quiet).collect(), 3);
+    check_untouched(places.into_iter().map(crate::Slot::Idle).collect(), 3);
     a.works_with(2, &b);
     a.ends();
     b.ends();
@@ -65,13 +65,13 @@ pub fn slots_between_units<R: Rig>(rig: &R) {
         odd.first().expect("the second slot of an arena"),
     );
     assert_eq!(
-        side.channel.indices(&[even]),
-        Ok(vec![Index(even.offset() / 4096)])
+        side.channel.arena_indices(&[even]),
+        Ok(vec![side.at(even.offset() / 4096)])
     );
     assert_eq!(
-        side.channel.indices(&[even, odd]),
+        side.channel.arena_indices(&[even, odd]),
         Err(TransferError::Unaligned {
-            place: 1,
+            object: 1,
             unit: 4096
         })
     );
@@ -93,7 +93,7 @@ pub fn numbers_that_do_not_go_together<R: Rig>(rig: &R) {
         not_sent(a.write(1, &lens, &b, &indices[..count]), &error);
         not_filled(a.read(&lens, &b, &indices[..count]), objects, &error);
     }
-    check_untouched(places.into_iter().map(crate::Slot::Quiet).collect(), 3);
+    check_untouched(places.into_iter().map(crate::Slot::Idle).collect(), 3);
     a.works_with(1, &b);
     a.ends();
     b.ends();
@@ -118,18 +118,18 @@ pub fn places_outside_the_arena<R: Rig>(rig: &R) {
     ];
     for (index, len) in outside {
         let error = TransferError::OutOfRange {
-            place: 1,
-            index: Index(index),
+            object: 1,
+            index: b.at(index),
             len,
             arena,
         };
-        let (lens, indices) = ([4096, len], [inside, Index(index)]);
+        let (lens, indices) = ([4096, len], [inside, b.at(index)]);
         not_sent(a.write(1, &lens, &b, &indices), &error);
         not_filled(a.read(&lens, &b, &indices), 2, &error);
     }
-    check_untouched(vec![crate::Slot::Quiet(place)], 1);
+    check_untouched(vec![crate::Slot::Idle(place)], 1);
     // The last byte is inside.
-    let filled = a.read(&[4096], &b, &[Index(units - 1)]);
+    let filled = a.read(&[4096], &b, &[b.at(units - 1)]);
     assert_eq!((filled.done(), filled.error), (1, None));
     drop(filled.slots);
     a.ends();
@@ -139,10 +139,11 @@ pub fn places_outside_the_arena<R: Rig>(rig: &R) {
 /// Peers never heard of, and peers that have gone.
 pub fn peers_that_are_not_known<R: Rig>(rig: &R) {
     let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
+    let indices = [b.at(0), b.at(1)];
     let unknown = |side: &Side<R::Channel>, id: &str| {
         let peer = peer(id);
         let error = TransferError::UnknownPeer { peer: peer.clone() };
-        let (lens, indices) = ([64, 64], [Index(0), Index(1)]);
+        let (lens, indices) = ([64, 64], indices);
         let channel = &side.channel;
         let objects = || side.objects(1, &lens);
         let slots = || side.slots(&lens);
@@ -181,7 +182,7 @@ pub fn batches_that_are_too_large<R: Rig>(rig: &R) {
     let objects = MAX_BATCH + 1;
     let error = TransferError::TooMany { objects };
     let lens = vec![1; objects];
-    let indices: Vec<_> = (0..objects as u64).map(Index).collect();
+    let indices: Vec<_> = (0..objects as u64).map(|unit| b.at(unit)).collect();
     not_sent(a.write(1, &lens, &b, &indices), &error);
     not_filled(a.read(&lens, &b, &indices), objects, &error);
     let sent = block_on(a.channel.send(a.objects(1, &lens), &b.id, 1, soon()));

@@ -30,4 +30,9 @@ pub trait Rig: Sync {
     /// Ends a channel without a word to whoever uses it, as near to the death of its process as
     /// can be had within one: it moves no byte any more. Calls on it end soon.
     fn kill(&self, channel: &Self::Channel);
+
+    /// Whether its channels cannot be made without a shared key.
+    fn requires_key(&self) -> bool {
+        false
+    }
 }

@@ -8,24 +8,24 @@ use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot,
 
 use super::{Rig, check_value, fill_value};
 use crate::{
-    ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, Sent, Slot, TransferChannel,
-    block_on,
+    ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, ReadLease, Rights, Sent, Slot,
+    TransferChannel, WriteLease, block_on,
 };
 
-/// How long anything may take that ends by itself.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+/// Time that anything may take that ends by itself.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long after its deadline a call may be over, on a machine that has much else to do.
 pub(super) const LATE: Duration = Duration::from_secs(10);
 
 /// A deadline that nothing healthy misses.
 pub(super) fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIMEOUT
 }
 
-/// A deadline that is beyond all patience: what waits for it has not ended by itself.
+/// A deadline that is far beyond [`TIMEOUT`]: what waits for it has not ended by itself.
 pub(super) fn later() -> Instant {
-    Instant::now() + 20 * PATIENCE
+    Instant::now() + 20 * TIMEOUT
 }
 
 /// A deadline that is meant to pass.
@@ -41,7 +41,7 @@ pub(super) fn shortly() -> Instant {
 pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = soon();
     while !so() {
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {TIMEOUT:?}");
         thread::sleep(Duration::from_millis(2));
     }
 }
@@ -86,7 +86,12 @@ impl<C: TransferChannel> Side<C> {
         let arena = Arc::new(arena.expect("a test machine has 32 MiB"));
         let config = PoolConfig::default().with_align(align);
         let pool = Pool::new(Arc::clone(&arena), config).expect("a pool over 32 MiB");
-        let channel = rig.channel(id, arena, change);
+        let channel = rig.channel(id, arena, |config| {
+            // Every side of the suite trusts every other, unless a property says otherwise.
+            config.open_arena = true;
+            config.rights = Rights::ReadWrite;
+            change(config);
+        });
         let id = peer(id);
         assert_eq!(channel.id(), &id, "the rig gives the channel its name");
         Self { id, pool, channel }
@@ -144,15 +149,51 @@ impl<C: TransferChannel> Side<C> {
             .collect()
     }
 
-    /// Where peers find these slots.
+    /// The indices of these slots in the open arena.
     ///
     /// # Panics
-    /// When they have no index.
+    /// When they have none.
     #[track_caller]
     pub fn indices<S: InArena>(&self, slots: &[S]) -> Vec<Index> {
         let slots: Vec<_> = slots.iter().map(|slot| slot as &dyn InArena).collect();
-        let indices = self.channel.indices(&slots);
+        let indices = self.channel.arena_indices(&slots);
         indices.expect("slots of the channel's own pool have indices")
+    }
+
+    /// The index of a unit of the open arena.
+    pub fn at(&self, unit: u64) -> Index {
+        Index::arena(self.channel.incarnation(), unit)
+    }
+
+    /// Lets another side read slots.
+    ///
+    /// # Panics
+    /// When that side is not connected.
+    #[track_caller]
+    pub fn lets_read(&self, other: &Self, slots: Vec<SealedSlot>) -> ReadLease {
+        self.knows(other);
+        let lease = self.channel.grant_read(&other.id, slots);
+        lease.expect("a peer that is connected is granted slots")
+    }
+
+    /// Lets another side write to slots.
+    ///
+    /// # Panics
+    /// When that side is not connected.
+    #[track_caller]
+    pub fn lets_write(&self, other: &Self, slots: Vec<ReservedSlot>) -> WriteLease {
+        self.knows(other);
+        let lease = self.channel.grant_write(&other.id, slots);
+        lease.expect("a peer that is connected is granted slots")
+    }
+
+    /// Waits until the other side is connected, which may have connected to this one.
+    #[track_caller]
+    pub(super) fn knows(&self, other: &Self) {
+        let incarnation = Some(other.channel.incarnation());
+        eventually("the other side is known", || {
+            self.channel.peer_incarnation(&other.id) == incarnation
+        });
     }
 
     /// Writes objects with this stamp.
@@ -185,11 +226,13 @@ impl<C: TransferChannel> Side<C> {
     /// When it did not.
     #[track_caller]
     pub fn writes(&self, stamp: u64, lens: &[u64], to: &Self) {
-        let places = to.slots(lens);
-        let sent = self.write(stamp, lens, to, &to.indices(&places));
+        let lease = to.lets_write(self, to.slots(lens));
+        let sent = self.write(stamp, lens, to, lease.indices());
         assert_eq!(sent.into_result(), Ok(lens.len()));
-        let places: Vec<_> = places.into_iter().map(ReservedSlot::written).collect();
-        check_all(stamp, &places);
+        let slots = block_on(lease.revoke());
+        assert_eq!(slots.len(), lens.len(), "a revoked lease returns its slots");
+        let slots: Vec<_> = slots.into_iter().map(ReservedSlot::written).collect();
+        check_all(stamp, &slots);
     }
 
     /// Reads objects from a peer that is there, and checks what arrived.
@@ -198,12 +241,13 @@ impl<C: TransferChannel> Side<C> {
     /// When it did not.
     #[track_caller]
     pub fn reads(&self, stamp: u64, lens: &[u64], from: &Self) {
-        let objects = from.objects(stamp, lens);
-        let filled = self.read(lens, from, &from.indices(&objects));
+        let lease = from.lets_read(self, from.objects(stamp, lens));
+        let filled = self.read(lens, from, lease.indices());
         check_filled(filled, stamp, lens.len());
+        block_on(lease.revoke());
     }
 
-    /// Both ways, one-sided.
+    /// Moves objects both ways, one-sided, under leases.
     #[track_caller]
     pub fn works_with(&self, stamp: u64, other: &Self) {
         let lens = [1, 5000, 4096];
@@ -314,7 +358,7 @@ pub(super) fn check_filled(filled: Filled, stamp: u64, count: usize) {
 pub(super) fn check_untouched(slots: Vec<Slot>, count: usize) {
     assert_eq!(slots.len(), count, "one outcome for each slot");
     for slot in slots {
-        let Slot::Quiet(slot) = slot else {
+        let Slot::Idle(slot) = slot else {
             panic!("nothing was begun, and a slot is {slot:?}");
         };
         let slot = slot.written();
@@ -342,7 +386,7 @@ impl Still {
                     let checked = check_value(stamp, place, slot.bytes());
                     checked.unwrap_or_else(|mismatch| panic!("{mismatch}"));
                 }
-                Slot::Quiet(slot) => self.keep(slot),
+                Slot::Idle(slot) => self.keep(slot),
                 Slot::Quarantined => {}
             }
         }
@@ -366,7 +410,7 @@ impl Still {
         for slot in self.0.drain(..) {
             let slot = slot.written();
             let still = check_value(STILL, 0, slot.bytes());
-            still.expect("nothing writes to a slot that was said to be quiet");
+            still.expect("nothing writes to a slot that was said to be idle");
         }
     }
 }

@@ -1,18 +1,18 @@
 //! Calls that wait for the hub's thread.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+
+use tokio::sync::oneshot;
 
 use super::worker::Shared;
-use crate::cell::Wait;
 
-/// Waits for what a call comes to; dropped, it ends what was begun: at once where it waited,
-/// before its next piece where it is copied.
+/// Waits for the outcome of a call. Dropped, it ends what was begun: at once where that waits,
+/// before its next piece where it is being copied.
 #[derive(Debug)]
 pub(super) struct Call<'a, T> {
-    pub(super) wait: Wait<T>,
+    pub(super) outcome: oneshot::Receiver<T>,
     pub(super) shared: &'a Shared,
-    /// What was begun.
     pub(super) number: u64,
 }
 
@@ -20,7 +20,8 @@ impl<T> Future for Call<'_, T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        Pin::new(&mut self.wait).poll(context)
+        let outcome = ready!(Pin::new(&mut self.outcome).poll(context));
+        Poll::Ready(outcome.expect("the hub outlives its channels, and answers every call"))
     }
 }
 

@@ -4,28 +4,29 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_memory::{Arena, ReservedSlot, SealedSlot};
+use tokio::sync::oneshot;
 
 use super::raw;
 use super::state::{EndId, State};
-use crate::cell::Cell;
+use crate::lease::Granted;
 use crate::{Filled, PeerId, Sent, Slot, TransferError};
 
 /// Bytes that are copied before the next transfer has its turn.
 const PIECE: usize = 256 << 10;
 
-/// A result on its way to who waits for it; handed over without locks.
+/// Hands an outcome over; called without locks.
 pub(super) type Delivery = Box<dyn FnOnce() + Send>;
 
-/// One that called, and waits.
+/// A caller that waits.
 #[derive(Debug)]
 pub(super) struct Party<T> {
-    /// What the call knows it by.
+    /// Number of the call.
     pub(super) number: u64,
     pub(super) end: EndId,
     pub(super) peer: EndId,
     pub(super) peer_id: PeerId,
     pub(super) deadline: Instant,
-    pub(super) cell: Arc<Cell<T>>,
+    pub(super) reply: oneshot::Sender<T>,
 }
 
 impl<T: Send + 'static> Party<T> {
@@ -38,14 +39,13 @@ impl<T: Send + 'static> Party<T> {
             return Some(TransferError::PeerGone {
                 peer: self.peer_id.clone(),
                 reason: "its channel ended".to_owned(),
-                quiet: true,
             });
         }
-        (now >= self.deadline).then_some(TransferError::Deadline { quiet: true })
+        (now >= self.deadline).then_some(TransferError::Deadline)
     }
 
     pub(super) fn deliver(self, value: T) -> Delivery {
-        Box::new(move || self.cell.put(value))
+        Box::new(move || drop(self.reply.send(value)))
     }
 }
 
@@ -98,13 +98,21 @@ impl Half {
             | (Paired::Receive(to, _), Paired::Send(from, _)) => {
                 from.end == to.peer
                     && from.peer == to.end
-                    && !from.cell.is_dropped()
-                    && !to.cell.is_dropped()
+                    && !from.reply.is_closed()
+                    && !to.reply.is_closed()
             }
             _ => false,
         };
         ends && self.tag == other.tag
     }
+}
+
+/// A range of the other side's arena.
+#[derive(Debug)]
+pub(super) struct Far {
+    pub(super) offset: u64,
+    /// `None` where the arena is open.
+    pub(super) lease: Option<Arc<Granted>>,
 }
 
 /// What is copied, from where to where. It keeps everything that it touches.
@@ -114,13 +122,13 @@ enum Work {
         party: Party<Sent>,
         objects: Vec<SealedSlot>,
         arena: Arc<Arena>,
-        places: Vec<u64>,
+        far: Vec<Far>,
     },
     Read {
         party: Party<Filled>,
         slots: Vec<ReservedSlot>,
         arena: Arc<Arena>,
-        places: Vec<u64>,
+        far: Vec<Far>,
     },
     Pair {
         sender: Party<Sent>,
@@ -138,6 +146,8 @@ pub(super) struct Copy {
     done: usize,
     /// Bytes of the next one that are done.
     at: usize,
+    /// The object whose lease does not stand any more.
+    revoked: Option<usize>,
 }
 
 /// How it goes on.
@@ -153,13 +163,13 @@ impl Copy {
         party: Party<Sent>,
         objects: Vec<SealedSlot>,
         arena: Arc<Arena>,
-        places: Vec<u64>,
+        far: Vec<Far>,
     ) -> Self {
         Self::new(Work::Write {
             party,
             objects,
             arena,
-            places,
+            far,
         })
     }
 
@@ -167,13 +177,13 @@ impl Copy {
         party: Party<Filled>,
         slots: Vec<ReservedSlot>,
         arena: Arc<Arena>,
-        places: Vec<u64>,
+        far: Vec<Far>,
     ) -> Self {
         Self::new(Work::Read {
             party,
             slots,
             arena,
-            places,
+            far,
         })
     }
 
@@ -189,12 +199,12 @@ impl Copy {
             }
             (one, other) => unreachable!("two halves of one kind: {one:?}, {other:?}"),
         };
-        let room = |place: usize| slots.get(place).map_or(0, ReservedSlot::len);
-        let wrong = |(place, object): (usize, &SealedSlot)| {
-            (object.len() != room(place)).then(|| TransferError::Length {
-                place,
-                sent: object.len(),
-                room: room(place),
+        let capacity = |object: usize| slots.get(object).map_or(0, ReservedSlot::len);
+        let wrong = |(object, sent): (usize, &SealedSlot)| {
+            (sent.len() != capacity(object)).then(|| TransferError::Length {
+                object,
+                sent: sent.len(),
+                capacity: capacity(object),
             })
         };
         if let Some(error) = objects.iter().enumerate().find_map(wrong) {
@@ -216,6 +226,7 @@ impl Copy {
             work,
             done: 0,
             at: 0,
+            revoked: None,
         }
     }
 
@@ -231,41 +242,49 @@ impl Copy {
 
     /// Copies the next piece. No lock is held meanwhile.
     pub(super) fn step(&mut self) {
-        let mut room = PIECE;
-        while room > 0 && self.done < self.objects() {
-            let (place, at) = (self.done, self.at);
+        let mut left = PIECE;
+        while left > 0 && self.done < self.objects() {
+            let (object, at) = (self.done, self.at);
+            let lease = match &self.work {
+                Work::Write { far, .. } | Work::Read { far, .. } => far[object].lease.as_ref(),
+                Work::Pair { .. } => None,
+            };
+            let pin = lease.map(|granted| granted.pin());
+            if matches!(pin, Some(None)) {
+                self.revoked = Some(object);
+                return;
+            }
             let len = match &mut self.work {
                 Work::Write {
                     objects,
                     arena,
-                    places,
+                    far,
                     ..
                 } => {
-                    let len = room.min(objects[place].len() as usize - at);
-                    raw::write(&objects[place], at, arena, places[place] + at as u64, len);
+                    let len = left.min(objects[object].len() as usize - at);
+                    let offset = far[object].offset + at as u64;
+                    raw::write(&objects[object], at, arena, offset, len);
                     len
                 }
                 Work::Read {
-                    slots,
-                    arena,
-                    places,
-                    ..
+                    slots, arena, far, ..
                 } => {
-                    let len = room.min(slots[place].len() as usize - at);
-                    raw::read(arena, places[place] + at as u64, &mut slots[place], at, len);
+                    let len = left.min(slots[object].len() as usize - at);
+                    let offset = far[object].offset + at as u64;
+                    raw::read(arena, offset, &mut slots[object], at, len);
                     len
                 }
                 Work::Pair { objects, slots, .. } => {
-                    let bytes = &objects[place].bytes()[at..];
-                    let bytes = &bytes[..room.min(bytes.len())];
-                    slots[place].bytes_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+                    let bytes = &objects[object].bytes()[at..];
+                    let bytes = &bytes[..left.min(bytes.len())];
+                    slots[object].bytes_mut()[at..at + bytes.len()].copy_from_slice(bytes);
                     bytes.len()
                 }
             };
-            room -= len;
+            left -= len;
             self.at += len;
-            if self.at as u64 == self.bytes(place) {
-                (self.done, self.at) = (place + 1, 0);
+            if self.at as u64 == self.bytes(object) {
+                (self.done, self.at) = (object + 1, 0);
             }
         }
     }
@@ -277,10 +296,10 @@ impl Copy {
         }
     }
 
-    fn bytes(&self, place: usize) -> u64 {
+    fn bytes(&self, object: usize) -> u64 {
         match &self.work {
-            Work::Write { objects, .. } | Work::Pair { objects, .. } => objects[place].len(),
-            Work::Read { slots, .. } => slots[place].len(),
+            Work::Write { objects, .. } | Work::Pair { objects, .. } => objects[object].len(),
+            Work::Read { slots, .. } => slots[object].len(),
         }
     }
 
@@ -295,36 +314,38 @@ impl Copy {
             } => (sender.stopped(state, now), receiver.stopped(state, now)),
         };
         let dropped = match &self.work {
-            Work::Write { party, .. } => party.cell.is_dropped(),
-            Work::Read { party, .. } => party.cell.is_dropped(),
+            Work::Write { party, .. } => party.reply.is_closed(),
+            Work::Read { party, .. } => party.reply.is_closed(),
             Work::Pair {
                 sender, receiver, ..
-            } => sender.cell.is_dropped() || receiver.cell.is_dropped(),
+            } => sender.reply.is_closed() || receiver.reply.is_closed(),
         };
-        if !whole && to_sender.is_none() && to_receiver.is_none() && !dropped {
+        let revoked = self.revoked;
+        let goes_on = to_sender.is_none() && to_receiver.is_none() && revoked.is_none();
+        if !whole && goes_on && !dropped {
             return Turn::Further(self);
         }
-        // Who has no reason of its own is told of the other's.
+        // A side without a reason of its own is told of the other's.
         let error = |own: Option<TransferError>| {
-            (!whole).then(|| {
-                own.unwrap_or_else(|| TransferError::Failed {
-                    reason: "the other side gave up".to_owned(),
-                    quiet: true,
-                })
-            })
+            let other = || match revoked {
+                Some(object) => TransferError::NotLeased { object },
+                None => TransferError::Failed("the other side gave up".to_owned()),
+            };
+            (!whole).then(|| own.unwrap_or_else(other))
         };
         let done = self.done;
         let sent = |own| Sent {
             done,
             error: error(own),
+            idle: true,
         };
         let filled = |slots: Vec<ReservedSlot>, own| Filled {
             slots: slots
                 .into_iter()
                 .enumerate()
-                .map(|(place, slot)| match place < done {
+                .map(|(object, slot)| match object < done {
                     true => Slot::Written(slot.written()),
-                    false => Slot::Quiet(slot),
+                    false => Slot::Idle(slot),
                 })
                 .collect(),
             error: error(own),

@@ -1,10 +1,10 @@
-//! Channels within one process.
+//! [`MemoryChannel`]: channels within one process.
 //!
-//! One thread of the hub copies, 256 KiB of each transfer in turn, and keeps the deadlines: so
-//! a call can be dropped, be late, or lose its peer between two pieces, as on any transport, and
-//! no executor's thread is held up by a copy. It owns the slots of a transfer and looks before
-//! each piece whether anybody still wants it, so whatever it hands back is quiet, and nothing is
-//! ever in quarantine.
+//! One thread of the hub copies, 256 KiB of each transfer in turn, and keeps the deadlines: a
+//! call can be dropped, be late, lose its lease or its peer between two pieces, as on any
+//! transport, and no executor's thread is held up by a copy. The thread owns the slots of a
+//! transfer and checks before each piece whether it is still wanted, so nothing is ever
+//! quarantined.
 
 use std::fmt;
 use std::io;
@@ -16,10 +16,15 @@ use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use parking_lot::Mutex;
 use thiserror::Error;
+use tokio::sync::oneshot;
 
+use crate::checks::{self, PeerMemory};
+use crate::connect_once::ConnectOnce;
+use crate::lease::{Access, Leases, Range, Region};
+use crate::timer::Timer;
 use crate::{
     Address, BoxFuture, ChannelConfig, ConfigError, ConnectError, Filled, InArena, Index,
-    MAX_MESSAGE, PeerId, Sent, TransferChannel, TransferError, cell::Cell, checks,
+    MAX_MESSAGE, PeerId, ReadLease, Rights, Sent, TransferChannel, TransferError, WriteLease,
 };
 
 mod call;
@@ -29,56 +34,64 @@ mod state;
 mod worker;
 
 use call::Call;
-use copying::{Copy, Half, Paired, Party};
-use state::{Behind, Closing, Connected, EndId, Handshake, State};
+use copying::{Copy, Far, Half, Paired, Party};
+use state::{Closing, Connected, End, EndId, Handshake, State};
 use worker::{Shared, deliver};
 
-/// A channel that cannot be opened.
+/// A memory channel could not be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// Another channel of the hub has the name.
-    #[error("memory:{0} is taken: close the channel that has it, or choose another name")]
+    #[error("memory:{0} is taken: close that channel, or choose another name")]
     Taken(String),
-    /// The configuration makes no sense.
+    /// A setting is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
 }
 
-/// Where channels of one process find each other by name. Clones share the same hub.
+/// Connects channels of one process by name. Clones share the same hub.
 #[derive(Clone, Debug)]
 pub struct MemoryHub(Arc<Hub>);
 
 #[derive(Debug)]
 struct Hub {
     shared: Arc<Shared>,
+    timer: Timer,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl MemoryHub {
-    /// A hub with its thread.
+    /// Starts a hub, with its threads.
     ///
     /// # Errors
-    /// There is no thread to be had.
+    /// A thread could not be started.
     pub fn new() -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let running = Arc::clone(&shared);
         let thread = thread::Builder::new().name("lmc-memory-copy".to_owned());
         let thread = thread.spawn(move || running.run())?;
-        let thread = Mutex::new(Some(thread));
-        Ok(Self(Arc::new(Hub { shared, thread })))
+        let hub = Hub {
+            shared,
+            timer: Timer::start()?,
+            thread: Mutex::new(Some(thread)),
+        };
+        Ok(Self(Arc::new(hub)))
     }
 
-    /// A channel at `memory:NAME`.
+    /// Opens a channel at `memory:NAME`.
     ///
     /// # Errors
     /// [`MemoryError`].
     pub fn channel(&self, name: &str, config: ChannelConfig) -> Result<MemoryChannel, MemoryError> {
         config.check()?;
         let open = |state: &mut State| state.open(name, config.clone());
-        let end = self.0.shared.with(open);
+        let opened = self.0.shared.with(open);
+        let (end, leases) = opened.ok_or_else(|| MemoryError::Taken(name.to_owned()))?;
         Ok(MemoryChannel {
-            end: end.ok_or_else(|| MemoryError::Taken(name.to_owned()))?,
+            end,
+            leases,
+            connects: ConnectOnce::default(),
             address: Address::Memory(name.to_owned()),
             config,
             hub: self.clone(),
@@ -104,6 +117,8 @@ impl Drop for Hub {
 /// Dropped, it ends as if closed.
 pub struct MemoryChannel {
     end: EndId,
+    leases: Arc<Leases>,
+    connects: ConnectOnce,
     address: Address,
     config: ChannelConfig,
     hub: MemoryHub,
@@ -126,10 +141,8 @@ impl Drop for MemoryChannel {
 
 /// What a connect does next.
 enum Step<'a> {
-    Over(Connected),
+    Done(Connected),
     Wait(Call<'a, Connected>),
-    /// Another call connects to the same peer.
-    Behind(Call<'a, ()>),
 }
 
 impl MemoryChannel {
@@ -137,30 +150,35 @@ impl MemoryChannel {
         &self.hub.0.shared
     }
 
-    /// This side, as the caller of something with a peer.
+    /// This side, as a caller, and its call.
     fn party<T>(
         &self,
         state: &mut State,
         peer: EndId,
         peer_id: &PeerId,
         deadline: Instant,
-    ) -> Party<T> {
-        Party {
-            number: state.number(),
+    ) -> (Party<T>, Call<'_, T>) {
+        let number = state.number();
+        let (reply, call) = self.call(number);
+        let party = Party {
+            number,
             end: self.end,
             peer,
             peer_id: peer_id.clone(),
             deadline,
-            cell: Cell::new(),
-        }
+            reply,
+        };
+        (party, call)
     }
 
-    fn waiting<T>(&self, cell: &Arc<Cell<T>>, number: u64) -> Call<'_, T> {
-        Call {
-            wait: cell.wait(),
+    fn call<T>(&self, number: u64) -> (oneshot::Sender<T>, Call<'_, T>) {
+        let (reply, outcome) = oneshot::channel();
+        let call = Call {
+            outcome,
             shared: self.shared(),
             number,
-        }
+        };
+        (reply, call)
     }
 
     fn begin_connect(
@@ -174,24 +192,11 @@ impl MemoryChannel {
         let begin = |state: &mut State| {
             let end = state.end(self.end).ok_or(ConnectError::Closed)?;
             if end.peers.contains_key(peer) {
-                return Ok((Step::Over(Ok(None)), Vec::new()));
+                return Ok((Step::Done(Ok(None)), Vec::new()));
             }
             let now = Instant::now();
             if now >= deadline {
                 return Err(ConnectError::Deadline { peer: peer.clone() });
-            }
-            let same = |other: &&Handshake| other.from == self.end && other.peer == *peer;
-            if let Some(handshake) = state.handshakes.iter().find(same) {
-                let handshake = handshake.number;
-                let (number, cell) = (state.number(), Cell::new());
-                let call = self.waiting(&cell, number);
-                state.behind.push(Behind {
-                    number,
-                    handshake,
-                    deadline,
-                    cell,
-                });
-                return Ok((Step::Behind(call), Vec::new()));
             }
             let (to, found) = state
                 .find(name)
@@ -202,15 +207,16 @@ impl MemoryChannel {
                     found: found.config.id.clone(),
                 });
             }
-            if found.config.key != self.config.key {
+            if !found.accepts(self.config.keys.as_ref()) {
                 return Err(ConnectError::Key);
             }
             let timeout = self.config.handshake_timeout;
             let Some(answer) = found.config.on_connect.clone() else {
-                return Ok((Step::Over(Ok(None)), state.link(self.end, to)?));
+                return Ok((Step::Done(Ok(None)), state.link(self.end, to)?));
             };
             state.may_link(self.end, to)?;
-            let (number, cell) = (state.number(), Cell::new());
+            let number = state.number();
+            let (reply, call) = self.call(number);
             let (from, message) = (self.config.id.clone(), message.clone());
             let thread = thread::Builder::new().name("lmc-memory-hello".to_owned());
             let asking = Arc::clone(&shared);
@@ -229,9 +235,8 @@ impl MemoryChannel {
                 deadline: now
                     .checked_add(timeout)
                     .map_or(deadline, |t| t.min(deadline)),
-                cell: Arc::clone(&cell),
+                reply,
             });
-            let call = self.waiting(&cell, number);
             Ok((Step::Wait(call), Vec::new()))
         };
         let (step, out) = self.shared().with(begin)?;
@@ -247,11 +252,10 @@ impl MemoryChannel {
         what: impl FnOnce(Party<T>) -> Paired,
     ) -> Result<Call<'_, T>, TransferError> {
         let (call, out) = self.shared().with(|state| {
-            let (end, ..) = state.peer(self.end, peer)?;
-            let party = self.party(state, end, peer, deadline);
-            let call = self.waiting(&party.cell, party.number);
+            let (end, _) = state.peer(self.end, peer)?;
+            let (party, call) = self.party(state, end, peer, deadline);
             let what = what(party);
-            Ok((call, state.meet(Half { tag, what })))
+            Ok::<_, TransferError>((call, state.meet(Half { tag, what })))
         })?;
         deliver(out);
         Ok(call)
@@ -263,16 +267,90 @@ impl MemoryChannel {
         lens: impl ExactSizeIterator<Item = u64>,
         indices: &[Index],
         deadline: Instant,
-        copy: impl FnOnce(Party<T>, Arc<lmc_memory::Arena>, Vec<u64>) -> Copy,
+        access: Access,
+        copy: impl FnOnce(Party<T>, Arc<lmc_memory::Arena>, Vec<Far>) -> Copy,
     ) -> Result<Call<'_, T>, TransferError> {
         self.shared().with(|state| {
-            let (end, arena, unit) = state.peer(self.end, peer)?;
-            let places = checks::places(lens, indices, unit, arena.len() as u64)?;
-            let party = self.party(state, end, peer, deadline);
-            let call = self.waiting(&party.cell, party.number);
-            state.copies.push_back(copy(party, arena, places));
+            let (end, found) = state.peer(self.end, peer)?;
+            let arena = Arc::clone(&found.config.arena);
+            let memory = PeerMemory {
+                incarnation: end.0,
+                arena: arena.len() as u64,
+                unit: found.config.unit,
+            };
+            let ranges = checks::ranges(lens, indices, memory)?;
+            let far: Result<Vec<Far>, _> = ranges
+                .into_iter()
+                .enumerate()
+                .map(|(object, range)| far(found, self.end, access, object, range))
+                .collect();
+            let far = far?;
+            let (party, call) = self.party(state, end, peer, deadline);
+            state.copies.push_back(copy(party, arena, far));
             Ok(call)
         })
+    }
+
+    /// The incarnation of a peer that may be granted these slots.
+    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
+        checks::slots(&self.config.arena, slots)?;
+        self.shared()
+            .look(|state| state.peer(self.end, peer).map(|(end, _)| end.0))
+    }
+
+    fn closing(
+        &self,
+        peer: Option<&PeerId>,
+        deadline: Instant,
+    ) -> Call<'_, Result<(), TransferError>> {
+        let (call, out) = self.shared().with(|state| {
+            let (peer, out) = match peer {
+                None => (None, state.close(self.end)),
+                Some(peer) => state.disconnect(self.end, peer),
+            };
+            let number = state.number();
+            let (reply, call) = self.call(number);
+            state.closing.push(Closing {
+                number,
+                end: self.end,
+                peer,
+                deadline,
+                reply,
+            });
+            (call, out)
+        });
+        deliver(out);
+        call
+    }
+}
+
+/// Where a range lies in a peer's arena, if this side may reach it.
+fn far(
+    peer: &End,
+    own: EndId,
+    access: Access,
+    object: usize,
+    range: Range,
+) -> Result<Far, TransferError> {
+    let config = &peer.config;
+    if access == Access::Write && config.rights != Rights::ReadWrite {
+        return Err(TransferError::ReadOnly);
+    }
+    match range.region {
+        Region::Arena if config.open_arena => Ok(Far {
+            offset: range.offset,
+            lease: None,
+        }),
+        Region::Lease(number) => {
+            let granted = peer.leases.find(number, own.0, access);
+            let granted = granted.map_err(|denied| denied.error(object))?;
+            let segment = granted.segment(range);
+            Ok(Far {
+                offset: segment.ok_or(TransferError::NotLeased { object })?.offset,
+                lease: Some(granted),
+            })
+        }
+        Region::Arena | Region::Offer(_) => Err(TransferError::NotLeased { object }),
     }
 }
 
@@ -307,27 +385,79 @@ impl TransferChannel for MemoryChannel {
                     address: address.to_string(),
                 });
             };
-            loop {
-                match self.begin_connect(peer, name, &message, deadline)? {
-                    Step::Over(connected) => return connected,
-                    Step::Wait(call) => return call.await,
-                    Step::Behind(call) => call.await,
-                }
+            let late = || ConnectError::Deadline { peer: peer.clone() };
+            let turn = self.connects.turn(peer);
+            let _turn = self
+                .hub
+                .0
+                .timer
+                .until(deadline, turn)
+                .await
+                .ok_or_else(late)?;
+            match self.begin_connect(peer, name, &message, deadline)? {
+                Step::Done(connected) => connected,
+                Step::Wait(call) => call.await,
             }
         })
     }
 
-    fn is_connected(&self, peer: &PeerId) -> bool {
+    fn disconnect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), TransferError>> {
+        Box::pin(async move {
+            if self.is_connected(peer) {
+                self.closing(Some(peer), deadline).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn incarnation(&self) -> u64 {
+        self.end.0
+    }
+
+    fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
         self.shared()
-            .look(|state| state.peer(self.end, peer).is_ok())
+            .look(|state| state.peer(self.end, peer).map(|(end, _)| end.0).ok())
+    }
+
+    fn grant_read(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<ReadLease, TransferError> {
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.leases.read(peer, incarnation, slots);
+        match self.peer_incarnation(peer) {
+            Some(found) if found == incarnation => Ok(lease),
+            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
+        }
+    }
+
+    fn grant_write(
+        &self,
+        peer: &PeerId,
+        slots: Vec<ReservedSlot>,
+    ) -> Result<WriteLease, TransferError> {
+        if self.config.rights != Rights::ReadWrite {
+            return Err(TransferError::ReadOnly);
+        }
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.leases.write(peer, incarnation, slots);
+        match self.peer_incarnation(peer) {
+            Some(found) if found == incarnation => Ok(lease),
+            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
+        }
     }
 
     fn unit(&self) -> u64 {
         self.config.unit
     }
 
-    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
-        checks::indices(&self.config.arena, self.config.unit, slots)
+    fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        checks::arena_indices(&self.config, self.end.0, slots)
     }
 
     fn send<'a>(
@@ -361,7 +491,7 @@ impl TransferChannel for MemoryChannel {
     ) -> BoxFuture<'a, Filled> {
         Box::pin(async move {
             if slots.is_empty() {
-                return nothing();
+                return Filled::nothing();
             }
             if let Err(error) = checks::slots(&self.config.arena, &slots) {
                 return Filled::untouched(slots, error);
@@ -390,8 +520,15 @@ impl TransferChannel for MemoryChannel {
                 return Sent::failed(error);
             }
             let lens: Vec<_> = objects.iter().map(SealedSlot::len).collect();
-            let copy = |party, arena, places| Copy::write(party, objects, arena, places);
-            match self.begin_one_sided(peer, lens.into_iter(), indices, deadline, copy) {
+            let copy = |party, arena, far| Copy::write(party, objects, arena, far);
+            match self.begin_one_sided(
+                peer,
+                lens.into_iter(),
+                indices,
+                deadline,
+                Access::Write,
+                copy,
+            ) {
                 Ok(call) => call.await,
                 Err(error) => Sent::failed(error),
             }
@@ -407,17 +544,23 @@ impl TransferChannel for MemoryChannel {
     ) -> BoxFuture<'a, Filled> {
         Box::pin(async move {
             if slots.is_empty() && indices.is_empty() {
-                return nothing();
+                return Filled::nothing();
             }
             if let Err(error) = checks::slots(&self.config.arena, &slots) {
                 return Filled::untouched(slots, error);
             }
             let lens: Vec<_> = slots.iter().map(ReservedSlot::len).collect();
             let mut slots = Some(slots);
-            let copy = |party, arena, places| {
-                Copy::read(party, slots.take().unwrap_or_default(), arena, places)
-            };
-            match self.begin_one_sided(peer, lens.into_iter(), indices, deadline, copy) {
+            let copy =
+                |party, arena, far| Copy::read(party, slots.take().unwrap_or_default(), arena, far);
+            match self.begin_one_sided(
+                peer,
+                lens.into_iter(),
+                indices,
+                deadline,
+                Access::Read,
+                copy,
+            ) {
                 Ok(call) => call.await,
                 Err(error) => Filled::untouched(slots.unwrap_or_default(), error),
             }
@@ -425,29 +568,6 @@ impl TransferChannel for MemoryChannel {
     }
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), TransferError>> {
-        Box::pin(async move {
-            let (call, out) = self.shared().with(|state| {
-                let out = state.close(self.end);
-                let (number, cell) = (state.number(), Cell::new());
-                state.closing.push(Closing {
-                    number,
-                    end: self.end,
-                    deadline,
-                    cell: Arc::clone(&cell),
-                });
-                let call = self.waiting(&cell, number);
-                (call, out)
-            });
-            deliver(out);
-            call.await
-        })
-    }
-}
-
-/// What filling no slot comes to.
-fn nothing() -> Filled {
-    Filled {
-        slots: Vec::new(),
-        error: None,
+        Box::pin(async move { self.closing(None, deadline).await })
     }
 }

@@ -1,4 +1,4 @@
-//! Who is there, who is connected to whom, and what is under way.
+//! The channels of a hub, their connections, and what is under way.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use lmc_memory::Arena;
+use tokio::sync::oneshot;
 
 use super::copying::{Copy, Delivery, Half, Turn};
-use crate::cell::Cell;
-use crate::{ChannelConfig, ConnectError, PeerId, TransferError};
+use crate::config::PeerEvent;
+use crate::lease::Leases;
+use crate::{ChannelConfig, ConnectError, Keys, PeerId, TransferError};
 
 /// One incarnation of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,11 +23,12 @@ pub(super) struct EndId(pub(super) u64);
 pub(super) struct End {
     pub(super) name: String,
     pub(super) config: ChannelConfig,
-    /// Which incarnation each name stands for.
+    pub(super) leases: Arc<Leases>,
+    /// The incarnation that each name stands for.
     pub(super) peers: HashMap<PeerId, EndId>,
 }
 
-/// What a connect comes to.
+/// The outcome of a connect.
 pub(super) type Connected = Result<Option<Bytes>, ConnectError>;
 
 /// A connect that waits for the peer's answer.
@@ -37,25 +39,18 @@ pub(super) struct Handshake {
     pub(super) to: EndId,
     pub(super) peer: PeerId,
     pub(super) deadline: Instant,
-    pub(super) cell: Arc<Cell<Connected>>,
+    pub(super) reply: oneshot::Sender<Connected>,
 }
 
-/// A connect that waits for the end of another of the same side to the same peer.
-#[derive(Debug)]
-pub(super) struct Behind {
-    pub(super) number: u64,
-    pub(super) handshake: u64,
-    pub(super) deadline: Instant,
-    pub(super) cell: Arc<Cell<()>>,
-}
-
-/// A close that waits for what the channel still does.
+/// A close or a disconnect that waits for what is still under way.
 #[derive(Debug)]
 pub(super) struct Closing {
     pub(super) number: u64,
     pub(super) end: EndId,
+    /// Only with this peer.
+    pub(super) peer: Option<EndId>,
     pub(super) deadline: Instant,
-    pub(super) cell: Arc<Cell<Result<(), TransferError>>>,
+    pub(super) reply: oneshot::Sender<Result<(), TransferError>>,
 }
 
 /// All of a hub, behind one lock.
@@ -65,7 +60,6 @@ pub(super) struct State {
     ends: HashMap<EndId, End>,
     names: HashMap<String, EndId>,
     pub(super) handshakes: Vec<Handshake>,
-    pub(super) behind: Vec<Behind>,
     pub(super) halves: Vec<Half>,
     pub(super) copies: VecDeque<Copy>,
     /// Answers of a channel that are being made up, without the lock.
@@ -91,8 +85,12 @@ impl State {
         Some((end, self.ends.get(&end)?))
     }
 
-    /// A new channel; `None` when the name is taken.
-    pub(super) fn open(&mut self, name: &str, config: ChannelConfig) -> Option<EndId> {
+    /// Adds a channel; `None` when the name is taken.
+    pub(super) fn open(
+        &mut self,
+        name: &str,
+        config: ChannelConfig,
+    ) -> Option<(EndId, Arc<Leases>)> {
         if self.names.contains_key(name) {
             return None;
         }
@@ -100,11 +98,13 @@ impl State {
         let end = End {
             name: name.to_owned(),
             config,
+            leases: Leases::new(id.0),
             peers: HashMap::new(),
         };
+        let leases = Arc::clone(&end.leases);
         self.ends.insert(id, end);
         self.names.insert(name.to_owned(), id);
-        Some(id)
+        Some((id, leases))
     }
 
     /// Ends a channel: peers know at once, and what it takes part in goes no further.
@@ -113,28 +113,55 @@ impl State {
             return Vec::new();
         };
         self.names.remove(&end.name);
+        end.leases.end_all();
+        let mut out = Vec::new();
         for peer in end.peers.values() {
             if let Some(peer) = self.ends.get_mut(peer) {
-                peer.peers.retain(|_, other| *other != id);
+                peer.lose(id, &mut out);
             }
         }
-        let mut out = self.fail_halves(Instant::now());
+        out.extend(self.fail_halves(Instant::now()));
         let (ended, others) = mem::take(&mut self.handshakes)
             .into_iter()
             .partition(|handshake| handshake.from == id || handshake.to == id);
         self.handshakes = others;
+        let ended: Vec<Handshake> = ended;
         for handshake in ended {
             let error = match handshake.from == id {
                 true => ConnectError::Closed,
                 false => io::Error::from(io::ErrorKind::ConnectionReset).into(),
             };
-            self.answer(handshake, Err(error), &mut out);
+            handshake.answer(Err(error), &mut out);
         }
         out
     }
 
+    /// Ends the connection of a channel to a peer. Returns the peer's incarnation.
+    pub(super) fn disconnect(
+        &mut self,
+        id: EndId,
+        peer: &PeerId,
+    ) -> (Option<EndId>, Vec<Delivery>) {
+        let mut out = Vec::new();
+        let Some(other) = self
+            .ends
+            .get(&id)
+            .and_then(|end| end.peers.get(peer))
+            .copied()
+        else {
+            return (None, out);
+        };
+        for (one, other) in [(id, other), (other, id)] {
+            if let Some(end) = self.ends.get_mut(&one) {
+                end.lose(other, &mut out);
+            }
+        }
+        out.extend(self.fail_halves(Instant::now()));
+        (Some(other), out)
+    }
+
     /// Whether another peer may be connected.
-    fn has_room(&self, end: EndId, peer: &PeerId) -> Result<(), ConnectError> {
+    fn has_capacity(&self, end: EndId, peer: &PeerId) -> Result<(), ConnectError> {
         let Some(end) = self.ends.get(&end) else {
             return Err(io::Error::from(io::ErrorKind::ConnectionReset).into());
         };
@@ -148,27 +175,46 @@ impl State {
 
     /// Whether two channels may be connected.
     pub(super) fn may_link(&self, from: EndId, to: EndId) -> Result<(), ConnectError> {
-        let id = |end: EndId| self.ends.get(&end).map(|end| &end.config.id);
-        let Some(from_id) = id(from) else {
+        let Some(caller) = self.ends.get(&from) else {
             return Err(ConnectError::Closed);
         };
-        self.has_room(to, from_id)?;
-        id(to).map_or(Ok(()), |to_id| self.has_room(from, to_id))
+        self.has_capacity(to, &caller.config.id)?;
+        let Some(other) = self.ends.get(&to) else {
+            return Ok(());
+        };
+        self.has_capacity(from, &other.config.id)?;
+        for (one, peer, new) in [(caller, other, to), (other, caller, from)] {
+            let id = &peer.config.id;
+            if one.peers.get(id).is_some_and(|old| *old != new) {
+                return Err(ConnectError::Refused(format!("{id} is connected already")));
+            }
+            let known = one.config.known_peers.get(id);
+            let public = peer
+                .config
+                .identity
+                .as_ref()
+                .map(|identity| identity.public());
+            if known.is_some_and(|known| Some(*known) != public) {
+                return Err(ConnectError::Identity { peer: id.clone() });
+            }
+        }
+        Ok(())
     }
 
-    /// Connects two channels. Where either held its peer's name for another incarnation, that
-    /// connection ends.
+    /// Connects two channels.
     pub(super) fn link(&mut self, from: EndId, to: EndId) -> Result<Vec<Delivery>, ConnectError> {
         self.may_link(from, to)?;
+        let mut out: Vec<Delivery> = Vec::new();
         for (one, other) in [(from, to), (to, from)] {
             let name = self.ends[&other].config.id.clone();
             let end = self.ends.get_mut(&one).expect("may_link found it");
-            let before = end.peers.insert(name, other).filter(|old| *old != other);
-            if let Some(old) = before.and_then(|old| self.ends.get_mut(&old)) {
-                old.peers.retain(|_, end| *end != one);
+            if end.peers.insert(name.clone(), other).is_none() {
+                let (config, incarnation) = (end.config.clone(), other.0);
+                let event = PeerEvent::Connected { incarnation };
+                out.push(Box::new(move || config.tell(&name, event)));
             }
         }
-        Ok(self.fail_halves(Instant::now()))
+        Ok(out)
     }
 
     /// Ends halves that wait for nobody any more.
@@ -187,11 +233,11 @@ impl State {
     pub(super) fn meet(&mut self, half: Half) -> Vec<Delivery> {
         let now = Instant::now();
         let fits = |other: &Half| half.fits(other) && other.deadline() > now;
-        let Some(place) = self.halves.iter().position(fits) else {
+        let Some(at) = self.halves.iter().position(fits) else {
             self.halves.push(half);
             return Vec::new();
         };
-        match Copy::pair(half, self.halves.remove(place)) {
+        match Copy::pair(half, self.halves.remove(at)) {
             Ok(copy) => {
                 self.copies.push_back(copy);
                 Vec::new()
@@ -215,41 +261,13 @@ impl State {
         }
     }
 
-    /// Ends a handshake that was taken out.
-    pub(super) fn answer(
-        &mut self,
-        handshake: Handshake,
-        connected: Connected,
-        out: &mut Vec<Delivery>,
-    ) {
-        self.wake_behind(handshake.number, out);
-        out.push(Box::new(move || handshake.cell.put(connected)));
-    }
-
-    fn wake_behind(&mut self, handshake: u64, out: &mut Vec<Delivery>) {
-        let (woken, others) = mem::take(&mut self.behind)
-            .into_iter()
-            .partition(|behind| behind.handshake == handshake);
-        self.behind = others;
-        let woken: Vec<Behind> = woken;
-        for behind in woken {
-            out.push(Box::new(move || behind.cell.put(())));
-        }
-    }
-
-    /// Takes back what a dropped call began. A copy ends at its next turn.
-    pub(super) fn forget(&mut self, number: u64) -> (Option<Half>, Vec<Delivery>) {
-        let mut out = Vec::new();
+    /// Removes what a dropped call began. A copy ends at its next turn.
+    pub(super) fn forget(&mut self, number: u64) -> Option<Half> {
         let half = self.halves.iter().position(|half| half.number() == number);
-        let half = half.map(|place| self.halves.remove(place));
-        let known = self.handshakes.len();
+        let half = half.map(|at| self.halves.remove(at));
         self.handshakes.retain(|other| other.number != number);
-        if self.handshakes.len() < known {
-            self.wake_behind(number, &mut out);
-        }
-        self.behind.retain(|behind| behind.number != number);
         self.closing.retain(|closing| closing.number != number);
-        (half, out)
+        half
     }
 
     /// Ends what has passed its deadline, and closes that wait for nothing any more. For the
@@ -260,19 +278,19 @@ impl State {
         let late: Vec<_> = self.handshakes.extract_if(.., late).collect();
         for handshake in late {
             let peer = handshake.peer.clone();
-            self.answer(handshake, Err(ConnectError::Deadline { peer }), &mut out);
-        }
-        for behind in self.behind.extract_if(.., |b| b.deadline <= now) {
-            out.push(Box::new(move || behind.cell.put(())));
+            handshake.answer(Err(ConnectError::Deadline { peer }), &mut out);
         }
         for closing in mem::take(&mut self.closing) {
             // The thread asks between two pieces, so that none is being copied now.
-            let quiet = !self.copies.iter().any(|copy| copy.touches(closing.end));
-            if quiet && !self.answering.contains_key(&closing.end) {
-                out.push(Box::new(move || closing.cell.put(Ok(()))));
+            let touches = |copy: &Copy| {
+                copy.touches(closing.end) && closing.peer.is_none_or(|peer| copy.touches(peer))
+            };
+            let idle = !self.copies.iter().any(touches);
+            if idle && !self.answering.contains_key(&closing.end) {
+                out.push(Box::new(move || drop(closing.reply.send(Ok(())))));
             } else if closing.deadline <= now {
-                let error = TransferError::Deadline { quiet };
-                out.push(Box::new(move || closing.cell.put(Err(error))));
+                let error = TransferError::Deadline;
+                out.push(Box::new(move || drop(closing.reply.send(Err(error)))));
             } else {
                 self.closing.push(closing);
             }
@@ -284,9 +302,8 @@ impl State {
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let halves = self.halves.iter().map(Half::deadline);
         let handshakes = self.handshakes.iter().map(|handshake| handshake.deadline);
-        let behind = self.behind.iter().map(|behind| behind.deadline);
         let closing = self.closing.iter().map(|closing| closing.deadline);
-        halves.chain(handshakes).chain(behind).chain(closing).min()
+        halves.chain(handshakes).chain(closing).min()
     }
 
     /// The next copy that has a piece to copy; what others came to.
@@ -301,19 +318,45 @@ impl State {
         (None, out)
     }
 
-    /// The peer by its name, as a side knows it, with its memory and unit.
+    /// A peer by its name, as a side knows it.
     ///
     /// # Errors
     /// The side is closed, or the peer unknown.
-    pub(super) fn peer(
-        &self,
-        end: EndId,
-        peer: &PeerId,
-    ) -> Result<(EndId, Arc<Arena>, u64), TransferError> {
+    pub(super) fn peer(&self, end: EndId, peer: &PeerId) -> Result<(EndId, &End), TransferError> {
         let end = self.ends.get(&end).ok_or(TransferError::Closed)?;
         let found = end.peers.get(peer).copied();
         let found = found.and_then(|id| Some((id, self.ends.get(&id)?)));
-        let (id, found) = found.ok_or_else(|| TransferError::UnknownPeer { peer: peer.clone() })?;
-        Ok((id, Arc::clone(&found.config.arena), found.config.unit))
+        found.ok_or_else(|| TransferError::UnknownPeer { peer: peer.clone() })
+    }
+}
+
+impl End {
+    /// A peer is gone.
+    fn lose(&mut self, gone: EndId, out: &mut Vec<Delivery>) {
+        self.leases.end(gone.0);
+        for (name, _) in self.peers.extract_if(|_, end| *end == gone) {
+            let config = self.config.clone();
+            let event = PeerEvent::Gone {
+                incarnation: gone.0,
+                reason: "its channel ended".to_owned(),
+            };
+            out.push(Box::new(move || config.tell(&name, event)));
+        }
+    }
+
+    /// Whether a channel that connects with these keys is accepted.
+    pub(super) fn accepts(&self, keys: Option<&Keys>) -> bool {
+        match (&self.config.keys, keys) {
+            (None, None) => true,
+            (Some(ours), Some(theirs)) => ours.accepted().any(|key| key == theirs.first()),
+            _ => false,
+        }
+    }
+}
+
+impl Handshake {
+    /// Ends a handshake that was taken out.
+    pub(super) fn answer(self, connected: Connected, out: &mut Vec<Delivery>) {
+        out.push(Box::new(move || drop(self.reply.send(connected))));
     }
 }

@@ -31,11 +31,10 @@ impl Shared {
         look(&self.state.lock())
     }
 
-    /// Takes back what a dropped call began.
+    /// Removes what a dropped call began.
     pub(super) fn forget(&self, number: u64) {
-        let (half, out) = self.with(|state| state.forget(number));
+        let half = self.with(|state| state.forget(number));
         drop(half);
-        deliver(out);
     }
 
     /// Copies and keeps deadlines until the hub is gone.
@@ -89,17 +88,17 @@ impl Shared {
         };
         let out = self.with(|state| {
             let handshakes = &mut state.handshakes;
-            let place = handshakes.iter().position(|other| other.number == number);
+            let at = handshakes.iter().position(|other| other.number == number);
             let mut out = Vec::new();
             // Not there: nobody waits for the answer any more.
-            if let Some(place) = place {
-                let handshake = handshakes.swap_remove(place);
+            if let Some(at) = at {
+                let handshake = handshakes.swap_remove(at);
                 let (from, to) = (handshake.from, handshake.to);
                 let answer = answer.and_then(|answer| {
                     out = state.link(from, to)?;
                     Ok(answer)
                 });
-                state.answer(handshake, answer, &mut out);
+                handshake.answer(answer, &mut out);
             }
             out
         });

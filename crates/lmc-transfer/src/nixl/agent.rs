@@ -1,10 +1,10 @@
 //! Every call into NIXL.
 //!
 //! A channel has two kinds of agent. The *target* has a progress thread of UCX's, because over
-//! TCP nothing moves unless the side that is written to helps; nobody else calls it, so that
+//! TCP nothing moves unless the side that is written to helps; nothing else calls it, so that
 //! nothing waits for its lock. The *initiator* has none, and belongs to the thread `lmc-nixl`:
-//! its transfers move only inside that thread's calls, quicker than behind a progress thread.
-//! The library's own rule is a lock per agent, taken for the whole of every call.
+//! its transfers move only inside that thread's calls, faster than behind a progress thread.
+//! NIXL takes a lock per agent for the whole of every call.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,6 @@ use nixl_sys::{
     RegistrationHandle, ThreadSync, XferDescList, XferOp, XferRequest, XferStatus,
 };
 
-use super::metadata;
 use super::plan::Part;
 
 /// Time that UCX's progress thread sleeps at most, in µs. Events wake it; with less than 1 it
@@ -56,23 +55,27 @@ pub(super) struct Setup {
     /// NIXL's name of the backend.
     pub(super) backend: String,
     pub(super) parameters: Vec<(String, String)>,
+    /// Bytes that are registered at a time.
+    pub(super) piece: u64,
 }
 
-/// The arena, as NIXL asks for it.
+/// A piece of the arena, as NIXL asks for it.
 #[derive(Debug)]
 struct Region {
     arena: Arc<Arena>,
+    offset: usize,
+    len: usize,
     memory: NixlMemory,
 }
 
 impl MemoryRegion for Region {
-    // SAFETY: whoever calls keeps the region; the agent that registers it does.
+    // SAFETY: the caller keeps the region; the agent that registers it does.
     unsafe fn as_ptr(&self) -> *const u8 {
-        self.arena.base_ptr().as_ptr()
+        self.arena.base_ptr().as_ptr().wrapping_add(self.offset)
     }
 
     fn size(&self) -> usize {
-        self.arena.len()
+        self.len
     }
 }
 
@@ -86,22 +89,23 @@ impl NixlDescriptor for Region {
     }
 }
 
-/// An agent that has registered the arena. Dropping it ends all that it had under way, which
-/// nothing else does; it may take a while.
+/// An agent that registers the arena, piece by piece. Dropping it ends all that it had under way,
+/// which nothing else does; it may take a while.
 pub(super) struct Registered {
     // In the order in which they must go.
-    registration: RegistrationHandle,
+    registrations: Vec<RegistrationHandle>,
     agent: Agent,
     _backend: Backend,
-    region: Region,
-    /// NIXL's name of the backend.
-    name_of_backend: String,
+    regions: Vec<Region>,
+    arena: Arc<Arena>,
+    memory: NixlMemory,
+    piece: usize,
 }
 
 impl fmt::Debug for Registered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Registered")
-            .field(&self.registration)
+            .field(&self.registrations)
             .finish()
     }
 }
@@ -131,6 +135,8 @@ pub(super) struct Remote {
     pub(super) base: u64,
     /// Bytes of its arena.
     pub(super) len: u64,
+    /// Bytes of each piece that is registered by itself.
+    pub(super) piece: u64,
     pub(super) memory: NixlMemory,
 }
 
@@ -163,7 +169,14 @@ pub(super) enum PostError {
 }
 
 impl Registered {
-    /// Makes an agent and registers the arena.
+    /// Makes an agent that has registered all of the arena.
+    pub(super) fn whole(name: &str, setup: &Setup, role: Role) -> Result<Self, String> {
+        let mut registered = Self::new(name, setup, role)?;
+        while registered.register()? {}
+        Ok(registered)
+    }
+
+    /// Makes an agent that has registered the first piece of the arena.
     pub(super) fn new(name: &str, setup: &Setup, role: Role) -> Result<Self, String> {
         let config = AgentConfig {
             enable_prog_thread: role == Role::Target,
@@ -188,20 +201,41 @@ impl Registered {
         let backend = agent
             .create_backend(backend, &parameters)
             .map_err(fault(&format!("start its backend {backend}")))?;
-        let region = Region {
-            arena: Arc::clone(&setup.arena),
-            memory: setup.memory,
-        };
-        let registration = agent
-            .register_memory(&region, None)
-            .map_err(fault("register the arena; for RDMA, see `ulimit -l`"))?;
-        Ok(Self {
-            registration,
+        let mut registered = Self {
+            registrations: Vec::new(),
             agent,
             _backend: backend,
-            region,
-            name_of_backend: setup.backend.clone(),
-        })
+            regions: Vec::new(),
+            arena: Arc::clone(&setup.arena),
+            memory: setup.memory,
+            piece: usize::try_from(setup.piece).unwrap_or(usize::MAX),
+        };
+        registered.register()?;
+        Ok(registered)
+    }
+
+    /// Registers the next piece. Whether more are left.
+    pub(super) fn register(&mut self) -> Result<bool, String> {
+        let offset = self.regions.len().saturating_mul(self.piece);
+        let left = self.arena.len().saturating_sub(offset);
+        if left == 0 {
+            return Ok(false);
+        }
+        let region = Region {
+            arena: Arc::clone(&self.arena),
+            offset,
+            len: left.min(self.piece),
+            memory: self.memory,
+        };
+        let registration = self.agent.register_memory(&region, None);
+        let fault = |error: NixlError| {
+            format!(
+                "NIXL cannot register the arena (its log says more; for RDMA, see `ulimit -l`): {error}"
+            )
+        };
+        self.registrations.push(registration.map_err(fault)?);
+        self.regions.push(region);
+        Ok(left > self.piece)
     }
 
     /// What a peer needs to reach this agent's memory.
@@ -210,13 +244,8 @@ impl Registered {
         self.agent.get_local_md().map_err(fault)
     }
 
-    /// Whether a peer's agent may be made known to this one.
-    pub(super) fn check(&self, remote: &Remote) -> Result<(), String> {
-        metadata::check(remote, &self.name_of_backend)
-    }
-
-    /// Makes a peer's agent known to this one, after [`Self::check`]. An agent that is refused may
-    /// stay half known: how it is connected to is, and nothing of its memory.
+    /// Makes a peer's agent known to this one. An agent that is refused may stay half known: how it
+    /// is connected to is, and nothing of its memory.
     pub(super) fn load(&self, remote: &Remote) -> Result<(), String> {
         match self.agent.load_remote_md(&remote.metadata) {
             Ok(name) if name == remote.agent => Ok(()),
@@ -243,8 +272,8 @@ impl Registered {
         parts: &[Part],
     ) -> Result<(Request, Progress), PostError> {
         let not_begun = |error: NixlError| PostError::NotBegun(error.to_string());
-        let base = self.region.arena.base_ptr().as_ptr() as usize;
-        let (here, there) = (self.region.memory, remote.memory);
+        let base = self.arena.base_ptr().as_ptr() as usize;
+        let (here, there) = (self.memory, remote.memory);
         let mut local = XferDescList::new(here.kind()).map_err(not_begun)?;
         let mut far = XferDescList::new(there.kind()).map_err(not_begun)?;
         for part in parts {

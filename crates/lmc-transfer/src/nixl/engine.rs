@@ -1,9 +1,9 @@
 //! The thread `lmc-nixl`: owns the agents, the transfers and the peers.
 //!
-//! It polls while something is under way, spinning first and then less and less often, and
-//! sleeps otherwise, after a moment in which the next call may come.
+//! It polls while something is under way, spinning first and then less and less often. Otherwise
+//! it sleeps, after a moment in which the next call may come.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -16,20 +16,25 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 mod closing;
-mod talk;
+mod messages;
 
 use self::closing::Closing;
 use super::agent::{Registered, Remote};
 use super::control::{Exposures, Seat};
 use super::initiators::{Initiators, SendKey, spawn};
 use super::link::Link;
-use super::paired::{Fetching, Paired, Receiving, Sending, Words};
+use super::paired::{Fetching, Outbox, Paired, Receiving, SETTLE, Sending};
 use super::reach::{NixlReads, Reach};
 use super::transfers::{Batch, SendOver, Step, Transfer};
-use super::wire::{Intro, Message, reason};
-use crate::blocking::give_way;
-use crate::checks;
-use crate::{ConnectError, Filled, Index, PeerId, Sent, TransferError};
+use super::wire::{Intro, Message, USE, reason};
+use crate::blocking::yield_briefly;
+use crate::checks::{self, PeerMemory};
+use crate::config::PeerEvent;
+use crate::lease::{Leases, Pin, Range, Region};
+use crate::session;
+use crate::{
+    ChannelConfig, ConnectError, Filled, Index, PeerId, PublicIdentity, Sent, TransferError,
+};
 
 /// Commands that are taken before transfers are looked at again.
 const COMMANDS: usize = 256;
@@ -55,21 +60,43 @@ const RUNTIME: Duration = Duration::from_secs(1);
 pub(super) struct Peer {
     pub(super) id: PeerId,
     pub(super) incarnation: u64,
-    pub(super) unit: u64,
+    /// `None` where it is no channel of ours.
+    pub(super) identity: Option<PublicIdentity>,
+    pub(super) memory: PeerMemory,
     pub(super) remote: Remote,
     /// Whether this side reads its memory by itself.
     pub(super) direct: bool,
+    /// Whether any range may be named, without a lease.
+    pub(super) open: bool,
+    /// Whether it may be written to.
+    pub(super) writable: bool,
+}
+
+/// Why a connection is not taken.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum JoinError {
+    /// Another connection is in the way, which may end soon.
+    #[error("{0}")]
+    NotYet(&'static str),
+    #[error(transparent)]
+    Other(ConnectError),
+}
+
+impl From<ConnectError> for JoinError {
+    fn from(error: ConnectError) -> Self {
+        Self::Other(error)
+    }
 }
 
 /// A peer as long as it is connected.
 #[derive(Debug)]
 struct Connected {
     peer: Arc<Peer>,
-    /// More than one where both sides connected at once. None where it has no channel of ours.
+    /// More than one where both sides connected at once; none where it is no channel of ours.
     links: Vec<Link>,
 }
 
-/// What the thread is told.
+/// What the thread is to do.
 pub(super) enum Command {
     Transfer {
         batch: Batch,
@@ -92,18 +119,23 @@ pub(super) enum Command {
         reply: oneshot::Sender<Filled>,
     },
     Join {
-        intro: Intro,
+        peer: session::Remote,
+        intro: Box<Intro>,
         link: Link,
-        reply: oneshot::Sender<Result<(), ConnectError>>,
+        reply: oneshot::Sender<Result<(), JoinError>>,
     },
     /// A peer that is no channel of ours.
     Introduce {
         peer: Peer,
-        reply: oneshot::Sender<Result<(), ConnectError>>,
+        reply: oneshot::Sender<Result<(), JoinError>>,
     },
-    Forget {
+    /// Ends all that there is with a peer.
+    Disconnect {
         peer: PeerId,
+        reply: Option<oneshot::Sender<()>>,
     },
+    /// All of the memory is registered with the target's agent, or the channel closes.
+    Target(Registered),
     Said {
         number: u64,
         message: Message,
@@ -117,10 +149,7 @@ pub(super) enum Command {
     /// An agent was made, or could not be.
     Made(Result<Registered, String>),
     /// An agent has ended; of these sends nothing is under way.
-    Ended {
-        generation: u64,
-        over: Vec<SendKey>,
-    },
+    Ended { generation: u64, over: Vec<SendKey> },
     /// The target's agent has ended.
     TargetEnded,
     /// A future was dropped.
@@ -161,7 +190,8 @@ impl Commands {
 /// What others see of the thread's state.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    pub(super) peers: RwLock<HashSet<PeerId>>,
+    /// The incarnation of each peer that is connected.
+    pub(super) peers: RwLock<HashMap<PeerId, u64>>,
     /// Slots that stay in quarantine.
     pub(super) stranded: AtomicU64,
     /// Whether the thread has ended.
@@ -174,7 +204,10 @@ pub(super) struct Engine {
     pub(super) commands: Commands,
     pub(super) received: Receiver<Command>,
     pub(super) shared: Arc<Shared>,
-    pub(super) max_peers: usize,
+    pub(super) config: ChannelConfig,
+    pub(super) leases: Arc<Leases>,
+    /// Bytes of the arena that are registered by themselves.
+    pub(super) piece: u64,
     pub(super) reads: NixlReads,
     pub(super) reach: Reach,
     pub(super) target: Option<Registered>,
@@ -186,13 +219,26 @@ pub(super) struct Engine {
     pub(super) state: State,
 }
 
+/// A batch that waits for the right to its ranges.
+struct Asking {
+    peer: Arc<Peer>,
+    batch: Batch,
+    deadline: Instant,
+}
+
 /// What begins empty.
 #[derive(Default)]
 pub(super) struct State {
     peers: HashMap<PeerId, Connected>,
     transfers: Vec<Transfer>,
     paired: Paired,
-    /// To whom the end of sends is told that were given up, with what of them was done.
+    /// Batches of this side, by the number of their use.
+    asking: HashMap<u64, Asking>,
+    /// Leased ranges that peers move by themselves: by incarnation and number.
+    uses: HashMap<(u64, u64), Vec<Pin>>,
+    /// Those of peers that have ended, with when: their bytes may still be on their way.
+    settling: Vec<(Instant, Vec<Pin>)>,
+    /// Who is told of the end of sends and uses that were given up, with what of them was done.
     told: HashMap<SendKey, (Arc<Peer>, u64)>,
     /// Connections of peers that are gone, with the names of their agents: they end as soon as
     /// nothing of this side is under way to them.
@@ -204,6 +250,10 @@ pub(super) struct State {
     last_moved: Option<Instant>,
     last_tended: Option<Instant>,
 }
+
+/// Leased slots that a peer may touch of which nothing more will be known. Their pools must not
+/// give them out again.
+static STRANDED: Mutex<Vec<Vec<Pin>>> = Mutex::new(Vec::new());
 
 impl Engine {
     /// Lets the thread begin.
@@ -234,6 +284,8 @@ impl Engine {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_timeout(RUNTIME);
         }
+        let left = self.state.uses.drain().map(|(_, pins)| pins);
+        STRANDED.lock().extend(left);
         let shared = Arc::clone(&self.shared);
         drop(self);
         *shared.ended.lock() = true;
@@ -254,17 +306,27 @@ impl Engine {
         // With nothing to poll, what is waited for comes from another thread, which may wait for
         // this core: on two cores a peer's answer took three times as long otherwise.
         let awake = if polls { YIELD } else { SPIN };
-        if still < awake && give_way() {
+        if still < awake && yield_briefly() {
             return;
         }
         let limit = if polls && still < NAP_AFTER {
             NAP
         } else if polls {
             LONG_NAP
-        } else if self.initiators.has_stragglers() || self.state.closing.is_some() {
+        } else if self.initiators.has_stragglers()
+            || self.state.closing.is_some()
+            || !self.state.settling.is_empty()
+        {
             STRAGGLERS
         } else {
-            let next = self.state.paired.next_deadline();
+            let asking = self.state.asking.values().map(|one| one.deadline).min();
+            let next = self
+                .state
+                .paired
+                .next_deadline()
+                .into_iter()
+                .chain(asking)
+                .min();
             next.map_or(IDLE, |next| next.saturating_duration_since(now).min(IDLE))
         };
         match self.received.recv_timeout(limit) {
@@ -299,9 +361,9 @@ impl Engine {
                         reply,
                         deadline,
                     };
-                    let mut words = Words::new();
-                    self.state.paired.send(sending, tag, &mut words);
-                    self.say(words);
+                    let mut outbox = Outbox::new();
+                    self.state.paired.send(sending, tag, &mut outbox);
+                    self.send(outbox);
                 }
                 Err(error) => drop(reply.send(Sent::failed(error))),
             },
@@ -321,21 +383,32 @@ impl Engine {
                         deadline,
                         writer: None,
                     };
-                    let mut words = Words::new();
-                    self.state.paired.receive(receiving, &mut words);
-                    self.say(words);
+                    let mut outbox = Outbox::new();
+                    self.state.paired.receive(receiving, &mut outbox);
+                    self.send(outbox);
                 }
                 Err(error) => drop(reply.send(Filled::untouched(slots, error))),
             },
-            Command::Join { intro, link, reply } => {
-                let joined = self.join(intro, link);
+            Command::Join {
+                peer,
+                intro,
+                link,
+                reply,
+            } => {
+                let joined = self.join(peer, &intro, link);
                 let _ = reply.send(joined);
             }
             Command::Introduce { peer, reply } => {
                 let joined = self.connected(peer, None);
                 let _ = reply.send(joined);
             }
-            Command::Forget { peer } => self.gone(&peer, "it was to be forgotten", false),
+            Command::Disconnect { peer, reply } => {
+                self.gone(&peer, "this side ended the connection", false);
+                if let Some(reply) = reply {
+                    let _ = reply.send(());
+                }
+            }
+            Command::Target(target) => self.target = Some(target),
             Command::Said {
                 number,
                 message,
@@ -348,7 +421,7 @@ impl Engine {
             Command::Made(made) => self.initiators.made(made),
             Command::Ended { generation, over } => {
                 self.initiators.ended(generation);
-                over.into_iter().for_each(|send| self.tell_quiet(send));
+                over.into_iter().for_each(|send| self.tell_idle(send));
             }
             Command::TargetEnded => {
                 if let Some(closing) = &mut self.state.closing {
@@ -360,7 +433,7 @@ impl Engine {
         }
     }
 
-    /// Why no transfer may begin; none where it may.
+    /// A connected peer, or why no transfer with it may begin.
     fn peer(&self, peer: &PeerId) -> Result<&Connected, TransferError> {
         if self.state.closing.is_some() {
             return Err(TransferError::Closed);
@@ -369,103 +442,149 @@ impl Engine {
         self.state.peers.get(peer).ok_or_else(unknown)
     }
 
-    /// A peer that can be talked to.
+    /// A peer that takes messages.
     fn linked(&self, peer: &PeerId) -> Result<Arc<Peer>, TransferError> {
         let connected = self.peer(peer)?;
         if connected.links.is_empty() {
-            let reason = "it is no channel, and can only be read and written".to_owned();
+            let reason = "it is not a channel: it can only be read and written".to_owned();
             return Err(TransferError::Refused(reason));
         }
         Ok(Arc::clone(&connected.peer))
     }
 
     fn transfer(&mut self, batch: Batch, peer: &PeerId, indices: &[Index], deadline: Instant) {
-        let places = self.peer(peer).and_then(|connected| {
-            let (unit, len) = (connected.peer.unit, connected.peer.remote.len);
+        let write = matches!(batch, Batch::Write { .. });
+        let checked = self.peer(peer).and_then(|connected| {
+            let peer = &connected.peer;
             let lens: Vec<u64> = batch.here().into_iter().map(|(_, len)| len).collect();
-            let places = checks::places(lens.into_iter(), indices, unit, len);
-            Ok((Arc::clone(&connected.peer), places?))
+            let ranges = checks::ranges(lens.into_iter(), indices, peer.memory)?;
+            let in_arena = |range: &Range| range.region == Region::Arena;
+            match ranges.iter().position(in_arena) {
+                _ if write && !peer.writable => Err(TransferError::ReadOnly),
+                Some(object) if !peer.open => Err(TransferError::NotLeased { object }),
+                _ => Ok((Arc::clone(peer), ranges)),
+            }
         });
-        match places {
-            Ok((peer, offsets)) => match batch {
-                Batch::Read { slots, reply } if !peer.direct => {
-                    let receiving = Receiving {
-                        peer,
-                        tag: 0,
-                        slots,
-                        reply,
-                        deadline,
-                        writer: None,
-                    };
-                    let mut words = Words::new();
-                    let fetching = Fetching { receiving, offsets };
-                    self.state.paired.fetch(fetching, &mut words);
-                    self.say(words);
-                }
-                batch => {
-                    let transfer = Transfer::new(peer, batch, &offsets, deadline);
-                    self.state.transfers.push(transfer);
-                }
-            },
-            Err(error) => batch.refuse(error),
+        let (peer, ranges) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return batch.refuse(error),
+        };
+        let mut outbox = Outbox::new();
+        match batch {
+            Batch::Read { slots, reply, .. } if !peer.direct => {
+                let receiving = Receiving {
+                    peer,
+                    tag: 0,
+                    slots,
+                    reply,
+                    deadline,
+                    writer: None,
+                };
+                let fetching = Fetching { receiving, ranges };
+                self.state.paired.fetch(fetching, &mut outbox);
+            }
+            batch if ranges.iter().all(|range| range.region == Region::Arena) => {
+                let offsets: Vec<u64> = ranges.iter().map(|range| range.offset).collect();
+                let transfer = Transfer::new(peer, batch, &offsets, deadline, self.piece);
+                self.state.transfers.push(transfer);
+            }
+            batch => {
+                let send = USE | self.state.paired.number();
+                let message = Message::Use {
+                    send,
+                    write,
+                    ranges,
+                };
+                outbox.push((Arc::clone(&peer), message));
+                let asking = Asking {
+                    peer,
+                    batch: batch.with_use(send),
+                    deadline,
+                };
+                self.state.asking.insert(send, asking);
+            }
         }
+        self.send(outbox);
     }
 
-    fn join(&mut self, intro: Intro, link: Link) -> Result<(), ConnectError> {
-        let id = intro.peer.parse();
-        let id: PeerId = id.map_err(|_| ConnectError::Malformed("a peer's name".to_owned()))?;
+    /// Ends batches that wait for the right to their ranges.
+    fn end_asking(&mut self, ends: impl Fn(&Asking) -> Option<TransferError>) {
+        let mut outbox = Outbox::new();
+        let ended = |_: &u64, one: &mut Asking| ends(one).is_some();
+        let ended: Vec<_> = self.state.asking.extract_if(ended).collect();
+        for (send, asking) in ended {
+            if let Some(error) = ends(&asking) {
+                let over = Message::Over {
+                    send,
+                    done: 0,
+                    idle: true,
+                    reason: None,
+                };
+                outbox.push((asking.peer, over));
+                asking.batch.refuse(error);
+            }
+        }
+        self.send(outbox);
+    }
+
+    fn join(&mut self, peer: session::Remote, intro: &Intro, link: Link) -> Result<(), JoinError> {
         let peer = Peer {
-            id,
-            incarnation: intro.incarnation,
-            unit: intro.unit,
+            memory: intro.memory(peer.incarnation),
+            id: peer.id,
+            incarnation: peer.incarnation,
+            identity: Some(peer.identity),
             remote: intro.remote(),
             direct: self.reach.reads_from(&intro.reach, self.reads),
+            open: intro.open,
+            writable: intro.writable,
         };
         self.connected(peer, Some(link))
     }
 
-    fn connected(&mut self, peer: Peer, link: Option<Link>) -> Result<(), ConnectError> {
+    fn connected(&mut self, peer: Peer, link: Option<Link>) -> Result<(), JoinError> {
+        let refused = |why: String| Err(ConnectError::Refused(why).into());
         if self.state.closing.is_some() {
-            return Err(ConnectError::Closed);
+            return Err(ConnectError::Closed.into());
         }
         if let Some(connected) = self.state.peers.get_mut(&peer.id) {
-            if connected.peer.incarnation == peer.incarnation {
+            let same = connected.peer.identity == peer.identity;
+            if same && connected.peer.incarnation == peer.incarnation {
                 if connected.links.len() >= MAX_LINKS {
-                    let full = format!("{MAX_LINKS} connections to it are open already");
-                    return Err(ConnectError::Refused(full));
+                    return refused(format!("{MAX_LINKS} connections to it are open already"));
                 }
                 connected.links.extend(link);
                 return Ok(());
             }
-            self.gone(&peer.id, "another has connected under its name", false);
+            if !same || connected.peer.incarnation > peer.incarnation {
+                let in_use = "the name is in use by another identity, whose connection is alive";
+                return Err(JoinError::NotYet(in_use));
+            }
+            self.gone(&peer.id, "superseded by a newer incarnation", false);
         }
         let agent = &peer.remote.agent;
         let its = |connected: &Connected| connected.peer.remote.agent == *agent;
         if self.state.peers.values().any(its) {
-            let taken = "another peer has an agent of this name".to_owned();
-            return Err(ConnectError::Refused(taken));
+            return refused("another peer has an agent of this name".to_owned());
         }
         if self.initiators.may_touch(agent) {
-            let before = "what was under way to it before has not ended yet".to_owned();
-            return Err(ConnectError::Refused(before));
+            let before = "an earlier transfer with it has not ended yet";
+            return Err(JoinError::NotYet(before));
         }
-        let most = self.max_peers;
+        let most = self.config.max_peers;
         if self.state.peers.len() >= most || self.state.unended.len() > most {
-            let full = format!("{most} peers are connected already, or have not gone yet");
-            return Err(ConnectError::Refused(full));
+            return refused(format!("{most} peers are connected, or have not gone yet"));
         }
-        self.initiators
-            .try_load(&peer.remote)
-            .map_err(ConnectError::Library)?;
+        let loaded = self.initiators.try_load(&peer.remote);
+        loaded.map_err(ConnectError::Library)?;
         self.initiators.peer_back(&peer.remote.agent);
-        self.shared.peers.write().insert(peer.id.clone());
+        let (id, incarnation) = (peer.id.clone(), peer.incarnation);
+        self.shared.peers.write().insert(id.clone(), incarnation);
         let connected = Connected {
             links: link.into_iter().collect(),
             peer: Arc::new(peer),
         };
-        self.state
-            .peers
-            .insert(connected.peer.id.clone(), connected);
+        self.state.peers.insert(id.clone(), connected);
+        self.config.tell(&id, PeerEvent::Connected { incarnation });
         Ok(())
     }
 
@@ -493,16 +612,26 @@ impl Engine {
         if self.may_yet_end(incarnation) {
             return;
         }
+        let its = |(peer, _): &(u64, u64), _: &mut Vec<Pin>| *peer == incarnation;
+        let uses = self.state.uses.extract_if(its).map(|(_, pins)| pins);
+        let uses: Vec<Pin> = uses.flatten().collect();
+        let now = Instant::now();
         if end == LinkEnd::Ended {
-            self.state.paired.peer_ended(incarnation, Instant::now());
+            self.state.paired.peer_ended(incarnation, now);
+            if !uses.is_empty() {
+                self.state.settling.push((now, uses));
+            }
             return;
         }
-        let slots = self.state.paired.stranded(incarnation);
+        let slots = self.state.paired.stranded(incarnation) + uses.len();
+        if !uses.is_empty() {
+            STRANDED.lock().push(uses);
+        }
         if slots > 0 {
             tracing::warn!(
                 slots,
                 fault,
-                "slots stay in quarantine: a peer may write to them that is not heard of any more"
+                "slots stay in quarantine: a peer that cannot be reached may still touch them"
             );
             let slots = slots as u64;
             self.shared.stranded.fetch_add(slots, Ordering::Relaxed);
@@ -518,7 +647,7 @@ impl Engine {
     }
 
     /// Ends all that there is with a peer. `ended`: it has ended the connection itself, so that it
-    /// is dead, or closes and uses its memory for nothing until this side has ended its half.
+    /// is dead, or closes and reuses its memory for nothing until this side has ended its half.
     fn gone(&mut self, id: &PeerId, fault: &str, ended: bool) {
         let Some(connected) = self.state.peers.remove(id) else {
             return;
@@ -533,10 +662,16 @@ impl Engine {
             let error = TransferError::PeerGone {
                 peer: id.clone(),
                 reason: fault.to_owned(),
-                quiet: ended,
             };
-            transfer.end(&mut self.initiators, Some(error), false);
+            transfer.end(&mut self.initiators, Some(error), false, ended);
         }
+        self.end_asking(|asking| {
+            let its = asking.peer.incarnation == incarnation;
+            its.then(|| TransferError::PeerGone {
+                peer: id.clone(),
+                reason: fault.to_owned(),
+            })
+        });
         self.state.paired.peer_gone(&peer, fault);
         self.state
             .told
@@ -547,37 +682,44 @@ impl Engine {
         self.state.unended.extend(unended);
         let agent = peer.remote.agent.clone();
         self.state.farewells.push((agent, connected.links));
+        self.leases.end(incarnation);
+        let reason = fault.to_owned();
+        let event = PeerEvent::Gone {
+            incarnation,
+            reason,
+        };
+        self.config.tell(id, event);
     }
 
     /// Ends a batch, and tells its receiver where it is a send.
     fn end(&mut self, transfer: Transfer, error: Option<TransferError>, failed: bool) {
         let peer = Arc::clone(&transfer.peer);
-        let Some(over) = transfer.end(&mut self.initiators, error, failed) else {
+        let Some(over) = transfer.end(&mut self.initiators, error, failed, false) else {
             return;
         };
         let SendOver {
             send,
             done,
-            quiet,
+            idle,
             error,
         } = over;
         let done = done as u64;
         let why = error.map(|error| reason(&error.to_string()));
-        if !quiet {
+        if !idle {
             let key = (peer.incarnation, send);
             self.state.told.insert(key, (Arc::clone(&peer), done));
         }
         let over = Message::Over {
             send,
             done,
-            quiet,
+            idle,
             reason: why,
         };
-        self.say(vec![(peer, over)]);
+        self.send(vec![(peer, over)]);
     }
 
-    /// Tells the receiver of a send that was given up that nothing of it is under way.
-    fn tell_quiet(&mut self, key: SendKey) {
+    /// Tells the other side of a send or use that was given up that nothing of it is under way.
+    fn tell_idle(&mut self, key: SendKey) {
         let Some((peer, done)) = self.state.told.remove(&key) else {
             return;
         };
@@ -585,21 +727,21 @@ impl Engine {
         let over = Message::Over {
             send,
             done,
-            quiet: true,
+            idle: true,
             reason: None,
         };
-        self.say(vec![(peer, over)]);
+        self.send(vec![(peer, over)]);
     }
 
-    fn say(&mut self, words: Words) {
-        for (peer, message) in words {
+    fn send(&mut self, outbox: Outbox) {
+        for (peer, message) in outbox {
             let connected = self.state.peers.get_mut(&peer.id);
             let connected =
                 connected.filter(|connected| connected.peer.incarnation == peer.incarnation);
-            let said = connected
+            let sent = connected
                 .and_then(|connected| connected.links.first_mut())
-                .is_none_or(|link| link.say(&message));
-            if !said {
+                .is_none_or(|link| link.send(&message));
+            if !sent {
                 self.gone(&peer.id, "it does not take messages", false);
             }
         }
@@ -634,12 +776,23 @@ impl Engine {
                 }
             }
         }
-        let mut words = Words::new();
-        self.state.paired.tend(now, &mut words);
-        self.say(words);
+        let mut outbox = Outbox::new();
+        self.state.paired.tend(now, &mut outbox);
+        self.send(outbox);
+        self.end_asking(|asking| {
+            let ended = now >= asking.deadline || asking.batch.is_dropped();
+            ended.then_some(TransferError::Deadline)
+        });
+        let settled = |(since, _): &mut (Instant, Vec<Pin>)| now >= *since + SETTLE;
+        drop(
+            self.state
+                .settling
+                .extract_if(.., settled)
+                .collect::<Vec<_>>(),
+        );
         let busy = self.state.transfers.iter().filter_map(|one| one.agent);
         let over = self.initiators.tend(&busy.collect(), now);
-        over.into_iter().for_each(|send| self.tell_quiet(send));
+        over.into_iter().for_each(|send| self.tell_idle(send));
         let initiators = &self.initiators;
         self.state
             .farewells

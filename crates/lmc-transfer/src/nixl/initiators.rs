@@ -19,6 +19,7 @@ use lmc_memory::{QuarantinedSlot, SealedSlot};
 use super::agent::{Operation, PostError, Progress, Registered, Remote, Request, Role, Setup};
 use super::engine::{Command, Commands};
 use super::plan::Part;
+use crate::lease::Pin;
 
 /// A request whose peer is gone has this long to end by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -35,6 +36,8 @@ pub(super) struct Kept {
     pub(super) sources: Vec<SealedSlot>,
     /// It writes to these.
     pub(super) targets: Vec<QuarantinedSlot>,
+    /// It reads from these, of a lease.
+    pub(super) pins: Vec<Pin>,
     /// The send whose receiver waits for the end of it: the receiver's incarnation, and the
     /// number.
     pub(super) send: Option<SendKey>,
@@ -42,7 +45,7 @@ pub(super) struct Kept {
 
 impl Kept {
     /// Gives the slots back: nothing touches them any more.
-    pub(super) fn release_proven_quiet(self) {
+    pub(super) fn release(self) {
         for slot in self.targets {
             slot.release_proven_quiet();
         }
@@ -101,25 +104,23 @@ pub(super) struct Initiators {
 }
 
 impl Initiators {
-    pub(super) fn new(name: String, setup: Setup, commands: Commands) -> Result<Self, String> {
-        let mut initiators = Self {
+    /// None yet: the first is given by [`Self::made`].
+    pub(super) fn new(name: String, setup: Setup, commands: Commands) -> Self {
+        Self {
             name,
             setup,
             commands,
             all: Vec::new(),
             next: 0,
-            making: None,
-            made: true,
+            making: Some(Instant::now()),
+            made: false,
             ending: HashMap::new(),
             closed: false,
-        };
-        let name = initiators.next_name();
-        let first = Registered::new(&name, &initiators.setup, Role::Initiator)?;
-        initiators.add(first);
-        Ok(initiators)
+        }
     }
 
-    fn next_name(&self) -> String {
+    /// The name of the next agent.
+    pub(super) fn next_name(&self) -> String {
         format!("{}/{}", self.name, self.next)
     }
 
@@ -189,7 +190,7 @@ impl Initiators {
     ) {
         let Some(initiator) = self.get(generation) else {
             // An agent ends only after its transfers: there is nothing under way.
-            kept.release_proven_quiet();
+            kept.release();
             return;
         };
         initiator.stragglers.push(Straggler {
@@ -290,7 +291,7 @@ impl Initiators {
         let (name, setup) = (self.next_name(), self.setup.clone());
         let commands = self.commands.clone();
         spawn("lmc-nixl-new", move || {
-            let made = Registered::new(&name, &setup, Role::Initiator);
+            let made = Registered::whole(&name, &setup, Role::Initiator);
             commands.give(Command::Made(made));
         });
     }
@@ -357,7 +358,6 @@ impl Initiator {
             }
             None => {}
         }
-        self.registered.check(remote)?;
         self.registered
             .load(remote)
             .inspect_err(|_| self.worn = true)?;
@@ -381,7 +381,7 @@ impl Initiator {
         };
         for straggler in self.stragglers.extract_if(.., proven) {
             over.extend(straggler.kept.send);
-            straggler.kept.release_proven_quiet();
+            straggler.kept.release();
         }
     }
 
@@ -418,7 +418,7 @@ fn end(initiator: Initiator, commands: Commands) {
         }
         drop(initiator.registered);
         let over = kept.iter().filter_map(|kept| kept.send).collect();
-        kept.into_iter().for_each(Kept::release_proven_quiet);
+        kept.into_iter().for_each(Kept::release);
         let generation = initiator.generation;
         commands.give(Command::Ended { generation, over });
     });

@@ -1,4 +1,4 @@
-//! Where NIXL's library is, and how it is loaded.
+//! Finds and loads NIXL's library.
 
 use std::env;
 use std::ffi::{CStr, CString, OsStr, OsString};
@@ -15,19 +15,7 @@ const NAME: &str = "libnixl_capi.so";
 /// Names the library's file.
 const VARIABLE: &str = "LMC_NIXL_LIBRARY";
 
-/// What UCX and NIXL are told unless the environment says otherwise. They read it when they are
-/// loaded.
-const VARIABLES: [(&str, &str); 4] = [
-    // UCX's module for EFA draws the system's libibverbs and libnl in beside those of the wheel;
-    // where Debian's `ibverbs-providers` is installed, the process then dies at its exit.
-    ("UCX_MODULES", "^efa"),
-    // UCX would print to stdout.
-    ("UCX_LOG_FILE", "stderr"),
-    ("UCX_LOG_LEVEL", "error"),
-    ("NIXL_LOG_LEVEL", "ERROR"),
-];
-
-/// Whether the library is there; guarded, so that it is loaded once.
+/// Whether the library is loaded; guarded, so that it is loaded once.
 static LOADED: Mutex<bool> = Mutex::new(false);
 
 /// Loads the library, from `configured` where that is given. After the first time that it went
@@ -36,14 +24,6 @@ pub(super) fn load(configured: Option<&Path>) -> Result<(), ConnectError> {
     let mut loaded = LOADED.lock();
     if *loaded {
         return Ok(());
-    }
-    for (name, value) in VARIABLES {
-        if env::var_os(name).is_none() {
-            // SAFETY: threads that read the environment through Rust are kept out by the
-            // standard library's lock. Code in C may read it meanwhile; NixlConfig::build says
-            // that the first channel is to be made before such threads begin.
-            unsafe { env::set_var(name, value) };
-        }
     }
     let mut faults = Vec::new();
     let found = candidates(configured, env::var_os(VARIABLE))
@@ -68,7 +48,7 @@ fn missing(faults: &[String]) -> String {
     )
 }
 
-/// The places to look at, in order. A place that somebody named is the only one.
+/// The paths to try, in order. A path that is configured is the only one.
 fn candidates(configured: Option<&Path>, variable: Option<OsString>) -> Vec<PathBuf> {
     if let Some(path) = configured {
         return vec![path.to_owned()];
@@ -117,7 +97,7 @@ fn folders(parent: &Path, start: &str) -> Vec<PathBuf> {
 
 /// Loads a library for good: what nixl-sys opens afterwards by its SONAME is this one.
 fn open(path: &Path) -> Result<(), String> {
-    // The library finds its neighbours from its own place, which is not that of a link to it.
+    // The library finds its neighbours from its own folder, which is not that of a link to it.
     let path = match path.is_absolute().then(|| fs::canonicalize(path)) {
         Some(Ok(real)) => real,
         Some(Err(_)) | None => path.to_owned(),
@@ -158,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_named_is_the_only_one() {
+    fn a_path_that_is_configured_is_the_only_one() {
         let configured = candidates(Some(Path::new("/a")), Some("/b".into()));
         assert_eq!(configured, [PathBuf::from("/a")]);
         assert_eq!(candidates(None, Some("/b".into())), [PathBuf::from("/b")]);

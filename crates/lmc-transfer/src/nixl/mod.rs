@@ -1,22 +1,27 @@
-//! [`NixlChannel`]: real NIXL, found when it runs.
+//! [`NixlChannel`]: transfers over NIXL, whose library is found at run time.
 //!
-//! Bytes go through NIXL, metadata does not: peers exchange it, and who they are, over a control
-//! connection of ours (`wire`), whose end is also how the death of a peer is noticed. One thread
-//! makes all calls for transfers (`engine`, `agent`).
+//! Bytes go through NIXL, metadata does not: peers exchange it over a session
+//! ([`crate::session`]), whose end is also how the death of a peer is noticed. One thread makes
+//! all calls for transfers (`engine`, `agent`).
 //!
 //! Transfers are NIXL requests of at most 8 MiB, neighbours joined, a few of each batch at a
 //! time. Prepared descriptor lists are not used: they name whole descriptors, and slots are of
-//! any length at any place.
+//! any length at any offset.
+//!
+//! NIXL registers the whole arena: it has no rights for a part of it, and no way to take them
+//! back. A peer asks the owner before it touches leased ranges, and says when it is done; the
+//! owner keeps them until then. Peers that are channels of this crate keep to that, and others
+//! must not have the key.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use parking_lot::Mutex;
 use tokio::sync::{oneshot, watch};
 
 mod agent;
@@ -25,7 +30,6 @@ mod engine;
 mod initiators;
 mod library;
 mod link;
-mod metadata;
 mod paired;
 mod plan;
 mod reach;
@@ -36,45 +40,55 @@ pub use agent::NixlMemory;
 pub use reach::NixlReads;
 
 use agent::{Registered, Remote, Role, Setup};
-use control::{Exposures, Host, Listener, asking, left};
-use engine::{Command, Commands, Engine, Peer, Shared, State};
-use initiators::Initiators;
+use control::{Exposures, Host, left};
+use engine::{Command, Commands, Engine, JoinError, Peer, Shared, State};
+use initiators::{Initiators, spawn};
 use reach::Reach;
 use transfers::Batch;
 use wire::{Intro, MAX_METADATA, agent_name};
 
+use crate::checks::PeerMemory;
+use crate::connect_once::ConnectOnce;
+use crate::lease::Leases;
+use crate::net::Listener;
+use crate::session::{self, Local};
 use crate::{
-    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId,
-    Sent, TransferChannel, TransferError, checks,
+    Address, BoxFuture, ChannelConfig, ConfigError, ConnectError, Filled, InArena, Index,
+    MAX_MESSAGE, PeerId, ReadLease, Rights, Sent, TransferChannel, TransferError, WriteLease,
+    checks,
 };
 
 /// Time that dropping a channel waits for its end.
 const DROP_WAIT: Duration = Duration::from_secs(2);
 
-/// How a [`NixlChannel`] is set up.
+/// Settings of a [`NixlChannel`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NixlConfig {
-    /// What all channels need.
+    /// Settings that every channel has. [`ChannelConfig::keys`] is required.
     pub channel: ChannelConfig,
-    /// Where peers' control connections come in: `tcp://HOST:PORT` or `unix:PATH`.
+    /// Address to listen at for control connections: `tcp://HOST:PORT` or `unix:PATH`.
     pub listen: Address,
-    /// NIXL's library `libnixl_capi.so`. Default: what the variable `LMC_NIXL_LIBRARY` names;
-    /// else what the loader finds; else that of a wheel in the active Python.
+    /// Path of NIXL's library `libnixl_capi.so`. Default: the one that the variable
+    /// `LMC_NIXL_LIBRARY` names; else the one that the loader finds; else that of a wheel in the
+    /// active Python.
     pub library: Option<PathBuf>,
-    /// NIXL's backend, by its name there. Default: `UCX`.
+    /// NIXL's name of the backend. Default: `UCX`.
     pub backend: String,
-    /// Parameters of the backend, such as `("ucx_error_handling_mode", "peer")`. Default: none,
-    /// for its own. NIXL ignores names that it does not know.
+    /// Parameters of the backend, such as `("ucx_error_handling_mode", "peer")`. Default: none.
+    /// NIXL ignores names that it does not know.
     pub parameters: Vec<(String, String)>,
-    /// What kind of memory the arena is. Default: the host's.
+    /// Kind of memory that the arena is. Default: the host's.
     pub memory: NixlMemory,
-    /// Who moves the bytes of a read. Default: this side where that is safe and quick.
+    /// Which side moves the bytes of a read. Default: this side where that is safe and fast.
     pub reads: NixlReads,
+    /// Bytes of the arena that are registered at a time: with RDMA each registration pins its
+    /// pages. A multiple of 4096. Default: 1 GiB.
+    pub piece: u64,
 }
 
 impl NixlConfig {
-    /// The defaults.
+    /// Returns the defaults.
     pub fn new(channel: ChannelConfig, listen: Address) -> Self {
         Self {
             channel,
@@ -84,28 +98,32 @@ impl NixlConfig {
             parameters: Vec::new(),
             memory: NixlMemory::default(),
             reads: NixlReads::default(),
+            piece: 1 << 30,
         }
     }
 
-    /// Loads the library, registers the arena and listens. Blocks, for about half a second the
-    /// first time in a process; with RDMA also while the arena's pages are pinned.
+    /// Loads the library, registers the first piece of the arena, and listens. Blocks, for about
+    /// half a second the first time in a process. The other pieces are registered in the
+    /// background; until that is done, connects of either side fail with
+    /// [`ConnectError::Refused`] and may be repeated ([`NixlChannel::is_ready`]).
     ///
-    /// The first channel of a process sets variables that UCX and NIXL read when they are loaded
-    /// (`UCX_MODULES`, `UCX_LOG_FILE`, `UCX_LOG_LEVEL`, `NIXL_LOG_LEVEL`), those that are not
-    /// set: make it before there are threads of C code that read the environment.
+    /// UCX and NIXL read environment variables when they are loaded. This crate sets none; the
+    /// embedder should set these before any thread starts: `UCX_MODULES=^efa` (the module for EFA
+    /// loads the system's libibverbs next to the wheel's, and such a process dies at its exit),
+    /// `UCX_LOG_FILE=stderr` (UCX logs to stdout otherwise), `UCX_LOG_LEVEL=error`,
+    /// `NIXL_LOG_LEVEL=ERROR`.
     ///
-    /// NIXL does not check what a peer says of its agent, and crashes at what is wrong: this side
-    /// checks it before, with backend `UCX` to the last byte that UCX itself reads without looking.
-    /// What other backends make of theirs, and UCX's transports of their own keys and addresses,
-    /// is not checked: peers that know [`ChannelConfig::key`] are trusted not to mean harm; without
-    /// a key, every host that reaches the address is.
+    /// NIXL trusts the metadata of peers, and the ports that UCX opens ask for no key: the shared
+    /// key is required, metadata is sent encrypted and only to peers that have proved the key, and
+    /// a firewall must keep others from UCX's ports.
     ///
     /// The arena stays mapped until every peer has ended its connection after a close, and to
     /// the end of the process where one does not, or where [`NixlChannel::agent`] was called.
     ///
     /// # Errors
     /// [`ConnectError::Library`] when there is no NIXL, with how to install it, or when it
-    /// refuses; [`ConnectError::Address`] and [`ConnectError::Io`] for the address.
+    /// refuses; [`ConnectError::Config`]; [`ConnectError::Address`] and [`ConnectError::Io`] for
+    /// the address.
     pub fn build(self) -> Result<NixlChannel, ConnectError> {
         NixlChannel::new(self)
     }
@@ -116,9 +134,9 @@ pub struct NixlChannel {
     host: Arc<Host>,
     address: Address,
     shared: Arc<Shared>,
+    leases: Arc<Leases>,
+    connects: ConnectOnce,
     closed: AtomicBool,
-    /// Peers that are being connected to, each by one.
-    connecting: Mutex<Vec<(PeerId, Arc<tokio::sync::Mutex<()>>)>>,
 }
 
 impl fmt::Debug for NixlChannel {
@@ -130,95 +148,110 @@ impl fmt::Debug for NixlChannel {
     }
 }
 
-/// What an agent of NIXL that is no channel of ours needs to reach this side's arena, or this
-/// side to reach its memory.
+/// Describes an agent of NIXL, so that another that is no channel of this crate can reach its
+/// memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NixlAgent {
     /// The agent's name.
     pub agent: String,
-    /// What `get_agent_metadata` gives in Python, `get_local_md` in Rust.
+    /// The metadata that `get_agent_metadata` returns in Python, `get_local_md` in Rust.
     pub metadata: Vec<u8>,
     /// Address of the registered memory, in its process.
     pub base: u64,
     /// Bytes of the registered memory.
     pub len: u64,
-    /// What kind of memory it is.
+    /// The kind of memory.
     pub memory: NixlMemory,
 }
 
 impl NixlChannel {
     fn new(config: NixlConfig) -> Result<Self, ConnectError> {
-        library::load(config.library.as_deref())?;
         let channel = config.channel;
         channel.check()?;
+        let keyed = channel.keys.is_some();
+        ConfigError::unless(keyed, "keys", "set for a NIXL channel", &"none")?;
+        let piece = config.piece;
+        let aligned = piece > 0 && piece.is_multiple_of(4096);
+        ConfigError::unless(aligned, "piece", "a multiple of 4096 above 0", &piece)?;
+        library::load(config.library.as_deref())?;
         let arena = Arc::clone(&channel.arena);
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).map_err(std::io::Error::from)?;
-        let incarnation = u64::from_le_bytes(random);
+        let local = Local::new("nixl", &channel)?;
+        let incarnation = local.incarnation;
         let agent = agent_name(channel.id.as_str(), incarnation);
         let setup = Setup {
             arena: Arc::clone(&arena),
             memory: config.memory,
             backend: config.backend,
             parameters: config.parameters,
+            piece,
         };
         let library = ConnectError::Library;
-        let target = Registered::new(&agent, &setup, Role::Target).map_err(library)?;
         let (commands, received) = Commands::new();
-        let initiators =
-            Initiators::new(agent.clone(), setup, commands.clone()).map_err(library)?;
+        let initiators = Initiators::new(agent.clone(), setup.clone(), commands.clone());
+        let target = Registered::new(&agent, &setup, Role::Target).map_err(library)?;
+        let first = initiators.next_name();
+        let first = Registered::new(&first, &setup, Role::Initiator).map_err(library)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("lmc-nixl-net")
             .enable_all()
             .build()?;
-        let (listener, address) = runtime.block_on(Listener::bind(&config.listen))?;
-        let metadata = target.metadata().map_err(library)?;
-        if metadata.len() > MAX_METADATA {
-            let fault = format!(
-                "{} bytes of metadata, {MAX_METADATA} are sent",
-                metadata.len()
-            );
-            return Err(ConnectError::Library(fault));
-        }
-        let max_peers = channel.max_peers;
+        let listener = {
+            let _entered = runtime.enter();
+            Listener::bind(&config.listen)
+        };
+        let listener = listener.ok_or_else(|| ConnectError::Address {
+            kind: "nixl",
+            address: config.listen.to_string(),
+        })??;
+        let address = listener.address().clone();
         let reach = Reach::of_this_process();
         let host = Arc::new(Host {
-            intro: Intro {
-                peer: channel.id.to_string(),
-                wanted: None,
-                incarnation,
-                agent,
-                metadata,
-                base: arena.base_ptr().as_ptr() as u64,
-                len: arena.len() as u64,
-                unit: channel.unit,
-                gpu: match config.memory {
-                    NixlMemory::Host => None,
-                    NixlMemory::Gpu(device) => Some(device),
-                },
-                reach: reach.clone(),
-                message: None,
-            },
-            config: channel,
+            local,
+            intro: OnceLock::new(),
+            config: channel.clone(),
             commands: commands.clone(),
             runtime: runtime.handle().clone(),
             refused: AtomicU64::new(0),
             links: AtomicU64::new(0),
             closing: watch::Sender::new(false),
             exposures: Arc::new(Exposures::default()),
-            asking: asking(),
         });
-        let accepting = runtime.spawn(Arc::clone(&host).serve(listener));
+        let intro = Intro {
+            agent,
+            metadata: Vec::new(),
+            base: arena.base_ptr().as_ptr() as u64,
+            len: arena.len() as u64,
+            unit: channel.unit,
+            piece,
+            gpu: match config.memory {
+                NixlMemory::Host => None,
+                NixlMemory::Gpu(device) => Some(device),
+            },
+            reach: reach.clone(),
+            open: channel.open_arena,
+            writable: channel.rights == Rights::ReadWrite,
+        };
+        let registering = Registering {
+            host: Arc::clone(&host),
+            target,
+            first,
+            intro,
+        };
+        registering.start(arena.len() as u64 <= piece)?;
+        let accepting = runtime.spawn(session::serve(Arc::clone(&host), listener));
         let shared = Arc::new(Shared::default());
+        let leases = Leases::new(incarnation);
         let engine = Engine {
             commands,
             received,
             shared: Arc::clone(&shared),
-            max_peers,
+            config: channel,
+            leases: Arc::clone(&leases),
+            piece,
             reads: config.reads,
             reach,
-            target: Some(target),
+            target: None,
             arena,
             exposures: Arc::clone(&host.exposures),
             initiators,
@@ -231,38 +264,46 @@ impl NixlChannel {
             host,
             address,
             shared,
+            leases,
+            connects: ConnectOnce::default(),
             closed: AtomicBool::new(false),
-            connecting: Mutex::new(Vec::new()),
         })
     }
 
-    /// Handshakes of others that were refused.
+    /// Returns whether all of the memory is registered, so that peers can be connected to.
+    pub fn is_ready(&self) -> bool {
+        self.host.intro.get().is_some()
+    }
+
+    /// Returns the number of handshakes of others that failed.
     pub fn refused_handshakes(&self) -> u64 {
         self.host.refused.load(Ordering::Relaxed)
     }
 
-    /// Slots that stay in quarantine to the end of the process: peers that vanished without a word,
-    /// as with their host or its network, had their places, and NIXL has no way to take those back.
+    /// Returns the number of slots that stay in quarantine to the end of the process: peers that
+    /// vanished with their host or its network may still touch them, and NIXL cannot prevent that.
     pub fn stranded_slots(&self) -> u64 {
         self.shared.stranded.load(Ordering::Relaxed)
     }
 
-    /// What an agent that is no channel of ours needs to read and write this side's arena.
-    pub fn agent(&self) -> NixlAgent {
+    /// Describes this side's agent for one that is no channel of this crate: with it, that agent
+    /// reads and writes all of the arena. `None` until all of the memory is registered.
+    pub fn agent(&self) -> Option<NixlAgent> {
+        let intro = self.host.intro.get()?;
         self.host.exposures.lose();
-        let intro = &self.host.intro;
-        NixlAgent {
+        Some(NixlAgent {
             agent: intro.agent.clone(),
             metadata: intro.metadata.clone(),
             base: intro.base,
             len: intro.len,
             memory: intro.remote().memory,
-        }
+        })
     }
 
-    /// Makes an agent known that is no channel of ours, so that its memory can be read and
-    /// written, in steps of `unit` bytes. Nothing says when it is gone but a transfer that fails;
-    /// [`Self::forget`] does.
+    /// Makes an agent known that is no channel of this crate, so that its memory can be read and
+    /// written, in steps of `unit` bytes. Only a transfer that fails tells that it is gone;
+    /// [`TransferChannel::disconnect`] forgets it. Returns its incarnation, for
+    /// [`Index::arena`].
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -271,39 +312,46 @@ impl NixlChannel {
         peer: PeerId,
         agent: NixlAgent,
         unit: u64,
-    ) -> Result<(), ConnectError> {
-        let mut incarnation = [0; 8];
-        getrandom::fill(&mut incarnation).map_err(std::io::Error::from)?;
+    ) -> Result<u64, ConnectError> {
+        let incarnation = u64::from_le_bytes(session::random()?);
         let inside = agent.base.checked_add(agent.len).is_some();
         if !unit.is_power_of_two() || agent.metadata.len() > MAX_METADATA || !inside {
-            let fault = "an agent that cannot be".to_owned();
+            let fault = "an invalid description of an agent".to_owned();
             return Err(ConnectError::Malformed(fault));
         }
         let peer = Peer {
             id: peer,
-            incarnation: u64::from_le_bytes(incarnation),
-            unit,
+            incarnation,
+            identity: None,
+            memory: PeerMemory {
+                incarnation,
+                arena: agent.len,
+                unit,
+            },
+            open: true,
+            writable: true,
             remote: Remote {
                 agent: agent.agent,
                 metadata: agent.metadata,
                 base: agent.base,
                 len: agent.len,
+                // It is known to be one piece.
+                piece: u64::MAX,
                 memory: agent.memory,
             },
             direct: true,
         };
         let (reply, joined) = oneshot::channel();
         self.host.commands.give(Command::Introduce { peer, reply });
-        joined.await.map_err(|_| ConnectError::Closed)?
+        match joined.await {
+            Ok(Ok(())) => Ok(incarnation),
+            Ok(Err(JoinError::Other(error))) => Err(error),
+            Ok(Err(JoinError::NotYet(why))) => Err(ConnectError::Refused(why.to_owned())),
+            Err(_) => Err(ConnectError::Closed),
+        }
     }
 
-    /// Ends what there is with a peer, as if it had gone.
-    pub fn forget(&self, peer: &PeerId) {
-        let peer = peer.clone();
-        self.host.commands.give(Command::Forget { peer });
-    }
-
-    /// What can be said of a batch before the peer is looked at. `Some` where it ends here.
+    /// What can be said of a batch before the peer is looked at; `Some` where it ends here.
     fn early<S: InArena>(&self, slots: &[S]) -> Option<Result<(), TransferError>> {
         if self.closed.load(Ordering::Acquire) {
             return Some(Err(TransferError::Closed));
@@ -323,31 +371,89 @@ impl NixlChannel {
     ) -> Result<Option<Bytes>, ConnectError> {
         let (peer, address) = (peer.clone(), address.clone());
         let host = Arc::clone(&self.host);
-        let turn = {
-            let mut connecting = self.connecting.lock();
-            connecting.retain(|(_, turn)| Arc::strong_count(turn) > 1);
-            let same = connecting.iter().find(|(other, _)| *other == peer);
-            let turn = same.map(|(_, turn)| Arc::clone(turn)).unwrap_or_default();
-            connecting.push((peer.clone(), Arc::clone(&turn)));
-            turn
-        };
-        let shared = Arc::clone(&self.shared);
+        let (shared, connects) = (Arc::clone(&self.shared), self.connects.clone());
         let (reply, connected) = oneshot::channel();
         self.host.runtime.spawn(async move {
             let work = async {
-                let turn = tokio::time::timeout(left(deadline), turn.lock());
+                let turn = tokio::time::timeout(left(deadline), connects.turn(&peer));
                 let late = |_| ConnectError::Deadline { peer: peer.clone() };
                 let _turn = turn.await.map_err(late)?;
-                // Who was before may have done it.
-                if shared.peers.read().contains(&peer) {
+                // The one before may have done it.
+                if shared.peers.read().contains_key(&peer) {
                     return Ok(None);
                 }
                 host.connect(&peer, &address, message, deadline).await
             };
-            // Who has dropped the future wants no answer.
+            // A caller that has dropped the future wants no answer.
             let _ = reply.send(work.await);
         });
         connected.await.map_err(|_| ConnectError::Closed)?
+    }
+
+    /// The incarnation of a peer that may be granted these slots.
+    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(TransferError::Closed);
+        }
+        checks::slots(&self.host.config.arena, slots)?;
+        let unknown = || TransferError::UnknownPeer { peer: peer.clone() };
+        self.peer_incarnation(peer).ok_or_else(unknown)
+    }
+}
+
+/// Registers the memory, piece by piece.
+struct Registering {
+    host: Arc<Host>,
+    target: Registered,
+    first: Registered,
+    intro: Intro,
+}
+
+impl Registering {
+    /// Goes on here where little is left, and otherwise on a thread.
+    fn start(self, here: bool) -> Result<(), ConnectError> {
+        if here {
+            return self.finish().map_err(ConnectError::Library);
+        }
+        spawn("lmc-nixl-memory", move || {
+            if let Err(fault) = self.finish() {
+                tracing::error!(fault, "the memory is not registered: no peer can connect");
+            }
+        });
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<(), String> {
+        let registered = self.register();
+        let commands = &self.host.commands;
+        commands.give(Command::Target(self.target));
+        commands.give(Command::Made(Ok(self.first)));
+        let metadata = registered?;
+        // Only now the thread may be asked to take a peer.
+        if let Some(metadata) = metadata {
+            let intro = Intro {
+                metadata,
+                ..self.intro
+            };
+            let _ = self.host.intro.set(intro);
+        }
+        Ok(())
+    }
+
+    /// The metadata of all pieces; `None` when the channel closes first.
+    fn register(&mut self) -> Result<Option<Vec<u8>>, String> {
+        while self.target.register()? | self.first.register()? {
+            if *self.host.closing.borrow() {
+                return Ok(None);
+            }
+        }
+        let metadata = self.target.metadata()?;
+        match metadata.len() {
+            0..=MAX_METADATA => Ok(Some(metadata)),
+            len => Err(format!(
+                "{len} bytes of metadata, at most {MAX_METADATA} are sent: choose larger pieces"
+            )),
+        }
     }
 }
 
@@ -411,16 +517,66 @@ impl TransferChannel for NixlChannel {
         })
     }
 
-    fn is_connected(&self, peer: &PeerId) -> bool {
-        self.shared.peers.read().contains(peer)
+    fn incarnation(&self) -> u64 {
+        self.host.local.incarnation
+    }
+
+    fn disconnect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), TransferError>> {
+        Box::pin(async move {
+            let (reply, done) = oneshot::channel();
+            self.host.commands.give(Command::Disconnect {
+                peer: peer.clone(),
+                reply: Some(reply),
+            });
+            // It is quick, and the runtime's clock is not at hand here.
+            let _ = (done.await, deadline);
+            Ok(())
+        })
+    }
+
+    fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
+        self.shared.peers.read().get(peer).copied()
+    }
+
+    fn grant_read(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<ReadLease, TransferError> {
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.leases.read(peer, incarnation, slots);
+        match self.peer_incarnation(peer) == Some(incarnation) {
+            true => Ok(lease),
+            false => Err(TransferError::UnknownPeer { peer: peer.clone() }),
+        }
+    }
+
+    fn grant_write(
+        &self,
+        peer: &PeerId,
+        slots: Vec<ReservedSlot>,
+    ) -> Result<WriteLease, TransferError> {
+        if self.host.config.rights != Rights::ReadWrite {
+            return Err(TransferError::ReadOnly);
+        }
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.leases.write(peer, incarnation, slots);
+        match self.peer_incarnation(peer) == Some(incarnation) {
+            true => Ok(lease),
+            false => Err(TransferError::UnknownPeer { peer: peer.clone() }),
+        }
     }
 
     fn unit(&self) -> u64 {
         self.host.config.unit
     }
 
-    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
-        checks::indices(&self.host.config.arena, self.unit(), slots)
+    fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        checks::arena_indices(&self.host.config, self.incarnation(), slots)
     }
 
     fn send<'a>(
@@ -445,7 +601,10 @@ impl TransferChannel for NixlChannel {
                 reply,
             });
             let sent = answer(&self.host.commands, sent).await;
-            sent.unwrap_or_else(|| Sent::failed(TransferError::Closed))
+            sent.unwrap_or_else(|| Sent {
+                idle: false,
+                ..Sent::failed(TransferError::Closed)
+            })
         })
     }
 
@@ -500,7 +659,10 @@ impl TransferChannel for NixlChannel {
                 deadline,
             });
             let sent = answer(&self.host.commands, sent).await;
-            sent.unwrap_or_else(|| Sent::failed(TransferError::Closed))
+            sent.unwrap_or_else(|| Sent {
+                idle: false,
+                ..Sent::failed(TransferError::Closed)
+            })
         })
     }
 
@@ -519,7 +681,11 @@ impl TransferChannel for NixlChannel {
             }
             let count = slots.len();
             let (reply, filled) = oneshot::channel();
-            let batch = Batch::Read { slots, reply };
+            let batch = Batch::Read {
+                slots,
+                reply,
+                send: None,
+            };
             self.host.commands.give(Command::Transfer {
                 batch,
                 peer: peer.clone(),
@@ -552,17 +718,14 @@ impl Drop for NixlChannel {
         let mut ended = self.shared.ended.lock();
         while !*ended && !self.shared.end.wait_until(&mut ended, deadline).timed_out() {}
         if !*ended {
-            tracing::warn!("a NIXL channel goes on ending in the background");
+            tracing::warn!("a NIXL channel is still closing in the background");
         }
     }
 }
 
 fn filled_early(slots: Vec<ReservedSlot>, early: Result<(), TransferError>) -> Filled {
     match early {
-        Ok(()) => Filled {
-            slots: Vec::new(),
-            error: None,
-        },
+        Ok(()) => Filled::nothing(),
         Err(error) => Filled::untouched(slots, error),
     }
 }

@@ -1,8 +1,8 @@
-//! Sends and receives until bytes move: the sender offers, the receiver answers with places as
-//! soon as somebody receives, the sender writes there and says when it is over.
+//! Sends and receives until bytes move: the sender offers, the receiver answers with offsets as
+//! soon as it receives, the sender writes there and says when it is over.
 //!
-//! A receiver's place is known to nobody before that, so that a receive without a sender leaves
-//! its slots untouched. The sender writes because a read over TCP has a third of the speed.
+//! A receiver's slots are known to nobody before that, so that a receive without a sender leaves
+//! them untouched. The sender writes because a read over TCP has a third of the speed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 
 use super::engine::Peer;
 use super::wire::{FETCH, Message};
+use crate::lease::Range;
 use crate::{Filled, MAX_BATCH, Sent, Slot, TransferError};
 
 /// Offers of one peer that wait for a receive, at most.
@@ -21,9 +22,9 @@ const MAX_OFFERS: usize = 1024;
 const MAX_OFFERED: usize = 4 * MAX_BATCH;
 /// After a peer has ended its connections, or its process has, what it had written may still be
 /// on its way through this host's buffers for this long.
-const SETTLE: Duration = Duration::from_secs(2);
+pub(super) const SETTLE: Duration = Duration::from_secs(2);
 
-/// A send that waits for places.
+/// A send that waits for offsets.
 #[derive(Debug)]
 pub(super) struct Sending {
     pub(super) peer: Arc<Peer>,
@@ -48,8 +49,8 @@ pub(super) struct Receiving {
 #[derive(Debug)]
 pub(super) struct Fetching {
     pub(super) receiving: Receiving,
-    /// Where the objects lie, in bytes from the start of the peer's arena.
-    pub(super) offsets: Vec<u64>,
+    /// The objects, in the peer's memory.
+    pub(super) ranges: Vec<Range>,
 }
 
 /// An offer that nobody receives yet.
@@ -69,8 +70,8 @@ struct Late {
     ended: Option<Instant>,
 }
 
-/// What is to be said to a peer.
-pub(super) type Words = Vec<(Arc<Peer>, Message)>;
+/// Messages to peers.
+pub(super) type Outbox = Vec<(Arc<Peer>, Message)>;
 
 /// All sends and receives in which no byte of ours moves.
 #[derive(Debug, Default)]
@@ -87,18 +88,23 @@ pub(super) struct Paired {
 }
 
 impl Paired {
-    /// A number for a send.
-    pub(super) fn send(&mut self, sending: Sending, tag: u64, words: &mut Words) {
-        let send = self.next;
+    /// A number that no other send, fetch or use of this side has.
+    pub(super) fn number(&mut self) -> u64 {
         self.next += 1;
+        self.next - 1
+    }
+
+    /// Offers the objects of a send.
+    pub(super) fn send(&mut self, sending: Sending, tag: u64, outbox: &mut Outbox) {
+        let send = self.number();
         let lens = sending.objects.iter().map(SealedSlot::len).collect();
         let peer = Arc::clone(&sending.peer);
-        words.push((peer, Message::Offer { send, tag, lens }));
+        outbox.push((peer, Message::Offer { send, tag, lens }));
         self.sends.insert(send, sending);
     }
 
-    /// The send that a peer has answered, with places for all of its objects.
-    pub(super) fn placed(&mut self, peer: &Peer, send: u64) -> Option<Sending> {
+    /// The send that a peer has answered, with offsets for all of its objects.
+    pub(super) fn answered(&mut self, peer: &Peer, send: u64) -> Option<Sending> {
         self.sent_to(peer, send)
     }
 
@@ -107,7 +113,7 @@ impl Paired {
         theirs.then(|| self.sends.remove(&send)).flatten()
     }
 
-    /// Ends a send that waits for places.
+    /// Ends a send that waits for offsets.
     pub(super) fn refused(&mut self, peer: &Peer, send: u64, error: TransferError) {
         if let Some(sending) = self.sent_to(peer, send) {
             // Here and below: an answer that nobody waits for is dropped, slots and all.
@@ -116,26 +122,26 @@ impl Paired {
     }
 
     /// Begins a receive.
-    pub(super) fn receive(&mut self, receiving: Receiving, words: &mut Words) {
+    pub(super) fn receive(&mut self, receiving: Receiving, outbox: &mut Outbox) {
         let waits = |offer: &Offer| {
             offer.peer.incarnation == receiving.peer.incarnation && offer.tag == receiving.tag
         };
         match self.offers.iter().position(waits) {
             Some(at) => {
                 let offer = self.offers.remove(at);
-                self.answer(receiving, offer.send, &offer.lens, words);
+                self.answer(receiving, offer.send, &offer.lens, outbox);
             }
             None => self.receives.push(receiving),
         }
     }
 
     /// Begins a read that the peer does.
-    pub(super) fn fetch(&mut self, fetching: Fetching, words: &mut Words) {
+    pub(super) fn fetch(&mut self, fetching: Fetching, outbox: &mut Outbox) {
         self.held.push(fetching);
-        self.fetch_held(words);
+        self.fetch_held(outbox);
     }
 
-    fn fetch_held(&mut self, words: &mut Words) {
+    fn fetch_held(&mut self, outbox: &mut Outbox) {
         let late = &self.late;
         let ready = |one: &mut Fetching| {
             let incarnation = one.receiving.peer.incarnation;
@@ -147,13 +153,14 @@ impl Paired {
             self.next += 1;
             receiving.writer = Some((send, receiving.slots.len()));
             let slots = receiving.slots.iter();
+            let left = receiving.deadline.saturating_duration_since(Instant::now());
             let fetch = Message::Fetch {
                 send,
-                offsets: fetching.offsets,
-                lens: slots.clone().map(ReservedSlot::len).collect(),
-                places: slots.map(ReservedSlot::offset).collect(),
+                ranges: fetching.ranges,
+                offsets: slots.map(ReservedSlot::offset).collect(),
+                millis: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
             };
-            words.push((Arc::clone(&receiving.peer), fetch));
+            outbox.push((Arc::clone(&receiving.peer), fetch));
             self.receives.push(receiving);
         }
     }
@@ -177,7 +184,7 @@ impl Paired {
         send: u64,
         tag: u64,
         lens: Vec<u64>,
-        words: &mut Words,
+        outbox: &mut Outbox,
     ) {
         let waits = |receiving: &Receiving| {
             receiving.writer.is_none()
@@ -187,7 +194,7 @@ impl Paired {
         };
         if let Some(at) = self.receives.iter().position(waits) {
             let receiving = self.receives.remove(at);
-            self.answer(receiving, send, &lens, words);
+            self.answer(receiving, send, &lens, outbox);
             return;
         }
         let theirs = self
@@ -198,7 +205,7 @@ impl Paired {
             (count + 1, objects + offer.lens.len())
         });
         if count >= MAX_OFFERS || objects > MAX_OFFERED {
-            words.push((Arc::clone(peer), Message::Cancel { send }));
+            outbox.push((Arc::clone(peer), Message::Cancel { send }));
             return;
         }
         self.offers.push(Offer {
@@ -209,35 +216,39 @@ impl Paired {
         });
     }
 
-    /// Gives the places for a peer's objects, if they fit.
-    fn answer(&mut self, mut receiving: Receiving, send: u64, lens: &[u64], words: &mut Words) {
+    /// Answers with the offsets for a peer's objects, if they fit.
+    fn answer(&mut self, mut receiving: Receiving, send: u64, lens: &[u64], outbox: &mut Outbox) {
         let peer = Arc::clone(&receiving.peer);
-        let room = |place: usize| receiving.slots.get(place).map_or(0, ReservedSlot::len);
-        let unfit = (0..lens.len()).find(|place| room(*place) != lens[*place]);
-        if let Some(place) = unfit {
-            let (sent, room) = (lens[place], room(place));
-            let error = TransferError::Length { place, sent, room };
-            let place = place as u64;
+        let capacity = |object: usize| receiving.slots.get(object).map_or(0, ReservedSlot::len);
+        let unfit = (0..lens.len()).find(|object| capacity(*object) != lens[*object]);
+        if let Some(object) = unfit {
+            let (sent, capacity) = (lens[object], capacity(object));
+            let error = TransferError::Length {
+                object,
+                sent,
+                capacity,
+            };
+            let object = object as u64;
             let message = Message::Unfit {
                 send,
-                place,
+                object,
                 sent,
-                room,
+                capacity,
             };
-            words.push((peer, message));
+            outbox.push((peer, message));
             let filled = Filled::untouched(receiving.slots, error);
             let _ = receiving.reply.send(filled);
             return;
         }
-        let places = receiving.slots[..lens.len()].iter();
-        let offsets = places.map(ReservedSlot::offset).collect();
-        words.push((peer, Message::Places { send, offsets }));
+        let slots = receiving.slots[..lens.len()].iter();
+        let offsets = slots.map(ReservedSlot::offset).collect();
+        outbox.push((peer, Message::Offsets { send, offsets }));
         receiving.writer = Some((send, lens.len()));
         self.receives.push(receiving);
     }
 
     /// A peer has withdrawn an offer: nothing was written. Who was about to receive it waits on.
-    pub(super) fn withdrawn(&mut self, peer: &Peer, send: u64, words: &mut Words) {
+    pub(super) fn withdrawn(&mut self, peer: &Peer, send: u64, outbox: &mut Outbox) {
         if send & FETCH != 0 {
             return;
         }
@@ -250,7 +261,22 @@ impl Paired {
         if let Some(at) = self.receives.iter().position(waits) {
             let mut receiving = self.receives.remove(at);
             receiving.writer = None;
-            self.receive(receiving, words);
+            self.receive(receiving, outbox);
+        } else {
+            self.settle((peer.incarnation, send));
+        }
+    }
+
+    /// A fetch was refused: nothing was written.
+    pub(super) fn denied(&mut self, peer: &Peer, send: u64, error: TransferError) {
+        let waits = |receiving: &Receiving| {
+            receiving.peer.incarnation == peer.incarnation
+                && receiving.writer.is_some_and(|(writer, _)| writer == send)
+        };
+        if let Some(at) = self.receives.iter().position(waits) {
+            let receiving = self.receives.remove(at);
+            let filled = Filled::untouched(receiving.slots, error);
+            let _ = receiving.reply.send(filled);
         } else {
             self.settle((peer.incarnation, send));
         }
@@ -262,7 +288,7 @@ impl Paired {
         peer: &Peer,
         send: u64,
         done: u64,
-        quiet: bool,
+        idle: bool,
         reason: Option<String>,
     ) {
         let its = |other: &Peer| other.incarnation == peer.incarnation;
@@ -274,41 +300,40 @@ impl Paired {
         if let Some(at) = self.receives.iter().position(waits) {
             let receiving = self.receives.remove(at);
             let done = usize::try_from(done).unwrap_or(usize::MAX);
-            self.received(receiving, done, quiet, reason);
-        } else if quiet {
+            self.received(receiving, done, idle, reason);
+        } else if idle {
             self.settle((peer.incarnation, send));
         }
     }
 
-    fn received(&mut self, receiving: Receiving, done: usize, quiet: bool, reason: Option<String>) {
+    fn received(&mut self, receiving: Receiving, done: usize, idle: bool, reason: Option<String>) {
         let Some((_, offered)) = receiving.writer else {
             return;
         };
         if done < offered {
             let reason = reason.unwrap_or_else(|| "the sender gave up".to_owned());
-            let error = TransferError::Failed { reason, quiet };
-            self.give_up(receiving, done, quiet, error);
+            self.give_up(receiving, done, idle, TransferError::Failed(reason));
             return;
         }
-        let fill = |(place, slot): (usize, ReservedSlot)| match place < offered {
+        let fill = |(object, slot): (usize, ReservedSlot)| match object < offered {
             true => Slot::Written(slot.written()),
-            false => Slot::Quiet(slot),
+            false => Slot::Idle(slot),
         };
         let slots = receiving.slots.into_iter().enumerate().map(fill).collect();
         let _ = receiving.reply.send(Filled { slots, error: None });
     }
 
-    /// Ends a receive. The first `done` objects are there; unless it is `quiet`, a peer may write
-    /// to the places of the others.
-    fn give_up(&mut self, receiving: Receiving, done: usize, quiet: bool, error: TransferError) {
+    /// Ends a receive. The first `done` objects are there; unless it is `idle`, a peer may write
+    /// to the slots of the others.
+    fn give_up(&mut self, receiving: Receiving, done: usize, idle: bool, error: TransferError) {
         let (send, offered) = receiving.writer.unwrap_or((0, 0));
         let mut late = Vec::new();
         let mut slots = Vec::with_capacity(receiving.slots.len());
-        for (place, slot) in receiving.slots.into_iter().enumerate() {
-            slots.push(if place < done {
+        for (object, slot) in receiving.slots.into_iter().enumerate() {
+            slots.push(if object < done {
                 Slot::Written(slot.written())
-            } else if quiet || place >= offered {
-                Slot::Quiet(slot)
+            } else if idle || object >= offered {
+                Slot::Idle(slot)
             } else {
                 late.push(slot.quarantine());
                 Slot::Quarantined
@@ -327,8 +352,8 @@ impl Paired {
 
     /// Ends a receive that somebody may write for already.
     fn abandon(&mut self, receiving: Receiving, error: TransferError) {
-        let quiet = receiving.writer.is_none();
-        self.give_up(receiving, 0, quiet, error);
+        let idle = receiving.writer.is_none();
+        self.give_up(receiving, 0, idle, error);
     }
 
     fn settle(&mut self, key: (u64, u64)) {
@@ -342,22 +367,20 @@ impl Paired {
     /// Ends what waits for a peer that is gone. It may live and write on: see
     /// [`Self::peer_ended`].
     pub(super) fn peer_gone(&mut self, peer: &Peer, reason: &str) {
-        let gone = |quiet| TransferError::PeerGone {
+        let gone = || TransferError::PeerGone {
             peer: peer.id.clone(),
             reason: reason.to_owned(),
-            quiet,
         };
         let its = |other: &Peer| other.incarnation == peer.incarnation;
         for (_, sending) in self.sends.extract_if(|_, sending| its(&sending.peer)) {
-            let _ = sending.reply.send(Sent::failed(gone(true)));
+            let _ = sending.reply.send(Sent::failed(gone()));
         }
         self.offers.retain(|offer| !its(&offer.peer));
-        self.end_held(|one| its(&one.peer).then(|| gone(true)));
+        self.end_held(|one| its(&one.peer).then(gone));
         let mut ended = Vec::new();
         ended.extend(self.receives.extract_if(.., |one| its(&one.peer)));
         for receiving in ended {
-            let quiet = receiving.writer.is_none();
-            self.abandon(receiving, gone(quiet));
+            self.abandon(receiving, gone());
         }
     }
 
@@ -378,21 +401,20 @@ impl Paired {
     }
 
     /// Ends what is past its deadline or no longer wanted.
-    pub(super) fn tend(&mut self, now: Instant, words: &mut Words) {
+    pub(super) fn tend(&mut self, now: Instant, outbox: &mut Outbox) {
         let ended = |sending: &Sending| now >= sending.deadline || sending.reply.is_closed();
         for (send, sending) in self.sends.extract_if(|_, sending| ended(sending)) {
-            words.push((sending.peer, Message::Withdraw { send }));
-            let error = TransferError::Deadline { quiet: true };
+            outbox.push((sending.peer, Message::Withdraw { send }));
+            let error = TransferError::Deadline;
             let _ = sending.reply.send(Sent::failed(error));
         }
         let ended = |one: &mut Receiving| now >= one.deadline || one.reply.is_closed();
         let ended: Vec<Receiving> = self.receives.extract_if(.., ended).collect();
         for receiving in ended {
-            let quiet = receiving.writer.is_none();
             if let Some((send, _)) = receiving.writer {
-                words.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
+                outbox.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
             }
-            self.abandon(receiving, TransferError::Deadline { quiet });
+            self.abandon(receiving, TransferError::Deadline);
         }
         let settled = |late: &Late| late.ended.is_some_and(|since| now >= since + SETTLE);
         let settled = self.late.iter().filter(|(_, late)| settled(late));
@@ -400,14 +422,14 @@ impl Paired {
         settled.into_iter().for_each(|key| self.settle(key));
         self.end_held(|one| {
             let ended = now >= one.deadline || one.reply.is_closed();
-            ended.then_some(TransferError::Deadline { quiet: true })
+            ended.then_some(TransferError::Deadline)
         });
-        self.fetch_held(words);
+        self.fetch_held(outbox);
     }
 
     /// Ends all of it, for a channel that closes. Peers hear of it by the end of their
     /// connections; only those that write are asked to stop.
-    pub(super) fn close(&mut self, words: &mut Words) {
+    pub(super) fn close(&mut self, outbox: &mut Outbox) {
         for (_, sending) in self.sends.drain() {
             let _ = sending.reply.send(Sent::failed(TransferError::Closed));
         }
@@ -415,7 +437,7 @@ impl Paired {
         self.end_held(|_| Some(TransferError::Closed));
         for receiving in std::mem::take(&mut self.receives) {
             if let Some((send, _)) = receiving.writer {
-                words.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
+                outbox.push((Arc::clone(&receiving.peer), Message::Cancel { send }));
             }
             self.abandon(receiving, TransferError::Closed);
         }

@@ -1,4 +1,4 @@
-//! How a batch is cut into requests.
+//! Cuts a batch into requests.
 
 use std::ops::Range;
 
@@ -33,11 +33,12 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Of objects, each with its place here, its place there and its length in bytes.
+    /// Cuts objects, each with its offset here, its offset there and its length in bytes.
     ///
     /// Neighbours on both sides become one part, because NIXL merges nothing and every
-    /// descriptor costs it the same.
-    pub(super) fn new(objects: impl Iterator<Item = Part>) -> Self {
+    /// descriptor costs it the same. No part crosses a border between two pieces of memory that
+    /// are registered by themselves, of `here` and `there` bytes each: NIXL refuses that.
+    pub(super) fn new(objects: impl Iterator<Item = Part>, here: u64, there: u64) -> Self {
         let mut plan = Self::default();
         // Bytes of the last piece.
         let mut bytes = 0;
@@ -45,7 +46,10 @@ impl Plan {
             while rest.len > 0 {
                 let parts = plan.pieces.last().map_or(0, |piece| piece.parts.len());
                 let fits = parts > 0 && bytes < REQUEST_BYTES;
-                let joins = fits && plan.parts.last().is_some_and(|last| follows(last, &rest));
+                let at_border =
+                    rest.local.is_multiple_of(here) || rest.remote.is_multiple_of(there);
+                let follows = plan.parts.last().is_some_and(|last| follows(last, &rest));
+                let joins = fits && follows && !at_border;
                 if !(joins || fits && parts < REQUEST_PARTS) {
                     let end = plan.parts.len();
                     plan.pieces.push(Piece {
@@ -54,7 +58,8 @@ impl Plan {
                     });
                     bytes = 0;
                 }
-                let len = rest.len.min(REQUEST_BYTES - bytes);
+                let to_border = (here - rest.local % here).min(there - rest.remote % there);
+                let len = rest.len.min(REQUEST_BYTES - bytes).min(to_border);
                 match plan.parts.last_mut() {
                     Some(last) if joins => last.len += len,
                     _ => plan.parts.push(Part { len, ..rest }),
@@ -88,9 +93,17 @@ fn follows(last: &Part, next: &Part) -> bool {
 mod tests {
     use super::*;
 
-    /// Every byte of every object is moved once, to its place, by a piece that names the object.
+    /// Every byte of every object is moved once, to its offset, by a piece that names the object.
     fn check(objects: &[Part]) -> Plan {
-        let plan = Plan::new(objects.iter().copied());
+        check_with(objects, 1 << 30, 1 << 30)
+    }
+
+    fn check_with(objects: &[Part], here: u64, there: u64) -> Plan {
+        let plan = Plan::new(objects.iter().copied(), here, there);
+        for part in &plan.parts {
+            let crosses = |start: u64, piece: u64| start / piece != (start + part.len - 1) / piece;
+            assert!(!crosses(part.local, here) && !crosses(part.remote, there));
+        }
         let mut at = vec![0; objects.len()];
         for index in 0..plan.pieces.len() {
             let piece = &plan.pieces[index];
@@ -137,7 +150,10 @@ mod tests {
 
     #[test]
     fn requests_are_bounded_in_bytes_and_descriptors() {
-        let plan = check(&[part(0, 0, 3 * REQUEST_BYTES + 1), part(1 << 40, 1 << 41, 7)]);
+        let plan = check(&[
+            part(0, 0, 3 * REQUEST_BYTES + 1),
+            part((1 << 40) + 1, (1 << 41) + 1, 7),
+        ]);
         assert_eq!(plan.pieces.len(), 4);
         assert_eq!(plan.pieces[3].objects, 0..2);
         let scattered: Vec<Part> = (0..2000).map(|i| part(i * 8192, i * 8192, 4096)).collect();
@@ -178,6 +194,7 @@ mod tests {
                 })
                 .collect();
             check(&objects);
+            check_with(&objects, 1 << 20, 3 << 20);
         }
     }
 }

@@ -11,6 +11,7 @@ use super::agent::{Operation, PostError, Progress, Request};
 use super::engine::Peer;
 use super::initiators::{Initiators, Kept};
 use super::plan::{Part, Plan};
+use crate::lease::Pin;
 use crate::{Filled, Sent, Slot, TransferError};
 
 /// Requests of one batch that are under way at a time: enough that the next is there when one
@@ -23,23 +24,27 @@ pub(super) enum Batch {
     Write {
         objects: Vec<SealedSlot>,
         reply: oneshot::Sender<Sent>,
-        /// Number of the send that this is.
+        /// Number of the send or use that this is.
         send: Option<u64>,
     },
     Read {
         slots: Vec<ReservedSlot>,
         reply: oneshot::Sender<Filled>,
+        /// Number of the use that this is.
+        send: Option<u64>,
     },
-    /// A peer's fetch. Its objects are kept by whoever has told the peer of them.
+    /// A peer's fetch.
     Serve {
         objects: usize,
         /// Number of the fetch.
         send: u64,
+        /// Keeps the leased objects.
+        pins: Vec<Pin>,
     },
 }
 
 impl Batch {
-    /// Where its slots lie in this side's arena, and their lengths, in bytes.
+    /// The offsets of its slots in this side's arena, and their lengths, in bytes.
     pub(super) fn here(&self) -> Vec<(u64, u64)> {
         match self {
             Self::Write { objects, .. } => {
@@ -54,8 +59,17 @@ impl Batch {
         }
     }
 
+    /// Numbers the use that the batch is.
+    pub(super) fn with_use(mut self, number: u64) -> Self {
+        match &mut self {
+            Self::Write { send, .. } | Self::Read { send, .. } => *send = Some(number),
+            Self::Serve { .. } => {}
+        }
+        self
+    }
+
     /// Whether nobody waits any more.
-    fn is_dropped(&self) -> bool {
+    pub(super) fn is_dropped(&self) -> bool {
         match self {
             Self::Write { reply, .. } => reply.is_closed(),
             Self::Read { reply, .. } => reply.is_closed(),
@@ -68,7 +82,7 @@ impl Batch {
         // Who has dropped the future wants no answer; the slots go back with it.
         match self {
             Self::Write { reply, .. } => drop(reply.send(Sent::failed(error))),
-            Self::Read { slots, reply } => drop(reply.send(Filled::untouched(slots, error))),
+            Self::Read { slots, reply, .. } => drop(reply.send(Filled::untouched(slots, error))),
             Self::Serve { .. } => {}
         }
     }
@@ -103,21 +117,28 @@ pub(super) enum Step {
     Ended { error: TransferError, broken: bool },
 }
 
-/// What became of a batch that was a send.
+/// What became of a batch that was a send or a use.
 #[derive(Debug)]
 pub(super) struct SendOver {
     pub(super) send: u64,
     pub(super) done: usize,
-    pub(super) quiet: bool,
+    pub(super) idle: bool,
     pub(super) error: Option<TransferError>,
 }
 
 impl Transfer {
-    /// Of a batch whose places, in bytes from the start of the peer's arena, were checked.
-    pub(super) fn new(peer: Arc<Peer>, batch: Batch, places: &[u64], deadline: Instant) -> Self {
+    /// A batch whose offsets, in bytes from the start of the peer's arena, were checked. `piece`:
+    /// bytes of this side's arena that are registered by themselves.
+    pub(super) fn new(
+        peer: Arc<Peer>,
+        batch: Batch,
+        offsets: &[u64],
+        deadline: Instant,
+        piece: u64,
+    ) -> Self {
         let part = |((local, len), &remote)| Part { local, remote, len };
-        let parts = batch.here().into_iter().zip(places).map(part);
-        Self::of_parts(peer, batch, parts, deadline)
+        let parts = batch.here().into_iter().zip(offsets).map(part);
+        Self::of_parts(peer, batch, parts, deadline, piece)
     }
 
     /// Of a batch whose objects lie so.
@@ -126,8 +147,10 @@ impl Transfer {
         batch: Batch,
         parts: impl Iterator<Item = Part>,
         deadline: Instant,
+        piece: u64,
     ) -> Self {
-        let plan = Plan::new(parts);
+        let (here, there) = (piece.max(1), peer.remote.piece.max(1));
+        let plan = Plan::new(parts, here, there);
         Self {
             peer,
             batch,
@@ -143,8 +166,7 @@ impl Transfer {
     /// Number of the send that it is.
     pub(super) fn send(&self) -> Option<u64> {
         match &self.batch {
-            Batch::Write { send, .. } => *send,
-            Batch::Read { .. } => None,
+            Batch::Write { send, .. } | Batch::Read { send, .. } => *send,
             Batch::Serve { send, .. } => Some(*send),
         }
     }
@@ -191,10 +213,8 @@ impl Transfer {
             return Step::Done;
         }
         if now >= self.deadline {
-            let quiet = self.posted.is_empty();
-            let error = TransferError::Deadline { quiet };
             return Step::Ended {
-                error,
+                error: TransferError::Deadline,
                 broken: false,
             };
         }
@@ -229,10 +249,8 @@ impl Transfer {
             }
             Err(PostError::NotBegun(reason)) => {
                 self.next -= 1;
-                let quiet = self.posted.is_empty();
-                let error = TransferError::Failed { reason, quiet };
                 Step::Ended {
-                    error,
+                    error: TransferError::Failed(reason),
                     broken: false,
                 }
             }
@@ -246,11 +264,7 @@ impl Transfer {
     fn broken(&self, reason: &str) -> Step {
         let peer = self.peer.id.clone();
         let reason = reason.to_owned();
-        let error = TransferError::PeerGone {
-            peer,
-            reason,
-            quiet: false,
-        };
+        let error = TransferError::PeerGone { peer, reason };
         Step::Ended {
             error,
             broken: true,
@@ -258,15 +272,16 @@ impl Transfer {
     }
 
     /// Ends the batch: answers, and hands what may still be under way to `initiators`.
-    /// `failed`: a request of it has. What became of it, where it is a send.
+    /// `failed`: a request of it has. `ended`: the peer's memory is out of reach. What became of
+    /// it, where it is a send or a use.
     pub(super) fn end(
         self,
         initiators: &mut Initiators,
         error: Option<TransferError>,
         failed: bool,
+        ended: bool,
     ) -> Option<SendOver> {
-        let quiet = self.posted.is_empty();
-        let error = error.map(|error| with_quiet(error, quiet));
+        let idle = self.posted.is_empty();
         // Of each object: whether all of it is in place, and whether a request may touch it.
         let objects = match &self.batch {
             Batch::Write { objects, .. } => objects.len(),
@@ -287,7 +302,7 @@ impl Transfer {
         let over = send.map(|send| SendOver {
             send,
             done: leading,
-            quiet,
+            idle,
             error: error.clone(),
         });
         let mut kept = Kept {
@@ -300,9 +315,10 @@ impl Transfer {
                 kept.sources = under_way.map(|(slot, _)| slot).collect();
                 // A reply that nobody waits for is dropped, here and below.
                 let done = leading;
-                let _ = reply.send(Sent { done, error });
+                let idle = idle || ended;
+                let _ = reply.send(Sent { done, error, idle });
             }
-            Batch::Read { slots, reply } => {
+            Batch::Read { slots, reply, .. } => {
                 let mut filled = Vec::with_capacity(slots.len());
                 for ((slot, touched), whole) in slots.into_iter().zip(touched).zip(whole) {
                     filled.push(match (touched, whole) {
@@ -311,37 +327,19 @@ impl Transfer {
                             Slot::Quarantined
                         }
                         (false, true) => Slot::Written(slot.written()),
-                        (false, false) => Slot::Quiet(slot),
+                        (false, false) => Slot::Idle(slot),
                     });
                 }
                 let slots = filled;
                 let _ = reply.send(Filled { slots, error });
             }
-            Batch::Serve { .. } => {}
+            Batch::Serve { pins, .. } => kept.pins = pins,
         }
-        if let (false, Some(agent)) = (quiet, self.agent) {
+        if let (false, Some(agent)) = (idle, self.agent) {
             let requests = self.posted.into_iter().map(|(_, request)| request);
             let name = &self.peer.remote.agent;
             initiators.keep(agent, name, requests.collect(), kept, failed);
         }
         over
-    }
-}
-
-/// The error with what is known of the memory.
-fn with_quiet(error: TransferError, quiet: bool) -> TransferError {
-    match error {
-        TransferError::Deadline { .. } => TransferError::Deadline { quiet },
-        TransferError::PeerGone {
-            peer,
-            reason,
-            quiet: ended,
-        } => TransferError::PeerGone {
-            peer,
-            reason,
-            quiet: quiet || ended,
-        },
-        TransferError::Failed { reason, .. } => TransferError::Failed { reason, quiet },
-        other => other,
     }
 }

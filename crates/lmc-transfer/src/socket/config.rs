@@ -1,4 +1,4 @@
-//! How a socket channel is set up.
+//! Settings of a socket channel.
 
 use std::io;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::SocketChannel;
-use crate::{Address, ChannelConfig, ConfigError};
+use crate::{Address, ChannelConfig, ConfigError, ConnectError};
 
 /// Streams of one connection at most.
 pub(super) const MAX_STREAMS: usize = 64;
@@ -14,35 +14,45 @@ pub(super) const MAX_STREAMS: usize = 64;
 /// Time between two signs of life at most.
 pub(super) const MAX_KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// What a [`SocketChannel`] is made from.
+/// Memory that peers may make a channel hold, in bytes, at least.
+const MIN_PEER_MEMORY: usize = 8 << 20;
+
+/// Settings of a [`SocketChannel`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SocketConfig {
-    /// What every channel is made from.
+    /// Settings that every channel has.
     pub channel: ChannelConfig,
-    /// Where to listen: `tcp://HOST:PORT` or `unix:PATH`.
+    /// Address to listen at: `tcp://HOST:PORT` or `unix:PATH`.
     pub listen: Address,
-    /// Streams of each connection, 1 to 64; a peer that wants fewer gets fewer. Default: 4.
+    /// Streams of each connection, 1 to 64; of two sides the smaller number counts. Default: 4.
     pub streams: usize,
-    /// Threads that move bytes; what a stream needs stays on one of them. Default: one for each
-    /// core, at most 4.
+    /// Threads that move bytes; each stream stays on one of them. Default: one for each core, at
+    /// most 4.
     pub threads: usize,
-    /// How often this side speaks to a peer when there is nothing else to send; after three to
-    /// five times this without a byte a peer is taken for gone, and so is one that takes nothing
-    /// for so long. 10 ms to a minute; of two sides the longer one counts. Default: 5 s.
+    /// Time between two pings on each stream. A peer that sends nothing, takes nothing, or answers
+    /// nothing on a stream for three to five times this long is taken for dead. 10 ms to 1 min;
+    /// of two sides the longer one counts. Default: 5 s.
     pub keepalive: Duration,
+    /// Bytes that requests and offers of all peers together may hold on this side, beside the
+    /// arena; one peer may hold a quarter. A peer that exceeds this is disconnected. At least
+    /// 8 MiB. Default: 64 MiB.
+    pub peer_memory: usize,
 }
 
 /// A socket channel could not be built.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SocketError {
-    /// The address is no socket's.
-    #[error("{0} is no address of a socket: expected tcp://HOST:PORT or unix:PATH")]
+    /// The address is not a socket's.
+    #[error("cannot listen at {0}: expected tcp://HOST:PORT or unix:PATH")]
     Address(Address),
-    /// A setting that makes no sense.
+    /// A setting is invalid.
     #[error(transparent)]
     Setting(#[from] ConfigError),
+    /// The address is open to a network, and there is no key.
+    #[error(transparent)]
+    Unprotected(ConnectError),
     /// The address could not be bound.
     #[error("cannot listen at {address}: {error}")]
     Listen {
@@ -57,7 +67,7 @@ pub enum SocketError {
 }
 
 impl SocketConfig {
-    /// The defaults.
+    /// Returns the defaults.
     pub fn new(channel: ChannelConfig, listen: Address) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -66,6 +76,7 @@ impl SocketConfig {
             streams: 4,
             threads: cores.min(4),
             keepalive: Duration::from_secs(5),
+            peer_memory: 64 << 20,
         }
     }
 
@@ -74,33 +85,16 @@ impl SocketConfig {
     /// # Errors
     /// [`SocketError`].
     pub fn build(self) -> Result<SocketChannel, SocketError> {
-        let setting = |ok: bool, name, expected, found: String| match ok {
-            true => Ok(()),
-            false => Err(ConfigError {
-                name,
-                expected,
-                found,
-            }),
-        };
+        let check = ConfigError::unless;
         self.channel.check()?;
-        setting(
-            (1..=MAX_STREAMS).contains(&self.streams),
-            "streams",
-            "1 to 64",
-            self.streams.to_string(),
-        )?;
-        setting(
-            (1..=1024).contains(&self.threads),
-            "threads",
-            "1 to 1024",
-            self.threads.to_string(),
-        )?;
-        setting(
-            (Duration::from_millis(10)..=MAX_KEEPALIVE).contains(&self.keepalive),
-            "keepalive",
-            "10 ms to a minute",
-            format!("{:?}", self.keepalive),
-        )?;
+        let streams = (1..=MAX_STREAMS).contains(&self.streams);
+        check(streams, "streams", "1 to 64", &self.streams)?;
+        let threads = (1..=1024).contains(&self.threads);
+        check(threads, "threads", "1 to 1024", &self.threads)?;
+        let keepalive = (Duration::from_millis(10)..=MAX_KEEPALIVE).contains(&self.keepalive);
+        check(keepalive, "keepalive", "10 ms to 1 min", &self.keepalive)?;
+        let memory = self.peer_memory >= MIN_PEER_MEMORY;
+        check(memory, "peer_memory", "8 MiB or more", &self.peer_memory)?;
         SocketChannel::start(self)
     }
 }

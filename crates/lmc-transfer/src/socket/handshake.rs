@@ -1,298 +1,313 @@
-//! The handshake, as messages and proofs. No IO.
-//!
-//! | who | message | proof: HMAC-SHA256 over |
-//! |---|---|---|
-//! | initiator | [`Message::Hello`] | |
-//! | acceptor | [`Message::Challenge`] | hello, acceptor's side |
-//! | initiator | [`Message::Proof`] | hello, challenge, its side message |
-//! | acceptor | [`Message::Session`] | the above and the session |
-//! | initiator, on each further stream | [`Message::Join`] | the above, number of the stream |
-//! | acceptor, on the first | [`Message::Welcome`] | the above, its side message |
-//!
-//! Each proof begins with its own label, and covers both nonces, both names and both
-//! incarnations: none can be used again, by the other role, or in another handshake. Without a
-//! key the proofs are made with an empty one and prove nothing; a side with a key refuses one
-//! without, and the reverse.
+//! Handshakes of socket channels: the session's payloads, and the further streams.
 
-use hmac::{Hmac, Mac};
+use std::collections::hash_map::Entry;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use sha2::Sha256;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Duration, timeout};
 
-use crate::{Key, MAX_MESSAGE};
-
-/// The version that this side speaks.
-pub(super) const VERSION: u16 = 1;
-/// Bytes before a message: magic, version, length.
-pub(super) const PREAMBLE: usize = 14;
-/// Bytes of a message at most: a side message and what goes with it.
-const MAX_LEN: u32 = MAX_MESSAGE as u32 + 1024;
-const MAGIC: [u8; 8] = *b"lmc-xfer";
-
-pub(super) type Proof = [u8; 32];
+use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
+use super::connection::Remote;
+use super::shared::{NotInstalled, Shared};
+use crate::checks::PeerMemory;
+use crate::net::Socket;
+use crate::session::{self, Accept, Accepted, Failure, Local, Message, SecureStream};
+use crate::{Address, ChannelConfig, ConnectError, PeerId};
 
 /// What a side says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Side {
-    pub(super) id: String,
-    /// Random; another one after each start.
-    pub(super) incarnation: u64,
-    /// Number of the initiator's attempt: a later one takes the place of an earlier one.
+    /// Number of the initiator's attempt: a later one supersedes an earlier one.
     pub(super) attempt: u64,
     /// Bytes of its arena.
     pub(super) arena: u64,
-    /// Bytes of one step of an index.
+    /// Bytes of a unit.
     pub(super) unit: u64,
     /// Streams that it asks for; of the acceptor, those that there will be.
     pub(super) streams: u16,
     /// Milliseconds between two of its signs of life.
     pub(super) keepalive: u32,
-    /// Whether it has a key.
-    pub(super) keyed: bool,
-    pub(super) nonce: [u8; 32],
+    /// Whether it wants pieces of objects to be sealed.
+    pub(super) sealed: bool,
 }
 
+/// The acceptor's payload: itself, and how further streams join.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Message {
-    Hello {
-        side: Side,
-        /// Who is meant.
-        to: String,
-    },
-    Challenge {
-        side: Side,
-        proof: Proof,
-    },
-    Proof {
-        message: Option<Vec<u8>>,
-        proof: Proof,
-    },
-    Session {
-        session: [u8; 16],
-        proof: Proof,
-    },
-    Join {
+pub(super) struct Terms {
+    pub(super) side: Side,
+    pub(super) session: [u8; 16],
+    pub(super) secret: [u8; 32],
+}
+
+/// A handshake that waits for its other streams.
+#[derive(Debug)]
+pub(super) struct Joining {
+    secret: [u8; 32],
+    /// Which streams are still to come.
+    missing: Vec<bool>,
+    joined: mpsc::UnboundedSender<(usize, SecureStream)>,
+}
+
+pub(super) fn encode(payload: &impl Serialize) -> Vec<u8> {
+    let bytes = postcard::to_extend(payload, Vec::new());
+    bytes.expect("a vector takes any number of bytes")
+}
+
+pub(super) fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, Failure> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((payload, [])) => Ok(payload),
+        _ => Err(Failure::refused("a payload that cannot be parsed")),
+    }
+}
+
+impl From<NotInstalled> for Failure {
+    fn from(why: NotInstalled) -> Self {
+        Self::refused(why)
+    }
+}
+
+impl Accept for Shared {
+    fn local(&self) -> &Local {
+        &self.local
+    }
+
+    fn config(&self) -> &ChannelConfig {
+        &self.config.channel
+    }
+
+    async fn accepted(self: &Arc<Self>, accepted: &mut Accepted) -> Result<(), Failure> {
+        let theirs: Side = decode(&accepted.payload)?;
+        let remote = remote(self, &accepted.remote, &theirs, true)?;
+        self.would_install(&remote.id)?;
+        let count = usize::from(theirs.streams).min(self.config.streams);
+        let (joined, mut joins) = mpsc::unbounded_channel();
+        let mut missing = vec![true; count];
+        missing[0] = false;
+        let terms = Terms {
+            side: side(self, count, theirs.attempt),
+            session: session::random()?,
+            secret: session::random()?,
+        };
+        let joining = Joining {
+            secret: terms.secret,
+            missing,
+            joined,
+        };
+        let _entry = JoiningEntry::new(self, terms.session, joining)?;
+        accepted.proceed(&self.local, encode(&terms)).await?;
+        let (message, _) = accepted.ready().await?;
+        let mut others: Vec<(usize, SecureStream)> = Vec::new();
+        while others.len() + 1 < count {
+            others.push(joins.recv().await.ok_or(Failure::Unexpected)?);
+        }
+        others.sort_by_key(|(stream, _)| *stream);
+        let config = &self.config.channel;
+        let message = self.local.ask(config, &remote.id, message).await?;
+        let mut streams = vec![accepted.stream.take().ok_or(Failure::Unexpected)?];
+        streams.extend(others.into_iter().map(|(_, stream)| stream));
+        // The first frame's nonce follows that of the welcome: so it is sealed now.
+        let before = streams[0].sealer.position();
+        let payload = Vec::new();
+        let welcome = streams[0].seal(&Message::Welcome { message, payload });
+        let installed = self.install(remote, &mut streams, Some(welcome)).await;
+        if installed.is_err()
+            && let Some(mut first) = streams.into_iter().next()
+        {
+            // The welcome was not sent.
+            first.sealer.rewind(before);
+            accepted.stream = Some(first);
+        }
+        Ok(installed?)
+    }
+
+    async fn joined(
+        self: &Arc<Self>,
+        socket: Socket,
         session: [u8; 16],
         stream: u16,
-        proof: Proof,
-    },
-    Welcome {
-        message: Option<Vec<u8>>,
-        proof: Proof,
-    },
-    Refused(Refusal),
-}
-
-/// Why a side does not go on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Refusal {
-    /// The keys differ.
-    Key,
-    /// Another was meant than the one who is here.
-    WrongPeer { here: String },
-    /// Anything else, for people.
-    Other(String),
-}
-
-/// Bytes that are no message of a handshake.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum HandshakeError {
-    /// No preamble of ours, a length beyond all bounds, or not to be parsed.
-    Malformed(&'static str),
-    /// Theirs.
-    Version(u16),
-}
-
-impl Message {
-    /// Preamble and message.
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut bytes = preamble(VERSION, 0).to_vec();
-        bytes = postcard::to_extend(self, bytes).expect("a vector takes any number of bytes");
-        let len = (bytes.len() - PREAMBLE) as u32;
-        bytes[..PREAMBLE].copy_from_slice(&preamble(VERSION, len));
-        bytes
-    }
-
-    /// From what follows the preamble.
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
-        match postcard::take_from_bytes(bytes) {
-            Ok((message, [])) => Ok(message),
-            _ => Err(HandshakeError::Malformed("a message that cannot be parsed")),
+        message: Vec<u8>,
+    ) -> Result<(), Failure> {
+        let secret = {
+            let joining = self.joining.lock();
+            let joining = joining.get(&session).ok_or(Failure::Unexpected)?;
+            joining.secret
+        };
+        let joined = session::accept_join(socket, &secret, stream, &message).await?;
+        // Only now it is known that the peer sent it.
+        let mut joining = self.joining.lock();
+        let Entry::Occupied(mut joining) = joining.entry(session) else {
+            return Err(Failure::Unexpected);
+        };
+        let stream = usize::from(stream);
+        match joining.get_mut().missing.get_mut(stream) {
+            Some(missing) if *missing => *missing = false,
+            _ => return Err(Failure::Unexpected),
         }
+        let sent = joining.get().joined.send((stream, joined));
+        sent.map_err(|_| Failure::Unexpected)
+    }
+
+    fn refused(&self) {
+        self.counters.refused_handshakes.add(1);
     }
 }
 
-/// What is sent to a side of another version, with length 0: it can be read by all versions.
-pub(super) fn preamble(version: u16, len: u32) -> [u8; PREAMBLE] {
-    let mut bytes = [0; PREAMBLE];
-    bytes[..8].copy_from_slice(&MAGIC);
-    bytes[8..10].copy_from_slice(&version.to_le_bytes());
-    bytes[10..].copy_from_slice(&len.to_le_bytes());
-    bytes
+/// An entry in the table of handshakes that wait for streams, for as long as it lives.
+struct JoiningEntry<'a> {
+    shared: &'a Shared,
+    session: [u8; 16],
 }
 
-/// Bytes of the message that follows.
-pub(super) fn message_len(preamble: [u8; PREAMBLE]) -> Result<usize, HandshakeError> {
-    if preamble[..8] != MAGIC {
-        return Err(HandshakeError::Malformed(
-            "other bytes than ours at its start",
-        ));
-    }
-    let version = u16::from_le_bytes(preamble[8..10].try_into().expect("two bytes"));
-    if version != VERSION {
-        return Err(HandshakeError::Version(version));
-    }
-    let len = u32::from_le_bytes(preamble[10..].try_into().expect("four bytes"));
-    match len {
-        1..=MAX_LEN => Ok(len as usize),
-        _ => Err(HandshakeError::Malformed(
-            "a message that is empty or too long",
-        )),
+impl<'a> JoiningEntry<'a> {
+    fn new(shared: &'a Shared, session: [u8; 16], entry: Joining) -> Result<Self, Failure> {
+        let mut joining = shared.joining.lock();
+        if joining.len() >= shared.config.channel.max_peers {
+            return Err(Failure::refused("too many handshakes"));
+        }
+        joining.insert(session, entry);
+        Ok(Self { shared, session })
     }
 }
 
-/// What a proof is for.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Label {
-    Challenge,
-    Proof,
-    Session,
-    Join,
-    Welcome,
-}
-
-/// All that was said so far, and the key.
-#[derive(Clone, Debug)]
-pub(super) struct Transcript {
-    mac: Hmac<Sha256>,
-}
-
-impl Transcript {
-    pub(super) fn new(key: Option<&Key>) -> Self {
-        let secret = key.map(Key::secret).unwrap_or_default();
-        let mac = Hmac::new_from_slice(secret).expect("HMAC takes keys of any length");
-        Self { mac }
-    }
-
-    /// Adds what was said.
-    pub(super) fn add(&mut self, what: &impl Serialize) {
-        let bytes = postcard::to_extend(what, Vec::new());
-        let bytes = bytes.expect("a vector takes any number of bytes");
-        self.mac.update(&(bytes.len() as u64).to_le_bytes());
-        self.mac.update(&bytes);
-    }
-
-    fn labelled(&self, label: Label, what: &impl Serialize) -> Hmac<Sha256> {
-        let mut copy = self.clone();
-        copy.add(what);
-        copy.mac
-            .update(format!("lmc-transfer {label:?}").as_bytes());
-        copy.mac
-    }
-
-    /// A proof that all of it was said, and this besides.
-    pub(super) fn prove(&self, label: Label, what: &impl Serialize) -> Proof {
-        self.labelled(label, what).finalize().into_bytes().into()
-    }
-
-    /// Whether the other side has heard and said the same, and has the key.
-    pub(super) fn holds(&self, label: Label, what: &impl Serialize, proof: &Proof) -> bool {
-        self.labelled(label, what).verify_slice(proof).is_ok()
+impl Drop for JoiningEntry<'_> {
+    fn drop(&mut self) {
+        self.shared.joining.lock().remove(&self.session);
     }
 }
 
-/// Any bytes as a message; what decodes must survive the round trip.
+fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
+    let config = &shared.config.channel;
+    Side {
+        attempt,
+        arena: config.arena.len() as u64,
+        unit: config.unit,
+        streams: streams as u16,
+        keepalive: shared.config.keepalive.as_millis() as u32,
+        sealed: config.encrypt_objects,
+    }
+}
+
+/// The other side of a connection that may be made.
+fn remote(
+    shared: &Shared,
+    peer: &session::Remote,
+    theirs: &Side,
+    incoming: bool,
+) -> Result<Remote, Failure> {
+    let streams = usize::from(theirs.streams);
+    if !(1..=MAX_STREAMS).contains(&streams) || !theirs.unit.is_power_of_two() {
+        return Err(Failure::refused("invalid settings of the other side"));
+    }
+    let keepalive = Duration::from_millis(theirs.keepalive.into());
+    Ok(Remote {
+        id: peer.id.clone(),
+        incarnation: peer.incarnation,
+        identity: peer.identity,
+        memory: PeerMemory {
+            incarnation: peer.incarnation,
+            arena: theirs.arena,
+            unit: theirs.unit,
+        },
+        incoming,
+        attempt: theirs.attempt,
+        keepalive: keepalive.min(MAX_KEEPALIVE).max(shared.config.keepalive),
+        sealed: theirs.sealed || shared.config.channel.encrypt_objects,
+    })
+}
+
+/// Connects to a peer. To be called on the runtime.
+pub(super) async fn connect(
+    shared: &Arc<Shared>,
+    peer: &PeerId,
+    address: &Address,
+    message: Option<Bytes>,
+) -> Result<Option<Bytes>, ConnectError> {
+    let time = shared.config.channel.handshake_timeout;
+    let connected = timeout(time, initiate(shared, peer, address, message)).await;
+    connected.unwrap_or_else(|_| Err(ConnectError::Deadline { peer: peer.clone() }))
+}
+
+async fn open(address: &Address) -> Result<Socket, ConnectError> {
+    match Socket::connect(address).await {
+        Some(connected) => Ok(connected?),
+        None => Err(ConnectError::Address {
+            kind: "socket",
+            address: address.to_string(),
+        }),
+    }
+}
+
+async fn initiate(
+    shared: &Arc<Shared>,
+    peer: &PeerId,
+    address: &Address,
+    message: Option<Bytes>,
+) -> Result<Option<Bytes>, ConnectError> {
+    let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
+    let mine = encode(&side(shared, shared.config.streams, attempt));
+    let socket = open(address).await?;
+    let connected = session::connect(&shared.local, address, socket, peer, mine).await?;
+    let (stream, found, payload) = connected;
+    let rest = go_on(shared, address, message, stream, &found, &payload, attempt);
+    rest.await
+        .map_err(|failure| failure.into_connect_error(peer))
+}
+
+async fn go_on(
+    shared: &Arc<Shared>,
+    address: &Address,
+    message: Option<Bytes>,
+    mut stream: SecureStream,
+    found: &session::Remote,
+    payload: &[u8],
+    attempt: u64,
+) -> Result<Option<Bytes>, Failure> {
+    let terms: Terms = decode(payload)?;
+    let streams = terms.side.streams;
+    let remote = remote(shared, found, &terms.side, false)?;
+    if usize::from(streams) > shared.config.streams || remote.attempt != attempt {
+        return Err(Failure::Unexpected);
+    }
+    let ready = Message::Ready {
+        message: message.map(Vec::from),
+        payload: Vec::new(),
+    };
+    stream.send(&ready).await?;
+    let mut joins = JoinSet::new();
+    for number in 1..streams {
+        let (address, terms) = (address.clone(), terms.clone());
+        joins.spawn(async move {
+            let socket = open(&address).await.map_err(io::Error::other)?;
+            let joined = session::join(socket, terms.session, &terms.secret, number).await;
+            joined.map(|stream| (number, stream))
+        });
+    }
+    let mut others = Vec::new();
+    while let Some(joined) = joins.join_next().await {
+        others.push(joined.map_err(|error| Failure::Io(io::Error::other(error)))??);
+    }
+    others.sort_by_key(|(number, _)| *number);
+    let Message::Welcome { message, .. } = stream.recv().await? else {
+        return Err(Failure::Unexpected);
+    };
+    let mut streams = vec![stream];
+    streams.extend(others.into_iter().map(|(_, stream)| stream));
+    shared.install(remote, &mut streams, None).await?;
+    Ok(message.map(Bytes::from))
+}
+
+/// Decodes any bytes as payloads.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn fuzz(data: &[u8]) {
-    if let Some((first, _)) = data.split_first_chunk::<PREAMBLE>()
-        && let Ok(len) = message_len(*first)
-    {
-        assert!(len <= MAX_LEN as usize);
+    if let Ok(side) = decode::<Side>(data) {
+        assert_eq!(decode::<Side>(&encode(&side)).ok(), Some(side));
     }
-    if let Ok(message) = Message::decode(data) {
-        let bytes = message.encode();
-        assert_eq!(Message::decode(&bytes[PREAMBLE..]), Ok(message));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn side(id: &str) -> Side {
-        Side {
-            id: id.to_owned(),
-            incarnation: 7,
-            attempt: 0,
-            arena: 1 << 20,
-            unit: 4096,
-            streams: 4,
-            keepalive: 5000,
-            keyed: true,
-            nonce: [9; 32],
-        }
-    }
-
-    #[test]
-    fn proofs_hold_for_the_same_words_label_and_key_only() {
-        let key = Key::new(*b"secret");
-        let mut said = Transcript::new(Some(&key));
-        said.add(&side("a"));
-        let proof = said.prove(Label::Challenge, &side("b"));
-        assert!(said.holds(Label::Challenge, &side("b"), &proof));
-        assert!(!said.holds(Label::Proof, &side("b"), &proof), "other label");
-        assert!(
-            !said.holds(Label::Challenge, &side("c"), &proof),
-            "other side"
-        );
-        let mut other = Transcript::new(Some(&Key::new(*b"secret2")));
-        other.add(&side("a"));
-        assert!(
-            !other.holds(Label::Challenge, &side("b"), &proof),
-            "other key"
-        );
-        let mut swapped = Transcript::new(Some(&key));
-        swapped.add(&side("b"));
-        assert!(
-            !swapped.holds(Label::Challenge, &side("a"), &proof),
-            "roles"
-        );
-    }
-
-    #[test]
-    fn preambles_are_bounded() {
-        assert_eq!(message_len(preamble(VERSION, 5)), Ok(5));
-        assert_eq!(message_len(preamble(9, 5)), Err(HandshakeError::Version(9)));
-        for len in [0, MAX_LEN + 1, u32::MAX] {
-            assert!(message_len(preamble(VERSION, len)).is_err());
-        }
-        assert!(message_len(*b"GET / HTTP/1.1").is_err());
-        let longest = Message::Welcome {
-            message: Some(vec![0; MAX_MESSAGE]),
-            proof: [0; 32],
-        };
-        let bytes = longest.encode();
-        let first = bytes[..PREAMBLE].try_into().expect("a preamble");
-        assert_eq!(message_len(first), Ok(bytes.len() - PREAMBLE));
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_are_survived(data in prop::collection::vec(any::<u8>(), 0..200)) {
-            fuzz(&data);
-        }
-
-        #[test]
-        fn changed_messages_are_survived(
-            place in any::<prop::sample::Index>(), flip in any::<u8>()
-        ) {
-            let hello = Message::Hello { side: side("somebody"), to: "b".to_owned() };
-            let mut bytes = hello.encode();
-            let place = place.index(bytes.len());
-            bytes[place] ^= flip;
-            fuzz(&bytes);
-            fuzz(&bytes[PREAMBLE..]);
-        }
+    if let Ok(terms) = decode::<Terms>(data) {
+        assert_eq!(decode::<Terms>(&encode(&terms)).ok(), Some(terms));
     }
 }

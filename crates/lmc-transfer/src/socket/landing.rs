@@ -1,16 +1,16 @@
-//! Slots that a peer's bytes are to land in, and how they are taken back at any time.
+//! Slots of a call that a peer's bytes are to land in, and how they are revoked at any time.
 
 use std::sync::Arc;
 
 use lmc_memory::ReservedSlot;
 use parking_lot::Mutex;
 
-use super::frame::Segment;
+use crate::lease::Segment;
 
-/// Where the answer to one read goes, while that is allowed.
+/// Slots that the answer to one read goes to, while that is allowed.
 ///
 /// The kernel copies bytes within a call that does not wait, and that call is made under the
-/// lock. So when [`Target::revoke`] has returned, nothing writes there any more.
+/// lock: when [`Target::revoke`] has returned, nothing writes to the slots any more.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) segments: Vec<Segment>,
@@ -18,7 +18,7 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Does something with the memory, if that is still allowed.
+    /// Runs `act` on the memory, if that is still allowed.
     pub(super) fn with<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.open.lock();
         match *open {
@@ -32,7 +32,7 @@ impl Target {
     }
 }
 
-/// The slots of a call with all that may write to them. Dropping it takes them back.
+/// The slots of a call with all that may write to them. Dropping it revokes them.
 #[derive(Debug)]
 pub(super) struct Landing {
     slots: Vec<ReservedSlot>,

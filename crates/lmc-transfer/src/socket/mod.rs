@@ -1,72 +1,68 @@
-//! Transfers over sockets, for hosts without anything faster.
+//! [`SocketChannel`]: transfers over TCP and Unix sockets.
 //!
 //! A connection has several streams, each on one thread; a batch is spread over them by bytes.
-//! Bytes go from the arena to the kernel and from the kernel into the arena, with no copy
-//! between. Each piece of 256 KiB has a checksum, made just before it is sent and verified just
-//! after it came.
+//! Objects go from the arena to the kernel and from the kernel into the arena without a copy in
+//! between, in pieces of 256 KiB with a checksum each. Frames are sealed; objects are where
+//! [`crate::ChannelConfig::encrypt_objects`] asks for it, at the price of a copy.
 //!
-//! To wake a thread takes as long as a small transfer. So who has a frame of up to 64 KiB sends it
-//! himself while its stream is idle, and a send of so few bytes brings them along with its offer;
-//! a side holds up to 4 MiB of those for each connection, and they alone are copied once more.
+//! Waking a thread costs about as much as a small transfer, so the caller writes frames of up to
+//! 64 KiB directly when the stream is idle, and small objects are inlined in the offer of a send.
+//! Each side holds at most 4 MiB of inlined objects per connection.
 //!
-//! A slot of a call can be taken back at any time, since only this process writes to it: what
-//! still comes from the peer is then read and thrown away. So nothing waits in quarantine.
+//! A slot of a call can be revoked at any time, since only this process writes to it: what still
+//! comes from the peer is read and discarded. So nothing is ever quarantined.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use tokio::sync::OwnedMutexGuard;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
+use crate::net::Listener;
+use crate::session::{self, Local};
+use crate::timer::Timer;
 use crate::{
-    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, Sent,
-    TransferChannel, TransferError, checks,
+    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, ReadLease,
+    Rights, Sent, TransferChannel, TransferError, WriteLease, checks,
 };
 
+mod budget;
 mod config;
 mod connection;
-mod door;
-mod endpoint;
 mod frame;
-mod greet;
 mod handshake;
-mod inlet;
 mod landing;
+mod offers;
 mod one_sided;
-mod outlet;
 mod paired;
-mod rendezvous;
+mod reader;
 mod shared;
 mod spread;
 mod stats;
+mod supervise;
 mod threads;
-mod timer;
 mod window;
+mod writer;
 
 #[cfg(test)]
 mod tests;
 
 pub use config::{SocketConfig, SocketError};
-use endpoint::Listener;
 use shared::{Shared, Stop};
 pub use stats::SocketStats;
 use threads::Threads;
-use timer::Timer;
 
-/// Any bytes as frames, and as a handshake.
+/// Decodes any bytes as frames, and as payloads of a handshake.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn fuzz(data: &[u8]) {
     frame::fuzz(data);
     handshake::fuzz(data);
+    session::fuzz(data);
 }
 
 /// A channel over TCP or Unix sockets. Its work is done by threads of its own, named
-/// `lmc-socket…`.
-///
-/// Writes to the same place are not kept in order: one that was not quiet when it ended may
-/// still arrive after a later one.
+/// `lmc-socket`.
 #[derive(Debug)]
 pub struct SocketChannel {
     shared: Arc<Shared>,
@@ -87,16 +83,18 @@ impl SocketChannel {
                 })?,
             }
         };
+        let local = Local::new("socket", &config.channel).map_err(SocketError::Start)?;
+        let protected = local.check_listener(&listener);
+        protected.map_err(SocketError::Unprotected)?;
         let address = listener.address().clone();
-        let incarnation = greet::incarnation().map_err(SocketError::Start)?;
         let timer = Timer::start().map_err(SocketError::Start)?;
-        let shared = Arc::new(Shared::new(config, incarnation, timer, threads));
-        let accept = greet::accept(Arc::clone(&shared), listener);
-        shared.threads.first().spawn(accept);
+        let shared = Arc::new(Shared::new(config, local, timer, threads));
+        let serve = session::serve(Arc::clone(&shared), listener);
+        shared.threads.first().spawn(serve);
         Ok(Self { shared, address })
     }
 
-    /// What was counted so far.
+    /// Returns the counters.
     pub fn stats(&self) -> SocketStats {
         self.shared.counters.read()
     }
@@ -133,16 +131,54 @@ impl TransferChannel for SocketChannel {
         Box::pin(self.connect(peer, address, message, deadline))
     }
 
-    fn is_connected(&self, peer: &PeerId) -> bool {
-        self.shared.connection(peer).is_ok()
+    fn incarnation(&self) -> u64 {
+        self.shared.local.incarnation
+    }
+
+    fn disconnect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), TransferError>> {
+        Box::pin(self.disconnect(peer, deadline))
+    }
+
+    fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
+        let connection = self.shared.connection(peer).ok()?;
+        Some(connection.remote.incarnation)
+    }
+
+    fn grant_read(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<ReadLease, TransferError> {
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.shared.leases.read(peer, incarnation, slots);
+        self.still_there(peer, incarnation)?;
+        Ok(lease)
+    }
+
+    fn grant_write(
+        &self,
+        peer: &PeerId,
+        slots: Vec<ReservedSlot>,
+    ) -> Result<WriteLease, TransferError> {
+        if self.shared.config.channel.rights != Rights::ReadWrite {
+            return Err(TransferError::ReadOnly);
+        }
+        let incarnation = self.grantee(peer, &slots)?;
+        let lease = self.shared.leases.write(peer, incarnation, slots);
+        self.still_there(peer, incarnation)?;
+        Ok(lease)
     }
 
     fn unit(&self) -> u64 {
         self.shared.config.channel.unit
     }
 
-    fn indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
-        checks::indices(self.shared.window.arena(), self.unit(), slots)
+    fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
+        checks::arena_indices(&self.shared.config.channel, self.incarnation(), slots)
     }
 
     fn send<'a>(
@@ -210,25 +246,55 @@ impl SocketChannel {
             return Err(ConnectError::Message { found });
         }
         let connect = async {
-            let turn = Turn::wait(shared, peer).await;
+            let turn = shared.connects.turn(peer).await;
             if self.is_connected(peer) {
                 return Ok(None);
             }
             let (shared, peer) = (Arc::clone(shared), peer.clone());
             let address = address.clone();
             let connect = async move {
-                // The task's, since it may come to its end although nobody waits for it any more:
-                // another would then take the place of what it has connected.
+                // The task's own, since the task may finish although nobody waits for it any
+                // more: another connect would then replace what it has connected.
                 let _turn = turn;
-                greet::connect(&shared, &peer, &address, message).await
+                handshake::connect(&shared, &peer, &address, message).await
             };
-            let task = AbortOnDrop(self.shared.threads.first().spawn(connect));
-            task.join().await
+            let task = AbortOnDropHandle::new(self.shared.threads.first().spawn(connect));
+            match task.await {
+                Ok(connected) => connected,
+                Err(error) if error.is_cancelled() => Err(ConnectError::Closed),
+                Err(error) => Err(ConnectError::Library(error.to_string())),
+            }
         };
         match shared.within(deadline, connect).await {
             Ok(connected) => connected,
             Err(Stop::Closed) => Err(ConnectError::Closed),
             Err(Stop::Deadline) => Err(ConnectError::Deadline { peer: peer.clone() }),
+        }
+    }
+
+    async fn disconnect(&self, peer: &PeerId, deadline: Instant) -> Result<(), TransferError> {
+        let connections = self.shared.connections(peer);
+        connections.iter().for_each(|connection| connection.stop());
+        let ended = async {
+            for connection in connections {
+                connection.ended().await;
+            }
+        };
+        Ok(self.shared.within(deadline, ended).await?)
+    }
+
+    /// The incarnation of a peer that may be granted these slots.
+    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
+        checks::slots(self.shared.window.arena(), slots)?;
+        Ok(self.shared.connection(peer)?.remote.incarnation)
+    }
+
+    /// Checks that a peer was not gone before the lease was made, which nobody would end.
+    fn still_there(&self, peer: &PeerId, incarnation: u64) -> Result<(), TransferError> {
+        match self.peer_incarnation(peer) {
+            Some(found) if found == incarnation => Ok(()),
+            _ if self.shared.is_closed() => Err(TransferError::Closed),
+            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
         }
     }
 
@@ -239,75 +305,10 @@ impl SocketChannel {
             biased;
             () = self.shared.threads.ended() => {}
             () = self.shared.timer.at(deadline) => {
-                return Err(TransferError::Deadline { quiet: false });
+                return Err(TransferError::Deadline);
             }
         }
         self.shared.timer.stop();
         Ok(())
-    }
-}
-
-/// The right to connect to a peer, one after another.
-struct Turn {
-    _guard: OwnedMutexGuard<()>,
-    _entry: TurnEntry,
-}
-
-impl Turn {
-    async fn wait(shared: &Arc<Shared>, peer: &PeerId) -> Self {
-        let entry = TurnEntry::new(shared, peer);
-        let guard = Arc::clone(&entry.lock).lock_owned().await;
-        Self {
-            _guard: guard,
-            _entry: entry,
-        }
-    }
-}
-
-/// An entry in the table of turns, for as long as somebody has or waits for one.
-struct TurnEntry {
-    shared: Arc<Shared>,
-    peer: PeerId,
-    lock: Arc<tokio::sync::Mutex<()>>,
-}
-
-impl TurnEntry {
-    fn new(shared: &Arc<Shared>, peer: &PeerId) -> Self {
-        let mut turns = shared.turns.lock();
-        let lock = Arc::clone(turns.entry(peer.clone()).or_default());
-        Self {
-            shared: Arc::clone(shared),
-            peer: peer.clone(),
-            lock,
-        }
-    }
-}
-
-impl Drop for TurnEntry {
-    fn drop(&mut self) {
-        let mut turns = self.shared.turns.lock();
-        // The table's and this one.
-        if Arc::strong_count(&self.lock) == 2 {
-            turns.remove(&self.peer);
-        }
-    }
-}
-
-/// A task that ends with whoever waits for it.
-struct AbortOnDrop(JoinHandle<Result<Option<Bytes>, ConnectError>>);
-
-impl AbortOnDrop {
-    async fn join(mut self) -> Result<Option<Bytes>, ConnectError> {
-        match (&mut self.0).await {
-            Ok(connected) => connected,
-            Err(error) if error.is_cancelled() => Err(ConnectError::Closed),
-            Err(error) => Err(ConnectError::Library(error.to_string())),
-        }
-    }
-}
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }

@@ -1,4 +1,4 @@
-//! Reads and writes that only this side calls for.
+//! Reads and writes, which only this side calls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,44 +6,46 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Outgoing, Payload, Pending, Progress, Reply, Source};
-use super::frame::{Frame, Outcome, Segment};
+use super::connection::{Connection, Outgoing, Pending, Progress, Reply, Run, Source};
+use super::frame::{Frame, Outcome};
 use super::landing::Landing;
 use super::shared::{Shared, Stop};
 use super::spread::{Portion, spread};
+use crate::lease::{Range, Segment};
 use crate::{Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 
-/// Time that a peer has, after a write's deadline, to say that it has seen the breaking off.
+/// Time that a peer has, after a write's deadline, to say that it has seen the abort.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// The connection to a peer, and where objects lie in its arena: bytes from the start.
-type Places = (Arc<Connection>, Vec<u64>);
+/// The connection to a peer, and the ranges of its memory that a batch names.
+type Checked = (Arc<Connection>, Vec<Range>);
 
 /// What became of the objects of a batch.
 struct Tally {
     /// Parts of each object that are not yet in place.
     left: Vec<u32>,
     error: Option<TransferError>,
-    /// Whether the peer said that the offer was taken back before all of it was read.
+    /// Whether the peer said that the offer was withdrawn before all of it was read.
     withdrawn: bool,
 }
 
 impl Tally {
-    fn new(objects: usize) -> Self {
+    fn new(objects: usize, frames: &[(usize, Vec<Portion>)]) -> Self {
+        let mut left = vec![0; objects];
+        for portion in frames.iter().flat_map(|(_, portions)| portions) {
+            left[portion.object] += 1;
+        }
         Self {
-            left: vec![0; objects],
+            left,
             error: None,
             withdrawn: false,
         }
     }
 
-    fn expect(&mut self, portions: &[Portion]) {
-        for portion in portions {
-            self.left[portion.place] += 1;
-        }
-    }
-
-    fn settle(&mut self, portions: &[Portion], reply: Reply) {
+    fn settle(&mut self, portions: &[Portion], reply: Reply, leased: bool) {
+        let object = |number: u32| portions.get(number as usize).map(|portion| portion.object);
+        let first = portions.first().map_or(0, |portion| portion.object);
+        let invalid = || TransferError::Refused("no such range was sent".into());
         let error = match reply {
             Reply::Outcome(Outcome::Done) => {
                 self.arrived(portions, &[]);
@@ -53,21 +55,22 @@ impl Tally {
                 if !aborted {
                     self.arrived(portions, &bad);
                 }
-                let bad = bad.first().and_then(|bad| portions.get(*bad as usize));
-                match bad {
-                    Some(portion) => TransferError::Corrupt {
-                        place: portion.place,
-                    },
+                match bad.first().and_then(|bad| object(*bad)) {
+                    Some(object) => TransferError::Corrupt { object },
+                    None if aborted && leased => TransferError::NotLeased { object: first },
                     None if aborted => TransferError::Refused("broken off".into()),
                     None => return,
                 }
             }
-            Reply::Outcome(Outcome::Corrupt(segment)) => match portions.get(segment as usize) {
-                Some(portion) => TransferError::Corrupt {
-                    place: portion.place,
-                },
-                None => TransferError::Refused("no such segment was sent".into()),
+            Reply::Outcome(Outcome::Corrupt(number)) => match object(number) {
+                Some(object) => TransferError::Corrupt { object },
+                None => invalid(),
             },
+            Reply::Outcome(Outcome::NotLeased(number)) => match object(number) {
+                Some(object) => TransferError::NotLeased { object },
+                None => invalid(),
+            },
+            Reply::Outcome(Outcome::ReadOnly) => TransferError::ReadOnly,
             Reply::Outcome(Outcome::Withdrawn) => {
                 self.withdrawn = true;
                 return;
@@ -75,10 +78,14 @@ impl Tally {
             // By this side, whose call says why.
             Reply::Outcome(Outcome::Aborted) => return,
             Reply::Outcome(Outcome::Refused(why)) => TransferError::Refused(why),
-            Reply::Outcome(Outcome::Length { place, sent, room }) => TransferError::Length {
-                place: place as usize,
+            Reply::Outcome(Outcome::Length {
+                object,
                 sent,
-                room,
+                capacity,
+            }) => TransferError::Length {
+                object: object as usize,
+                sent,
+                capacity,
             },
         };
         self.error.get_or_insert(error);
@@ -87,13 +94,13 @@ impl Tally {
     fn arrived(&mut self, portions: &[Portion], bad: &[u32]) {
         for (number, portion) in (0..).zip(portions) {
             if !bad.contains(&number) {
-                self.left[portion.place] -= 1;
+                self.left[portion.object] -= 1;
             }
         }
     }
 }
 
-/// Objects that were to be fetched into slots.
+/// Objects that were to be read into slots.
 pub(super) struct Fetched {
     pub(super) slots: Vec<ReservedSlot>,
     /// For each object whether all of it lies in its slot. There may be more slots.
@@ -111,13 +118,26 @@ impl Fetched {
         let whole = self.whole.into_iter().chain(std::iter::repeat(false));
         let slot = |(slot, whole): (ReservedSlot, bool)| match whole {
             true => Slot::Written(slot.written()),
-            false => Slot::Quiet(slot),
+            false => Slot::Idle(slot),
         };
         Filled {
             slots: self.slots.into_iter().zip(whole).map(slot).collect(),
             error: self.error,
         }
     }
+}
+
+/// The objects of a batch, with their slots on this side.
+fn portions<'a>(
+    slots: impl Iterator<Item = (u64, u64)> + 'a,
+    ranges: &'a [Range],
+) -> impl Iterator<Item = Portion> + 'a {
+    let portion = |(object, ((offset, len), remote)): (usize, (_, &Range))| Portion {
+        object,
+        local: Segment { offset, len },
+        remote: *remote,
+    };
+    slots.zip(ranges).enumerate().map(portion)
 }
 
 impl Shared {
@@ -131,29 +151,24 @@ impl Shared {
         self.counters.operations.add(1);
         let lens = slots.iter().map(ReservedSlot::len);
         let checked = checks::slots(self.window.arena(), &slots)
-            .and_then(|()| self.places(lens, peer, indices, deadline));
-        let (connection, places) = match checked {
+            .and_then(|()| self.ranges(lens, peer, indices, deadline));
+        let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,
-            Ok(None) => {
-                return Filled {
-                    slots: Vec::new(),
-                    error: None,
-                };
-            }
+            Ok(None) => return Filled::nothing(),
             Err(error) => return Filled::untouched(slots, error),
         };
-        let fetched = self.fetch(&connection, None, slots, &places, deadline);
+        let fetched = self.fetch(&connection, slots, &ranges, true, deadline);
         fetched.await.into_filled()
     }
 
-    /// What can be said before a byte moves. None: there is nothing to do.
-    fn places(
+    /// What can be said before a byte moves. `None`: there is nothing to do.
+    fn ranges(
         &self,
         lens: impl ExactSizeIterator<Item = u64>,
         peer: &PeerId,
         indices: &[Index],
         deadline: Instant,
-    ) -> Result<Option<Places>, TransferError> {
+    ) -> Result<Option<Checked>, TransferError> {
         if self.is_closed() {
             return Err(TransferError::Closed);
         }
@@ -161,67 +176,52 @@ impl Shared {
             return Ok(None);
         }
         let connection = self.connection(peer)?;
-        let remote = &connection.remote;
-        let places = checks::places(lens, indices, remote.unit, remote.arena)?;
+        let ranges = checks::ranges(lens, indices, connection.remote.memory)?;
         if Instant::now() >= deadline {
-            return Err(TransferError::Deadline { quiet: true });
+            return Err(TransferError::Deadline);
         }
-        Ok(Some((connection, places)))
+        Ok(Some((connection, ranges)))
     }
 
-    /// Reads objects from places of the peer's arena into the first slots; those of an offer
-    /// while that stands.
+    /// Reads ranges of the peer's memory into the first slots.
     pub(super) async fn fetch(
         &self,
         connection: &Arc<Connection>,
-        offer: Option<u64>,
         slots: Vec<ReservedSlot>,
-        places: &[u64],
+        ranges: &[Range],
+        leased: bool,
         deadline: Instant,
     ) -> Fetched {
         let mut landing = Landing::new(slots);
-        let objects = landing.slots().iter().zip(places).enumerate();
-        let objects = objects.map(|(place, (slot, &remote))| Portion {
-            place,
-            local: Segment {
-                offset: slot.offset(),
-                len: slot.len(),
-            },
-            remote,
-        });
-        let frames = spread(objects, connection.lanes.len());
-        let first = connection.next_lane(bytes_of(&frames));
-        let mut tally = Tally::new(places.len());
-        frames
-            .iter()
-            .for_each(|(_, portions)| tally.expect(portions));
+        let lies = landing.slots().iter();
+        let lies: Vec<(u64, u64)> = lies.map(|slot| (slot.offset(), slot.len())).collect();
+        let objects: Vec<Portion> = portions(lies.into_iter(), ranges).collect();
+        let frames = spread(objects.iter().copied(), connection.streams.len());
+        let first = connection.next_stream(bytes_of(&frames));
+        let mut tally = Tally::new(ranges.len(), &frames);
 
         let mut requests: Vec<(Vec<Portion>, oneshot::Receiver<Reply>)> = Vec::new();
         let ask = async {
-            for (stream, portions) in frames {
-                let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
-                let room = lane.acquire().await?;
+            for (number, portions) in frames {
+                let stream = &connection.streams[(first + number) % connection.streams.len()];
+                let permit = stream.acquire().await?;
                 let id = connection.next_id();
                 let target = landing.open(portions.iter().map(|p| p.local).collect());
                 let (reply, replied) = oneshot::channel();
                 let pending = Pending {
                     target: Some(target),
                     reply,
-                    room,
+                    permit,
                 };
-                let frame = Frame::Read {
-                    id,
-                    offer,
-                    segments: portions.iter().map(Portion::at_peer).collect(),
-                };
-                let outgoing = Outgoing::of(frame.encode());
-                if !lane.request(id, pending, outgoing) {
+                let ranges = portions.iter().map(|portion| portion.remote).collect();
+                let outgoing = Outgoing::of(&Frame::Read { id, ranges });
+                if !stream.request(id, pending, outgoing) {
                     return None;
                 }
                 requests.push((portions, replied));
             }
             for (portions, reply) in &mut requests {
-                tally.settle(portions, reply.await.ok()?);
+                tally.settle(portions, reply.await.ok()?, leased);
                 portions.clear();
             }
             Some(())
@@ -229,10 +229,10 @@ impl Shared {
         let asked = self.within(deadline, ask).await;
         if asked != Ok(Some(())) {
             let error = match asked {
-                Err(stop) => stop.error(true),
-                Ok(_) => match self.within(deadline, connection.gone(true)).await {
-                    Ok(error) => error,
-                    Err(stop) => stop.error(true),
+                Err(stop) => stop.into(),
+                Ok(_) => match self.within(deadline, connection.gone()).await {
+                    Ok((error, _)) => error,
+                    Err(stop) => stop.into(),
                 },
             };
             tally.error.get_or_insert(error);
@@ -241,15 +241,14 @@ impl Shared {
         let slots = landing.close();
         for (portions, mut reply) in requests {
             if let Ok(reply) = reply.try_recv() {
-                tally.settle(&portions, reply);
+                tally.settle(&portions, reply, leased);
             }
         }
         let whole = tally.left.iter().all(|left| *left == 0);
-        let withdrawn = tally.withdrawn && offer.is_some();
+        let withdrawn = tally.withdrawn && !leased;
         if !whole && !withdrawn && tally.error.is_none() {
-            let reason = "the peer sent less than it was asked for".into();
-            let quiet = true;
-            tally.error = Some(TransferError::Failed { reason, quiet });
+            let reason = "the peer sent less than it was asked for";
+            tally.error = Some(TransferError::Failed(reason.into()));
         }
         Fetched {
             slots,
@@ -269,55 +268,42 @@ impl Shared {
         self.counters.operations.add(1);
         let lens = objects.iter().map(SealedSlot::len);
         let checked = checks::slots(self.window.arena(), &objects)
-            .and_then(|()| self.places(lens, peer, indices, deadline));
-        let (connection, places) = match checked {
+            .and_then(|()| self.ranges(lens, peer, indices, deadline));
+        let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,
             Ok(None) => return Sent::all(0),
             Err(error) => return Sent::failed(error),
         };
-        let portions = objects.iter().zip(places).enumerate();
-        let portions = portions.map(|(place, (slot, remote))| Portion {
-            place,
-            local: Segment {
-                offset: slot.offset(),
-                len: slot.len(),
-            },
-            remote,
-        });
-        let portions: Vec<Portion> = portions.collect();
-        let frames = spread(portions.iter().copied(), connection.lanes.len());
-        let first = connection.next_lane(bytes_of(&frames));
-        let mut tally = Tally::new(objects.len());
-        frames
-            .iter()
-            .for_each(|(_, portions)| tally.expect(portions));
+        let lies = objects.iter().map(|slot| (slot.offset(), slot.len()));
+        let all: Vec<Portion> = portions(lies, &ranges).collect();
+        let frames = spread(all.iter().copied(), connection.streams.len());
+        let first = connection.next_stream(bytes_of(&frames));
+        let mut tally = Tally::new(objects.len(), &frames);
 
         let objects = Arc::new(objects);
         let mut sending: Vec<Sending> = Vec::new();
         let put = async {
-            for (stream, portions) in frames {
-                let lane = &connection.lanes[(first + stream) % connection.lanes.len()];
-                let room = lane.acquire().await?;
+            for (number, portions) in frames {
+                let stream = &connection.streams[(first + number) % connection.streams.len()];
+                let permit = stream.acquire().await?;
                 let id = connection.next_id();
                 let (reply, replied) = oneshot::channel();
                 let pending = Pending {
                     target: None,
                     reply,
-                    room,
+                    permit,
                 };
-                let frame = Frame::Write {
-                    id,
-                    segments: portions.iter().map(Portion::at_peer).collect(),
-                };
+                let ranges = portions.iter().map(|portion| portion.remote).collect();
                 let progress = Arc::new(Progress::new(id, Arc::clone(&objects)));
-                let outgoing = Outgoing {
-                    payload: Some(Payload {
-                        segments: portions.iter().map(|p| p.local).collect(),
-                        source: Source::Write(Arc::clone(&progress)),
-                    }),
-                    ..Outgoing::of(frame.encode())
+                let run = Run {
+                    source: Source::Write(Arc::clone(&progress)),
+                    segments: portions.iter().map(|portion| portion.local).collect(),
                 };
-                if !lane.request(id, pending, outgoing) {
+                let outgoing = Outgoing {
+                    payload: vec![run],
+                    ..Outgoing::of(&Frame::Write { id, ranges })
+                };
+                if !stream.request(id, pending, outgoing) {
                     return None;
                 }
                 sending.push(Sending {
@@ -329,40 +315,46 @@ impl Shared {
             }
             await_all(&mut sending, &mut tally).await
         };
-        match self.within(deadline, put).await {
+        let put = self.within(deadline, put).await;
+        let mut idle = true;
+        match put {
             Ok(Some(())) => {}
             Ok(None) => {
-                let quiet = cancel_all(&mut sending);
-                let gone = self.within(deadline, connection.gone(quiet)).await;
-                let error = gone.unwrap_or_else(|stop| stop.error(quiet));
+                idle = cancel_all(&mut sending);
+                let error = match self.within(deadline, connection.gone()).await {
+                    Ok((error, by_peer)) => {
+                        idle |= by_peer;
+                        error
+                    }
+                    Err(stop) => stop.into(),
+                };
                 tally.error.get_or_insert(error);
             }
             Err(Stop::Closed) => {
+                idle = cancel_all(&mut sending);
                 tally.error.get_or_insert(TransferError::Closed);
             }
             Err(Stop::Deadline) => {
-                let mut quiet = cancel_all(&mut sending);
-                if !quiet {
+                idle = cancel_all(&mut sending);
+                if !idle {
                     let rest = await_all(&mut sending, &mut tally);
                     let seen = self.within(Instant::now() + GRACE, rest).await;
-                    quiet = seen == Ok(Some(()));
+                    idle = seen == Ok(Some(()));
                 }
-                tally.error.get_or_insert(TransferError::Deadline { quiet });
+                tally.error.get_or_insert(TransferError::Deadline);
             }
         }
         let done = tally.left.iter().take_while(|left| **left == 0).count();
-        let error = tally.error;
-        if error.is_none() && done < tally.left.len() {
-            let reason = "the peer answered less than it was asked".into();
-            return Sent {
-                done,
-                error: Some(TransferError::Failed {
-                    reason,
-                    quiet: false,
-                }),
-            };
+        if tally.error.is_none() && done < tally.left.len() {
+            let reason = "the peer answered less than it was asked";
+            tally.error = Some(TransferError::Failed(reason.into()));
+            idle = false;
         }
-        Sent { done, error }
+        Sent {
+            done,
+            error: tally.error,
+            idle,
+        }
     }
 }
 
@@ -392,18 +384,18 @@ impl Drop for Sending {
     }
 }
 
-/// Breaks all off; whether the peer's memory is quiet.
+/// Breaks all off; whether the peer's memory is idle.
 fn cancel_all(sending: &mut [Sending]) -> bool {
     sending.iter_mut().for_each(Sending::cancel);
     sending.iter().all(|sending| sending.over)
 }
 
-/// Waits for all answers; none when the connection ended first.
+/// Waits for all answers; `None` when the connection ended first.
 async fn await_all(sending: &mut [Sending], tally: &mut Tally) -> Option<()> {
     for sending in sending.iter_mut().filter(|sending| !sending.over) {
         let reply = (&mut sending.reply).await.ok()?;
         sending.over = true;
-        tally.settle(&sending.portions, reply);
+        tally.settle(&sending.portions, reply, true);
     }
     Some(())
 }

@@ -1,11 +1,10 @@
-//! Sending to a peer that receives.
+//! Sends and receives, which both sides call.
 //!
 //! The sender offers; the receiver reads the offered objects as it would any others, and says
-//! when it is done. The bytes of a few small objects go along with their offer: the receiver has
-//! them already, and only says so.
+//! when it is done. A few small objects are inlined in their offer: the receiver has them already.
 //!
-//! What the receiver has may be received until it hears that the offer is taken back. So to that
-//! it answers, and the sender knows.
+//! Inlined objects may be received until the receiver hears that the offer is withdrawn. It
+//! answers that, so that the sender knows which came first.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,13 +12,15 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Offered, Outgoing, Payload, Source};
-use super::frame::{Frame, Outcome, Segment, may_be_carried, reason};
-use super::rendezvous::{Offer, room_of};
+use super::connection::{Connection, Offered, Outgoing, Run, Source};
+use super::frame::{Frame, Outcome, may_be_inlined};
+use super::offers::{Offer, size_of_offer};
 use super::shared::{Shared, Stop};
+use crate::lease::{Range, Region, Segment};
+use crate::session::reason;
 use crate::{Filled, PeerId, Sent, Slot, TransferError, checks};
 
-/// Time that a peer has, after a send's deadline, to say that it has seen the taking back.
+/// Time that a peer has, after a send's deadline, to say that it has seen the withdrawal.
 const GRACE: Duration = Duration::from_millis(200);
 
 impl Shared {
@@ -38,59 +39,58 @@ impl Shared {
         };
         let mut offering = None;
         let offer = async {
-            let room = Arc::clone(&connection.offer_room);
-            let room = room.acquire_many_owned(room_of(count) as u32).await.ok()?;
+            let capacity = Arc::clone(&connection.offer_capacity);
+            let permits = size_of_offer(count) as u32;
+            let permit = capacity.acquire_many_owned(permits).await.ok()?;
             let (finish, finished) = oneshot::channel();
-            let segments = objects.iter().map(|slot| Segment {
-                offset: slot.offset(),
-                len: slot.len(),
-            });
-            let segments: Vec<Segment> = segments.collect();
             let objects = Arc::new(objects);
             let id = connection.next_id();
             let offered = Offered {
                 objects: Some(Arc::clone(&objects)),
                 finish,
                 pulled: false,
-                carried: None,
-                room,
+                inlined: None,
+                permit,
             };
-            connection.offers.lock().insert(id, offered);
+            connection.offered.lock().insert(id, offered);
             let offering = offering.insert(Offering {
                 connection: Arc::clone(&connection),
                 id,
                 finished,
-                carried: false,
+                inlined: false,
             });
             if connection.end().is_some() {
                 return None;
             }
-            offering.send(tag, segments, objects);
+            offering.send(tag, objects);
             (&mut offering.finished).await.ok()
         };
-        let error = match self.within(deadline, offer).await {
+        let (error, idle) = match self.within(deadline, offer).await {
             Ok(Some((done, outcome))) => return finished(count, done, outcome),
             Ok(None) => {
-                let quiet = offering.as_ref().is_none_or(|offering| !offering.carried);
-                match self.within(deadline, connection.gone(quiet)).await {
-                    Ok(error) => error,
-                    Err(stop) => stop.error(quiet),
+                let idle = offering.as_ref().is_none_or(|offering| !offering.inlined);
+                match self.within(deadline, connection.gone()).await {
+                    Ok((error, by_peer)) => (error, idle || by_peer),
+                    Err(stop) => (stop.into(), idle),
                 }
             }
             Err(stop) => {
-                let mut quiet = offering.as_mut().is_none_or(Offering::withdraw);
-                if let Some(offering) = offering.filter(|o| o.carried && stop == Stop::Deadline) {
+                let mut idle = offering.as_mut().is_none_or(Offering::withdraw);
+                if let Some(offering) = offering.filter(|o| o.inlined && stop == Stop::Deadline) {
                     let grace = Instant::now() + GRACE;
                     match self.within(grace, offering.finished()).await {
-                        Ok(Some((_, Outcome::Withdrawn))) => quiet = true,
+                        Ok(Some((_, Outcome::Withdrawn))) => idle = true,
                         Ok(Some((done, outcome))) => return finished(count, done, outcome),
                         Ok(None) | Err(_) => {}
                     }
                 }
-                stop.error(quiet)
+                (stop.into(), idle)
             }
         };
-        Sent::failed(error)
+        Sent {
+            idle,
+            ..Sent::failed(error)
+        }
     }
 
     pub(super) async fn receive(
@@ -103,60 +103,67 @@ impl Shared {
         self.counters.operations.add(1);
         let connection = match self.paired(&slots, peer, deadline) {
             Ok(Some(connection)) => connection,
-            Ok(None) => {
-                return Filled {
-                    slots: Vec::new(),
-                    error: None,
-                };
-            }
+            Ok(None) => return Filled::nothing(),
             Err(error) => return Filled::untouched(slots, error),
         };
         loop {
             let wait = async {
-                let waiting = connection.rendezvous.receive(tag)?;
+                let waiting = connection.incoming.receive(tag)?;
                 waiting.offer().await
             };
             let offer = match self.within(deadline, wait).await {
                 Ok(Some(offer)) => offer,
                 Ok(None) => {
-                    let gone = self.within(deadline, connection.gone(true)).await;
-                    let error = gone.unwrap_or_else(|stop| stop.error(true));
+                    let error = match self.within(deadline, connection.gone()).await {
+                        Ok((error, _)) => error,
+                        Err(stop) => stop.into(),
+                    };
                     return Filled::untouched(slots, error);
                 }
-                Err(stop) => return Filled::untouched(slots, stop.error(true)),
+                Err(stop) => return Filled::untouched(slots, stop.into()),
             };
             let mut pull = Pull {
                 offer,
                 finished: false,
             };
-            if let Some((place, sent, room)) = misfit(&pull.offer, &slots) {
-                pull.finish(
-                    0,
-                    Outcome::Length {
-                        place: place as u32,
-                        sent,
-                        room,
-                    },
-                );
-                return Filled::untouched(slots, TransferError::Length { place, sent, room });
+            if let Some((object, sent, capacity)) = misfit(&pull.offer, &slots) {
+                let outcome = Outcome::Length {
+                    object: object as u32,
+                    sent,
+                    capacity,
+                };
+                pull.finish(0, outcome);
+                let error = TransferError::Length {
+                    object,
+                    sent,
+                    capacity,
+                };
+                return Filled::untouched(slots, error);
             }
             if let Some(bytes) = pull.offer.bytes.take() {
-                pull.finish(pull.offer.objects.len(), Outcome::Done);
-                return unpack(slots, &pull.offer.objects, &bytes);
+                pull.finish(pull.offer.lens.len(), Outcome::Done);
+                return unpack(slots, &pull.offer.lens, &bytes);
             }
-            let places: Vec<u64> = pull.offer.objects.iter().map(|o| o.offset).collect();
-            let (from, id) = (Arc::clone(&pull.offer.connection), pull.offer.id);
-            let fetched = self.fetch(&from, Some(id), slots, &places, deadline).await;
+            let from = Arc::clone(&pull.offer.connection);
+            let region = Region::Offer(pull.offer.id);
+            let range = |(slot, &len): (u64, &u64)| Range {
+                region,
+                slot,
+                offset: 0,
+                len,
+            };
+            let ranges: Vec<Range> = (0..).zip(&pull.offer.lens).map(range).collect();
+            let fetched = self.fetch(&from, slots, &ranges, false, deadline).await;
             if fetched.withdrawn && fetched.error.is_none() {
-                // It was not sent after all: this waits for what will be.
+                // It was not sent after all: the next offer is received instead.
                 pull.withdrawn();
                 slots = fetched.slots;
                 continue;
             }
             let outcome = match &fetched.error {
                 None => Outcome::Done,
-                Some(TransferError::Corrupt { place }) => Outcome::Corrupt(*place as u32),
-                Some(TransferError::Deadline { .. }) => Outcome::Aborted,
+                Some(TransferError::Corrupt { object }) => Outcome::Corrupt(*object as u32),
+                Some(TransferError::Deadline) => Outcome::Aborted,
                 // The connection ends, and that tells the peer.
                 Some(TransferError::Closed | TransferError::PeerGone { .. }) => {
                     pull.finished = true;
@@ -169,7 +176,7 @@ impl Shared {
         }
     }
 
-    /// What can be said before a byte moves. None: there is nothing to do.
+    /// What can be said before a byte moves. `None`: there is nothing to do.
     fn paired<S: checks::InArena>(
         &self,
         slots: &[S],
@@ -185,7 +192,7 @@ impl Shared {
         }
         let connection = self.connection(peer)?;
         if Instant::now() >= deadline {
-            return Err(TransferError::Deadline { quiet: true });
+            return Err(TransferError::Deadline);
         }
         Ok(Some(connection))
     }
@@ -193,21 +200,23 @@ impl Shared {
 
 /// The first object that has no slot of its length.
 fn misfit(offer: &Offer, slots: &[ReservedSlot]) -> Option<(usize, u64, u64)> {
-    let room = slots.iter().map(ReservedSlot::len);
-    let room = room.chain(std::iter::repeat(0));
-    let both = offer.objects.iter().map(|object| object.len).zip(room);
-    let misfit = both.enumerate().find(|(_, (sent, room))| sent != room);
-    misfit.map(|(place, (sent, room))| (place, sent, room))
+    let capacity = slots.iter().map(ReservedSlot::len);
+    let capacity = capacity.chain(std::iter::repeat(0));
+    let both = offer.lens.iter().copied().zip(capacity);
+    let misfit = both
+        .enumerate()
+        .find(|(_, (sent, capacity))| sent != capacity);
+    misfit.map(|(object, (sent, capacity))| (object, sent, capacity))
 }
 
-/// Slots with the bytes that came along with an offer.
-fn unpack(slots: Vec<ReservedSlot>, objects: &[Segment], mut bytes: &[u8]) -> Filled {
-    let mut objects = objects.iter();
+/// Copies inlined objects into their slots.
+fn unpack(slots: Vec<ReservedSlot>, lens: &[u64], mut bytes: &[u8]) -> Filled {
+    let mut lens = lens.iter();
     let fill = |mut slot: ReservedSlot| {
-        let Some(object) = objects.next() else {
-            return Slot::Quiet(slot);
+        let Some(len) = lens.next() else {
+            return Slot::Idle(slot);
         };
-        let (now, rest) = bytes.split_at(object.len as usize);
+        let (now, rest) = bytes.split_at(*len as usize);
         slot.bytes_mut().copy_from_slice(now);
         bytes = rest;
         Slot::Written(slot.written())
@@ -218,29 +227,35 @@ fn unpack(slots: Vec<ReservedSlot>, objects: &[Segment], mut bytes: &[u8]) -> Fi
     }
 }
 
-/// What the receiver said.
+/// The outcome of a send, as the receiver tells it.
 fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
     let done = usize::try_from(done).unwrap_or(count).min(count);
-    let failed = |reason: &str| TransferError::Failed {
-        reason: reason.to_owned(),
-        quiet: true,
-    };
+    let failed = |reason: &str| TransferError::Failed(reason.to_owned());
     let error = match outcome {
         Outcome::Done if done == count => None,
         Outcome::Done => Some(failed("the receiver is done with less than was sent")),
-        Outcome::Corrupt(place) => Some(TransferError::Corrupt {
-            place: place as usize,
+        Outcome::Corrupt(object) => Some(TransferError::Corrupt {
+            object: object as usize,
         }),
-        Outcome::Length { place, sent, room } => Some(TransferError::Length {
-            place: place as usize,
+        Outcome::Length {
+            object,
             sent,
-            room,
+            capacity,
+        } => Some(TransferError::Length {
+            object: object as usize,
+            sent,
+            capacity,
         }),
         Outcome::Aborted => Some(failed("the receiver gave up")),
         Outcome::Withdrawn => Some(failed("the receiver found nothing to receive")),
+        Outcome::NotLeased(_) | Outcome::ReadOnly => Some(failed("the receiver may not read")),
         Outcome::Refused(why) => Some(TransferError::Refused(why)),
     };
-    Sent { done, error }
+    Sent {
+        done,
+        error,
+        idle: true,
+    }
 }
 
 /// An offer of this side; withdrawn when dropped before its end.
@@ -248,76 +263,81 @@ struct Offering {
     connection: Arc<Connection>,
     id: u64,
     finished: oneshot::Receiver<(u64, Outcome)>,
-    /// Whether the bytes have gone along.
-    carried: bool,
+    /// Whether the objects are inlined.
+    inlined: bool,
 }
 
 impl Offering {
-    /// Sends the offer; the bytes go along where they are few and need not wait.
-    fn send(&mut self, tag: u64, objects: Vec<Segment>, slots: Arc<Vec<SealedSlot>>) {
+    /// Sends the offer; the objects are inlined where they are small and need not wait.
+    fn send(&mut self, tag: u64, slots: Arc<Vec<SealedSlot>>) {
         let (connection, id) = (&self.connection, self.id);
-        let room = Arc::clone(&connection.carried_room);
-        let room = may_be_carried(&objects).then(|| room.try_acquire_owned());
-        if let Some(Ok(room)) = room {
+        let lens: Vec<u64> = slots.iter().map(SealedSlot::len).collect();
+        let capacity = Arc::clone(&connection.inline_capacity);
+        let permit = may_be_inlined(&lens).then(|| capacity.try_acquire_owned());
+        if let Some(Ok(permit)) = permit {
             // Before it is sent, since the peer may be done with it at once.
-            connection.set_carried(id, Some(room));
-            let segments = objects.clone();
+            connection.set_inlined(id, Some(permit));
+            let segment = |slot: &SealedSlot| Segment {
+                offset: slot.offset(),
+                len: slot.len(),
+            };
+            let segments = slots.iter().map(segment).collect();
             let offer = Frame::Offer {
                 id,
                 tag,
-                objects: segments.clone(),
-                carried: true,
+                lens: lens.clone(),
+                inlined: true,
             };
-            let source = Source::Offer { _slots: slots };
-            self.carried = connection.lanes[0].outbox.push_now(Outgoing {
-                payload: Some(Payload { segments, source }),
-                ..Outgoing::of(offer.encode())
+            let source = Source::Offer(slots);
+            self.inlined = connection.streams[0].queue.push_now(Outgoing {
+                payload: vec![Run { source, segments }],
+                ..Outgoing::of(&offer)
             });
-            if self.carried {
+            if self.inlined {
                 return;
             }
-            connection.set_carried(id, None);
+            connection.set_inlined(id, None);
         }
         let offer = Frame::Offer {
             id,
             tag,
-            objects,
-            carried: false,
+            lens,
+            inlined: false,
         };
-        connection.say(0, &offer);
+        connection.send(0, &offer);
     }
 
     /// Whether the peer had not begun to read it, and will not.
     fn withdraw(&mut self) -> bool {
-        let mut offers = self.connection.offers.lock();
-        let Some(offered) = offers.get_mut(&self.id) else {
+        let mut offered = self.connection.offered.lock();
+        let Some(offer) = offered.get_mut(&self.id) else {
             return false;
         };
-        let withdraw = Outgoing::of(Frame::Withdraw { id: self.id }.encode());
-        let lane = &self.connection.lanes[0];
-        if self.carried {
-            // The rest stays until the peer has answered: it has the bytes for so long.
-            let slots = offered.objects.take();
-            drop(offers);
+        let withdraw = Outgoing::of(&Frame::Withdraw { id: self.id });
+        let queue = &self.connection.streams[0].queue;
+        if self.inlined {
+            // The entry stays until the peer has answered: it has the bytes for so long.
+            let slots = offer.objects.take();
+            drop(offered);
             if slots.is_some() {
-                lane.push(withdraw);
+                queue.push(withdraw);
             }
             return false;
         }
-        let offered = offers.remove(&self.id);
-        drop(offers);
-        let Some(Offered { room, pulled, .. }) = offered else {
+        let offer = offered.remove(&self.id);
+        drop(offered);
+        let Some(Offered { permit, pulled, .. }) = offer else {
             return false;
         };
         // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
-        lane.push(Outgoing {
-            _room: Some(room),
+        queue.push(Outgoing {
+            _permit: Some(permit),
             ..withdraw
         });
         !pulled
     }
 
-    /// What the peer says; none when the connection ended first.
+    /// What the peer says; `None` when the connection ended first.
     async fn finished(mut self) -> Option<(u64, Outcome)> {
         (&mut self.finished).await.ok()
     }
@@ -341,10 +361,10 @@ impl Pull {
         self.offer.finish(done, outcome);
     }
 
-    /// The peer has taken it back.
+    /// The peer has withdrawn it.
     fn withdrawn(&mut self) {
         self.finished = true;
-        if self.offer.carried {
+        if self.offer.inlined {
             self.offer.finish(0, Outcome::Withdrawn);
         }
     }

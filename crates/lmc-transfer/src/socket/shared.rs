@@ -1,10 +1,10 @@
-//! What all parts of a channel share: the arena, the counters, and the table of peers.
+//! State that all parts of a channel share: the arena, the leases, and the table of peers.
 
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -12,32 +12,42 @@ use tokio::io::Interest;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::budget::Budget;
 use super::config::SocketConfig;
-use super::connection::{Connection, Outgoing, Remote, supervise};
-use super::endpoint::{Socket, Sockets};
-use super::greet::Session;
-use super::rendezvous::Rendezvous;
+use super::connection::{Connection, End, Remote};
+use super::handshake::Joining;
+use super::offers::Offers;
 use super::stats::Counters;
+use super::supervise::{Begin, SILENT_INTERVALS, supervise};
 use super::threads::Threads;
-use super::timer::Timer;
 use super::window::Window;
-use crate::{PeerId, TransferError};
+use crate::config::PeerEvent;
+use crate::connect_once::ConnectOnce;
+use crate::lease::Leases;
+use crate::net::Sockets;
+use crate::session::{Local, SecureStream};
+use crate::timer::Timer;
+use crate::{PeerId, PublicIdentity, TransferError};
+
+/// Time between two questions to a connection whose name another peer claims.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) config: SocketConfig,
-    pub(super) incarnation: u64,
+    pub(super) local: Local,
     /// Connects so far.
     pub(super) attempts: AtomicU64,
     pub(super) window: Window,
+    pub(super) leases: Arc<Leases>,
     pub(super) counters: Arc<Counters>,
+    pub(super) budget: Arc<Budget>,
     pub(super) timer: Timer,
     pub(super) threads: Threads,
     /// Handshakes that wait for their other streams.
-    pub(super) sessions: Mutex<HashMap<[u8; 16], Session>>,
-    /// One connect to a peer at a time.
-    pub(super) turns: Mutex<HashMap<PeerId, Arc<tokio::sync::Mutex<()>>>>,
-    /// None after closing.
+    pub(super) joining: Mutex<HashMap<[u8; 16], Joining>>,
+    pub(super) connects: ConnectOnce,
+    /// `None` after closing.
     peers: Mutex<Option<HashMap<PeerId, Peer>>>,
     closed: watch::Sender<bool>,
 }
@@ -46,66 +56,74 @@ pub(super) struct Shared {
 #[derive(Debug)]
 struct Peer {
     incarnation: u64,
-    rendezvous: Arc<Rendezvous>,
-    /// The oldest comes first, and is used: so that the order of offers is kept. There are two
+    identity: PublicIdentity,
+    offers: Arc<Offers>,
+    /// The oldest comes first, and is used, so that the order of offers is kept. There are two
     /// when both sides connected at the same time.
     connections: Vec<Arc<Connection>>,
 }
 
-/// Why a connection is not taken into the table.
+/// Why a connection is not added to the table.
 #[derive(Debug, Error)]
 pub(super) enum NotInstalled {
     #[error("the channel is closed")]
     Closed,
     #[error("the channel has as many peers as it may")]
     Full,
-    #[error("a later connection stands already")]
-    Overtaken,
+    #[error("superseded by a newer connection")]
+    Superseded,
+    #[error("the name is in use by another identity, whose connection is alive")]
+    NameInUse,
     #[error("the other side has given up")]
     GivenUp,
     #[error("its streams cannot be watched: {0}")]
     Unwatched(#[source] io::Error),
 }
 
-/// Why a wait ended before what it waited for.
+/// Why a wait ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
     Deadline,
     Closed,
 }
 
-impl Stop {
-    pub(super) fn error(self, quiet: bool) -> TransferError {
-        match self {
-            Self::Deadline => TransferError::Deadline { quiet },
-            Self::Closed => TransferError::Closed,
+impl From<Stop> for TransferError {
+    fn from(stop: Stop) -> Self {
+        match stop {
+            Stop::Deadline => Self::Deadline,
+            Stop::Closed => Self::Closed,
         }
     }
 }
 
+/// What stands in the way of a connection.
+enum Obstacle {
+    /// Connections that the new one replaces.
+    Stale(Vec<Arc<Connection>>),
+    /// A connection that it may replace only if that is dead.
+    Alive(Arc<Connection>),
+}
+
 impl Shared {
-    pub(super) fn new(
-        config: SocketConfig,
-        incarnation: u64,
-        timer: Timer,
-        threads: Threads,
-    ) -> Self {
+    pub(super) fn new(config: SocketConfig, local: Local, timer: Timer, threads: Threads) -> Self {
         Self {
             window: Window::new(Arc::clone(&config.channel.arena)),
+            leases: Leases::new(local.incarnation),
+            budget: Budget::new(config.peer_memory),
             config,
-            incarnation,
+            local,
             attempts: AtomicU64::new(0),
             counters: Arc::default(),
             timer,
             threads,
-            sessions: Mutex::default(),
-            turns: Mutex::default(),
+            joining: Mutex::default(),
+            connects: ConnectOnce::default(),
             peers: Mutex::new(Some(HashMap::new())),
             closed: watch::Sender::new(false),
         }
     }
 
-    /// The connection to a peer, and the place where its offers are met.
+    /// The connection to a peer.
     ///
     /// # Errors
     /// Also when the channel is closed.
@@ -140,135 +158,211 @@ impl Shared {
         }
     }
 
-    fn has_room(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {
+    fn has_capacity(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {
         peers.contains_key(peer) || peers.len() < self.config.channel.max_peers
     }
 
-    /// Whether a connection to this peer would be taken into the table now.
+    /// Whether a connection to this peer would be added to the table now.
     pub(super) fn would_install(&self, peer: &PeerId) -> Result<(), NotInstalled> {
         match self.peers.lock().as_ref() {
             None => Err(NotInstalled::Closed),
-            Some(peers) if self.has_room(peers, peer) => Ok(()),
+            Some(peers) if self.has_capacity(peers, peer) => Ok(()),
             Some(_) => Err(NotInstalled::Full),
         }
     }
 
-    /// Takes a connection into the table and starts it; `first` goes ahead of all frames. What
-    /// there was of another incarnation, or by the same direction, has ended before. The sockets
-    /// stay where it is not taken, unless another thread cannot have them.
+    /// Adds a connection to the table and starts it; `first` is sent before all frames. What it
+    /// replaces has ended before. The streams stay where it is not added, unless another thread
+    /// cannot have them.
     pub(super) async fn install(
         self: &Arc<Self>,
         remote: Remote,
-        sockets: &mut Vec<Socket>,
+        streams: &mut Vec<SecureStream>,
         first: Option<Vec<u8>>,
     ) -> Result<(), NotInstalled> {
-        let threads: Vec<Handle> = self.threads.for_streams(sockets.len()).cloned().collect();
-        let both = std::mem::take(sockets).into_iter().zip(&threads);
-        let watched: io::Result<_> = both.map(|(socket, by)| socket.watched_by(by)).collect();
-        *sockets = watched.map_err(NotInstalled::Unwatched)?;
-        for socket in &*sockets {
-            // Until its thread has seen this, nothing goes at once.
-            let seen = socket.ready(Interest::WRITABLE).await;
+        let threads: Vec<Handle> = self.threads.for_streams(streams.len()).cloned().collect();
+        let dead_after = remote.keepalive * (SILENT_INTERVALS + 1);
+        let moved = |(stream, thread): (SecureStream, &Handle)| {
+            stream.socket.set_dead_after(dead_after);
+            let socket = stream.socket.watched_by(thread)?;
+            Ok(SecureStream { socket, ..stream })
+        };
+        let moved: io::Result<_> = std::mem::take(streams)
+            .into_iter()
+            .zip(&threads)
+            .map(moved)
+            .collect();
+        *streams = moved.map_err(NotInstalled::Unwatched)?;
+        for stream in &*streams {
+            // Until its thread has seen this, nothing is sent at once.
+            let seen = stream.socket.ready(Interest::WRITABLE).await;
             seen.map_err(NotInstalled::Unwatched)?;
         }
         loop {
-            let stale = {
-                let mut peers = self.peers.lock();
-                let peers = peers.as_mut().ok_or(NotInstalled::Closed)?;
-                if is_overtaken(peers, &remote) {
-                    return Err(NotInstalled::Overtaken);
+            let obstacle = {
+                let mut table = self.peers.lock();
+                let peers = table.as_mut().ok_or(NotInstalled::Closed)?;
+                if is_superseded(peers, &remote) {
+                    return Err(NotInstalled::Superseded);
                 }
-                // It may have begun anew since: what it has now stays.
-                if remote.incoming && sockets.iter().any(Socket::is_closed) {
+                // It may have begun again since: what it has now stays.
+                if remote.incoming && streams.iter().any(|stream| stream.socket.is_closed()) {
                     return Err(NotInstalled::GivenUp);
                 }
-                if !self.has_room(peers, &remote.id) {
+                if !self.has_capacity(peers, &remote.id) {
                     return Err(NotInstalled::Full);
                 }
-                let stale = take_stale(peers, &remote);
-                if stale.is_empty() {
-                    let peer = peers.entry(remote.id.clone()).or_insert_with(|| Peer {
-                        incarnation: remote.incarnation,
-                        rendezvous: Arc::new(Rendezvous::new()),
-                        connections: Vec::new(),
-                    });
-                    let rendezvous = Arc::clone(&peer.rendezvous);
-                    let sockets = Arc::new(Sockets(std::mem::take(sockets)));
-                    let (connection, queues) = Connection::new(self, remote, &sockets, rendezvous);
-                    if let Some(bytes) = first {
-                        connection.lanes[0].push(Outgoing::of(bytes));
+                match obstacle(peers, &remote) {
+                    None => {
+                        let (id, incarnation) = (remote.id.clone(), remote.incarnation);
+                        let new = self.add(peers, remote, std::mem::take(streams), first, &threads);
+                        drop(table);
+                        if new {
+                            let event = PeerEvent::Connected { incarnation };
+                            self.config.channel.tell(&id, event);
+                        }
+                        return Ok(());
                     }
-                    peer.connections.push(Arc::clone(&connection));
-                    let lanes = threads.iter().cloned().zip(queues).collect();
-                    let supervise = supervise(Arc::clone(self), connection, sockets, lanes);
-                    // Not beside the first stream, where most small frames are.
-                    let thread = threads.last().unwrap_or(self.threads.first());
-                    thread.spawn(supervise);
-                    return Ok(());
+                    Some(obstacle) => obstacle,
                 }
-                stale
             };
-            // All of them first: they are no longer in the table, and whoever waits here may be
-            // dropped.
-            stale.iter().for_each(|connection| connection.stop());
-            for connection in stale {
-                connection.ended().await;
+            match obstacle {
+                Obstacle::Stale(stale) => {
+                    // All of them first: they are no longer in the table, and this future may be
+                    // dropped.
+                    stale.iter().for_each(|connection| connection.stop());
+                    for connection in stale {
+                        connection.ended().await;
+                    }
+                }
+                Obstacle::Alive(connection) => {
+                    if connection.is_alive(ASK_AGAIN).await {
+                        return Err(NotInstalled::NameInUse);
+                    }
+                }
             }
         }
     }
 
-    /// A connection has ended.
-    pub(super) fn forget(&self, connection: &Arc<Connection>) {
-        let mut peers = self.peers.lock();
-        let Some(peers) = peers.as_mut() else { return };
-        let id = &connection.remote.id;
-        let Some(peer) = peers.get_mut(id) else {
-            return;
-        };
-        peer.connections.retain(|c| !Arc::ptr_eq(c, connection));
-        if peer.connections.is_empty() {
-            peer.rendezvous.end();
-            peers.remove(id);
+    /// Starts a connection. Whether its peer is new.
+    fn add(
+        self: &Arc<Self>,
+        peers: &mut HashMap<PeerId, Peer>,
+        remote: Remote,
+        streams: Vec<SecureStream>,
+        first: Option<Vec<u8>>,
+        threads: &[Handle],
+    ) -> bool {
+        let mut new = false;
+        let peer = peers.entry(remote.id.clone()).or_insert_with(|| {
+            new = true;
+            Peer {
+                incarnation: remote.incarnation,
+                identity: remote.identity,
+                offers: Arc::new(Offers::new()),
+                connections: Vec::new(),
+            }
+        });
+        let offers = Arc::clone(&peer.offers);
+        let (mut sockets, mut sealers, mut openers) = (Vec::new(), Vec::new(), Vec::new());
+        for stream in streams {
+            sockets.push(stream.socket);
+            sealers.push(stream.sealer);
+            openers.push(stream.opener);
         }
+        let sockets = Arc::new(Sockets(sockets));
+        let (connection, queues) = Connection::new(self, remote, &sockets, sealers, offers);
+        if let Some(bytes) = first {
+            connection.streams[0].queue.push_raw(bytes);
+        }
+        peer.connections.push(Arc::clone(&connection));
+        let begin = |((thread, opener), queue): ((&Handle, _), _)| Begin {
+            thread: thread.clone(),
+            opener,
+            queue,
+        };
+        let begin = threads.iter().zip(openers).zip(queues).map(begin).collect();
+        let supervise = supervise(Arc::clone(self), connection, sockets, begin);
+        // Not on the first stream's thread, where most small frames are.
+        let thread = threads.last().unwrap_or(self.threads.first());
+        thread.spawn(supervise);
+        new
+    }
+
+    /// Removes a connection that has ended.
+    pub(super) fn remove(&self, connection: &Arc<Connection>, end: &End) {
+        let remote = &connection.remote;
+        {
+            let mut peers = self.peers.lock();
+            let entry = peers.as_mut().and_then(|peers| peers.get_mut(&remote.id));
+            let entry = entry.filter(|peer| peer.incarnation == remote.incarnation);
+            if let Some(peer) = entry {
+                peer.connections.retain(|c| !Arc::ptr_eq(c, connection));
+                if !peer.connections.is_empty() {
+                    return;
+                }
+                peer.offers.end();
+                if let Some(peers) = peers.as_mut() {
+                    peers.remove(&remote.id);
+                }
+            }
+        }
+        self.leases.end(remote.incarnation);
+        let event = PeerEvent::Gone {
+            incarnation: remote.incarnation,
+            reason: end.reason.clone(),
+        };
+        self.config.channel.tell(&remote.id, event);
+    }
+
+    /// All connections to a peer.
+    pub(super) fn connections(&self, peer: &PeerId) -> Vec<Arc<Connection>> {
+        let peers = self.peers.lock();
+        let entry = peers.as_ref().and_then(|peers| peers.get(peer));
+        entry.map_or_else(Vec::new, |peer| peer.connections.clone())
     }
 
     /// Ends all calls, and lets none begin.
     pub(super) fn close(&self) {
         self.closed.send_replace(true);
+        self.leases.end_all();
         let peers = self.peers.lock().take();
         for peer in peers.into_iter().flat_map(HashMap::into_values) {
-            peer.rendezvous.end();
+            peer.offers.end();
             for connection in peer.connections {
                 connection.stop();
             }
         }
-        let sessions = std::mem::take(&mut *self.sessions.lock());
-        drop(sessions);
+        let joining = std::mem::take(&mut *self.joining.lock());
+        drop(joining);
     }
 }
 
 /// Whether the initiator has given this attempt up and made another since.
-fn is_overtaken(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
+fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
     let peer = peers.get(&new.id);
-    let peer = peer.filter(|peer| peer.incarnation == new.incarnation);
+    let peer = peer.filter(|p| p.incarnation == new.incarnation && p.identity == new.identity);
     peer.into_iter()
         .flat_map(|peer| &peer.connections)
         .any(|c| c.remote.incoming == new.incoming && c.remote.attempt > new.attempt)
 }
 
-/// Connections that a new one takes the place of.
-fn take_stale(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Vec<Arc<Connection>> {
-    let Some(peer) = peers.get_mut(&new.id) else {
-        return Vec::new();
-    };
-    if peer.incarnation != new.incarnation {
-        peer.rendezvous.end();
-        let peer = peers.remove(&new.id);
-        return peer.map(|peer| peer.connections).unwrap_or_default();
+/// What stands in the way of a new connection. A newer incarnation replaces an older one of the
+/// same identity. Nothing else replaces a connection that is alive.
+fn obstacle(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Option<Obstacle> {
+    let peer = peers.get_mut(&new.id)?;
+    let same = peer.identity == new.identity;
+    if same && peer.incarnation == new.incarnation {
+        // While there is another connection the entry stays, and with it what waits there.
+        let replaced = |c: &Arc<Connection>| c.remote.incoming == new.incoming;
+        let (stale, kept) = peer.connections.drain(..).partition(replaced);
+        peer.connections = kept;
+        let stale: Vec<_> = stale;
+        return (!stale.is_empty()).then_some(Obstacle::Stale(stale));
     }
-    // While there is another connection the entry stays, and with it what waits there.
-    let same = |c: &Arc<Connection>| c.remote.incoming == new.incoming;
-    let (stale, kept) = peer.connections.drain(..).partition(same);
-    peer.connections = kept;
-    stale
+    if same && peer.incarnation < new.incarnation {
+        return Some(Obstacle::Stale(peer.connections.clone()));
+    }
+    let alive = peer.connections.first()?;
+    Some(Obstacle::Alive(Arc::clone(alive)))
 }

@@ -1,30 +1,21 @@
-//! How a batch is spread over the streams of a connection.
+//! Spreads a batch over the streams of a connection.
 
-use super::frame::{MAX_SEGMENTS, PIECE, Segment};
+use super::frame::{MAX_RANGES, PIECE};
+use crate::lease::{Range, Segment};
 
 /// An object of a batch, or a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Portion {
-    /// The object's place in the batch.
-    pub(super) place: usize,
+    /// Number of the object in the batch.
+    pub(super) object: usize,
     /// In this side's arena.
     pub(super) local: Segment,
-    /// Bytes from the start of the peer's arena.
-    pub(super) remote: u64,
+    /// In the peer's memory; of the same length.
+    pub(super) remote: Range,
 }
 
-impl Portion {
-    /// In the peer's arena.
-    pub(super) fn at_peer(&self) -> Segment {
-        Segment {
-            offset: self.remote,
-            len: self.local.len,
-        }
-    }
-}
-
-/// Portions for each frame, with the stream that it goes by, counted from any: about as many
-/// bytes for each stream, none with less than a piece unless there is no more.
+/// Returns the portions of each frame, with the number of its stream: about as many bytes for each
+/// stream, none with less than a piece unless there is no more.
 pub(super) fn spread(
     objects: impl Iterator<Item = Portion> + Clone,
     streams: usize,
@@ -38,14 +29,15 @@ pub(super) fn spread(
             let stream = before / share;
             let len = rest.local.len.min((stream + 1) * share - before);
             let mut now = rest;
-            now.local.len = len;
+            (now.local.len, now.remote.len) = (len, len);
             rest.local.offset += len;
             rest.local.len -= len;
-            rest.remote += len;
+            rest.remote.offset += len;
+            rest.remote.len -= len;
             before += len;
             match frames.last_mut() {
                 Some((last, portions))
-                    if *last == stream as usize && portions.len() < MAX_SEGMENTS =>
+                    if *last == stream as usize && portions.len() < MAX_RANGES =>
                 {
                     portions.push(now);
                 }
@@ -61,6 +53,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::lease::Region;
+
+    fn remote(offset: u64, len: u64) -> Range {
+        Range {
+            region: Region::Lease(1),
+            slot: 2,
+            offset,
+            len,
+        }
+    }
 
     proptest! {
         #[test]
@@ -68,20 +70,20 @@ mod tests {
             lens in prop::collection::vec(1u64..3 << 20, 1..300), streams in 1usize..9
         ) {
             let mut at = 0;
-            let objects: Vec<Portion> = lens.iter().enumerate().map(|(place, &len)| {
+            let objects: Vec<Portion> = lens.iter().enumerate().map(|(object, &len)| {
                 let local = Segment { offset: at, len };
                 at += len;
-                Portion { place, local, remote: 7 + local.offset }
+                Portion { object, local, remote: remote(7 + local.offset, len) }
             }).collect();
             let frames = spread(objects.iter().copied(), streams);
             let mut shares = vec![0; streams];
             let mut next = 0;
             for (stream, portions) in &frames {
-                prop_assert!((1..=MAX_SEGMENTS).contains(&portions.len()));
+                prop_assert!((1..=MAX_RANGES).contains(&portions.len()));
                 for portion in portions {
-                    let object = &objects[portion.place].local;
+                    let object = &objects[portion.object].local;
                     prop_assert_eq!(portion.local.offset, next);
-                    prop_assert_eq!(portion.remote, next + 7);
+                    prop_assert_eq!(portion.remote, remote(next + 7, portion.local.len));
                     prop_assert!(next >= object.offset);
                     next += portion.local.len;
                     prop_assert!(next <= object.offset + object.len);
@@ -98,9 +100,9 @@ mod tests {
     fn many_small_ones_are_cut_into_frames() {
         let local = Segment { offset: 0, len: 8 };
         let one = Portion {
-            place: 0,
+            object: 0,
             local,
-            remote: 0,
+            remote: remote(0, 8),
         };
         let frames = spread(std::iter::repeat_n(one, 10_000), 4);
         let counts: Vec<_> = frames.iter().map(|(s, p)| (*s, p.len())).collect();

@@ -1,10 +1,10 @@
-//! What a channel counts.
+//! Counters of a channel.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// What a [`crate::SocketChannel`] has counted since it was built.
+        /// Counters of a [`crate::SocketChannel`] since it was built.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct SocketStats {
@@ -34,9 +34,9 @@ impl Counter {
 }
 
 counters! {
-    /// Bytes received, frames and all.
+    /// Bytes received, with frames and seals.
     bytes_in,
-    /// Bytes sent, frames and all.
+    /// Bytes sent, with frames and seals.
     bytes_out,
     /// Calls of this side that moved something or tried to.
     operations,
@@ -44,13 +44,13 @@ counters! {
     served,
     /// Pieces of objects that arrived with a wrong checksum.
     corrupt,
-    /// Connections to this side that did not get through the handshake.
+    /// Connections to this side that did not complete the handshake.
     refused_handshakes,
-    /// Requests of peers for what they may not have: places outside the arena.
+    /// Requests of peers that were refused: not leased to them, or beyond their rights.
     refused_requests,
-    /// Connections that were ended because the peer broke the protocol.
+    /// Connections that were ended because the peer broke the protocol or exceeded its memory.
     broken,
-    /// Pieces of objects that were thrown away: their call had ended before they came, or their
-    /// places were refused. Such slots are given back at once; none waits in quarantine.
+    /// Pieces of objects that were discarded: their call had ended before they came, or their
+    /// request was refused. Such slots are returned at once; none is quarantined.
     discarded,
 }

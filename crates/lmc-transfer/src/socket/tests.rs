@@ -1,8 +1,9 @@
-//! What a peer that keeps no rules can do: a hand-made one, byte by byte.
+//! Peers that keep no rules: a hand-made one, byte by byte.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Waker};
 use std::thread;
@@ -10,19 +11,24 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 
-use super::connection::LANE_ROOM;
-use super::frame::{Decoder, Frame, Outcome, PieceHead, Segment};
-use super::handshake::{
-    Label, Message, PREAMBLE, Side, Transcript, VERSION, message_len, preamble,
-};
-use super::rendezvous::{OFFER_ROOM, room_of};
+use super::connection::MAX_REQUESTS;
+use super::frame::{Decoder, Frame, Outcome, PieceHead, seal_header};
+use super::handshake::{Side, Terms, decode, encode};
+use super::offers::{OFFER_CAPACITY, size_of_offer};
 use super::{SocketChannel, SocketConfig};
+use crate::lease::{Range, Region};
+use crate::session::testing::{
+    RawSession, VERSION, first_message, out_of_order, preamble, stray_join,
+};
+use crate::session::{Message, PREAMBLE, Sealer};
 use crate::{
-    Address, ChannelConfig, ConnectError, Filled, Index, PeerId, Slot, TransferChannel,
-    TransferError, block_on,
+    Address, ChannelConfig, ConnectError, Filled, Identity, Index, PeerId, Rights, Slot,
+    TransferChannel, TransferError, block_on,
 };
 
-mod carrying;
+mod hostile;
+mod inlining;
+mod liveness;
 mod stalling;
 mod waiting;
 
@@ -43,8 +49,14 @@ fn local(port: u16) -> Address {
     Address::Tcp { host, port }
 }
 
-fn segment(offset: u64, len: u64) -> Segment {
-    Segment { offset, len }
+/// A range of the open arena.
+fn range(offset: u64, len: u64) -> Range {
+    Range {
+        region: Region::Arena,
+        slot: 0,
+        offset,
+        len,
+    }
 }
 
 struct Victim {
@@ -57,7 +69,9 @@ impl Victim {
         let arena = ArenaConfig::anonymous(8 << 20).build().expect("8 MiB");
         let arena = Arc::new(arena);
         let pool = Pool::new(Arc::clone(&arena), PoolConfig::default()).expect("a pool");
-        let channel = ChannelConfig::new(name("victim"), arena);
+        let mut channel = ChannelConfig::new(name("victim"), arena);
+        channel.open_arena = true;
+        channel.rights = Rights::ReadWrite;
         let mut config = SocketConfig::new(channel, local(0));
         change(&mut config);
         let channel = config.build().expect("a free port");
@@ -80,7 +94,7 @@ impl Victim {
     }
 
     fn slot(&self, byte: u8, len: u64) -> ReservedSlot {
-        let mut slot = self.pool.reserve(len).expect("room");
+        let mut slot = self.pool.reserve(len).expect("capacity");
         slot.bytes_mut().fill(byte);
         slot
     }
@@ -109,72 +123,88 @@ impl Victim {
     }
 }
 
+/// The identity of the hand-made peer.
+fn raw_identity() -> &'static Identity {
+    static IDENTITY: OnceLock<Identity> = OnceLock::new();
+    IDENTITY.get_or_init(|| Identity::generate().expect("random numbers"))
+}
+
 /// The hand-made peer, on one stream.
 struct Raw {
     stream: TcpStream,
+    sealer: Sealer,
     decoder: Decoder,
     rest: Vec<u8>,
+    incarnation: u64,
 }
 
-fn hear(stream: &mut TcpStream) -> Message {
-    let mut first = [0; PREAMBLE];
-    stream.read_exact(&mut first).expect("a preamble");
-    let mut bytes = vec![0; message_len(first).expect("our own version")];
-    stream.read_exact(&mut bytes).expect("a message");
-    Message::decode(&bytes).expect("a message that can be parsed")
-}
-
-fn side(id: &str, incarnation: u64) -> Side {
+fn side() -> Side {
     Side {
-        id: id.to_owned(),
-        incarnation,
         attempt: 0,
         arena: 8 << 20,
         unit: 4096,
         streams: 1,
         keepalive: 10,
-        keyed: false,
-        nonce: [3; 32],
+        sealed: false,
+    }
+}
+
+fn hello(from: &str, to: &str, incarnation: u64, side: &Side) -> Message {
+    Message::Hello {
+        kind: "socket".to_owned(),
+        from: from.to_owned(),
+        to: to.to_owned(),
+        incarnation,
+        payload: encode(side),
     }
 }
 
 impl Raw {
     /// Connects to the victim as `raw`.
     fn connect(victim: &Victim, incarnation: u64) -> Self {
-        let mut stream = Self::greet(victim, incarnation);
-        assert!(matches!(hear(&mut stream), Message::Welcome { .. }));
+        let mut session = Self::handshake(victim, incarnation);
+        let welcome = session.recv().expect("a welcome");
+        assert!(matches!(welcome, Message::Welcome { .. }), "{welcome:?}");
         let raw = Self {
-            stream,
-            decoder: Decoder::default(),
+            stream: session.stream,
+            sealer: session.sealer,
+            decoder: Decoder::new(session.opener),
             rest: Vec::new(),
+            incarnation,
         };
         assert!(victim.channel.is_connected(&name("raw")));
         raw
     }
 
-    /// A handshake but for the welcome.
-    fn greet(victim: &Victim, incarnation: u64) -> TcpStream {
-        let mut stream = victim.stream();
-        let mine = side("raw", incarnation);
-        let mut said = Transcript::new(None);
-        let to = "victim".to_owned();
-        said.add(&(&mine, &to));
-        let hello = Message::Hello { side: mine, to };
-        stream.write_all(&hello.encode()).expect("sent");
-        let Message::Challenge { side, .. } = hear(&mut stream) else {
-            panic!("a challenge is next");
+    /// A handshake up to the welcome.
+    fn handshake(victim: &Victim, incarnation: u64) -> RawSession {
+        let session = RawSession::prove(victim.stream(), raw_identity(), None);
+        let mut session = session.expect("it is let in");
+        let hello = hello("raw", "victim", incarnation, &side());
+        session.send(&hello).expect("sent");
+        let Ok(Message::Proceed { payload, .. }) = session.recv() else {
+            panic!("it is to proceed");
         };
-        said.add(&side);
-        let message = None;
-        let proof = said.prove(Label::Proof, &message);
-        let proof = Message::Proof { message, proof };
-        stream.write_all(&proof.encode()).expect("sent");
-        assert!(matches!(hear(&mut stream), Message::Session { .. }));
-        stream
+        let terms: Terms = decode(&payload).expect("terms");
+        assert_eq!(terms.side.streams, 1);
+        let ready = Message::Ready {
+            message: None,
+            payload: Vec::new(),
+        };
+        session.send(&ready).expect("sent");
+        session
     }
 
-    fn say(&mut self, frame: &Frame) {
-        self.stream.write_all(&frame.encode()).expect("sent");
+    /// The bytes of a frame.
+    fn bytes_of(&mut self, frame: &Frame) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        seal_header(&frame.encode(), &mut self.sealer, &mut bytes);
+        bytes
+    }
+
+    fn send(&mut self, frame: &Frame) {
+        let bytes = self.bytes_of(frame);
+        self.stream.write_all(&bytes).expect("sent");
     }
 
     fn pay(&mut self, bytes: &[u8], sum: u64) {
@@ -184,14 +214,14 @@ impl Raw {
         self.stream.write_all(bytes).expect("sent");
     }
 
-    /// The next frame that is no ping.
+    /// The next frame that is no sign of life.
     fn frame(&mut self) -> Frame {
         loop {
             let mut input = &self.rest[..];
             let frame = self.decoder.feed(&mut input).expect("valid frames");
             self.rest = input.to_vec();
             match frame {
-                Some(Frame::Ping) => {}
+                Some(Frame::Ping(_) | Frame::Pong(_)) => {}
                 Some(frame) => return frame,
                 None => self.more(),
             }
@@ -213,13 +243,13 @@ impl Raw {
         std::mem::replace(&mut self.rest, tail)
     }
 
-    /// The frames until the victim hangs up, without pings.
+    /// The frames until the victim hangs up, without signs of life.
     fn until_closed(mut self) -> Vec<Frame> {
         let mut frames = Vec::new();
         let _ = self.stream.read_to_end(&mut self.rest);
         let mut input = &self.rest[..];
         while let Some(frame) = self.decoder.feed(&mut input).expect("valid frames") {
-            if frame != Frame::Ping {
+            if !matches!(frame, Frame::Ping(_) | Frame::Pong(_)) {
                 frames.push(frame);
             }
         }
@@ -228,13 +258,17 @@ impl Raw {
 
     /// Whether the victim has hung up.
     fn finds_it_closed(mut self) -> bool {
-        let mut bytes = [0; 4096];
-        loop {
-            match self.stream.read(&mut bytes) {
-                Ok(0) => return true,
-                Ok(_) => {}
-                Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
-            }
+        finds_it_closed(&mut self.stream)
+    }
+}
+
+fn finds_it_closed(stream: &mut TcpStream) -> bool {
+    let mut bytes = [0; 4096];
+    loop {
+        match stream.read(&mut bytes) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
         }
     }
 }
@@ -247,60 +281,41 @@ fn reading(
     then: impl FnOnce(&mut Raw, u64),
 ) -> Filled {
     let slots = vec![victim.slot(1, 4096), victim.slot(1, 4096)];
+    let indices = [0, 7].map(|unit| Index::arena(raw.incarnation, unit));
     thread::scope(|scope| {
-        let read = scope.spawn(|| {
-            let (raw, indices) = (name("raw"), [Index(0), Index(7)]);
-            block_on(victim.channel.read(slots, &raw, &indices, deadline))
-        });
-        let Frame::Read { id, segments, .. } = raw.frame() else {
+        let read =
+            scope.spawn(|| block_on(victim.channel.read(slots, &name("raw"), &indices, deadline)));
+        let Frame::Read { id, ranges } = raw.frame() else {
             panic!("a read is next");
         };
-        assert_eq!(segments, [segment(0, 4096), segment(7 * 4096, 4096)]);
+        assert_eq!(ranges, [range(0, 4096), range(7 * 4096, 4096)]);
         then(raw, id);
         read.join().expect("a read does not panic")
     })
 }
 
 #[test]
-fn what_is_no_handshake_finds_it_closed_counted_and_forgotten() {
+fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     let victim = Victim::new(|config| {
         config.channel.handshake_timeout = Duration::from_millis(300);
     });
-    let hello = Message::Hello {
-        side: side("raw", 1),
-        to: "victim".into(),
-    };
-    let mut odd = side("raw", 1);
-    odd.unit = 3;
-    let odd = Message::Hello {
-        side: odd,
-        to: "victim".into(),
-    };
-    let mut changed = hello.encode();
+    let (_, first) = first_message(raw_identity(), None);
+    let mut changed = first.clone();
     *changed.last_mut().expect("bytes") ^= 1;
-    let join = Message::Join {
-        session: [1; 16],
-        stream: 1,
-        proof: [0; 32],
-    };
+    let (join, late) = (stray_join(), out_of_order());
     let cases: &[&[u8]] = &[
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         &preamble(VERSION, u32::MAX),
         &preamble(VERSION, 0),
         &preamble(VERSION + 1, 10),
         &[&preamble(VERSION, 3)[..], &[255; 3]].concat(),
-        // These stall: after nothing, in the midst, after the hello.
+        // These stall: after nothing, in the midst, after the first message.
         b"",
-        &hello.encode()[..20],
-        &hello.encode(),
+        &first[..20],
+        &first,
         &changed,
-        &odd.encode(),
-        &join.encode(),
-        &Message::Welcome {
-            message: None,
-            proof: [0; 32],
-        }
-        .encode(),
+        &join,
+        &late,
     ];
     let streams: Vec<_> = cases
         .iter()
@@ -310,25 +325,46 @@ fn what_is_no_handshake_finds_it_closed_counted_and_forgotten() {
             stream
         })
         .collect();
-    for (stream, case) in streams.into_iter().zip(cases) {
-        let raw = Raw {
-            stream,
-            decoder: Decoder::default(),
-            rest: Vec::new(),
-        };
-        assert!(raw.finds_it_closed(), "{case:?}");
+    for (mut stream, case) in streams.into_iter().zip(cases) {
+        assert!(finds_it_closed(&mut stream), "{case:?}");
     }
-    let refused = |v: &Victim| v.channel.stats().refused_handshakes == cases.len() as u64;
+    // Those who prove the key, and then say what cannot be.
+    let mut odd = side();
+    odd.unit = 3;
+    let welcome = Message::Welcome {
+        message: None,
+        payload: Vec::new(),
+    };
+    let mut other_kind = hello("raw", "victim", 1, &side());
+    if let Message::Hello { kind, .. } = &mut other_kind {
+        *kind = "nixl".to_owned();
+    }
+    let messages = [
+        hello("raw", "victim", 1, &odd),
+        hello("raw", "somebody", 1, &side()),
+        hello("no name", "victim", 1, &side()),
+        other_kind,
+        welcome,
+    ];
+    for message in &messages {
+        let session = RawSession::prove(victim.stream(), raw_identity(), None);
+        let mut session = session.expect("the key is right");
+        session.send(message).expect("sent");
+        assert!(finds_it_closed(&mut session.stream), "{message:?}");
+    }
+    let all = (cases.len() + messages.len()) as u64;
+    let refused = |v: &Victim| v.channel.stats().refused_handshakes == all;
     victim.eventually("all are counted", refused);
-    assert!(victim.channel.shared.sessions.lock().is_empty());
+    assert!(victim.channel.shared.joining.lock().is_empty());
     assert!(!victim.channel.is_connected(&name("raw")));
     Raw::connect(&victim, 1);
     victim.ends();
 }
 
-/// More that stall than may be under way from one address: who comes after them waits until they are forgotten.
+/// More sockets stall than may be under way from one address: the next one takes the place of one
+/// of them.
 #[test]
-fn those_who_stall_keep_nobody_out() {
+fn idle_connects_keep_nobody_out() {
     let victim = Victim::new(|config| {
         config.channel.handshake_timeout = Duration::from_millis(500);
     });
@@ -336,7 +372,7 @@ fn those_who_stall_keep_nobody_out() {
     let other = Victim::new(|config| config.channel.id = name("other"));
     let address = victim.channel.address();
     let to = name("victim");
-    block_on(other.channel.connect(&to, address, None, soon())).expect("they are forgotten");
+    block_on(other.channel.connect(&to, address, None, soon())).expect("it is let in");
     drop(stalled);
     other.ends();
     victim.ends();
@@ -375,34 +411,33 @@ fn a_side_of_another_version_is_told_ours_and_we_are_told_theirs() {
 }
 
 #[test]
-fn places_outside_the_arena_are_refused_on_the_serving_side_too() {
+fn ranges_outside_the_arena_are_refused_on_the_serving_side_too() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let kept = victim.object(5, 4096);
     let outside = [
-        segment(8 << 20, 1),
-        segment((8 << 20) - 1, 2),
-        segment(u64::MAX - 1, 1),
-        segment(0, (8 << 20) + 1),
+        range(8 << 20, 1),
+        range((8 << 20) - 1, 2),
+        range(u64::MAX - 1, 1),
+        range(0, (8 << 20) + 1),
     ];
     for (id, outside) in (0..).zip(outside) {
-        let inside = segment(kept.offset(), 8);
-        raw.say(&Frame::Read {
+        let inside = range(kept.offset(), 8);
+        raw.send(&Frame::Read {
             id,
-            offer: None,
-            segments: vec![inside, outside],
+            ranges: vec![inside, outside],
         });
         let answer = raw.frame();
         let refused = matches!(
             &answer,
-            Frame::Answer { id: found, outcome: Outcome::Refused(_) } if *found == id
+            Frame::Answer { id: found, outcome: Outcome::NotLeased(1) } if *found == id
         );
         assert!(refused, "{answer:?}");
     }
     let bytes = [9; 2];
-    raw.say(&Frame::Write {
+    raw.send(&Frame::Write {
         id: 9,
-        segments: vec![segment(kept.offset(), 2), segment((8 << 20) - 1, 2)],
+        ranges: vec![range(kept.offset(), 2), range((8 << 20) - 1, 2)],
     });
     raw.pay(&bytes, checksum(&bytes));
     raw.pay(&bytes, checksum(&bytes));
@@ -412,7 +447,7 @@ fn places_outside_the_arena_are_refused_on_the_serving_side_too() {
             answer,
             Frame::Answer {
                 id: 9,
-                outcome: Outcome::Refused(_)
+                outcome: Outcome::NotLeased(1)
             }
         ),
         "{answer:?}"
@@ -420,10 +455,9 @@ fn places_outside_the_arena_are_refused_on_the_serving_side_too() {
     assert!(kept.bytes().iter().all(|byte| *byte == 5), "nothing moved");
     assert_eq!(victim.channel.stats().refused_requests, 5);
     // What it may read, it reads.
-    raw.say(&Frame::Read {
+    raw.send(&Frame::Read {
         id: 10,
-        offer: None,
-        segments: vec![segment(kept.offset(), 8)],
+        ranges: vec![range(kept.offset(), 8)],
     });
     assert_eq!(raw.frame(), Frame::Data { id: 10 });
     let head = raw.bytes(PieceHead::LEN).try_into().expect("a head");
@@ -440,43 +474,40 @@ fn an_object_with_a_wrong_checksum_is_corrupt_both_ways() {
     let mut raw = Raw::connect(&victim, 1);
     let good = [7; 4096];
     let filled = reading(&victim, &mut raw, soon(), |raw, id| {
-        raw.say(&Frame::Data { id });
+        raw.send(&Frame::Data { id });
         raw.pay(&good, checksum(&good) ^ 1);
         raw.pay(&good, checksum(&good));
     });
-    assert_eq!(filled.error, Some(TransferError::Corrupt { place: 0 }));
-    assert!(matches!(filled.slots[0], Slot::Quiet(_)));
+    assert_eq!(filled.error, Some(TransferError::Corrupt { object: 0 }));
+    assert!(matches!(filled.slots[0], Slot::Idle(_)));
     match &filled.slots[1] {
         Slot::Written(slot) => assert_eq!(slot.bytes(), good),
         other => panic!("{other:?}"),
     }
     drop(filled);
-    let place = victim.slot(0, 4096);
-    raw.say(&Frame::Write {
+    let slot = victim.slot(0, 4096);
+    raw.send(&Frame::Write {
         id: 3,
-        segments: vec![
-            segment(place.offset(), 10),
-            segment(place.offset() + 10, 10),
-        ],
+        ranges: vec![range(slot.offset(), 10), range(slot.offset() + 10, 10)],
     });
     raw.pay(&good[..10], checksum(&good[..10]));
     raw.pay(&good[..10], 0);
     let outcome = Outcome::Corrupt(1);
     assert_eq!(raw.frame(), Frame::Answer { id: 3, outcome });
     assert_eq!(victim.channel.stats().corrupt, 2);
-    drop(place);
+    drop(slot);
     victim.ends();
 }
 
 /// The slots of a read that missed its deadline are used anew, and then the rest of the old
 /// answer comes.
 #[test]
-fn what_comes_after_the_deadline_is_thrown_away() {
+fn what_comes_after_the_deadline_is_discarded() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let bytes = [7; 4096];
     let filled = reading(&victim, &mut raw, after(300), |raw, id| {
-        raw.say(&Frame::Data { id });
+        raw.send(&Frame::Data { id });
         let head = PieceHead {
             len: 4096,
             sum: checksum(&bytes),
@@ -484,10 +515,10 @@ fn what_comes_after_the_deadline_is_thrown_away() {
         raw.stream.write_all(&head.encode()).expect("sent");
         raw.stream.write_all(&bytes[..1000]).expect("sent");
     });
-    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(filled.error, Some(TransferError::Deadline));
     let mut again = Vec::new();
     for slot in filled.slots {
-        let Slot::Quiet(mut slot) = slot else {
+        let Slot::Idle(mut slot) = slot else {
             panic!("{slot:?}");
         };
         slot.bytes_mut().fill(3);
@@ -503,7 +534,7 @@ fn what_comes_after_the_deadline_is_thrown_away() {
     drop(again);
     // The stream is as good as before.
     let filled = reading(&victim, &mut raw, soon(), |raw, id| {
-        raw.say(&Frame::Data { id });
+        raw.send(&Frame::Data { id });
         raw.pay(&bytes, checksum(&bytes));
         raw.pay(&bytes, checksum(&bytes));
     });
@@ -513,30 +544,34 @@ fn what_comes_after_the_deadline_is_thrown_away() {
 }
 
 #[test]
-fn who_breaks_the_protocol_is_hung_up_on() {
+fn a_peer_that_breaks_the_protocol_is_disconnected() {
     let victim = Victim::new(|_| {});
-    let wrong: &[Vec<u8>] = &[
-        Frame::Data { id: 5 }.encode(),
-        Frame::Answer {
-            id: 5,
-            outcome: Outcome::Done,
-        }
-        .encode(),
-        [&u32::MAX.to_le_bytes()[..], &[0; 8]].concat(),
-        vec![0; 100],
-        [
-            &Frame::Write {
-                id: 1,
-                segments: vec![segment(0, 10)],
-            }
-            .encode()[..],
-            &PieceHead { len: 11, sum: 0 }.encode(),
-        ]
-        .concat(),
+    type Wrong = fn(&mut Raw) -> Vec<u8>;
+    let wrong: &[Wrong] = &[
+        |raw| raw.bytes_of(&Frame::Data { id: 5 }),
+        |raw| {
+            let outcome = Outcome::Done;
+            raw.bytes_of(&Frame::Answer { id: 5, outcome })
+        },
+        |_| [&u32::MAX.to_le_bytes()[..], &[0; 8]].concat(),
+        |_| vec![0; 100],
+        // A header that was changed on the way.
+        |raw| {
+            let mut bytes = raw.bytes_of(&Frame::Ping(1));
+            *bytes.last_mut().expect("bytes") ^= 1;
+            bytes
+        },
+        |raw| {
+            let ranges = vec![range(0, 10)];
+            let mut bytes = raw.bytes_of(&Frame::Write { id: 1, ranges });
+            bytes.extend(PieceHead { len: 11, sum: 0 }.encode());
+            bytes
+        },
     ];
-    for (count, bytes) in (1..).zip(wrong) {
+    for (count, wrong) in (1..).zip(wrong) {
         let mut raw = Raw::connect(&victim, count);
-        raw.stream.write_all(bytes).expect("sent");
+        let bytes = wrong(&mut raw);
+        raw.stream.write_all(&bytes).expect("sent");
         assert!(raw.finds_it_closed(), "{bytes:?}");
         let unknown = |v: &Victim| !v.channel.is_connected(&name("raw"));
         victim.eventually("it is forgotten", unknown);
@@ -546,11 +581,11 @@ fn who_breaks_the_protocol_is_hung_up_on() {
     let mut raw = Raw::connect(&victim, 99);
     let read = Frame::Read {
         id: 1,
-        offer: None,
-        segments: vec![segment(0, 8 << 20); 8],
+        ranges: vec![range(0, 8 << 20); 8],
     };
     for _ in 0..200 {
-        if raw.stream.write_all(&read.encode()).is_err() {
+        let bytes = raw.bytes_of(&read);
+        if raw.stream.write_all(&bytes).is_err() {
             break;
         }
     }
@@ -558,14 +593,15 @@ fn who_breaks_the_protocol_is_hung_up_on() {
     victim.eventually("it is hung up on", |v| v.channel.stats().broken == broken);
     // Offers without end, each of one object.
     let mut raw = Raw::connect(&victim, 100);
-    for id in 0..=2 * OFFER_ROOM / room_of(1) {
+    for id in 0..=2 * OFFER_CAPACITY / size_of_offer(1) {
         let offer = Frame::Offer {
             id: id as u64,
             tag: 1,
-            objects: vec![segment(0, 1)],
-            carried: false,
+            lens: vec![1],
+            inlined: false,
         };
-        if raw.stream.write_all(&offer.encode()).is_err() {
+        let bytes = raw.bytes_of(&offer);
+        if raw.stream.write_all(&bytes).is_err() {
             break;
         }
     }
@@ -579,13 +615,13 @@ fn who_breaks_the_protocol_is_hung_up_on() {
 fn a_new_incarnation_ends_the_old_connection() {
     let victim = Victim::new(|_| {});
     let mut old = Raw::connect(&victim, 1);
-    let place = victim.slot(0, 4096);
-    let at = segment(place.offset(), 4096);
+    let slot = victim.slot(0, 4096);
+    let at = range(slot.offset(), 4096);
     let write = Frame::Write {
         id: 1,
-        segments: vec![at],
+        ranges: vec![at],
     };
-    old.say(&write);
+    old.send(&write);
     let new = Raw::connect(&victim, 2);
     // What the old one sends now, nobody reads.
     let head = PieceHead {
@@ -595,10 +631,10 @@ fn a_new_incarnation_ends_the_old_connection() {
     let _ = old.stream.write_all(&head.encode());
     let _ = old.stream.write_all(&[9; 4096]);
     assert!(old.finds_it_closed());
-    let place = place.written();
-    assert!(place.bytes().iter().all(|byte| *byte == 0), "the old wrote");
+    let slot = slot.written();
+    assert!(slot.bytes().iter().all(|byte| *byte == 0), "the old wrote");
     assert!(victim.channel.is_connected(&name("raw")));
-    drop((new, place));
+    drop((new, slot));
     victim.ends();
 }
 
@@ -610,11 +646,11 @@ fn a_receiver_that_closes_does_not_refuse() {
     for round in 0..50 {
         let victim = Victim::new(|config| config.threads = 1);
         let mut raw = Raw::connect(&victim, 1);
-        raw.say(&Frame::Offer {
+        raw.send(&Frame::Offer {
             id: 1,
             tag: 1,
-            objects: vec![segment(0, 4096)],
-            carried: false,
+            lens: vec![4096],
+            inlined: false,
         });
         let slots = vec![victim.slot(1, 4096)];
         let from = name("raw");
@@ -635,15 +671,23 @@ fn a_receiver_that_closes_does_not_refuse() {
 /// A peer that never stops sending had a thread of the channel for itself: nobody else was
 /// served, and the channel did not close.
 #[test]
-fn a_peer_that_floods_keeps_nobody_out() {
+fn a_flood_of_pings_keeps_nobody_out() {
     let victim = Victim::new(|config| config.threads = 1);
     let mut raw = Raw::connect(&victim, 1);
     let other = Victim::new(|config| config.channel.id = name("other"));
     let object = victim.object(5, 4096);
-    let indices = victim.channel.indices(&[&object]).expect("its own");
-    let pings = Frame::Ping.encode().repeat(10_000);
+    let indices = victim.channel.arena_indices(&[&object]).expect("its own");
     thread::scope(|scope| {
-        let flood = scope.spawn(move || while raw.stream.write_all(&pings).is_ok() {});
+        let flood = scope.spawn(move || {
+            loop {
+                let pings: Vec<u8> = (0..1000)
+                    .flat_map(|_| raw.bytes_of(&Frame::Ping(0)))
+                    .collect();
+                if raw.stream.write_all(&pings).is_err() {
+                    break;
+                }
+            }
+        });
         thread::sleep(Duration::from_millis(100));
         let (to, address) = (name("victim"), victim.channel.address());
         block_on(other.channel.connect(&to, address, None, soon())).expect("it is heard");
@@ -668,7 +712,7 @@ fn a_read_is_not_withdrawn() {
     let mut raw = Raw::connect(&victim, 1);
     let filled = reading(&victim, &mut raw, soon(), |raw, id| {
         let outcome = Outcome::Withdrawn;
-        raw.say(&Frame::Answer { id, outcome });
+        raw.send(&Frame::Answer { id, outcome });
     });
     assert_eq!(filled.done(), 0);
     assert!(filled.error.is_some(), "all is well, and nothing came");
@@ -685,41 +729,15 @@ fn receives_that_are_given_up_leave_nothing() {
     for tag in 0..3 {
         let slots = vec![victim.slot(1, 64)];
         let filled = block_on(victim.channel.receive(slots, &from, tag, after(5)));
-        assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+        assert_eq!(filled.error, Some(TransferError::Deadline));
     }
     let connection = victim
         .channel
         .shared
         .connection(&from)
         .expect("it is there");
-    assert_eq!(connection.rendezvous.tags_in_use(), 0);
+    assert_eq!(connection.incoming.tags_in_use(), 0);
     drop((raw, connection));
-    victim.ends();
-}
-
-/// What is refused before it is known who asks counts as a handshake until it is forgotten.
-#[test]
-fn those_who_are_refused_are_no_more_than_may_be_under_way() {
-    let victim = Victim::new(|config| {
-        config.channel.handshake_timeout = Duration::from_secs(20);
-    });
-    let hello = Message::Hello {
-        side: side("raw", 1),
-        to: "somebody".into(),
-    };
-    let refused: Vec<_> = (0..300)
-        .map(|_| {
-            let mut stream = victim.stream();
-            stream.write_all(&hello.encode()).expect("sent");
-            stream.set_nonblocking(true).expect("a socket");
-            stream
-        })
-        .collect();
-    thread::sleep(Duration::from_millis(500));
-    let heard = |mut stream: &TcpStream| stream.read(&mut [0; 64]).is_ok();
-    let answered = refused.iter().filter(|stream| heard(stream)).count();
-    assert!(answered <= 256, "{answered}");
-    drop(refused);
     victim.ends();
 }
 
@@ -753,7 +771,7 @@ fn each_close_is_over_when_nothing_runs() {
         assert!(dropped.as_mut().poll(&mut context).is_pending());
         drop(dropped);
         let late = block_on(victim.channel.close(after(50)));
-        assert_eq!(late, Err(TransferError::Deadline { quiet: false }));
+        assert_eq!(late, Err(TransferError::Deadline));
         for _ in 0..2 {
             scope.spawn(|| {
                 block_on(victim.channel.close(soon())).expect("it closes");
@@ -766,9 +784,9 @@ fn each_close_is_over_when_nothing_runs() {
 }
 
 /// A handshake was over only when the one who began it had ended, and had begun anew: the old
-/// connection took the place of the new one.
+/// connection replaced the new one.
 #[test]
-fn a_handshake_of_the_dead_ends_no_connection() {
+fn a_handshake_of_the_dead_replaces_no_connection() {
     let (gate, calls) = (
         Arc::new(AtomicBool::new(false)),
         Arc::new(AtomicBool::new(false)),
@@ -783,7 +801,7 @@ fn a_handshake_of_the_dead_ends_no_connection() {
             None
         }));
     });
-    let old = Raw::greet(&victim, 1);
+    let old = Raw::handshake(&victim, 1);
     victim.eventually("it connects", |_| calls.load(Ordering::Acquire));
     drop(old);
     let mut new = Raw::connect(&victim, 2);
@@ -791,10 +809,9 @@ fn a_handshake_of_the_dead_ends_no_connection() {
     let refused = |v: &Victim| v.channel.stats().refused_handshakes == 1;
     victim.eventually("the old one is refused", refused);
     let object = victim.object(5, 8);
-    new.say(&Frame::Read {
+    new.send(&Frame::Read {
         id: 1,
-        offer: None,
-        segments: vec![segment(object.offset(), 8)],
+        ranges: vec![range(object.offset(), 8)],
     });
     assert_eq!(new.frame(), Frame::Data { id: 1 });
     drop((object, new));
@@ -803,38 +820,46 @@ fn a_handshake_of_the_dead_ends_no_connection() {
 
 /// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
 #[test]
-fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
+fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
-    let (to, index) = (name("raw"), [Index(0)]);
+    let (to, index) = (name("raw"), [Index::arena(1, 0)]);
     let large = victim.object(4, 7 << 20);
     let first = victim.channel.write(vec![large], &to, &index, after(300));
     let sent = block_on(first);
-    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: false }));
+    assert_eq!(
+        (sent.error, sent.idle),
+        (Some(TransferError::Deadline), false)
+    );
     // It waits behind the first one.
     let small = victim.object(6, 4096);
     let second = victim.channel.write(vec![small], &to, &index, after(100));
     let sent = block_on(second);
-    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(
+        (sent.error, sent.idle),
+        (Some(TransferError::Deadline), true)
+    );
     let connection = victim.channel.shared.connection(&to).expect("connected");
     let slots = victim.pool.usage().slots;
     assert_eq!(slots, 1, "what is never sent keeps a slot");
-    let room = connection.lanes[0].room.available_permits();
-    assert_eq!(room, LANE_ROOM - 2, "there is no end to what waits");
+    let capacity = connection.streams[0].capacity.available_permits();
+    assert_eq!(capacity, MAX_REQUESTS - 2, "there is no end to what waits");
     // So it is with offers.
     let object = vec![victim.object(6, 4096)];
     let sent = block_on(victim.channel.send(object, &to, 1, after(300)));
-    assert_eq!(sent.error, Some(TransferError::Deadline { quiet: true }));
-    assert_eq!(victim.pool.usage().slots, 1);
-    let room = connection.offer_room.available_permits();
     assert_eq!(
-        room,
-        OFFER_ROOM - room_of(1),
-        "there is no end to what waits"
+        (sent.error, sent.idle),
+        (Some(TransferError::Deadline), true)
     );
+    assert_eq!(victim.pool.usage().slots, 1);
+    let capacity = connection.offer_capacity.available_permits();
+    let left = OFFER_CAPACITY - size_of_offer(1);
+    assert_eq!(capacity, left, "there is no end to what waits");
 
     // The peer goes on: the first is broken off between two pieces, the second never comes.
-    assert!(matches!(raw.frame(), Frame::Write { .. }));
+    let Frame::Write { id, .. } = raw.frame() else {
+        panic!("the first write is next");
+    };
     let mut received = 0;
     loop {
         let head = raw.bytes(PieceHead::LEN).try_into().expect("a head");
@@ -847,19 +872,17 @@ fn a_write_that_misses_its_deadline_says_whether_the_peer_is_quiet() {
         received += bytes.len();
     }
     assert!(received < 7 << 20, "it was not broken off");
-    raw.say(&Frame::Answer {
-        id: 0,
-        outcome: Outcome::Aborted,
-    });
+    let outcome = Outcome::Aborted;
+    raw.send(&Frame::Answer { id, outcome });
     assert!(matches!(raw.frame(), Frame::Offer { .. }));
     assert!(matches!(raw.frame(), Frame::Withdraw { .. }));
-    let all = |_: &Victim| connection.offer_room.available_permits() == OFFER_ROOM;
-    victim.eventually("there is room again", all);
-    let all = |_: &Victim| connection.lanes[0].room.available_permits() == LANE_ROOM;
-    victim.eventually("there is room again", all);
+    let all = |_: &Victim| connection.offer_capacity.available_permits() == OFFER_CAPACITY;
+    victim.eventually("there is capacity again", all);
+    let all = |_: &Victim| connection.streams[0].capacity.available_permits() == MAX_REQUESTS;
+    victim.eventually("there is capacity again", all);
     drop(connection);
     let filled = reading(&victim, &mut raw, after(100), |_, _| {});
-    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(filled.error, Some(TransferError::Deadline));
     drop(filled);
     victim.eventually("the slots come back", |v| v.pool.usage().slots == 0);
     drop(raw);
@@ -894,7 +917,7 @@ fn addresses_that_cannot_be_listened_at() {
     }
     std::fs::write(&path, "precious").expect("written");
     let file = build().map(drop).expect_err("it is a file");
-    assert!(file.to_string().contains("no socket"), "{file}");
+    assert!(file.to_string().contains("not a socket"), "{file}");
     assert_eq!(std::fs::read(&path).expect("still there"), b"precious");
     std::fs::remove_dir_all(&folder).expect("removed");
 }

@@ -1,11 +1,13 @@
-//! The arena as a socket sees it: ranges of it go to the kernel and come from it, by address.
+//! The arena as a socket sees it: ranges go to the kernel and come from it, by address.
 //!
 //! All ranges are checked against the arena here, so nothing outside it is touched. Within the
-//! arena, a call writes to slots that it holds reserved, and a peer names offsets that it was
-//! given for writing. A peer is trusted with that: one that breaks the rule overwrites bytes that
-//! a thread of this process may be reading as a slice. Most such writes are the kernel's, but
-//! bytes that came in together with other frames are copied here ([`Window::put`]), which would be
-//! a data race. So a channel is opened only to peers that may write anything in the arena.
+//! arena, this process reads from slots that are sealed and pinned, and receives into slots that
+//! are reserved and pinned: by its own calls, or by a lease. Only an open arena
+//! ([`crate::ChannelConfig::open_arena`]) lets peers name other ranges. A peer that breaks the
+//! rules there overwrites bytes that a thread of this process may be reading as a slice; most
+//! such writes are the kernel's, but bytes that came in together with other frames are copied
+//! here ([`Window::put`]), which would be a data race. So an arena is opened only to peers that
+//! are trusted like this process.
 
 use std::io;
 use std::ops::Range;
@@ -14,12 +16,13 @@ use std::sync::Arc;
 
 use lmc_memory::{Arena, checksum};
 
-use super::frame::Segment;
+use crate::lease::Segment;
+use crate::session::Sealer;
 
 #[derive(Debug, Clone)]
 pub(super) struct Window(Arc<Arena>);
 
-/// Bytes to be sent: of the sender's own scratch, or of the arena.
+/// Bytes to be sent: of the sender's own buffer, or of the arena.
 #[derive(Debug)]
 pub(super) enum Part {
     Scratch(Range<usize>),
@@ -44,7 +47,7 @@ impl Window {
         &self.0
     }
 
-    /// Whether a range lies inside.
+    /// Returns whether a range lies inside the arena.
     pub(super) fn contains(&self, segment: Segment) -> bool {
         let end = segment.offset.checked_add(segment.len);
         end.is_some_and(|end| end <= self.0.len() as u64)
@@ -63,8 +66,8 @@ impl Window {
     fn bytes(&self, segment: Segment) -> &[u8] {
         let start = self.at(segment);
         // SAFETY: mapped for the arena's life and initialised (zero-filled). No thread of this
-        // process writes to it: a slot that is read is not reserved, and peers name only ranges
-        // that they may read (see the module). The slice is summed or copied and then dropped.
+        // process writes to it: the range is of a sealed slot that is pinned, or of one that was
+        // just received into (see the module). The slice is summed or copied and then dropped.
         unsafe { std::slice::from_raw_parts(start, segment.len as usize) }
     }
 
@@ -78,13 +81,18 @@ impl Window {
         to.extend_from_slice(self.bytes(segment));
     }
 
+    /// Appends the sealed form of a range.
+    pub(super) fn seal(&self, segment: Segment, sealer: &mut Sealer, to: &mut Vec<u8>) {
+        sealer.seal(self.bytes(segment), to);
+    }
+
     /// Copies bytes to the start of a range.
     pub(super) fn put(&self, segment: Segment, bytes: &[u8]) {
         assert!(bytes.len() as u64 <= segment.len, "no more than fits");
         let start = self.at(segment);
-        // SAFETY: the range has room for the bytes, and they are the caller's own, so no part of
-        // the arena. The range is of a reserved slot, by this process's own call or by the peer
-        // that was given it for writing (see the module), so no thread has a slice of it.
+        // SAFETY: the bytes fit into the range, and they are the caller's own, so no part of the
+        // arena. The range is of a reserved slot, of this process's own call or of a lease that
+        // allows writing (see the module), so no thread has a slice of it.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
     }
 
@@ -132,54 +140,6 @@ impl Window {
         let sent = unsafe { libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) };
         usize::try_from(sent).map_err(|_| io::Error::last_os_error())
     }
-}
-
-/// Receives into a buffer.
-pub(super) fn receive_bytes(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
-    receive(socket, &mut [iovec(buffer.as_mut_ptr(), buffer.len())])
-}
-
-/// Sets an option of a socket (`SO_…`) that is a number of bytes; whether it could be set.
-pub(super) fn set_bytes(socket: RawFd, option: libc::c_int, bytes: u64) -> bool {
-    let bytes = bytes.clamp(1, i32::MAX as u64) as libc::c_int;
-    // SAFETY: the kernel reads the one number, which lives through the call.
-    let set = unsafe {
-        libc::setsockopt(
-            socket,
-            libc::SOL_SOCKET,
-            option,
-            (&raw const bytes).cast(),
-            size_of_val(&bytes) as libc::socklen_t,
-        )
-    };
-    set == 0
-}
-
-/// Whether nothing more will come.
-pub(super) fn is_closed(socket: RawFd) -> bool {
-    let mut byte = 0u8;
-    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-    // SAFETY: the kernel writes to the one byte, which lives through the call.
-    let found = unsafe { libc::recv(socket, (&raw mut byte).cast(), 1, flags) };
-    match found {
-        0 => true,
-        1.. => false,
-        _ => io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock,
-    }
-}
-
-/// Sends from a buffer.
-pub(super) fn send_bytes(socket: RawFd, buffer: &[u8]) -> io::Result<usize> {
-    // SAFETY: the kernel reads the buffer, which lives through the call.
-    let sent = unsafe {
-        libc::send(
-            socket,
-            buffer.as_ptr().cast(),
-            buffer.len(),
-            libc::MSG_NOSIGNAL,
-        )
-    };
-    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
 fn iovec(start: *mut u8, len: usize) -> libc::iovec {

@@ -16,21 +16,21 @@ use std::time::{Duration, Instant};
 use lmc_memory::ArenaConfig;
 use lmc_transfer::conformance::{Side, check_value, fill_value};
 use lmc_transfer::{
-    Address, ChannelConfig, ConnectError, Index, NixlChannel, NixlConfig, PeerId, Slot,
+    Address, ChannelConfig, ConnectError, Index, Key, NixlChannel, NixlConfig, PeerId, Slot,
     TransferChannel, TransferError, block_on,
 };
 
-use crate::descriptions;
+use crate::agents;
 use crate::support::{NixlRig, SCENARIO};
 
 /// Where the peer's sockets are.
 const FOLDER: &str = "LMC_NIXL_FOLDER";
-/// Bytes of the peer's object, and of its place for one.
+/// Bytes of the peer's object, and of its slot for one.
 const LARGE: u64 = 9 << 20;
-/// What the peer is called.
+/// Names the peer.
 const NAME: &str = "LMC_NIXL_NAME";
-/// How long anything may take that ends by itself.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+/// Time that anything may take that ends by itself.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(40);
 
 pub(crate) type NixlSide = Side<NixlChannel>;
 
@@ -49,16 +49,17 @@ pub(crate) fn run(name: &str) {
         "forgotten_writer" => forgotten_writer(),
         "small" => small(),
         "left_open" => left_open(),
-        "python" => descriptions::python(),
+        "python" => agents::python(),
         "idle" => idle(),
-        "cut_short" => descriptions::cut_short(),
-        "changed" => descriptions::changed(),
+        "agents" => agents::agents(),
+        "pieces" => pieces(),
+        "leased" => leased(),
         "strangers" => strangers(),
         other => panic!("no scenario {other}"),
     }
 }
 
-/// The other process: an object to be read with stamp 1, a place to be written. It does what it
+/// The other process: an object to be read with stamp 1, a slot to be written. It does what it
 /// is told, line by line, until there are no more.
 fn peer() {
     let folder = env::var_os(FOLDER).expect("the peer is told its folder");
@@ -66,42 +67,67 @@ fn peer() {
     let name = env::var(NAME).expect("the peer is told its name");
     let side = NixlSide::new(&rig, &name);
     let object = side.objects(1, &[LARGE]);
-    let mut place = Some(side.slot(LARGE));
-    let from = side.indices(&object)[0];
-    let to = side.indices(place.as_slice())[0];
-    println!("SAYS {} {}", from.0, to.0);
-    let me: PeerId = "me".parse().expect("a name");
+    let mut slot = Some(side.slot(LARGE));
+    let unit = |offset: u64| offset / 4096;
+    let from = unit(object[0].offset());
+    let to = slot.as_ref().map_or(0, |slot| unit(slot.offset()));
+    println!("SAYS {} {from} {to}", side.channel.incarnation());
+    let me_at = |unit| {
+        let incarnation = side.channel.peer_incarnation(&me());
+        Index::arena(incarnation.expect("it is connected"), unit)
+    };
+    let me = me();
     for line in std::io::stdin().lines() {
         match line.expect("a line of the test").as_str() {
             "check" => {
-                let written = place.take().expect("checked once").written();
+                let written = slot.take().expect("checked once").written();
                 check_value(2, 0, written.bytes()).expect("what was written");
             }
             "send" => {
-                let deadline = Instant::now() + PATIENCE;
+                let deadline = Instant::now() + TIMEOUT;
                 let sent = block_on(side.channel.send(object.clone(), &me, 7, deadline));
                 // What became of it, the other side says.
                 println!("it sent {}", sent.done);
+            }
+            // Reads under a lease whose index it is told, until that is over.
+            leased if leased.starts_with("lease ") => {
+                let index = leased["lease ".len()..].split(' ');
+                let bytes: Vec<u8> = index.map(|byte| byte.parse().expect("a byte")).collect();
+                let index = [Index::from_bytes(bytes.try_into().expect("24 bytes"))];
+                println!("SAYS busy");
+                loop {
+                    let deadline = Instant::now() + TIMEOUT;
+                    let slots = side.slots(&[LARGE]);
+                    let filled = block_on(side.channel.read(slots, &me, &index, deadline));
+                    match filled.into_result() {
+                        Ok(slots) => check_value(5, 0, slots[0].bytes()).expect("its object"),
+                        Err(error) => {
+                            let over = matches!(error, TransferError::NotLeased { object: 0 });
+                            assert!(over, "{error}");
+                            break;
+                        }
+                    }
+                }
             }
             // Until it is killed, over and over.
             busy if ["read", "write", "dabble"].contains(&busy) => {
                 println!("SAYS busy");
                 let small = side.objects(1, &[8, 100, 3000]);
                 loop {
-                    let deadline = Instant::now() + PATIENCE;
+                    let deadline = Instant::now() + TIMEOUT;
                     if busy == "dabble" {
-                        let at = [2, 4, 6].map(|page| Index(LARGE / 4096 + page));
+                        let at = [2, 4, 6].map(|page| me_at(LARGE / 4096 + page));
                         let sent = block_on(side.channel.write(small.clone(), &me, &at, deadline));
                         sent.into_result().expect("it is there");
                         continue;
                     }
                     if busy == "read" {
                         let slots = side.slots(&[LARGE]);
-                        let filled = block_on(side.channel.read(slots, &me, &[Index(0)], deadline));
+                        let filled = block_on(side.channel.read(slots, &me, &[me_at(0)], deadline));
                         filled.into_result().expect("it is there");
                     } else {
                         let object = object.clone();
-                        let at = [Index(LARGE / 4096)];
+                        let at = [me_at(LARGE / 4096)];
                         let sent = block_on(side.channel.write(object, &me, &at, deadline));
                         sent.into_result().expect("it is there");
                     }
@@ -111,8 +137,12 @@ fn peer() {
         }
         println!("SAYS done");
     }
-    drop((object, place));
+    drop((object, slot));
     side.goes();
+}
+
+fn me() -> PeerId {
+    "me".parse().expect("a name")
 }
 
 /// The test's hold on the other process.
@@ -124,6 +154,8 @@ struct Other {
     address: Address,
     from: [Index; 1],
     to: [Index; 1],
+    /// First unit of its object.
+    first: u64,
 }
 
 impl Other {
@@ -146,13 +178,20 @@ impl Other {
             output,
             id: name.parse().expect("a name"),
             address: Address::Unix(rig.folder().join(name)),
-            from: [Index(0)],
-            to: [Index(0)],
+            from: [Index::arena(0, 0)],
+            to: [Index::arena(0, 0)],
+            first: 0,
         };
         let said = other.says();
-        let (from, to) = said.split_once(' ').expect("two indices");
-        other.from = [Index(from.parse().expect("an index"))];
-        other.to = [Index(to.parse().expect("an index"))];
+        let numbers = said
+            .split(' ')
+            .map(|number| number.parse().expect("a number"));
+        let [incarnation, from, to] = numbers.collect::<Vec<u64>>()[..] else {
+            panic!("{said:?}");
+        };
+        other.from = [Index::arena(incarnation, from)];
+        other.to = [Index::arena(incarnation, to)];
+        other.first = from;
         other
     }
 
@@ -185,7 +224,7 @@ impl Other {
     }
 
     fn connect(&self, side: &NixlSide) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let connected = block_on(
             side.channel
                 .connect(&self.id, &self.address, None, deadline),
@@ -201,10 +240,7 @@ impl Other {
     }
 
     fn reads(&self, side: &NixlSide) {
-        let slots = self
-            .read(side, PATIENCE)
-            .into_result()
-            .expect("it is there");
+        let slots = self.read(side, TIMEOUT).into_result().expect("it is there");
         check_value(1, 0, slots[0].bytes()).expect("the peer's object");
     }
 
@@ -232,9 +268,9 @@ impl Drop for Other {
 
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !so() {
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {TIMEOUT:?}");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -253,7 +289,7 @@ fn dropped() {
     let mut held = 0;
     for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000] {
         let (channel, id) = (&side.channel, &other.id);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let mut reading = channel.read(side.slots(&[LARGE]), id, &other.from, deadline);
         let begun = block_on(poll_fn(|context| {
             Poll::Ready(reading.as_mut().poll(context))
@@ -279,7 +315,7 @@ fn dropped() {
     let sent =
         block_on(
             side.channel
-                .write(objects, &other.id, &other.to, Instant::now() + PATIENCE),
+                .write(objects, &other.id, &other.to, Instant::now() + TIMEOUT),
         );
     assert_eq!(sent.into_result(), Ok(1));
     other.does("check");
@@ -301,8 +337,8 @@ fn killed() {
                 scope.spawn(|| {
                     let error = loop {
                         let error = match writes {
-                            true => other.write(&side, PATIENCE).error,
-                            false => other.read(&side, PATIENCE).error,
+                            true => other.write(&side, TIMEOUT).error,
+                            false => other.read(&side, TIMEOUT).error,
                         };
                         if let Some(error) = error {
                             break error;
@@ -329,7 +365,7 @@ fn killed() {
     let mut other = Other::start(&rig, "peer");
     other.connect(&side);
     other.reads(&side);
-    let sent = other.write(&side, PATIENCE);
+    let sent = other.write(&side, TIMEOUT);
     assert_eq!(sent.into_result(), Ok(1));
     other.does("check");
     other.ends();
@@ -341,9 +377,9 @@ fn killed_at_work() {
     let rig = NixlRig::new();
     let side = NixlSide::new(&rig, "me");
     let object = side.objects(1, &[LARGE]);
-    let place = side.slots(&[LARGE]);
-    assert_eq!(side.indices(&object), [Index(0)]);
-    assert_eq!(side.indices(&place), [Index(LARGE / 4096)]);
+    let slot = side.slots(&[LARGE]);
+    assert_eq!(side.indices(&object), [side.at(0)]);
+    assert_eq!(side.indices(&slot), [side.at(LARGE / 4096)]);
     for round in 0..12 {
         let mut other = Other::start(&rig, "peer");
         other.connect(&side);
@@ -366,7 +402,7 @@ fn killed_at_work() {
     other.reads(&side);
     other.ends();
     check_value(1, 0, object[0].bytes()).expect("nobody writes there");
-    drop((object, place));
+    drop((object, slot));
     side.ends();
 }
 
@@ -385,18 +421,17 @@ fn frozen() {
         let began = Instant::now();
         let filled = other.read(&side, Duration::from_millis(500));
         if over_tcp() {
-            let quiet = matches!(filled.error, Some(TransferError::Deadline { quiet: false }));
-            assert!(quiet, "{:?}", filled.error);
+            assert_eq!(filled.error, Some(TransferError::Deadline));
             assert!(matches!(filled.slots[..], [Slot::Quarantined]));
             // One of each kind is withheld at most, however often it is tried.
             for first in [true, false, false] {
                 let limit = Duration::from_millis(300);
                 let sent = other.write(&side, limit);
-                let error = Some(TransferError::Deadline { quiet: !first });
-                assert_eq!(sent.error, error);
+                let error = Some(TransferError::Deadline);
+                assert_eq!((sent.error, sent.idle), (error, !first));
                 let filled = other.read(&side, limit);
-                assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
-                assert!(matches!(filled.slots[..], [Slot::Quiet(_)]));
+                assert_eq!(filled.error, Some(TransferError::Deadline));
+                assert!(matches!(filled.slots[..], [Slot::Idle(_)]));
             }
             let usage = side.pool.usage();
             assert_eq!((usage.slots, usage.quarantined_slots), (2, 1));
@@ -419,7 +454,7 @@ fn frozen() {
         third.reads(&side);
         if !dies {
             other.reads(&side);
-            let sent = other.write(&side, PATIENCE);
+            let sent = other.write(&side, TIMEOUT);
             assert_eq!(sent.into_result(), Ok(1));
             other.does("check");
             other.ends();
@@ -449,7 +484,7 @@ fn frozen_then_replaced() {
         let _ = stopped.write(&side, Duration::from_millis(300));
         killed.signal("-STOP");
         thread::scope(|scope| {
-            let writing = scope.spawn(|| killed.write(&side, PATIENCE));
+            let writing = scope.spawn(|| killed.write(&side, TIMEOUT));
             thread::sleep(Duration::from_millis(100));
             killed.signal("-KILL");
             let _ = writing.join().expect("no panic");
@@ -462,7 +497,7 @@ fn frozen_then_replaced() {
         side.memory_is_still();
         side.slots_come_back();
         stopped.reads(&side);
-        let sent = stopped.write(&side, PATIENCE);
+        let sent = stopped.write(&side, TIMEOUT);
         assert_eq!(sent.into_result(), Ok(1));
         stopped.does("check");
         stopped.ends();
@@ -499,7 +534,7 @@ fn frozen_writer() {
                 [Slot::Written(slot)] => {
                     check_value(1, 0, slot.bytes()).expect("the peer's object");
                 }
-                [Slot::Quiet(_)] => assert!(filled.error.is_some()),
+                [Slot::Idle(_)] => assert!(filled.error.is_some()),
                 [Slot::Quarantined] => {
                     caught = true;
                     assert_eq!(side.pool.usage().quarantined_slots, 1);
@@ -568,10 +603,10 @@ fn frozen_at_close() {
         .channel
         .close(Instant::now() + Duration::from_millis(200));
     let late = block_on(closing).expect_err("it may still write");
-    assert!(matches!(late, TransferError::Deadline { .. }), "{late:?}");
+    assert!(matches!(late, TransferError::Deadline), "{late:?}");
     thread::sleep(Duration::from_secs(8));
     let began = Instant::now();
-    block_on(side.channel.close(began + PATIENCE)).expect("its thread has ended");
+    block_on(side.channel.close(began + TIMEOUT)).expect("its thread has ended");
     assert!(began.elapsed() < Duration::from_secs(1));
     other.signal("-CONT");
     // Whatever it writes now lands where nothing else is.
@@ -587,7 +622,8 @@ fn forgotten_writer() {
     let mut other = Other::start(&rig, "peer");
     other.connect(&side);
     stop_while_it_sends(&side, &mut other);
-    side.channel.forget(&other.id);
+    let forgotten = side.channel.disconnect(&other.id, Instant::now() + TIMEOUT);
+    block_on(forgotten).expect("it is quick");
     eventually("it is forgotten", || !side.channel.is_connected(&other.id));
     thread::sleep(Duration::from_secs(3));
     assert_eq!(side.pool.usage().quarantined_slots, 1, "it may still write");
@@ -607,12 +643,12 @@ fn small() {
     other.connect(&side);
     // Pages of the peer's object, every other one, backwards: nothing can be joined.
     let pages = LARGE / 4096;
-    let indices: Vec<Index> = (0..pages / 2)
-        .rev()
-        .map(|page| Index(other.from[0].0 + 2 * page))
-        .collect();
+    let backwards: Vec<u64> = (0..pages / 2).rev().map(|page| 2 * page).collect();
+    let incarnation = other.from[0].incarnation();
+    let index = |page: &u64| Index::arena(incarnation, other.first + page);
+    let indices: Vec<Index> = backwards.iter().map(index).collect();
     let lens = vec![1000; indices.len()];
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let reading = side
         .channel
         .read(side.slots(&lens), &other.id, &indices, deadline);
@@ -620,8 +656,8 @@ fn small() {
     let mut whole = vec![0; LARGE as usize];
     fill_value(1, 0, &mut whole);
     assert_eq!(slots.len(), lens.len());
-    for (slot, index) in slots.iter().zip(&indices) {
-        let at = (index.0 - other.from[0].0) as usize * 4096;
+    for (slot, page) in slots.iter().zip(&backwards) {
+        let at = *page as usize * 4096;
         assert_eq!(slot.bytes(), &whole[at..at + 1000]);
     }
     drop(slots);
@@ -686,33 +722,28 @@ fn strangers() {
         config.handshake_timeout = Duration::from_secs(1);
     });
     let path = rig.folder().join("b");
-    let hello = || {
-        let mut hello = b"lmcn\x01\0\0\0".to_vec();
-        hello.extend_from_slice(&[7; 32]);
-        hello
+    // Magic and version of a handshake, and the length of what follows.
+    let opening = |version: u8, len: u32| {
+        let mut bytes = b"lmc-xfer".to_vec();
+        bytes.extend_from_slice(&[version, 0]);
+        bytes.extend_from_slice(&len.to_le_bytes());
+        bytes
     };
-    let mut version = hello();
-    version[4] = 9;
-    let mut giant = hello();
-    giant.extend_from_slice(&[0; 32]);
-    giant.extend_from_slice(&u32::MAX.to_le_bytes());
-    let mut garbage = hello();
-    garbage.extend_from_slice(&[0; 32]);
-    garbage.extend_from_slice(&100_u32.to_le_bytes());
-    garbage.extend_from_slice(&[0xff; 100]);
-    let mut cut = hello();
-    cut.truncate(20);
+    let garbage = [opening(2, 100), vec![0xff; 100]].concat();
+    let cut = opening(2, 100)[..12].to_vec();
     let openings = [
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-        version,
-        giant,
+        opening(9, 10),
+        opening(2, u32::MAX),
         garbage,
+        // The first message of a handshake, without the key.
+        [opening(2, 49), vec![0; 49]].concat(),
         cut.clone(),
     ];
     for (counted, opening) in (1..).zip(openings) {
         let mut stream = UnixStream::connect(&path).expect("it listens");
         stream.write_all(&opening).expect("it reads");
-        if opening == cut {
+        if opening == cut || opening.len() == 14 {
             stream.shutdown(Shutdown::Write).expect("a socket");
         }
         let mut answer = Vec::new();
@@ -722,7 +753,7 @@ fn strangers() {
             side.channel.refused_handshakes() == counted
         });
     }
-    // Those that say nothing take no place from others.
+    // Those that say nothing keep nobody out.
     let silent: Vec<UnixStream> = (0..200)
         .map_while(|_| UnixStream::connect(&path).ok())
         .collect();
@@ -731,7 +762,7 @@ fn strangers() {
     me.works_with(1, &side);
     drop(silent);
 
-    // The other way round: who is connected to says nothing, or too much.
+    // The other way round: the listener says nothing, or too much.
     let mute = rig.folder().join("mute");
     let listener = UnixListener::bind(&mute).expect("a socket");
     let id: PeerId = "mute".parse().expect("a name");
@@ -748,10 +779,10 @@ fn strangers() {
             // The first is the connection of the handshake above.
             let _ = listener.accept();
             let (mut stream, _) = listener.accept().expect("a connection");
-            stream.write_all(&giant_answer()).expect("it reads");
+            stream.write_all(&opening(2, u32::MAX)).expect("it reads");
             let _ = stream.read_to_end(&mut Vec::new());
         });
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let connecting = me.channel.connect(&id, &address, None, deadline);
         let refused = block_on(connecting);
         let malformed = matches!(refused, Err(ConnectError::Malformed(_)));
@@ -795,12 +826,72 @@ fn blocked_on_connect() {
     b.ends();
 }
 
-fn giant_answer() -> Vec<u8> {
-    let mut answer = b"lmcn\x01\0\0\0".to_vec();
-    answer.extend_from_slice(&[7; 32]);
-    answer.extend_from_slice(&[0; 32]);
-    answer.extend_from_slice(&u32::MAX.to_le_bytes());
-    answer
+/// Memory is registered in pieces, and objects lie across their borders.
+fn pieces() {
+    let mut rig = NixlRig::new();
+    rig.piece = 1 << 20;
+    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
+    // Connects may be repeated until all is registered.
+    eventually("all pieces are registered", || {
+        let deadline = Instant::now() + TIMEOUT;
+        let (id, address) = (b.channel.id(), b.channel.address());
+        match block_on(a.channel.connect(id, address, None, deadline)) {
+            Ok(_) => true,
+            Err(ConnectError::Refused(_)) => false,
+            Err(error) => panic!("{error}"),
+        }
+    });
+    assert!(a.channel.is_ready() && b.channel.is_ready());
+    for (stamp, len) in [(1, LARGE), (10, 5000), (20, 1 << 20), (30, (3 << 20) + 1)] {
+        a.writes(stamp, &[len, 100], &b);
+        a.reads(stamp + 1, &[100, len], &b);
+        b.reads(stamp + 2, &[len], &a);
+    }
+    a.ends();
+    b.ends();
+}
+
+/// A peer is frozen while it reads under a lease: the owner revokes that, and gets its slots back
+/// when the peer has gone on and said that it is done, or is dead.
+fn leased() {
+    let rig = NixlRig::new();
+    let side = NixlSide::new(&rig, "me");
+    for dies in [false, true] {
+        let mut other = Other::start(&rig, "peer");
+        other.connect(&side);
+        for round in 0..4 {
+            let lease = side
+                .channel
+                .grant_read(&other.id, side.objects(5, &[LARGE]));
+            let lease = lease.expect("it is connected");
+            let index = lease.indices()[0].to_bytes().map(|byte| byte.to_string());
+            other.told(&format!("lease {}", index.join(" ")));
+            assert_eq!(other.says(), "busy");
+            thread::sleep(Duration::from_millis(20 + 3 * round));
+            other.signal("-STOP");
+            let revoked = lease.revoke();
+            match dies && round == 3 {
+                true => {
+                    other.signal("-KILL");
+                    let _ = other.child.wait();
+                    block_on(revoked);
+                }
+                false => {
+                    other.signal("-CONT");
+                    block_on(revoked);
+                    assert_eq!(other.says(), "done", "its next read is refused");
+                }
+            }
+            side.slots_come_back();
+        }
+        if !dies {
+            other.reads(&side);
+            other.ends();
+        }
+        let id = "peer".parse().expect("a name");
+        eventually("its end is noticed", || !side.channel.is_connected(&id));
+    }
+    side.ends();
 }
 
 /// Without the library there is an error that says what to do, and no more.
@@ -808,7 +899,15 @@ fn missing() {
     let arena = ArenaConfig::anonymous(1 << 20).build().expect("a MiB");
     let id = "a".parse().expect("a name");
     let address = "tcp://127.0.0.1:0".parse().expect("an address");
-    let config = NixlConfig::new(ChannelConfig::new(id, arena.into()), address);
+    let mut channel = ChannelConfig::new(id, arena.into());
+    let keyless = NixlConfig::new(channel.clone(), address);
+    let refused = keyless.clone().build().map(drop);
+    assert!(
+        matches!(refused, Err(ConnectError::Config(_))),
+        "{refused:?}"
+    );
+    channel.keys = Key::new(&[1; 32]).ok().map(Into::into);
+    let config = NixlConfig::new(channel, keyless.listen);
     let error = config.build().expect_err("there is no such library");
     let said = error.to_string();
     assert!(matches!(error, ConnectError::Library(_)), "{said}");

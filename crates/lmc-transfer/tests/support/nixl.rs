@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::Arena;
 use lmc_transfer::conformance::Rig;
-use lmc_transfer::{Address, ChannelConfig, NixlChannel, NixlConfig, TransferChannel, block_on};
+use lmc_transfer::{
+    Address, ChannelConfig, ConnectError, Key, NixlChannel, NixlConfig, TransferChannel, block_on,
+};
 
-/// Names what a process of a test is to do.
+/// Names the scenario of a process of a test.
 pub(crate) const SCENARIO: &str = "LMC_NIXL_SCENARIO";
 
 /// Whether there is no library; says so where that is.
@@ -26,6 +28,8 @@ pub(crate) struct NixlRig {
     folder: PathBuf,
     own: bool,
     tcp: bool,
+    /// Bytes that are registered at a time.
+    pub(crate) piece: u64,
 }
 
 impl NixlRig {
@@ -39,6 +43,7 @@ impl NixlRig {
             folder,
             own: true,
             tcp: false,
+            piece: 1 << 30,
         }
     }
 
@@ -55,6 +60,7 @@ impl NixlRig {
             folder,
             own: false,
             tcp: false,
+            piece: 1 << 30,
         }
     }
 
@@ -85,9 +91,27 @@ impl Rig for NixlRig {
             false => Address::Unix(self.folder.join(id)),
         };
         let mut config = ChannelConfig::new(id.parse().expect("a name of the suite"), arena);
+        config.keys = Key::new(b"the key of all channels of a test")
+            .ok()
+            .map(Into::into);
         change(&mut config);
-        let channel = NixlConfig::new(config, address).build();
-        channel.unwrap_or_else(|error| panic!("{error}"))
+        let mut config = NixlConfig::new(config, address);
+        config.piece = self.piece;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            match config.clone().build() {
+                Ok(channel) => return channel,
+                // One that was dropped lets go of its address in the background.
+                Err(ConnectError::Io(_)) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    fn requires_key(&self) -> bool {
+        true
     }
 
     fn kill(&self, channel: &NixlChannel) {

@@ -7,10 +7,10 @@ use lmc_memory::Arena;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::{Command, Engine, Peer};
+use super::{Command, Engine};
 use crate::TransferError;
 use crate::nixl::initiators::spawn;
-use crate::nixl::paired::Words;
+use crate::nixl::paired::Outbox;
 
 /// A channel that closes waits this long for its peers to end their connections; and from the last
 /// deadline of who closes it, for those that may still write to it.
@@ -31,7 +31,7 @@ enum Phase {
 pub(super) struct Closing {
     phase: Phase,
     /// Until when writes of peers are waited for.
-    patience: Instant,
+    limit: Instant,
     waiting: Vec<(Instant, oneshot::Sender<Result<(), TransferError>>)>,
 }
 
@@ -52,26 +52,33 @@ impl Engine {
         deadline: Instant,
         reply: oneshot::Sender<Result<(), TransferError>>,
     ) {
-        let patience = deadline.checked_add(FAREWELL).unwrap_or(deadline);
+        let limit = deadline.checked_add(FAREWELL).unwrap_or(deadline);
         if let Some(closing) = &mut self.state.closing {
-            closing.patience = closing.patience.max(patience);
+            closing.limit = closing.limit.max(limit);
             closing.waiting.push((deadline, reply));
             return;
         }
         self.state.closing = Some(Closing {
             phase: Phase::Transfers,
-            patience,
+            limit,
             waiting: vec![(deadline, reply)],
         });
         self.accepting.abort();
         for transfer in std::mem::take(&mut self.state.transfers) {
             // Peers hear of it by the end of their connections.
-            transfer.end(&mut self.initiators, Some(TransferError::Closed), false);
+            transfer.end(
+                &mut self.initiators,
+                Some(TransferError::Closed),
+                false,
+                false,
+            );
         }
-        let mut words = Words::new();
-        self.state.paired.close(&mut words);
-        self.say(words);
+        let mut outbox = Outbox::new();
+        self.state.paired.close(&mut outbox);
+        self.send(outbox);
+        self.end_asking(|_| Some(TransferError::Closed));
         self.shared.peers.write().clear();
+        self.leases.end_all();
         self.initiators.close();
     }
 
@@ -82,16 +89,18 @@ impl Engine {
         };
         match closing.phase {
             Phase::Transfers if self.initiators.is_over() => {
-                let paired = &self.state.paired;
-                let late = |peer: &Peer| paired.is_late(peer.incarnation);
-                self.state.peers.retain(|_, one| late(&one.peer));
+                let (paired, uses) = (&self.state.paired, &self.state.uses);
+                let late = |incarnation: u64| {
+                    paired.is_late(incarnation) || uses.keys().any(|(peer, _)| *peer == incarnation)
+                };
+                self.state.peers.retain(|_, one| late(one.peer.incarnation));
                 // Of those that cannot be reached, nothing more will be known.
                 let mut unended = self.state.unended.values();
-                let waits = !self.state.peers.is_empty()
-                    || unended.any(|incarnation| paired.is_late(*incarnation));
-                if !waits && !paired.settles() {
+                let waits =
+                    !self.state.peers.is_empty() || unended.any(|incarnation| late(*incarnation));
+                if !waits && !paired.settles() && self.state.settling.is_empty() {
                     closing.phase = Phase::Peers(now + FAREWELL);
-                } else if now >= closing.patience {
+                } else if now >= closing.limit {
                     tracing::warn!("a peer may still write to a channel that is closed");
                     self.exposures.lose();
                     self.state.peers.clear();
@@ -115,11 +124,10 @@ impl Engine {
         let over = closing.phase == Phase::Over;
         let passed = |one: &mut (Instant, oneshot::Sender<_>)| over || now >= one.0;
         for (_, reply) in closing.waiting.extract_if(.., passed) {
-            let quiet = false;
             let outcome = if over {
                 Ok(())
             } else {
-                Err(TransferError::Deadline { quiet })
+                Err(TransferError::Deadline)
             };
             // Who has dropped the future wants no answer.
             let _ = reply.send(outcome);

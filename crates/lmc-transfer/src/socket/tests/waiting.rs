@@ -4,14 +4,11 @@ use super::*;
 use crate::socket::frame::PIECE;
 
 #[test]
-fn a_silent_peer_is_taken_for_gone() {
+fn a_silent_peer_is_taken_for_dead() {
     let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
     let mut raw = Raw::connect(&victim, 1);
     let filled = reading(&victim, &mut raw, soon(), |_, _| {});
-    let gone = matches!(
-        filled.error,
-        Some(TransferError::PeerGone { quiet: true, .. })
-    );
+    let gone = matches!(filled.error, Some(TransferError::PeerGone { .. }));
     assert!(gone, "{:?}", filled.error);
     drop(filled);
     assert!(!victim.channel.is_connected(&name("raw")));
@@ -21,19 +18,26 @@ fn a_silent_peer_is_taken_for_gone() {
 
 /// It spoke, so it was never taken for gone, and all that was to be sent to it waited for ever.
 #[test]
-fn a_peer_that_takes_nothing_is_taken_for_gone() {
+fn a_peer_that_takes_nothing_is_taken_for_dead() {
     let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
     let mut raw = Raw::connect(&victim, 1);
     let (to, over) = (name("raw"), AtomicBool::new(false));
     thread::scope(|scope| {
         scope.spawn(|| {
-            let ping = Frame::Ping.encode();
-            while !over.load(Ordering::Relaxed) && raw.stream.write_all(&ping).is_ok() {
+            while !over.load(Ordering::Relaxed) {
+                let ping = raw.bytes_of(&Frame::Ping(0));
+                if raw.stream.write_all(&ping).is_err() {
+                    break;
+                }
                 thread::sleep(Duration::from_millis(10));
             }
         });
         let object = vec![victim.object(4, 7 << 20)];
-        let sent = block_on(victim.channel.write(object, &to, &[Index(0)], soon()));
+        let sent = block_on(
+            victim
+                .channel
+                .write(object, &to, &[Index::arena(1, 0)], soon()),
+        );
         over.store(true, Ordering::Relaxed);
         let gone = matches!(sent.error, Some(TransferError::PeerGone { .. }));
         assert!(gone, "{:?}", sent.error);
@@ -50,14 +54,13 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
     let object = victim.object(5, LEN as u64);
     let read = |id| Frame::Read {
         id,
-        offer: None,
-        segments: vec![segment(object.offset(), LEN as u64)],
+        ranges: vec![range(object.offset(), LEN as u64)],
     };
     let connection = victim.channel.shared.connection(&name("raw"));
     let connection = connection.expect("connected");
     let mut reads = 0;
-    while connection.lanes[0].outbox.behind().is_none() {
-        raw.say(&read(1000 + reads));
+    while connection.streams[0].queue.behind().is_none() {
+        raw.send(&read(1000 + reads));
         reads += 1;
         victim.eventually("it is served", |v| v.channel.stats().served == reads);
     }
@@ -66,7 +69,7 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..10 {
-                    let (to, index) = (name("raw"), [Index(3)]);
+                    let (to, index) = (name("raw"), [Index::arena(1, 3)]);
                     let object = vec![victim.object(6, 8)];
                     let sent = block_on(victim.channel.write(object, &to, &index, soon()));
                     assert_eq!(sent.into_result(), Ok(1));
@@ -80,11 +83,11 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
                     data += 1;
                     (5, LEN)
                 }
-                Frame::Write { id, segments } => {
-                    assert_eq!(segments, [segment(3 * 4096, 8)]);
+                Frame::Write { id, ranges } => {
+                    assert_eq!(ranges, [range(3 * 4096, 8)]);
                     writes += 1;
                     let outcome = Outcome::Done;
-                    raw.say(&Frame::Answer { id, outcome });
+                    raw.send(&Frame::Answer { id, outcome });
                     (6, 8)
                 }
                 other => panic!("{other:?}"),
@@ -97,7 +100,7 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
         }
     });
     victim.eventually("all is sent", |_| {
-        connection.lanes[0].outbox.behind().is_none()
+        connection.streams[0].queue.behind().is_none()
     });
     drop((raw, connection, object));
     victim.ends();
@@ -129,7 +132,7 @@ fn the_longer_keepalive_of_two_counts() {
 fn a_payload_that_comes_short_wakes_its_receiver() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
-    let place = victim.slot(0, 12 * PIECE);
+    let slot = victim.slot(0, 12 * PIECE);
     let bytes_of = |id: u64, piece: u64| -> Vec<u8> {
         let byte = |at: u64| (at ^ (at >> 9) ^ (piece * 31) ^ (id * 101)) as u8;
         (0..PIECE).map(byte).collect()
@@ -139,8 +142,8 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
         PieceHead { len, sum }.encode()
     };
     let begin = |raw: &mut Raw, id| {
-        let segments = vec![segment(place.offset(), 12 * PIECE)];
-        raw.say(&Frame::Write { id, segments });
+        let ranges = vec![range(slot.offset(), 12 * PIECE)];
+        raw.send(&Frame::Write { id, ranges });
     };
     // In drops: after a head, within a piece, between two.
     begin(&mut raw, 1);
@@ -180,9 +183,9 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
     drop(raw);
     let gone = |victim: &Victim| !victim.channel.is_connected(&name("raw"));
     victim.eventually("the connection is forgotten", gone);
-    let place = place.written();
-    // The last that came for each place.
-    for (piece, found) in place.bytes().chunks(PIECE as usize).enumerate() {
+    let slot = slot.written();
+    // The last that came for each piece.
+    for (piece, found) in slot.bytes().chunks(PIECE as usize).enumerate() {
         let id = match piece {
             0 => 6,
             1..11 => 5,
@@ -190,6 +193,6 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
         };
         assert!(found == bytes_of(id, piece as u64), "piece {piece}");
     }
-    drop(place);
+    drop(slot);
     victim.ends();
 }

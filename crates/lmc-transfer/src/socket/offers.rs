@@ -1,27 +1,28 @@
-//! Where offers of a peer and receives of this side meet, by tag, first come first served.
+//! Offers of a peer and receives of this side, matched by tag, first come first served.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use parking_lot::Mutex;
 
+use super::budget::Charge;
 use super::connection::{Connection, Outgoing};
-use super::frame::{Frame, Outcome, Segment};
+use super::frame::{Frame, Outcome};
 use crate::MAX_BATCH;
 
 /// Objects that a peer may offer on one connection before any is received.
-pub(super) const OFFER_ROOM: usize = 4 * MAX_BATCH;
-/// An offer of fewer counts as one of so many, since to take one back looks at all of them.
+pub(super) const OFFER_CAPACITY: usize = 4 * MAX_BATCH;
+/// An offer of fewer objects counts as one of so many.
 const LEAST: usize = 64;
 
-/// Offers whose bytes come along, on one connection, before they are received. For this many a
-/// side may hold [`super::frame::MAX_CARRIED`] bytes each.
-pub(super) const CARRIED_ROOM: usize = 64;
+/// Inlined offers on one connection before they are received. For this many a side may hold
+/// [`super::frame::MAX_INLINED`] bytes each.
+pub(super) const INLINED_OFFERS: usize = 64;
 
-/// What an offer takes of the room.
-pub(super) fn room_of(objects: usize) -> usize {
+/// The capacity that an offer takes.
+pub(super) fn size_of_offer(objects: usize) -> usize {
     objects.max(LEAST)
 }
 
@@ -30,12 +31,13 @@ pub(super) fn room_of(objects: usize) -> usize {
 pub(super) struct Offer {
     pub(super) connection: Arc<Connection>,
     pub(super) id: u64,
-    /// In the peer's arena.
-    pub(super) objects: Vec<Segment>,
-    /// Whether their bytes came along.
-    pub(super) carried: bool,
-    /// Those bytes, one object after another. They are to be fetched where there are none.
+    /// Bytes of each object.
+    pub(super) lens: Vec<u64>,
+    /// Whether the objects were inlined.
+    pub(super) inlined: bool,
+    /// The inlined objects, one after another. They are to be read where this is `None`.
     pub(super) bytes: Option<Vec<u8>>,
+    pub(super) _charge: Charge,
 }
 
 impl Offer {
@@ -47,29 +49,44 @@ impl Offer {
             done: done as u64,
             outcome,
         };
-        connection.lanes[0].push(Outgoing {
-            answers: self.carried.then(|| Arc::clone(&connection.carried)),
-            ..Outgoing::of(finish.encode())
+        connection.streams[0].queue.push(Outgoing {
+            answers: self.inlined.then(|| Arc::clone(&connection.inlined)),
+            ..Outgoing::of(&finish)
         });
     }
+
+    /// Names the offer among those of the peer, which may have two connections.
+    fn key(&self) -> Key {
+        key(&self.connection, self.id)
+    }
+}
+
+/// A connection's address, which no other has while an offer keeps it, and the offer's number.
+type Key = (usize, u64);
+
+fn key(connection: &Arc<Connection>, id: u64) -> Key {
+    (Arc::as_ptr(connection).addr(), id)
 }
 
 /// One for each incarnation of a peer.
 #[derive(Debug)]
-pub(super) struct Rendezvous(Mutex<Option<Tags>>);
+pub(super) struct Offers(Mutex<Option<Tags>>);
 
 #[derive(Debug, Default)]
 struct Tags {
     tags: HashMap<u64, Tag>,
-    /// Room of the offers.
+    /// The tag of each offer and its number there.
+    index: HashMap<Key, (u64, u64)>,
+    /// Capacity that the offers take.
     taken: usize,
-    next_ticket: u64,
+    next: u64,
 }
 
 /// The first offer is for the first who waits, the second for the second, and so on.
 #[derive(Debug, Default)]
 struct Tag {
-    offers: VecDeque<Offer>,
+    /// By arrival.
+    offers: BTreeMap<u64, Offer>,
     waiting: VecDeque<(u64, Waker)>,
 }
 
@@ -84,47 +101,63 @@ impl Tag {
         self.waiting.get(last).map(|(_, waker)| waker.clone())
     }
 
-    fn place(&self, ticket: u64) -> Option<usize> {
+    fn position(&self, ticket: u64) -> Option<usize> {
         self.waiting.iter().position(|(other, _)| *other == ticket)
     }
 }
 
-impl Rendezvous {
+impl Tags {
+    /// Takes an offer out of a tag.
+    fn take(&mut self, tag: u64, number: u64) -> Option<Offer> {
+        let entry = self.tags.get_mut(&tag)?;
+        let offer = entry.offers.remove(&number)?;
+        if entry.is_empty() {
+            self.tags.remove(&tag);
+        }
+        self.index.remove(&offer.key());
+        self.taken -= size_of_offer(offer.lens.len());
+        Some(offer)
+    }
+}
+
+impl Offers {
     pub(super) fn new() -> Self {
         Self(Mutex::new(Some(Tags::default())))
     }
 
-    /// An offer has come; false when there are too many.
+    /// Adds an offer; `false` when there are too many, or one with its number.
     pub(super) fn offer(&self, tag: u64, offer: Offer) -> bool {
         let waker = {
             let mut state = self.0.lock();
             let Some(tags) = state.as_mut() else {
                 return true;
             };
-            let room = room_of(offer.objects.len());
+            let size = size_of_offer(offer.lens.len());
             // Twice, since a peer may have two connections.
-            if tags.taken + room > 2 * OFFER_ROOM {
+            if tags.taken + size > 2 * OFFER_CAPACITY || tags.index.contains_key(&offer.key()) {
                 return false;
             }
-            tags.taken += room;
+            tags.taken += size;
+            tags.next += 1;
+            tags.index.insert(offer.key(), (tag, tags.next));
             let tag = tags.tags.entry(tag).or_default();
-            tag.offers.push_back(offer);
+            tag.offers.insert(tags.next, offer);
             tag.last_served()
         };
         waker.into_iter().for_each(Waker::wake);
         true
     }
 
-    /// Waits for an offer, behind those who wait already; none when the peer is gone.
+    /// Waits for an offer, behind those who wait already; `None` when the peer is gone.
     pub(super) fn receive(self: &Arc<Self>, tag: u64) -> Option<Waiting> {
         let mut state = self.0.lock();
         let tags = state.as_mut()?;
-        tags.next_ticket += 1;
-        let ticket = tags.next_ticket;
+        tags.next += 1;
+        let ticket = tags.next;
         let waiting = (ticket, Waker::noop().clone());
         tags.tags.entry(tag).or_default().waiting.push_back(waiting);
         Some(Waiting {
-            rendezvous: Arc::clone(self),
+            offers: Arc::clone(self),
             tag,
             ticket,
         })
@@ -135,101 +168,93 @@ impl Rendezvous {
         self.0.lock().as_ref().map_or(0, |tags| tags.tags.len())
     }
 
-    /// The peer takes an offer back. Nothing comes back if it was received before.
+    /// Removes an offer that the peer withdraws; `None` if it was received before.
     pub(super) fn withdraw(&self, connection: &Arc<Connection>, id: u64) -> Option<Offer> {
-        let is_meant = |o: &Offer| o.id == id && Arc::ptr_eq(&o.connection, connection);
-        self.take(is_meant).pop()
+        let mut state = self.0.lock();
+        let tags = state.as_mut()?;
+        let (tag, number) = *tags.index.get(&key(connection, id))?;
+        tags.take(tag, number)
     }
 
-    /// A connection has ended.
+    /// Removes the offers of a connection that has ended.
     pub(super) fn forget(&self, connection: &Arc<Connection>) {
-        let offers = self.take(|offer| Arc::ptr_eq(&offer.connection, connection));
-        drop(offers);
+        let mut state = self.0.lock();
+        let Some(tags) = state.as_mut() else { return };
+        let its = |key: &&Key| key.0 == Arc::as_ptr(connection).addr();
+        let keys: Vec<Key> = tags.index.keys().filter(its).copied().collect();
+        let forgotten: Vec<Offer> = keys
+            .into_iter()
+            .filter_map(|key| {
+                let (tag, number) = *tags.index.get(&key)?;
+                tags.take(tag, number)
+            })
+            .collect();
+        drop(state);
+        drop(forgotten);
     }
 
-    /// The peer is gone: those who wait are told.
+    /// Ends all receives: the peer is gone.
     pub(super) fn end(&self) {
         let tags = self.0.lock().take();
         let tags = tags.into_iter().flat_map(|tags| tags.tags.into_values());
         let waiting = tags.flat_map(|tag| tag.waiting);
         waiting.for_each(|(_, waker)| waker.wake());
     }
-
-    /// Takes out all such offers.
-    fn take(&self, are_meant: impl Fn(&Offer) -> bool) -> Vec<Offer> {
-        let mut taken = Vec::new();
-        let mut state = self.0.lock();
-        let Some(tags) = state.as_mut() else {
-            return taken;
-        };
-        tags.tags.retain(|_, tag| {
-            let (meant, others): (Vec<_>, Vec<_>) = tag.offers.drain(..).partition(&are_meant);
-            tag.offers = others.into();
-            taken.extend(meant);
-            !tag.is_empty()
-        });
-        let room = taken.iter().map(|offer| room_of(offer.objects.len()));
-        tags.taken -= room.sum::<usize>();
-        taken
-    }
 }
 
 /// A receive that waits.
 #[derive(Debug)]
 pub(super) struct Waiting {
-    rendezvous: Arc<Rendezvous>,
+    offers: Arc<Offers>,
     tag: u64,
     ticket: u64,
 }
 
 impl Waiting {
-    /// The offer; none when the peer is gone. To be called once.
+    /// Waits for the offer; `None` when the peer is gone. To be called once.
     pub(super) async fn offer(&self) -> Option<Offer> {
         poll_fn(|context| self.poll(context)).await
     }
 
     fn poll(&self, context: &mut Context<'_>) -> Poll<Option<Offer>> {
-        let mut state = self.rendezvous.0.lock();
+        let mut state = self.offers.0.lock();
         let Some(tags) = state.as_mut() else {
             return Poll::Ready(None);
         };
         let Some(tag) = tags.tags.get_mut(&self.tag) else {
             return Poll::Ready(None);
         };
-        let Some(place) = tag.place(self.ticket) else {
+        let Some(position) = tag.position(self.ticket) else {
             return Poll::Ready(None);
         };
-        let Some(offer) = tag.offers.remove(place) else {
-            let waker = &mut tag.waiting[place].1;
+        let Some(number) = tag.offers.keys().nth(position).copied() else {
+            let waker = &mut tag.waiting[position].1;
             let before = std::mem::replace(waker, context.waker().clone());
             drop(state);
             drop(before);
             return Poll::Pending;
         };
-        let waited = tag.waiting.remove(place);
-        if tag.is_empty() {
-            tags.tags.remove(&self.tag);
-        }
-        tags.taken -= room_of(offer.objects.len());
+        let waited = tag.waiting.remove(position);
+        let offer = tags.take(self.tag, number);
         drop(state);
         drop(waited);
-        Poll::Ready(Some(offer))
+        Poll::Ready(offer)
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let mut state = self.rendezvous.0.lock();
+        let mut state = self.offers.0.lock();
         let Some(tags) = state.as_mut() else { return };
         let Some(tag) = tags.tags.get_mut(&self.tag) else {
             return;
         };
-        let Some(place) = tag.place(self.ticket) else {
+        let Some(position) = tag.position(self.ticket) else {
             return;
         };
-        let left = tag.waiting.remove(place);
+        let left = tag.waiting.remove(position);
         // Its offer, if there was one, is for the next, and so on.
-        let woken = (place < tag.offers.len()).then(|| tag.last_served());
+        let woken = (position < tag.offers.len()).then(|| tag.last_served());
         if tag.is_empty() {
             tags.tags.remove(&self.tag);
         }

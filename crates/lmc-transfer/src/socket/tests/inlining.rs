@@ -1,25 +1,25 @@
-//! Offers whose objects come along.
+//! Offers whose objects are inlined.
 
 use super::*;
 use crate::Sent;
-use crate::socket::frame::MAX_CARRIED;
-use crate::socket::rendezvous::CARRIED_ROOM;
+use crate::socket::frame::MAX_INLINED;
+use crate::socket::offers::INLINED_OFFERS;
 
-fn offer(id: u64, objects: Vec<Segment>) -> Frame {
+fn offer(id: u64, lens: Vec<u64>) -> Frame {
     Frame::Offer {
         id,
         tag: 1,
-        objects,
-        carried: true,
+        lens,
+        inlined: true,
     }
 }
 
 impl Raw {
     /// Takes an offer that must have come with one object; its id.
-    fn carried(&mut self, byte: u8, len: usize) -> u64 {
+    fn inlined(&mut self, byte: u8, len: usize) -> u64 {
         let frame = self.frame();
         let Frame::Offer {
-            id, carried: true, ..
+            id, inlined: true, ..
         } = frame
         else {
             panic!("{frame:?}");
@@ -50,11 +50,11 @@ fn check(filled: &Filled, byte: u8) {
 }
 
 #[test]
-fn what_came_along_is_received_without_another_word() {
+fn inlined_objects_are_received_at_once() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
-    for (id, lens) in (0..).zip([[5, 3], [40_000, 20_000], [1, MAX_CARRIED - 1]]) {
-        raw.say(&offer(id, lens.map(|len| segment(0, len)).into()));
+    for (id, lens) in (0..).zip([[5, 3], [40_000, 20_000], [1, MAX_INLINED - 1]]) {
+        raw.send(&offer(id, lens.into()));
         for len in lens {
             let bytes = vec![7; len as usize];
             raw.pay(&bytes, checksum(&bytes));
@@ -68,19 +68,25 @@ fn what_came_along_is_received_without_another_word() {
 }
 
 #[test]
-fn what_came_along_with_a_wrong_checksum_is_read_again() {
+fn inlined_objects_with_a_wrong_checksum_are_read_again() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
-    raw.say(&offer(9, vec![segment(0, 5), segment(64, 3)]));
+    raw.send(&offer(9, vec![5, 3]));
     raw.pay(&[7; 5], checksum(&[7; 5]));
     raw.pay(&[7; 3], 0);
     thread::scope(|scope| {
         let receiving = scope.spawn(|| receiving(&victim, [5, 3]));
-        let Frame::Read { id, offer, .. } = raw.frame() else {
+        let Frame::Read { id, ranges } = raw.frame() else {
             panic!("a read is next");
         };
-        assert_eq!(offer, Some(9));
-        raw.say(&Frame::Data { id });
+        let offered = |(slot, len)| Range {
+            region: Region::Offer(9),
+            slot,
+            offset: 0,
+            len,
+        };
+        assert_eq!(ranges, [(0, 5), (1, 3)].map(offered));
+        raw.send(&Frame::Data { id });
         raw.pay(&[8; 5], checksum(&[8; 5]));
         raw.pay(&[8; 3], checksum(&[8; 3]));
         check(&receiving.join().expect("no panic"), 8);
@@ -94,7 +100,7 @@ fn what_came_along_with_a_wrong_checksum_is_read_again() {
 
 /// The peer has the bytes when the deadline passes, and only it knows what became of them.
 #[test]
-fn a_late_send_is_quiet_once_the_peer_says_so() {
+fn a_late_send_is_idle_once_the_peer_says_so() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let to = name("raw");
@@ -105,53 +111,54 @@ fn a_late_send_is_quiet_once_the_peer_says_so() {
                 let send = victim.channel.send(object, &to, 1, after(100));
                 block_on(send)
             });
-            let id = raw.carried(6, 100);
+            let id = raw.inlined(6, 100);
             assert_eq!(raw.frame(), Frame::Withdraw { id });
             if let Some((done, outcome)) = finish {
-                raw.say(&Frame::Finish { id, done, outcome });
+                raw.send(&Frame::Finish { id, done, outcome });
             }
             sending.join().expect("a send does not panic")
         })
     };
-    let late = |quiet| Some(TransferError::Deadline { quiet });
-    assert_eq!(send(&mut raw, None).error, late(false));
+    let late = || Some(TransferError::Deadline);
+    let sent = send(&mut raw, None);
+    assert_eq!((sent.error, sent.idle), (late(), false));
     assert_eq!(victim.pool.usage().slots, 0);
     // On a busy machine the peer may say so too late.
     let mut answered = |done, outcome: Outcome| {
         let answers = (0..50).map(|_| send(&mut raw, Some((done, outcome.clone()))));
-        let mut in_time = answers.filter(|sent| sent.error != late(false));
+        let mut in_time = answers.filter(|sent| sent.idle);
         in_time.next().expect("an answer in time")
     };
     let withdrawn = answered(0, Outcome::Withdrawn);
-    assert_eq!((withdrawn.done, withdrawn.error), (0, late(true)));
+    assert_eq!((withdrawn.done, withdrawn.error), (0, late()));
     let received = answered(1, Outcome::Done);
     assert_eq!((received.done, received.error), (1, None));
     drop(raw);
     victim.ends();
 }
 
-/// An offer that is taken back is never received, also where nobody was there when it came.
+/// An offer that is withdrawn is never received, also where nobody was there when it came.
 #[test]
-fn an_offer_that_is_taken_back_is_answered() {
+fn an_offer_that_is_withdrawn_is_answered() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     for id in 0..200 {
-        raw.say(&offer(id, vec![segment(0, 8)]));
+        raw.send(&offer(id, vec![8]));
         raw.pay(&[3; 8], checksum(&[3; 8]));
-        raw.say(&Frame::Withdraw { id });
+        raw.send(&Frame::Withdraw { id });
         let (done, outcome) = (0, Outcome::Withdrawn);
         assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
     }
     let slots = vec![victim.slot(1, 8)];
     let filled = block_on(victim.channel.receive(slots, &name("raw"), 1, after(100)));
-    assert_eq!(filled.error, Some(TransferError::Deadline { quiet: true }));
+    assert_eq!(filled.error, Some(TransferError::Deadline));
     drop((raw, filled));
     victim.ends();
 }
 
 /// What waits for receives that never come is bounded, on both sides.
 #[test]
-fn no_more_comes_along_than_there_is_room_for() {
+fn inlined_offers_are_bounded() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let to = name("raw");
@@ -160,47 +167,47 @@ fn no_more_comes_along_than_there_is_room_for() {
             .channel
             .send(vec![victim.object(6, 8)], &to, 1, soon())
     };
-    let mut sends: Vec<_> = (0..=CARRIED_ROOM).map(|_| send()).collect();
+    let mut sends: Vec<_> = (0..=INLINED_OFFERS).map(|_| send()).collect();
     let mut context = Context::from_waker(Waker::noop());
     for send in &mut sends {
         assert!(send.as_mut().poll(&mut context).is_pending());
     }
-    let first = raw.carried(6, 8);
-    for _ in 1..CARRIED_ROOM {
-        raw.carried(6, 8);
+    let first = raw.inlined(6, 8);
+    for _ in 1..INLINED_OFFERS {
+        raw.inlined(6, 8);
     }
     let last = raw.frame();
-    assert!(matches!(last, Frame::Offer { carried: false, .. }));
-    // To take them back makes no room, but the answer to that does.
+    assert!(matches!(last, Frame::Offer { inlined: false, .. }));
+    // Withdrawing them frees no capacity, but the answer to that does.
     drop(sends);
-    (0..=CARRIED_ROOM).for_each(|_| assert!(matches!(raw.frame(), Frame::Withdraw { .. })));
+    (0..=INLINED_OFFERS).for_each(|_| assert!(matches!(raw.frame(), Frame::Withdraw { .. })));
     assert_eq!(victim.pool.usage().slots, 0);
     let mut none = send();
     assert!(none.as_mut().poll(&mut context).is_pending());
     drop(none);
     let plain = raw.frame();
-    assert!(matches!(plain, Frame::Offer { carried: false, .. }));
+    assert!(matches!(plain, Frame::Offer { inlined: false, .. }));
     assert!(matches!(raw.frame(), Frame::Withdraw { .. }));
     let connection = victim.channel.shared.connection(&to).expect("connected");
-    raw.say(&Frame::Finish {
+    raw.send(&Frame::Finish {
         id: first,
         done: 0,
         outcome: Outcome::Withdrawn,
     });
-    victim.eventually("there is room", |_| {
-        connection.carried_room.available_permits() == 1
+    victim.eventually("there is capacity", |_| {
+        connection.inline_capacity.available_permits() == 1
     });
     let mut again = send();
     assert!(again.as_mut().poll(&mut context).is_pending());
-    raw.carried(6, 8);
+    raw.inlined(6, 8);
     drop((again, connection));
 
     let head = PieceHead {
         len: 8,
         sum: checksum(&[3; 8]),
     };
-    for id in 0..=CARRIED_ROOM as u64 {
-        let offer = offer(id, vec![segment(0, 8)]).encode();
+    for id in 0..=INLINED_OFFERS as u64 {
+        let offer = raw.bytes_of(&offer(id, vec![8]));
         let bytes = [&offer[..], &head.encode(), &[3; 8]].concat();
         // It may have been hung up on.
         let _ = raw.stream.write_all(&bytes);

@@ -1,4 +1,4 @@
-//! Agents' descriptions of themselves: changed, cut short, and those of NIXL's Python package.
+//! Agents that are no channels of ours: of this process, and of NIXL's Python package.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
@@ -10,14 +10,20 @@ use lmc_transfer::{
     ConnectError, Index, NixlAgent, NixlMemory, PeerId, TransferChannel, TransferError, block_on,
 };
 
-use crate::scenarios::{NixlSide, PATIENCE, eventually};
+use crate::scenarios::{NixlSide, TIMEOUT, eventually};
 use crate::support::NixlRig;
 
-/// An agent's description that was cut short is refused, and no two peers have one agent.
-pub(crate) fn cut_short() {
+fn forget(side: &NixlSide, peer: &PeerId) {
+    let deadline = Instant::now() + TIMEOUT;
+    block_on(side.channel.disconnect(peer, deadline)).expect("it is quick");
+    eventually("it is forgotten", || !side.channel.is_connected(peer));
+}
+
+/// No two peers have one agent, and one that NIXL refuses is no hindrance to the right one.
+pub(crate) fn agents() {
     let rig = NixlRig::new();
     let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
-    let whole = b.channel.agent();
+    let whole = b.channel.agent().expect("its memory is registered");
     let introduce = |name: &str, agent: &NixlAgent| {
         let id: PeerId = name.parse().expect("a name");
         block_on(a.channel.introduce(id, agent.clone(), 4096))
@@ -27,44 +33,36 @@ pub(crate) fn cut_short() {
     let taken = introduce("q", &whole);
     assert!(matches!(taken, Err(ConnectError::Refused(_))), "{taken:?}");
     assert!(!a.channel.is_connected(&q));
-    a.channel.forget(&p);
-    eventually("it is forgotten", || !a.channel.is_connected(&p));
-
-    for len in 0..whole.metadata.len() {
-        let mut agent = whole.clone();
-        agent.metadata.truncate(len);
-        let refused = introduce("p", &agent);
-        let library = matches!(refused, Err(ConnectError::Library(_)));
-        assert!(library, "{len} bytes: {refused:?}");
-        assert!(!a.channel.is_connected(&p));
-    }
-    // One that NIXL itself refuses, after it has learnt how to connect: it would refuse the right
-    // one as well from then on.
+    forget(&a, &p);
+    // One that NIXL refuses after it has learnt how to connect: it would refuse the right one as
+    // well from then on.
     let object = b.objects(1, &[100_000]);
-    let index = b.indices(&object);
+    let unit = object[0].offset() / 4096;
     for _ in 0..3 {
         let refused = introduce("p", &doubled(&whole));
         let Err(ConnectError::Library(why)) = refused else {
             panic!("{refused:?}");
         };
         assert!(why.contains("NIXL refuses"), "{why}");
+        let mut incarnation = None;
         eventually("it is taken by another agent", || {
-            introduce("p", &whole).is_ok()
+            incarnation = introduce("p", &whole).ok();
+            incarnation.is_some()
         });
-        let deadline = Instant::now() + PATIENCE;
+        let index = [Index::arena(incarnation.expect("just checked"), unit)];
+        let deadline = Instant::now() + TIMEOUT;
         let reading = a.channel.read(a.slots(&[100_000]), &p, &index, deadline);
         let slots = block_on(reading).into_result().expect("it is there");
         check_value(1, 0, slots[0].bytes()).expect("the object");
-        a.channel.forget(&p);
-        eventually("it is forgotten", || !a.channel.is_connected(&p));
+        forget(&a, &p);
     }
     drop(object);
     a.connect(&b);
     a.works_with(1, &b);
-    let closed = block_on(a.channel.close(Instant::now() + PATIENCE));
-    closed.expect("nothing is under way");
-    let closed = block_on(b.channel.close(Instant::now() + PATIENCE));
-    closed.expect("nothing is under way");
+    for side in [a, b] {
+        let closed = block_on(side.channel.close(Instant::now() + TIMEOUT));
+        closed.expect("nothing is under way");
+    }
 }
 
 /// The description with its only region twice, reached in two ways.
@@ -82,80 +80,6 @@ fn doubled(agent: &NixlAgent) -> NixlAgent {
     agent
 }
 
-/// The description under another name of the same length.
-fn named(agent: &NixlAgent, number: usize) -> NixlAgent {
-    let old = agent.agent.clone().into_bytes();
-    let metadata = &agent.metadata;
-    let at = metadata
-        .windows(old.len())
-        .position(|name| name == &old[..]);
-    let at = at.expect("metadata has the name") + old.len() - 8;
-    let mut agent = agent.clone();
-    let digits = format!("{number:08x}");
-    agent.metadata[at..at + 8].copy_from_slice(digits.as_bytes());
-    agent.agent.truncate(old.len() - 8);
-    agent.agent.push_str(&digits);
-    agent
-}
-
-/// Descriptions that were changed on their way, or by who means harm, are refused or taken, and
-/// crash nothing. They did, with a kind of memory that there is not, or an address without an end.
-pub(crate) fn changed() {
-    let rig = NixlRig::new();
-    let (a, b) = (NixlSide::new(&rig, "a"), NixlSide::new(&rig, "b"));
-    let whole = b.channel.agent();
-    let id: PeerId = "p".parse().expect("a name");
-    let mut seed = 0x9E37_79B9_7F4A_7C15_u64;
-    let mut next = move |below: usize| {
-        seed ^= seed << 13;
-        seed ^= seed >> 7;
-        seed ^= seed << 17;
-        (seed % below as u64) as usize
-    };
-    let mut taken = 0;
-    for round in 0..4000 {
-        let mut agent = named(&whole, round);
-        for _ in 0..=next(3) {
-            let at = next(agent.metadata.len());
-            match next(8) {
-                0 => drop(agent.metadata.remove(at)),
-                1 => agent.metadata.insert(at, next(256) as u8),
-                2 => agent.metadata[at] ^= 1 << next(8),
-                3 => agent.metadata[at] = [0, 0x7f, 0x80, 0xff][next(4)],
-                4 => {
-                    let from = next(agent.metadata.len());
-                    let piece = agent.metadata[from..].iter().take(next(40));
-                    let piece: Vec<u8> = piece.copied().collect();
-                    agent.metadata.splice(at..at, piece);
-                }
-                _ => agent.metadata[at] = next(256) as u8,
-            }
-        }
-        let introduced = block_on(a.channel.introduce(id.clone(), agent, 4096));
-        match introduced {
-            Ok(()) => {
-                taken += 1;
-                a.channel.forget(&id);
-                eventually("it is forgotten", || !a.channel.is_connected(&id));
-            }
-            Err(error) => {
-                let library = matches!(error, ConnectError::Library(_));
-                assert!(library, "{round}: {error}");
-            }
-        }
-    }
-    println!("{taken} of 4000 were taken");
-    // It is not that nothing is taken any more.
-    block_on(a.channel.introduce(id.clone(), whole, 4096)).expect("NIXL takes it");
-    a.channel.forget(&id);
-    a.connect(&b);
-    a.works_with(1, &b);
-    for side in [a, b] {
-        let closed = block_on(side.channel.close(Instant::now() + PATIENCE));
-        closed.expect("nothing is under way");
-    }
-}
-
 /// An agent of NIXL's own Python package reads this side's memory and writes to it, and this side
 /// reads its memory and writes to that.
 pub(crate) fn python() {
@@ -168,7 +92,7 @@ pub(crate) fn python() {
     let rig = NixlRig::new();
     let side = NixlSide::new(&rig, "me");
     let object = side.objects(1, &[100_000]);
-    let mut place = vec![side.slot(100_000)];
+    let mut target = vec![side.slot(100_000)];
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nixl/agent.py");
     let mut child = Command::new(python)
         .arg(script)
@@ -199,41 +123,40 @@ pub(crate) fn python() {
     };
     let id: PeerId = "python".parse().expect("a name");
     let introduced = side.channel.introduce(id.clone(), agent, 1);
-    block_on(introduced).expect("NIXL takes it");
+    let incarnation = block_on(introduced).expect("NIXL takes it");
+    let at_byte = |byte| Index::arena(incarnation, byte);
 
-    // Ours, to it, with the addresses of the object and the place.
-    let ours = side.channel.agent();
+    // Ours, to it, with the addresses of the object and the slot.
+    let ours = side.channel.agent().expect("its memory is registered");
     let at = |offset: u64| ours.base + offset;
     writeln!(
         input,
         "{} {} {} {}",
         ours.agent,
         at(object[0].offset()),
-        at(place[0].offset()),
+        at(target[0].offset()),
         to_hex(&ours.metadata)
     )
     .expect("it listens");
 
-    // It has read our object into its first 100,000 bytes, and written its next to our place.
+    // It has read our object into its first 100,000 bytes, and written its next to our slot.
     assert_eq!(says(), "moved");
-    let deadline = || Instant::now() + PATIENCE;
-    let reading = side.channel.read(
-        side.slots(&[100_000, 5]),
-        &id,
-        &[Index(0), Index(100_000)],
-        deadline(),
-    );
+    let deadline = || Instant::now() + TIMEOUT;
+    let from = [at_byte(0), at_byte(100_000)];
+    let reading = side
+        .channel
+        .read(side.slots(&[100_000, 5]), &id, &from, deadline());
     let slots = block_on(reading).into_result().expect("it is there");
     check_value(1, 0, slots[0].bytes()).expect("what it read of us");
     assert_eq!(slots[1].bytes(), [0, 7, 14, 21, 28]);
-    let written = place.remove(0).written();
+    let written = target.remove(0).written();
     for (at, byte) in written.bytes().iter().enumerate() {
         assert_eq!(*byte, (at * 7 % 251) as u8, "byte {at}");
     }
     // And we write to it.
     let objects = side.objects(3, &[50_000]);
     let copy = objects[0].bytes().to_vec();
-    let sent = block_on(side.channel.write(objects, &id, &[Index(3)], deadline()));
+    let sent = block_on(side.channel.write(objects, &id, &[at_byte(3)], deadline()));
     assert_eq!(sent.into_result(), Ok(1));
     writeln!(input, "{}", to_hex(&copy)).expect("it listens");
     assert_eq!(says(), "right");
@@ -244,12 +167,11 @@ pub(crate) fn python() {
         matches!(sent.error, Some(TransferError::Refused(_))),
         "{sent:?}"
     );
-    side.channel.forget(&id);
-    eventually("it is forgotten", || !side.channel.is_connected(&id));
+    forget(&side, &id);
     drop(input);
     let status = child.wait().expect("it is our child");
     assert!(status.success(), "{status}");
-    drop((object, place, slots, written));
+    drop((object, target, slots, written));
     // The arena stays: its address is known to whom we cannot ask.
     let closed = block_on(side.channel.close(deadline()));
     closed.expect("nothing is under way");

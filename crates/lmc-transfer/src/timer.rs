@@ -1,5 +1,5 @@
-//! Deadlines of calls, kept by a thread: a call's future runs wherever the caller polls it, and
-//! may be polled after the runtime has ended.
+//! Deadlines of calls, kept by a thread of their own: the caller's executor polls a call's
+//! future, possibly after the channel's runtime has ended.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,8 +11,9 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+/// A thread that wakes futures at their deadlines.
 #[derive(Debug)]
-pub(super) struct Timer {
+pub(crate) struct Timer {
     queue: Arc<Queue>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -27,17 +28,17 @@ struct Queue {
 struct State {
     waiting: BTreeMap<(Instant, u64), Waker>,
     next: u64,
-    /// When the thread looks again.
-    looks_at: Option<Instant>,
+    /// When the thread wakes next.
+    wakes_at: Option<Instant>,
     stopped: bool,
 }
 
 impl Timer {
-    pub(super) fn start() -> io::Result<Self> {
+    pub(crate) fn start() -> io::Result<Self> {
         let queue = Arc::new(Queue::default());
         let thread = {
             let queue = Arc::clone(&queue);
-            let builder = thread::Builder::new().name("lmc-socket-time".into());
+            let builder = thread::Builder::new().name("lmc-timer".into());
             builder.spawn(move || queue.run())?
         };
         Ok(Self {
@@ -46,8 +47,8 @@ impl Timer {
         })
     }
 
-    /// Is ready at that time.
-    pub(super) fn at(&self, deadline: Instant) -> Alarm {
+    /// Returns a future that is ready at `deadline`.
+    pub(crate) fn at(&self, deadline: Instant) -> Alarm {
         Alarm {
             queue: Arc::clone(&self.queue),
             deadline,
@@ -55,8 +56,21 @@ impl Timer {
         }
     }
 
-    /// Ends the thread. Alarms are woken once more.
-    pub(super) fn stop(&self) {
+    /// Waits for `what` until `deadline`; `None` when that comes first.
+    pub(crate) async fn until<T>(
+        &self,
+        deadline: Instant,
+        what: impl Future<Output = T>,
+    ) -> Option<T> {
+        tokio::select! {
+            biased;
+            done = what => Some(done),
+            () = self.at(deadline) => None,
+        }
+    }
+
+    /// Ends the thread, and wakes every alarm once more.
+    pub(crate) fn stop(&self) {
         let woken = {
             let mut state = self.queue.state.lock();
             state.stopped = true;
@@ -84,7 +98,7 @@ impl Queue {
         while !state.stopped {
             let now = Instant::now();
             let first = state.waiting.first_key_value().map(|(&(at, _), _)| at);
-            state.looks_at = first;
+            state.wakes_at = first;
             match first {
                 None => self.changed.wait(&mut state),
                 Some(at) if at > now => {
@@ -103,9 +117,9 @@ impl Queue {
     }
 }
 
-/// A future that is ready when its time has come.
+/// A future that is ready at its deadline.
 #[derive(Debug)]
-pub(super) struct Alarm {
+pub(crate) struct Alarm {
     queue: Arc<Queue>,
     deadline: Instant,
     key: Option<u64>,
@@ -131,8 +145,8 @@ impl Future for Alarm {
             });
             let key = (this.deadline, key);
             let old = state.waiting.insert(key, waker);
-            // To wake it takes as long as a small transfer.
-            (old, state.looks_at.is_none_or(|at| this.deadline < at))
+            // Waking the thread costs as much as a small transfer.
+            (old, state.wakes_at.is_none_or(|at| this.deadline < at))
         };
         drop(old);
         if early {

@@ -1,5 +1,5 @@
-//! The sending half of a stream: whoever has a frame sends it himself while that needs no
-//! waiting, and a task sends the others.
+//! The sending half of a stream: a caller sends its frame directly while that needs no waiting,
+//! and a task sends the others.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -10,28 +10,33 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
-use super::connection::{Connection, Gone, Outgoing, Progress, Source};
-use super::endpoint::{Moved, Sockets};
-use super::frame::{MAX_CARRIED, PIECE, PieceHead, Pieces, Segment};
+use super::connection::{Connection, Gone, Kept, Outgoing};
+use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, Pieces, seal_header};
 use super::shared::Shared;
 use super::stats::Counters;
 use super::window::{Part, Window};
+use crate::lease::Segment;
+use crate::net::{Moved, Sockets};
+use crate::session::Sealer;
 
 /// Parts that go with one system call at most: heads and pieces.
 const PARTS: usize = 128;
 /// Bytes of a frame, with its payload, that does not wait for the task.
-pub(super) const AT_ONCE: u64 = MAX_CARRIED + (4 << 10);
+pub(super) const AT_ONCE: u64 = MAX_INLINED + (4 << 10);
 
-/// Where frames of a stream are handed in. They go in the order in which they come here.
+/// The queue of a stream. Frames are sent in the order in which they are pushed.
 #[derive(Debug)]
-pub(super) struct Outbox {
+pub(super) struct SendQueue {
     window: Window,
     counters: Arc<Counters>,
     /// The tasks own them.
     sockets: Weak<Sockets>,
-    lane: usize,
+    stream: usize,
     queue: mpsc::UnboundedSender<Outgoing>,
     line: Mutex<Line>,
+    sealer: Mutex<Sealer>,
+    /// Whether pieces of objects are sealed.
+    sealed: bool,
     /// Grows with every byte sent.
     sent: AtomicU64,
 }
@@ -43,7 +48,7 @@ struct Line {
     gathered: Gathered,
 }
 
-/// How much of a frame went without waiting.
+/// How much of a frame was sent without waiting.
 enum AtOnce {
     Nothing,
     All,
@@ -51,23 +56,27 @@ enum AtOnce {
     But(Vec<u8>),
 }
 
-impl Outbox {
+impl SendQueue {
     pub(super) fn new(
         shared: &Shared,
         sockets: &Arc<Sockets>,
-        lane: usize,
+        stream: usize,
+        sealer: Sealer,
+        sealed: bool,
     ) -> (Self, mpsc::UnboundedReceiver<Outgoing>) {
         let (queue, receiver) = mpsc::unbounded_channel();
-        let outbox = Self {
+        let queue = Self {
             window: shared.window.clone(),
             counters: Arc::clone(&shared.counters),
             sockets: Arc::downgrade(sockets),
-            lane,
+            stream,
             queue,
             line: Mutex::default(),
+            sealer: Mutex::new(sealer),
+            sealed,
             sent: AtomicU64::new(0),
         };
-        (outbox, receiver)
+        (queue, receiver)
     }
 
     /// Sends a frame, now or in its turn.
@@ -82,6 +91,11 @@ impl Outbox {
         self.start(outgoing).is_ok()
     }
 
+    /// Sends bytes that are sealed already, in their turn.
+    pub(super) fn push_raw(&self, bytes: Vec<u8>) {
+        self.push(raw(bytes));
+    }
+
     /// Sends a frame if nothing is before it and its beginning goes now; gives it back if not.
     fn start(&self, mut outgoing: Outgoing) -> Result<(), (MutexGuard<'_, Line>, Outgoing)> {
         let mut line = self.line.lock();
@@ -92,15 +106,16 @@ impl Outbox {
             AtOnce::Nothing => return Err((line, outgoing)),
             AtOnce::All => {
                 drop(line);
-                outgoing.begin();
+                drop(outgoing.write().and_then(|write| write.begin()));
             }
             AtOnce::But(rest) => {
-                let sent = (outgoing.begin(), outgoing.payload.take());
-                outgoing.bytes = rest;
+                let slots = outgoing.write().and_then(|write| write.begin());
+                let payload = std::mem::take(&mut outgoing.payload);
+                (outgoing.header, outgoing.raw) = (rest, true);
                 outgoing.answers = None;
                 self.hand_over(line, outgoing);
                 // Slots are given back under the locks of others.
-                drop(sent);
+                drop((slots, payload));
             }
         }
         Ok(())
@@ -116,35 +131,63 @@ impl Outbox {
 
     /// Sends what goes without waiting.
     fn at_once(&self, gathered: &mut Gathered, outgoing: &Outgoing) -> AtOnce {
-        let segments = outgoing.segments();
-        let payload: u64 = segments.iter().map(|segment| segment.len).sum();
-        let small = outgoing.bytes.len() as u64 + payload <= AT_ONCE;
-        if !small || 2 * segments.len() > PARTS {
+        let (parts, payload) = outgoing
+            .segments()
+            .fold((0, 0), |(parts, bytes), s| (parts + 1, bytes + s.len));
+        let small = outgoing.header.len() as u64 + payload <= AT_ONCE;
+        if !small || 2 * parts > PARTS {
             return AtOnce::Nothing;
         }
         let Some(sockets) = self.sockets.upgrade() else {
             return AtOnce::Nothing;
         };
-        gathered.own(&outgoing.bytes);
-        for (_, piece) in Pieces::of(segments) {
-            gathered.piece(&self.window, piece);
+        let mut sealer = self.sealer.lock();
+        let before = sealer.position();
+        gathered.header(outgoing, &mut sealer);
+        'all: for run in &outgoing.payload {
+            for (_, piece) in Pieces::of(&run.segments) {
+                match run.source.keep() {
+                    Some(kept) => self.piece(gathered, &mut sealer, piece, kept),
+                    None => {
+                        gathered.abort();
+                        break 'all;
+                    }
+                }
+            }
         }
         outgoing.is_sent();
-        // An error is met by the task too, which ends the connection.
-        let sent = sockets.0[self.lane]
-            .try_now(Interest::WRITABLE, |fd| gathered.send(&self.window, fd, 0));
+        let send = |fd| gathered.send(&self.window, fd, 0);
+        let sent = sockets.0[self.stream].try_now(Interest::WRITABLE, send);
+        // An error is met by the task, too.
         let sent = sent.unwrap_or(0);
-        self.count(sent);
-        let how = match sent {
-            0 => {
-                outgoing.is_unsent();
-                AtOnce::Nothing
+        let outcome = if sent == 0 {
+            outgoing.is_unsent();
+            sealer.rewind(before);
+            AtOnce::Nothing
+        } else {
+            self.count(sent);
+            match sent == gathered.len() {
+                true => AtOnce::All,
+                false => AtOnce::But(gathered.rest(&self.window, sent)),
             }
-            n if n == gathered.len() => AtOnce::All,
-            n => AtOnce::But(gathered.rest(&self.window, n)),
         };
         gathered.clear();
-        how
+        outcome
+    }
+
+    fn piece(&self, gathered: &mut Gathered, sealer: &mut Sealer, piece: Segment, kept: Kept) {
+        match self.sealed {
+            true => gathered.sealed_piece(&self.window, sealer, piece),
+            false => gathered.piece(&self.window, piece, kept),
+        }
+    }
+
+    fn begin(&self, gathered: &mut Gathered, outgoing: &Outgoing) {
+        gathered.header(outgoing, &mut self.sealer.lock());
+    }
+
+    fn gather(&self, gathered: &mut Gathered, piece: Segment, kept: Kept) {
+        self.piece(gathered, &mut self.sealer.lock(), piece, kept);
     }
 
     fn count(&self, sent: usize) {
@@ -164,21 +207,29 @@ impl Outbox {
     }
 }
 
+/// Bytes as they go over the wire.
+fn raw(header: Vec<u8>) -> Outgoing {
+    Outgoing {
+        header,
+        raw: true,
+        ..Outgoing::of(&Frame::Ping(0))
+    }
+}
+
 /// What goes with one system call.
 #[derive(Debug, Default)]
 struct Gathered {
-    /// Headers and heads.
+    /// Headers, heads, and sealed pieces.
     scratch: Vec<u8>,
     parts: Vec<Part>,
     /// Bytes of the arena among the parts.
     arena: u64,
+    kept: Vec<Kept>,
 }
 
 impl Gathered {
-    /// Adds bytes of this side's own.
-    fn own(&mut self, bytes: &[u8]) {
-        let start = self.scratch.len();
-        self.scratch.extend_from_slice(bytes);
+    /// Adds what was appended to the scratch since it had so many bytes.
+    fn add(&mut self, start: usize) {
         let end = self.scratch.len();
         match self.parts.last_mut() {
             Some(Part::Scratch(range)) => range.end = end,
@@ -186,21 +237,56 @@ impl Gathered {
         }
     }
 
+    fn own(&mut self, bytes: &[u8]) {
+        let start = self.scratch.len();
+        self.scratch.extend_from_slice(bytes);
+        self.add(start);
+    }
+
+    fn header(&mut self, outgoing: &Outgoing, sealer: &mut Sealer) {
+        let start = self.scratch.len();
+        match outgoing.raw {
+            true => self.scratch.extend_from_slice(&outgoing.header),
+            false => seal_header(&outgoing.header, sealer, &mut self.scratch),
+        }
+        self.add(start);
+    }
+
     /// Adds a piece of a payload, with its head.
-    fn piece(&mut self, window: &Window, piece: Segment) {
+    fn piece(&mut self, window: &Window, piece: Segment, kept: Kept) {
         // Just before the kernel copies it, so that it is read from memory once.
         let sum = window.sum(piece);
         let len = piece.len as u32;
         self.own(&PieceHead { len, sum }.encode());
         self.parts.push(Part::Arena(piece));
         self.arena += piece.len;
+        if !matches!(kept, Kept::Already) {
+            self.kept.push(kept);
+        }
+    }
+
+    fn sealed_piece(&mut self, window: &Window, sealer: &mut Sealer, piece: Segment) {
+        let (len, sum) = (piece.len as u32, 0);
+        self.own(&PieceHead { len, sum }.encode());
+        let start = self.scratch.len();
+        window.seal(piece, sealer, &mut self.scratch);
+        self.add(start);
+    }
+
+    /// Says that no more of the payload follows.
+    fn abort(&mut self) {
+        self.own(&PieceHead { len: 0, sum: 0 }.encode());
     }
 
     fn len(&self) -> usize {
         self.scratch.len() + self.arena as usize
     }
 
-    /// Sends what there is without the bytes that went before.
+    fn is_full(&self) -> bool {
+        self.len() as u64 >= PIECE || self.parts.len() >= PARTS
+    }
+
+    /// Sends all but the bytes that were sent before.
     fn send(&self, window: &Window, socket: RawFd, before: usize) -> io::Result<usize> {
         window.send(socket, &self.scratch, &self.parts, before)
     }
@@ -221,34 +307,35 @@ impl Gathered {
         self.scratch.clear();
         self.parts.clear();
         self.arena = 0;
+        self.kept.clear();
     }
 }
 
 /// The task that sends what does not go at once.
-pub(super) struct Outlet {
+pub(super) struct StreamWriter {
     shared: Arc<Shared>,
     connection: Arc<Connection>,
     sockets: Arc<Sockets>,
-    lane: usize,
-    queue: mpsc::UnboundedReceiver<Outgoing>,
+    stream: usize,
+    items: mpsc::UnboundedReceiver<Outgoing>,
     gathered: Gathered,
     moved: Moved,
 }
 
-impl Outlet {
+impl StreamWriter {
     pub(super) fn new(
         shared: &Arc<Shared>,
         connection: &Arc<Connection>,
         sockets: &Arc<Sockets>,
-        lane: usize,
-        queue: mpsc::UnboundedReceiver<Outgoing>,
+        stream: usize,
+        items: mpsc::UnboundedReceiver<Outgoing>,
     ) -> Self {
         Self {
             shared: Arc::clone(shared),
             connection: Arc::clone(connection),
             sockets: Arc::clone(sockets),
-            lane,
-            queue,
+            stream,
+            items,
             gathered: Gathered::default(),
             moved: Moved::default(),
         }
@@ -256,65 +343,55 @@ impl Outlet {
 
     pub(super) async fn run(mut self) -> Gone {
         loop {
-            // The connection owns the other end, and this half the connection.
-            let Some(outgoing) = self.queue.recv().await else {
+            // The connection owns the other end, and this task the connection.
+            let Some(outgoing) = self.items.recv().await else {
                 return Gone::Broken("nothing more is to be sent".into());
             };
             outgoing.is_sent();
             if let Err(gone) = self.send(outgoing).await {
                 return gone;
             }
-            self.outbox().catch_up();
+            self.connection.streams[self.stream].queue.catch_up();
         }
-    }
-
-    fn outbox(&self) -> &Outbox {
-        &self.connection.lanes[self.lane].outbox
     }
 
     async fn send(&mut self, outgoing: Outgoing) -> Result<(), Gone> {
-        let _slots = outgoing.begin();
-        let mut progress = None;
-        if let Some(Source::Write(write)) = outgoing.payload.as_ref().map(|p| &p.source) {
+        let connection = Arc::clone(&self.connection);
+        let stream = &connection.streams[self.stream];
+        let mut _slots = None;
+        if let Some(write) = outgoing.write() {
+            _slots = write.begin();
             if _slots.is_none() {
-                // It was cancelled. Only now there is room for another.
-                drop(self.connection.lanes[self.lane].take(write.id));
+                // It was cancelled. Only now there is capacity for another.
+                drop(stream.take(write.id));
                 return Ok(());
             }
-            progress = Some(&**write);
         }
-        self.gathered.own(&outgoing.bytes);
-        self.pieces(outgoing.segments(), progress).await?;
+        stream.queue.begin(&mut self.gathered, &outgoing);
+        for run in &outgoing.payload {
+            for (_, piece) in Pieces::of(&run.segments) {
+                let Some(kept) = run.source.keep() else {
+                    self.gathered.abort();
+                    return self.flush().await;
+                };
+                stream.queue.gather(&mut self.gathered, piece, kept);
+                if self.gathered.is_full() {
+                    self.flush().await?;
+                }
+            }
+        }
         self.flush().await
-    }
-
-    async fn pieces(
-        &mut self,
-        segments: &[Segment],
-        progress: Option<&Progress>,
-    ) -> Result<(), Gone> {
-        for (_, piece) in Pieces::of(segments) {
-            if progress.is_some_and(Progress::is_cancelled) {
-                self.gathered.own(&PieceHead { len: 0, sum: 0 }.encode());
-                return Ok(());
-            }
-            self.gathered.piece(&self.shared.window, piece);
-            if self.gathered.arena >= PIECE || self.gathered.parts.len() >= PARTS {
-                self.flush().await?;
-            }
-        }
-        Ok(())
     }
 
     /// Sends what was gathered.
     async fn flush(&mut self) -> Result<(), Gone> {
         let window = &self.shared.window;
-        let socket = &self.sockets.0[self.lane];
+        let socket = &self.sockets.0[self.stream];
         let mut done = 0;
         while done < self.gathered.len() {
             let send = |fd| self.gathered.send(window, fd, done);
             let sent = socket.when(Interest::WRITABLE, send).await?;
-            self.outbox().count(sent);
+            self.connection.streams[self.stream].queue.count(sent);
             done += sent;
         }
         self.gathered.clear();

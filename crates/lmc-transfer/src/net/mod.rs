@@ -1,4 +1,4 @@
-//! Sockets, TCP and Unix, as one type.
+//! TCP and Unix sockets as one type, and the listener for both.
 
 use std::fs;
 use std::io;
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::runtime::Handle;
@@ -16,44 +17,47 @@ use tokio::task::coop::consume_budget;
 use tokio::task::yield_now;
 use tokio::time::{Duration, sleep};
 
-use super::window::{is_closed, receive_bytes, send_bytes, set_bytes};
 use crate::Address;
 
-/// Pause before another attempt where as many wait at a Unix socket as may.
+mod raw;
+pub(crate) use raw::{is_closed, receive_bytes, send_bytes};
+
+/// Pause before another attempt when the backlog of a Unix socket is full.
 const FULL_PAUSE: Duration = Duration::from_millis(5);
 
-/// Bytes that may be on a way within this machine. The kernel takes twice as many for its own
-/// needs, and no more than it is told to allow (`net.core.wmem_max`). Counted so, a Unix socket
-/// has 208 KiB of itself instead of 512, with which both sides wait for each other.
-const LOCAL_BUFFER: u64 = 256 << 10;
+/// Send buffer of a connection within this machine. The kernel doubles it for its own needs and
+/// caps it (`net.core.wmem_max`). The default of a Unix socket (208 KiB, 512-byte units) makes
+/// both sides wait for each other.
+const LOCAL_BUFFER: usize = 256 << 10;
 
-/// Bytes that a task moves before it gives way to others of its thread.
-const A_TURN: u64 = 1 << 20;
+/// Bytes that a task moves before it yields to the other tasks of its thread.
+const YIELD_AFTER: u64 = 1 << 20;
 
-/// What a task has moved since it gave way.
+/// Bytes that a task has moved since it last yielded.
 #[derive(Debug, Default)]
-pub(super) struct Moved(u64);
+pub(crate) struct Moved(u64);
 
 impl Moved {
-    /// Counts bytes; gives way to others where it is their turn.
-    pub(super) async fn add(&mut self, bytes: u64) {
+    /// Counts bytes, and yields after [`YIELD_AFTER`].
+    pub(crate) async fn add(&mut self, bytes: u64) {
         self.0 += bytes;
-        if self.0 >= A_TURN {
+        if self.0 >= YIELD_AFTER {
             self.0 = 0;
             yield_now().await;
         }
     }
 }
 
+/// A connected stream socket.
 #[derive(Debug)]
-pub(super) enum Socket {
+pub(crate) enum Socket {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
 impl Socket {
-    /// Connects; none for an address of another kind.
-    pub(super) async fn connect(address: &Address) -> Option<io::Result<Self>> {
+    /// Connects. `None` for an address that is no socket's.
+    pub(crate) async fn connect(address: &Address) -> Option<io::Result<Self>> {
         match address {
             Address::Tcp { host, port } => {
                 let connected = TcpStream::connect((host.as_str(), *port)).await;
@@ -66,34 +70,58 @@ impl Socket {
 
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        // The kernel sizes the buffers of TCP better than a fixed number would, but for a way
-        // within this machine: what is on that fills them, and should stay in the cache.
-        // One that is reset by now has no peer, which whoever uses it next is told.
+        // The kernel sizes TCP buffers better than a fixed number would, except within this
+        // machine: whatever is in flight fills them, and should stay in the cache.
         if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
             && here.ip() == there.ip()
         {
-            set_bytes(stream.as_raw_fd(), libc::SO_SNDBUF, LOCAL_BUFFER);
+            let _ = SockRef::from(&stream).set_send_buffer_size(LOCAL_BUFFER);
         }
         Ok(Self::Tcp(stream))
     }
 
     fn unix(stream: UnixStream) -> Self {
-        set_bytes(stream.as_raw_fd(), libc::SO_SNDBUF, LOCAL_BUFFER);
+        let _ = SockRef::from(&stream).set_send_buffer_size(LOCAL_BUFFER);
         Self::Unix(stream)
     }
 
     async fn connect_unix(path: &Path) -> io::Result<Self> {
         loop {
             match UnixStream::connect(path).await {
-                // As many wait there as may.
+                // The backlog is full.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(FULL_PAUSE).await,
                 connected => return connected.map(Self::unix),
             }
         }
     }
 
-    /// Has it watched by another thread.
-    pub(super) fn watched_by(self, thread: &Handle) -> io::Result<Self> {
+    /// Ends the connection when the other host acknowledges nothing for `timeout`, whether bytes
+    /// are in flight (`TCP_USER_TIMEOUT`) or not (keepalive probes). Does nothing on Unix sockets.
+    pub(crate) fn set_dead_after(&self, timeout: Duration) {
+        let Self::Tcp(stream) = self else { return };
+        let socket = SockRef::from(stream);
+        let interval = (timeout / 3).max(Duration::from_secs(1));
+        let keepalive = TcpKeepalive::new()
+            .with_time(interval)
+            .with_interval(interval)
+            .with_retries(3);
+        // A socket that was reset meanwhile refuses; its next user finds out.
+        let _ = socket.set_tcp_keepalive(&keepalive);
+        let _ = socket.set_tcp_user_timeout(Some(timeout));
+    }
+
+    /// Ends this side's half.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn end(&self) {
+        // One that is not connected any more has no half to end.
+        let _ = match self {
+            Self::Tcp(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
+            Self::Unix(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
+        };
+    }
+
+    /// Moves the socket to the reactor of another thread.
+    pub(crate) fn watched_by(self, thread: &Handle) -> io::Result<Self> {
         let _entered = thread.enter();
         Ok(match self {
             Self::Tcp(stream) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?),
@@ -101,28 +129,38 @@ impl Socket {
         })
     }
 
-    /// Sets how many bytes must be there before a reader is woken. False where that cannot be set.
-    pub(super) fn set_low_water(&self, bytes: u64) -> bool {
+    /// Sets how many bytes must have arrived before a reader is woken. Returns `false` where that
+    /// is not supported.
+    pub(crate) fn set_low_water(&self, bytes: u64) -> bool {
         match self {
-            Self::Tcp(stream) => set_bytes(stream.as_raw_fd(), libc::SO_RCVLOWAT, bytes),
+            Self::Tcp(stream) => raw::set_low_water(stream.as_raw_fd(), bytes),
             Self::Unix(_) => false,
         }
     }
 
-    pub(super) fn is_unix(&self) -> bool {
+    /// Returns whether both ends are on this host.
+    pub(crate) fn is_local(&self) -> bool {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().is_ok_and(|to| to.ip().is_loopback()),
+            Self::Unix(_) => true,
+        }
+    }
+
+    /// Returns whether this is a Unix socket.
+    pub(crate) fn is_unix(&self) -> bool {
         matches!(self, Self::Unix(_))
     }
 
-    /// Whether the other side has closed it; to be asked where nothing is left to be read.
-    pub(super) fn is_closed(&self) -> bool {
+    /// Returns whether the other side has closed the connection. Call it when nothing is unread.
+    pub(crate) fn is_closed(&self) -> bool {
         match self {
             Self::Tcp(stream) => is_closed(stream.as_raw_fd()),
             Self::Unix(stream) => is_closed(stream.as_raw_fd()),
         }
     }
 
-    /// Waits until it may be ready.
-    pub(super) async fn ready(&self, interest: Interest) -> io::Result<()> {
+    /// Waits until the socket may be ready.
+    pub(crate) async fn ready(&self, interest: Interest) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.ready(interest).await,
             Self::Unix(stream) => stream.ready(interest).await,
@@ -130,9 +168,9 @@ impl Socket {
         Ok(())
     }
 
-    /// Runs `io` on the file descriptor until it does not say "would block". Now and then it
-    /// gives way to other tasks first: a socket that is always ready would never do so.
-    pub(super) async fn when<T>(
+    /// Runs `io` on the file descriptor until it does not return `WouldBlock`. Takes part in
+    /// tokio's cooperative scheduling: a socket that is always ready would never yield.
+    pub(crate) async fn when<T>(
         &self,
         interest: Interest,
         mut io: impl FnMut(RawFd) -> io::Result<T>,
@@ -149,8 +187,8 @@ impl Socket {
         }
     }
 
-    /// Runs `io` on the file descriptor once; it may say "would block".
-    pub(super) fn try_now<T>(
+    /// Runs `io` on the file descriptor once; it may return `WouldBlock`.
+    pub(crate) fn try_now<T>(
         &self,
         interest: Interest,
         io: impl FnOnce(RawFd) -> io::Result<T>,
@@ -164,8 +202,8 @@ impl Socket {
     /// Fills a buffer.
     ///
     /// # Errors
-    /// Also the end of the stream.
-    pub(super) async fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
+    /// `UnexpectedEof` at the end of the stream.
+    pub(crate) async fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
         let mut done = 0;
         while done < buffer.len() {
             let rest = &mut buffer[done..];
@@ -181,7 +219,7 @@ impl Socket {
     }
 
     /// Sends all of a buffer.
-    pub(super) async fn write_all(&self, buffer: &[u8]) -> io::Result<()> {
+    pub(crate) async fn write_all(&self, buffer: &[u8]) -> io::Result<()> {
         let mut done = 0;
         while done < buffer.len() {
             let rest = &buffer[done..];
@@ -193,16 +231,16 @@ impl Socket {
     }
 }
 
-/// All sockets of a connection. When they go, the other side is told by the end of each stream:
-/// closing alone, with bytes unread, would reset TCP connections, which says less.
+/// All sockets of a connection. Dropping them shuts each down first, so that the peer reads an
+/// orderly end: closing a TCP socket with unread bytes resets it, which proves less.
 #[derive(Debug)]
-pub(super) struct Sockets(pub(super) Vec<Socket>);
+pub(crate) struct Sockets(pub(crate) Vec<Socket>);
 
 impl Drop for Sockets {
     fn drop(&mut self) {
         let mut context = Context::from_waker(Waker::noop());
         for socket in &mut self.0 {
-            // Is done at once, for both kinds.
+            // Completes at once for both kinds.
             let _ = match socket {
                 Socket::Tcp(stream) => Pin::new(stream).poll_shutdown(&mut context),
                 Socket::Unix(stream) => Pin::new(stream).poll_shutdown(&mut context),
@@ -211,9 +249,9 @@ impl Drop for Sockets {
     }
 }
 
-/// Where a channel is connected to. Takes its Unix socket's name away when dropped.
+/// A bound address. Removes the file of its Unix socket when dropped.
 #[derive(Debug)]
-pub(super) struct Listener {
+pub(crate) struct Listener {
     kind: Kind,
     address: Address,
 }
@@ -221,13 +259,13 @@ pub(super) struct Listener {
 #[derive(Debug)]
 enum Kind {
     Tcp(TcpListener),
-    /// With the file's device and inode, to tell it from another's of the same name.
+    /// With the file's device and inode, which tell it from another listener's file.
     Unix(UnixListener, PathBuf, (u64, u64)),
 }
 
 impl Listener {
-    /// Binds; none for an address of another kind. To be called where a runtime is entered.
-    pub(super) fn bind(address: &Address) -> Option<io::Result<Self>> {
+    /// Binds. `None` for an address that is no socket's. Call it within a tokio runtime.
+    pub(crate) fn bind(address: &Address) -> Option<io::Result<Self>> {
         match address {
             Address::Tcp { host, port } => Some(Self::tcp(host, *port)),
             Address::Unix(path) => Some(Self::unix(path)),
@@ -256,12 +294,20 @@ impl Listener {
     }
 
     /// The address, with the port that was chosen.
-    pub(super) fn address(&self) -> &Address {
+    pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// The next that connects, and the address that it comes from.
-    pub(super) async fn accept(&self) -> io::Result<(Socket, Option<IpAddr>)> {
+    /// Returns whether only this host can connect.
+    pub(crate) fn is_local(&self) -> bool {
+        match &self.kind {
+            Kind::Tcp(listener) => listener.local_addr().is_ok_and(|at| at.ip().is_loopback()),
+            Kind::Unix(..) => true,
+        }
+    }
+
+    /// Accepts the next connection; returns it with the source address (`None`: Unix).
+    pub(crate) async fn accept(&self) -> io::Result<(Socket, Option<IpAddr>)> {
         match &self.kind {
             Kind::Tcp(listener) => {
                 let (stream, from) = listener.accept().await?;
@@ -275,16 +321,16 @@ impl Listener {
     }
 }
 
-/// Takes away the socket of a process that has ended. To be called where a runtime is entered.
+/// Removes the socket file of a process that has ended. Call it within a tokio runtime.
 fn remove_stale(path: &Path) -> io::Result<()> {
     let Ok(file) = fs::symlink_metadata(path) else {
         return Ok(());
     };
     if !file.file_type().is_socket() {
-        let what = format!("{} is there and no socket", path.display());
+        let what = format!("{} exists and is not a socket", path.display());
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
     }
-    // Once, since it may be for ever that nobody accepts.
+    // Polled once: with a full backlog nobody may ever accept.
     let mut context = Context::from_waker(Waker::noop());
     match pin!(UnixStream::connect(path)).poll(&mut context) {
         Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -318,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_moves_much_gives_way_to_others_of_its_thread() {
+    fn a_task_that_moves_much_yields_to_others_of_its_thread() {
         let runtime = tokio::runtime::Builder::new_current_thread().build();
         let tasks = LocalSet::new();
         let turns = Rc::new(Cell::new(0));
@@ -332,7 +378,7 @@ mod tests {
         let moves = async {
             let mut moved = Moved::default();
             for _ in 0..16 {
-                moved.add(A_TURN / 4).await;
+                moved.add(YIELD_AFTER / 4).await;
             }
         };
         tasks.block_on(&runtime.expect("a runtime"), moves);

@@ -1,0 +1,507 @@
+//! Leases: what of this side's memory a peer may touch, and for how long.
+//!
+//! The owner grants slots to one incarnation of one peer. A lease is named by a number that its
+//! channel never uses twice, so an old index never names new contents: the channel looks each one
+//! up before a byte moves, and between any two pieces. What is under way holds a [`Pin`]; a lease
+//! that is revoked gives out no more of those, and its slots come back with the last one.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use lmc_memory::{ReservedSlot, SealedSlot};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
+
+use crate::{PeerId, TransferError};
+
+/// Names memory of a peer: a slot of a lease, or an offset in an open arena.
+///
+/// An index belongs to the incarnation that made it. It may be sent to the peer that it was
+/// granted to in any form ([`Self::to_bytes`], or serde).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Index {
+    pub(crate) incarnation: u64,
+    /// 0: the open arena.
+    pub(crate) lease: u64,
+    /// The slot of the lease; in an open arena, units from its start.
+    pub(crate) slot: u64,
+}
+
+impl Index {
+    /// Returns the index of an open arena's unit. `incarnation` is that of the arena's channel.
+    pub fn arena(incarnation: u64, unit: u64) -> Self {
+        Self {
+            incarnation,
+            lease: 0,
+            slot: unit,
+        }
+    }
+
+    /// Returns the incarnation of the channel that made the index.
+    pub fn incarnation(&self) -> u64 {
+        self.incarnation
+    }
+
+    /// Returns the index as bytes, to be sent.
+    pub fn to_bytes(self) -> [u8; 24] {
+        let mut bytes = [0; 24];
+        bytes[..8].copy_from_slice(&self.incarnation.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.lease.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.slot.to_le_bytes());
+        bytes
+    }
+
+    /// Returns the index that [`Self::to_bytes`] was called on.
+    pub fn from_bytes(bytes: [u8; 24]) -> Self {
+        let number = |at: usize| {
+            let bytes = bytes[at..at + 8].try_into();
+            u64::from_le_bytes(bytes.expect("eight of 24 bytes"))
+        };
+        Self {
+            incarnation: number(0),
+            lease: number(8),
+            slot: number(16),
+        }
+    }
+}
+
+impl fmt::Display for Index {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.lease {
+            0 => write!(f, "unit {}", self.slot),
+            lease => write!(f, "slot {} of lease {lease}", self.slot),
+        }
+    }
+}
+
+/// What a range lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) enum Region {
+    Arena,
+    Lease(u64),
+    /// Objects of a send.
+    Offer(u64),
+}
+
+/// A range of the other side's memory, as a request names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Range {
+    pub(crate) region: Region,
+    /// The slot of the lease, or the object of the offer.
+    pub(crate) slot: u64,
+    /// Bytes from the start of that, or of the arena.
+    pub(crate) offset: u64,
+    /// Bytes; never 0.
+    pub(crate) len: u64,
+}
+
+/// A range of an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Segment {
+    /// Bytes from the arena's start.
+    pub(crate) offset: u64,
+    /// Bytes; never 0.
+    pub(crate) len: u64,
+}
+
+impl Segment {
+    /// A part of it; `None` where that exceeds it.
+    pub(crate) fn part(self, offset: u64, len: u64) -> Option<Self> {
+        let end = offset.checked_add(len)?;
+        (end <= self.len).then(|| Self {
+            offset: self.offset + offset,
+            len,
+        })
+    }
+}
+
+/// What a lease allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    Write,
+}
+
+#[derive(Debug)]
+enum Slots {
+    Read(
+        #[expect(dead_code, reason = "kept, and dropped when nothing reads them")] Vec<SealedSlot>,
+    ),
+    Write(Vec<ReservedSlot>),
+}
+
+/// The slots of a lease, for as long as something may touch them.
+#[derive(Debug)]
+struct Held {
+    slots: Option<Slots>,
+    back: Option<oneshot::Sender<Slots>>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let (Some(back), Some(slots)) = (self.back.take(), self.slots.take()) {
+            // Nobody waits for a lease that was dropped: its slots go back to their pool.
+            let _ = back.send(slots);
+        }
+    }
+}
+
+/// Keeps the slots of a lease where they are, for one access.
+#[derive(Debug, Clone)]
+pub(crate) struct Pin {
+    _held: Arc<Held>,
+}
+
+/// A lease, as the channel sees it.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    number: u64,
+    access: Access,
+    peer_incarnation: u64,
+    segments: Vec<Segment>,
+    /// `None` once it is revoked.
+    held: Mutex<Option<Arc<Held>>>,
+}
+
+impl Granted {
+    /// Begins an access; `None` once the lease is revoked.
+    pub(crate) fn pin(&self) -> Option<Pin> {
+        let held = self.held.lock().clone()?;
+        Some(Pin { _held: held })
+    }
+
+    /// The part of the arena that a range of the lease is.
+    pub(crate) fn segment(&self, range: Range) -> Option<Segment> {
+        let slot = usize::try_from(range.slot).ok()?;
+        self.segments.get(slot)?.part(range.offset, range.len)
+    }
+
+    fn revoke(&self) {
+        let held = self.held.lock().take();
+        drop(held);
+    }
+}
+
+/// All leases of a channel.
+#[derive(Debug)]
+pub(crate) struct Leases {
+    incarnation: u64,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    last: u64,
+    leases: HashMap<u64, Arc<Granted>>,
+}
+
+impl Leases {
+    pub(crate) fn new(incarnation: u64) -> Arc<Self> {
+        Arc::new(Self {
+            incarnation,
+            table: Mutex::default(),
+        })
+    }
+
+    /// Grants slots for reading to an incarnation of a peer.
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        peer: &PeerId,
+        peer_incarnation: u64,
+        slots: Vec<SealedSlot>,
+    ) -> ReadLease {
+        let segments = slots.iter().map(|slot| Segment {
+            offset: slot.offset(),
+            len: slot.len(),
+        });
+        let segments = segments.collect();
+        let slots = Slots::Read(slots);
+        ReadLease(self.grant(peer, peer_incarnation, Access::Read, segments, slots))
+    }
+
+    /// Grants slots for writing to an incarnation of a peer.
+    pub(crate) fn write(
+        self: &Arc<Self>,
+        peer: &PeerId,
+        peer_incarnation: u64,
+        slots: Vec<ReservedSlot>,
+    ) -> WriteLease {
+        let segments = slots.iter().map(|slot| Segment {
+            offset: slot.offset(),
+            len: slot.len(),
+        });
+        let segments = segments.collect();
+        let slots = Slots::Write(slots);
+        WriteLease(self.grant(peer, peer_incarnation, Access::Write, segments, slots))
+    }
+
+    fn grant(
+        self: &Arc<Self>,
+        peer: &PeerId,
+        peer_incarnation: u64,
+        access: Access,
+        segments: Vec<Segment>,
+        slots: Slots,
+    ) -> Lease {
+        let (back, returned) = oneshot::channel();
+        let held = Arc::new(Held {
+            slots: Some(slots),
+            back: Some(back),
+        });
+        let mut table = self.table.lock();
+        table.last += 1;
+        let number = table.last;
+        let index = |slot| Index {
+            incarnation: self.incarnation,
+            lease: number,
+            slot,
+        };
+        let indices = (0..segments.len() as u64).map(index).collect();
+        let granted = Arc::new(Granted {
+            number,
+            access,
+            peer_incarnation,
+            segments,
+            held: Mutex::new(Some(held)),
+        });
+        table.leases.insert(number, Arc::clone(&granted));
+        Lease {
+            leases: Arc::clone(self),
+            peer: peer.clone(),
+            granted,
+            indices,
+            returned: Some(returned),
+        }
+    }
+
+    /// Looks up a lease for the incarnation of a peer.
+    ///
+    /// # Errors
+    /// [`Denied`].
+    pub(crate) fn find(
+        &self,
+        number: u64,
+        peer_incarnation: u64,
+        access: Access,
+    ) -> Result<Arc<Granted>, Denied> {
+        let granted = self.table.lock().leases.get(&number).cloned();
+        let granted = granted.filter(|granted| granted.peer_incarnation == peer_incarnation);
+        match granted {
+            None => Err(Denied::NotLeased),
+            Some(granted) if granted.access != access => Err(Denied::Access),
+            Some(granted) => Ok(granted),
+        }
+    }
+
+    /// Ends all leases of an incarnation of a peer.
+    pub(crate) fn end(&self, peer_incarnation: u64) {
+        let mut table = self.table.lock();
+        let its =
+            |_: &u64, granted: &mut Arc<Granted>| granted.peer_incarnation == peer_incarnation;
+        let ended: Vec<Arc<Granted>> = table.leases.extract_if(its).map(|(_, g)| g).collect();
+        drop(table);
+        ended.iter().for_each(|granted| granted.revoke());
+    }
+
+    /// Ends all leases.
+    pub(crate) fn end_all(&self) {
+        let ended = std::mem::take(&mut self.table.lock().leases);
+        ended.values().for_each(|granted| granted.revoke());
+    }
+
+    fn revoke(&self, granted: &Granted) {
+        let removed = self.table.lock().leases.remove(&granted.number);
+        granted.revoke();
+        drop(removed);
+    }
+}
+
+/// Why a lease does not serve a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Denied {
+    /// It was revoked, or never granted to this peer.
+    NotLeased,
+    /// It allows the other kind of access.
+    Access,
+}
+
+impl Denied {
+    pub(crate) fn error(self, object: usize) -> TransferError {
+        match self {
+            Self::NotLeased => TransferError::NotLeased { object },
+            Self::Access => TransferError::ReadOnly,
+        }
+    }
+}
+
+/// A lease, as its owner has it. Dropping it revokes it.
+#[derive(Debug)]
+struct Lease {
+    leases: Arc<Leases>,
+    peer: PeerId,
+    granted: Arc<Granted>,
+    indices: Vec<Index>,
+    returned: Option<oneshot::Receiver<Slots>>,
+}
+
+impl Lease {
+    fn stands(&self) -> bool {
+        self.granted.held.lock().is_some()
+    }
+
+    /// Revokes at once; the future waits for the slots.
+    fn revoke(mut self) -> impl Future<Output = Option<Slots>> + Send + use<> {
+        let returned = self.returned.take();
+        drop(self);
+        async move { returned?.await.ok() }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.leases.revoke(&self.granted);
+    }
+}
+
+/// The right of one peer to read certain slots, which it pins. Dropping it revokes it.
+#[derive(Debug)]
+#[must_use = "dropping a lease revokes it"]
+pub struct ReadLease(Lease);
+
+/// The right of one peer to write to certain slots. Dropping it revokes it.
+#[derive(Debug)]
+#[must_use = "dropping a lease revokes it"]
+pub struct WriteLease(Lease);
+
+macro_rules! lease {
+    ($($lease:ident),*) => {$(
+        impl $lease {
+            /// Returns the peer that the lease was granted to.
+            pub fn peer(&self) -> &PeerId {
+                &self.0.peer
+            }
+
+            /// Returns the index of each slot, in the order in which they were granted.
+            pub fn indices(&self) -> &[Index] {
+                &self.0.indices
+            }
+
+            /// Returns whether the lease stands. It ends with the peer's last connection.
+            pub fn stands(&self) -> bool {
+                self.0.stands()
+            }
+        }
+    )*};
+}
+lease!(ReadLease, WriteLease);
+
+impl ReadLease {
+    /// Revokes the lease, at once. The future resolves when nothing of the peer reads the slots
+    /// any more; it may be dropped.
+    ///
+    /// Over sockets that takes as long as the piece of 256 KiB that is being sent, or the end of
+    /// the connection where the peer takes no more. Over NIXL it takes as long as the peer's
+    /// transfer.
+    pub fn revoke(self) -> impl Future<Output = ()> + Send + use<> {
+        let returned = self.0.revoke();
+        async move {
+            drop(returned.await);
+        }
+    }
+}
+
+impl WriteLease {
+    /// Revokes the lease, at once. The future resolves when nothing of the peer writes to the
+    /// slots any more, and returns them. If it is dropped, the slots go back to their pool then.
+    ///
+    /// Which slots are written is for the peer to say; their bytes are anything otherwise.
+    pub fn revoke(self) -> impl Future<Output = Vec<ReservedSlot>> + Send + use<> {
+        let returned = self.0.revoke();
+        async move {
+            match returned.await {
+                Some(Slots::Write(slots)) => slots,
+                Some(Slots::Read(_)) | None => Vec::new(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+
+    use super::*;
+    use crate::block_on;
+
+    fn pool() -> Pool {
+        let arena = ArenaConfig::anonymous(1 << 20).build().expect("1 MiB");
+        Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool")
+    }
+
+    fn range(lease: &ReadLease, slot: usize, offset: u64, len: u64) -> Range {
+        Range {
+            region: Region::Lease(lease.indices()[slot].lease),
+            slot: lease.indices()[slot].slot,
+            offset,
+            len,
+        }
+    }
+
+    #[test]
+    fn a_revoked_lease_gives_its_slots_back_with_the_last_pin() {
+        let (pool, leases) = (pool(), Leases::new(7));
+        let peer: PeerId = "peer".parse().expect("an id");
+        let slot = |len| pool.reserve(len).expect("capacity");
+        let sealed = vec![slot(10).written().seal(), slot(20).written().seal()];
+        let lease = leases.read(&peer, 3, sealed);
+        let number = lease.indices()[0].lease;
+        assert!(
+            leases.find(number, 4, Access::Read).is_err(),
+            "another peer"
+        );
+        let denied = leases.find(number, 3, Access::Write).map(|_| ());
+        assert_eq!(denied, Err(Denied::Access));
+        let granted = leases.find(number, 3, Access::Read).expect("granted");
+        assert_eq!(
+            granted.segment(range(&lease, 1, 5, 15)).map(|s| s.len),
+            Some(15)
+        );
+        for (slot, offset, len) in [(1, 5, 16), (0, 11, 1), (0, u64::MAX, 2)] {
+            assert!(granted.segment(range(&lease, slot, offset, len)).is_none());
+        }
+        let pin = granted.pin().expect("it stands");
+        let mut revoked = pin!(lease.revoke());
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(revoked.as_mut().poll(&mut context).is_pending());
+        assert!(granted.pin().is_none(), "no new access");
+        assert_eq!(pool.usage().slots, 2);
+        drop(pin);
+        assert!(revoked.as_mut().poll(&mut context).is_ready());
+        assert_eq!(pool.usage().slots, 0);
+    }
+
+    #[test]
+    fn slots_to_be_written_come_back_and_numbers_are_never_used_again() {
+        let (pool, leases) = (pool(), Leases::new(7));
+        let peer: PeerId = "peer".parse().expect("an id");
+        let slot = || pool.reserve(10).expect("capacity");
+        let lease = leases.write(&peer, 3, vec![slot()]);
+        let first = lease.indices()[0];
+        assert_eq!(block_on(lease.revoke()).len(), 1);
+        let lease = leases.write(&peer, 3, vec![slot()]);
+        assert_ne!(lease.indices()[0], first);
+        assert!(leases.find(first.lease, 3, Access::Write).is_err());
+        leases.end(3);
+        assert!(!lease.stands());
+        assert_eq!(pool.usage().slots, 1, "the owner gets them back");
+        assert_eq!(block_on(lease.revoke()).len(), 1);
+        drop(leases.write(&peer, 3, vec![slot()]));
+        assert_eq!(pool.usage().slots, 0);
+        assert_eq!(Index::from_bytes(first.to_bytes()), first);
+    }
+}

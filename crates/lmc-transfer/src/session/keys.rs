@@ -1,0 +1,321 @@
+//! The key that all peers share, and the identity that each has of its own.
+
+use std::fmt;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use snow::params::DHChoice;
+use snow::resolvers::{CryptoResolver, DefaultResolver};
+use thiserror::Error;
+
+/// Bytes of a shared key at least. Peers that connect may test guesses offline against a recorded
+/// handshake, so a key must not be guessable.
+pub const MIN_KEY: usize = 32;
+
+/// A key file or an identity that cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum KeyError {
+    /// A shared key of fewer than [`MIN_KEY`] bytes.
+    #[error(
+        "a shared key of {found} bytes: at least {MIN_KEY} are required; create one with \
+         `openssl rand -hex 32`"
+    )]
+    Short {
+        /// Bytes of the key.
+        found: usize,
+    },
+    /// A key file without a key, or with more than two.
+    #[error("{found} keys: expected one key per line, one or two of them")]
+    Count {
+        /// Keys in the file.
+        found: usize,
+    },
+    /// A text that is not 32 bytes in hexadecimal.
+    #[error("expected 64 hexadecimal digits")]
+    Hex,
+    /// The file cannot be read or written.
+    #[error("cannot use {path}: {error}")]
+    File {
+        /// The file.
+        path: String,
+        /// Why not.
+        error: io::Error,
+    },
+}
+
+fn file_error(path: &Path, error: io::Error) -> KeyError {
+    let path = path.display().to_string();
+    KeyError::File { path, error }
+}
+
+/// A secret that all peers share. A handshake proves it without revealing it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// Makes a key from a secret of at least [`MIN_KEY`] bytes; random ones are required.
+    ///
+    /// # Errors
+    /// [`KeyError::Short`].
+    pub fn new(secret: &[u8]) -> Result<Self, KeyError> {
+        if secret.len() < MIN_KEY {
+            let found = secret.len();
+            return Err(KeyError::Short { found });
+        }
+        Ok(Self::derive(b"lmc-transfer shared key", secret))
+    }
+
+    fn derive(label: &[u8], secret: &[u8]) -> Self {
+        let digest = Sha256::new().chain_update(label).chain_update(secret);
+        Self(digest.finalize().into())
+    }
+
+    /// The key that sides without a key use. It proves nothing.
+    pub(crate) fn none() -> Self {
+        Self::derive(b"lmc-transfer without a key", b"")
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+/// One or two shared keys: the first is used to connect, both are accepted.
+///
+/// A key is rotated without an outage in three steps: add the new key as the second one on every
+/// host, make it the first one on every host, remove the old one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keys {
+    first: Key,
+    second: Option<Key>,
+}
+
+impl Keys {
+    /// Accepts `second` as well.
+    #[must_use]
+    pub fn or(self, second: Key) -> Self {
+        Self {
+            second: Some(second),
+            ..self
+        }
+    }
+
+    /// Reads a key file: one key per line, one or two of them. Blank lines and lines that begin
+    /// with `#` are ignored.
+    ///
+    /// # Errors
+    /// [`KeyError`].
+    pub fn read(path: &Path) -> Result<Self, KeyError> {
+        let text = fs::read_to_string(path).map_err(|error| file_error(path, error))?;
+        text.parse()
+    }
+
+    /// The key that this side connects with.
+    pub(crate) fn first(&self) -> &Key {
+        &self.first
+    }
+
+    /// The keys that this side accepts.
+    pub(crate) fn accepted(&self) -> impl Iterator<Item = &Key> {
+        [Some(&self.first), self.second.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+}
+
+impl From<Key> for Keys {
+    fn from(first: Key) -> Self {
+        Self {
+            first,
+            second: None,
+        }
+    }
+}
+
+impl FromStr for Keys {
+    type Err = KeyError;
+
+    fn from_str(text: &str) -> Result<Self, KeyError> {
+        let lines = text.lines().map(str::trim);
+        let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let keys: Result<Vec<Key>, KeyError> =
+            lines.map(|line| Key::new(line.as_bytes())).collect();
+        let mut keys = keys?.into_iter();
+        let found = keys.len();
+        match (keys.next(), keys.next(), keys.next()) {
+            (Some(first), second, None) => Ok(Self { first, second }),
+            _ => Err(KeyError::Count { found }),
+        }
+    }
+}
+
+/// A key pair (X25519) that belongs to one peer and proves its name.
+#[derive(Clone)]
+pub struct Identity(Arc<Pair>);
+
+struct Pair {
+    private: [u8; 32],
+    public: PublicIdentity,
+}
+
+/// The public half of an [`Identity`], written as 64 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PublicIdentity([u8; 32]);
+
+impl Identity {
+    /// Makes an identity that lasts as long as the value.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub fn generate() -> io::Result<Self> {
+        let mut private = [0; 32];
+        getrandom::fill(&mut private).map_err(io::Error::other)?;
+        Ok(Self::from_private(private))
+    }
+
+    /// Reads an identity from a file, or makes one and writes it there, readable by its owner
+    /// only.
+    ///
+    /// # Errors
+    /// [`KeyError`].
+    pub fn load_or_create(path: &Path) -> Result<Self, KeyError> {
+        let failed = |error| file_error(path, error);
+        match fs::read_to_string(path) {
+            Ok(text) => Ok(Self::from_private(from_hex(text.trim())?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let identity = Self::generate().map_err(failed)?;
+                let mut options = OpenOptions::new();
+                options.write(true).create_new(true).mode(0o600);
+                let mut file = options.open(path).map_err(failed)?;
+                let text = hex(&identity.0.private) + "\n";
+                file.write_all(text.as_bytes()).map_err(failed)?;
+                file.sync_all().map_err(failed)?;
+                Ok(identity)
+            }
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn from_private(private: [u8; 32]) -> Self {
+        let dh = DefaultResolver.resolve_dh(&DHChoice::Curve25519);
+        let mut dh = dh.expect("snow is built with X25519");
+        dh.set(&private);
+        let public = dh.pubkey().try_into().expect("X25519 keys have 32 bytes");
+        let public = PublicIdentity(public);
+        Self(Arc::new(Pair { private, public }))
+    }
+
+    /// The public half, to be listed in [`crate::ChannelConfig::known_peers`] of other peers.
+    pub fn public(&self) -> PublicIdentity {
+        self.0.public
+    }
+
+    pub(crate) fn private(&self) -> &[u8; 32] {
+        &self.0.private
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Identity({})", self.public())
+    }
+}
+
+impl PublicIdentity {
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self)
+    }
+}
+
+impl fmt::Display for PublicIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&hex(&self.0))
+    }
+}
+
+impl fmt::Debug for PublicIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for PublicIdentity {
+    type Err = KeyError;
+
+    fn from_str(text: &str) -> Result<Self, KeyError> {
+        from_hex(text).map(Self)
+    }
+}
+
+fn hex(bytes: &[u8; 32]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Result<[u8; 32], KeyError> {
+    let mut bytes = [0; 32];
+    if text.len() != 64 || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return Err(KeyError::Hex);
+    }
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        let digits = std::str::from_utf8(digits).map_err(|_| KeyError::Hex)?;
+        *byte = u8::from_str_radix(digits, 16).map_err(|_| KeyError::Hex)?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_file_holds_one_or_two_keys_of_32_bytes() {
+        let (a, b) = ("a".repeat(32), "b".repeat(40));
+        let key = |text: &str| Key::new(text.as_bytes()).expect("long enough");
+        let keys: Keys = format!("# current\n{a}\n\n").parse().expect("one key");
+        assert_eq!(keys, Keys::from(key(&a)));
+        let keys: Keys = format!("{a}\n  {b}  \n").parse().expect("two keys");
+        assert_eq!(keys, Keys::from(key(&a)).or(key(&b)));
+        assert!(keys.accepted().eq([&key(&a), &key(&b)]));
+        let error = "short".parse::<Keys>().expect_err("5 bytes");
+        assert!(matches!(error, KeyError::Short { found: 5 }));
+        for (text, found) in [(String::new(), 0), (format!("{a}\n{b}\n{a}"), 3)] {
+            let error = text.parse::<Keys>().expect_err("no or three keys");
+            assert!(matches!(error, KeyError::Count { found: n } if n == found));
+        }
+    }
+
+    #[test]
+    fn an_identity_is_kept_in_its_file() {
+        let path = std::env::temp_dir().join(format!("lmc-identity-{}", std::process::id()));
+        let _ = fs::remove_file(&path);
+        let made = Identity::load_or_create(&path).expect("made");
+        let read = Identity::load_or_create(&path).expect("read");
+        assert_eq!(made.public(), read.public());
+        assert_eq!(made.private(), read.private());
+        let other = Identity::generate().expect("random numbers");
+        assert_ne!(made.public(), other.public());
+        let public = made.public();
+        assert_eq!(
+            public.to_string().parse::<PublicIdentity>().ok(),
+            Some(public)
+        );
+        fs::write(&path, "0123").expect("written");
+        assert!(matches!(
+            Identity::load_or_create(&path),
+            Err(KeyError::Hex)
+        ));
+        fs::remove_file(&path).expect("removed");
+    }
+}

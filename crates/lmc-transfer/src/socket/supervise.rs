@@ -1,0 +1,187 @@
+//! The life of a connection: its tasks, signs of life, and its end.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::connection::{Connection, End, Gone, Outgoing};
+use super::frame::Frame;
+use super::reader::StreamReader;
+use super::shared::Shared;
+use super::writer::StreamWriter;
+use crate::net::{Socket, Sockets};
+use crate::session::Opener;
+
+/// Intervals of the keepalive without progress on a stream after which the connection ends.
+pub(super) const SILENT_INTERVALS: u32 = 3;
+/// Time to find, after an error of a stream, that the peer has closed another or the same.
+const CLOSED_TOO: Duration = Duration::from_millis(100);
+
+/// What a stream's tasks begin with.
+pub(super) struct Begin {
+    pub(super) thread: Handle,
+    pub(super) opener: Opener,
+    pub(super) queue: mpsc::UnboundedReceiver<Outgoing>,
+}
+
+/// Runs the streams of a connection until it ends, each on its thread, and leaves nothing of it.
+pub(super) async fn supervise(
+    shared: Arc<Shared>,
+    connection: Arc<Connection>,
+    sockets: Arc<Sockets>,
+    streams: Vec<Begin>,
+) {
+    // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
+    let unix = sockets.0.iter().all(Socket::is_unix);
+    let mut tasks = JoinSet::new();
+    for (stream, begin) in streams.into_iter().enumerate() {
+        let Begin {
+            thread,
+            opener,
+            queue,
+        } = begin;
+        let reader = StreamReader::new(&shared, &connection, &sockets, stream, opener);
+        tasks.spawn_on(reader.run(), &thread);
+        let writer = StreamWriter::new(&shared, &connection, &sockets, stream, queue);
+        tasks.spawn_on(writer.run(), &thread);
+    }
+    let end = match watch(&connection, &mut tasks).await {
+        Err(end) => end,
+        Ok(Gone::Io(error)) => {
+            let closed = timeout(CLOSED_TOO, closed_too(&mut tasks)).await;
+            end_of(closed.unwrap_or(Gone::Io(error)), unix, &shared)
+        }
+        Ok(gone) => end_of(gone, unix, &shared),
+    };
+    tasks.shutdown().await;
+    drop(sockets);
+    tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
+    shared.remove(&connection, &end);
+    // What it offered is received by nobody who has heard of its end.
+    connection.incoming.forget(&connection);
+    connection.end.send_replace(Some(end));
+    connection.offer_capacity.close();
+    let offered = std::mem::take(&mut *connection.offered.lock());
+    drop(offered);
+    for stream in &connection.streams {
+        stream.close();
+    }
+}
+
+fn by_us(reason: String) -> End {
+    End {
+        reason,
+        by_peer: false,
+    }
+}
+
+/// Waits for the end of a task, or finds that the peer is dead.
+async fn watch(connection: &Connection, tasks: &mut JoinSet<Gone>) -> Result<Gone, End> {
+    let mut stop = connection.stop.subscribe();
+    let keepalive = connection.remote.keepalive;
+    let mut ticks = interval(keepalive);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut signs = vec![Signs::default(); connection.streams.len()];
+    loop {
+        tokio::select! {
+            biased;
+            _ = stop.wait_for(|stop| *stop) => {
+                return Err(by_us("this side ended the connection".into()));
+            }
+            Some(ended) = tasks.join_next() => {
+                return ended.map_err(|error| by_us(format!("a task failed: {error}")));
+            }
+            _ = ticks.tick() => {
+                let all = connection.streams.iter().zip(&mut signs).enumerate();
+                for (number, (stream, signs)) in all {
+                    let behind = stream.queue.behind();
+                    let received = stream.received.load(Ordering::Relaxed);
+                    // A request that its call has given up keeps its capacity until answered.
+                    let answered = stream.answered.load(Ordering::Relaxed);
+                    let answered = answered.wrapping_add(behind.unwrap_or(0));
+                    let given_up = stream.has_given_up().then_some(answered);
+                    let fault = if signs.received.lasts(Some(received)) {
+                        "the peer sent nothing"
+                    } else if signs.sent.lasts(behind) {
+                        "the peer took nothing"
+                    } else if signs.answered.lasts(given_up) {
+                        "the peer answered nothing"
+                    } else {
+                        // Bytes that wait tell the peer as much.
+                        if behind.is_none() {
+                            connection.send_now(number, &Frame::Ping(0));
+                        }
+                        continue;
+                    };
+                    let silence = keepalive * SILENT_INTERVALS;
+                    let reason = format!("{fault} on stream {number} in {silence:?}");
+                    return Err(by_us(reason));
+                }
+            }
+        }
+    }
+}
+
+/// Signs of life on one stream.
+#[derive(Debug, Clone, Default)]
+struct Signs {
+    received: Standstill,
+    sent: Standstill,
+    answered: Standstill,
+}
+
+/// How long a counter has stood still.
+#[derive(Debug, Clone, Default)]
+struct Standstill {
+    last: Option<u64>,
+    intervals: u32,
+}
+
+impl Standstill {
+    /// To be called once in each interval; whether it has lasted too long. `None`: all is well.
+    fn lasts(&mut self, now: Option<u64>) -> bool {
+        let still = now.is_some() && now == self.last;
+        self.intervals = if still { self.intervals + 1 } else { 0 };
+        self.last = now;
+        self.intervals > SILENT_INTERVALS
+    }
+}
+
+/// Waits for a stream that the peer has closed.
+async fn closed_too(tasks: &mut JoinSet<Gone>) -> Gone {
+    loop {
+        match tasks.join_next().await {
+            Some(Ok(Gone::Closed)) => return Gone::Closed,
+            Some(_) => {}
+            None => std::future::pending().await,
+        }
+    }
+}
+
+fn end_of(gone: Gone, unix: bool, shared: &Shared) -> End {
+    let closed = || End {
+        reason: "it closed the connection".into(),
+        by_peer: true,
+    };
+    match gone {
+        Gone::Closed => closed(),
+        // Only its end can cause that on a Unix socket; on TCP anything on the way can.
+        Gone::Io(error) if unix && is_reset(&error) => closed(),
+        Gone::Io(error) => by_us(error.to_string()),
+        Gone::Broken(what) => {
+            shared.counters.broken.add(1);
+            by_us(format!("it broke the protocol: {what}"))
+        }
+    }
+}
+
+fn is_reset(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    matches!(error.kind(), ConnectionReset | BrokenPipe)
+}
