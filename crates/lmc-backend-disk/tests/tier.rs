@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmc_backend::conformance::{
     Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, load_batch,
@@ -16,7 +16,7 @@ use lmc_backend::conformance::{
 use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{Admit, DiskBackend, DiskConfig, DiskError, DiskIo};
 use lmc_memory::Pool;
-use lmc_testkit::{Folder, pool, soon};
+use lmc_testkit::{Folder, pool, soon, until};
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 64 << 10;
@@ -204,11 +204,7 @@ fn a_smaller_size_is_held_without_a_write() {
     drop(tier);
     assert!(taken(&folder) > size / 2);
     let tier = config_of(&folder, size / 2).open().unwrap();
-    let deadline = soon();
-    while taken(&folder) > size / 2 {
-        assert!(Instant::now() < deadline, "{} bytes", taken(&folder));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("the files are smaller", || taken(&folder) <= size / 2);
     let held = tier.held();
     assert!(Some(held.bytes) <= held.capacity, "{held:?}");
     let there = load(&tier, &pool, 0..320);

@@ -7,14 +7,13 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use lmc_memory::{
     ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, Demand, KvGroup, KvOrder,
     KvTensor, MappedSegment, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
 };
 
-use lmc_testkit::with_own_shm;
+use lmc_testkit::{until, with_own_shm};
 
 #[test]
 fn a_full_file_system_is_an_error_and_no_sigbus() {
@@ -120,30 +119,19 @@ fn a_prefault_that_runs_out_of_space_says_so() {
         .build()
         .expect("60 of 64 MiB are free");
     fill("/dev/shm/other");
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    until("the prefault fails or is done", || {
         let progress = arena.prefault_progress();
-        if let Some(error) = progress.error {
+        if let Some(error) = &progress.error {
             assert!(error.contains("/dev/shm is full"), "{error}");
-            // Space comes back, and the prefault goes on.
-            fs::remove_file("/dev/shm/other").expect("was written");
-            break;
         }
-        if progress.done == progress.total {
-            fs::remove_file("/dev/shm/other").expect("was written");
-            return;
-        }
-        assert!(Instant::now() < deadline, "{progress:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    loop {
+        progress.error.is_some() || progress.done == progress.total
+    });
+    // Space comes back, and the prefault goes on.
+    fs::remove_file("/dev/shm/other").expect("was written");
+    until("the prefault is done", || {
         let progress = arena.prefault_progress();
-        if progress.done == progress.total && progress.error.is_none() {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{progress:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+        progress.done == progress.total && progress.error.is_none()
+    });
 }
 
 /// Without a prefault: what is handed out can be written, what cannot be written is withheld,

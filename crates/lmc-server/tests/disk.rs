@@ -6,7 +6,6 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use lmc_testkit::{Folder, free_port, until};
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
@@ -613,13 +612,8 @@ fn an_uncommitted_store_does_not_hide_what_lies_on_disk() {
         matches!(&prepared, Reply::StoreSlots { slots, .. } if slots.len() == CHUNKS),
         "{prepared:?}"
     );
-    let asked = Instant::now();
+    // A lookup that waited for the store would end as a miss.
     assert_eq!(retrieve(&mut client, &shm_name, "lookup"), CHUNKS as u64);
-    assert!(
-        asked.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        asked.elapsed()
-    );
     server.terminate();
 }
 

@@ -9,13 +9,14 @@ use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
 use common::{Server, registration};
-use lmc_testkit::{DEADLINE, Folder, with_own_shm};
+use lmc_testkit::{DEADLINE, Folder, until, with_own_shm};
 
 /// Exit code of a server whose pool was lost.
 const POOL_LOST: i32 = 3;
@@ -170,9 +171,12 @@ fn lose_the_pool(disk: &Folder, take_away: fn(&Server)) -> usize {
         assert_eq!(engine.store(prompt), Ok(true));
         assert_eq!(engine.retrieve(prompt), Ok(CHUNKS));
     }
+    let rounds = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&rounds);
     let load = thread::spawn(move || {
         let mut prompts = 4..;
         for prompt in &mut prompts {
+            counted.fetch_add(1, Ordering::Relaxed);
             let stored = engine.store(prompt);
             let found = [prompt, prompt % 4].map(|prompt| engine.retrieve(prompt));
             if stored.is_err() || found.iter().any(Result::is_err) {
@@ -181,7 +185,9 @@ fn lose_the_pool(disk: &Folder, take_away: fn(&Server)) -> usize {
         }
         prompts.start
     });
-    thread::sleep(Duration::from_millis(100));
+    until("the load is under way", || {
+        rounds.load(Ordering::Relaxed) > 3
+    });
     take_away(&server);
     let status = server.process.wait();
     assert_eq!(status.code(), Some(POOL_LOST), "{status}");

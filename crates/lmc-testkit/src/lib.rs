@@ -12,6 +12,9 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
+mod cpu;
+pub use cpu::cpu_time;
+
 mod folder;
 pub use folder::Folder;
 

@@ -154,6 +154,10 @@ const EXPECTED: &[(&str, &str)] = &[
         "sysconf and its friends",
     ),
     (
+        "crates/lmc-testkit/src/cpu.rs",
+        "the clock of a thread's CPU time",
+    ),
+    (
         "crates/lmc-testkit/src/process.rs",
         "signals to a program under test",
     ),

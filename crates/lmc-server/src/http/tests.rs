@@ -212,9 +212,7 @@ fn a_server_whose_engines_are_not_served_is_not_healthy() {
     check(&server, ("GET", "/healthz", ""), 200, &[]);
     server.stop_engines.send_replace(true);
     let gone = || Client::connect(server.engines, Duration::from_millis(200)).is_err();
-    while !gone() {
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    lmc_testkit::until("the engines' side is gone", gone);
     check(
         &server,
         ("GET", "/healthz", ""),
