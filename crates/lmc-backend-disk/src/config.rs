@@ -248,8 +248,7 @@ impl DiskConfig {
                 warn!(
                     path = %path.display(),
                     %error,
-                    "the settings of keys are not noted; a later start cannot name the chunks \
-                     that were stored under them"
+                    "cannot record the settings of keys; a later start cannot name the settings of the chunks stored now"
                 );
             }
             all.extend(spaces);
@@ -326,7 +325,7 @@ impl DiskConfig {
         {
             warn!(
                 path = %path.display(),
-                "the folder is on {name}: its chunks take memory, and are gone after a reboot"
+                "the folder is on {name}: its chunks use memory and are lost at a reboot; name a folder on a drive"
             );
         }
         if path.exists() && !path.is_dir() {

@@ -98,7 +98,7 @@ impl DriveSet {
                 warn!(
                     path = %path.display(),
                     %error,
-                    "the record of the drive set is not written; a missing drive may go unnoticed"
+                    "cannot write the record of the drive set; a missing drive may go unnoticed"
                 );
             }
         }
@@ -140,7 +140,7 @@ impl DriveSet {
         let spawned = thread.spawn(move || {
             let noted = remembered.note(epoch);
             if let Err(error) = &noted {
-                warn!(%error, "a clear is not noted in the state folder");
+                warn!(%error, "cannot record a clear in the state folder; drives restored from an older copy may serve chunks from before it");
             }
             answers.answer(index, Some(noted.is_ok()));
         });
@@ -185,7 +185,7 @@ pub(crate) fn record_of(drive: &Drive, path: &Path) -> Result<Option<SetRecord>,
             source: std::io::Error::other(error),
         }),
         Err(error) => {
-            warn!(path = %path.display(), %error, "the drive's record of its set is ignored");
+            warn!(path = %path.display(), %error, "record of the drive set is damaged and ignored");
             Ok(None)
         }
     }

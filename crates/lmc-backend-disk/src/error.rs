@@ -16,7 +16,7 @@ pub enum DiskError {
     NoFolder,
     /// No drive was made of the folder yet, or its file system is not mounted.
     #[error(
-        "{path}: no drive of lmc is here{expected}; mount the drive, or make a new one with \
+        "{path}: no lmc drive found{expected}; mount the drive, or make a new one with \
          `lmc serve --disk {path} --disk-create`"
     )]
     NoDriveYet {
@@ -26,7 +26,7 @@ pub enum DiskError {
         expected: String,
     },
     /// The path is a file.
-    #[error("{path}: this is not a folder; name a folder for the drive's files")]
+    #[error("{path}: not a folder; name a folder for the drive's files")]
     NotAFolder {
         /// The file.
         path: PathBuf,
@@ -49,8 +49,7 @@ pub enum DiskError {
     },
     /// Two drives belong to different sets, so that a clear of one did not reach the other.
     #[error(
-        "{path} belongs to drive set {set} and {other_path} to {other_set}, and what was cleared \
-         in one may be found in the other; serve each set by itself, or remove the files of one \
+        "{path} belongs to drive set {set} and {other_path} to {other_set}, and chunks cleared in one may still be in the other; serve each set by itself, or remove the files of one \
          drive and start with --disk-create"
     )]
     DifferentSets {
@@ -74,9 +73,7 @@ pub enum DiskError {
         source: io::Error,
     },
     /// The folder is not there and cannot be made.
-    #[error(
-        "{path}: the folder is not there and cannot be made: {source}; make it, or name another"
-    )]
+    #[error("{path}: cannot make the folder: {source}; make it, or name another")]
     Missing {
         /// The folder.
         path: PathBuf,
@@ -85,7 +82,7 @@ pub enum DiskError {
     },
     /// The folder cannot be written.
     #[error(
-        "{path}: no file can be written there: {source}; check its owner and whether it is mounted read-only"
+        "{path}: cannot write files there: {source}; check its owner and whether it is mounted read-only"
     )]
     NotWritable {
         /// The folder.
@@ -102,13 +99,13 @@ pub enum DiskError {
         owner: String,
     },
     /// The folder is no drive of lmc.
-    #[error("{path}: no chunks of lmc are here; name a folder that `lmc serve --disk` has used")]
+    #[error("{path}: no lmc drive found; name a folder that `lmc serve --disk` has used")]
     NoDrive {
         /// The folder.
         path: PathBuf,
     },
     /// The folder holds something else.
-    #[error("{path}: holds something and no `{HEADER_NAME}` of lmc; name an empty folder")]
+    #[error("{path}: not empty, and not an lmc drive (no `{HEADER_NAME}`); name an empty folder")]
     NotOurs {
         /// The folder.
         path: PathBuf,
@@ -122,7 +119,7 @@ pub enum DiskError {
         source: io::Error,
     },
     /// Less than a tier can work with.
-    #[error("{path}: {size} bytes for each drive are too few, {least} are the least")]
+    #[error("{path}: {size} bytes for each drive are too few; at least {least} are needed")]
     TooSmall {
         /// The folder.
         path: PathBuf,
@@ -145,7 +142,7 @@ pub enum DiskError {
     },
     /// The drive's segments and logs are more files than the process may open.
     #[error(
-        "{path}: the drive has more files than may be open at a time; raise the limit (ulimit -n)"
+        "{path}: the drive has more files than this process may open; raise the limit (ulimit -n)"
     )]
     OpenFiles {
         /// The folder.

@@ -41,7 +41,7 @@ const FRAME_SUM_AT: usize = 48;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum FormatError {
     /// The bytes do not begin with the magic of this structure.
-    #[error("this is no {what}")]
+    #[error("not a {what}")]
     Magic { what: &'static str },
     /// A later version.
     #[error(
@@ -56,7 +56,7 @@ pub(crate) enum FormatError {
     #[error("{what} is damaged: its checksum is wrong")]
     Damaged { what: &'static str },
     /// The checksum is right and a field is not.
-    #[error("{what} has an impossible {field}")]
+    #[error("{what} has an invalid {field}")]
     Field {
         what: &'static str,
         field: &'static str,

@@ -193,10 +193,7 @@ fn replay(
                         // A checkpoint is made while the log goes on, so it may know of a later
                         // use of the segment; after damage, of an earlier one. Either way the
                         // chunk is not there, and nothing else is wrong.
-                        debug!(
-                            ?record,
-                            "a change of the disk index does not fit and is skipped"
-                        );
+                        debug!(?record, "skipped an invalid change of the disk index");
                     }
                 }
                 at += len;

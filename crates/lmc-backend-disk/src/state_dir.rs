@@ -127,7 +127,7 @@ impl Remembered {
     /// Writes the record, also when the folder was removed while the server runs.
     fn write(&self, record: &SetRecord) -> io::Result<()> {
         if !self.sets.is_dir() {
-            warn!(folder = ?self.sets, "the state folder was removed, and is made again");
+            warn!(folder = ?self.sets, "the state folder was removed; it is made again");
             make_folder(&self.sets)?;
             // The folder's own name must be as durable as the record.
             for folder in self.sets.ancestors().skip(1).take(2) {

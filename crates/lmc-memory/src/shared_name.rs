@@ -25,7 +25,7 @@ pub struct SharedName(String);
 #[non_exhaustive]
 pub enum NameError {
     /// Nothing besides the optional slash.
-    #[error("a shared-memory name is empty: give one such as lmc_5555")]
+    #[error("shared-memory name is empty: use a name such as lmc_5555")]
     Empty,
     /// Longer than 240 bytes.
     #[error("a shared-memory name has {found} bytes, at most {MAX_NAME} are accepted")]
@@ -43,7 +43,7 @@ pub enum NameError {
         name: String,
     },
     /// The name is one that lmc keeps for the file which records a segment's owner.
-    #[error("shared-memory name {name:?} is kept for an owner record")]
+    #[error("shared-memory name {name:?} is reserved for owner records: use another name")]
     Reserved {
         /// The name as given.
         name: String,

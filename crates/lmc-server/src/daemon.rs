@@ -157,8 +157,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         () = pool::lost(&arena) => {
             error!(
                 "the pool was lost: a process cut its shared memory short, or /dev/shm had no page \
-                 for a hole that a process punched; nothing in it is served or written to disk \
-                 any more; look for who writes to {}, and start the server again",
+                 for a hole that a process punched; none of it is served or written to disk any more; find the process that writes to {}, and start the server again",
                 arena.shared_name().map_or_else(String::new, |name| name.path().display().to_string())
             );
             "the loss of the pool"
@@ -169,7 +168,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     };
     info!(
-        "stopping after {ended}: answering what is under way, for {} at most; a second SIGTERM \
+        "stopping after {ended}: finishing requests in flight (timeout {}); a second SIGTERM \
          or SIGINT stops at once",
         human_duration(config.shutdown_timeout)
     );
@@ -182,7 +181,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         let stop = tokio::select! {
             () = drained => Stop::Clean,
             () = tokio::time::sleep(config.shutdown_timeout + Duration::from_secs(1)) => {
-                warn!("stopped at the deadline with answers under way");
+                warn!("stopped at the timeout with requests in flight");
                 Stop::Forced
             }
         };
@@ -240,7 +239,7 @@ async fn prepare(
         tokio::select! {
             made = &mut made => return Ok(Ok(made.context(failed)??)),
             signal = signals.first() => {
-                warn!("stopping after {signal}, when the tiers are open; a second signal stops at once");
+                warn!("stopping after {signal} once the tiers are open; a second signal stops at once");
                 break;
             }
             () = tokio::time::sleep(OPEN_NEWS) => {}
@@ -254,7 +253,7 @@ async fn prepare(
             );
         }
         info!(
-            "the disk tier is being opened, for {:.0} s now",
+            "opening the disk tier takes {:.0} s so far",
             waited.as_secs_f64()
         );
     }
@@ -339,7 +338,7 @@ async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
         let service = service.clone();
         let ticked = tokio::task::spawn_blocking(move || service.tick(Instant::now()));
         if let Err(error) = ticked.await {
-            warn!(%error, "a tick failed");
+            warn!(%error, "a periodic task failed; it runs again with the next tick");
         }
     }
 }
@@ -477,7 +476,7 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
     );
     if !config.identity.is_empty() {
         info!(
-            "every chunk's key holds --identity {:?}",
+            "--identity {:?} is part of every chunk's key",
             config.identity.as_str()
         );
     }

@@ -101,8 +101,7 @@ fn state_dir(config: &ServeConfig) -> Option<PathBuf> {
                 .find(|path| is_writable(path));
             if found.is_none() {
                 warn!(
-                    "no state folder can be written: drives restored from an older copy serve \
-                     what was cleared since; name one with --state-dir"
+                    "no state folder is writable: drives restored from an older copy serve chunks that were cleared since; set --state-dir"
                 );
             }
             found

@@ -67,7 +67,7 @@ fn reclaim() -> Option<JoinHandle<()>> {
     let stale = reclaim_stale_segments();
     for segment in &stale {
         info!(
-            "pool: reclaimed {} of shared memory {}, left behind by a server that was killed ({})",
+            "pool: reclaimed {} of shared memory {}, which a killed server left ({})",
             human_bytes(segment.bytes()),
             segment.name(),
             segment.owner()

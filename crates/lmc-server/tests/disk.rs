@@ -583,7 +583,7 @@ fn a_folder_that_cannot_be_used_ends_the_start_with_its_reason() {
     let nothing = lmc(&["disk", "inspect", path]);
     let why = String::from_utf8_lossy(&nothing.stderr).into_owned();
     assert!(
-        !nothing.status.success() && why.contains("no chunks of lmc"),
+        !nothing.status.success() && why.contains("no lmc drive found"),
         "{why}"
     );
 }

@@ -141,7 +141,10 @@ impl Shared {
     fn log_failed(&self, error: &io::Error) {
         count(&self.counters.write_errors, 1);
         let reason = format!("the index log cannot be written: {error}");
-        warn!(reason, "nothing new is kept on a drive until this is over");
+        warn!(
+            reason,
+            "index log write failed; the drive is read-only until it recovers"
+        );
         self.condition.log_failed(reason);
     }
 
@@ -277,7 +280,7 @@ impl Shared {
 
     fn log_works(&self) {
         if self.condition.is_log_broken() {
-            info!("the disk index can be written again");
+            info!("index log works again; the drive is writable");
             self.condition.log_works();
         }
     }

@@ -129,8 +129,11 @@ impl Condition {
             return;
         }
         match &reason {
-            Some(reason) => warn!(reason, "a drive cannot grow: is its folder there?"),
-            None => info!("a drive can grow again"),
+            Some(reason) => warn!(
+                reason,
+                "drive cannot grow: check that its folder exists and is writable"
+            ),
+            None => info!("drive can grow again"),
         }
         faults.growth = reason;
     }
@@ -154,7 +157,7 @@ impl Condition {
         let mut faults = self.faults.lock();
         faults.writes = 0;
         if faults.unwritable.take().is_some() {
-            info!("a drive can be written again");
+            info!("drive is writable again");
         }
     }
 
@@ -196,7 +199,7 @@ impl Faults {
         if self.writes >= FAILURES && self.unwritable.is_none() {
             warn!(
                 reason = what,
-                "nothing new is kept on a drive until it can be written"
+                "writes to a drive failed; the drive is read-only until it recovers"
             );
             self.unwritable = Fault::new(what);
         }
@@ -216,7 +219,10 @@ impl Shared {
         faults.reads += 1;
         if faults.reads >= FAILURES && faults.out.is_none() {
             count(&self.counters.taken_out, 1);
-            warn!(reason = what, "a drive is taken out");
+            warn!(
+                reason = what,
+                "reads from a drive failed; it is taken out, and its chunks are misses until it recovers"
+            );
             faults.out = Fault::new(what);
             self.condition.out.store(true, Ordering::Release);
         }
@@ -302,7 +308,7 @@ impl Shared {
             }
             faults.reads = 0;
             if faults.out.take().is_some() {
-                info!("a drive is back");
+                info!("drive recovered");
                 shared.condition.out.store(false, Ordering::Release);
             }
         });

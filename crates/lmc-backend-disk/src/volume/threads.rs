@@ -187,7 +187,7 @@ impl Engine for Threads {
         self.shared.queue.lock().stopping = true;
         self.shared.more.notify_all();
         if !self.crew.wait(STOP_TIMEOUT) {
-            tracing::warn!("threads of the disk tier are still busy; they end by themselves");
+            tracing::warn!("disk I/O threads are still busy; they end when their operations do");
         }
     }
 }

@@ -89,8 +89,7 @@ impl Uring {
             }
             if let Err(error) = ring.run() {
                 tracing::error!(
-                    "the io_uring of the disk tier broke: {error}; \
-                     {} operations were under way, their memory is given up",
+                    "disk ring failed: {error}; {} operations were in flight, and their memory is quarantined",
                     ring.in_flight.count
                 );
             }
@@ -524,7 +523,7 @@ impl Engine for Uring {
         self.shared.wake.ring();
         // The thread gives up by itself; a little more, so that it can.
         if !self.crew.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
-            tracing::warn!("the ring of the disk tier is still busy; it ends by itself");
+            tracing::warn!("disk ring is still busy; it ends when its operations do");
         }
     }
 }

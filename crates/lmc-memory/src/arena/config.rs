@@ -170,7 +170,7 @@ pub enum ArenaError {
         max: usize,
     },
     /// Prefault with no thread.
-    #[error("prefault needs at least one thread; use Prefault::None to do without")]
+    #[error("prefault needs at least one thread: use Prefault::None to disable it")]
     PrefaultThreads,
     /// The name of a shared arena is not acceptable.
     #[error(transparent)]

@@ -99,7 +99,7 @@ impl SharedFile {
         let mut note = None;
         if let Some(stale) = stale {
             note = Some(format!(
-                "reclaimed shared memory {}, left behind by a server that was killed ({})",
+                "reclaimed shared memory {}, which a killed server left ({})",
                 stale.name(),
                 stale.owner()
             ));

@@ -193,7 +193,7 @@ async fn connection(
     };
     match ended {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => debug!(%error, "an HTTP connection broke"),
-        Err(_) => debug!("an HTTP client does not take its answer"),
+        Ok(Err(error)) => debug!(%error, "HTTP connection failed"),
+        Err(_) => debug!("HTTP client does not read its answer"),
     }
 }
