@@ -181,12 +181,12 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     // On their way up ...
     tier.shut();
     let mut scheduler = server.client();
-    let rising = CacheKey {
+    let promoting = CacheKey {
         worker_id: None,
-        request_id: "rising".to_owned(),
+        request_id: "promoting".to_owned(),
         ..key.clone()
     };
-    let reply = scheduler.ask(&Request::Lookup(rising));
+    let reply = scheduler.ask(&Request::Lookup(promoting));
     assert_eq!(reply.expect("an answer"), Reply::None);
     // ... and on their way down.
     let more = first.key("more", &prompt(7, 2 * CHUNK), 0..2);
@@ -198,7 +198,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
         assert_eq!(hits(&server, key, "next"), 0);
         assert!(!finds(&mut next, key));
     }
-    end(&mut scheduler, "rising");
+    end(&mut scheduler, "promoting");
     for key in [&key, &more] {
         assert!(next.store(key) > 0);
         assert!(next.retrieve(key));

@@ -62,7 +62,6 @@ const ALLOWED: &[&str] = &[
     "no_room\"",
     "reason=\\\"room",
     "reason=\"room\"",
-    "sessions.rising",
 ];
 
 /// First words of a doc comment that makes no sense without its neighbours.

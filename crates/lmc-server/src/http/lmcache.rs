@@ -212,7 +212,7 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
         "chunk_size": status.chunk_size,
         "hash_algorithm": status.hash_algorithm,
         "active_sessions": status.sessions.sessions,
-        "active_prefetch_jobs": status.sessions.rising,
+        "active_prefetch_jobs": status.sessions.promoting,
         "storage_manager": {
             "is_healthy": healthy,
             "l1_manager": l1,

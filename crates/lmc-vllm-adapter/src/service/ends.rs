@@ -6,20 +6,18 @@
 //! worker commits them on another connection, until the process is known to be dead, or for a
 //! grace time that is longer than any copy takes. Others may write the same chunks meanwhile.
 
-use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::time::Instant;
 
 use serde::Serialize;
 
 use crate::service::ClientId;
-use crate::service::handle::Service;
-use crate::service::peer::{Life, Peer, Witness};
-use crate::service::prepared::{Pending, Transfer};
-use crate::service::session::Session;
-use crate::service::state::{Connection, Ended};
+use crate::service::connections::Connection;
+use crate::service::peer::Life;
+use crate::service::prepared::{Direction, Pending, Transfer};
 use crate::service::stats::add;
-use crate::service::tick::SESSIONS_AT_A_TIME;
+use crate::service::status::TransferStatus;
+use crate::service::transfers::Transfers;
 
 /// The slots of a connection that has ended, and why they are still held.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -54,130 +52,91 @@ struct Released {
     transfers: Vec<Transfer>,
 }
 
-impl Service {
-    /// Registers a connection. To be called before its first request.
-    pub fn connected(&self, client: ClientId, peer: Peer) {
-        let connection = Connection {
-            peer,
-            ..Connection::default()
-        };
-        let mut state = self.shared.state.lock();
-        state.connections.insert(client, connection);
-    }
-
-    /// Returns the user at the other end of a connection; `None` where the kernel does not show it, as for a
-    /// peer on another host or in another network namespace.
-    pub(crate) fn uid_of(&self, client: ClientId) -> Option<u32> {
-        let state = self.shared.state.lock();
-        state.connections.get(&client)?.peer.uid
-    }
-
-    /// Sets the watcher of the processes at the other end of a connection.
-    pub(crate) fn set_witness(&self, client: ClientId, witness: Arc<dyn Witness>) {
-        let mut state = self.shared.state.lock();
-        if let Some(connection) = state.connections.get_mut(&client) {
-            connection.witness = Some(witness);
-        }
-    }
-
-    /// Ends a connection, whichever side closed it.
-    ///
-    /// The connection's requests end. Slots that its workers had prepared stay held, see [`Self::tick`].
-    pub fn client_gone(&self, client: ClientId, now: Instant) {
-        let mut state = self.shared.state.lock();
-        let mut silent = Vec::new();
-        for (&instance_id, instance) in &mut state.instances {
-            if instance.client == client {
-                instance.gate.cut();
-                let first = instance.orphaned.replace(now).is_none();
-                silent.push((instance_id, first));
-            }
-        }
-        let requests = state.sessions.take_names(client);
+impl Transfers {
+    /// Ends the transfers of a connection, whichever side closed it. Slots that its workers had
+    /// prepared stay held, see [`Self::release_ended`].
+    pub(super) fn orphan(&self, client: ClientId, now: Instant) {
         let (mut slots, mut marks) = (0, Vec::new());
-        for transfer in state.transfers.of_mut(client) {
-            transfer.orphaned = true;
-            slots += transfer.pending.slots();
-            marks.append(&mut transfer.share());
-        }
-        let connection = state.connections.entry(client).or_default();
-        let (peer, witness) = (connection.peer.clone(), connection.witness.clone());
-        match slots {
-            0 => drop(state.connections.remove(&client)),
-            _ => connection.ended = Some(Ended::new(now)),
-        }
-        drop(state);
-        self.end_sessions(client, &requests);
-        // A transfer may have bound it again until the last of its requests ended.
-        self.shared.state.lock().bindings.remove(&client);
-        for (instance, first) in silent {
-            self.shared.events.unsubscribe(instance);
-            if first {
-                tracing::info!(instance, peer = peer.address, "worker's connection ended");
+        let (peer, pids) = {
+            let mut prepared = self.prepared.lock();
+            for transfer in prepared.of_mut(client) {
+                transfer.orphaned = true;
+                slots += transfer.pending.slots();
+                marks.append(&mut transfer.share());
             }
+            self.connections.end(client, slots > 0, now)
+        };
+        if slots == 0 {
+            return;
         }
-        self.shared.workers.forget(client);
-        if slots > 0 {
-            self.shared.engine.share_writes(&marks);
-            add(&self.shared.stats.service.slots_orphaned, slots as u64);
-            tracing::warn!(
-                %client,
-                peer = ?peer.address,
-                pids = ?witness.map(|witness| witness.pids()).unwrap_or_default(),
-                slots,
-                grace_seconds = self.shared.config.slot_grace.as_secs_f64(),
-                "connection ended before its transfers were committed; their slots stay held \
-                 until the worker commits, its process is dead, or the grace time is over"
-            );
-        }
-    }
-
-    /// Ends requests of a connection, a share at a time: others are served in between.
-    fn end_sessions(&self, client: ClientId, requests: &[Arc<str>]) {
-        for requests in requests.chunks(SESSIONS_AT_A_TIME) {
-            let mut state = self.shared.state.lock();
-            let end = |request: &Arc<str>| state.sessions.end(client, request);
-            let ended: Vec<Session> = requests.iter().filter_map(end).collect();
-            drop(state);
-            // Their leases go back here, where nothing is locked.
-            drop(ended);
-        }
+        self.context.engine.share_writes(&marks);
+        add(&self.context.counters().slots_orphaned, slots as u64);
+        tracing::warn!(
+            %client,
+            peer = ?peer.address,
+            ?pids,
+            slots,
+            grace_seconds = self.context.config.slot_grace.as_secs_f64(),
+            "connection ended before its transfers were committed; their slots stay held \
+             until the worker commits, its process is dead, or the grace time is over"
+        );
     }
 
     /// Returns true while the workers of a connection have slots that they may be copying into or
     /// out of.
     pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
-        self.shared.state.lock().transfers.has(client)
+        self.prepared.lock().has(client)
     }
 
-    /// Returns the connections that own a worker, a request or a prepared transfer, or that are
-    /// known to be a scheduler's.
-    pub(crate) fn owners(&self) -> HashSet<ClientId> {
-        let state = self.shared.state.lock();
-        let instances = state.instances.values().map(|instance| instance.client);
-        let mut owners: HashSet<ClientId> = state.transfers.clients().collect();
-        owners.extend(instances);
-        owners.extend(state.bindings.keys());
-        owners.extend(state.sessions.clients());
-        owners
+    /// Returns the connections that have transfers.
+    pub(super) fn clients(&self) -> Vec<ClientId> {
+        self.prepared.lock().clients().collect()
+    }
+
+    /// Returns the bytes of a connection's slots, and the number of other connections with slots.
+    pub(super) fn bytes_and_others(&self, client: ClientId) -> (u64, usize) {
+        let prepared = self.prepared.lock();
+        let others = prepared.clients().filter(|&other| other != client);
+        (prepared.bytes_of(client), others.count())
+    }
+
+    /// Returns the number of transfers of a worker.
+    pub(super) fn len_of(&self, instance_id: u64) -> usize {
+        self.prepared.lock().len_of(instance_id)
+    }
+
+    /// Returns the transfers that are not committed.
+    pub(super) fn status(&self, now: Instant) -> TransferStatus {
+        let deadline = self.context.config.transfer_deadline;
+        let mut status = TransferStatus::default();
+        for (direction, transfer) in self.prepared.lock().iter() {
+            match direction {
+                Direction::Store => status.stores += 1,
+                Direction::Retrieve => status.retrieves += 1,
+            }
+            let age = now.saturating_duration_since(transfer.since);
+            status.overdue += usize::from(age >= deadline);
+            status.orphaned += usize::from(transfer.orphaned);
+        }
+        status
     }
 
     /// Lets others write the chunks of stores that are overdue.
     pub(super) fn share_overdue(&self, now: Instant) {
-        let deadline = self.shared.config.transfer_deadline;
+        let deadline = self.context.config.transfer_deadline;
         let mut marks = Vec::new();
-        for transfer in self.shared.state.lock().transfers.iter_mut() {
+        for transfer in self.prepared.lock().iter_mut() {
             if now.saturating_duration_since(transfer.since) >= deadline {
                 marks.append(&mut transfer.share());
             }
         }
-        self.shared.engine.share_writes(&marks);
+        self.context.engine.share_writes(&marks);
     }
 
     /// Gives back the slots of ended connections whose processes are dead, unless another thread
     /// is about to. May read files of `/proc`.
     pub(crate) fn release_dead(&self, now: Instant) {
-        if let Some(_looking) = self.shared.looking.try_lock() {
+        if let Some(_looking) = self.looking.try_lock() {
             self.release_looked_at(now);
         }
     }
@@ -185,74 +144,64 @@ impl Service {
     /// Gives back the slots of ended connections that nothing touches any more. May read files
     /// of `/proc`.
     pub(crate) fn release_ended(&self, now: Instant) {
-        let _looking = self.shared.looking.lock();
+        let _looking = self.looking.lock();
         self.release_looked_at(now);
     }
 
     fn release_looked_at(&self, now: Instant) {
-        let ended: Vec<(ClientId, Option<Arc<dyn Witness>>)> = {
-            let state = self.shared.state.lock();
-            let ended = |(_, connection): &(_, &Connection)| connection.ended.is_some();
-            let ended = state.connections.iter().filter(ended);
-            let witness = |(&client, connection): (_, &Connection)| {
-                (client, connection.witness.as_ref().map(Arc::clone))
-            };
-            ended.map(witness).collect()
-        };
+        let ended = self.connections.ended();
         if ended.is_empty() {
             return;
         }
-        // Looked at while the state is not locked.
+        // Looked at while nothing is locked.
         for (_, witness) in &ended {
             witness.iter().for_each(|witness| witness.look());
         }
-        let life = |witness: Option<Arc<dyn Witness>>| witness.map(|witness| witness.life());
         let ended = ended.into_iter();
         let ended: Vec<_> = ended
-            .map(|(client, witness)| (client, life(witness)))
+            .map(|(client, witness)| (client, witness.map(|witness| witness.life())))
             .collect();
         // A stop of this process may have stopped the workers on this host as well.
-        let steady = self.shared.pulse.is_steady(Instant::now());
+        let steady = self.context.pulse.is_steady(Instant::now());
         let mut released = Vec::new();
-        let mut state = self.shared.state.lock();
+        let mut prepared = self.prepared.lock();
         for (client, life) in ended {
-            let Some(connection) = state.connections.get_mut(&client) else {
+            let proof = self.connections.with_ended(client, |_, end| {
+                let proof = match life {
+                    Some(Life::Dead) => Some(Proof::Death),
+                    Some(Life::Stopped) => {
+                        end.grace_from = end.grace_from.max(now);
+                        None
+                    }
+                    Some(Life::Running) | None if !steady => {
+                        end.grace_from = end.grace_from.max(now);
+                        None
+                    }
+                    Some(Life::Running) | None => {
+                        let waited = now.saturating_duration_since(end.grace_from);
+                        (waited >= self.context.config.slot_grace).then_some(Proof::Grace)
+                    }
+                };
+                end.life = life;
+                proof
+            });
+            let Some(proof) = proof else {
                 continue;
             };
-            let Some(end) = &mut connection.ended else {
-                continue;
-            };
-            let proof = match life {
-                Some(Life::Dead) => Some(Proof::Death),
-                Some(Life::Stopped) => {
-                    end.grace_from = end.grace_from.max(now);
-                    None
-                }
-                Some(Life::Running) | None if !steady => {
-                    end.grace_from = end.grace_from.max(now);
-                    None
-                }
-                Some(Life::Running) | None => {
-                    let waited = now.saturating_duration_since(end.grace_from);
-                    (waited >= self.shared.config.slot_grace).then_some(Proof::Grace)
-                }
-            };
-            end.life = life;
-            if !state.transfers.has(client) {
+            if !prepared.has(client) {
                 // All of it was committed since.
-                state.connections.remove(&client);
+                self.connections.remove(client);
             } else if let Some(proof) = proof {
-                let transfers = state.transfers.take_of(client);
-                let connection = state.connections.remove(&client).unwrap_or_default();
                 released.push(Released {
                     client,
-                    connection,
+                    connection: self.connections.remove(client).unwrap_or_default(),
                     proof,
-                    transfers,
+                    transfers: prepared.take_of(client),
                 });
             }
         }
-        drop(state);
+        self.publish_bytes(&prepared);
+        drop(prepared);
         for released in released {
             self.released(released, now);
         }
@@ -265,7 +214,7 @@ impl Service {
             proof,
             transfers,
         } = released;
-        let counters = &self.shared.stats.service;
+        let counters = &self.context.stats.service;
         let slots: usize = transfers.iter().map(|t| t.pending.slots()).sum();
         let stores = transfers
             .iter()
@@ -289,19 +238,17 @@ impl Service {
 
     /// Returns the slots that ended connections hold.
     pub(super) fn held_status(&self, now: Instant) -> Vec<HeldStatus> {
-        let state = self.shared.state.lock();
         let mut slots: HashMap<ClientId, usize> = HashMap::new();
-        for (_, transfer) in state.transfers.iter() {
+        for (_, transfer) in self.prepared.lock().iter() {
             if transfer.orphaned {
                 *slots.entry(transfer.client).or_default() += transfer.pending.slots();
             }
         }
         let held = |(client, slots): (ClientId, usize)| {
-            let connection = state.connections.get(&client)?;
-            let end = connection.ended?;
-            Some(HeldStatus {
-                peer: connection.peer.address.clone(),
-                pids: state.pids_of(client),
+            let pids = self.connections.pids_of(client);
+            self.connections.with_ended(client, |peer, end| HeldStatus {
+                peer: peer.address.clone(),
+                pids,
                 slots,
                 seconds: end.seconds(now),
                 waits_for: match end.life {

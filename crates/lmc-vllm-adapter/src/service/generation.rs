@@ -5,16 +5,18 @@
 //! identity of the operator's, the chunks therefore belong to a *generation*: a random fingerprint
 //! that lasts while a worker of it is registered, and that no later worker can name, in any tier.
 
+use std::sync::Arc;
 use std::{io, mem};
 
 use lmc_key::{LayoutFingerprint, ModelName};
 use lmc_memory::DType;
 
 use crate::service::ClientId;
-use crate::service::handle::Service;
+
 use crate::service::instance::Instance;
-use crate::service::job::Lane;
-use crate::service::state::State;
+use crate::service::jobs::Lane;
+use crate::service::registry::{Registry, Workers};
+
 use crate::service::stats::add;
 
 /// Registration of a worker with an opaque layout.
@@ -66,8 +68,8 @@ pub(crate) enum Joined {
 pub(crate) struct TwoEngines {
     model: ModelName,
     shape: Vec<u64>,
-    /// The workers, each as `id at address`.
-    instances: Vec<String>,
+    /// The workers, with their connections.
+    instances: Vec<(u64, ClientId)>,
 }
 
 impl Instance {
@@ -79,7 +81,7 @@ impl Instance {
     }
 }
 
-impl State {
+impl Workers {
     /// Puts a worker that is about to be registered into a generation: its own when it registers
     /// again, else that of a connected worker of its layout, else a new one.
     ///
@@ -151,11 +153,7 @@ impl State {
         if counted <= most || warned {
             return None;
         }
-        let member = |(&id, known): (&u64, &Instance)| {
-            let peer = self.connections.get(&known.client).map(|open| &open.peer);
-            let address = peer.map_or("unknown", |peer| &peer.address);
-            format!("{id} at {address}")
-        };
+        let member = |(&id, known): (&u64, &Instance)| (id, known.client);
         let members = self.instances.iter().filter(|(_, known)| is_member(known));
         let mut two = TwoEngines {
             model: instance.model.clone(),
@@ -170,14 +168,24 @@ impl State {
     }
 }
 
-impl Service {
-    /// Warns that workers of two engines are in one generation. Call it while the state is not
+impl Registry {
+    /// Warns that workers of two engines are in one generation. Call it while the workers are not
     /// locked.
     pub(super) fn warn_of_two_engines(&self, two: &TwoEngines) {
-        add(&self.shared.stats.service.opaque_layouts_shared, 1);
+        add(&self.context.counters().opaque_layouts_shared, 1);
+        let member = |&(id, client): &(u64, ClientId)| {
+            let address = self.connections.address_of(client);
+            let address = if address.is_empty() {
+                "unknown"
+            } else {
+                &address
+            };
+            format!("{id} at {address}")
+        };
+        let instances: Vec<String> = two.instances.iter().map(member).collect();
         tracing::warn!(
             model = ?two.model,
-            instances = ?two.instances,
+            ?instances,
             shape = ?two.shape,
             "two engines registered one KV layout of dtype uint8, which does not name its format, \
              and share its chunks: where their --kv-cache-dtype or weights differ, each reads \
@@ -187,9 +195,9 @@ impl Service {
     }
 
     /// Warns of the limits of an opaque layout, whose first worker has registered. Call it while
-    /// the state is not locked.
+    /// the workers are not locked.
     pub(super) fn report_opaque(&self, instance_id: u64, model: &ModelName) {
-        let disk = match self.shared.engine.has_lower_tiers() {
+        let disk = match self.context.engine.has_lower_tiers() {
             true => "; chunks on disk are not found after a restart of the server or the engine",
             false => "",
         };
@@ -208,7 +216,7 @@ impl Service {
     /// they age out.
     pub(super) fn end_generations(&self, ended: impl IntoIterator<Item = LayoutFingerprint>) {
         for generation in ended {
-            let spaces = self.shared.spaces.of_generation(generation);
+            let spaces = self.context.spaces.of_generation(generation);
             if spaces.is_empty() {
                 continue;
             }
@@ -216,18 +224,19 @@ impl Service {
                 layout = %generation,
                 "the last worker of a layout of dtype uint8 has gone: its chunks are removed"
             );
-            let mut ended = self.shared.ended_spaces.lock();
+            let mut ended = self.ended_spaces.lock();
             let is_queued = !ended.is_empty();
             ended.extend(spaces);
             drop(ended);
             // Each removal looks at the whole index, so one takes all that ended until it begins.
             if !is_queued {
-                let service = self.clone();
+                let (context, spaces) = (Arc::clone(&self.context), Arc::clone(&self.ended_spaces));
                 let remove = move || {
-                    let ended = mem::take(&mut *service.shared.ended_spaces.lock());
-                    service.shared.engine.end_spaces(&ended);
+                    let ended = mem::take(&mut *spaces.lock());
+                    context.engine.end_spaces(&ended);
                 };
-                self.run_job(ClientId::SERVER, Lane::Clear, Box::new(remove));
+                self.clears
+                    .run(ClientId::SERVER, Lane::Clear, Box::new(remove));
             }
         }
     }

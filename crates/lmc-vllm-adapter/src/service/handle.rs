@@ -1,28 +1,28 @@
-//! The service's face: one method that takes a request and says what becomes of it.
+//! The service's face: takes a request and says what becomes of it.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
-use lmc_key::{HashMemo, Printable, SpaceId};
 use lmc_memory::CopyPool;
-use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::protocol::{EngineDrivenContext, Operation, RegisterKvCache, Reply, Request};
+use crate::protocol::{Operation, Reply, Request};
 use crate::service::config::{ServiceConfig, ServiceError};
-use crate::service::events::{EventLog, NextBatch, Subscription};
-use crate::service::generation::Joined;
-use crate::service::instance::{Instance, RegisterError, Transport};
-use crate::service::job::{Job, Lane, Workers};
-use crate::service::pulse::Pulse;
+use crate::service::connections::Connections;
+use crate::service::context::{Context, refuse};
+use crate::service::copies::{Copies, InspectError};
+use crate::service::events::{NextBatch, Subscription};
+use crate::service::jobs::{Job, JobThreads, Lane};
+use crate::service::lookups::Lookups;
+use crate::service::peer::{Peer, Witness};
+use crate::service::registry::Registry;
 use crate::service::session::Wait;
-use crate::service::spaces::Spaces;
-use crate::service::state::State;
-use crate::service::stats::{Stats, TransportCounters, add};
-use crate::service::throttle::Throttle;
+use crate::service::stats::{TransportCounters, add};
+use crate::service::status::ServiceStatus;
+use crate::service::transfers::Transfers;
 use crate::service::{ClientId, Outcome};
 
 /// Capability that tells clients of [`Operation::SubscribeKvEvents`].
@@ -30,45 +30,27 @@ const KV_EVENT_STREAM: &str = "kv_event_stream";
 
 /// Carries out the protocol's operations on a [`CacheEngine`].
 ///
-/// A handle: clones share one service.
-#[derive(Clone)]
-pub struct Service {
-    pub(super) shared: Arc<Shared>,
-}
+/// A handle: clones share one service. Its parts own their state, each with a lock of its own,
+/// which are taken in the order of the fields here from the last to the first.
+#[derive(Clone, Debug)]
+pub struct Service(pub(super) Arc<Parts>);
 
-pub(super) struct Shared {
-    pub(super) config: ServiceConfig,
-    pub(super) engine: CacheEngine,
-    pub(super) memo: HashMemo,
-    pub(super) copies: CopyPool,
-    pub(super) workers: Workers,
+/// The parts of a service.
+pub(super) struct Parts {
+    pub(super) context: Arc<Context>,
+    connections: Arc<Connections>,
+    pub(super) registry: Arc<Registry>,
+    lookups: Arc<Lookups>,
+    transfers: Arc<Transfers>,
+    copies: Arc<Copies>,
+    copy_threads: JobThreads,
     /// Runs clears, one after the other.
-    clears: Workers,
-    pub(super) events: Arc<EventLog>,
-    pub(super) spaces: Arc<Spaces>,
-    pub(super) state: Mutex<State>,
-    pub(super) stats: Stats,
-    pub(super) pulse: Pulse,
-    pub(super) started: Instant,
-    /// Numbers lookups.
-    pub(super) lookups: AtomicU64,
-    /// Lookups whose chunks are being promoted.
-    pub(super) promoting: AtomicUsize,
-    /// Spaces of layouts whose last worker has gone, until their chunks are removed.
-    pub(super) ended_spaces: Mutex<HashSet<SpaceId>>,
-    /// Held by the thread that looks at the processes behind ended connections.
-    pub(super) looking: Mutex<()>,
-    /// Limits warnings that peers can provoke.
-    warnings: Throttle,
-    /// Limits warnings about refused registrations, which other warnings must not suppress.
-    refusals: Throttle,
+    clears: Arc<JobThreads>,
 }
 
-impl std::fmt::Debug for Service {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Service")
-            .field("config", &self.shared.config)
-            .finish_non_exhaustive()
+impl fmt::Debug for Parts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.context.fmt(f)
     }
 }
 
@@ -78,51 +60,61 @@ impl Service {
     /// # Errors
     /// [`ServiceError`] when a thread cannot be started.
     pub fn new(config: ServiceConfig, engine: CacheEngine) -> Result<Self, ServiceError> {
-        let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
-        let spaces = Arc::new(Spaces::new(Arc::clone(&events)));
-        engine.set_events(Arc::clone(&spaces) as _);
-        let shared = Shared {
-            memo: HashMemo::new(config.hash_memo_bytes),
-            copies: CopyPool::new(config.copy_threads)?,
-            workers: Workers::start("lmc-transfer", config.transfer_threads)?,
-            clears: Workers::start("lmc-clear", 1)?,
-            events,
-            spaces,
-            state: Mutex::default(),
-            stats: Stats::new(),
-            pulse: Pulse::new(config.copy_deadline / 2),
-            started: Instant::now(),
-            promoting: AtomicUsize::new(0),
-            ended_spaces: Mutex::default(),
-            looking: Mutex::default(),
-            lookups: AtomicU64::new(0),
-            warnings: Throttle::default(),
-            refusals: Throttle::default(),
-            config,
-            engine,
-        };
-        Ok(Self {
-            shared: Arc::new(shared),
-        })
+        let pool = CopyPool::new(config.copy_threads)?;
+        let copy_threads = JobThreads::start("lmc-copy-job", config.transfer_threads)?;
+        let clears = Arc::new(JobThreads::start("lmc-clear", 1)?);
+        let context = Arc::new(Context::new(config, engine));
+        let connections = Arc::new(Connections::default());
+        let registry = Arc::new(Registry::new(
+            Arc::clone(&context),
+            Arc::clone(&connections),
+            Arc::clone(&clears),
+        ));
+        let lookups = Arc::new(Lookups::new(Arc::clone(&context), Arc::clone(&registry)));
+        let transfers = Arc::new(Transfers::new(
+            Arc::clone(&context),
+            Arc::clone(&connections),
+            Arc::clone(&registry),
+            Arc::clone(&lookups),
+        ));
+        let copies = Arc::new(Copies::new(
+            Arc::clone(&context),
+            Arc::clone(&registry),
+            Arc::clone(&transfers),
+            pool,
+        ));
+        Ok(Self(Arc::new(Parts {
+            context,
+            connections,
+            registry,
+            lookups,
+            transfers,
+            copies,
+            copy_threads,
+            clears,
+        })))
     }
 
-    /// The settings it runs with.
+    /// Returns the settings that the service runs with.
     pub fn config(&self) -> &ServiceConfig {
-        &self.shared.config
+        &self.0.context.config
     }
 
-    /// The engine behind it.
+    /// Returns the engine of the service.
     pub fn engine(&self) -> &CacheEngine {
-        &self.shared.engine
+        &self.0.context.engine
     }
 
     /// Carries out a request, or says how it will be.
     pub(crate) fn handle(&self, client: ClientId, request: Request, now: Instant) -> Outcome {
-        let counters = &self.shared.stats.service;
+        let parts = &*self.0;
+        let counters = &parts.context.stats.service;
         let reply = match request {
             Request::RegisterKvCache(registration) => {
-                let reply = self.register_server_driven(client, &registration, now);
-                self.log_refusal(
+                let reply = parts
+                    .registry
+                    .register_server_driven(client, &registration, now);
+                parts.registry.log_refusal(
                     client,
                     registration.instance_id,
                     &registration.model_name,
@@ -131,17 +123,24 @@ impl Service {
                 reply
             }
             Request::RegisterEngineDriven(context) => {
-                let reply = self.register_engine_driven(client, &context, now);
-                self.log_refusal(client, context.instance_id, &context.model_name, &reply);
+                let reply = parts.registry.register_engine_driven(client, &context, now);
+                parts.registry.log_refusal(
+                    client,
+                    context.instance_id,
+                    &context.model_name,
+                    &reply,
+                );
                 reply
             }
-            Request::Unregister { instance_id, .. } => return self.unregister(client, instance_id),
+            Request::Unregister { instance_id, .. } => {
+                return parts.registry.unregister(client, instance_id);
+            }
             Request::Store {
                 key,
                 instance_id,
                 block_ids,
             } => {
-                return self.store(client, key, instance_id, block_ids, now);
+                return parts.copies.store(client, key, instance_id, block_ids, now);
             }
             Request::Retrieve {
                 key,
@@ -149,7 +148,7 @@ impl Service {
                 block_ids,
                 skip_first_n_tokens,
             } => {
-                return self.retrieve(
+                return parts.copies.retrieve(
                     client,
                     key,
                     instance_id,
@@ -158,43 +157,53 @@ impl Service {
                     now,
                 );
             }
-            Request::Lookup(key) => self.lookup(client, &key, now),
+            Request::Lookup(key) => parts.lookups.lookup(client, &key, now),
             Request::QueryPrefetchStatus { request_id } => {
-                self.prefetch_status(client, &request_id, now)
+                parts.lookups.prefetch_status(client, &request_id, now)
             }
             Request::WaitPrefetchStatus {
                 request_id,
                 timeout,
-            } => match self.prefetch_status(client, &request_id, now) {
+            } => match parts.lookups.prefetch_status(client, &request_id, now) {
                 Reply::None => return Outcome::Wait(Wait::new(client, request_id, timeout, now)),
                 known => known,
             },
-            Request::FreeLookupLocks(key) => self.free_lookup_locks(client, &key, now),
-            Request::EndSession { request_id } => self.end_session(client, &request_id),
+            Request::FreeLookupLocks(key) => parts.lookups.free_lookup_locks(client, &key, now),
+            Request::EndSession { request_id } => parts.lookups.end_session(client, &request_id),
             Request::PrepareStore { key, instance_id } => {
-                self.prepare_store(client, &key, instance_id, now)
+                parts
+                    .transfers
+                    .prepare_store(client, &key, instance_id, now)
             }
             Request::CommitStore {
                 key,
                 instance_id,
                 pickled,
-            } => self.commit_store(client, &key, instance_id, pickled, now),
+            } => parts
+                .transfers
+                .commit_store(client, &key, instance_id, pickled, now),
             Request::PrepareRetrieve { key, instance_id } => {
-                self.prepare_retrieve(client, &key, instance_id, now)
+                parts
+                    .transfers
+                    .prepare_retrieve(client, &key, instance_id, now)
             }
             Request::CommitRetrieve { key, instance_id } => {
-                self.commit_retrieve(client, &key, instance_id, now)
+                parts
+                    .transfers
+                    .commit_retrieve(client, &key, instance_id, now)
             }
             Request::Clear { force } => return self.clear(force),
-            Request::GetChunkSize => Reply::Int(u64::from(self.shared.config.hasher.chunk_size())),
-            Request::Ping { instance_id } => self.ping(client, instance_id, now),
+            Request::GetChunkSize => {
+                Reply::Int(u64::from(parts.context.config.hasher.chunk_size()))
+            }
+            Request::Ping { instance_id } => parts.registry.ping(client, instance_id, now),
             Request::ReportBlockAllocation { records, .. } => {
                 let blocks: usize = records.iter().map(|record| record.blocks).sum();
                 add(&counters.reported_blocks, blocks as u64);
                 Reply::None
             }
             Request::Noop => Reply::Text("OK".to_owned()),
-            Request::GetExperimental => Reply::Strings(if self.shared.events.enabled() {
+            Request::GetExperimental => Reply::Strings(if parts.context.events.enabled() {
                 vec![KV_EVENT_STREAM.to_owned()]
             } else {
                 Vec::new()
@@ -209,7 +218,7 @@ impl Service {
                     let text = format!("lmc: max_events must be 1 to 1024, found {max_events}");
                     return Outcome::Reply(Reply::Error(text));
                 }
-                let events = &self.shared.events;
+                let events = &parts.context.events;
                 let subscription =
                     events.subscribe(client, instance_id, model_name, cursor, max_events);
                 return Outcome::Stream(subscription);
@@ -221,7 +230,7 @@ impl Service {
     /// Forgets everything. An engine that clears its own cache may have new weights: nothing of
     /// the old ones may be found in any tier.
     fn clear(&self, force: bool) -> Outcome {
-        let engine = self.shared.engine.clone();
+        let engine = self.0.context.engine.clone();
         Outcome::Job(Job::new(Lane::Clear, move || {
             match engine.clear(force).complete {
                 true => Reply::None,
@@ -230,274 +239,180 @@ impl Service {
         }))
     }
 
-    fn register_engine_driven(
-        &self,
-        client: ClientId,
-        context: &EngineDrivenContext,
-        now: Instant,
-    ) -> Reply {
-        let Some(name) = self.shared.engine.shared_name() else {
-            add(&self.shared.stats.service.registrations_refused, 1);
-            return refuse("this server's pool is not shared memory, so no worker can map it");
-        };
-        let registered = Reply::Registered {
-            shm_name: name.to_string(),
-            pool_size: self.shared.engine.pool_bytes(),
-        };
-        let chunk_size = self.shared.config.hasher.chunk_size();
-        let instance = Instance::engine_driven(context, client, chunk_size, now);
-        self.add_instance(context.instance_id, instance, registered)
+    /// Registers a connection. To be called before its first request.
+    pub fn connected(&self, client: ClientId, peer: Peer) {
+        self.0.connections.open(client, peer);
     }
 
-    fn register_server_driven(
-        &self,
-        client: ClientId,
-        registration: &RegisterKvCache,
-        now: Instant,
-    ) -> Reply {
-        if registration.engine_type != "vllm" {
-            add(&self.shared.stats.service.registrations_refused, 1);
-            return refuse(&format!(
-                "the layout of engine {:?} is not known to this server, which copies for vllm \
-                 only: let the engine copy, with lmcache.mp.mp_transfer_mode=engine_driven",
-                registration.engine_type
-            ));
+    /// Sets the watcher of the processes at the other end of a connection.
+    pub(crate) fn set_witness(&self, client: ClientId, witness: Arc<dyn Witness>) {
+        self.0.connections.set_witness(client, witness);
+    }
+
+    /// Ends a connection, whichever side closed it.
+    ///
+    /// The connection's requests end. Slots that its workers had prepared stay held, see
+    /// [`Self::tick`].
+    pub fn client_gone(&self, client: ClientId, now: Instant) {
+        let parts = &*self.0;
+        parts.registry.cut(client, now);
+        parts.lookups.end_of(client);
+        parts.transfers.orphan(client, now);
+        // A transfer may have bound it again until the last of its requests ended.
+        parts.registry.unbind(client);
+        parts.copy_threads.forget(client);
+    }
+
+    /// Returns true while the workers of a connection have slots that they may be copying into or
+    /// out of.
+    pub(crate) fn holds_slots(&self, client: ClientId) -> bool {
+        self.0.transfers.holds_slots(client)
+    }
+
+    /// Returns the connections that own a worker, a request or a prepared transfer, or that are
+    /// known to be a scheduler's.
+    pub(crate) fn owners(&self) -> HashSet<ClientId> {
+        let mut owners = self.0.registry.clients();
+        owners.extend(self.0.transfers.clients());
+        owners.extend(self.0.lookups.clients());
+        owners
+    }
+
+    /// Gives back the slots of ended connections that nothing touches any more. May read files
+    /// of `/proc`.
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn release_ended(&self, now: Instant) {
+        self.0.transfers.release_ended(now);
+    }
+
+    /// Gives back the slots of ended connections whose processes are dead, unless another thread
+    /// is about to. May read files of `/proc`.
+    pub(crate) fn release_dead(&self, now: Instant) {
+        self.0.transfers.release_dead(now);
+    }
+
+    /// Ends what has outlived its time. To be called about once a second, on a thread that may
+    /// read files of `/proc`.
+    ///
+    /// Slots that workers of an ended connection had prepared are released when its process is known
+    /// to be dead, or when [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is
+    /// over, which restarts as long as the process is stopped.
+    pub fn tick(&self, now: Instant) {
+        let parts = &*self.0;
+        parts.transfers.release_ended(now);
+        parts.transfers.share_overdue(now);
+        parts.lookups.sweep(now);
+        parts.registry.remove_silent(now);
+    }
+
+    /// Notes that the process runs. To be called about twice a second by whoever reads requests
+    /// from sockets; one who calls it never has them counted as read at once.
+    pub(crate) fn beat(&self, now: Instant) {
+        self.0.context.pulse.beat(now);
+    }
+
+    /// Answers a copy that is not begun because its connection has too much under way.
+    pub(crate) fn decline_copy(&self, asked: Operation) -> Reply {
+        let counters = &self.0.context.stats.service;
+        add(&counters.over_limit, 1);
+        match asked {
+            Operation::Store => add(&counters.stores_failed, 1),
+            _ => add(&counters.retrieves_missed, 1),
         }
-        let chunk_size = self.shared.config.hasher.chunk_size();
-        let user = self.uid_of(client);
-        let instance = Instance::server_driven(registration, client, user, chunk_size, now);
-        self.add_instance(registration.instance_id, instance, Reply::None)
+        Reply::Transferred(false)
     }
 
-    /// Logs a refused registration: without this only the engine's log would show it, which the
-    /// operator of this server may not see.
-    fn log_refusal(&self, client: ClientId, instance_id: u64, model: &str, reply: &Reply) {
-        let Reply::Error(reason) = reply else {
-            return;
-        };
-        let shared = &self.shared;
-        let Some(suppressed) = shared.refusals.pass(shared.started.elapsed()) else {
-            return;
-        };
-        let peer = {
-            let state = shared.state.lock();
-            let connection = state.connections.get(&client);
-            connection.map_or_else(String::new, |connection| connection.peer.address.clone())
-        };
-        tracing::warn!(
-            instance = instance_id,
-            model,
-            peer,
-            suppressed = (suppressed > 0).then_some(suppressed),
-            "registration refused: {}",
-            Printable(reason)
-        );
+    /// Tells the answer to a lookup whose chunks are being promoted, as soon as there is one or the
+    /// time is over.
+    pub(crate) fn wait(&self, wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) {
+        self.0.lookups.wait(wait, tell);
     }
 
-    pub(super) fn add_instance(
+    /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a buffer of
+    /// its own, and returns what `digest` makes of it, for diagnostics. `blocks_per_chunk` must be
+    /// that of the worker's layout. Ends early when `digest` returns none.
+    ///
+    /// # Errors
+    /// [`InspectError`].
+    pub fn inspect_blocks<T>(
         &self,
         instance_id: u64,
-        instance: Result<Instance, RegisterError>,
-        registered: Reply,
-    ) -> Reply {
-        let counters = &self.shared.stats.service;
-        let mut instance = match instance {
-            Ok(instance) => instance,
-            Err(error) => {
-                add(&counters.registrations_refused, 1);
-                return refuse(&error.to_string());
-            }
-        };
-        if instance.chunk_bytes > self.shared.engine.pool_bytes() {
-            add(&counters.registrations_refused, 1);
-            return refuse(&format!(
-                "one chunk of this model takes {} bytes, the whole pool has {}: \
-                 start the server with a larger --l1-size-gb",
-                instance.chunk_bytes,
-                self.shared.engine.pool_bytes()
-            ));
-        }
-        let mut state = self.shared.state.lock();
-        let full = state.instances.len() >= self.shared.config.max_instances;
-        let of_client = |known: &&Instance| known.client == instance.client;
-        let most = self.shared.config.max_instances;
-        let own = state.instances.values().filter(of_client).count();
-        if (full || own >= most - most / 4) && !state.instances.contains_key(&instance_id) {
-            add(&counters.over_limit, 1);
-            return refuse("too many workers are registered");
-        }
-        if let Some(known) = state.instances.get(&instance_id)
-            && !known.belongs_to(instance.client)
-        {
-            // Two processes may well have one id where it is made of their pids. Copies for
-            // one would land in the other's memory.
-            add(&counters.registrations_refused, 1);
-            return refuse(&format!(
-                "another worker is connected under instance_id {instance_id}: \
-                 ids must differ between workers of one server"
-            ));
-        }
-        if !self.shared.config.identity.is_empty() {
-            // The operator answers for the format.
-            instance.opaque = None;
-        }
-        let joined = match state.join_generation(instance_id, &mut instance) {
-            Ok(joined) => joined,
-            Err(error) => {
-                add(&counters.registrations_refused, 1);
-                return refuse(&format!("no random bytes for this layout's keys: {error}"));
-            }
-        };
-        if let Some(known) = state.instances.get(&instance_id) {
-            instance.gate = known.gate.next();
-            if known.fingerprint == instance.fingerprint {
-                instance.ranks.clone_from(&known.ranks);
-            }
-        }
-        let (model, shape) = (instance.model.clone(), instance.shape.clone());
-        let (world_size, mode) = (instance.world_size, instance.mode());
-        let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
-        state.told_to_register.remove(&instance_id);
-        instance.owner = state.new_owner();
-        // A worker that registers again describes itself anew. Transfers that it had prepared
-        // stay as they are: their slots may still be in use.
-        let replaced = state.instances.insert(instance_id, instance);
-        let two_engines = state.two_engines(instance_id, None);
-        let ended = replaced
-            .as_ref()
-            .and_then(|replaced| state.ended_generation(replaced));
-        drop(state);
-        // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
-        drop(replaced);
-        tracing::info!(
-            instance = instance_id,
-            model = model.as_str(),
-            world_size,
-            mode,
-            ?shape,
-            %dtype,
-            chunk_bytes,
-            "worker registered"
-        );
-        if joined == Some(Joined::First) {
-            self.report_opaque(instance_id, &model);
-        }
-        if let Some(two) = two_engines {
-            self.warn_of_two_engines(&two);
-        }
-        self.end_generations(ended);
-        add(&counters.registrations, 1);
-        registered
+        block_ids: &[u32],
+        blocks_per_chunk: u64,
+        digest: impl FnMut(&[u8]) -> Option<T>,
+    ) -> Result<Vec<T>, InspectError> {
+        let copies = &self.0.copies;
+        copies.inspect_blocks(instance_id, block_ids, blocks_per_chunk, digest)
     }
 
-    fn unregister(&self, client: ClientId, instance_id: u64) -> Outcome {
-        let mut state = self.shared.state.lock();
-        let known = state.instances.get(&instance_id);
-        if known.is_some_and(|instance| !instance.belongs_to(client)) {
-            drop(state);
-            add(&self.shared.stats.service.commits_foreign, 1);
-            return Outcome::Reply(refuse(&format!(
-                "worker {instance_id} is connected elsewhere: it unregisters on its own connection"
-            )));
-        }
-        let removed = state.instances.remove(&instance_id);
-        let ended = removed
-            .as_ref()
-            .and_then(|removed| state.ended_generation(removed));
-        drop(state);
-        self.end_generations(ended);
-        let Some(instance) = removed else {
-            return Outcome::Reply(Reply::None);
-        };
-        self.shared.events.unsubscribe(instance_id);
-        tracing::info!(instance = instance_id, "worker unregistered");
-        // Its transfers stay: the stock worker ends its copies only after this is answered. They
-        // go with its commits, or some time after its connection. The server's own copies end
-        // before.
-        match instance.transport {
-            Transport::EngineDriven => Outcome::Reply(Reply::None),
-            Transport::ServerDriven(_) => Outcome::Quiet(instance.gate.entrance()),
-        }
+    /// Returns everything at one moment, for people and scrapers: takes locks for a moment.
+    pub fn status(&self, now: Instant) -> ServiceStatus {
+        let parts = &*self.0;
+        let instances = parts.registry.status(now, |id| parts.transfers.len_of(id));
+        ServiceStatus::of(
+            &parts.context,
+            instances,
+            parts.lookups.status(),
+            parts.transfers.status(now),
+            parts.transfers.held_status(now),
+            now,
+        )
     }
 
-    fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
-        add(&self.shared.stats.service.pings, 1);
-        let Some(instance_id) = instance_id else {
-            return Reply::Bool(true);
-        };
-        let mut state = self.shared.state.lock();
-        if let Some(instance) = state.instances.get_mut(&instance_id) {
-            if instance.belongs_to(client) {
-                instance.seen(client, now);
-                instance.pinged = true;
-                // One that waited in a socket is answered to a worker that has given up.
-                if self.shared.pulse.is_steady(now) {
-                    instance.gate.answered(now);
-                }
-            }
-            return Reply::Bool(true);
-        }
-        // A worker that this server does not know (it was restarted) registers again only when
-        // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
-        let told = &mut state.told_to_register;
-        let full = told.len() >= self.shared.config.max_instances;
-        if full && !told.contains_key(&instance_id) {
-            // Whichever it is hears "no" once more.
-            let one = told.keys().next().copied();
-            one.map(|one| told.remove(&one));
-        }
-        let first = told.insert(instance_id, now).is_none();
-        Reply::Bool(!first)
+    /// Returns the tenants that were ever named, with their numbers in the engine.
+    pub fn tenants(&self) -> Vec<(String, lmc_engine::TenantId)> {
+        self.0.context.spaces.tenants()
+    }
+
+    /// Returns the number of a tenant that was named before.
+    pub fn known_tenant(&self, salt: &lmc_key::Salt) -> Option<lmc_engine::TenantId> {
+        self.0.context.spaces.known_tenant(salt)
+    }
+
+    /// Returns the number of a tenant in the engine, for quotas.
+    pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
+        let context = &self.0.context;
+        context.spaces.tenant(salt, &context.engine)
+    }
+
+    /// Logs a warning that a peer can provoke, once a second at most.
+    pub(crate) fn warn_throttled(&self, text: &str) {
+        self.0.context.warn_throttled(text);
     }
 
     pub(crate) fn transport_counters(&self) -> &TransportCounters {
-        &self.shared.stats.transport
+        &self.0.context.stats.transport
     }
 
     pub(crate) fn record(&self, operation: Operation, reply: &Reply, took: Duration) {
-        self.shared.stats.record(operation, reply, took);
+        self.0.context.stats.record(operation, reply, took);
     }
 
     pub(crate) fn record_refusal(&self, operation: Option<Operation>) {
-        self.shared.stats.record_refusal(operation);
+        self.0.context.stats.record_refusal(operation);
     }
 
     pub(crate) fn run_job(&self, client: ClientId, lane: Lane, work: Box<dyn FnOnce() + Send>) {
-        let workers = match lane {
-            Lane::Retrieve | Lane::Store => &self.shared.workers,
-            Lane::Clear => &self.shared.clears,
+        let threads = match lane {
+            Lane::Retrieve | Lane::Store => &self.0.copy_threads,
+            Lane::Clear => &self.0.clears,
         };
-        workers.run(client, lane, work);
+        threads.run(client, lane, work);
     }
 
     pub(crate) fn watch_events(&self) -> watch::Receiver<u64> {
-        self.shared.events.watch()
+        self.0.context.events.watch()
     }
 
     pub(crate) fn next_batch(&self, subscription: &mut Subscription) -> NextBatch {
-        self.shared.events.next(subscription)
+        self.0.context.events.next(subscription)
     }
 
     pub(crate) fn subscription_ended(&self, subscription: &Subscription) -> bool {
-        self.shared.events.ended(subscription)
+        self.0.context.events.ended(subscription)
     }
 
     pub(crate) fn forget_subscription(&self, subscription: &Subscription) {
-        self.shared.events.forget(subscription);
+        self.0.context.events.forget(subscription);
     }
-
-    /// Logs a warning that a peer can provoke, once a second at most, on one line whatever the
-    /// peer put into it.
-    pub(crate) fn warn_throttled(&self, text: &str) {
-        let shared = &self.shared;
-        if let Some(suppressed) = shared.warnings.pass(shared.started.elapsed()) {
-            let suppressed = (suppressed > 0).then_some(suppressed);
-            tracing::warn!(suppressed, "{}", Printable(text));
-        }
-    }
-}
-
-/// A refusal in the form that clients show.
-pub(super) fn refuse(text: &str) -> Reply {
-    Reply::Error(format!("lmc: {text}"))
 }

@@ -3,39 +3,40 @@
 //! Nothing here knows an encoding or a socket, and time comes in as an argument.
 
 mod config;
+mod connections;
+mod context;
+mod copies;
 mod ends;
 mod events;
 mod gate;
 mod generation;
 mod handle;
-mod inspect;
 mod instance;
-mod job;
-mod lookup;
+mod jobs;
+mod lookups;
 mod peer;
 mod prepared;
 mod pulse;
+mod registry;
 mod session;
 mod share;
 mod spaces;
-mod state;
 mod stats;
 mod status;
 #[cfg(test)]
 mod tests;
 mod throttle;
-mod tick;
-mod transfer;
+mod transfers;
 
 use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
+pub use copies::InspectError;
 pub use ends::HeldStatus;
 pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::Service;
-pub use inspect::InspectError;
-pub(crate) use job::Job;
+pub(crate) use jobs::Job;
 pub use peer::Peer;
 pub(crate) use peer::{Life, Witness};
 pub use stats::{

@@ -156,7 +156,7 @@ struct OfClient {
 
 /// All prepared transfers.
 #[derive(Debug, Default)]
-pub(crate) struct Transfers {
+pub(crate) struct Prepared {
     /// Of each worker, also of one that is not registered any more. None is empty.
     by_worker: HashMap<u64, HashMap<TransferId, Transfer>>,
     /// Transfers of each connection. None is empty.
@@ -166,7 +166,7 @@ pub(crate) struct Transfers {
     detached: u64,
 }
 
-impl Transfers {
+impl Prepared {
     /// Transfers of one worker.
     pub(crate) fn len_of(&self, instance_id: u64) -> usize {
         self.by_worker.get(&instance_id).map_or(0, HashMap::len)

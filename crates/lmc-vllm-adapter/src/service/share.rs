@@ -6,12 +6,14 @@
 //! that holds less than its share.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use lmc_engine::{LeaseLimit, Leases, OwnerId};
 
 use crate::service::ClientId;
-use crate::service::handle::Service;
+use crate::service::context::Context;
 use crate::service::stats::add;
+use crate::service::transfers::Transfers;
 
 /// Marks owners that are connections; workers have numbers without it.
 const CONNECTION: u64 = 1 << 62;
@@ -51,16 +53,15 @@ impl Held {
     }
 }
 
-impl Service {
-    /// Bytes that all hold.
+impl Context {
+    /// Returns the bytes that all hold.
     fn held_bytes(&self) -> u64 {
-        let written = self.shared.state.lock().transfers.store_bytes();
-        self.shared.engine.held_bytes() + written
+        self.engine.held_bytes() + self.store_bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes that all hold, and a connection's part by its lookups.
+    /// Returns the bytes that all hold, and a connection's part by its lookups.
     fn held_by_lookups(&self, client: ClientId) -> Held {
-        let engine = &self.shared.engine;
+        let engine = &self.engine;
         let others = engine.lease_owners().into_iter().filter(|(owner, _)| {
             // The engine's own numbers are above all of these.
             owner.0 & CONNECTION != 0 && owner.0 < CONNECTION << 1 && *owner != client.owner()
@@ -72,32 +73,27 @@ impl Service {
             holders: others.count() as u64 + 1,
         }
     }
+}
 
-    /// Bytes that all hold, and a connection's part by transfers that its workers prepared.
+impl Transfers {
+    /// Returns the bytes that all hold, and a connection's part by transfers that its workers
+    /// prepared.
     fn held_by_transfers(&self, client: ClientId) -> Held {
-        let state = self.shared.state.lock();
-        let others = state.transfers.clients().filter(|&other| other != client);
+        let (own, others) = self.bytes_and_others(client);
         Held {
-            pool: self.shared.engine.pool_bytes(),
-            all: self.shared.engine.held_bytes() + state.transfers.store_bytes(),
-            own: state.transfers.bytes_of(client),
-            holders: others.count() as u64 + 1,
+            pool: self.context.engine.pool_bytes(),
+            all: self.context.held_bytes(),
+            own,
+            holders: others as u64 + 1,
         }
-    }
-
-    /// Returns the limit on what a connection's lookups keep from eviction.
-    pub(super) fn share_of(&self, client: ClientId) -> Arc<dyn LeaseLimit> {
-        Arc::new(ShareOf {
-            service: self.clone(),
-            client,
-        })
     }
 
     /// Returns true for leases that a worker may not take: they would keep from eviction what is
     /// beyond its connection's share.
     pub(super) fn leases_too_much(&self, client: ClientId, leases: &Leases) -> bool {
         let fresh = leases.fresh_bytes();
-        if fresh == 0 || self.held_bytes() <= self.shared.engine.pool_bytes() / 2 {
+        let context = &self.context;
+        if fresh == 0 || context.held_bytes() <= context.engine.pool_bytes() / 2 {
             return false;
         }
         let mut held = self.held_by_transfers(client);
@@ -105,13 +101,13 @@ impl Service {
         fresh > held.more()
     }
 
-    /// The number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin to
-    /// write.
+    /// Returns the number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin
+    /// to write.
     pub(super) fn writable(&self, client: ClientId, chunk_bytes: u64, wanted: usize) -> usize {
-        let align = self.shared.engine.align();
-        let chunk = chunk_bytes.next_multiple_of(align).max(1);
+        let context = &self.context;
+        let chunk = chunk_bytes.next_multiple_of(context.engine.align()).max(1);
         let more = chunk.saturating_mul(wanted as u64);
-        if self.held_bytes() + more <= self.shared.engine.pool_bytes() / 2 {
+        if context.held_bytes() + more <= context.engine.pool_bytes() / 2 {
             return wanted;
         }
         let within = self.held_by_transfers(client).more().min(more);
@@ -119,25 +115,33 @@ impl Service {
     }
 }
 
+/// Returns the limit on what a connection's lookups keep from eviction.
+pub(super) fn share_of(context: &Arc<Context>, client: ClientId) -> Arc<dyn LeaseLimit> {
+    Arc::new(ShareOf {
+        context: Arc::clone(context),
+        client,
+    })
+}
+
 /// The limit on what one connection's lookups keep from eviction.
 struct ShareOf {
-    service: Service,
+    context: Arc<Context>,
     client: ClientId,
 }
 
 impl LeaseLimit for ShareOf {
     fn allowed(&self, leased: u64, more: u64) -> u64 {
-        let shared = &self.service.shared;
+        let context = &self.context;
         let wanted = leased + more;
-        if self.service.held_bytes() + more <= shared.engine.pool_bytes() / 2 {
+        if context.held_bytes() + more <= context.engine.pool_bytes() / 2 {
             return wanted;
         }
-        let mut held = self.service.held_by_lookups(self.client);
+        let mut held = context.held_by_lookups(self.client);
         held.all = held.all.saturating_sub(leased);
         held.own = held.own.saturating_sub(leased);
         let allowed = held.more();
         if allowed < wanted {
-            add(&shared.stats.service.over_limit, 1);
+            add(&context.stats.service.over_limit, 1);
         }
         allowed.min(wanted)
     }

@@ -1,15 +1,13 @@
 //! What a service shows of itself.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
 use lmc_key::MemoStats;
 use serde::{Serialize, Serializer};
 
+use crate::service::context::Context;
 use crate::service::ends::HeldStatus;
-use crate::service::handle::Service;
-use crate::service::prepared::Direction;
 use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
 
 /// A registered worker.
@@ -52,10 +50,10 @@ pub struct InstanceStatus {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SessionStatus {
-    /// Sessions.
+    /// Number of requests under way.
     pub sessions: usize,
-    /// Those whose chunks are coming up from a slower tier.
-    pub rising: usize,
+    /// Number of requests whose chunks are being promoted.
+    pub promoting: usize,
 }
 
 /// The transfers that workers have prepared and not committed.
@@ -139,26 +137,32 @@ fn as_text<S: Serializer>(id: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(id)
 }
 
-impl Service {
-    /// Looks at everything. Meant for people and scrapers: takes locks for a moment.
-    pub fn status(&self, now: Instant) -> ServiceStatus {
-        let shared = &self.shared;
-        let memo: MemoStats = shared.memo.stats();
-        let events = shared.events.status();
-        let (instances, sessions, transfers) = self.registered(now);
-        ServiceStatus {
-            chunk_size: shared.config.hasher.chunk_size(),
-            hash_algorithm: shared.config.hasher.algorithm().to_string(),
-            identity: shared.config.identity.to_string(),
-            uptime_seconds: now.saturating_duration_since(shared.started).as_secs_f64(),
+impl ServiceStatus {
+    /// Composes the status of the parts.
+    pub(super) fn of(
+        context: &Context,
+        instances: Vec<InstanceStatus>,
+        sessions: SessionStatus,
+        transfers: TransferStatus,
+        held: Vec<HeldStatus>,
+        now: Instant,
+    ) -> Self {
+        let memo: MemoStats = context.memo.stats();
+        let events = context.events.status();
+        let uptime = now.saturating_duration_since(context.started);
+        Self {
+            chunk_size: context.config.hasher.chunk_size(),
+            hash_algorithm: context.config.hasher.algorithm().to_string(),
+            identity: context.config.identity.to_string(),
+            uptime_seconds: uptime.as_secs_f64(),
             instances,
             sessions,
             transfers,
-            held: self.held_status(now),
-            tiers: shared.engine.health(),
-            lower: shared.engine.lower_status(),
-            usage: shared.engine.usage(),
-            engine: shared.engine.stats(),
+            held,
+            tiers: context.engine.health(),
+            lower: context.engine.lower_status(),
+            usage: context.engine.usage(),
+            engine: context.engine.stats(),
             events: EventLogStatus {
                 enabled: events.enabled,
                 incarnation: events.incarnation,
@@ -170,69 +174,9 @@ impl Service {
             memo_bytes: memo.bytes,
             memo_known: memo.known,
             memo_hashed: memo.hashed,
-            counts: shared.stats.service.snapshot(),
-            transport: shared.stats.transport(),
-            operations: shared.stats.operations(),
+            counts: context.stats.service.snapshot(),
+            transport: context.stats.transport(),
+            operations: context.stats.operations(),
         }
-    }
-
-    fn registered(&self, now: Instant) -> (Vec<InstanceStatus>, SessionStatus, TransferStatus) {
-        let deadline = self.shared.config.transfer_deadline;
-        let state = self.shared.state.lock();
-        let mut instances: Vec<_> = state
-            .instances
-            .iter()
-            .map(|(&instance_id, instance)| InstanceStatus {
-                instance_id,
-                model: instance.model.to_string(),
-                world_size: instance.world_size,
-                mode: instance.mode(),
-                shape: instance.shape.clone(),
-                dtype: instance.dtype.name(),
-                chunk_bytes: instance.chunk_bytes,
-                mla: instance.mla,
-                layout: instance.fingerprint.to_string(),
-                age_seconds: now
-                    .saturating_duration_since(instance.registered)
-                    .as_secs_f64(),
-                silent_seconds: now
-                    .saturating_duration_since(instance.last_seen)
-                    .as_secs_f64(),
-                connected: instance.orphaned.is_none(),
-                pids: state.pids_of(instance.client),
-                transfers: state.transfers.len_of(instance_id),
-            })
-            .collect();
-        instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
-        let mut transfers = TransferStatus::default();
-        for (direction, transfer) in state.transfers.iter() {
-            match direction {
-                Direction::Store => transfers.stores += 1,
-                Direction::Retrieve => transfers.retrieves += 1,
-            }
-            let age = now.saturating_duration_since(transfer.since);
-            transfers.overdue += usize::from(age >= deadline);
-            transfers.orphaned += usize::from(transfer.orphaned);
-        }
-        let sessions = SessionStatus {
-            sessions: state.sessions.len(),
-            rising: self.shared.promoting.load(Ordering::Relaxed),
-        };
-        (instances, sessions, transfers)
-    }
-
-    /// The tenants that were ever named, with their numbers in the engine.
-    pub fn tenants(&self) -> Vec<(String, lmc_engine::TenantId)> {
-        self.shared.spaces.tenants()
-    }
-
-    /// The number of a tenant that was named before.
-    pub fn known_tenant(&self, salt: &lmc_key::Salt) -> Option<lmc_engine::TenantId> {
-        self.shared.spaces.known_tenant(salt)
-    }
-
-    /// The number of a tenant in the engine, for quotas.
-    pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
-        self.shared.spaces.tenant(salt, &self.shared.engine)
     }
 }

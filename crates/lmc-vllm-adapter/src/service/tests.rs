@@ -13,7 +13,7 @@ use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 
-use super::job::Lane;
+use super::jobs::Lane;
 use super::*;
 use crate::protocol::{
     CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache, Reply,
@@ -247,7 +247,7 @@ fn signs_of_life_of_unknown_workers_do_not_pile_up() {
         assert_eq!(reply(&service, 1, ping()), Reply::Bool(false));
         assert_eq!(reply(&service, 1, ping()), Reply::Bool(true));
     }
-    assert!(service.shared.state.lock().told_to_register.len() <= 4);
+    assert!(service.0.registry.workers.lock().told_to_register.len() <= 4);
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn nobody_takes_over_the_number_of_a_connected_worker() {
             CHUNK as u32,
             Instant::now(),
         );
-        service.add_instance(1, instance, Reply::None)
+        service.0.registry.add_instance(1, instance, Reply::None)
     };
     assert_eq!(registered(1, 4), Reply::None);
     assert_eq!(registered(1, 4), Reply::None, "it describes itself again");
@@ -438,7 +438,10 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
         num_physical_slots: Some(CHUNK as u32),
     };
     let instance = instance::Instance::engine_driven(&context, client(1), CHUNK as u32, now);
-    assert_eq!(service.add_instance(1, instance, Reply::None), Reply::None);
+    assert_eq!(
+        service.0.registry.add_instance(1, instance, Reply::None),
+        Reply::None
+    );
     let prepare = Request::PrepareStore {
         key: key("a", 2),
         instance_id: 1,
@@ -456,7 +459,7 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
     reply(&service, 1, commit);
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
     // A router that follows the events.
-    let events = &service.shared.events;
+    let events = &service.0.context.events;
     let mut subscription = events.subscribe(client(7), 77, MODEL.to_owned(), 0, 100);
     let NextBatch::Batch(batch) = events.next(&mut subscription) else {
         panic!("no batch")
@@ -510,7 +513,7 @@ fn a_connection_that_was_closed_leaves_no_binding() {
     }
     service.tick(Instant::now() + Duration::from_secs(3600));
     assert_eq!(service.status(Instant::now()).sessions.sessions, 0);
-    assert_eq!(service.shared.state.lock().bindings.len(), 0);
+    assert_eq!(service.0.registry.workers.lock().bindings.len(), 0);
 }
 
 #[test]
@@ -761,7 +764,7 @@ fn an_engine_whose_layout_is_not_known_is_refused_where_the_server_would_copy() 
 fn a_copy_of_an_earlier_registration_ends_before_the_unregistration_is_acknowledged() {
     let (service, memory) = (service(|_| {}), Memory::new());
     memory.register(&service);
-    let copying = service.shared.state.lock().instances[&1]
+    let copying = service.0.registry.workers.lock().instances[&1]
         .gate
         .entrance()
         .enter(Instant::now(), Duration::from_secs(5));

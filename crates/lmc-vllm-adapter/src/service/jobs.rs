@@ -50,7 +50,7 @@ type Work = Box<dyn FnOnce() + Send>;
 /// retrieves before stores, except that a store that waits goes after four retrieves. The threads
 /// end when the last handle goes. The queues are bounded by what connections may have in flight.
 #[derive(Debug)]
-pub(crate) struct Workers {
+pub(crate) struct JobThreads {
     queue: Arc<Queue>,
 }
 
@@ -66,7 +66,7 @@ impl std::fmt::Debug for Queue {
     }
 }
 
-impl Workers {
+impl JobThreads {
     pub(crate) fn start(name: &str, threads: usize) -> io::Result<Self> {
         let this = Self {
             queue: Arc::default(),
@@ -93,7 +93,7 @@ impl Workers {
     }
 }
 
-impl Drop for Workers {
+impl Drop for JobThreads {
     fn drop(&mut self) {
         self.queue.waiting.lock().closed = true;
         self.queue.arrived.notify_all();

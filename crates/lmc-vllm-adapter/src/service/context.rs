@@ -1,0 +1,155 @@
+//! The settings, the engine and the counters that every part of the service works with.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Instant;
+
+use lmc_engine::CacheEngine;
+use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
+
+use crate::protocol::{CacheKey, Reply};
+use crate::service::config::ServiceConfig;
+use crate::service::events::EventLog;
+use crate::service::pulse::Pulse;
+use crate::service::spaces::Spaces;
+use crate::service::stats::{ServiceCounters, Stats};
+use crate::service::throttle::Throttle;
+
+/// What every part of the service works with. It has no state of the protocol.
+pub(super) struct Context {
+    pub(super) config: ServiceConfig,
+    pub(super) engine: CacheEngine,
+    pub(super) memo: HashMemo,
+    pub(super) events: Arc<EventLog>,
+    pub(super) spaces: Arc<Spaces>,
+    pub(super) stats: Stats,
+    pub(super) pulse: Pulse,
+    pub(super) started: Instant,
+    /// Bytes of slots that workers may be writing to.
+    pub(super) store_bytes: AtomicU64,
+    /// Limits warnings that peers can provoke.
+    warnings: Throttle,
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context")
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Context {
+    pub(super) fn new(config: ServiceConfig, engine: CacheEngine) -> Self {
+        let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
+        let spaces = Arc::new(Spaces::new(Arc::clone(&events)));
+        engine.set_events(Arc::clone(&spaces) as _);
+        Self {
+            memo: HashMemo::new(config.hash_memo_bytes),
+            events,
+            spaces,
+            stats: Stats::new(),
+            pulse: Pulse::new(config.copy_deadline / 2),
+            started: Instant::now(),
+            store_bytes: AtomicU64::new(0),
+            warnings: Throttle::default(),
+            config,
+            engine,
+        }
+    }
+
+    /// Returns the counters of the service.
+    pub(super) fn counters(&self) -> &ServiceCounters {
+        &self.stats.service
+    }
+
+    /// Hashes a range of a prompt. Ends are cut down to whole chunks that the prompt has.
+    ///
+    /// # Errors
+    /// The refusal of a request whose range or salt is not possible.
+    pub(super) fn hash(&self, key: &CacheKey) -> Result<Hashed, Reply> {
+        let chunk = u64::from(self.config.hasher.chunk_size());
+        if !key.start.is_multiple_of(chunk) {
+            return Err(refuse(&format!(
+                "start {} is not a multiple of the chunk size {chunk}",
+                key.start
+            )));
+        }
+        let end = key.end.min(key.token_ids.len() as u64) / chunk;
+        let start = (key.start / chunk).min(end);
+        let salt: Salt = match key.cache_salt.parse() {
+            Ok(salt) => salt,
+            Err(error) => return Err(refuse(&format!("{error}"))),
+        };
+        let (start, end) = (start as usize, end as usize);
+        let tokens = &key.token_ids[..end * chunk as usize];
+        let hasher = &self.config.hasher;
+        let hashes = self.memo.hash_prompt(hasher, &salt, tokens);
+        Ok(Hashed {
+            hashes,
+            chunks: start..end,
+            salt,
+        })
+    }
+
+    /// Returns the tokens of a chunk, for the event that announces it; none without subscribers.
+    pub(super) fn chunk_tokens(&self, key: &CacheKey, index: usize) -> Box<[u32]> {
+        if !self.events.enabled() {
+            return Box::default();
+        }
+        let chunk = self.config.hasher.chunk_size() as usize;
+        let from = key.start as usize + index * chunk;
+        key.token_ids
+            .get(from..from + chunk)
+            .unwrap_or_default()
+            .into()
+    }
+
+    /// Logs a warning that a peer can provoke, once a second at most, on one line whatever the
+    /// peer put into it.
+    pub(super) fn warn_throttled(&self, text: &str) {
+        if let Some(suppressed) = self.warnings.pass(self.started.elapsed()) {
+            let suppressed = (suppressed > 0).then_some(suppressed);
+            tracing::warn!(suppressed, "{}", Printable(text));
+        }
+    }
+}
+
+/// A range of a prompt in chunks, with the hashes up to its end.
+pub(super) struct Hashed {
+    /// Hashes of all chunks from the first to the end of the range.
+    pub(super) hashes: Vec<ChunkHash>,
+    /// The range, in chunks.
+    pub(super) chunks: Range<usize>,
+    pub(super) salt: Salt,
+}
+
+impl Hashed {
+    /// Hash of a chunk, counted from the start of the prompt.
+    pub(super) fn hash(&self, chunk: usize) -> ChunkHash {
+        self.hashes[chunk]
+    }
+
+    /// Hash of the chunk before; none for the first.
+    pub(super) fn parent(&self, chunk: usize) -> Option<ChunkHash> {
+        chunk.checked_sub(1).map(|before| self.hashes[before])
+    }
+
+    /// Returns the keys of the range for one KV rank.
+    pub(super) fn keys(&self, space: SpaceId, kv_rank: u16) -> Vec<ChunkKey> {
+        let key = |&hash: &ChunkHash| ChunkKey {
+            space,
+            kv_rank,
+            group: 0,
+            hash,
+        };
+        self.hashes[self.chunks.clone()].iter().map(key).collect()
+    }
+}
+
+/// Returns a refusal in the form that clients show.
+pub(super) fn refuse(text: &str) -> Reply {
+    Reply::Error(format!("lmc: {text}"))
+}

@@ -1,0 +1,437 @@
+//! Copies that the server makes in the memory of workers: server-driven transfers, and the blocks
+//! that diagnostics look into.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_engine::Leases;
+use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
+use thiserror::Error;
+
+use crate::protocol::{CacheKey, Reply};
+use crate::service::context::{Context, Hashed, refuse};
+use crate::service::gate::Copying;
+use crate::service::instance::GroupCopy;
+use crate::service::jobs::{Job, Lane};
+use crate::service::registry::Registry;
+use crate::service::stats::add;
+use crate::service::transfers::{Declined, Transfers, Worker};
+use crate::service::{ClientId, Outcome};
+
+/// A worker's memory cannot be looked into as asked.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum InspectError {
+    /// Nobody has registered with this id.
+    #[error("instance_id {0} not registered")]
+    Unknown(u64),
+    /// The worker copies by itself, so the server has never mapped its memory.
+    #[error("worker {0} copies by itself; the server does not map its memory")]
+    NotMapped(u64),
+    /// The blocks do not make whole chunks of this worker.
+    #[error("{0}")]
+    Blocks(String),
+    /// The one who asked does not wait any more.
+    #[error("given up by the caller")]
+    Cancelled,
+}
+
+/// The right to copy in a worker's memory, and when the worker asked for the copy.
+struct Granted {
+    copying: Copying,
+    asked: Instant,
+    /// How often everything had been forgotten by then.
+    clears: u64,
+}
+
+/// The copies that the server makes.
+#[derive(Debug)]
+pub(super) struct Copies {
+    context: Arc<Context>,
+    registry: Arc<Registry>,
+    transfers: Arc<Transfers>,
+    pool: CopyPool,
+}
+
+impl Copies {
+    pub(super) fn new(
+        context: Arc<Context>,
+        registry: Arc<Registry>,
+        transfers: Arc<Transfers>,
+        pool: CopyPool,
+    ) -> Self {
+        Self {
+            context,
+            registry,
+            transfers,
+            pool,
+        }
+    }
+
+    /// The right to copy in a worker's memory. None when its registration is over, or when it
+    /// was asked for so long ago that the worker may have given the blocks away.
+    fn may_copy(&self, worker: &Worker, asked: Instant, clears: u64) -> Option<Granted> {
+        let patience = self.context.config.copy_deadline / 2;
+        let Some(copying) = worker.entrance.enter(asked, patience) else {
+            add(&self.context.stats.service.copies_too_late, 1);
+            return None;
+        };
+        Some(Granted {
+            copying,
+            asked,
+            clears,
+        })
+    }
+
+    /// Returns false when a running copy must stop: its worker's registration is over, the
+    /// worker may have given the blocks away, this process stood still, or the pool was lost.
+    ///
+    /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
+    fn may_go_on(&self, granted: &Granted) -> bool {
+        let patience = self.context.config.copy_deadline / 4 * 3;
+        granted.copying.may_go_on(granted.asked, patience)
+            && self.context.pulse.is_steady(Instant::now())
+            && !self.context.engine.pool_is_lost()
+    }
+
+    /// Counts a copy that was stopped, and returns the reason why a copy failed.
+    fn copy_failed(&self, error: &CopyError) -> String {
+        if matches!(error, CopyError::Stopped) {
+            add(&self.context.stats.service.copies_too_late, 1);
+        }
+        error.to_string()
+    }
+
+    /// The worker of a request that asks the server to copy, and what is copied.
+    fn copied_worker(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        asks: &str,
+        now: Instant,
+    ) -> Result<(Worker, Hashed, Arc<[GroupCopy]>), Declined> {
+        let (worker, hashed) = self.transfers.worker(client, key, instance_id, now)?;
+        let copies = worker.copies.clone().ok_or_else(|| {
+            Declined::Refused(refuse(&format!(
+                "worker registered as engine_driven cannot ask to {asks}"
+            )))
+        })?;
+        Ok((worker, hashed, copies))
+    }
+
+    pub(super) fn store(
+        self: &Arc<Self>,
+        client: ClientId,
+        key: CacheKey,
+        instance_id: u64,
+        block_ids: Vec<Vec<u32>>,
+        now: Instant,
+    ) -> Outcome {
+        let (worker, hashed, copies) =
+            match self.copied_worker(client, &key, instance_id, "store", now) {
+                Ok(found) => found,
+                Err(Declined::NotServed) => {
+                    add(&self.context.stats.service.stores_failed, 1);
+                    return Outcome::Reply(Reply::Transferred(false));
+                }
+                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+            };
+        let server = Arc::clone(self);
+        let clears = self.context.engine.clears();
+        Outcome::Job(Job::new(Lane::Store, move || {
+            let granted = server.may_copy(&worker, now, clears);
+            let stored = granted.is_some_and(|granted| {
+                server.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
+            });
+            let counters = &server.context.stats.service;
+            add(
+                if stored {
+                    &counters.stores
+                } else {
+                    &counters.stores_failed
+                },
+                1,
+            );
+            Reply::Transferred(stored)
+        }))
+    }
+
+    fn store_now(
+        &self,
+        key: &CacheKey,
+        worker: &Worker,
+        hashed: &Hashed,
+        copies: &[GroupCopy],
+        block_ids: &[Vec<u32>],
+        granted: &Granted,
+    ) -> bool {
+        let counters = &self.context.stats.service;
+        if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
+            self.context
+                .warn_throttled(&format!("store of {}: {text}", key.request_id));
+            return false;
+        }
+        // A chunk of which the engine has dropped a block has no bytes to store.
+        let null = self.context.config.null_block_id;
+        let whole = |index: usize| {
+            copies.iter().zip(block_ids).all(|(copy, ids)| {
+                let blocks = copy.blocks_per_chunk as usize;
+                let of_chunk = &ids[index * blocks..(index + 1) * blocks];
+                null.is_none_or(|null| !of_chunk.contains(&null))
+            })
+        };
+        let absent = (0..hashed.chunks.len())
+            .filter(|&index| !whole(index))
+            .count();
+        add(&counters.chunks_null, absent as u64);
+        // The server ends these writes itself, so no share limits them.
+        let mut chunks = self.transfers.reserve(worker, hashed, whole, usize::MAX);
+        if self.context.engine.clears() != granted.clears {
+            // The blocks are of before the clear, and the slots may not be.
+            return false;
+        }
+        if chunks.is_empty() {
+            return true;
+        }
+        let started = Instant::now();
+        let indices: Vec<usize> = chunks.iter().map(|chunk| chunk.index).collect();
+        for (copy, ids) in copies.iter().zip(block_ids) {
+            let plan = match plan(copy, ids, &indices, 0, None) {
+                Ok(plan) => plan,
+                Err(text) => {
+                    self.context
+                        .warn_throttled(&format!("store of {}: {text}", key.request_id));
+                    return false;
+                }
+            };
+            let mut slots: Vec<&mut [u8]> = chunks
+                .iter_mut()
+                .map(|chunk| &mut chunk.ticket.bytes_mut()[copy.range.clone()])
+                .collect();
+            let proceed = || self.may_go_on(granted);
+            let gathered = self.pool.gather_while(&plan, &mut slots, &proceed);
+            if let Err(error) = gathered {
+                let why = self.copy_failed(&error);
+                self.context
+                    .warn_throttled(&format!("store of {}: {why}", key.request_id));
+                return false;
+            }
+        }
+        add(&counters.gather_nanos, started.elapsed().as_nanos() as u64);
+        add(
+            &counters.gather_bytes,
+            worker.chunk_bytes * chunks.len() as u64,
+        );
+        if !self.may_go_on(granted) {
+            // The blocks may have been given away while the last of them were read.
+            add(&counters.copies_too_late, 1);
+            return false;
+        }
+        self.transfers.commit(worker.space, key, chunks);
+        true
+    }
+
+    pub(super) fn retrieve(
+        self: &Arc<Self>,
+        client: ClientId,
+        key: CacheKey,
+        instance_id: u64,
+        block_ids: Vec<Vec<u32>>,
+        skip_first_n_tokens: u64,
+        now: Instant,
+    ) -> Outcome {
+        let (worker, hashed, copies) =
+            match self.copied_worker(client, &key, instance_id, "retrieve", now) {
+                Ok(found) => found,
+                Err(Declined::NotServed) => {
+                    add(&self.context.stats.service.retrieves_missed, 1);
+                    return Outcome::Reply(Reply::Transferred(false));
+                }
+                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+            };
+        let leases = self.transfers.acquire(client, &worker, &hashed);
+        let clears = self.context.engine.clears();
+        let server = Arc::clone(self);
+        Outcome::Job(Job::new(Lane::Retrieve, move || {
+            let counters = &server.context.stats.service;
+            let granted = server.may_copy(&worker, now, clears);
+            let copied = match (&leases, &granted) {
+                (Some(leases), Some(granted)) => {
+                    let skip = skip_first_n_tokens;
+                    server.scatter(&worker, leases, &copies, &block_ids, skip, granted)
+                }
+                (None, _) => Err("a chunk is missing".to_owned()),
+                (_, None) => Err("its worker does not wait for it any more".to_owned()),
+            };
+            drop(granted);
+            match (&copied, &leases) {
+                (Ok(()), Some(leases)) => {
+                    add(&counters.retrieves, 1);
+                    add(&counters.retrieved_chunks, leases.len() as u64);
+                    add(
+                        &counters.retrieved_bytes,
+                        worker.chunk_bytes * leases.len() as u64,
+                    );
+                }
+                _ => add(&counters.retrieves_missed, 1),
+            }
+            if let (Err(text), Some(_)) = (&copied, &leases) {
+                server
+                    .context
+                    .warn_throttled(&format!("retrieve of {}: {text}", key.request_id));
+            }
+            let space = worker.space;
+            server
+                .transfers
+                .reader_done(client, &key, space, worker.kv_rank, &hashed.chunks);
+            Reply::Transferred(copied.is_ok())
+        }))
+    }
+
+    fn scatter(
+        &self,
+        worker: &Worker,
+        leases: &Leases,
+        copies: &[GroupCopy],
+        block_ids: &[Vec<u32>],
+        skip_first_n_tokens: u64,
+        granted: &Granted,
+    ) -> Result<(), String> {
+        let counters = &self.context.stats.service;
+        covers(copies, block_ids, leases.len())?;
+        let started = Instant::now();
+        let indices: Vec<usize> = (0..leases.len()).collect();
+        let chunks: Vec<&[u8]> = leases.iter().map(|slot| slot.bytes()).collect();
+        let mut plans = Vec::with_capacity(copies.len());
+        for (copy, ids) in copies.iter().zip(block_ids) {
+            // Blocks that the engine shares with its own prefix cache are whole, so whole
+            // blocks are skipped.
+            let skip = skip_first_n_tokens / copy.tokens_per_block;
+            plans.push(plan(
+                copy,
+                ids,
+                &indices,
+                skip,
+                self.context.config.null_block_id,
+            )?);
+        }
+        // Everything is checked by now: an engine's memory is written wholly, unless the worker
+        // stops waiting meanwhile.
+        let proceed = || self.may_go_on(granted);
+        for (copy, plan) in copies.iter().zip(&plans) {
+            let chunks: Vec<&[u8]> = chunks
+                .iter()
+                .map(|chunk| &chunk[copy.range.clone()])
+                .collect();
+            let copied = self.pool.scatter_while(plan, &chunks, &proceed);
+            copied.map_err(|error| self.copy_failed(&error))?;
+        }
+        if self.context.engine.pool_is_lost() {
+            return Err("the pool's memory was lost".to_owned());
+        }
+        add(&counters.scatter_nanos, started.elapsed().as_nanos() as u64);
+        add(
+            &counters.scatter_bytes,
+            worker.chunk_bytes * leases.len() as u64,
+        );
+        Ok(())
+    }
+
+    /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a
+    /// buffer of its own, and returns what `digest` makes of it. `blocks_per_chunk` must be
+    /// that of the worker's layout. Copies all the bytes, each block at most once: for
+    /// diagnostics. Ends early when `digest` returns none.
+    ///
+    /// # Errors
+    /// [`InspectError`].
+    pub(super) fn inspect_blocks<T>(
+        &self,
+        instance_id: u64,
+        block_ids: &[u32],
+        blocks_per_chunk: u64,
+        mut digest: impl FnMut(&[u8]) -> Option<T>,
+    ) -> Result<Vec<T>, InspectError> {
+        let (copies, chunk_bytes) = self.registry.copies_of(instance_id)?;
+        let blocks = |text: String| InspectError::Blocks(text);
+        if let Some(copy) = copies
+            .iter()
+            .find(|copy| copy.blocks_per_chunk != blocks_per_chunk)
+        {
+            return Err(blocks(format!(
+                "a chunk of this worker has {} blocks, not {blocks_per_chunk}",
+                copy.blocks_per_chunk
+            )));
+        }
+        let per_chunk = usize::try_from(blocks_per_chunk).unwrap_or(usize::MAX);
+        if block_ids.is_empty() || !block_ids.len().is_multiple_of(per_chunk.max(1)) {
+            return Err(blocks(format!(
+                "{} block ids are not whole chunks of {blocks_per_chunk}",
+                block_ids.len()
+            )));
+        }
+        let blocks_there = copies.iter().map(|copy| copy.paged.blocks());
+        let blocks_there = blocks_there.min().unwrap_or_default();
+        if block_ids.len() > blocks_there as usize {
+            return Err(blocks(format!(
+                "{} block ids, and the worker has {blocks_there} blocks",
+                block_ids.len()
+            )));
+        }
+        let mut chunk = vec![0; usize::try_from(chunk_bytes).expect("a chunk lies in memory")];
+        block_ids
+            .chunks(per_chunk)
+            .map(|ids| {
+                for copy in copies.iter() {
+                    let plan = plan(copy, ids, &[0], 0, None).map_err(blocks)?;
+                    let into = &mut [&mut chunk[copy.range.clone()]];
+                    let gathered = self.pool.gather(&plan, into);
+                    gathered.map_err(|error| blocks(error.to_string()))?;
+                }
+                digest(&chunk).ok_or(InspectError::Cancelled)
+            })
+            .collect()
+    }
+}
+
+/// Checks that there are block ids for each group and chunk.
+fn covers(copies: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result<(), String> {
+    if copies.len() != block_ids.len() {
+        return Err(format!(
+            "block ids for {} KV groups, {} are registered",
+            block_ids.len(),
+            copies.len()
+        ));
+    }
+    for (copy, ids) in copies.iter().zip(block_ids) {
+        let needed = copy.blocks_per_chunk * chunks as u64;
+        if (ids.len() as u64) < needed {
+            return Err(format!(
+                "{} block ids for {chunks} chunks, {needed} needed",
+                ids.len()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The copies of one group between its blocks and the chunks at `indices` of the range.
+fn plan(
+    copy: &GroupCopy,
+    block_ids: &[u32],
+    indices: &[usize],
+    skip_blocks: u64,
+    null_block: Option<u32>,
+) -> Result<CopyPlan, String> {
+    let starts: Vec<u64> = indices
+        .iter()
+        .map(|&index| index as u64 * copy.blocks_per_chunk)
+        .collect();
+    let request = PlanRequest {
+        block_ids,
+        first_blocks: &starts,
+        skip_blocks,
+        null_block,
+    };
+    CopyPlan::new(&copy.paged, &request).map_err(|error| error.to_string())
+}

@@ -1,0 +1,626 @@
+//! The registered workers: what each stores, in which layout, and on which connection.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_engine::OwnerId;
+use lmc_key::{LayoutFingerprint, Printable, Salt, SpaceId};
+use parking_lot::Mutex;
+
+use crate::protocol::{CacheKey, EngineDrivenContext, RegisterKvCache, Reply};
+use crate::service::connections::Connections;
+use crate::service::context::{Context, refuse};
+use crate::service::generation::Joined;
+use crate::service::instance::{GroupCopy, Instance, RegisterError, Transport};
+use crate::service::jobs::JobThreads;
+use crate::service::stats::add;
+use crate::service::status::InstanceStatus;
+use crate::service::throttle::Throttle;
+use crate::service::{ClientId, InspectError, Outcome};
+
+/// Layouts of one model above which a lookup finds nothing: each must have the chunk.
+const MAX_LAYOUTS: usize = 64;
+
+/// How long the "no" to an unknown worker's sign of life is remembered.
+const TOLD_TTL: Duration = Duration::from_secs(600);
+
+/// The layout of the engine behind a scheduler's connection, as far as its requests showed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Binding {
+    One(LayoutFingerprint),
+    /// Requests of this connection were served by workers of several layouts.
+    Several,
+}
+
+/// The workers, and what their requests showed about the schedulers.
+#[derive(Debug, Default)]
+pub(crate) struct Workers {
+    pub(crate) instances: HashMap<u64, Instance>,
+    pub(crate) bindings: HashMap<ClientId, Binding>,
+    /// Workers whose first sign of life after a loss was answered with "no", so that they
+    /// register again.
+    pub(crate) told_to_register: HashMap<u64, Instant>,
+    next_owner: u64,
+}
+
+impl Workers {
+    /// Returns a number that no other worker has or had.
+    fn new_owner(&mut self) -> OwnerId {
+        self.next_owner += 1;
+        OwnerId(self.next_owner)
+    }
+
+    /// The layouts that workers of this model have, each once. One whose workers' connections all
+    /// ended counts only when there is no other: the engine behind it is most likely dead, and
+    /// what it lacked or had says nothing about the living.
+    pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
+        let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
+        let mut found: Vec<LayoutOf<'_>> = Vec::new();
+        let mut places: HashMap<LayoutFingerprint, usize> = HashMap::new();
+        for instance in self.instances.values().filter(of_model) {
+            let place = *places.entry(instance.fingerprint).or_insert(found.len());
+            if place == found.len() {
+                found.push(LayoutOf::new(instance));
+            }
+            found[place].add(instance);
+        }
+        if found.iter().any(|layout| layout.connected) {
+            found.retain(|layout| layout.connected);
+        }
+        found
+    }
+}
+
+/// The registered workers.
+#[derive(Debug)]
+pub(super) struct Registry {
+    pub(super) context: Arc<Context>,
+    pub(super) connections: Arc<Connections>,
+    pub(super) workers: Mutex<Workers>,
+    /// Runs clears and removals, one after the other.
+    pub(super) clears: Arc<JobThreads>,
+    /// Spaces of layouts whose last worker has gone, until their chunks are removed.
+    pub(super) ended_spaces: Arc<Mutex<HashSet<SpaceId>>>,
+    /// Limits warnings about refused registrations, which other warnings must not suppress.
+    refusals: Throttle,
+}
+
+/// A layout in which a lookup must find a chunk.
+pub(super) struct Candidate {
+    pub(super) space: SpaceId,
+    /// Ranks that workers of this layout are known to be of.
+    pub(super) ranks: RankSet,
+    /// True if the rank of a worker of this layout is not known yet.
+    pub(super) unknown_rank: bool,
+}
+
+impl Registry {
+    pub(super) fn new(
+        context: Arc<Context>,
+        connections: Arc<Connections>,
+        clears: Arc<JobThreads>,
+    ) -> Self {
+        Self {
+            context,
+            connections,
+            workers: Mutex::default(),
+            clears,
+            ended_spaces: Arc::default(),
+            refusals: Throttle::default(),
+        }
+    }
+
+    pub(super) fn register_engine_driven(
+        &self,
+        client: ClientId,
+        context: &EngineDrivenContext,
+        now: Instant,
+    ) -> Reply {
+        let Some(name) = self.context.engine.shared_name() else {
+            add(&self.context.stats.service.registrations_refused, 1);
+            return refuse("this server's pool is not shared memory, so no worker can map it");
+        };
+        let registered = Reply::Registered {
+            shm_name: name.to_string(),
+            pool_size: self.context.engine.pool_bytes(),
+        };
+        let chunk_size = self.context.config.hasher.chunk_size();
+        let instance = Instance::engine_driven(context, client, chunk_size, now);
+        self.add_instance(context.instance_id, instance, registered)
+    }
+
+    pub(super) fn register_server_driven(
+        &self,
+        client: ClientId,
+        registration: &RegisterKvCache,
+        now: Instant,
+    ) -> Reply {
+        if registration.engine_type != "vllm" {
+            add(&self.context.stats.service.registrations_refused, 1);
+            return refuse(&format!(
+                "the layout of engine {:?} is not known to this server, which copies for vllm \
+                 only: let the engine copy, with lmcache.mp.mp_transfer_mode=engine_driven",
+                registration.engine_type
+            ));
+        }
+        let chunk_size = self.context.config.hasher.chunk_size();
+        let user = self.connections.uid_of(client);
+        let instance = Instance::server_driven(registration, client, user, chunk_size, now);
+        self.add_instance(registration.instance_id, instance, Reply::None)
+    }
+
+    /// Logs a refused registration: without this only the engine's log would show it, which the
+    /// operator of this server may not see.
+    pub(super) fn log_refusal(
+        &self,
+        client: ClientId,
+        instance_id: u64,
+        model: &str,
+        reply: &Reply,
+    ) {
+        let Reply::Error(reason) = reply else {
+            return;
+        };
+        let context = &self.context;
+        let Some(suppressed) = self.refusals.pass(context.started.elapsed()) else {
+            return;
+        };
+        let peer = self.connections.address_of(client);
+        tracing::warn!(
+            instance = instance_id,
+            model,
+            peer,
+            suppressed = (suppressed > 0).then_some(suppressed),
+            "registration refused: {}",
+            Printable(reason)
+        );
+    }
+
+    pub(super) fn add_instance(
+        &self,
+        instance_id: u64,
+        instance: Result<Instance, RegisterError>,
+        registered: Reply,
+    ) -> Reply {
+        let counters = &self.context.stats.service;
+        let mut instance = match instance {
+            Ok(instance) => instance,
+            Err(error) => {
+                add(&counters.registrations_refused, 1);
+                return refuse(&error.to_string());
+            }
+        };
+        if instance.chunk_bytes > self.context.engine.pool_bytes() {
+            add(&counters.registrations_refused, 1);
+            return refuse(&format!(
+                "one chunk of this model takes {} bytes, the whole pool has {}: \
+                 start the server with a larger --l1-size-gb",
+                instance.chunk_bytes,
+                self.context.engine.pool_bytes()
+            ));
+        }
+        let mut workers = self.workers.lock();
+        let full = workers.instances.len() >= self.context.config.max_instances;
+        let of_client = |known: &&Instance| known.client == instance.client;
+        let most = self.context.config.max_instances;
+        let own = workers.instances.values().filter(of_client).count();
+        if (full || own >= most - most / 4) && !workers.instances.contains_key(&instance_id) {
+            add(&counters.over_limit, 1);
+            return refuse("too many workers are registered");
+        }
+        if let Some(known) = workers.instances.get(&instance_id)
+            && !known.belongs_to(instance.client)
+        {
+            // Two processes may well have one id where it is made of their pids. Copies for
+            // one would land in the other's memory.
+            add(&counters.registrations_refused, 1);
+            return refuse(&format!(
+                "another worker is connected under instance_id {instance_id}: \
+                 ids must differ between workers of one server"
+            ));
+        }
+        if !self.context.config.identity.is_empty() {
+            // The operator answers for the format.
+            instance.opaque = None;
+        }
+        let joined = match workers.join_generation(instance_id, &mut instance) {
+            Ok(joined) => joined,
+            Err(error) => {
+                add(&counters.registrations_refused, 1);
+                return refuse(&format!("no random bytes for this layout's keys: {error}"));
+            }
+        };
+        if let Some(known) = workers.instances.get(&instance_id) {
+            instance.gate = known.gate.next();
+            if known.fingerprint == instance.fingerprint {
+                instance.ranks.clone_from(&known.ranks);
+            }
+        }
+        let (model, shape) = (instance.model.clone(), instance.shape.clone());
+        let (world_size, mode) = (instance.world_size, instance.mode());
+        let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
+        workers.told_to_register.remove(&instance_id);
+        instance.owner = workers.new_owner();
+        // A worker that registers again describes itself anew. Transfers that it had prepared
+        // stay as they are: their slots may still be in use.
+        let replaced = workers.instances.insert(instance_id, instance);
+        let two_engines = workers.two_engines(instance_id, None);
+        let ended = replaced
+            .as_ref()
+            .and_then(|replaced| workers.ended_generation(replaced));
+        drop(workers);
+        // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
+        drop(replaced);
+        tracing::info!(
+            instance = instance_id,
+            model = model.as_str(),
+            world_size,
+            mode,
+            ?shape,
+            %dtype,
+            chunk_bytes,
+            "worker registered"
+        );
+        if joined == Some(Joined::First) {
+            self.report_opaque(instance_id, &model);
+        }
+        if let Some(two) = two_engines {
+            self.warn_of_two_engines(&two);
+        }
+        self.end_generations(ended);
+        add(&counters.registrations, 1);
+        registered
+    }
+
+    pub(super) fn unregister(&self, client: ClientId, instance_id: u64) -> Outcome {
+        let mut workers = self.workers.lock();
+        let known = workers.instances.get(&instance_id);
+        if known.is_some_and(|instance| !instance.belongs_to(client)) {
+            drop(workers);
+            add(&self.context.stats.service.commits_foreign, 1);
+            return Outcome::Reply(refuse(&format!(
+                "worker {instance_id} is connected elsewhere: it unregisters on its own connection"
+            )));
+        }
+        let removed = workers.instances.remove(&instance_id);
+        let ended = removed
+            .as_ref()
+            .and_then(|removed| workers.ended_generation(removed));
+        drop(workers);
+        self.end_generations(ended);
+        let Some(instance) = removed else {
+            return Outcome::Reply(Reply::None);
+        };
+        self.context.events.unsubscribe(instance_id);
+        tracing::info!(instance = instance_id, "worker unregistered");
+        // Its transfers stay: the stock worker ends its copies only after this is answered. They
+        // go with its commits, or some time after its connection. The server's own copies end
+        // before.
+        match instance.transport {
+            Transport::EngineDriven => Outcome::Reply(Reply::None),
+            Transport::ServerDriven(_) => Outcome::Quiet(instance.gate.entrance()),
+        }
+    }
+
+    pub(super) fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
+        add(&self.context.stats.service.pings, 1);
+        let Some(instance_id) = instance_id else {
+            return Reply::Bool(true);
+        };
+        let mut workers = self.workers.lock();
+        if let Some(instance) = workers.instances.get_mut(&instance_id) {
+            if instance.belongs_to(client) {
+                instance.seen(client, now);
+                instance.pinged = true;
+                // One that waited in a socket is answered to a worker that has given up.
+                if self.context.pulse.is_steady(now) {
+                    instance.gate.answered(now);
+                }
+            }
+            return Reply::Bool(true);
+        }
+        // A worker that this server does not know (it was restarted) registers again only when
+        // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
+        let told = &mut workers.told_to_register;
+        let full = told.len() >= self.context.config.max_instances;
+        if full && !told.contains_key(&instance_id) {
+            // Whichever it is hears "no" once more.
+            let one = told.keys().next().copied();
+            one.map(|one| told.remove(&one));
+        }
+        let first = told.insert(instance_id, now).is_none();
+        Reply::Bool(!first)
+    }
+
+    /// The layouts in which a lookup must find a chunk for it to count.
+    ///
+    /// A scheduler names its model, not its layout. Where workers of one model differ in layout
+    /// and it is not known which of them the scheduler drives, only what all of them have is a
+    /// hit: an engine is never promised what it cannot get. Workers of one engine may differ too
+    /// (stages of a pipeline with more layers and fewer): a rank is asked for in the layouts of
+    /// those that may be of that rank.
+    pub(super) fn candidates(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        salt: &Salt,
+    ) -> Vec<Candidate> {
+        let workers = self.workers.lock();
+        let mut layouts = workers.layouts(&key.model_name, key.world_size);
+        if let Some(Binding::One(bound)) = workers.bindings.get(&client)
+            && layouts
+                .iter()
+                .any(|layout| layout.instance.fingerprint == *bound)
+        {
+            layouts.retain(|layout| layout.instance.fingerprint == *bound);
+        }
+        if layouts.len() > MAX_LAYOUTS {
+            // No chunk is in that number of layouts.
+            return Vec::new();
+        }
+        let candidate = |layout: LayoutOf<'_>| Candidate {
+            space: layout.instance.space(&self.context.config, salt),
+            ranks: layout.ranks,
+            unknown_rank: layout.unknown_rank,
+        };
+        layouts.into_iter().map(candidate).collect()
+    }
+
+    /// Runs `look` on a worker.
+    pub(super) fn with<T>(
+        &self,
+        instance_id: u64,
+        look: impl FnOnce(&mut Instance) -> T,
+    ) -> Option<T> {
+        self.workers
+            .lock()
+            .instances
+            .get_mut(&instance_id)
+            .map(look)
+    }
+
+    /// Learns from a worker's transfer which layout a scheduler stands for.
+    pub(super) fn bind(&self, scheduler: ClientId, fingerprint: LayoutFingerprint) {
+        let workers = &mut *self.workers.lock();
+        let binding = workers
+            .bindings
+            .entry(scheduler)
+            .or_insert(Binding::One(fingerprint));
+        if *binding != Binding::One(fingerprint) {
+            // A layout without workers is that of an engine before its restart.
+            let is_registered = |bound| {
+                let mut registered = workers.instances.values();
+                registered.any(|instance| instance.fingerprint == bound)
+            };
+            *binding = match *binding {
+                Binding::One(bound) if !is_registered(bound) => Binding::One(fingerprint),
+                _ => Binding::Several,
+            };
+        }
+    }
+
+    /// Warns when this worker, which serves a KV rank that `readers` workers of one engine read,
+    /// shows that two engines share an unnamed layout.
+    pub(super) fn check_rank(&self, instance_id: u64, rank: u16, readers: u32) {
+        let two = self
+            .workers
+            .lock()
+            .two_engines(instance_id, Some((rank, readers)));
+        if let Some(two) = two {
+            self.warn_of_two_engines(&two);
+        }
+    }
+
+    /// Notes that the connection of workers has ended. Their copies stop.
+    pub(super) fn cut(&self, client: ClientId, now: Instant) {
+        let mut silent = Vec::new();
+        for (&instance_id, instance) in &mut self.workers.lock().instances {
+            if instance.client == client {
+                instance.gate.cut();
+                let first = instance.orphaned.replace(now).is_none();
+                silent.push((instance_id, first));
+            }
+        }
+        for (instance, first) in silent {
+            self.context.events.unsubscribe(instance);
+            if first {
+                let peer = self.connections.address_of(client);
+                tracing::info!(instance, peer, "worker's connection ended");
+            }
+        }
+    }
+
+    /// Forgets the layout that a scheduler stands for.
+    pub(super) fn unbind(&self, scheduler: ClientId) {
+        self.workers.lock().bindings.remove(&scheduler);
+    }
+
+    /// Returns the connections that own a worker, or that are known to be a scheduler's.
+    pub(super) fn clients(&self) -> HashSet<ClientId> {
+        let workers = self.workers.lock();
+        let instances = workers.instances.values().map(|instance| instance.client);
+        instances.chain(workers.bindings.keys().copied()).collect()
+    }
+
+    /// Removes workers that have been silent for longer than they may.
+    pub(super) fn remove_silent(&self, now: Instant) {
+        let context = &self.context;
+        let mut workers = self.workers.lock();
+        let silent = silent_workers(&workers, now, &context.config);
+        let mut ended_generations = Vec::new();
+        let mut removed = Vec::with_capacity(silent.len());
+        for instance_id in &silent {
+            if let Some(instance) = workers.instances.remove(instance_id) {
+                ended_generations.extend(workers.ended_generation(&instance));
+                removed.push(instance);
+            }
+        }
+        workers
+            .told_to_register
+            .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
+        drop(workers);
+        // Unmapping an engine's memory takes long, so no lock is held.
+        let disconnected: Vec<bool> = removed
+            .iter()
+            .map(|instance| instance.orphaned.is_some())
+            .collect();
+        drop(removed);
+        self.end_generations(ended_generations);
+        for (instance, disconnected) in silent.iter().zip(disconnected) {
+            // Its transfers stay: silence does not prove that it has stopped copying.
+            context.events.unsubscribe(*instance);
+            match disconnected {
+                true => tracing::info!(
+                    instance,
+                    "worker removed: its connection ended and it did not come back"
+                ),
+                false => tracing::warn!(instance, "worker removed: it was silent for too long"),
+            }
+        }
+        add(&context.counters().workers_reaped, silent.len() as u64);
+    }
+
+    /// Returns the memory of a worker whose bytes the server copies, and the bytes of a chunk.
+    pub(super) fn copies_of(
+        &self,
+        instance_id: u64,
+    ) -> Result<(Arc<[GroupCopy]>, u64), InspectError> {
+        let workers = self.workers.lock();
+        let instance = workers
+            .instances
+            .get(&instance_id)
+            .ok_or(InspectError::Unknown(instance_id))?;
+        match &instance.transport {
+            Transport::EngineDriven => Err(InspectError::NotMapped(instance_id)),
+            Transport::ServerDriven(copies) => Ok((Arc::clone(copies), instance.chunk_bytes)),
+        }
+    }
+
+    /// Returns the workers, the oldest first. `transfers` counts those of a worker.
+    pub(super) fn status(
+        &self,
+        now: Instant,
+        transfers: impl Fn(u64) -> usize,
+    ) -> Vec<InstanceStatus> {
+        let workers = self.workers.lock();
+        let mut instances: Vec<_> = workers
+            .instances
+            .iter()
+            .map(|(&instance_id, instance)| InstanceStatus {
+                instance_id,
+                model: instance.model.to_string(),
+                world_size: instance.world_size,
+                mode: instance.mode(),
+                shape: instance.shape.clone(),
+                dtype: instance.dtype.name(),
+                chunk_bytes: instance.chunk_bytes,
+                mla: instance.mla,
+                layout: instance.fingerprint.to_string(),
+                age_seconds: now
+                    .saturating_duration_since(instance.registered)
+                    .as_secs_f64(),
+                silent_seconds: now
+                    .saturating_duration_since(instance.last_seen)
+                    .as_secs_f64(),
+                connected: instance.orphaned.is_none(),
+                pids: self.connections.pids_of(instance.client),
+                transfers: transfers(instance_id),
+            })
+            .collect();
+        instances.sort_by(|a, b| b.age_seconds.total_cmp(&a.age_seconds));
+        instances
+    }
+}
+
+/// Workers whose silence has lasted longer than they are granted.
+fn silent_workers(
+    workers: &Workers,
+    now: Instant,
+    config: &crate::service::ServiceConfig,
+) -> Vec<u64> {
+    workers
+        .instances
+        .iter()
+        .filter(|(_, instance)| {
+            if let Some(orphaned) = instance.orphaned {
+                return now.saturating_duration_since(orphaned) >= config.orphan_grace;
+            }
+            if config.reap_timeout.is_zero() {
+                return false;
+            }
+            let granted = if instance.pinged {
+                config.reap_timeout
+            } else {
+                config.registration_grace
+            };
+            now.saturating_duration_since(instance.last_seen) >= granted
+        })
+        .map(|(&instance_id, _)| instance_id)
+        .collect()
+}
+
+/// A layout, with what is known of the workers that have it.
+#[derive(Debug)]
+pub(crate) struct LayoutOf<'a> {
+    /// One of them.
+    pub(crate) instance: &'a Instance,
+    /// Ranks that they are known to be of.
+    pub(crate) ranks: RankSet,
+    /// True if the rank of one of them is not known yet.
+    pub(crate) unknown_rank: bool,
+    /// True if one of them is connected.
+    connected: bool,
+}
+
+impl<'a> LayoutOf<'a> {
+    fn new(instance: &'a Instance) -> Self {
+        Self {
+            instance,
+            ranks: RankSet::default(),
+            unknown_rank: false,
+            connected: false,
+        }
+    }
+
+    fn add(&mut self, worker: &Instance) {
+        for &rank in &worker.ranks {
+            self.ranks.insert(rank);
+        }
+        self.unknown_rank |= worker.ranks.is_empty();
+        self.connected |= worker.orphaned.is_none();
+    }
+}
+
+/// A set of KV ranks.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RankSet(Vec<u64>);
+
+impl RankSet {
+    fn insert(&mut self, rank: u16) {
+        let word = usize::from(rank / 64);
+        if self.0.len() <= word {
+            self.0.resize(word + 1, 0);
+        }
+        self.0[word] |= 1 << (rank % 64);
+    }
+
+    /// Adds the ranks of another set.
+    pub(crate) fn add(&mut self, other: &Self) {
+        if self.0.len() < other.0.len() {
+            self.0.resize(other.0.len(), 0);
+        }
+        for (word, other) in self.0.iter_mut().zip(&other.0) {
+            *word |= other;
+        }
+    }
+
+    pub(crate) fn has(&self, rank: u16) -> bool {
+        let word = self.0.get(usize::from(rank / 64));
+        word.is_some_and(|word| word & 1 << (rank % 64) != 0)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+}

@@ -1,0 +1,600 @@
+//! Transfers of workers: the slots that they prepare, copy into or out of, and commit.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use lmc_engine::{Inserted, Leases, OwnerId, StoreRequest, StoreStart, TenantId};
+use lmc_key::{ChunkHash, LayoutFingerprint, ModelName, SpaceId};
+use parking_lot::Mutex;
+
+use crate::protocol::{CacheKey, Reply, SlotDescriptor};
+use crate::service::ClientId;
+use crate::service::connections::Connections;
+use crate::service::context::{Context, Hashed, refuse};
+use crate::service::events::StoredChunk;
+use crate::service::gate::Entrance;
+use crate::service::instance::{GroupCopy, Transport};
+use crate::service::lookups::Lookups;
+use crate::service::prepared::{
+    Direction, Pending, PendingChunk, Prepared, Transfer, TransferId, TransferKey,
+};
+use crate::service::registry::Registry;
+use crate::service::stats::add;
+
+/// KV ranks that are remembered of one worker. An engine's worker has one.
+const MAX_RANKS_OF_A_WORKER: usize = 16;
+
+/// What a transfer needs to know of its worker.
+pub(super) struct Worker {
+    pub(super) owner: OwnerId,
+    pub(super) space: SpaceId,
+    pub(super) model: ModelName,
+    /// Layout in the keys of its chunks.
+    pub(super) layout: LayoutFingerprint,
+    pub(super) kv_rank: u16,
+    /// True if the space is of a generation that ends with its workers.
+    pub(super) is_opaque: bool,
+    pub(super) chunk_bytes: u64,
+    pub(super) shape: Vec<u64>,
+    pub(super) dtype: &'static str,
+    pub(super) copies: Option<Arc<[GroupCopy]>>,
+    pub(super) entrance: Entrance,
+}
+
+/// Reason why a transfer does not take place.
+pub(super) enum Declined {
+    /// The worker is not registered on its connection (it may have outlived the server), or may
+    /// have given up waiting: not an error.
+    NotServed,
+    /// The request is wrong.
+    Refused(Reply),
+}
+
+fn transfer_key(key: &CacheKey, hashed: &Hashed) -> TransferKey {
+    TransferKey {
+        request_id: key.request_id.clone(),
+        model_name: key.model_name.clone(),
+        cache_salt: key.cache_salt.clone(),
+        worker_id: key.worker_id,
+        start: key.start,
+        end: key.end,
+        tail: hashed.parent(hashed.chunks.end),
+    }
+}
+
+/// The transfers that workers have prepared, and the slots that outlive their connections.
+#[derive(Debug)]
+pub(super) struct Transfers {
+    pub(super) context: Arc<Context>,
+    pub(super) connections: Arc<Connections>,
+    registry: Arc<Registry>,
+    lookups: Arc<Lookups>,
+    pub(super) prepared: Mutex<Prepared>,
+    /// Held by the thread that looks at the processes behind ended connections.
+    pub(super) looking: Mutex<()>,
+}
+
+impl Transfers {
+    pub(super) fn new(
+        context: Arc<Context>,
+        connections: Arc<Connections>,
+        registry: Arc<Registry>,
+        lookups: Arc<Lookups>,
+    ) -> Self {
+        Self {
+            context,
+            connections,
+            registry,
+            lookups,
+            prepared: Mutex::default(),
+            looking: Mutex::default(),
+        }
+    }
+
+    /// Finds the worker of a transfer and hashes its range.
+    pub(super) fn worker(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Result<(Worker, Hashed), Declined> {
+        let Some(worker_id) = key.worker_id else {
+            return Err(Declined::Refused(refuse(
+                "worker_id is missing: whose piece is it?",
+            )));
+        };
+        if !self.context.pulse.is_steady(now) {
+            add(&self.context.stats.service.copies_too_late, 1);
+            return Err(Declined::NotServed);
+        }
+        let hashed = self.context.hash(key).map_err(Declined::Refused)?;
+        let served = self.registry.with(instance_id, |instance| {
+            if instance.model.as_str() != key.model_name || instance.world_size != key.world_size {
+                return Err(Declined::Refused(refuse(&format!(
+                    "worker {instance_id} registered model {} with world size {}, \
+                     the request names {} with {}",
+                    instance.model, instance.world_size, key.model_name, key.world_size
+                ))));
+            }
+            if !instance.belongs_to(client) {
+                return Err(Declined::NotServed);
+            }
+            instance.seen(client, now);
+            let rank = worker_id as u16;
+            let is_opaque = instance.opaque.is_some();
+            let is_new =
+                instance.ranks.len() < MAX_RANKS_OF_A_WORKER && instance.ranks.insert(rank);
+            let shows_rank = is_new && is_opaque && key.num_kv_readers > 0;
+            let fingerprint = instance.fingerprint;
+            let worker = Worker {
+                owner: instance.owner,
+                space: instance.space(&self.context.config, &hashed.salt),
+                model: instance.model.clone(),
+                layout: fingerprint,
+                kv_rank: rank,
+                is_opaque,
+                chunk_bytes: instance.chunk_bytes,
+                shape: instance.shape.clone(),
+                dtype: instance.dtype.name(),
+                copies: match &instance.transport {
+                    Transport::EngineDriven => None,
+                    Transport::ServerDriven(copies) => Some(Arc::clone(copies)),
+                },
+                entrance: instance.gate.entrance(),
+            };
+            Ok((worker, fingerprint, rank, shows_rank))
+        });
+        let (worker, fingerprint, rank, shows_rank) = served.unwrap_or(Err(Declined::NotServed))?;
+        let registry = &self.registry;
+        let bind = |scheduler| registry.bind(scheduler, fingerprint);
+        self.lookups.served(client, &key.request_id, now, bind);
+        if shows_rank {
+            registry.check_rank(instance_id, rank, key.num_kv_readers);
+        }
+        Ok((worker, hashed))
+    }
+
+    /// Reserves slots for those chunks of a range that are neither there nor under way, at most
+    /// `most`.
+    pub(super) fn reserve(
+        &self,
+        worker: &Worker,
+        hashed: &Hashed,
+        wanted: impl Fn(usize) -> bool,
+        most: usize,
+    ) -> Vec<PendingChunk> {
+        let context = &self.context;
+        let counters = &context.stats.service;
+        let tenant = context.spaces.tenant(&hashed.salt, &context.engine);
+        context.spaces.name(worker.space, worker.model.as_str());
+        if worker.is_opaque {
+            context.spaces.set_generation(worker.space, worker.layout);
+        }
+        let requests = self.write_requests(worker, hashed, tenant, wanted);
+        let indices: Vec<usize> = requests.iter().map(|(index, _)| *index).collect();
+        let requests: Vec<StoreRequest> =
+            requests.into_iter().map(|(_, request)| request).collect();
+        let mut chunks = Vec::with_capacity(requests.len().min(most));
+        let mut asked = 0;
+        // Once, but where chunks that are there left some of the share.
+        while asked < requests.len() && chunks.len() < most {
+            let left = most - chunks.len();
+            let end = requests.len().min(asked.saturating_add(left));
+            let reservations = context.engine.store(worker.owner, &requests[asked..end]);
+            for (&index, reservation) in indices[asked..end].iter().zip(reservations) {
+                let chunk = hashed.chunks.start + index;
+                match reservation {
+                    StoreStart::Reserved(ticket) => chunks.push(PendingChunk {
+                        index,
+                        hash: hashed.hash(chunk),
+                        parent: hashed.parent(chunk),
+                        ticket,
+                    }),
+                    StoreStart::Present | StoreStart::Busy => add(&counters.chunks_present, 1),
+                    StoreStart::NoMemory => add(&counters.chunks_no_room, 1),
+                }
+            }
+            asked = end;
+        }
+        if asked < requests.len() {
+            add(&counters.over_limit, 1);
+            add(&counters.chunks_no_room, (requests.len() - asked) as u64);
+        }
+        chunks
+    }
+
+    fn write_requests(
+        &self,
+        worker: &Worker,
+        hashed: &Hashed,
+        tenant: TenantId,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Vec<(usize, StoreRequest)> {
+        let keys = hashed.keys(worker.space, worker.kv_rank);
+        let request = |(index, key): (usize, lmc_key::ChunkKey)| {
+            let parent = hashed.parent(hashed.chunks.start + index);
+            let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
+            (
+                index,
+                StoreRequest {
+                    key,
+                    parent,
+                    tenant,
+                    len: worker.chunk_bytes,
+                },
+            )
+        };
+        let wanted = |(index, _): &(usize, lmc_key::ChunkKey)| wanted(*index);
+        keys.into_iter()
+            .enumerate()
+            .filter(wanted)
+            .map(request)
+            .collect()
+    }
+
+    /// Makes written chunks findable and announces them.
+    pub(super) fn commit(&self, space: SpaceId, key: &CacheKey, chunks: Vec<PendingChunk>) {
+        let context = &self.context;
+        let counters = &context.stats.service;
+        let (mut tickets, mut events) = (Vec::new(), Vec::new());
+        let mut bytes = 0;
+        for chunk in chunks {
+            bytes += chunk.ticket.len();
+            events.push(StoredChunk {
+                hash: chunk.hash,
+                parent: chunk.parent,
+                tokens: self.context.chunk_tokens(key, chunk.index),
+            });
+            tickets.push(chunk.ticket);
+        }
+        add(&counters.stored_chunks, tickets.len() as u64);
+        add(&counters.stored_bytes, bytes);
+        let model = context.spaces.name(space, &key.model_name);
+        let hashes: Vec<ChunkHash> = events.iter().map(|event| event.hash).collect();
+        // Announced first, so that no removal is told before it.
+        context.events.stored(&model, events);
+        let inserted = context.engine.commit(tickets);
+        for (hash, inserted) in hashes.into_iter().zip(inserted) {
+            if inserted == Inserted::Cleared {
+                context.events.removed(&model, hash);
+            }
+        }
+    }
+
+    pub(super) fn prepare_store(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.context.stats.service;
+        let nothing = Reply::StoreSlots {
+            slots: Vec::new(),
+            chunk_indices: Vec::new(),
+        };
+        let (worker, hashed) = match self.worker(client, key, instance_id, now) {
+            Ok(found) => found,
+            // "Nothing to write": the worker goes on, and nothing was promised.
+            Err(Declined::NotServed) => {
+                add(&counters.stores_failed, 1);
+                return nothing;
+            }
+            Err(Declined::Refused(reply)) => return reply,
+        };
+        let id = TransferId::new(transfer_key(key, &hashed), Direction::Store);
+        if let Some(asked_before) = self.held(instance_id, &id, client, &worker) {
+            return asked_before.unwrap_or_else(|| {
+                add(&counters.stores_failed, 1);
+                nothing
+            });
+        }
+        let most = self.writable(client, worker.chunk_bytes, hashed.chunks.len());
+        let chunks = self.reserve(&worker, &hashed, |_| true, most);
+        if chunks.is_empty() {
+            return nothing;
+        }
+        let space = worker.space;
+        let transfer = self.transfer(client, now, Pending::Store { space, chunks });
+        self.hold(instance_id, id, transfer, &worker)
+            .unwrap_or(nothing)
+    }
+
+    /// The answer to a worker that asks again for what it has prepared, or that may not prepare
+    /// more: none inside when it gets nothing.
+    fn held(
+        &self,
+        instance_id: u64,
+        id: &TransferId,
+        client: ClientId,
+        worker: &Worker,
+    ) -> Option<Option<Reply>> {
+        let mut transfers = self.prepared.lock();
+        transfers.detach_ended(instance_id, id);
+        if let Some(transfer) = transfers.get(instance_id, id) {
+            return Some(transfer.again(client, worker));
+        }
+        let over = transfers.len_of(instance_id) >= self.context.config.max_transfers;
+        over.then(|| {
+            add(&self.context.stats.service.over_limit, 1);
+            None
+        })
+    }
+
+    fn transfer(&self, client: ClientId, now: Instant, pending: Pending) -> Transfer {
+        let align = self.context.engine.align();
+        Transfer::new(client, now, pending, align)
+    }
+
+    /// Keeps a prepared transfer until its worker commits it, or is known to be done. Returns its
+    /// slots, or those of the first where the worker has prepared it twice at the same time, on two
+    /// connections.
+    fn hold(
+        &self,
+        instance_id: u64,
+        id: TransferId,
+        transfer: Transfer,
+        worker: &Worker,
+    ) -> Option<Reply> {
+        let mut prepared = self.prepared.lock();
+        let second = match prepared.insert(instance_id, id.clone(), transfer) {
+            Ok(transfer) => {
+                let slots = slots(worker, &transfer.pending);
+                self.publish_bytes(&prepared);
+                return Some(slots);
+            }
+            Err(second) => second,
+        };
+        let first = prepared.get(instance_id, &id);
+        let reply = first.and_then(|first| first.again(second.client, worker));
+        drop(prepared);
+        // Gives back slots that no answer named, which takes other locks.
+        drop(second);
+        reply
+    }
+
+    /// Takes out the transfer that a worker has prepared and now commits. `None` when there is
+    /// none, or when it belongs to another connection that is open.
+    ///
+    /// The layout is that of the preparation, whatever the worker registered since; a worker that
+    /// was removed for its silence may still commit, too.
+    fn take_prepared(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        direction: Direction,
+        now: Instant,
+    ) -> Option<Transfer> {
+        let counters = &self.context.stats.service;
+        let Ok(hashed) = self.context.hash(key) else {
+            add(&counters.commits_unknown, 1);
+            return None;
+        };
+        let id = TransferId::new(transfer_key(key, &hashed), direction);
+        self.registry.with(instance_id, |instance| {
+            if instance.belongs_to(client) {
+                instance.last_seen = now;
+            }
+        });
+        let mut prepared = self.prepared.lock();
+        match prepared.get(instance_id, &id) {
+            Some(transfer) if self.may_commit(client, transfer) => {
+                let taken = prepared.take(instance_id, &id);
+                self.publish_bytes(&prepared);
+                taken
+            }
+            Some(_) => {
+                add(&counters.commits_foreign, 1);
+                None
+            }
+            None => {
+                add(&counters.commits_unknown, 1);
+                None
+            }
+        }
+    }
+
+    /// Publishes the bytes of slots that workers may be writing to, for the shares of lookups.
+    pub(super) fn publish_bytes(&self, prepared: &Prepared) {
+        let bytes = prepared.store_bytes();
+        self.context.store_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns true for the connection that prepared a transfer. Once that has ended, for every
+    /// other, unless its process is known to be another one.
+    fn may_commit(&self, client: ClientId, transfer: &Transfer) -> bool {
+        if transfer.client == client {
+            return true;
+        }
+        let before = self.connections.pids_of(transfer.client);
+        let now = self.connections.pids_of(client);
+        let is_other =
+            !before.is_empty() && !now.is_empty() && !before.iter().any(|p| now.contains(p));
+        transfer.orphaned && !is_other
+    }
+
+    pub(super) fn commit_store(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        pickled: usize,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.context.stats.service;
+        if pickled > 0 {
+            // Loading it would run whatever the sender put in. The worker could not map the
+            // pool, or it would not have sent bytes.
+            add(&counters.pickles_refused, 1);
+            add(&counters.stores_failed, 1);
+            self.context.warn_throttled(
+                "a worker sent a pickled payload, which is never loaded: it cannot map the \
+                 shared pool; let engine and server share /dev/shm (containers: --ipc=host)",
+            );
+            return Reply::Bool(false);
+        }
+        let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
+        let Some(Transfer {
+            pending: Pending::Store { space, chunks },
+            ..
+        }) = transfer
+        else {
+            return Reply::Bool(false);
+        };
+        self.commit(space, key, chunks);
+        add(&counters.stores, 1);
+        Reply::Bool(true)
+    }
+
+    /// Leases all chunks of a range, or none.
+    pub(super) fn acquire(
+        &self,
+        client: ClientId,
+        worker: &Worker,
+        hashed: &Hashed,
+    ) -> Option<Leases> {
+        let keys = hashed.keys(worker.space, worker.kv_rank);
+        if keys.is_empty() {
+            return None;
+        }
+        let leases = self.context.engine.acquire(worker.owner, &keys)?;
+        if self.leases_too_much(client, &leases) {
+            add(&self.context.stats.service.over_limit, 1);
+            return None;
+        }
+        // Identity says the same; a chunk of another size must never reach an engine.
+        let sized = leases.iter().all(|slot| slot.len() == worker.chunk_bytes);
+        sized.then_some(leases)
+    }
+
+    /// One worker is done with a range that its request's lookup held for it.
+    pub(super) fn reader_done(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        space: SpaceId,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+    ) {
+        let request_id = &key.request_id;
+        self.lookups
+            .reader_done(client, request_id, space, kv_rank, chunks);
+    }
+
+    pub(super) fn prepare_retrieve(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.context.stats.service;
+        let (worker, hashed) = match self.worker(client, key, instance_id, now) {
+            Ok(found) => found,
+            Err(Declined::NotServed) => {
+                add(&counters.retrieves_missed, 1);
+                return Reply::RetrieveSlots(None);
+            }
+            Err(Declined::Refused(reply)) => return reply,
+        };
+        let id = TransferId::new(transfer_key(key, &hashed), Direction::Retrieve);
+        let first_chunk = hashed.chunks.start;
+        let reply = self
+            .held(instance_id, &id, client, &worker)
+            .unwrap_or_else(|| {
+                let pending = Pending::Retrieve {
+                    space: worker.space,
+                    kv_rank: worker.kv_rank,
+                    first_chunk,
+                    leases: self.acquire(client, &worker, &hashed)?,
+                };
+                self.hold(
+                    instance_id,
+                    id,
+                    self.transfer(client, now, pending),
+                    &worker,
+                )
+            });
+        reply.unwrap_or_else(|| {
+            add(&counters.retrieves_missed, 1);
+            let space = worker.space;
+            self.reader_done(client, key, space, worker.kv_rank, &hashed.chunks);
+            Reply::RetrieveSlots(None)
+        })
+    }
+
+    pub(super) fn commit_retrieve(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let counters = &self.context.stats.service;
+        let transfer = self.take_prepared(client, key, instance_id, Direction::Retrieve, now);
+        let Some(Transfer {
+            client, pending, ..
+        }) = transfer
+        else {
+            return Reply::Bool(false);
+        };
+        let Pending::Retrieve {
+            space,
+            kv_rank,
+            first_chunk,
+            leases,
+        } = pending
+        else {
+            return Reply::Bool(false);
+        };
+        add(&counters.retrieves, 1);
+        add(&counters.retrieved_chunks, leases.len() as u64);
+        add(
+            &counters.retrieved_bytes,
+            leases.iter().map(|slot| slot.len()).sum(),
+        );
+        let chunks = first_chunk..first_chunk + leases.len();
+        self.reader_done(client, key, space, kv_rank, &chunks);
+        Reply::Bool(true)
+    }
+}
+
+impl Transfer {
+    /// The slots once more, so that none is held twice. `None` when the worker has registered
+    /// another layout since, or when they belong to another connection.
+    fn again(&self, client: ClientId, worker: &Worker) -> Option<Reply> {
+        let is_same = self.pending.space() == worker.space && self.client == client;
+        is_same.then(|| slots(worker, &self.pending))
+    }
+}
+
+/// Where a worker finds the slots of a prepared transfer.
+fn slots(worker: &Worker, pending: &Pending) -> Reply {
+    let at = |offset, len| descriptor(worker, offset, len);
+    match pending {
+        Pending::Store { chunks, .. } => Reply::StoreSlots {
+            slots: chunks
+                .iter()
+                .map(|chunk| at(chunk.ticket.offset(), chunk.ticket.len()))
+                .collect(),
+            chunk_indices: chunks.iter().map(|chunk| chunk.index as u64).collect(),
+        },
+        Pending::Retrieve { leases, .. } => {
+            let slots = leases.iter().map(|slot| at(slot.offset(), slot.len()));
+            Reply::RetrieveSlots(Some(slots.collect()))
+        }
+    }
+}
+
+fn descriptor(worker: &Worker, offset: u64, length: u64) -> SlotDescriptor {
+    SlotDescriptor {
+        offset,
+        length,
+        shape: worker.shape.clone(),
+        dtype: worker.dtype.to_owned(),
+    }
+}
