@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{env, fs};
 
-use lmc_backend_local::{LocalConfig, NewChunk, Origin, OwnerId, PolicyKind, TenantId};
+use lmc_backend_local::{LocalConfig, OwnerId, PolicyKind, TenantId, WriteStart};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde::Deserialize;
@@ -64,21 +64,20 @@ fn replay(trace: &[Vec<u64>], policy: PolicyKind, blocks: usize) -> (usize, u64)
         let keys: Vec<ChunkKey> = request.iter().map(|&id| key(id)).collect();
         let leases = tier.lease_leading(OwnerId(0), &keys);
         hits += leases.len();
-        let mut chunks = Vec::new();
-        for position in leases.len()..keys.len() {
-            // A request larger than the cache stores what fits.
-            let Ok(slot) = tier.reserve(BLOCK, TenantId(0)) else {
-                break;
-            };
-            chunks.push(NewChunk {
-                key: keys[position],
-                parent: position.checked_sub(1).map(|parent| keys[parent]),
-                tenant: TenantId(0),
-                origin: Origin::COMPUTED,
-                slot: slot.written(),
-            });
+        let parent = |position: usize| position.checked_sub(1).map(|parent| keys[parent]);
+        // As the engine does: what is there counts as used, and the rest is stored.
+        let prompt = (0..keys.len()).map(|position| (keys[position], parent(position)));
+        tier.touch(&prompt.collect::<Vec<_>>());
+        let mut writes = Vec::new();
+        for (position, &key) in keys.iter().enumerate().skip(leases.len()) {
+            match tier.begin_write(OwnerId(0), TenantId(0), key, BLOCK) {
+                Ok(WriteStart::Reserved(grant)) => writes.push(grant.written(parent(position))),
+                Ok(WriteStart::Present | WriteStart::Busy) => {}
+                // A request larger than the cache stores what fits.
+                Err(_) => break,
+            }
         }
-        tier.insert(chunks);
+        tier.commit(writes);
     }
     (hits, tier.stats().evicted_parents)
 }

@@ -67,8 +67,8 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, NewChunk, ReserveError,
-    Write, WriteGrant, WriteStart,
+    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, ReserveError, Write,
+    WriteGrant, WriteStart,
 };
 
 /// The README's examples, compiled and run with the doctests.

@@ -4,13 +4,14 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_backend_local::{
-    Clear, Inserted, LocalConfig, LocalTier, NewChunk, Origin, OwnerId, PolicyKind, ReserveError,
-    TenantId, WriteStart,
+    Clear, Inserted, LocalConfig, LocalTier, OwnerId, PolicyKind, ReserveError, TenantId, Write,
+    WriteGrant, WriteStart,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -29,22 +30,29 @@ fn tier(policy: PolicyKind, units: u64) -> LocalTier {
     LocalConfig::new(pool).with_policy(policy).build().unwrap()
 }
 
-fn chunk(tier: &LocalTier, n: u64, parent: Option<u64>, tenant: TenantId) -> NewChunk {
-    let mut slot = tier.reserve(UNIT, tenant).unwrap();
-    fill_value(&test_key(n), slot.bytes_mut());
-    NewChunk {
-        key: test_key(n),
-        parent: parent.map(test_key),
-        tenant,
-        origin: Origin::COMPUTED,
-        slot: slot.written(),
+/// Begins a write of a key that no other write names.
+fn reserve(tier: &LocalTier, len: u64, tenant: TenantId) -> Result<WriteGrant, ReserveError> {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 40);
+    let key = test_key(NEXT.fetch_add(1, Ordering::Relaxed));
+    match tier.begin_write(OwnerId(9), tenant, key, len)? {
+        WriteStart::Reserved(grant) => Ok(grant),
+        other => panic!("a new key is neither present nor being written: {other:?}"),
     }
+}
+
+fn chunk(tier: &LocalTier, n: u64, parent: Option<u64>, tenant: TenantId) -> Write {
+    let started = tier.begin_write(OwnerId(9), tenant, test_key(n), UNIT);
+    let Ok(WriteStart::Reserved(mut grant)) = started else {
+        panic!("chunk {n}: {started:?}");
+    };
+    fill_value(&test_key(n), grant.slot.bytes_mut());
+    grant.written(parent.map(test_key))
 }
 
 /// A prompt of chunks `from..to`.
 fn store(tier: &LocalTier, from: u64, to: u64) {
     let chunk = |n: u64| chunk(tier, n, n.checked_sub(1).filter(|n| *n >= from), COMMON);
-    let inserted = tier.insert((from..to).map(chunk).collect());
+    let inserted = tier.commit((from..to).map(chunk).collect());
     assert!(inserted.iter().all(|inserted| *inserted == Inserted::New));
 }
 
@@ -67,7 +75,7 @@ fn a_tier_full_of_leases_refuses_at_once_and_recovers() {
         assert_eq!(leases.len() as u64, CHUNKS);
         let start = cpu_time();
         for _ in 0..1000 {
-            let refused = tier.reserve(UNIT, COMMON).map(drop).unwrap_err();
+            let refused = reserve(&tier, UNIT, COMMON).map(drop).unwrap_err();
             assert_eq!(
                 refused,
                 ReserveError::NoSpace {
@@ -83,10 +91,10 @@ fn a_tier_full_of_leases_refuses_at_once_and_recovers() {
 
         leases.truncate(CHUNKS as usize - 10);
         let slots: Vec<_> = (0..10)
-            .map(|_| tier.reserve(UNIT, COMMON).unwrap())
+            .map(|_| reserve(&tier, UNIT, COMMON).unwrap())
             .collect();
         assert!(
-            tier.reserve(UNIT, COMMON).is_err(),
+            reserve(&tier, UNIT, COMMON).is_err(),
             "{policy}: the rest is leased"
         );
         drop((slots, leases));
@@ -106,16 +114,16 @@ fn a_tier_full_of_pins_refuses_and_recovers() {
         let all = keys(0, 16);
         assert_eq!(tier.pin(&all), [true; 16]);
         assert_eq!(tier.pin(&all[..1]), [true]);
-        assert!(tier.reserve(UNIT, COMMON).is_err(), "{policy}");
+        assert!(reserve(&tier, UNIT, COMMON).is_err(), "{policy}");
         assert_eq!(tier.clear(Clear::Idle), 0);
         assert_eq!(tier.unpin(&all[..1]), [true]);
         assert!(
-            tier.reserve(UNIT, COMMON).is_err(),
+            reserve(&tier, UNIT, COMMON).is_err(),
             "{policy}: pinned twice"
         );
         assert_eq!(tier.unpin(&all[..1]), [true]);
         assert_eq!(tier.unpin(&all[..1]), [false]);
-        assert!(tier.reserve(UNIT, COMMON).is_ok(), "{policy}");
+        assert!(reserve(&tier, UNIT, COMMON).is_ok(), "{policy}");
         assert_eq!(tier.contains(&all[..2]), [None, Some(UNIT)]);
     }
 }
@@ -124,7 +132,7 @@ fn a_tier_full_of_pins_refuses_and_recovers() {
 fn no_eviction_means_none() {
     let tier = tier(PolicyKind::None, 4);
     store(&tier, 0, 4);
-    let refused = tier.reserve(UNIT, COMMON).map(drop).unwrap_err();
+    let refused = reserve(&tier, UNIT, COMMON).map(drop).unwrap_err();
     assert_eq!(
         refused,
         ReserveError::NoSpace {
@@ -134,19 +142,19 @@ fn no_eviction_means_none() {
     );
     assert_eq!(tier.maintain(9).evicted, 0);
     assert_eq!(tier.remove(&keys(3, 4)), [true]);
-    assert!(tier.reserve(UNIT, COMMON).is_ok());
+    assert!(reserve(&tier, UNIT, COMMON).is_ok());
 }
 
 #[test]
 fn a_request_that_cannot_ever_fit_says_so() {
     let tier = tier(PolicyKind::Lru, 4);
     assert_eq!(
-        tier.reserve(0, COMMON).map(drop).unwrap_err(),
+        reserve(&tier, 0, COMMON).map(drop).unwrap_err(),
         ReserveError::Empty
     );
     let (len, max) = (5 * UNIT, 4 * UNIT);
     assert_eq!(
-        tier.reserve(len, COMMON).map(drop).unwrap_err(),
+        reserve(&tier, len, COMMON).map(drop).unwrap_err(),
         ReserveError::TooLarge { len, max }
     );
 }
@@ -161,14 +169,14 @@ fn the_tail_of_a_prefix_goes_before_its_head() {
                 for start in (0..12).step_by(batch) {
                     let end = (start + batch as u64).min(12);
                     let one = |n: u64| chunk(&tier, n, n.checked_sub(1), COMMON);
-                    tier.insert((start..end).map(one).collect());
+                    tier.commit((start..end).map(one).collect());
                 }
                 if used {
                     drop(tier.lease_leading(OwnerId(1), &keys(0, 12)));
                 }
                 let mut evictions = 0;
                 for n in 100..160 {
-                    tier.insert(vec![chunk(&tier, n, None, COMMON)]);
+                    tier.commit(vec![chunk(&tier, n, None, COMMON)]);
                     let left = tier.contains(&keys(0, 12));
                     let leading = left.iter().take_while(|found| found.is_some()).count();
                     let there = left.iter().flatten().count();
@@ -191,12 +199,12 @@ fn parents_of_leased_chunks_go_last() {
         let mut held = tier.lease(OwnerId(1), &keys(3, 4));
         store(&tier, 10, 14);
         for n in 20..24 {
-            tier.insert(vec![chunk(&tier, n, None, COMMON)]);
+            tier.commit(vec![chunk(&tier, n, None, COMMON)]);
         }
         assert_eq!(tier.lookup_leading(&keys(0, 4)), 4, "{policy}");
         let unleased = tier.lease(OwnerId(2), &keys(20, 24));
         // Left are three parents: the deepest goes first.
-        let slot = tier.reserve(UNIT, COMMON).unwrap();
+        let slot = reserve(&tier, UNIT, COMMON).unwrap();
         assert_eq!(tier.lookup_leading(&keys(0, 4)), 2, "{policy}");
         assert_eq!(tier.stats().evicted_parents, 1);
         drop((slot, unleased, held.pop()));
@@ -214,7 +222,7 @@ fn a_removed_chunk_is_read_to_the_end() {
     assert_eq!(tier.usage().chunks, 0);
     assert_eq!(tier.contains(&keys(0, 4)), [None; 4]);
     assert!(
-        tier.reserve(UNIT, COMMON).is_err(),
+        reserve(&tier, UNIT, COMMON).is_err(),
         "the bytes are still read"
     );
     for (n, slot) in leases.iter().enumerate() {
@@ -324,7 +332,7 @@ fn a_tenant_keeps_to_its_quota_and_keeps_its_quota() {
         let tier = tier(policy, 20);
         let (big, small, other) = (TenantId(1), TenantId(2), TenantId(3));
         tier.set_quota(small, Some(6 * UNIT));
-        let put = |n: u64, tenant| tier.insert(vec![chunk(&tier, n, None, tenant)]);
+        let put = |n: u64, tenant| tier.commit(vec![chunk(&tier, n, None, tenant)]);
         (0..10).for_each(|n| drop(put(n, small)));
         assert_eq!(tier.tenant_usage(small).bytes, 6 * UNIT, "{policy}");
         assert_eq!(tier.stats().evicted_quota, 4, "{policy}: of its own");
@@ -352,7 +360,7 @@ fn a_tenant_keeps_to_its_quota_and_keeps_its_quota() {
         tier.set_quota(small, None);
         (400..420).for_each(|n| drop(put(n, other)));
         assert_eq!(tier.tenant_usage(small).bytes, 0, "{policy}");
-        let refused = tier.reserve(11 * UNIT, big).map(drop).unwrap_err();
+        let refused = reserve(&tier, 11 * UNIT, big).map(drop).unwrap_err();
         assert!(
             matches!(refused, ReserveError::Quota { tenant: 1, .. }),
             "{refused}"
@@ -367,19 +375,19 @@ fn a_tenant_within_its_quota_is_left_alone() {
     for policy in EVICTING {
         let tier = tier(policy, 20);
         tier.set_quota(TenantId(1), Some(10 * UNIT));
-        let put = |n: u64, tenant| tier.insert(vec![chunk(&tier, n, None, tenant)]);
+        let put = |n: u64, tenant| tier.commit(vec![chunk(&tier, n, None, tenant)]);
         (0..9).for_each(|n| drop(put(n, TenantId(1))));
         (100..105).for_each(|n| drop(put(n, COMMON)));
-        let slots: Vec<_> = (0..11).map(|_| tier.reserve(UNIT, COMMON)).collect();
+        let slots: Vec<_> = (0..11).map(|_| reserve(&tier, UNIT, COMMON)).collect();
         assert_eq!(slots.iter().flatten().count(), 11, "{policy}");
         assert_eq!(tier.tenant_usage(TenantId(1)).bytes, 9 * UNIT, "{policy}");
         assert_eq!(tier.tenant_usage(COMMON).bytes, 0, "{policy}");
         assert!(
-            tier.reserve(UNIT, COMMON).is_err(),
+            reserve(&tier, UNIT, COMMON).is_err(),
             "{policy}: the rest is promised"
         );
         // The tenant itself may still have its tenth unit, at the cost of its own.
-        assert!(tier.reserve(UNIT, TenantId(1)).is_ok(), "{policy}");
+        assert!(reserve(&tier, UNIT, TenantId(1)).is_ok(), "{policy}");
         assert_eq!(tier.tenant_usage(TenantId(1)).bytes, 8 * UNIT, "{policy}");
     }
 }
@@ -388,20 +396,20 @@ fn a_tenant_within_its_quota_is_left_alone() {
 #[test]
 fn a_change_of_quota_keeps_the_order_of_age() {
     let tier = tier(PolicyKind::Lru, 40);
-    (0..40).for_each(|n| drop(tier.insert(vec![chunk(&tier, n, None, TenantId(1))])));
+    (0..40).for_each(|n| drop(tier.commit(vec![chunk(&tier, n, None, TenantId(1))])));
     // The odd ones are younger now, the lowest last.
     (0..40)
         .rev()
         .filter(|n| n % 2 == 1)
         .for_each(|n| tier.touch(&[(test_key(n), None)]));
     tier.set_quota(TenantId(1), Some(30 * UNIT));
-    tier.insert(vec![chunk(&tier, 50, None, TenantId(1))]);
+    tier.commit(vec![chunk(&tier, 50, None, TenantId(1))]);
     let gone = |n: &u64| tier.contains(&keys(*n, n + 1)) == [None];
     let expected: Vec<u64> = (0..40).filter(|n| n % 2 == 0).take(11).collect();
     assert_eq!((0..40).filter(gone).collect::<Vec<_>>(), expected);
     tier.set_quota(TenantId(1), None);
     for n in 60..80 {
-        tier.insert(vec![chunk(&tier, n, None, COMMON)]);
+        tier.commit(vec![chunk(&tier, n, None, COMMON)]);
     }
     // Ten fit; of the other ten, nine were even and one is the oldest odd one.
     let left = (0..40).filter(|n| n % 2 == 1 && *n != 39);
@@ -513,7 +521,7 @@ fn threads_never_see_a_wrong_byte() {
 fn tenants_that_use_nothing_are_forgotten() {
     let tier = tier(PolicyKind::Lru, 4);
     let kept = TenantId(7);
-    tier.insert(vec![chunk(&tier, 1, None, kept)]);
+    tier.commit(vec![chunk(&tier, 1, None, kept)]);
     tier.set_quota(TenantId(8), Some(UNIT));
     for id in 10..20_000 {
         let key = test_key(u64::from(id));

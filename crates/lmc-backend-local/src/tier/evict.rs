@@ -7,9 +7,9 @@ use lmc_memory::ReservedSlot;
 use thiserror::Error;
 
 use super::{Inner, LocalTier};
+use crate::Removal;
 use crate::class::{Class, Tenant};
 use crate::shard::Step;
-use crate::{Removal, TenantId};
 
 /// Chunks that one reservation may evict. Chunks of one size need one eviction; the bound is for
 /// a large chunk among many small ones.
@@ -77,19 +77,6 @@ pub struct Maintained {
 type Victim = Option<Arc<Tenant>>;
 
 impl LocalTier {
-    /// Takes memory for a chunk of a tenant, evicting what must go for it. Never waits, and its
-    /// work is bounded: when all chunks are leased or pinned it fails at once.
-    ///
-    /// The slot counts for the tenant only when it is inserted. [`LocalTier::begin_write`] counts
-    /// at once, and sees to it that a key is written once.
-    ///
-    /// # Errors
-    /// [`ReserveError`].
-    pub fn reserve(&self, len: u64, tenant: TenantId) -> Result<ReservedSlot, ReserveError> {
-        let tenant = self.0.tenants.get(tenant);
-        self.0.reserve(len, &tenant)
-    }
-
     /// Evicts at most `max` chunks when the pool is filled above the high watermark, until it is
     /// filled to the low one. To be called by a thread of its own every now and then, so that
     /// reservations find free memory without evicting themselves.
@@ -131,6 +118,8 @@ impl LocalTier {
 }
 
 impl Inner {
+    /// Takes memory for a chunk of a tenant, evicting what must go for it. Never waits, and its
+    /// work is bounded: when all chunks are leased or pinned it fails at once.
     pub(super) fn reserve(
         &self,
         len: u64,
@@ -189,16 +178,6 @@ impl Inner {
                 });
             }
         }
-    }
-
-    /// Evicts a tenant's own chunks while it is above its quota.
-    pub(super) fn shrink_to_quota(&self, tenant: &Arc<Tenant>) {
-        let own = Some(Arc::clone(tenant));
-        let above = || {
-            let usage = tenant.usage();
-            usage.quota.is_some_and(|quota| usage.bytes > quota)
-        };
-        while above() && self.evict_one(&own, Removal::Quota).is_some() {}
     }
 
     /// Returns the tenants to evict from for a tenant, in this order: those with more than they are

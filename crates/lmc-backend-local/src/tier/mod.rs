@@ -26,7 +26,7 @@ mod tests;
 
 pub use evict::{Maintained, ReserveError};
 pub use read::{Clear, ListedChunk};
-pub use write::{InFlight, Inserted, MarkId, NewChunk, Write, WriteGrant, WriteStart};
+pub use write::{InFlight, Inserted, MarkId, Write, WriteGrant, WriteStart};
 
 use batch::Batch;
 

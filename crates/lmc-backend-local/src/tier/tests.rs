@@ -14,8 +14,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Clear, Inserted, Leases, NewChunk, Origin, RemovedEvent, ReserveError, StoredEvent, Write,
-    WriteGrant, WriteStart,
+    Clear, Inserted, Leases, RemovedEvent, ReserveError, StoredEvent, Write, WriteGrant, WriteStart,
 };
 
 const KEYS: u64 = 48;
@@ -60,11 +59,6 @@ enum Op {
     },
     Close {
         commit: bool,
-    },
-    Insert {
-        start: u64,
-        len: u64,
-        tenant: u32,
     },
     LeaseLeading {
         start: u64,
@@ -121,7 +115,6 @@ fn op() -> impl Strategy<Value = Op> {
         }),
         2 => (0..KEYS, 0..3_u32).prop_map(|(key, tenant)| Op::Open { key, tenant }),
         2 => any::<bool>().prop_map(|commit| Op::Close { commit }),
-        3 => (run(), 0..3_u32).prop_map(|((start, len), tenant)| Op::Insert { start, len, tenant }),
         4 => (run(), 0..3_u64).prop_map(|((start, len), owner)| Op::LeaseLeading { start, len, owner }),
         2 => (run(), 0..3_u64).prop_map(|((start, len), owner)| Op::LeaseEach { start, len, owner }),
         6 => (any::<usize>(), 0..4_usize).prop_map(|(which, keep)| Op::Release { which, keep }),
@@ -449,39 +442,6 @@ impl Rig {
                 let write = reservation.written(Self::parent(n));
                 self.commit(tenant, &[n], vec![write], false);
             }
-            Op::Insert { start, len, tenant } => {
-                let tenant = TenantId(tenant);
-                let (mut chunks, mut asked) = (Vec::new(), Vec::new());
-                for n in self.run(start, len) {
-                    let reserved = self.tier.reserve(self.len(n), tenant);
-                    self.learn(tenant, &[]);
-                    let mut slot = match reserved {
-                        Ok(slot) => slot,
-                        Err(error) => {
-                            self.check_refusal(tenant, &error);
-                            continue;
-                        }
-                    };
-                    let key = test_key(n);
-                    fill_value(&key, slot.bytes_mut());
-                    let (parent, slot) = (Self::parent(n), slot.written());
-                    chunks.push(NewChunk {
-                        key,
-                        parent,
-                        tenant,
-                        origin: Origin::COMPUTED,
-                        slot,
-                    });
-                    asked.push(n);
-                }
-                let answers = self.tier.insert(chunks);
-                self.inserted(tenant, &asked, &answers);
-                if let Some(quota) = self.quotas.get(&tenant.0) {
-                    let used = self.tier.tenant_usage(tenant).bytes;
-                    let evicts = self.tier.policy() != PolicyKind::None;
-                    assert!(used <= *quota || self.idle(Some(tenant)) == 0 || !evicts);
-                }
-            }
             Op::LeaseLeading { start, len, owner } => {
                 let keys = self.keys(start, len);
                 let leading = keys
@@ -593,7 +553,9 @@ impl Rig {
             }
             Op::Reserve { tenant } => {
                 let tenant = TenantId(tenant);
-                let reserved = self.tier.reserve(UNIT, tenant);
+                // A key that no other operation names.
+                let key = test_key(KEYS);
+                let reserved = self.tier.begin_write(OwnerId(0), tenant, key, UNIT);
                 self.learn(tenant, &[]);
                 if let Err(error) = reserved {
                     self.check_refusal(tenant, &error);

@@ -15,22 +15,7 @@ use crate::shard::Shard;
 use crate::slab::EntryRef;
 use crate::{Leases, OwnerId, StoredEvent, TenantId};
 
-/// A chunk whose bytes are complete.
-#[derive(Debug)]
-pub struct NewChunk {
-    /// Key of the chunk.
-    pub key: ChunkKey,
-    /// The chunk before it in its prompt, which is kept as long as this one where possible.
-    pub parent: Option<ChunkKey>,
-    /// Tenant of the chunk.
-    pub tenant: TenantId,
-    /// Origin of the chunk.
-    pub origin: Origin,
-    /// Slot with the chunk's bytes.
-    pub slot: WrittenSlot,
-}
-
-/// Result of the insertion of a chunk.
+/// Result of the commit of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inserted {
     /// The chunk is in the index now.
@@ -269,65 +254,22 @@ impl LocalTier {
     }
 
     fn commit_with(&self, writes: Vec<Write>, owner: Option<OwnerId>) -> (Vec<Inserted>, Leases) {
-        let (mut marks, mut chunks) = (Vec::new(), Vec::new());
-        let mut numbers = Vec::new();
+        let inner = self.inner();
+        let count = writes.len();
+        let batch = inner.batch(writes.iter().map(|write| write.mark.key));
+        let lineage: Vec<_> = writes
+            .iter()
+            .map(|write| (write.mark.key, write.parent))
+            .collect();
+        let (mut marks, mut slots) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for write in writes {
-            let Write {
-                mark,
-                parent,
-                origin,
-                slot,
-            } = write;
             assert!(
-                Arc::ptr_eq(&mark.tier, self.inner()),
+                Arc::ptr_eq(&write.mark.tier, inner),
                 "a chunk is committed to the tier that it was reserved in"
             );
-            chunks.push(NewChunk {
-                key: mark.key,
-                parent,
-                tenant: mark.tenant.id,
-                origin,
-                slot,
-            });
-            numbers.push(mark.number);
-            marks.push(mark);
+            marks.push(write.mark);
+            slots.push(Some((write.slot, write.origin)));
         }
-        let inserted = self.insert_with(chunks, owner, &numbers);
-        // Only now: no lookup finds the key neither present nor being written.
-        drop(marks);
-        inserted
-    }
-
-    /// Makes chunks findable that were written without a mark. One answer for each, in order; a
-    /// batch is best given in the order of the prompt.
-    pub fn insert(&self, chunks: Vec<NewChunk>) -> Vec<Inserted> {
-        self.insert_with(chunks, None, &[]).0
-    }
-
-    /// Makes chunks findable and leases each at once, before anything can evict it.
-    pub fn insert_leased(&self, owner: OwnerId, chunks: Vec<NewChunk>) -> (Vec<Inserted>, Leases) {
-        self.insert_with(chunks, Some(owner), &[])
-    }
-
-    /// `numbers` are those of the marks; a chunk that has none needs none.
-    fn insert_with(
-        &self,
-        chunks: Vec<NewChunk>,
-        owner: Option<OwnerId>,
-        numbers: &[u64],
-    ) -> (Vec<Inserted>, Leases) {
-        let inner = self.inner();
-        let count = chunks.len();
-        let batch = inner.batch(chunks.iter().map(|chunk| chunk.key));
-        let tenants: Vec<Arc<Tenant>> = chunks
-            .iter()
-            .map(|chunk| inner.tenants.get(chunk.tenant))
-            .collect();
-        let lineage: Vec<_> = chunks
-            .iter()
-            .map(|chunk| (chunk.key, chunk.parent))
-            .collect();
-        let mut chunks: Vec<_> = chunks.into_iter().map(Some).collect();
         let mut inserted = vec![Inserted::Present; count];
         let mut names = vec![EntryRef::NONE; count];
         let mut leased: Vec<Option<Leased>> = Vec::new();
@@ -338,25 +280,29 @@ impl LocalTier {
             let mut shard = inner.shards[shard].lock();
             for &position in positions {
                 let position = position as usize;
-                let chunk = chunks[position].take().expect("each position comes once");
-                let number = numbers.get(position);
-                if number.is_some_and(|&number| !shard.holds_write(&chunk.key, number)) {
+                let (slot, origin) = slots[position].take().expect("each position comes once");
+                let mark = &marks[position];
+                if !shard.holds_write(&mark.key, mark.number) {
                     inserted[position] = Inserted::Cleared;
-                    cleared.push(chunk.slot);
+                    cleared.push(slot);
                     continue;
                 }
                 let (fold, stamp) = (batch.folds[position], first + (count - 1 - position) as u64);
-                let index = match shard.find(fold, &chunk.key) {
+                let index = match shard.find(fold, &mark.key) {
                     Some(index) => {
                         shard.touch(index, stamp);
-                        duplicates.push(chunk.slot);
+                        duplicates.push(slot);
                         index
                     }
                     None => {
                         inserted[position] = Inserted::New;
                         // Before the shard knows of it, as it may be evicted from then on.
-                        tenants[position].add(chunk.slot.len());
-                        inner.insert_into(&mut shard, fold, chunk, stamp)
+                        mark.tenant.add(slot.len());
+                        let slot = slot.seal();
+                        let index =
+                            shard.insert(fold, mark.key, slot, mark.tenant.id, origin, stamp);
+                        inner.count_insert(&shard, index, &lineage[position], mark.tenant.id);
+                        index
                     }
                 };
                 names[position] = shard.name(index);
@@ -378,38 +324,32 @@ impl LocalTier {
             None => OwnerId::default(),
         };
         let leases = Leases::new(inner, owner, leased);
-        // A slot that was reserved without a mark did not count until now.
-        for tenant in &tenants {
-            if tenant.quota().is_some() {
-                inner.shrink_to_quota(tenant);
-            }
-        }
+        // Only now: no lookup finds a key neither present nor being written.
+        drop(marks);
         (inserted, leases)
     }
 }
 
 impl Inner {
-    /// Adds a chunk that is not there, under its shard's lock.
-    fn insert_into(&self, shard: &mut Shard, fold: u64, chunk: NewChunk, stamp: u64) -> u32 {
-        let NewChunk {
-            key,
-            parent,
-            tenant,
-            origin,
-            slot,
-        } = chunk;
+    /// Counts a chunk that was added, under its shard's lock, and reports it to the event sink.
+    fn count_insert(
+        &self,
+        shard: &Shard,
+        index: u32,
+        (key, parent): &(ChunkKey, Option<ChunkKey>),
+        tenant: TenantId,
+    ) {
+        let slot = &shard.entry(index).slot;
         self.counters.inserted.add(1);
         self.counters.inserted_bytes.add(slot.len());
-        let index = shard.insert(fold, key, slot.seal(), tenant, origin, stamp);
         if let Some(events) = &self.events {
             events.on_stored(StoredEvent {
-                key: &key,
+                key,
                 parent: parent.as_ref(),
                 tenant,
-                slot: &shard.entry(index).slot,
+                slot,
             });
         }
-        index
     }
 
     /// Ties chunks to their parents, where both are present. `names` are those of the chunks.
