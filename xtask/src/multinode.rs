@@ -14,9 +14,9 @@ use crate::ucx::{self, Nixl};
 use crate::{packages, shown};
 
 const HOSTS: [&str; 2] = ["10.231.7.1", "10.231.7.2"];
-/// What the slowed link carries, in bytes a second (`tc` writes `1gbit`).
+/// Rate of the slowed link, in bytes a second (`tc` writes `1gbit`).
 const RATE: (&str, f64) = ("1gbit", 125e6);
-/// How much quicker than its rate a link may seem: a bucket of tokens is full when a batch begins.
+/// Factor by which a link may seem faster than its rate: a bucket of tokens is full when a batch begins.
 const SLACK: f64 = 1.25;
 const COMMAND: Duration = Duration::from_secs(20);
 const LIMIT: Duration = Duration::from_secs(120);
@@ -34,14 +34,14 @@ pub(crate) fn run() -> Result<bool> {
     Ok(outcomes.finish())
 }
 
-/// Whether namespaces can be laid here.
+/// Returns whether namespaces can be laid here.
 pub(crate) fn possible() -> Result<()> {
     ensure!(packages::is_root(), "network namespaces need root");
     packages::obtainable("ip", "iproute2")?;
     packages::obtainable("tc", "iproute2")
 }
 
-/// Gets what is missing, and lays a namespace to see whether the kernel and whoever contains
+/// Gets what is missing, and lays a namespace to see whether the kernel and the container around it allow
 /// this process let it.
 pub(crate) fn prepare() -> Result<()> {
     packages::install("ip", "iproute2")?;
@@ -117,7 +117,7 @@ fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Re
     proven(&report, crossed, rate.map(|(_, bytes)| bytes))
 }
 
-/// Whether the counters of the link, and its rate, bear out that the bytes crossed it.
+/// Returns whether the counters of the link, and its rate, bear out that the bytes crossed it.
 fn proven(report: &Report, crossed: (u64, u64), rate: Option<f64>) -> Result<String> {
     let moved = report.moved();
     ensure!(moved.0 > 0 && moved.1 > 0, "the sweep moved nothing");

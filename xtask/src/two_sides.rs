@@ -65,7 +65,7 @@ pub(crate) fn fresh(logs: &Path) -> Result<()> {
 /// One of the two processes.
 #[derive(Default, Clone)]
 pub(crate) struct End {
-    /// What stands before the program on the command line, such as `ip netns exec NAME`.
+    /// Words before the program on the command line, such as `ip netns exec NAME`.
     pub(crate) within: Vec<String>,
     pub(crate) variables: Vec<(String, String)>,
 }
@@ -73,7 +73,7 @@ pub(crate) struct End {
 /// A run of both.
 pub(crate) struct TwoSides<'a> {
     pub(crate) program: &'a Path,
-    /// Where the server listens.
+    /// Host that the server listens at.
     pub(crate) host: &'a str,
     pub(crate) flags: Vec<String>,
     pub(crate) server: End,
@@ -84,18 +84,18 @@ pub(crate) struct TwoSides<'a> {
     pub(crate) limit: Duration,
 }
 
-/// What a driver said.
+/// The report of a driver.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     /// Names of the checks that passed.
     pub(crate) passed: Vec<String>,
-    /// Those that did not, and why.
+    /// Checks that failed, and why.
     pub(crate) failed: Vec<String>,
     pub(crate) cells: Vec<Cell>,
     done: bool,
 }
 
-/// What processes of the suite said, one after the other.
+/// The output of the suite's processes, one after the other.
 #[derive(Debug, Default)]
 pub(crate) struct Suite {
     /// Properties that held.
@@ -124,7 +124,7 @@ impl Suite {
         }
     }
 
-    /// Whether every property held.
+    /// Returns whether every property held.
     pub(crate) fn verdict(&self) -> Result<()> {
         ensure!(
             self.held > 0 && self.passed == self.begun,
@@ -199,7 +199,7 @@ impl Report {
         (of(true), of(false))
     }
 
-    /// Whether all checks were made and passed.
+    /// Returns whether all checks were made and passed.
     ///
     /// # Errors
     /// Which did not, or that the driver did not come to its end.

@@ -1,4 +1,4 @@
-//! NIXL in tests: what it and UCX under it are told, and what UCX says that it did.
+//! NIXL in tests: the variables of NIXL and UCX, and what UCX says that it did.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ pub(crate) struct Nixl {
     library: PathBuf,
 }
 
-/// What UCX is told for transports that wait for an answer of the peer's device: it gives up
+/// Variables of UCX for transports that wait for an answer of the peer's device: it gives up
 /// after about two seconds instead of 47. With fewer attempts, packets that an emulated network
 /// lost ended requests between living guests.
 const RC: [(&str, &str); 2] = [("UCX_RC_TIMEOUT", "200ms"), ("UCX_RC_RETRY_COUNT", "7")];
@@ -75,14 +75,18 @@ impl Nixl {
         let library = self.library.display().to_string();
         let log = logs.join(format!("{side}.ucx")).display().to_string();
         let mut variables = vec![("LMC_NIXL_LIBRARY".to_owned(), library)];
-        variables.extend(told(transports, device, &log));
+        variables.extend(environment(transports, device, &log));
         variables
     }
 }
 
-/// What UCX is told.
-pub(crate) fn told(transports: &str, device: Option<&str>, log: &str) -> Vec<(String, String)> {
-    let mut told = vec![
+/// Returns the variables of UCX and NIXL.
+pub(crate) fn environment(
+    transports: &str,
+    device: Option<&str>,
+    log: &str,
+) -> Vec<(String, String)> {
+    let mut variables = vec![
         ("UCX_TLS", transports),
         // The module for EFA breaks the exit of a process where Debian's libibverbs is.
         ("UCX_MODULES", "^efa"),
@@ -90,12 +94,12 @@ pub(crate) fn told(transports: &str, device: Option<&str>, log: &str) -> Vec<(St
         ("NIXL_LOG_LEVEL", "ERROR"),
         ("UCX_LOG_FILE", log),
     ];
-    told.extend(device.map(|device| ("UCX_NET_DEVICES", device)));
+    variables.extend(device.map(|device| ("UCX_NET_DEVICES", device)));
     if transports.starts_with("rc") {
-        told.extend(RC);
+        variables.extend(RC);
     }
     let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
-    told.into_iter().map(owned).collect()
+    variables.into_iter().map(owned).collect()
 }
 
 /// From UCX's log, how it reaches peers: what stands after `cfg#1`. That of a process to itself

@@ -81,7 +81,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Ok::<(), Box<dyn Error>>(())
     })?;
 
-    // Nothing is left running, and nobody reaches the memory any more.
+    // Nothing is left running, and no peer reaches the memory any more.
     blocking.close(soon())?;
     Blocking::new(&b).close(soon())?;
     Ok(())

@@ -51,7 +51,7 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     /// Returns the name of this side.
     fn id(&self) -> &PeerId;
 
-    /// Returns the number that tells this channel from earlier ones of the same name.
+    /// Returns the number that distinguishes this channel from earlier ones of the same name.
     fn incarnation(&self) -> u64;
 
     /// Returns the address that peers connect to.
@@ -143,8 +143,8 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Filled>;
 
-    /// Writes objects into a peer's memory, at indices that the peer granted for writing. Nobody
-    /// calls anything there.
+    /// Writes objects into a peer's memory, at indices that the peer granted for writing. The
+    /// peer calls nothing.
     ///
     /// Writes to the same index have no order: one that is not idle when it ends may still arrive
     /// after a later one.
@@ -157,7 +157,7 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     ) -> BoxFuture<'a, Sent>;
 
     /// Reads from a peer's memory, at indices that the peer granted, as many bytes as each slot
-    /// has. Nobody calls anything there.
+    /// has. The peer calls nothing.
     fn read<'a>(
         &'a self,
         slots: Vec<ReservedSlot>,

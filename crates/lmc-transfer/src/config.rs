@@ -18,25 +18,25 @@ pub type OnConnect = Arc<dyn Fn(&PeerId, Option<Bytes>) -> Option<Bytes> + Send 
 /// Hears of peers that come and go. It must not block.
 pub type OnPeer = Arc<dyn Fn(&PeerId, PeerEvent) + Send + Sync>;
 
-/// What happened to a peer.
+/// A change of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PeerEvent {
     /// An incarnation of the peer is connected.
     Connected {
-        /// Its incarnation.
+        /// Incarnation of the peer.
         incarnation: u64,
     },
     /// An incarnation of the peer is gone: its leases have ended, and its indices are stale.
     Gone {
-        /// Its incarnation.
+        /// Incarnation of the peer.
         incarnation: u64,
-        /// How it is known.
+        /// The evidence for it.
         reason: String,
     },
 }
 
-/// What peers may do with this side's memory, within their leases.
+/// Rights of peers in this side's memory, within their leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Rights {
     /// Peers may read.
@@ -52,9 +52,9 @@ pub enum Rights {
 pub struct ConfigError {
     /// The setting's name.
     pub name: &'static str,
-    /// What is valid.
+    /// Valid values.
     pub expected: &'static str,
-    /// What was found.
+    /// The value found.
     pub found: String,
 }
 
@@ -86,13 +86,13 @@ pub struct ChannelConfig {
     pub id: PeerId,
     /// The memory that this side's slots lie in.
     pub arena: Arc<Arena>,
-    /// What peers may do with this side's memory. Sockets enforce it, NIXL cannot: a peer that
+    /// Rights of peers in this side's memory. Sockets enforce it, NIXL cannot: a peer that
     /// reaches memory over RDMA or shared memory reads and writes all of it. Default:
     /// [`Rights::Read`].
     pub rights: Rights,
-    /// Whether peers may name any place of the arena, without a lease. This is for one trust
-    /// domain: every peer reaches every slot, free ones and other tenants' included, and nothing
-    /// tells old contents from new ones. Default: `false`.
+    /// Lets peers name any range of the arena, without a lease. This is for one trust
+    /// domain: every peer reaches every slot, free ones and other tenants' included, and old
+    /// contents cannot be distinguished from new ones. Default: `false`.
     pub open_arena: bool,
     /// Bytes that one step of an open arena's index stands for: a power of two, and the alignment
     /// of the pool's slots. Default: 4096.
@@ -110,7 +110,7 @@ pub struct ChannelConfig {
     /// The identities of names. A name that is listed is accepted from its identity only; others
     /// are accepted from any, and belong to it as long as it is connected. Default: empty.
     pub known_peers: HashMap<PeerId, PublicIdentity>,
-    /// Whether objects are encrypted and authenticated on their way, like everything else is in
+    /// Encrypts and authenticates objects on their way, like everything else is in
     /// any case. For sockets; NIXL cannot. Default: `false`.
     pub encrypt_objects: bool,
     /// Time that a handshake may take, of either side; above 0. Default: 5 s.

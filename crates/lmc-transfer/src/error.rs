@@ -98,13 +98,13 @@ pub enum TransferError {
     /// A slot lies in another arena than the channel's.
     #[error("object {object} does not lie in the arena of this channel")]
     NotRegistered {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
     },
     /// A slot does not begin at a multiple of the channel's unit.
     #[error("object {object} does not begin at a multiple of {unit} bytes")]
     Unaligned {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
         /// Bytes of a unit.
         unit: u64,
@@ -129,7 +129,7 @@ pub enum TransferError {
     /// An index of the open arena, with this length, ends outside it.
     #[error("object {object}: {len} bytes at {index} exceed the peer's arena of {arena} bytes")]
     OutOfRange {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
         /// The index.
         index: Index,
@@ -141,7 +141,7 @@ pub enum TransferError {
     /// An index was granted by another incarnation of the peer, which has ended.
     #[error("object {object}: the peer that granted {index} has ended: ask for a new lease")]
     Stale {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
         /// The index.
         index: Index,
@@ -149,7 +149,7 @@ pub enum TransferError {
     /// A lease does not stand: it was revoked, never granted to this side, or its slot is shorter.
     #[error("object {object}: not leased to this side (any more): ask for a new lease")]
     NotLeased {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
     },
     /// The peer's channel or lease allows reading only.
@@ -158,7 +158,7 @@ pub enum TransferError {
     /// The length of an object differs from that of the receiver's slot, or there is no slot.
     #[error("object {object} has {sent} bytes, the receiver's slot {capacity}")]
     Length {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
         /// Bytes of the object.
         sent: u64,
@@ -168,7 +168,7 @@ pub enum TransferError {
     /// The bytes that arrived are not those that were sent.
     #[error("object {object} arrived with a wrong checksum")]
     Corrupt {
-        /// Its number in the batch.
+        /// Number of the object in the batch.
         object: usize,
     },
     /// The deadline passed first.
@@ -179,7 +179,7 @@ pub enum TransferError {
     PeerGone {
         /// The peer.
         peer: PeerId,
-        /// How it is known.
+        /// The evidence for it.
         reason: String,
     },
     /// The peer refused the transfer.

@@ -162,7 +162,7 @@ impl<C: TransferChannel + 'static> Flaky<C> {
     }
 }
 
-/// What [`Flaky`] can do to an operation.
+/// An operation that [`Flaky`] can disturb.
 trait Op: Send + Sized + 'static {
     type Outcome: Send + 'static;
 
@@ -181,9 +181,9 @@ trait Op: Send + Sized + 'static {
         deadline: Instant,
         dice: u64,
     ) -> impl Future<Output = Self::Outcome> + Send;
-    /// It never began.
+    /// Returns the outcome of an operation that never began.
     fn lost(self) -> Self::Outcome;
-    /// It failed, and is still carried out.
+    /// Returns the outcome of an operation that failed and is still carried out.
     fn unsettled(&self) -> Self::Outcome;
 }
 
@@ -201,7 +201,7 @@ fn thread_waker() -> Waker {
     Waker::from(Arc::new(Unpark(thread::current())))
 }
 
-/// Waits until nobody wants the outcome any more (true), or until an instant (false).
+/// Waits until the caller has dropped the call (true), or until an instant (false).
 fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
     let waker = thread_waker();
     loop {
@@ -218,7 +218,7 @@ fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
     }
 }
 
-/// Runs a future until it is over or nobody wants its outcome; then it is dropped.
+/// Runs a future until it is done or the caller has dropped the call.
 fn run_wanted<T>(
     mut reply: oneshot::Sender<T>,
     future: impl Future<Output = T>,
@@ -242,7 +242,7 @@ fn run_wanted<T>(
     }
 }
 
-/// Answers, unless nobody wants the outcome.
+/// Answers, if the caller still waits.
 fn answer<T>(outcome: Option<(oneshot::Sender<T>, T)>) {
     if let Some((reply, outcome)) = outcome {
         let _ = reply.send(outcome);
@@ -272,7 +272,7 @@ fn inject<C: TransferChannel, O: Op>(
             let waker = thread_waker();
             let polled = running.as_mut().poll(&mut Context::from_waker(&waker));
             answer(Some((reply, failed)));
-            // Nobody can call it back, not even by dropping it.
+            // Nothing can call it back, not even by dropping it.
             if polled.is_pending() {
                 drop(block_on(running));
             }

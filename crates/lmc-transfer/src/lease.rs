@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use crate::{PeerId, TransferError};
+use crate::checks::{self, InArena};
+use crate::{ChannelConfig, PeerId, Rights, TransferError};
 
 /// Names memory of a peer: a slot of a lease, or an offset in an open arena.
 ///
@@ -76,7 +77,7 @@ impl fmt::Display for Index {
     }
 }
 
-/// What a range lies in.
+/// The memory that a range lies in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Region {
     Arena,
@@ -117,7 +118,7 @@ impl Segment {
     }
 }
 
-/// What a lease allows.
+/// The access that a lease allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -142,7 +143,7 @@ struct Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if let (Some(back), Some(slots)) = (self.back.take(), self.slots.take()) {
-            // Nobody waits for a lease that was dropped: its slots go back to their pool.
+            // Where the lease was dropped, its slots go back to their pool.
             let _ = back.send(slots);
         }
     }
@@ -205,36 +206,35 @@ impl Leases {
         })
     }
 
-    /// Grants slots for reading to an incarnation of a peer.
-    pub(crate) fn read(
+    /// Grants slots for reading. `connected` looks up the peer's incarnation.
+    pub(crate) fn grant_read(
         self: &Arc<Self>,
+        config: &ChannelConfig,
         peer: &PeerId,
-        peer_incarnation: u64,
         slots: Vec<SealedSlot>,
-    ) -> ReadLease {
-        let segments = slots.iter().map(|slot| Segment {
-            offset: slot.offset(),
-            len: slot.len(),
-        });
-        let segments = segments.collect();
-        let slots = Slots::Read(slots);
-        ReadLease(self.grant(peer, peer_incarnation, Access::Read, segments, slots))
+        connected: impl Fn() -> Result<u64, TransferError>,
+    ) -> Result<ReadLease, TransferError> {
+        checks::slots(&config.arena, &slots)?;
+        let (segments, slots) = (segments(&slots), Slots::Read(slots));
+        let lease = self.grant(peer, connected()?, Access::Read, segments, slots);
+        lease.check(connected).map(ReadLease)
     }
 
-    /// Grants slots for writing to an incarnation of a peer.
-    pub(crate) fn write(
+    /// Grants slots for writing. `connected` looks up the peer's incarnation.
+    pub(crate) fn grant_write(
         self: &Arc<Self>,
+        config: &ChannelConfig,
         peer: &PeerId,
-        peer_incarnation: u64,
         slots: Vec<ReservedSlot>,
-    ) -> WriteLease {
-        let segments = slots.iter().map(|slot| Segment {
-            offset: slot.offset(),
-            len: slot.len(),
-        });
-        let segments = segments.collect();
-        let slots = Slots::Write(slots);
-        WriteLease(self.grant(peer, peer_incarnation, Access::Write, segments, slots))
+        connected: impl Fn() -> Result<u64, TransferError>,
+    ) -> Result<WriteLease, TransferError> {
+        if config.rights != Rights::ReadWrite {
+            return Err(TransferError::ReadOnly);
+        }
+        checks::slots(&config.arena, &slots)?;
+        let (segments, slots) = (segments(&slots), Slots::Write(slots));
+        let lease = self.grant(peer, connected()?, Access::Write, segments, slots);
+        lease.check(connected).map(WriteLease)
     }
 
     fn grant(
@@ -321,9 +321,9 @@ impl Leases {
 /// Why a lease does not serve a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
-    /// It was revoked, or never granted to this peer.
+    /// The lease was revoked, or never granted to this peer.
     NotLeased,
-    /// It allows the other kind of access.
+    /// The lease allows the other kind of access.
     Access,
 }
 
@@ -346,7 +346,28 @@ struct Lease {
     returned: Option<oneshot::Receiver<Slots>>,
 }
 
+fn segments<S: InArena>(slots: &[S]) -> Vec<Segment> {
+    let segment = |slot: &S| Segment {
+        offset: slot.offset(),
+        len: slot.bytes(),
+    };
+    slots.iter().map(segment).collect()
+}
+
 impl Lease {
+    /// Returns the lease, unless the peer was gone before it was made: nothing would end it.
+    fn check(
+        self,
+        connected: impl Fn() -> Result<u64, TransferError>,
+    ) -> Result<Self, TransferError> {
+        match connected()? == self.granted.peer_incarnation {
+            true => Ok(self),
+            false => Err(TransferError::UnknownPeer {
+                peer: self.peer.clone(),
+            }),
+        }
+    }
+
     fn stands(&self) -> bool {
         self.granted.held.lock().is_some()
     }
@@ -438,9 +459,17 @@ mod tests {
     use super::*;
     use crate::block_on;
 
-    fn pool() -> Pool {
+    fn pool() -> (Pool, ChannelConfig) {
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("1 MiB");
-        Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool")
+        let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
+        let owner = "owner".parse().expect("an id");
+        let mut config = ChannelConfig::new(owner, Arc::clone(pool.arena()));
+        config.rights = Rights::ReadWrite;
+        (pool, config)
+    }
+
+    fn is_three() -> Result<u64, TransferError> {
+        Ok(3)
     }
 
     fn range(lease: &ReadLease, slot: usize, offset: u64, len: u64) -> Range {
@@ -454,11 +483,12 @@ mod tests {
 
     #[test]
     fn a_revoked_lease_gives_its_slots_back_with_the_last_pin() {
-        let (pool, leases) = (pool(), Leases::new(7));
+        let ((pool, config), leases) = (pool(), Leases::new(7));
         let peer: PeerId = "peer".parse().expect("an id");
         let slot = |len| pool.reserve(len).expect("capacity");
         let sealed = vec![slot(10).written().seal(), slot(20).written().seal()];
-        let lease = leases.read(&peer, 3, sealed);
+        let lease = leases.grant_read(&config, &peer, sealed, is_three);
+        let lease = lease.expect("connected");
         let number = lease.indices()[0].lease;
         assert!(
             leases.find(number, 4, Access::Read).is_err(),
@@ -487,20 +517,24 @@ mod tests {
 
     #[test]
     fn slots_to_be_written_come_back_and_numbers_are_never_used_again() {
-        let (pool, leases) = (pool(), Leases::new(7));
+        let ((pool, config), leases) = (pool(), Leases::new(7));
         let peer: PeerId = "peer".parse().expect("an id");
-        let slot = || pool.reserve(10).expect("capacity");
-        let lease = leases.write(&peer, 3, vec![slot()]);
+        let grant = || {
+            let slots = vec![pool.reserve(10).expect("capacity")];
+            let lease = leases.grant_write(&config, &peer, slots, is_three);
+            lease.expect("connected")
+        };
+        let lease = grant();
         let first = lease.indices()[0];
         assert_eq!(block_on(lease.revoke()).len(), 1);
-        let lease = leases.write(&peer, 3, vec![slot()]);
+        let lease = grant();
         assert_ne!(lease.indices()[0], first);
         assert!(leases.find(first.lease, 3, Access::Write).is_err());
         leases.end(3);
         assert!(!lease.stands());
         assert_eq!(pool.usage().slots, 1, "the owner gets them back");
         assert_eq!(block_on(lease.revoke()).len(), 1);
-        drop(leases.write(&peer, 3, vec![slot()]));
+        drop(grant());
         assert_eq!(pool.usage().slots, 0);
         assert_eq!(Index::from_bytes(first.to_bytes()), first);
     }

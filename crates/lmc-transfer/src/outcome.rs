@@ -12,7 +12,7 @@ pub struct Sent {
     pub done: usize,
     /// Why not all are.
     pub error: Option<TransferError>,
-    /// Whether nothing of this transfer is under way any more.
+    /// True if nothing of this transfer is under way any more.
     ///
     /// If not, its bytes may still arrive in the peer's memory: under a lease until the peer
     /// revokes that, in an open arena at any time. The peer must not use that memory for anything
@@ -48,7 +48,7 @@ impl Sent {
     }
 }
 
-/// What became of a slot that was to be filled.
+/// The state of a slot that was to be filled.
 #[derive(Debug)]
 pub enum Slot {
     /// The slot holds the peer's object.

@@ -104,7 +104,7 @@ macro_rules! over_both {
 over_both! {
     dropped: dropped_requests_keep_their_slots_over_tcp, dropped_requests_keep_their_slots_over_shared_memory;
     killed: killed_peers_are_noticed_over_tcp, killed_peers_are_noticed_over_shared_memory;
-    killed_at_work: peers_killed_at_work_harm_nobody_over_tcp, peers_killed_at_work_harm_nobody_over_shared_memory;
+    killed_at_work: peers_killed_at_work_harm_no_other_over_tcp, peers_killed_at_work_harm_no_other_over_shared_memory;
     frozen: frozen_peers_hold_nothing_up_over_tcp, frozen_peers_hold_nothing_up_over_shared_memory;
     frozen_then_replaced: a_frozen_peer_survives_a_new_agent_over_tcp, a_frozen_peer_survives_a_new_agent_over_shared_memory;
     frozen_writer: a_frozen_sender_keeps_the_receivers_slots_over_tcp, a_frozen_sender_keeps_the_receivers_slots_over_shared_memory;

@@ -33,7 +33,7 @@ fn start(
     }
 }
 
-/// What is left to peers of a process that was killed: closed sockets.
+/// Leaves to peers what a killed process leaves: closed sockets.
 fn kill(channel: &SocketChannel) {
     let soon = Instant::now() + Duration::from_secs(10);
     block_on(channel.close(soon)).expect("threads end");

@@ -64,7 +64,7 @@ fn objects(pool: &Pool, stamp: u64) -> Vec<SealedSlot> {
 }
 
 /// The other process: has objects in its arena, sends back what it receives, and writes to where
-/// it is told.
+/// it is asked.
 #[test]
 #[ignore = "it is the peer that the other tests start"]
 fn peer() {
@@ -85,9 +85,9 @@ fn peer() {
     let end = after(120_000);
     while Instant::now() < end {
         let index = vec![pool.reserve(24).expect("capacity")];
-        let told = block_on(channel.receive(index, &test, WRITE_TAG, after(20)));
-        if let Ok(told) = told.into_result() {
-            let index = told[0].bytes().try_into().expect("24 bytes");
+        let sent = block_on(channel.receive(index, &test, WRITE_TAG, after(20)));
+        if let Ok(sent) = sent.into_result() {
+            let index = sent[0].bytes().try_into().expect("24 bytes");
             let index = [Index::from_bytes(index)];
             for _ in 0..100 {
                 let objects = vec![object.clone()];
@@ -282,9 +282,9 @@ fn a_frozen_writer_lands_in_no_reused_slot() {
             .bytes_mut()
             .copy_from_slice(&lease.indices()[0].to_bytes());
         let before = channel.stats().bytes_in;
-        let told = vec![index.written().seal()];
-        let told = block_on(channel.send(told, &id, WRITE_TAG, soon()));
-        assert_eq!(told.into_result(), Ok(1));
+        let sent = vec![index.written().seal()];
+        let sent = block_on(channel.send(sent, &id, WRITE_TAG, soon()));
+        assert_eq!(sent.into_result(), Ok(1));
         // In the midst of a write, more or less.
         let end = soon();
         while channel.stats().bytes_in < before + WRITTEN * (round + 1) / 2 {

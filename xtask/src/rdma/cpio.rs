@@ -14,7 +14,7 @@ enum Entry {
     Device(u32, u32),
 }
 
-/// What shall be in an archive, by path without a leading slash.
+/// The contents of an archive, by path without a leading slash.
 #[derive(Default)]
 pub(crate) struct Archive {
     entries: BTreeMap<String, Entry>,

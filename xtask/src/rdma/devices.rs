@@ -1,4 +1,4 @@
-//! What the machine has: RDMA devices, their counters, GPUs.
+//! Devices of the machine: RDMA devices, their counters, GPUs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -68,7 +68,7 @@ impl Counters {
         at(self).saturating_sub(at(before))
     }
 
-    /// How payload of so many bytes, out and in, shows since `before`; none if it does not.
+    /// Describes how payload of so many bytes, out and in, shows since `before`; `None` if it does not.
     pub(crate) fn carried(&self, before: &Self, (out, into): (u64, u64)) -> Option<String> {
         // Soft-RoCE's names, then those of other drivers, without packets that are looped back
         // inside the device.

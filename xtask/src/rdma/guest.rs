@@ -33,13 +33,13 @@ const MODULES: &str = "modules";
 /// Begins the names of folders with parts. Parts of another layout need another beginning.
 const PARTS: &str = "rdma-guest-";
 const PROVIDER: &str = "usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so";
-const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --patience 30 --limit 200";
+const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --timeout 30 --limit 200";
 /// From the start of a guest to its end; with the whole suite.
 const LIMIT: Duration = Duration::from_secs(360);
 const SUITE_LIMIT: Duration = Duration::from_secs(1500);
 const COMMAND: Duration = Duration::from_secs(60);
 
-/// What runs in guests.
+/// The programs that run in guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layout {
     /// Both sides in one guest, then [`PROPERTIES`].
@@ -54,15 +54,15 @@ pub(crate) enum Layout {
 const PROPERTIES: &str = "writes_and_reads_of_all_sizes,sends_and_receives_of_all_sizes,\
      closing_ends_what_is_under_way,a_peer_dies_while_it_is_written,a_peer_starts_again";
 
-/// What a guest boots from.
+/// The files that a guest boots from.
 pub(crate) struct Guest {
     kernel: PathBuf,
     image: PathBuf,
 }
 
-/// What the driver's guest said.
+/// The output of the driver's guest.
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct GuestOutput {
     pub(crate) report: Report,
     pub(crate) before: Counters,
     pub(crate) after: Counters,
@@ -74,7 +74,7 @@ pub(crate) struct Told {
     over: bool,
 }
 
-impl Told {
+impl GuestOutput {
     fn line(&mut self, line: &str) -> Result<()> {
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
         match kind {
@@ -103,7 +103,7 @@ impl Told {
     }
 }
 
-/// Where things are kept between runs.
+/// Returns the folder of things that are kept between runs.
 fn cache() -> Result<PathBuf> {
     let named = std::env::var_os("LMC_CACHE_DIR").map(PathBuf::from);
     let home = || Some(Path::new(&std::env::var_os("HOME")?).join(".cache/lmc"));
@@ -112,7 +112,7 @@ fn cache() -> Result<PathBuf> {
         .context("neither LMC_CACHE_DIR nor HOME is set")
 }
 
-/// Whether guests can be had here.
+/// Returns whether guests can be had here.
 pub(crate) fn possible() -> Result<()> {
     ensure!(
         std::env::consts::ARCH == "x86_64",
@@ -247,7 +247,7 @@ impl Guest {
         archive.file("bin/suite", suite);
         let library = pack_nixl(&mut archive, nixl, &mut roots)?;
         pack_libraries(&mut archive, &roots, &wheel(nixl)?)?;
-        // The wheel's libibverbs looks for providers where Red Hat keeps them, so it is told; and
+        // The wheel's libibverbs looks for providers where Red Hat keeps them, so a variable names them; and
         // a provider's `libibverbs.so.1` must be the copy that is loaded already.
         let provider = parts.join(PROVIDER);
         archive.file(PROVIDER, &provider);
@@ -258,7 +258,7 @@ impl Guest {
             "export LMC_NIXL_LIBRARY={library} LD_LIBRARY_PATH=/verbs IBV_DRIVERS=/{provider}\n\
              FLAGS='{FLAGS}'\n"
         );
-        for (name, value) in ucx::told("rc,self", Some("rxe0:1"), "/tmp/ucx") {
+        for (name, value) in ucx::environment("rc,self", Some("rxe0:1"), "/tmp/ucx") {
             variables += &format!("export {name}='{value}'\n");
         }
         archive.text("variables", &variables);
@@ -272,14 +272,14 @@ impl Guest {
     }
 
     /// Boots, and reads what the driver's side says until it is over.
-    pub(crate) fn run(&self, layout: Layout, logs: &Path) -> Result<Told> {
+    pub(crate) fn run(&self, layout: Layout, logs: &Path) -> Result<GuestOutput> {
         let limit = match layout {
             Layout::Suite => SUITE_LIMIT,
             Layout::One | Layout::Two => LIMIT,
         };
         let deadline = Instant::now() + limit;
         let mut janitor = Janitor::new()?;
-        let mut told = Told::default();
+        let mut output = GuestOutput::default();
         let mut server = None;
         let mut link = None;
         if layout == Layout::Two {
@@ -308,16 +308,16 @@ impl Guest {
             if shown.iter().any(|kind| line.starts_with(kind)) {
                 println!("    {line}");
             }
-            told.line(line)?;
-            Ok(told.over)
+            output.line(line)?;
+            Ok(output.over)
         })?;
         drop((driver, server));
         ensure!(
-            told.over,
+            output.over,
             "the guest ended early; see {}",
             logs.join(format!("{role}.serial")).display()
         );
-        Ok(told)
+        Ok(output)
     }
 
     fn boot(
@@ -350,7 +350,7 @@ impl Guest {
             .args([
                 "-append",
                 &format!(
-                    "console=ttyS0 panic=-1 quiet lmc.role={role} lmc.properties={properties}"
+                    "console=ttyS0 panic=-1 loglevel=4 lmc.role={role} lmc.properties={properties}"
                 ),
             ]);
         if let Some(link) = link {
@@ -435,7 +435,7 @@ fn wheel(nixl: &Nixl) -> Result<PathBuf> {
         .context("the wheel is there")
 }
 
-/// Where a file of the wheel lies in the guest; the wheel's folders stay side by side, because
+/// Returns the path of a file of the wheel in the guest; the wheel's folders stay side by side, because
 /// they find each other so.
 fn in_guest(file: &Path, wheel: &Path) -> Result<String> {
     let file = file.canonicalize()?;
@@ -492,8 +492,8 @@ fn pack_libraries(archive: &mut Archive, roots: &[PathBuf], wheel: &Path) -> Res
     Ok(())
 }
 
-impl Told {
-    /// What is amiss that the report does not say.
+impl GuestOutput {
+    /// Returns problems that the report does not name.
     pub(crate) fn problems(&self) -> &[String] {
         &self.problems
     }
@@ -510,7 +510,7 @@ mod tests {
 
     #[test]
     fn the_serial_line_carries_report_counters_and_log() {
-        let mut told = Told::default();
+        let mut output = GuestOutput::default();
         let text = "[    0.1] a word of the kernel's\n\
             @device link rxe0/1 state ACTIVE\n\
             @counter before sent_pkts 1\n\
@@ -523,12 +523,12 @@ mod tests {
             @ucx x inter-node cfg#1 rma(rc_verbs/rxe0:1)\n\
             @over";
         for line in text.lines() {
-            told.line(line).expect("a line of a guest");
+            output.line(line).expect("a line of a guest");
         }
-        assert!(told.over && told.device.contains("ACTIVE"));
-        assert_eq!(told.report.passed, ["read"]);
-        assert!(told.after.carried(&told.before, (4096, 4096)).is_some());
-        assert!(ucx::expect(&told.ucx, "rma(rc_").is_ok());
-        assert_eq!(told.suite.wanted, 1);
+        assert!(output.over && output.device.contains("ACTIVE"));
+        assert_eq!(output.report.passed, ["read"]);
+        assert!(output.after.carried(&output.before, (4096, 4096)).is_some());
+        assert!(ucx::expect(&output.ucx, "rma(rc_").is_ok());
+        assert_eq!(output.suite.wanted, 1);
     }
 }

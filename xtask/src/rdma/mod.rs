@@ -50,9 +50,9 @@ const LIMIT: Duration = Duration::from_secs(150);
 const SUITE_LIMIT: Duration = Duration::from_secs(600);
 const COMMAND: Duration = Duration::from_secs(20);
 const LOGS: &str = "target/test-rdma";
-/// Where a soft-RoCE device of our own has its address.
+/// Address of a soft-RoCE device of our own.
 const RXE_ADDRESS: &str = "10.231.8.1/24";
-/// Where distributions keep verbs of devices.
+/// Folders in which distributions keep verbs of devices.
 const PROVIDERS: [&str; 2] = [
     "/usr/lib/x86_64-linux-gnu/libibverbs",
     "/usr/lib64/libibverbs",
@@ -85,7 +85,7 @@ impl Level {
         }
     }
 
-    /// Whether it can be had here, as far as that shows.
+    /// Returns whether it can be had here, as far as that shows.
     fn possible(self) -> Result<()> {
         match self {
             Self::Device => active_port().map(drop),
@@ -201,7 +201,7 @@ pub(crate) fn run(args: &RdmaArgs) -> Result<bool> {
     Ok(outcomes.finish())
 }
 
-/// What the machine has.
+/// Prints the devices of the machine.
 fn print_found() {
     let ports = devices::ports();
     match ports.is_empty() {
@@ -360,28 +360,28 @@ fn not_carried(moved: (u64, u64)) -> String {
 
 fn in_guests(layout: Layout, program: &Path, nixl: &Nixl, logs: &Path) -> Result<String> {
     let suite = two_sides::build_suite()?;
-    let told = Guest::make(program, &suite, nixl, Path::new(LOGS))?.run(layout, logs)?;
-    let mut how = format!("over {}", told.device());
+    let output = Guest::make(program, &suite, nixl, Path::new(LOGS))?.run(layout, logs)?;
+    let mut how = format!("over {}", output.device());
     let mut moved = (0, 0);
     if layout != Layout::Suite {
-        print!("{}", told.report.table());
-        let problems = || told.problems().join("; ");
-        told.report.verdict().with_context(problems)?;
-        let checks = told.report.passed.len();
-        let configuration = ucx::expect(&told.ucx, RDMA)?;
+        print!("{}", output.report.table());
+        let problems = || output.problems().join("; ");
+        output.report.verdict().with_context(problems)?;
+        let checks = output.report.passed.len();
+        let configuration = ucx::expect(&output.ucx, RDMA)?;
         how = format!("{checks} checks {how}; {configuration}");
-        moved = told.report.moved();
+        moved = output.report.moved();
     }
-    let carried = told.after.carried(&told.before, moved);
+    let carried = output.after.carried(&output.before, moved);
     let carried = carried.with_context(|| not_carried(moved))?;
     let held = match layout {
         Layout::Two => String::new(),
-        Layout::One | Layout::Suite => suite_held(&told.suite)?,
+        Layout::One | Layout::Suite => suite_held(&output.suite)?,
     };
     Ok(format!("{how}; {carried}{held}"))
 }
 
-/// Whether the suite ran over RDMA, and passed; how many properties held.
+/// Returns whether the suite ran over RDMA, and passed; how many properties held.
 fn suite_held(suite: &Suite) -> Result<String> {
     suite.verdict()?;
     ucx::expect(&suite.ucx, RDMA).context("the suite")?;
@@ -438,8 +438,8 @@ fn providers() -> Vec<PathBuf> {
     found
 }
 
-/// How the wheel's libibverbs finds verbs of the distribution, which it looks for where Red Hat
-/// keeps them: it is told; and what they link to as `libibverbs.so.1` is the wheel's own copy.
+/// Lets the wheel's libibverbs find verbs of the distribution, which it looks for where Red Hat
+/// keeps them: a variable names them; and what they link to as `libibverbs.so.1` is the wheel's own copy.
 fn verbs(nixl: &Nixl, logs: &Path) -> Result<Vec<(String, String)>> {
     let drivers: Vec<String> = providers()
         .iter()

@@ -7,17 +7,10 @@ use super::tree::{File, Tree};
 const NOT_YET: &[&str] = &[
     "crates/lmc-backend/",
     "crates/lmc-engine/",
-    "crates/lmc-transfer/",
     "crates/lmc-vllm-adapter/",
     "docs/benchmarks.md",
     "xtask/python/scenarios.py",
-    "xtask/src/bench/transfer/",
-    "xtask/src/multinode.rs",
-    "xtask/src/nixl.rs",
-    "xtask/src/rdma/",
     "xtask/src/shown.rs",
-    "xtask/src/two_sides.rs",
-    "xtask/src/ucx.rs",
     "ARCHITECTURE.md",
 ];
 

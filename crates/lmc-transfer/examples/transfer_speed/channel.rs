@@ -59,7 +59,7 @@ pub(crate) fn serve(who: &str) -> Result<(), Failure> {
     Ok(Blocking::new(&*channel).close(soon())?)
 }
 
-/// Receives a batch under each tag, in the same room.
+/// Receives a batch under each tag, in the same slots.
 fn receive(
     keeper: &mut Keeper,
     channel: &dyn TransferChannel,
@@ -153,7 +153,7 @@ impl Mover for Driver {
         self.memory.begin();
         match way {
             Way::Write | Way::Send => self.objects = self.memory.objects(shape, seed)?,
-            Way::Read => drop(self.memory.room(shape)?),
+            Way::Read => drop(self.memory.targets(shape)?),
         }
         let unit = self.channel.unit();
         let offsets = self.other.lay_out(way, shape, seed)?;

@@ -1,4 +1,4 @@
-//! What processes have used of the processors.
+//! CPU time of processes.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ pub(crate) fn own() -> Result<f64, Failure> {
     of(Some(std::process::id()))
 }
 
-/// Those of another; 0 of none.
+/// Returns the CPU seconds of a process; 0 for none.
 pub(crate) fn of(process: Option<u32>) -> Result<f64, Failure> {
     let Some(process) = process else {
         return Ok(0.0);

@@ -1,4 +1,4 @@
-//! The other process: how it is started, what it is told, and what it keeps.
+//! The other process: how it is started, its orders, and what it keeps.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -40,7 +40,7 @@ impl Other {
     }
 
     pub(crate) fn say(&mut self, line: &str) -> Result<(), Failure> {
-        let input = self.input.as_mut().ok_or("it was told to end")?;
+        let input = self.input.as_mut().ok_or("it was asked to end")?;
         writeln!(input, "{line}")?;
         Ok(input.flush()?)
     }
@@ -70,7 +70,7 @@ impl Other {
         seed: u64,
     ) -> Result<Vec<u64>, Failure> {
         let line = match way {
-            Way::Write => format!("room {seed} {count} {len}"),
+            Way::Write => format!("targets {seed} {count} {len}"),
             Way::Read => format!("objects {seed} {count} {len}"),
             Way::Send => format!("receive {seed} {count} {len}"),
         };
@@ -90,12 +90,12 @@ impl Drop for Other {
 /// Obeys words that are not of every keeper.
 type Own<'a> = dyn FnMut(&mut Keeper, &[&str]) -> Result<String, Failure> + 'a;
 
-/// What lies in the other process for the one that drives.
+/// Memory of the other process, and the objects in it.
 pub(crate) struct Keeper {
     pub(crate) memory: Memory,
     pub(crate) shape: Shape,
     seed: u64,
-    room: Vec<ReservedSlot>,
+    targets: Vec<ReservedSlot>,
     objects: Vec<SealedSlot>,
     /// The batch that was received last.
     pub(crate) received: Vec<WrittenSlot>,
@@ -107,7 +107,7 @@ impl Keeper {
             memory: Memory::new()?,
             shape: Shape { count: 0, len: 0 },
             seed: 0,
-            room: Vec::new(),
+            targets: Vec::new(),
             objects: Vec::new(),
             received: Vec::new(),
         })
@@ -130,14 +130,14 @@ impl Keeper {
     fn obey(&mut self, words: &[&str], own: &mut Own<'_>) -> Result<String, Failure> {
         match *words {
             ["verify"] => {
-                let room = std::mem::take(&mut self.room).into_iter();
-                let written: Vec<WrittenSlot> = room.map(ReservedSlot::written).collect();
+                let targets = std::mem::take(&mut self.targets).into_iter();
+                let written: Vec<WrittenSlot> = targets.map(ReservedSlot::written).collect();
                 let arrived = written.iter().chain(&self.received);
                 memory::verify(arrived.map(WrittenSlot::bytes), self.seed)?;
                 Ok(String::new())
             }
-            [what @ ("room" | "objects" | "receive"), seed, count, len] => {
-                self.room.clear();
+            [what @ ("targets" | "objects" | "receive"), seed, count, len] => {
+                self.targets.clear();
                 self.objects.clear();
                 self.received.clear();
                 self.memory.begin();
@@ -145,16 +145,16 @@ impl Keeper {
                 self.shape = Shape { count, len };
                 self.seed = seed.parse()?;
                 let offsets: Vec<u64> = match what {
-                    "room" => {
-                        self.room = self.memory.room(self.shape)?;
-                        self.room.iter().map(ReservedSlot::offset).collect()
+                    "targets" => {
+                        self.targets = self.memory.targets(self.shape)?;
+                        self.targets.iter().map(ReservedSlot::offset).collect()
                     }
                     "objects" => {
                         self.objects = self.memory.objects(self.shape, self.seed)?;
                         self.objects.iter().map(SealedSlot::offset).collect()
                     }
                     _ => {
-                        drop(self.memory.room(self.shape)?);
+                        drop(self.memory.targets(self.shape)?);
                         Vec::new()
                     }
                 };

@@ -50,7 +50,7 @@ pub(crate) struct Shape {
 
 /// Moves batches.
 pub(crate) trait Mover {
-    /// Lays out objects where they come from and room where they go to.
+    /// Lays out objects where they come from and targets where they go to.
     fn prepare(&mut self, way: Way, shape: Shape, seed: u64) -> Result<(), Failure>;
 
     /// Moves the batch so many times. How long each took.

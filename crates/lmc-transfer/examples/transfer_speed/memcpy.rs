@@ -17,8 +17,8 @@ impl Mover for Copier {
         self.seed = seed;
         self.from = vec![vec![1; shape.len]; shape.count];
         self.to = vec![vec![2; shape.len]; shape.count];
-        for (place, bytes) in self.from.iter_mut().enumerate() {
-            pattern::fill(bytes, seed, place);
+        for (number, bytes) in self.from.iter_mut().enumerate() {
+            pattern::fill(bytes, seed, number);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use lmc_memory::{Arena, ArenaConfig, Demand, Pool, PoolConfig, ReservedSlot, Sea
 
 use crate::{Failure, Shape, pattern};
 
-/// Room for the largest batch twice, and what is between its objects.
+/// Bytes for the largest batch twice, and for the gaps between its objects.
 const ARENA: usize = 160 << 20;
 /// Bytes of what is between objects, so that no two of them are neighbours and each is a
 /// descriptor of its own.
@@ -23,7 +23,9 @@ impl Memory {
         let arena = ArenaConfig::anonymous(ARENA).with_huge_pages(Demand::Auto);
         let arena = Arc::new(arena.build()?);
         let pool = Pool::new(arena, PoolConfig::default())?;
-        let mut whole = pool.reserve(ARENA as u64).ok_or("an empty pool has room")?;
+        let mut whole = pool
+            .reserve(ARENA as u64)
+            .ok_or("an empty pool has targets")?;
         pattern::clear(whole.bytes_mut());
         drop(whole);
         let between = Vec::new();
@@ -34,8 +36,8 @@ impl Memory {
         self.pool.arena()
     }
 
-    /// Room for a batch, cleared.
-    pub(crate) fn room(&mut self, shape: Shape) -> Result<Vec<ReservedSlot>, Failure> {
+    /// Reserves slots for a batch, cleared.
+    pub(crate) fn targets(&mut self, shape: Shape) -> Result<Vec<ReservedSlot>, Failure> {
         let mut slots = self.lay_out(shape)?;
         for slot in &mut slots {
             pattern::clear(slot.bytes_mut());
@@ -46,8 +48,8 @@ impl Memory {
     /// Objects of a batch.
     pub(crate) fn objects(&mut self, shape: Shape, seed: u64) -> Result<Vec<SealedSlot>, Failure> {
         let mut slots = self.lay_out(shape)?;
-        for (place, slot) in slots.iter_mut().enumerate() {
-            pattern::fill(slot.bytes_mut(), seed, place);
+        for (number, slot) in slots.iter_mut().enumerate() {
+            pattern::fill(slot.bytes_mut(), seed, number);
         }
         Ok(slots
             .into_iter()
@@ -61,17 +63,16 @@ impl Memory {
     }
 
     fn lay_out(&mut self, shape: Shape) -> Result<Vec<ReservedSlot>, Failure> {
-        let no_room = "the arena is too small for the batch";
+        let full = "the arena is too small for the batch";
         let mut slots = Vec::with_capacity(shape.count);
         for _ in 0..shape.count {
-            slots.push(self.pool.reserve(shape.len as u64).ok_or(no_room)?);
-            self.between
-                .push(self.pool.reserve(BETWEEN).ok_or(no_room)?);
+            slots.push(self.pool.reserve(shape.len as u64).ok_or(full)?);
+            self.between.push(self.pool.reserve(BETWEEN).ok_or(full)?);
         }
         Ok(slots)
     }
 
-    /// Room where room was given up just before.
+    /// Reserves the slots that were given up just before.
     pub(crate) fn again(&self, shape: Shape) -> Result<Vec<ReservedSlot>, Failure> {
         let slot = |_| self.pool.reserve(shape.len as u64);
         let slots: Option<Vec<_>> = (0..shape.count).map(slot).collect();
@@ -84,8 +85,8 @@ pub(crate) fn verify<'a>(
     objects: impl Iterator<Item = &'a [u8]>,
     seed: u64,
 ) -> Result<(), Failure> {
-    for (place, bytes) in objects.enumerate() {
-        pattern::check(bytes, seed, place)?;
+    for (number, bytes) in objects.enumerate() {
+        pattern::check(bytes, seed, number)?;
     }
     Ok(())
 }

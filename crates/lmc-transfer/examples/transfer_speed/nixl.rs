@@ -2,7 +2,7 @@
 //! one request for a batch, and a thread that does nothing but ask whether it is done.
 //!
 //! The loader finds the library: `LD_LIBRARY_PATH`. NIXL knows no send: here it is a notification
-//! each way, as a sender must learn where the receiver has room, and a write that notifies.
+//! each way, as a sender must learn where the receiver has targets, and a write that notifies.
 
 use std::sync::Arc;
 use std::thread;
@@ -80,7 +80,7 @@ impl Registered {
         self.region.0.base_ptr().as_ptr() as usize
     }
 
-    /// What others need to reach this agent, in hexadecimal digits.
+    /// Returns the metadata that others need to reach this agent, in hexadecimal digits.
     fn metadata(&self) -> Result<String, Failure> {
         let metadata = self.agent.get_local_md()?;
         Ok(metadata.iter().map(|byte| format!("{byte:02x}")).collect())
@@ -124,7 +124,9 @@ pub(crate) fn serve() -> Result<(), Failure> {
             let mut unread = 0;
             for _ in 0..batches.parse()? {
                 registered.notified("here", &mut unread)?;
-                registered.agent.send_notification("here", b"place", None)?;
+                registered
+                    .agent
+                    .send_notification("here", b"number", None)?;
                 registered.notified("here", &mut unread)?;
             }
             Ok(String::new())
@@ -143,9 +145,9 @@ pub(crate) struct Driver {
     shape: Shape,
     seed: u64,
     objects: Vec<SealedSlot>,
-    room: Vec<ReservedSlot>,
+    targets: Vec<ReservedSlot>,
     /// Offsets of each object in the arenas, here and there.
-    places: Vec<(usize, usize)>,
+    pairs: Vec<(usize, usize)>,
 }
 
 impl Driver {
@@ -165,8 +167,8 @@ impl Driver {
             shape: Shape { count: 0, len: 0 },
             seed: 0,
             objects: Vec::new(),
-            room: Vec::new(),
-            places: Vec::new(),
+            targets: Vec::new(),
+            pairs: Vec::new(),
         })
     }
 
@@ -174,7 +176,7 @@ impl Driver {
         let mut local = XferDescList::new(MemType::Dram)?;
         let mut far = XferDescList::new(MemType::Dram)?;
         let base = self.registered.base();
-        for (here, there) in &self.places {
+        for (here, there) in &self.pairs {
             local.add_desc(base + here, self.shape.len, 0);
             far.add_desc(self.there + there, self.shape.len, 0);
         }
@@ -203,7 +205,7 @@ impl Mover for Driver {
     fn prepare(&mut self, way: Way, shape: Shape, seed: u64) -> Result<(), Failure> {
         (self.way, self.shape, self.seed) = (way, shape, seed);
         self.objects.clear();
-        self.room.clear();
+        self.targets.clear();
         self.memory.begin();
         let here: Vec<u64> = match way {
             Way::Write | Way::Send => {
@@ -211,8 +213,8 @@ impl Mover for Driver {
                 self.objects.iter().map(SealedSlot::offset).collect()
             }
             Way::Read => {
-                self.room = self.memory.room(shape)?;
-                self.room.iter().map(ReservedSlot::offset).collect()
+                self.targets = self.memory.targets(shape)?;
+                self.targets.iter().map(ReservedSlot::offset).collect()
             }
         };
         let there = match way {
@@ -220,8 +222,8 @@ impl Mover for Driver {
             way => way,
         };
         let there = self.other.lay_out(there, shape, seed)?;
-        let places = here.into_iter().zip(there);
-        self.places = places
+        let pairs = here.into_iter().zip(there);
+        self.pairs = pairs
             .map(|(here, there)| (here as usize, there as usize))
             .collect();
         Ok(())
@@ -246,8 +248,8 @@ impl Mover for Driver {
     fn verify(&mut self) -> Result<(), Failure> {
         match self.way {
             Way::Read => {
-                let room = std::mem::take(&mut self.room).into_iter();
-                let written: Vec<_> = room.map(ReservedSlot::written).collect();
+                let targets = std::mem::take(&mut self.targets).into_iter();
+                let written: Vec<_> = targets.map(ReservedSlot::written).collect();
                 memory::verify(written.iter().map(|slot| slot.bytes()), self.seed)
             }
             Way::Write | Way::Send => self.other.ask("verify").map(drop),

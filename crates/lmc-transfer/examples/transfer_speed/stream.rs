@@ -1,5 +1,5 @@
 //! Bare sockets: a batch goes with one `writev` where the kernel takes it whole, into one
-//! `readv`, and is answered by a byte. No checksum, no place named, no deadline. They are told
+//! `readv`, and is answered by a byte. No checksum, no number named, no deadline. They know
 //! what ours are: how much to keep on the way, and those of TCP to wake a reader for much at a time.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -24,17 +24,17 @@ const BUFFER: libc::c_int = 256 << 10;
 /// Bytes of a batch for which a reader is woken, at most and at least.
 const WAKE_AT: usize = 1 << 20;
 const LEAST: usize = 256 << 10;
-/// How long a reader waits for so many: fewer may be all that come.
-const PATIENCE: Duration = Duration::from_millis(2);
+/// Time that a reader waits for so many: fewer may be all that come.
+const TIMEOUT: Duration = Duration::from_millis(2);
 
 trait Socket: Read + Write + Send {
-    /// Has a reader that waits woken by so many bytes, or after [`PATIENCE`].
+    /// Has a reader that waits woken by so many bytes, or after [`TIMEOUT`].
     fn wake_at(&self, bytes: usize) -> io::Result<()>;
 }
 
 impl Socket for TcpStream {
     fn wake_at(&self, bytes: usize) -> io::Result<()> {
-        self.set_read_timeout((bytes > 1).then_some(PATIENCE))?;
+        self.set_read_timeout((bytes > 1).then_some(TIMEOUT))?;
         set(self, libc::SO_RCVLOWAT, bytes as libc::c_int)
     }
 }
@@ -73,12 +73,12 @@ fn set(socket: &impl AsRawFd, option: libc::c_int, value: libc::c_int) -> io::Re
     }
 }
 
-/// What the other side is to do.
+/// An order to the other side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 enum Order {
-    /// Makes room for a batch.
-    Room,
+    /// Makes targets for a batch.
+    Reserve,
     /// Makes the objects of a batch.
     Objects,
     /// Receives the batch.
@@ -91,7 +91,7 @@ enum Order {
 
 impl Order {
     const ALL: [Self; 5] = [
-        Self::Room,
+        Self::Reserve,
         Self::Objects,
         Self::Take,
         Self::Give,
@@ -103,8 +103,8 @@ impl Order {
 fn head(order: Order, Shape { count, len }: Shape, seed: u64) -> [u8; HEAD] {
     let words = [order as u64, count as u64, len as u64, seed];
     let mut bytes = [0; HEAD];
-    for (place, word) in bytes.chunks_mut(8).zip(words) {
-        place.copy_from_slice(&word.to_le_bytes());
+    for (number, word) in bytes.chunks_mut(8).zip(words) {
+        number.copy_from_slice(&word.to_le_bytes());
     }
     bytes
 }
@@ -142,16 +142,16 @@ impl Half {
         }
     }
 
-    fn room(&mut self, shape: Shape, seed: u64) {
+    fn targets(&mut self, shape: Shape, seed: u64) {
         self.bytes.resize(shape.count * shape.len, 0);
         pattern::clear(&mut self.bytes);
         (self.shape, self.seed) = (shape, seed);
     }
 
     fn objects(&mut self, shape: Shape, seed: u64) {
-        self.room(shape, seed);
-        for (place, object) in self.bytes.chunks_mut(shape.len).enumerate() {
-            pattern::fill(object, seed, place);
+        self.targets(shape, seed);
+        for (number, object) in self.bytes.chunks_mut(shape.len).enumerate() {
+            pattern::fill(object, seed, number);
         }
     }
 
@@ -240,7 +240,7 @@ impl Half {
             let (order, shape, seed) = parse(bytes)?;
             let mut well = true;
             match order {
-                Order::Room => self.room(shape, seed),
+                Order::Reserve => self.targets(shape, seed),
                 Order::Objects => self.objects(shape, seed),
                 Order::Take => self.take()?,
                 Order::Verify => well = self.verify().is_ok(),
@@ -327,12 +327,12 @@ impl Mover for Driver {
         for half in &mut self.halves {
             match way {
                 Way::Read => {
-                    half.room(share, seed);
+                    half.targets(share, seed);
                     half.ask(Order::Objects, share, seed)?;
                 }
                 Way::Write | Way::Send => {
                     half.objects(share, seed);
-                    half.ask(Order::Room, share, seed)?;
+                    half.ask(Order::Reserve, share, seed)?;
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! How the driver tells the server what to do next: lines over a TCP connection of their own,
+//! Commands of the driver to the server: lines over a TCP connection of their own,
 //! one answer for each. Nothing of the channel passes here.
 
 use std::io::{BufRead, BufReader, Write};
@@ -15,15 +15,15 @@ pub(crate) struct Control {
 
 impl Control {
     /// Connects to a server that may not be up yet.
-    pub(crate) fn connect(address: &str, patience: Duration) -> Result<Self, Failure> {
+    pub(crate) fn connect(address: &str, timeout: Duration) -> Result<Self, Failure> {
         let begun = Instant::now();
         loop {
             let error = match Self::try_connect(address) {
                 Ok(control) => return Ok(control),
                 Err(error) => error,
             };
-            if begun.elapsed() > patience {
-                return Err(format!("nobody serves at {address}: {error}").into());
+            if begun.elapsed() > timeout {
+                return Err(format!("no server listens at {address}: {error}").into());
             }
             thread::sleep(Duration::from_millis(50));
         }
@@ -47,8 +47,8 @@ impl Control {
     }
 
     /// The longest that a line is waited for.
-    pub(crate) fn set_patience(&self, patience: Duration) -> std::io::Result<()> {
-        self.reader.get_ref().set_read_timeout(Some(patience))
+    pub(crate) fn set_timeout(&self, timeout: Duration) -> std::io::Result<()> {
+        self.reader.get_ref().set_read_timeout(Some(timeout))
     }
 
     /// This side's address.

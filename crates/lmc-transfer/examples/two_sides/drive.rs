@@ -40,7 +40,7 @@ const CHECKS: [Check; 9] = [
     ("a thousand small objects", Drive::many),
     ("mistakes are named, and harm nothing", Drive::mistakes),
     ("a wrong key is refused", Drive::wrong_key),
-    ("nobody sends: the deadline ends it", Drive::nobody_sends),
+    ("no peer sends: the deadline ends it", Drive::no_peer_sends),
 ];
 
 /// After the sweep, as they end the server.
@@ -51,8 +51,8 @@ const ENDS: [Check; 2] = [
 
 /// Runs all checks and the sweep, and prints a line for each. Whether all went well.
 pub(crate) fn drive(flags: &Flags) -> Result<bool, Failure> {
-    let mut control = Control::connect(&flags.address, flags.patience)?;
-    control.set_patience(flags.patience * 2)?;
+    let mut control = Control::connect(&flags.address, flags.timeout)?;
+    control.set_timeout(flags.timeout * 2)?;
     let name = format!("drive-{}", std::process::id());
     let side = Side::open(flags, &name, control.local()?.ip(), None)?;
     let address = control.ask("address")?.parse()?;
@@ -117,8 +117,8 @@ fn indices(text: &str) -> Result<Vec<Index>, Failure> {
 }
 
 fn verify(slots: &[WrittenSlot], seed: u64) -> Result<(), Failure> {
-    for (place, slot) in slots.iter().enumerate() {
-        pattern::check(slot.bytes(), seed, place)?;
+    for (number, slot) in slots.iter().enumerate() {
+        pattern::check(slot.bytes(), seed, number)?;
     }
     Ok(())
 }
@@ -129,21 +129,21 @@ impl Drive {
     }
 
     pub(crate) fn deadline(&self) -> Instant {
-        Instant::now() + self.flags.patience
+        Instant::now() + self.flags.timeout
     }
 
     fn own_name(&self) -> &str {
         self.side.channel.id().as_str()
     }
 
-    /// Has the server lay out objects, and tells where.
+    /// Has the server lay out objects; returns their indices.
     pub(crate) fn offer(&mut self, seed: u64, sizes: &str) -> Result<Vec<Index>, Failure> {
         indices(&self.control.ask(&format!("offer {seed} {sizes}"))?)
     }
 
-    /// Has the server make room, and tells where.
-    pub(crate) fn room(&mut self, sizes: &str) -> Result<Vec<Index>, Failure> {
-        indices(&self.control.ask(&format!("room {sizes}"))?)
+    /// Has the server reserve slots; returns their indices.
+    pub(crate) fn targets(&mut self, sizes: &str) -> Result<Vec<Index>, Failure> {
+        indices(&self.control.ask(&format!("targets {sizes}"))?)
     }
 
     /// Reads into these slots and wants them all written.
@@ -181,12 +181,12 @@ impl Drive {
     }
 
     fn write(&mut self) -> Result<(), Failure> {
-        let room = self.room(MIXED)?;
+        let targets = self.targets(MIXED)?;
         let objects = self.side.objects(&sizes(MIXED)?, 1)?;
         let sent = self
             .blocking()
-            .write(objects, &self.server, &room, self.deadline());
-        ensure(sent.into_result()? == room.len(), "too few were written")?;
+            .write(objects, &self.server, &targets, self.deadline());
+        ensure(sent.into_result()? == targets.len(), "too few were written")?;
         self.control.ask("verify 1")?;
         // An empty batch moves nothing.
         let sent = self
@@ -197,7 +197,7 @@ impl Drive {
 
     fn read(&mut self) -> Result<(), Failure> {
         let offered = self.offer(2, MIXED)?;
-        let slots = self.side.room(&sizes(MIXED)?)?;
+        let slots = self.side.targets(&sizes(MIXED)?)?;
         let written = self.fetch(slots, &offered)?;
         ensure(written.len() == offered.len(), "too few were read")?;
         verify(&written, 2)
@@ -207,11 +207,11 @@ impl Drive {
         let lens = sizes(MIXED)?;
         let offered = self.offer(3, MIXED)?;
         let order: Vec<usize> = (0..lens.len()).rev().step_by(2).collect();
-        let from: Vec<Index> = order.iter().map(|&place| offered[place]).collect();
-        let wanted: Vec<u64> = order.iter().map(|&place| lens[place]).collect();
-        let written = self.fetch(self.side.room(&wanted)?, &from)?;
-        for (slot, &place) in written.iter().zip(&order) {
-            pattern::check(slot.bytes(), 3, place)?;
+        let from: Vec<Index> = order.iter().map(|&number| offered[number]).collect();
+        let wanted: Vec<u64> = order.iter().map(|&number| lens[number]).collect();
+        let written = self.fetch(self.side.targets(&wanted)?, &from)?;
+        for (slot, &number) in written.iter().zip(&order) {
+            pattern::check(slot.bytes(), 3, number)?;
         }
         Ok(())
     }
@@ -230,9 +230,9 @@ impl Drive {
         // The other way, with more slots than there are objects.
         self.offer(5, MIXED)?;
         self.control.say(&format!("send {name} 42"))?;
-        let mut room = lens.clone();
-        room.extend([4096, 4096]);
-        let slots = self.side.room(&room)?;
+        let mut targets = lens.clone();
+        targets.extend([4096, 4096]);
+        let slots = self.side.targets(&targets)?;
         let Filled { slots, error } =
             self.blocking()
                 .receive(slots, &self.server, 42, self.deadline());
@@ -258,22 +258,22 @@ impl Drive {
 
     fn many(&mut self) -> Result<(), Failure> {
         let many = "4096*1000";
-        let room = self.room(many)?;
+        let targets = self.targets(many)?;
         let objects = self.side.objects(&sizes(many)?, 6)?;
         let sent = self
             .blocking()
-            .write(objects, &self.server, &room, self.deadline());
+            .write(objects, &self.server, &targets, self.deadline());
         ensure(sent.into_result()? == 1000, "too few were written")?;
         self.control.ask("verify 6")?;
         let offered = self.offer(7, many)?;
-        let slots = self.side.room(&sizes(many)?)?;
+        let slots = self.side.targets(&sizes(many)?)?;
         verify(&self.fetch(slots, &offered)?, 7)
     }
 
     fn mistakes(&mut self) -> Result<(), Failure> {
-        let room = self.room("8192*2")?;
+        let targets = self.targets("8192*2")?;
         let deadline = self.deadline();
-        let at = |unit| Index::arena(room[0].incarnation(), unit);
+        let at = |unit| Index::arena(targets[0].incarnation(), unit);
         let far = at(self.flags.arena as u64 / self.side.channel.unit());
         let stranger: PeerId = "stranger".parse()?;
         let write = |peer: &PeerId, indices: &[Index]| -> Result<_, Failure> {
@@ -282,26 +282,26 @@ impl Drive {
             Ok((sent.done, sent.error))
         };
         for index in [far, at(u64::MAX)] {
-            let outcome = write(&self.server, &[room[0], index])?;
+            let outcome = write(&self.server, &[targets[0], index])?;
             let named = matches!(
                 outcome,
                 (0, Some(TransferError::OutOfRange { object: 1, .. }))
             );
             ensure(named, &format!("beyond the arena: {outcome:?}"))?;
         }
-        let outcome = write(&self.server, &room[..1])?;
+        let outcome = write(&self.server, &targets[..1])?;
         let named = matches!(outcome, (0, Some(TransferError::Indices { .. })));
         ensure(named, &format!("an index too few: {outcome:?}"))?;
-        let outcome = write(&stranger, &room)?;
+        let outcome = write(&stranger, &targets)?;
         let named = matches!(outcome, (0, Some(TransferError::UnknownPeer { .. })));
         ensure(named, &format!("an unknown peer: {outcome:?}"))?;
         // None of these moved a byte, and the channel goes on.
-        let written = self.fetch(self.side.room(&[8192])?, &room[..1])?;
+        let written = self.fetch(self.side.targets(&[8192])?, &targets[..1])?;
         ensure(
             pattern::check(written[0].bytes(), 8, 0).is_err(),
             "a refused write moved bytes",
         )?;
-        let outcome = write(&self.server, &room)?;
+        let outcome = write(&self.server, &targets)?;
         ensure(
             matches!(outcome, (2, None)),
             &format!("after mistakes: {outcome:?}"),
@@ -326,17 +326,17 @@ impl Drive {
     fn deadline_passes(&self) -> Result<Filled, Failure> {
         let begun = Instant::now();
         let deadline = begun + Duration::from_millis(300);
-        let slots = self.side.room(&[4096])?;
+        let slots = self.side.targets(&[4096])?;
         let filled = self.blocking().receive(slots, &self.server, 99, deadline);
         let took = begun.elapsed();
         ensure(
-            took < self.flags.patience,
+            took < self.flags.timeout,
             &format!("a deadline of 300 ms ended after {took:?}"),
         )?;
         Ok(filled)
     }
 
-    fn nobody_sends(&mut self) -> Result<(), Failure> {
+    fn no_peer_sends(&mut self) -> Result<(), Failure> {
         let filled = self.deadline_passes()?;
         let named = matches!(filled.error, Some(TransferError::Deadline));
         ensure(named && filled.done() == 0, &format!("{filled:?}"))
@@ -345,18 +345,18 @@ impl Drive {
     fn restart(&mut self) -> Result<(), Failure> {
         let offered = self.offer(9, "65536*4")?;
         self.control.ask("restart")?;
-        self.control = Control::connect(&self.flags.address, self.flags.patience)?;
-        self.control.set_patience(self.flags.patience * 2)?;
+        self.control = Control::connect(&self.flags.address, self.flags.timeout)?;
+        self.control.set_timeout(self.flags.timeout * 2)?;
         let address = self.control.ask("address")?.parse()?;
         ensure(self.address == address, "it listens elsewhere")?;
         // A transfer finds out, if nothing else has: what was before is gone.
         let begun = Instant::now();
         while self.side.channel.is_connected(&self.server) {
             ensure(
-                begun.elapsed() < self.flags.patience,
+                begun.elapsed() < self.flags.timeout,
                 "the restart is not noticed",
             )?;
-            let slots = self.side.room(&[65536; 4])?;
+            let slots = self.side.targets(&[65536; 4])?;
             let filled = self
                 .blocking()
                 .read(slots, &self.server, &offered, self.deadline());
@@ -378,7 +378,7 @@ impl Drive {
         self.control.ask("abort-in 100")?;
         let begun = Instant::now();
         loop {
-            let slots = self.side.room(&lens)?;
+            let slots = self.side.targets(&lens)?;
             let deadline = self.deadline();
             let filled = block_on(
                 self.side
@@ -386,23 +386,23 @@ impl Drive {
                     .read(slots, &self.server, &offered, deadline),
             );
             ensure(filled.slots.len() == lens.len(), "slots were lost")?;
-            for (place, slot) in filled.slots.iter().enumerate() {
+            for (number, slot) in filled.slots.iter().enumerate() {
                 if let Slot::Written(slot) = slot {
-                    pattern::check(slot.bytes(), 10, place)?;
+                    pattern::check(slot.bytes(), 10, number)?;
                 }
             }
             if filled.error.is_some() {
                 break;
             }
             ensure(
-                begun.elapsed() < self.flags.patience,
+                begun.elapsed() < self.flags.timeout,
                 "reads from a process that ended go on",
             )?;
         }
         let begun = Instant::now();
         while self.side.channel.is_connected(&self.server) {
             ensure(
-                begun.elapsed() < self.flags.patience,
+                begun.elapsed() < self.flags.timeout,
                 "the end is not noticed",
             )?;
             std::thread::sleep(Duration::from_millis(10));
@@ -413,7 +413,7 @@ impl Drive {
             &offered[..1],
             self.deadline(),
         );
-        ensure(sent.error.is_some(), "a write to nobody went well")
+        ensure(sent.error.is_some(), "a write to no peer went well")
     }
 
     fn close(&mut self) -> Result<(), Failure> {

@@ -9,7 +9,7 @@
 //!   --at ADDRESS                      where the channel listens; a free port unless given
 //!   --arena-mib N                     each side's memory, default 256
 //!   --sweep-kib N                     the largest batch of the sweep, default 65536; 0 for none
-//!   --patience SECONDS                for one operation, default 20
+//!   --timeout SECONDS                for one operation, default 20
 //!   --limit SECONDS                   for all of it, default 300; then the process ends with 3
 //! ```
 //!

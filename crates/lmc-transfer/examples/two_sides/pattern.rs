@@ -1,12 +1,12 @@
-//! Bytes that tell where they come from: each follows from the seed, the object's place in its
-//! batch, and its offset, so that a byte in a wrong place shows itself.
+//! Bytes that tell where they come from: each follows from the seed, the object's number in its
+//! batch, and its offset, so that a byte in a wrong number shows itself.
 
-/// What stands in a slot before a peer writes to it.
+/// The bytes of a slot before a peer writes to it.
 const BEFORE: u8 = 0xEE;
 
-fn words(seed: u64, place: usize) -> impl Iterator<Item = [u8; 8]> {
+fn words(seed: u64, number: usize) -> impl Iterator<Item = [u8; 8]> {
     // SplitMix64, begun somewhere else for each object.
-    let mut state = seed.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ (place as u64).rotate_left(32);
+    let mut state = seed.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ (number as u64).rotate_left(32);
     std::iter::repeat_with(move || {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut word = state;
@@ -17,8 +17,8 @@ fn words(seed: u64, place: usize) -> impl Iterator<Item = [u8; 8]> {
 }
 
 /// Makes an object.
-pub(crate) fn fill(bytes: &mut [u8], seed: u64, place: usize) {
-    for (chunk, word) in bytes.chunks_mut(8).zip(words(seed, place)) {
+pub(crate) fn fill(bytes: &mut [u8], seed: u64, number: usize) {
+    for (chunk, word) in bytes.chunks_mut(8).zip(words(seed, number)) {
         chunk.copy_from_slice(&word[..chunk.len()]);
     }
 }
@@ -29,12 +29,12 @@ pub(crate) fn clear(bytes: &mut [u8]) {
 }
 
 /// Compares an object with what it must be.
-pub(crate) fn check(bytes: &[u8], seed: u64, place: usize) -> Result<(), String> {
-    for (at, (chunk, word)) in bytes.chunks(8).zip(words(seed, place)).enumerate() {
+pub(crate) fn check(bytes: &[u8], seed: u64, number: usize) -> Result<(), String> {
+    for (at, (chunk, word)) in bytes.chunks(8).zip(words(seed, number)).enumerate() {
         if chunk != &word[..chunk.len()] {
             let len = bytes.len();
             return Err(format!(
-                "object {place} of {len} bytes differs in the 8 bytes from offset {}",
+                "object {number} of {len} bytes differs in the 8 bytes from offset {}",
                 at * 8
             ));
         }

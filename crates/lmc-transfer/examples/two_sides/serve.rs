@@ -16,7 +16,7 @@ use crate::control::Control;
 use crate::pattern;
 use crate::side::{Failure, Flags, SERVER, Side};
 
-/// What the server answers to the message of a peer that connects.
+/// Returns the server's answer to the message of a peer that connects.
 pub(crate) fn greeting(message: &[u8]) -> Vec<u8> {
     [b"heard: ", message].concat()
 }
@@ -30,7 +30,7 @@ pub(crate) fn serve(flags: &Flags) -> Result<(), Failure> {
     let side = Side::open(flags, SERVER, local.ip(), Some(on_connect))?;
     println!("{}", json!({"ready": local.to_string()}));
     let (stream, _) = listener.accept()?;
-    // After a restart nobody shall connect to the process that was before.
+    // After a restart no peer may connect to the process that was before.
     drop(listener);
     let mut control = Control::new(stream)?;
     let mut held = Held::default();
@@ -39,14 +39,14 @@ pub(crate) fn serve(flags: &Flags) -> Result<(), Failure> {
             control.say("ok")?;
             return Err(restart(flags, &local.to_string(), &side));
         }
-        let answer = match held.obey(&side, flags.patience, &line) {
+        let answer = match held.obey(&side, flags.timeout, &line) {
             Ok(answer) => format!("ok {answer}"),
             Err(error) => format!("failed {error}").replace('\n', " "),
         };
         control.say(&answer)?;
     }
     drop(held);
-    Blocking::new(&*side.channel).close(Instant::now() + flags.patience)?;
+    Blocking::new(&*side.channel).close(Instant::now() + flags.timeout)?;
     Ok(())
 }
 
@@ -63,19 +63,19 @@ fn restart(flags: &Flags, control: &str, side: &Side) -> Failure {
     command.exec().into()
 }
 
-/// What lies ready for the driver.
+/// Slots that lie ready for the driver.
 #[derive(Default)]
 struct Held {
     offered: Vec<SealedSlot>,
-    room: Vec<ReservedSlot>,
+    targets: Vec<ReservedSlot>,
 }
 
 impl Held {
-    fn obey(&mut self, side: &Side, patience: Duration, line: &str) -> Result<String, Failure> {
+    fn obey(&mut self, side: &Side, timeout: Duration, line: &str) -> Result<String, Failure> {
         let words: Vec<&str> = line.split(' ').collect();
         let channel = &*side.channel;
         let blocking = Blocking::new(channel);
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         match words[..] {
             ["address"] => Ok(channel.address().to_string()),
             ["knows", peer] => Ok(channel.is_connected(&peer.parse()?).to_string()),
@@ -84,15 +84,15 @@ impl Held {
                 self.offered = side.objects(&pattern::sizes(sizes)?, seed.parse()?)?;
                 indices(channel, &self.offered)
             }
-            ["room", sizes] => {
-                self.room.clear();
-                self.room = side.room(&pattern::sizes(sizes)?)?;
-                indices(channel, &self.room)
+            ["targets", sizes] => {
+                self.targets.clear();
+                self.targets = side.targets(&pattern::sizes(sizes)?)?;
+                indices(channel, &self.targets)
             }
             ["verify", seed] => {
                 let seed = seed.parse()?;
-                for (place, slot) in self.room.drain(..).enumerate() {
-                    pattern::check(slot.written().bytes(), seed, place)?;
+                for (number, slot) in self.targets.drain(..).enumerate() {
+                    pattern::check(slot.written().bytes(), seed, number)?;
                 }
                 Ok(String::new())
             }
@@ -108,12 +108,12 @@ impl Held {
             }
             ["receive", peer, tag, sizes, seed] => {
                 let peer: PeerId = peer.parse()?;
-                let slots = side.room(&pattern::sizes(sizes)?)?;
+                let slots = side.targets(&pattern::sizes(sizes)?)?;
                 let filled = blocking.receive(slots, &peer, tag.parse()?, deadline);
                 let written = filled.into_result()?;
                 let seed = seed.parse()?;
-                for (place, slot) in written.iter().enumerate() {
-                    pattern::check(slot.bytes(), seed, place)?;
+                for (number, slot) in written.iter().enumerate() {
+                    pattern::check(slot.bytes(), seed, number)?;
                 }
                 Ok(written.len().to_string())
             }

@@ -1,4 +1,4 @@
-//! What both sides are made of: flags, an arena, its pool, and a channel over it.
+//! Parts of both sides: flags, an arena, its pool, and a channel over it.
 
 use std::error::Error;
 use std::net::IpAddr;
@@ -12,13 +12,13 @@ use crate::pattern;
 
 pub(crate) type Failure = Box<dyn Error + Send + Sync>;
 
-/// What the serving side is called.
+/// Name of the serving side.
 pub(crate) const SERVER: &str = "serve";
 
 /// The key of both sides.
 const KEY: &[u8] = b"the key that the two sides share";
 
-/// What was typed after the verb.
+/// Flags after the verb.
 #[derive(Clone)]
 pub(crate) struct Flags {
     /// Of the control connection, `HOST:PORT`.
@@ -27,15 +27,15 @@ pub(crate) struct Flags {
     pub(crate) kind: String,
     /// NIXL's backend.
     pub(crate) backend: String,
-    /// Where the channel listens; a port that is free unless given.
+    /// Address that the channel listens at; a port that is free unless given.
     pub(crate) at: Option<Address>,
     /// Bytes of each side's arena.
     pub(crate) arena: usize,
     /// Bytes of the largest batch of the sweep; 0 for no sweep.
     pub(crate) sweep: u64,
-    /// What one operation may take.
-    pub(crate) patience: Duration,
-    /// What everything together may take.
+    /// Timeout of one operation.
+    pub(crate) timeout: Duration,
+    /// Timeout of everything together.
     pub(crate) limit: Duration,
 }
 
@@ -48,7 +48,7 @@ impl Flags {
             at: None,
             arena: 256 << 20,
             sweep: 64 << 20,
-            patience: Duration::from_secs(20),
+            timeout: Duration::from_secs(20),
             limit: Duration::from_secs(300),
         };
         let mut args = args.iter();
@@ -64,7 +64,7 @@ impl Flags {
                 "--at" => flags.at = Some(value.parse()?),
                 "--arena-mib" => flags.arena = (number()? as usize) << 20,
                 "--sweep-kib" => flags.sweep = u64::from(number()?) << 10,
-                "--patience" => flags.patience = Duration::from_secs(number()?.into()),
+                "--timeout" => flags.timeout = Duration::from_secs(number()?.into()),
                 "--limit" => flags.limit = Duration::from_secs(number()?.into()),
                 other => return Err(format!("unknown flag {other:?}").into()),
             }
@@ -79,7 +79,7 @@ impl Flags {
             ("--backend", self.backend.clone()),
             ("--arena-mib", (self.arena >> 20).to_string()),
             ("--sweep-kib", (self.sweep >> 10).to_string()),
-            ("--patience", self.patience.as_secs().to_string()),
+            ("--timeout", self.timeout.as_secs().to_string()),
             ("--limit", self.limit.as_secs().to_string()),
         ];
         let words = pairs.map(|(flag, value)| [flag.to_owned(), value]);
@@ -104,7 +104,7 @@ impl Side {
         Self::open_with_key(flags, name, host, on_connect, KEY)
     }
 
-    /// The same, with a key of one's own.
+    /// Opens a channel with another key.
     pub(crate) fn open_with_key(
         flags: &Flags,
         name: &str,
@@ -119,7 +119,7 @@ impl Side {
         config.keys = Some(Key::new(key)?.into());
         config.open_arena = true;
         config.rights = Rights::ReadWrite;
-        config.handshake_timeout = flags.patience;
+        config.handshake_timeout = flags.timeout;
         let at = flags.at.clone().unwrap_or_else(|| Address::Tcp {
             host: host.to_string(),
             port: 0,
@@ -131,16 +131,16 @@ impl Side {
     /// Objects of these sizes.
     pub(crate) fn objects(&self, sizes: &[u64], seed: u64) -> Result<Vec<SealedSlot>, Failure> {
         let mut objects = Vec::with_capacity(sizes.len());
-        for (place, &size) in sizes.iter().enumerate() {
+        for (number, &size) in sizes.iter().enumerate() {
             let mut slot = self.reserve(size)?;
-            pattern::fill(slot.bytes_mut(), seed, place);
+            pattern::fill(slot.bytes_mut(), seed, number);
             objects.push(slot.written().seal());
         }
         Ok(objects)
     }
 
     /// Slots of these sizes that hold no object.
-    pub(crate) fn room(&self, sizes: &[u64]) -> Result<Vec<ReservedSlot>, Failure> {
+    pub(crate) fn targets(&self, sizes: &[u64]) -> Result<Vec<ReservedSlot>, Failure> {
         let mut slots = Vec::with_capacity(sizes.len());
         for &size in sizes {
             let mut slot = self.reserve(size)?;
@@ -152,7 +152,7 @@ impl Side {
 
     pub(crate) fn reserve(&self, size: u64) -> Result<ReservedSlot, Failure> {
         let slot = self.pool.reserve(size);
-        slot.ok_or_else(|| format!("no room for {size} bytes: --arena-mib is too small").into())
+        slot.ok_or_else(|| format!("no capacity for {size} bytes: --arena-mib is too small").into())
     }
 }
 

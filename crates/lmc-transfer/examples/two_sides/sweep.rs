@@ -1,4 +1,4 @@
-//! How fast each operation is, for several sizes and numbers of objects.
+//! Measures each operation, for several sizes and numbers of objects.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ const BATCHES: [usize; 4] = [1, 16, 64, 1024];
 const TIME: Duration = Duration::from_millis(300);
 const ROUNDS: usize = 50;
 
-/// Every cell that the flags leave room for. The last bytes of each are all checked.
+/// Every cell that the flags leave targets for. The last bytes of each are all checked.
 pub(crate) fn sweep(drive: &mut Drive) -> Result<(), Failure> {
     for size in SIZES {
         for batch in BATCHES {
@@ -42,7 +42,7 @@ impl Cell {
         vec![self.size; self.batch]
     }
 
-    /// Room for a batch.
+    /// Reserves slots for a batch.
     fn slots(&self, drive: &Drive) -> Result<Vec<ReservedSlot>, Failure> {
         let reserve = |_| drive.side.reserve(self.size);
         (0..self.batch).map(reserve).collect()
@@ -68,7 +68,7 @@ impl Cell {
     }
 
     fn write(&self, drive: &mut Drive) -> Result<Vec<Duration>, Failure> {
-        let room = drive.room(&self.typed())?;
+        let targets = drive.targets(&self.typed())?;
         let objects = drive.side.objects(&self.sizes(), 21)?;
         let rounds = repeat(|| {
             let objects = objects.clone();
@@ -76,7 +76,7 @@ impl Cell {
             let deadline = drive.deadline();
             let sent = drive
                 .blocking()
-                .write(objects, &drive.server, &room, deadline);
+                .write(objects, &drive.server, &targets, deadline);
             sent.into_result()?;
             Ok(begun.elapsed())
         })?;
@@ -85,7 +85,7 @@ impl Cell {
         let others = drive.side.objects(&self.sizes(), 24)?;
         let sent = drive
             .blocking()
-            .write(others, &drive.server, &room, drive.deadline());
+            .write(others, &drive.server, &targets, drive.deadline());
         sent.into_result()?;
         drive.control.ask("verify 24")?;
         Ok(rounds)
@@ -101,8 +101,8 @@ impl Cell {
             last = drive.fetch(slots, &offered)?;
             Ok(begun.elapsed())
         })?;
-        for (place, slot) in last.iter().enumerate() {
-            pattern::check(slot.bytes(), 22, place)?;
+        for (number, slot) in last.iter().enumerate() {
+            pattern::check(slot.bytes(), 22, number)?;
         }
         Ok(rounds)
     }
@@ -126,8 +126,8 @@ impl Cell {
             drive.control.answer()?;
             Ok(took)
         })?;
-        for (place, slot) in last.iter().enumerate() {
-            pattern::check(slot.bytes(), 23, place)?;
+        for (number, slot) in last.iter().enumerate() {
+            pattern::check(slot.bytes(), 23, number)?;
         }
         Ok(rounds)
     }

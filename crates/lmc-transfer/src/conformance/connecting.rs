@@ -173,7 +173,7 @@ pub fn messages_are_as_long_as_allowed<R: Rig>(rig: &R) {
 }
 
 /// An address at which another answers than was expected, and an address of another kind.
-pub fn somebody_else_answers<R: Rig>(rig: &R) {
+pub fn another_peer_answers<R: Rig>(rig: &R) {
     let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
     let c = peer("c");
     let found = block_on(a.channel.connect(&c, b.channel.address(), None, soon()));
@@ -268,21 +268,21 @@ pub fn keys_are_rotated<R: Rig>(rig: &R) {
     }
 }
 
-/// Nobody listens at the address, any more.
-pub fn nobody_answers<R: Rig>(rig: &R) {
+/// No peer listens at the address any more.
+pub fn no_peer_answers<R: Rig>(rig: &R) {
     let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
     let address = b.channel.address().clone();
     b.ends();
     let id = peer("b");
     for deadline in [shortly(), Instant::now()] {
         let began = Instant::now();
-        let nobody = block_on(a.channel.connect(&id, &address, None, deadline));
+        let refused = block_on(a.channel.connect(&id, &address, None, deadline));
         assert!(
             matches!(
-                nobody,
+                refused,
                 Err(ConnectError::Deadline { .. } | ConnectError::Io(_))
             ),
-            "{nobody:?}"
+            "{refused:?}"
         );
         assert!(began.elapsed() < LATE);
         assert!(!a.channel.is_connected(&id));

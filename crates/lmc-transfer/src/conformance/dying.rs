@@ -37,7 +37,7 @@ fn notices<C: TransferChannel>(side: &Side<C>, other: &crate::PeerId) {
     );
 }
 
-/// What waits for a dead peer ends; both forms; the peer is no longer known.
+/// Calls that wait for a dead peer end, in both forms; the peer is no longer known.
 pub fn a_dead_peer_is_noticed<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let id = b.id.clone();
@@ -137,8 +137,8 @@ pub fn a_peer_dies_while_it_is_written<R: Rig>(rig: &R) {
     for round in 0..4 {
         let (a, b) = pair(rig);
         let lens = [1 << 20, 1, 70_000, 1 << 20];
-        let places = b.slots(&lens);
-        let indices = b.indices(&places);
+        let targets = b.slots(&lens);
+        let indices = b.indices(&targets);
         let id = b.id.clone();
         let rounds = AtomicU64::new(0);
         let over = AtomicBool::new(false);
@@ -161,7 +161,7 @@ pub fn a_peer_dies_while_it_is_written<R: Rig>(rig: &R) {
                 rounds.load(Ordering::Relaxed) > round
             });
             rig.kill(&b.channel);
-            drop(places);
+            drop(targets);
             b.goes();
             let new = Side::new(rig, "b");
             let mut kept = vec![new.slot(new.pool.usage().largest_free)];
@@ -199,8 +199,8 @@ pub fn a_close_with_a_dead_peer<R: Rig>(rig: &R) {
         let lens = [1 << 20, 1, 70_000];
         let kept = b.objects(1, &lens);
         let from = b.indices(&kept);
-        let places = b.slots(&lens);
-        let to = b.indices(&places);
+        let targets = b.slots(&lens);
+        let to = b.indices(&targets);
         let (id, channel) = (b.id.clone(), &a.channel);
         let rounds = AtomicU64::new(0);
         thread::scope(|scope| {
@@ -238,13 +238,13 @@ pub fn a_close_with_a_dead_peer<R: Rig>(rig: &R) {
             rig.kill(&b.channel);
             assert_eq!(block_on(channel.close(soon())), Ok(()));
         });
-        drop((kept, places));
+        drop((kept, targets));
         a.goes();
         b.goes();
     }
 }
 
-/// The new one at the old address is connected anew, and the old one's memory is gone; also where
+/// The new one at the old address is connected again, and the old one's memory is gone; also where
 /// the new one counts in another unit.
 pub fn a_peer_starts_again<R: Rig>(rig: &R) {
     let (a, mut b) = pair(rig);
@@ -259,7 +259,7 @@ pub fn a_peer_starts_again<R: Rig>(rig: &R) {
         let unit = [4096, 64][stamp as usize % 2];
         b = Side::with(rig, "b", unit, |config| config.unit = unit as u64);
         notices(&a, &id);
-        assert!(!b.channel.is_connected(&a.id), "nobody has connected");
+        assert!(!b.channel.is_connected(&a.id), "no side has connected");
         a.connect(&b);
         assert!(a.channel.is_connected(&id));
         a.works_with(100 * stamp, &b);

@@ -43,7 +43,7 @@ pub fn a_closed_channel<R: Rig>(rig: &R) {
         matches!(again, Ok(()) | Err(TransferError::Closed)),
         "{again:?}"
     );
-    // Who connects to it finds nobody.
+    // A connect to it finds no listener.
     assert!(b.try_connect(&a, shortly()).is_err());
     a.goes();
     b.ends();
@@ -85,8 +85,8 @@ pub fn closing_ends_its_own_reads_and_writes<R: Rig>(rig: &R) {
         let lens = [2 << 20, 1, 70_000];
         let kept = b.objects(1, &lens);
         let from = b.indices(&kept);
-        let places = b.slots(&lens);
-        let to = b.indices(&places);
+        let targets = b.slots(&lens);
+        let to = b.indices(&targets);
         let rounds = AtomicU64::new(0);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -121,11 +121,11 @@ pub fn closing_ends_its_own_reads_and_writes<R: Rig>(rig: &R) {
             assert_eq!(block_on(a.channel.close(soon())), Ok(()));
         });
         a.goes();
-        for (place, object) in kept.iter().enumerate() {
-            let checked = check_value(1, place, object.bytes());
-            checked.expect("nobody writes to what is read");
+        for (number, object) in kept.iter().enumerate() {
+            let checked = check_value(1, number, object.bytes());
+            checked.expect("nothing writes to what is read");
         }
-        drop((kept, places));
+        drop((kept, targets));
         b.ends();
     }
 }
@@ -138,8 +138,8 @@ pub fn a_close_without_time<R: Rig>(rig: &R) {
         let lens = [2 << 20, 1, 70_000];
         let kept = b.objects(1, &lens);
         let from = b.indices(&kept);
-        let places = b.slots(&lens);
-        let to = b.indices(&places);
+        let targets = b.slots(&lens);
+        let to = b.indices(&targets);
         for _ in 0..2 {
             let reading = a.channel.read(a.slots(&lens), &b.id, &from, later());
             drop_half_way(reading, &mut rng);
@@ -162,7 +162,7 @@ pub fn a_close_without_time<R: Rig>(rig: &R) {
             "{again:?}"
         );
         a.goes();
-        drop((kept, places));
+        drop((kept, targets));
         b.ends();
     }
 }
@@ -172,8 +172,8 @@ pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
     for round in 0..15 {
         let (a, b) = pair(rig);
         let lens = [2 << 20, 1, 70_000];
-        let mut places = a.slots(&lens);
-        let indices = a.indices(&places);
+        let mut targets = a.slots(&lens);
+        let indices = a.indices(&targets);
         let rounds = AtomicU64::new(0);
         thread::scope(|scope| {
             eventually("the other side knows too", || b.channel.is_connected(&a.id));
@@ -194,7 +194,7 @@ pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
             });
             assert_eq!(block_on(a.channel.close(soon())), Ok(()));
             let mut still = Still::default();
-            places.drain(..).for_each(|slot| still.keep(slot));
+            targets.drain(..).for_each(|slot| still.keep(slot));
             thread::sleep(Duration::from_millis(20));
             still.check();
         });
@@ -270,17 +270,17 @@ pub fn deadlines_that_pass<R: Rig>(rig: &R) {
         let done = still.watch(filled.slots, 1);
         assert!(error.is_some() || done == lens.len());
 
-        let places = b.slots(&lens);
-        let sent = a.write_by(2, &lens, &b, &b.indices(&places), deadline());
+        let targets = b.slots(&lens);
+        let sent = a.write_by(2, &lens, &b, &b.indices(&targets), deadline());
         let error = sent.error;
         assert!(
             matches!(error, None | Some(TransferError::Deadline)),
             "{error:?}"
         );
-        let mut places = places;
-        let rest = places.split_off(sent.done);
-        let places: Vec<_> = places.into_iter().map(ReservedSlot::written).collect();
-        check_all(2, &places);
+        let mut targets = targets;
+        let rest = targets.split_off(sent.done);
+        let targets: Vec<_> = targets.into_iter().map(ReservedSlot::written).collect();
+        check_all(2, &targets);
         match error {
             None => assert!(rest.is_empty()),
             Some(_) if sent.idle => rest.into_iter().for_each(|slot| still.keep(slot)),
@@ -362,15 +362,15 @@ fn drop_half_way<F: Future + ?Sized>(mut future: Pin<Box<F>>, rng: &mut Rng) {
 }
 
 /// One-sided calls that are dropped at any point give their slots back when nothing moves any
-/// more, and harm nobody.
+/// more, and harm no other call.
 pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let mut rng = Rng::new(11);
     let lens = [2 << 20, 1, 70_000];
     let kept = b.objects(1, &lens);
     let from = b.indices(&kept);
-    let places = b.slots(&lens);
-    let to = b.indices(&places);
+    let targets = b.slots(&lens);
+    let to = b.indices(&targets);
     for round in 0..40 {
         let deadline = later();
         drop_half_way(
@@ -389,12 +389,12 @@ pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
     a.memory_is_still();
     check_filled(a.read(&lens, &b, &from), 1, lens.len());
     a.works_with(3, &b);
-    // Nobody touched what lies between.
-    for (place, object) in kept.iter().enumerate() {
-        let checked = check_value(1, place, object.bytes());
-        checked.expect("nobody writes to what is read");
+    // Nothing touched what lies between.
+    for (number, object) in kept.iter().enumerate() {
+        let checked = check_value(1, number, object.bytes());
+        checked.expect("nothing writes to what is read");
     }
-    drop((kept, places));
+    drop((kept, targets));
     a.ends();
     b.ends();
 }
@@ -407,12 +407,12 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
     let lens = [1 << 20, 1, 70_000];
     for tag in 0..20 {
         // Both are there; one of them goes, at some point.
-        let patience = Instant::now() + Duration::from_millis(300);
+        let limit = Instant::now() + Duration::from_millis(300);
         thread::scope(|scope| {
             if tag % 2 == 0 {
                 scope.spawn(|| {
                     let slots = b.slots(&lens);
-                    let filled = block_on(b.channel.receive(slots, &a.id, tag, patience));
+                    let filled = block_on(b.channel.receive(slots, &a.id, tag, limit));
                     Still::default().watch(filled.slots, tag);
                 });
                 let objects = a.objects(tag, &lens);
@@ -420,7 +420,7 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
             } else {
                 scope.spawn(|| {
                     let objects = a.objects(tag, &lens);
-                    let sent = block_on(a.channel.send(objects, &b.id, tag, patience));
+                    let sent = block_on(a.channel.send(objects, &b.id, tag, limit));
                     assert!(sent.done == lens.len() || sent.error.is_some());
                 });
                 let slots = b.slots(&lens);
@@ -428,7 +428,7 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
             }
         });
     }
-    // Nobody is there: a receiver that was dropped receives nothing.
+    // No receiver is left: one that was dropped receives nothing.
     let receiving = b.channel.receive(b.slots(&lens), &a.id, 100, later());
     drop_half_way(receiving, &mut rng);
     let sent = block_on(a.channel.send(a.objects(3, &lens), &b.id, 100, shortly()));

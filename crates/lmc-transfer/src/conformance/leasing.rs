@@ -21,7 +21,7 @@ fn not_leased(error: Option<TransferError>, object: usize) {
     assert_eq!(error, Some(TransferError::NotLeased { object }));
 }
 
-/// What is granted is read, whole or from its start, by the peer that it was granted to.
+/// A leased slot is read, whole or from its start, by the peer that it was granted to.
 pub fn a_lease_is_for_its_slots_and_its_peer<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let c = Side::new(rig, "c");
@@ -64,9 +64,9 @@ pub fn a_lease_is_for_its_slots_and_its_peer<R: Rig>(rig: &R) {
     }
 }
 
-/// A lease pins its slots; revoked or dropped, it gives them back and serves nobody, also where
+/// A lease pins its slots; revoked or dropped, it gives them back and serves no peer, also where
 /// the same slots are granted again.
-pub fn a_revoked_lease_serves_nobody<R: Rig>(rig: &R) {
+pub fn a_revoked_lease_serves_no_peer<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let kept = b.objects(1, &LENS);
     let lease = b.lets_read(&a, kept.clone());
@@ -77,7 +77,7 @@ pub fn a_revoked_lease_serves_nobody<R: Rig>(rig: &R) {
     not_leased(a.read(&LENS, &b, &old).error, 0);
     drop(kept);
     b.slots_come_back();
-    // The next object lies at the same place.
+    // The next object lies at the same number.
     let lease = b.lets_read(&a, b.objects(2, &LENS));
     not_leased(a.read(&LENS, &b, &old).error, 0);
     check_filled(a.read(&LENS, &b, lease.indices()), 2, LENS.len());
@@ -91,7 +91,7 @@ pub fn a_revoked_lease_serves_nobody<R: Rig>(rig: &R) {
     let sent = a.write(4, &LENS, &b, &old);
     not_leased(sent.error, 0);
     for (object, slot) in kept.iter().enumerate() {
-        check_value(3, object, slot.bytes()).expect("nobody wrote to what lies there now");
+        check_value(3, object, slot.bytes()).expect("nothing wrote to what lies there now");
     }
     drop(kept);
     a.ends();
@@ -172,12 +172,12 @@ pub fn writes_under_revoked_leases_never_land<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A lease dies with its peer, which the owner is told; its slots come back.
+/// A lease dies with its peer, which the owner hears of; its slots come back.
 pub fn a_lease_ends_with_its_peer<R: Rig>(rig: &R) {
     type Events = Arc<Mutex<Vec<(PeerId, PeerEvent)>>>;
     let events = Events::default();
-    let told = Arc::clone(&events);
-    let on_peer: OnPeer = Arc::new(move |peer, event| told.lock().push((peer.clone(), event)));
+    let notes = Arc::clone(&events);
+    let on_peer: OnPeer = Arc::new(move |peer, event| notes.lock().push((peer.clone(), event)));
     let a = Side::new(rig, "a");
     let b = Side::with(rig, "b", 4096, |config| config.on_peer = Some(on_peer));
     let unknown = b.channel.grant_read(&a.id, b.objects(1, &LENS));
@@ -197,7 +197,7 @@ pub fn a_lease_ends_with_its_peer<R: Rig>(rig: &R) {
     assert_eq!(block_on(writes.revoke()).len(), LENS.len());
     block_on(reads.revoke());
     b.slots_come_back();
-    let is_told = || {
+    let is_notified = || {
         let events = events.lock();
         let gone = |event: &PeerEvent| matches!(event, PeerEvent::Gone { incarnation: found, .. } if *found == incarnation);
         let connected = PeerEvent::Connected { incarnation };
@@ -205,7 +205,7 @@ pub fn a_lease_ends_with_its_peer<R: Rig>(rig: &R) {
         assert!(events.iter().any(|(_, event)| *event == connected));
         events.iter().any(|(_, event)| gone(event))
     };
-    eventually("the owner is told", is_told);
+    eventually("the owner is notified", is_notified);
     b.ends();
 }
 
@@ -238,7 +238,7 @@ pub fn indices_of_an_earlier_incarnation_are_stale<R: Rig>(rig: &R) {
             assert_eq!((sent.done, sent.error), (0, stale(0, &indices)));
         }
         for (object, slot) in kept.iter().enumerate() {
-            check_value(100 + round, object, slot.bytes()).expect("nobody wrote there");
+            check_value(100 + round, object, slot.bytes()).expect("nothing wrote there");
         }
         drop(kept);
         a.works_with(10 * round, &b);
@@ -271,7 +271,7 @@ pub fn rights_are_kept<R: Rig>(rig: &R) {
         assert_eq!((sent.done, sent.error), (0, Some(TransferError::ReadOnly)));
     }
     for (object, slot) in kept.iter().enumerate() {
-        check_value(1, object, slot.bytes()).expect("nobody wrote there");
+        check_value(1, object, slot.bytes()).expect("nothing wrote there");
     }
     // The other direction has rights of its own, and what both sides call needs none.
     b.writes(3, &LENS, &a);
@@ -321,7 +321,7 @@ pub fn a_peer_is_disconnected<R: Rig>(rig: &R) {
         drop(lease);
         b.slots_come_back();
         eventually("the peer knows", || !a.channel.is_connected(&b.id));
-        // Nobody is there to be disconnected.
+        // A peer that is not connected is disconnected at once.
         assert_eq!(block_on(b.channel.disconnect(&a.id, soon())), Ok(()));
         a.connect(&b);
         a.works_with(round, &b);

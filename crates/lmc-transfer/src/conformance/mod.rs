@@ -28,7 +28,7 @@ pub use side::Side;
 mod value;
 pub use value::{Mismatch, check_value, fill_value};
 
-/// What tests call; the names are those of [`crate::conformance!`].
+/// The functions that tests call; the names are those of [`crate::conformance!`].
 #[doc(hidden)]
 pub mod property {
     pub use super::connecting::*;
@@ -53,17 +53,17 @@ macro_rules! __properties {
             both_sides_connect_at_the_same_time
             many_peers_are_kept_apart
             messages_are_as_long_as_allowed
-            somebody_else_answers
+            another_peer_answers
             keys_are_proven
             keys_are_rotated
-            nobody_answers
+            no_peer_answers
             a_stalled_handshake_ends
             handlers_that_fail
             closing_ends_a_connect
             no_more_peers_than_allowed
             writes_and_reads_of_all_sizes
             writes_and_reads_of_full_batches
-            a_place_is_read_more_than_once
+            a_range_is_read_more_than_once
             calls_change_hands
             empty_batches_are_done_at_once
             indices_count_in_units_of_the_peer
@@ -74,12 +74,12 @@ macro_rules! __properties {
             tags_are_kept_apart
             fewer_objects_than_slots
             lengths_must_agree
-            nobody_at_the_other_end
+            no_peer_at_the_other_end
             a_tag_is_used_again
             slots_of_another_arena
             slots_between_units
             numbers_that_do_not_go_together
-            places_outside_the_arena
+            ranges_outside_the_arena
             peers_that_are_not_known
             batches_that_are_too_large
             a_closed_channel
@@ -101,7 +101,7 @@ macro_rules! __properties {
             a_peer_starts_again
             a_peer_that_started_again_connects
             a_lease_is_for_its_slots_and_its_peer
-            a_revoked_lease_serves_nobody
+            a_revoked_lease_serves_no_peer
             reads_of_revoked_leases_are_never_torn
             writes_under_revoked_leases_never_land
             a_lease_ends_with_its_peer

@@ -1,4 +1,4 @@
-//! Random operations against a model: an array of bytes for each place that peers name.
+//! Random operations against a model: an array of bytes for each target that peers name.
 
 use std::collections::HashSet;
 use std::env;
@@ -23,7 +23,7 @@ pub fn random_operations<R: Rig>(rig: &R) {
     assert!(tally.dropped > 0 && tally.died > 0, "{tally:?}");
 }
 
-/// What the channel under test promises.
+/// The guarantee of the channel under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guarantee {
     /// A transfer fails only where a side has died or the deadline was tight.
@@ -40,7 +40,7 @@ pub struct RandomTest {
     rounds: usize,
 }
 
-/// What a run did, so that a test can tell that it did something.
+/// Counters of a run, so that a test can assert that it did something.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tally {
@@ -66,8 +66,8 @@ pub struct Tally {
 
 /// Sides, each connected to each.
 const SIDES: usize = 3;
-/// Places of each side.
-const PLACES: usize = 48;
+/// Targets of each side.
+const TARGETS: usize = 48;
 /// Bytes of a unit.
 const UNIT: u64 = 4096;
 /// Objects of a batch at most.
@@ -113,25 +113,25 @@ impl RandomTest {
     }
 }
 
-/// A place that peers name, and what it should hold.
+/// A slot that peers name, and what it should hold.
 #[derive(Debug)]
-struct Place {
+struct Target {
     slot: ReservedSlot,
     bytes: Vec<u8>,
-    /// Something may still write there, so that nobody looks before the side is gone.
+    /// Something may still write there, so it is not compared before the side is gone.
     unsure: bool,
 }
 
 struct Player<C> {
     side: Side<C>,
-    places: Vec<Place>,
+    targets: Vec<Target>,
     still: Still,
 }
 
-/// What one operation does. Operations of one round name different places.
+/// One operation. Operations of one round name different targets.
 struct Plan {
     kind: Kind,
-    /// Who calls; of a paired one, who sends.
+    /// The calling side; of a paired operation, the sender.
     from: usize,
     to: usize,
     parts: Vec<Part>,
@@ -152,15 +152,15 @@ enum Kind {
     Paired(usize),
 }
 
-/// An object at a place.
+/// An object in a target.
 struct Part {
-    place: usize,
-    /// Units from the start of the place.
+    target: usize,
+    /// Units from the start of the target.
     unit: u64,
     len: u64,
 }
 
-/// What an operation came to; `None` where it was dropped.
+/// Outcomes of an operation; `None` where it was dropped.
 #[derive(Default)]
 struct Came {
     sent: Option<Sent>,
@@ -202,18 +202,18 @@ impl<'a, R: Rig> Run<'a, R> {
     /// A side, new or started again.
     fn player(&mut self, n: usize) -> Player<R::Channel> {
         let side = Side::new(self.rig, &format!("side-{n}"));
-        let place = |at| {
+        let target = |at| {
             let len = UNIT * if at % 8 == 0 { 64 } else { 4 };
-            let mut place = Place {
+            let mut target = Target {
                 slot: side.slot(len),
                 bytes: vec![0; len as usize],
                 unsure: false,
             };
-            place.set(self.stamp());
-            place
+            target.set(self.stamp());
+            target
         };
         Player {
-            places: (0..PLACES).map(place).collect(),
+            targets: (0..TARGETS).map(target).collect(),
             still: Still::default(),
             side,
         }
@@ -238,7 +238,7 @@ impl<'a, R: Rig> Run<'a, R> {
         self.tally
     }
 
-    /// Connects whoever is not; starts again who turns out to be dead.
+    /// Connects sides that are not connected; starts those again that turn out to be dead.
     fn connect(&mut self) {
         for from in 0..SIDES {
             for to in 0..SIDES {
@@ -317,19 +317,19 @@ impl<'a, R: Rig> Run<'a, R> {
         };
         let mut parts = Vec::new();
         for _ in 0..self.rng.below(BATCH + 1) {
-            let place = self.rng.below(PLACES as u64) as usize;
-            let there = &self.players[to].places[place];
+            let target = self.rng.below(TARGETS as u64) as usize;
+            let there = &self.players[to].targets[target];
             let paired = matches!(kind, Kind::Paired(_));
-            if !paired && (there.unsure || !taken.insert((to, place))) {
+            if !paired && (there.unsure || !taken.insert((to, target))) {
                 continue;
             }
             let unit = self.rng.below(there.slot.len() / UNIT);
-            let room = there.slot.len() - unit * UNIT;
+            let left = there.slot.len() - unit * UNIT;
             let len = match self.rng.below(3) {
-                0 => room,
-                _ => 1 + self.rng.below(room),
+                0 => left,
+                _ => 1 + self.rng.below(left),
             };
-            parts.push(Part { place, unit, len });
+            parts.push(Part { target, unit, len });
         }
         if matches!(kind, Kind::Paired(_)) && parts.is_empty() {
             // Nothing is sent, so that slots would wait in vain.
@@ -413,7 +413,7 @@ impl<'a, R: Rig> Run<'a, R> {
                     let expected = if plan.kind == Kind::Read {
                         self.tally.read += 1;
                         let start = (part.unit * UNIT) as usize;
-                        &self.players[plan.to].places[part.place].bytes[start..][..sent.len()]
+                        &self.players[plan.to].targets[part.target].bytes[start..][..sent.len()]
                     } else {
                         self.tally.received += 1;
                         fill_value(plan.stamp, at, &mut sent);
@@ -437,34 +437,34 @@ impl<'a, R: Rig> Run<'a, R> {
     /// Notes what a write has changed in the peer's memory.
     fn note_written(&mut self, plan: &Plan, sent: Option<Sent>) {
         let done = sent.as_ref().map_or(0, |sent| sent.done);
-        // Nobody is told when a write that was dropped is over.
+        // The end of a write that was dropped is not reported.
         let idle = sent.as_ref().is_some_and(|sent| sent.idle);
         for (at, part) in plan.parts.iter().enumerate() {
             let fresh = self.stamp();
-            let place = &mut self.players[plan.to].places[part.place];
+            let target = &mut self.players[plan.to].targets[part.target];
             if at < done {
                 self.tally.written += 1;
                 let start = (part.unit * UNIT) as usize;
                 fill_value(
                     plan.stamp,
                     at,
-                    &mut place.bytes[start..][..part.len as usize],
+                    &mut target.bytes[start..][..part.len as usize],
                 );
             } else if idle {
-                place.set(fresh);
+                target.set(fresh);
             } else {
-                place.unsure = true;
+                target.unsure = true;
             }
         }
     }
 
-    /// Compares every place that nothing may write to.
+    /// Compares every target that nothing may write to.
     fn check(&mut self) {
         for player in &mut self.players {
-            for (at, place) in player.places.iter_mut().enumerate() {
-                if !place.unsure {
-                    let right = *place.slot.bytes_mut() == place.bytes[..];
-                    assert!(right, "place {at} of {} holds wrong bytes", player.side.id);
+            for (at, target) in player.targets.iter_mut().enumerate() {
+                if !target.unsure {
+                    let right = *target.slot.bytes_mut() == target.bytes[..];
+                    assert!(right, "target {at} of {} holds wrong bytes", player.side.id);
                 }
             }
         }
@@ -474,17 +474,19 @@ impl<'a, R: Rig> Run<'a, R> {
         for _ in 0..self.rng.below(4) {
             let stamp = self.stamp();
             let player = self.rng.below(SIDES as u64) as usize;
-            let place = self.rng.below(PLACES as u64) as usize;
-            let place = &mut self.players[player].places[place];
-            if !place.unsure {
-                place.set(stamp);
+            let target = self.rng.below(TARGETS as u64) as usize;
+            let target = &mut self.players[player].targets[target];
+            if !target.unsure {
+                target.set(stamp);
             }
         }
     }
 
     fn slots_come_back(&mut self) {
         for player in &mut self.players {
-            player.side.slots_come_back_but(PLACES + player.still.len());
+            player
+                .side
+                .slots_come_back_but(TARGETS + player.still.len());
             player.still.check();
         }
     }
@@ -492,16 +494,16 @@ impl<'a, R: Rig> Run<'a, R> {
     /// The end of a side is the end of what may write to it.
     fn restart_the_unsure(&mut self) {
         for n in 0..SIDES {
-            let unsure = |place: &&Place| place.unsure;
-            let unsure = self.players[n].places.iter().filter(unsure).count();
-            if unsure > PLACES / 4 {
+            let unsure = |target: &&Target| target.unsure;
+            let unsure = self.players[n].targets.iter().filter(unsure).count();
+            if unsure > TARGETS / 4 {
                 self.start_again(n);
             }
         }
     }
 }
 
-impl Place {
+impl Target {
     /// The owner writes all of it.
     fn set(&mut self, stamp: u64) {
         fill_value(stamp, 0, &mut self.bytes);
@@ -514,14 +516,14 @@ impl<C: TransferChannel> Player<C> {
         let closed = block_on(self.side.channel.close(soon()));
         closed.expect("a channel closes in time");
         self.still.check();
-        drop(self.places);
+        drop(self.targets);
         self.side.goes();
     }
 
     /// After its death.
     fn went(mut self) {
         self.still.check();
-        drop(self.places);
+        drop(self.targets);
         self.side.goes();
     }
 }
@@ -543,7 +545,7 @@ fn carry_out<C: TransferChannel>(players: &[Player<C>], plan: &Plan) -> Came {
     let deadline = Instant::now() + plan.deadline;
     let lens: Vec<_> = plan.parts.iter().map(|part| part.len).collect();
     let at = |part: &Part| {
-        let offset = to.places[part.place].slot.offset();
+        let offset = to.targets[part.target].slot.offset();
         to.side.at(offset / UNIT + part.unit)
     };
     let indices: Vec<_> = plan.parts.iter().map(at).collect();
@@ -576,9 +578,9 @@ fn carry_out<C: TransferChannel>(players: &[Player<C>], plan: &Plan) -> Came {
                     send_drops,
                 )
             });
-            let mut room: Vec<_> = plan.parts.iter().map(|part| part.len).collect();
-            room.extend(std::iter::repeat_n(100, extra));
-            let slots = to.side.slots(&room);
+            let mut lens: Vec<_> = plan.parts.iter().map(|part| part.len).collect();
+            lens.extend(std::iter::repeat_n(100, extra));
+            let slots = to.side.slots(&lens);
             let (channel, sender) = (&to.side.channel, &from.side.id);
             let receiving = channel.receive(slots, sender, plan.stamp, deadline);
             let filled = finish(receiving, receive_drops);

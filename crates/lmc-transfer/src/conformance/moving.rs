@@ -44,25 +44,25 @@ pub fn writes_and_reads_of_all_sizes<R: Rig>(rig: &R) {
         b.reads(300 + stamp, lens, &a);
     }
     // The neighbours of what is written stay as they are.
-    let mut places = b.slots(&[4096; 9]);
-    stamp_all(400, &mut places);
-    let (places, others): (Vec<_>, Vec<_>) = places
+    let mut targets = b.slots(&[4096; 9]);
+    stamp_all(400, &mut targets);
+    let (targets, others): (Vec<_>, Vec<_>) = targets
         .into_iter()
         .enumerate()
-        .partition(|(place, _)| place % 2 == 0);
+        .partition(|(number, _)| number % 2 == 0);
     let others: Vec<_> = others.into_iter().map(|(_, slot)| slot).collect();
     let sent = a.write(401, &[1, 100, 4000, 4096], &b, &b.indices(&others));
     assert_eq!(sent.into_result(), Ok(4));
-    for (place, slot) in places {
-        let kept = super::check_value(400, place, slot.written().bytes());
-        kept.expect("nobody wrote to this place");
+    for (number, slot) in targets {
+        let kept = super::check_value(400, number, slot.written().bytes());
+        kept.expect("nothing wrote to this slot");
     }
-    for ((place, slot), len) in others.into_iter().enumerate().zip([1, 100, 4000, 4096]) {
+    for ((number, slot), len) in others.into_iter().enumerate().zip([1, 100, 4000, 4096]) {
         let slot = slot.written();
-        let written = super::check_value(401, place, &slot.bytes()[..len]);
+        let written = super::check_value(401, number, &slot.bytes()[..len]);
         written.expect("the object is written");
         let mut rest = vec![0; 4096];
-        super::fill_value(400, 2 * place + 1, &mut rest);
+        super::fill_value(400, 2 * number + 1, &mut rest);
         assert_eq!(slot.bytes()[len..], rest[len..], "beyond the object");
     }
     a.ends();
@@ -81,8 +81,8 @@ pub fn writes_and_reads_of_full_batches<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A batch may name a place more than once, and places that overlap.
-pub fn a_place_is_read_more_than_once<R: Rig>(rig: &R) {
+/// A batch may name a range more than once, and ranges that overlap.
+pub fn a_range_is_read_more_than_once<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let kept = b.objects(1, &[3 * 4096 + 5]);
     let start = kept[0].offset() / 4096;
@@ -124,8 +124,8 @@ pub fn calls_change_hands<R: Rig>(rig: &R) {
     elsewhere(connecting).expect("a peer that is there");
     let lens = [1, 70_000, 2 << 20];
     for stamp in 0..5 {
-        let places = b.slots(&lens);
-        let indices = b.indices(&places);
+        let targets = b.slots(&lens);
+        let indices = b.indices(&targets);
         let objects = a.objects(stamp, &lens);
         let sent = elsewhere(a.channel.write(objects, &b.id, &indices, soon()));
         assert_eq!(sent.into_result(), Ok(3));
@@ -177,8 +177,8 @@ pub fn indices_count_in_units_of_the_peer<R: Rig>(rig: &R) {
     assert_eq!((a.channel.unit(), b.channel.unit()), (4096, 64));
     let slots = b.slots(&[64, 1, 200]);
     let indices = b.indices(&slots);
-    let places: Vec<_> = slots.iter().map(|slot| b.at(slot.offset() / 64)).collect();
-    assert_eq!(indices, places);
+    let targets: Vec<_> = slots.iter().map(|slot| b.at(slot.offset() / 64)).collect();
+    assert_eq!(indices, targets);
     drop(slots);
     a.connect(&b);
     a.works_with(1, &b);
@@ -250,15 +250,15 @@ pub fn the_blocking_form_does_the_same<R: Rig>(rig: &R) {
     assert_eq!(connected.expect("connecting to a peer that is there"), None);
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
     let lens = [1, 70_000, 4096];
-    let places = b.slots(&lens);
-    let indices = b.indices(&places);
+    let targets = b.slots(&lens);
+    let indices = b.indices(&targets);
     let sent = to_b.write(a.objects(1, &lens), &b.id, &indices, soon());
     assert_eq!(sent.into_result(), Ok(3));
     let filled = to_b.read(a.slots(&lens), &b.id, &indices, soon());
     check_filled(filled, 1, 3);
-    let places: Vec<_> = places.into_iter().map(ReservedSlot::written).collect();
-    check_all(1, &places);
-    drop(places);
+    let targets: Vec<_> = targets.into_iter().map(ReservedSlot::written).collect();
+    check_all(1, &targets);
+    drop(targets);
     thread::scope(|scope| {
         scope.spawn(|| {
             let sent = to_a.send(b.objects(2, &lens), &a.id, 9, soon());

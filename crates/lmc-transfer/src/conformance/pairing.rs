@@ -12,7 +12,7 @@ use crate::{Filled, MAX_BATCH, Sent, Slot, TransferChannel, TransferError, block
 /// Sends and receives under one tag at the same time, one of them earlier.
 fn both<C: TransferChannel>(
     (from, objects): (&Side<C>, &[u64]),
-    (to, room): (&Side<C>, &[u64]),
+    (to, capacity): (&Side<C>, &[u64]),
     tag: u64,
     sender_first: bool,
 ) -> (Sent, Filled) {
@@ -28,7 +28,10 @@ fn both<C: TransferChannel>(
             block_on(from.channel.send(objects, &to.id, tag, soon()))
         });
         pause(!sender_first);
-        let filled = block_on(to.channel.receive(to.slots(room), &from.id, tag, soon()));
+        let filled = block_on(
+            to.channel
+                .receive(to.slots(capacity), &from.id, tag, soon()),
+        );
         (sent.join().expect("a sender does not panic"), filled)
     })
 }
@@ -110,8 +113,8 @@ pub fn tags_are_kept_apart<R: Rig>(rig: &R) {
 pub fn fewer_objects_than_slots<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     for sender_first in [true, false] {
-        let room = [100, 5000, 64, 4096];
-        let (sent, filled) = both((&a, &room[..2]), (&b, &room), 5, sender_first);
+        let capacity = [100, 5000, 64, 4096];
+        let (sent, filled) = both((&a, &capacity[..2]), (&b, &capacity), 5, sender_first);
         assert_eq!(sent.into_result(), Ok(2));
         assert_eq!((filled.done(), &filled.error), (2, &None));
         let mut slots = filled.slots;
@@ -129,7 +132,7 @@ pub fn fewer_objects_than_slots<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Objects that do not fit their slots, or have none: both sides are told which.
+/// Objects that do not fit their slots, or have none: both sides learn which.
 pub fn lengths_must_agree<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let cases: [(&[u64], &[u64], usize); 4] = [
@@ -138,17 +141,17 @@ pub fn lengths_must_agree<R: Rig>(rig: &R) {
         (&[100, 200, 300], &[100, 200], 2),
         (&[1 << 20, 1], &[1 << 20, 1 << 20], 1),
     ];
-    for ((objects, room, place), tag) in cases.into_iter().zip(1..) {
+    for ((objects, slots, number), tag) in cases.into_iter().zip(1..) {
         for sender_first in [true, false] {
-            let (sent, filled) = both((&a, objects), (&b, room), tag, sender_first);
+            let (sent, filled) = both((&a, objects), (&b, slots), tag, sender_first);
             let wrong = TransferError::Length {
-                object: place,
-                sent: objects[place],
-                capacity: room.get(place).copied().unwrap_or(0),
+                object: number,
+                sent: objects[number],
+                capacity: slots.get(number).copied().unwrap_or(0),
             };
-            assert!(sent.done <= place);
+            assert!(sent.done <= number);
             assert_eq!(sent.error.as_ref(), Some(&wrong));
-            assert!(filled.done() <= place && filled.slots.len() == room.len());
+            assert!(filled.done() <= number && filled.slots.len() == slots.len());
             assert_eq!(filled.error.as_ref(), Some(&wrong));
             for (at, slot) in filled.slots.into_iter().enumerate() {
                 if let Slot::Written(slot) = slot {
@@ -169,8 +172,8 @@ pub fn lengths_must_agree<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Nobody receives, or nobody sends, until the deadline: nothing is touched, and nothing stays.
-pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
+/// No peer receives, or none sends, until the deadline: nothing is touched, and nothing stays.
+pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
     // Few bytes may go along with their offer.
@@ -184,8 +187,8 @@ pub fn nobody_at_the_other_end<R: Rig>(rig: &R) {
 
         // Too late for what was sent before.
         let filled = block_on(to.channel.receive(to.slots(&lens), &from.id, 1, shortly()));
-        let quiet = TransferError::Deadline;
-        assert_eq!(filled.error, Some(quiet));
+        let late = TransferError::Deadline;
+        assert_eq!(filled.error, Some(late));
         check_untouched(filled.slots, 2);
 
         // And too late for the receiver that gave up.

@@ -1,4 +1,4 @@
-//! What is refused before a byte moves.
+//! Calls that are refused before a byte moves.
 
 use super::side::{check_untouched, eventually, pair, peer, soon};
 use super::{Rig, Side};
@@ -20,8 +20,8 @@ fn not_filled(filled: Filled, count: usize, error: &TransferError) {
 pub fn slots_of_another_arena<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let lens = [100, 200, 300];
-    let places = b.slots(&lens);
-    let indices = b.indices(&places);
+    let targets = b.slots(&lens);
+    let indices = b.indices(&targets);
     let error = TransferError::NotRegistered { object: 1 };
     let objects = || {
         let mut objects = a.objects(1, &lens);
@@ -46,7 +46,7 @@ pub fn slots_of_another_arena<R: Rig>(rig: &R) {
     not_filled(filled, 3, &error);
     let filled = block_on(channel.receive(slots(), &b.id, 1, soon()));
     not_filled(filled, 3, &error);
-    check_untouched(places.into_iter().map(crate::Slot::Idle).collect(), 3);
+    check_untouched(targets.into_iter().map(crate::Slot::Idle).collect(), 3);
     a.works_with(2, &b);
     a.ends();
     b.ends();
@@ -82,8 +82,8 @@ pub fn slots_between_units<R: Rig>(rig: &R) {
 /// One index for each object.
 pub fn numbers_that_do_not_go_together<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
-    let places = b.slots(&[64; 3]);
-    let indices = b.indices(&places);
+    let targets = b.slots(&[64; 3]);
+    let indices = b.indices(&targets);
     for (objects, count) in [(3, 2), (2, 3), (1, 0), (0, 1)] {
         let error = TransferError::Indices {
             objects,
@@ -93,19 +93,19 @@ pub fn numbers_that_do_not_go_together<R: Rig>(rig: &R) {
         not_sent(a.write(1, &lens, &b, &indices[..count]), &error);
         not_filled(a.read(&lens, &b, &indices[..count]), objects, &error);
     }
-    check_untouched(places.into_iter().map(crate::Slot::Idle).collect(), 3);
+    check_untouched(targets.into_iter().map(crate::Slot::Idle).collect(), 3);
     a.works_with(1, &b);
     a.ends();
     b.ends();
 }
 
-/// Places outside the peer's arena, also where the sum overflows.
-pub fn places_outside_the_arena<R: Rig>(rig: &R) {
+/// Ranges outside the peer's arena, also where the sum overflows.
+pub fn ranges_outside_the_arena<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let arena = b.arena().len() as u64;
     let units = arena / 4096;
-    let place = b.slot(4096);
-    let inside = b.indices(std::slice::from_ref(&place))[0];
+    let slot = b.slot(4096);
+    let inside = b.indices(std::slice::from_ref(&slot))[0];
     let outside = [
         (units, 1),
         (units - 1, 4097),
@@ -127,7 +127,7 @@ pub fn places_outside_the_arena<R: Rig>(rig: &R) {
         not_sent(a.write(1, &lens, &b, &indices), &error);
         not_filled(a.read(&lens, &b, &indices), 2, &error);
     }
-    check_untouched(vec![crate::Slot::Idle(place)], 1);
+    check_untouched(vec![crate::Slot::Idle(slot)], 1);
     // The last byte is inside.
     let filled = a.read(&[4096], &b, &[b.at(units - 1)]);
     assert_eq!((filled.done(), filled.error), (1, None));

@@ -1,4 +1,4 @@
-//! How the suite starts channels and kills them.
+//! The rig: starts channels for the suite, and kills them.
 
 use std::sync::Arc;
 
@@ -27,11 +27,11 @@ pub trait Rig: Sync {
         change: impl FnOnce(&mut ChannelConfig),
     ) -> Self::Channel;
 
-    /// Ends a channel without a word to whoever uses it, as near to the death of its process as
+    /// Ends a channel without a word to its users, as near to the death of its process as
     /// can be had within one: it moves no byte any more. Calls on it end soon.
     fn kill(&self, channel: &Self::Channel);
 
-    /// Whether its channels cannot be made without a shared key.
+    /// Returns whether its channels cannot be made without a shared key.
     fn requires_key(&self) -> bool {
         false
     }

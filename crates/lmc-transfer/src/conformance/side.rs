@@ -15,7 +15,7 @@ use crate::{
 /// Time that anything may take that ends by itself.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long after its deadline a call may be over, on a machine that has much else to do.
+/// Time after its deadline within which a call must end, on a busy machine.
 pub(super) const LATE: Duration = Duration::from_secs(10);
 
 /// A deadline that nothing healthy misses.
@@ -33,7 +33,7 @@ pub(super) fn shortly() -> Instant {
     Instant::now() + Duration::from_millis(200)
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 ///
 /// # Panics
 /// When it is not so in time.
@@ -58,7 +58,7 @@ pub(super) const POISON: u64 = u64::MAX;
 /// Memory and a channel over it.
 #[derive(Debug)]
 pub struct Side<C> {
-    /// Its name.
+    /// Name of the side.
     pub id: PeerId,
     /// Slots of its arena.
     pub pool: Pool,
@@ -123,11 +123,11 @@ impl<C: TransferChannel> Side<C> {
     /// A slot that holds poison.
     ///
     /// # Panics
-    /// When there is no room.
+    /// When there is no capacity.
     #[track_caller]
     pub fn slot(&self, len: u64) -> ReservedSlot {
         let slot = self.pool.reserve(len);
-        let mut slot = slot.unwrap_or_else(|| panic!("no room: {:?}", self.pool.usage()));
+        let mut slot = slot.unwrap_or_else(|| panic!("no capacity: {:?}", self.pool.usage()));
         fill_value(POISON, 0, slot.bytes_mut());
         slot
     }
@@ -276,10 +276,10 @@ impl<C: TransferChannel> Side<C> {
         eventually("every slot comes back", back);
     }
 
-    /// Takes all of the memory, and sees that nobody writes to it.
+    /// Takes all of the memory, and checks that nothing writes to it.
     ///
     /// # Panics
-    /// When somebody does, or a slot is still taken.
+    /// When something does, or a slot is still taken.
     #[track_caller]
     pub fn memory_is_still(&self) {
         self.slots_come_back();
@@ -330,16 +330,16 @@ pub(super) fn pair<R: Rig>(rig: &R) -> (Side<R::Channel>, Side<R::Channel>) {
 
 /// Writes the bytes that belong to the stamp.
 pub(super) fn stamp_all(stamp: u64, slots: &mut [ReservedSlot]) {
-    for (place, slot) in slots.iter_mut().enumerate() {
-        fill_value(stamp, place, slot.bytes_mut());
+    for (number, slot) in slots.iter_mut().enumerate() {
+        fill_value(stamp, number, slot.bytes_mut());
     }
 }
 
 /// Checks the bytes that belong to the stamp.
 #[track_caller]
 pub(super) fn check_all(stamp: u64, slots: &[WrittenSlot]) {
-    for (place, slot) in slots.iter().enumerate() {
-        let checked = check_value(stamp, place, slot.bytes());
+    for (number, slot) in slots.iter().enumerate() {
+        let checked = check_value(stamp, number, slot.bytes());
         checked.unwrap_or_else(|mismatch| panic!("{mismatch}"));
     }
 }
@@ -366,7 +366,7 @@ pub(super) fn check_untouched(slots: Vec<Slot>, count: usize) {
     }
 }
 
-/// Slots that came back quiet, filled anew; nothing may change them.
+/// Slots that came back idle, filled again; nothing may change them.
 #[derive(Debug, Default)]
 pub(super) struct Still(Vec<ReservedSlot>);
 
@@ -374,16 +374,16 @@ pub(super) struct Still(Vec<ReservedSlot>);
 const STILL: u64 = 0x5711;
 
 impl Still {
-    /// Takes what came back: written slots are checked, quiet ones are kept under watch. Gives
+    /// Takes what came back: written slots are checked, idle ones are kept under watch. Gives
     /// the number of those that were written.
     #[track_caller]
     pub(super) fn watch(&mut self, slots: Vec<Slot>, stamp: u64) -> usize {
         let mut written = 0;
-        for (place, slot) in slots.into_iter().enumerate() {
+        for (number, slot) in slots.into_iter().enumerate() {
             match slot {
                 Slot::Written(slot) => {
                     written += 1;
-                    let checked = check_value(stamp, place, slot.bytes());
+                    let checked = check_value(stamp, number, slot.bytes());
                     checked.unwrap_or_else(|mismatch| panic!("{mismatch}"));
                 }
                 Slot::Idle(slot) => self.keep(slot),
@@ -393,7 +393,7 @@ impl Still {
         written
     }
 
-    /// How many slots are kept.
+    /// Returns the number of slots that are kept.
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }

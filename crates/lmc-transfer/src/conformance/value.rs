@@ -7,33 +7,33 @@ use super::Rng;
 /// Bytes that are not those of the object.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "stamp {stamp:#x}, place {place}, {len} bytes: byte {at} is {found:#04x}, expected {expected:#04x}"
+    "stamp {stamp:#x}, object {object}, {len} bytes: byte {at} is {found:#04x}, expected {expected:#04x}"
 )]
 pub struct Mismatch {
     /// Of the batch.
     pub stamp: u64,
     /// Of the object in its batch.
-    pub place: usize,
+    pub object: usize,
     /// Bytes looked at.
     pub len: usize,
     /// The first wrong byte.
     pub at: usize,
-    /// What it should be.
+    /// The expected byte.
     pub expected: u8,
-    /// What it is.
+    /// The byte found.
     pub found: u8,
 }
 
 /// The stream of bytes that belongs to an object of a length.
-fn words(stamp: u64, place: usize, len: usize) -> impl Iterator<Item = [u8; 8]> {
-    let seed = Rng::new(stamp).next_u64() ^ place as u64;
+fn words(stamp: u64, object: usize, len: usize) -> impl Iterator<Item = [u8; 8]> {
+    let seed = Rng::new(stamp).next_u64() ^ object as u64;
     let mut rng = Rng::new(Rng::new(seed).next_u64() ^ len as u64);
     std::iter::repeat_with(move || rng.next_u64().to_le_bytes())
 }
 
-/// Writes the bytes of the object at `place` of the batch with this stamp.
-pub fn fill_value(stamp: u64, place: usize, bytes: &mut [u8]) {
-    let words = words(stamp, place, bytes.len());
+/// Writes the bytes of the object with this number in the batch with this stamp.
+pub fn fill_value(stamp: u64, object: usize, bytes: &mut [u8]) {
+    let words = words(stamp, object, bytes.len());
     for (part, word) in bytes.chunks_mut(8).zip(words) {
         part.copy_from_slice(&word[..part.len()]);
     }
@@ -43,14 +43,14 @@ pub fn fill_value(stamp: u64, place: usize, bytes: &mut [u8]) {
 ///
 /// # Errors
 /// [`Mismatch`] names the first wrong byte.
-pub fn check_value(stamp: u64, place: usize, bytes: &[u8]) -> Result<(), Mismatch> {
-    let words = words(stamp, place, bytes.len());
+pub fn check_value(stamp: u64, object: usize, bytes: &[u8]) -> Result<(), Mismatch> {
+    let words = words(stamp, object, bytes.len());
     for (n, (part, word)) in bytes.chunks(8).zip(words).enumerate() {
         for (at, (&found, &expected)) in part.iter().zip(&word).enumerate() {
             if found != expected {
                 return Err(Mismatch {
                     stamp,
-                    place,
+                    object,
                     len: bytes.len(),
                     at: n * 8 + at,
                     expected,
@@ -67,12 +67,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_tell_stamps_places_and_lengths_apart() {
+    fn values_distinguish_stamps_numbers_and_lengths() {
         let mut bytes = [0; 37];
         fill_value(1, 2, &mut bytes);
         assert_eq!(check_value(1, 2, &bytes), Ok(()));
-        for (stamp, place) in [(1, 1), (2, 2), (2, 1), (0, 3)] {
-            assert!(check_value(stamp, place, &bytes).is_err());
+        for (stamp, object) in [(1, 1), (2, 2), (2, 1), (0, 3)] {
+            assert!(check_value(stamp, object, &bytes).is_err());
         }
         assert!(check_value(1, 2, &bytes[..36]).is_err());
         bytes[20] ^= 1;

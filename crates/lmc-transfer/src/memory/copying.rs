@@ -91,7 +91,7 @@ impl Half {
         }
     }
 
-    /// Whether the two are the halves of one transfer.
+    /// Returns whether the two are the halves of one transfer.
     pub(super) fn fits(&self, other: &Self) -> bool {
         let ends = match (&self.what, &other.what) {
             (Paired::Send(from, _), Paired::Receive(to, _))
@@ -115,7 +115,7 @@ pub(super) struct Far {
     pub(super) lease: Option<Arc<Granted>>,
 }
 
-/// What is copied, from where to where. It keeps everything that it touches.
+/// The source and the target of a copy. It keeps everything that it touches.
 #[derive(Debug)]
 enum Work {
     Write {
@@ -150,11 +150,11 @@ pub(super) struct Copy {
     revoked: Option<usize>,
 }
 
-/// How it goes on.
+/// The next step of a copy.
 pub(super) enum Turn {
     /// Another piece may be copied.
     Further(Copy),
-    /// It is over.
+    /// The copy has ended.
     Over(Vec<Delivery>),
 }
 
@@ -190,7 +190,7 @@ impl Copy {
     /// Two halves that fit.
     ///
     /// # Errors
-    /// What both are told where their lengths do not agree.
+    /// The outcomes of both where their lengths differ.
     pub(super) fn pair(one: Half, other: Half) -> Result<Self, Vec<Delivery>> {
         let (sender, objects, receiver, slots) = match (one.what, other.what) {
             (Paired::Send(sender, objects), Paired::Receive(receiver, slots))
@@ -230,7 +230,7 @@ impl Copy {
         }
     }
 
-    /// Whether it touches the memory of a side.
+    /// Returns whether it touches the memory of a side.
     pub(super) fn touches(&self, end: EndId) -> bool {
         let (one, other) = match &self.work {
             Work::Write { party, .. } => (party.end, party.peer),
@@ -303,7 +303,7 @@ impl Copy {
         }
     }
 
-    /// Ends it where it is done or nobody wants it any more.
+    /// Ends the copy when it is done or no longer wanted.
     pub(super) fn turn(self, state: &State, now: Instant) -> Turn {
         let whole = self.done == self.objects();
         let (to_sender, to_receiver) = match &self.work {
@@ -325,7 +325,7 @@ impl Copy {
         if !whole && goes_on && !dropped {
             return Turn::Further(self);
         }
-        // A side without a reason of its own is told of the other's.
+        // A side without a reason of its own gets the other's.
         let error = |own: Option<TransferError>| {
             let other = || match revoked {
                 Some(object) => TransferError::NotLeased { object },

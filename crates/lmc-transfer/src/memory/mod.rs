@@ -139,7 +139,7 @@ impl Drop for MemoryChannel {
     }
 }
 
-/// What a connect does next.
+/// The next step of a connect.
 enum Step<'a> {
     Done(Connected),
     Wait(Call<'a, Connected>),
@@ -291,9 +291,8 @@ impl MemoryChannel {
         })
     }
 
-    /// The incarnation of a peer that may be granted these slots.
-    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
-        checks::slots(&self.config.arena, slots)?;
+    /// The incarnation of a peer that is connected.
+    fn connected(&self, peer: &PeerId) -> Result<u64, TransferError> {
         self.shared()
             .look(|state| state.peer(self.end, peer).map(|(end, _)| end.0))
     }
@@ -324,7 +323,7 @@ impl MemoryChannel {
     }
 }
 
-/// Where a range lies in a peer's arena, if this side may reach it.
+/// Resolves a range of a peer's memory, if this side may reach it.
 fn far(
     peer: &End,
     own: EndId,
@@ -419,8 +418,7 @@ impl TransferChannel for MemoryChannel {
     }
 
     fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
-        self.shared()
-            .look(|state| state.peer(self.end, peer).map(|(end, _)| end.0).ok())
+        self.connected(peer).ok()
     }
 
     fn grant_read(
@@ -428,12 +426,8 @@ impl TransferChannel for MemoryChannel {
         peer: &PeerId,
         slots: Vec<SealedSlot>,
     ) -> Result<ReadLease, TransferError> {
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.leases.read(peer, incarnation, slots);
-        match self.peer_incarnation(peer) {
-            Some(found) if found == incarnation => Ok(lease),
-            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
-        }
+        let connected = || self.connected(peer);
+        self.leases.grant_read(&self.config, peer, slots, connected)
     }
 
     fn grant_write(
@@ -441,15 +435,9 @@ impl TransferChannel for MemoryChannel {
         peer: &PeerId,
         slots: Vec<ReservedSlot>,
     ) -> Result<WriteLease, TransferError> {
-        if self.config.rights != Rights::ReadWrite {
-            return Err(TransferError::ReadOnly);
-        }
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.leases.write(peer, incarnation, slots);
-        match self.peer_incarnation(peer) {
-            Some(found) if found == incarnation => Ok(lease),
-            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
-        }
+        let connected = || self.connected(peer);
+        self.leases
+            .grant_write(&self.config, peer, slots, connected)
     }
 
     fn unit(&self) -> u64 {

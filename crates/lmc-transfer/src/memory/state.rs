@@ -160,7 +160,7 @@ impl State {
         (Some(other), out)
     }
 
-    /// Whether another peer may be connected.
+    /// Checks that another peer may be connected.
     fn has_capacity(&self, end: EndId, peer: &PeerId) -> Result<(), ConnectError> {
         let Some(end) = self.ends.get(&end) else {
             return Err(io::Error::from(io::ErrorKind::ConnectionReset).into());
@@ -173,7 +173,7 @@ impl State {
         Err(ConnectError::Refused(format!("{id} has {max} peers")))
     }
 
-    /// Whether two channels may be connected.
+    /// Checks that two channels may be connected.
     pub(super) fn may_link(&self, from: EndId, to: EndId) -> Result<(), ConnectError> {
         let Some(caller) = self.ends.get(&from) else {
             return Err(ConnectError::Closed);
@@ -217,7 +217,7 @@ impl State {
         Ok(out)
     }
 
-    /// Ends halves that wait for nobody any more.
+    /// Ends halves whose other half cannot come any more.
     pub(super) fn fail_halves(&mut self, now: Instant) -> Vec<Delivery> {
         let mut out = Vec::new();
         for half in mem::take(&mut self.halves) {
@@ -344,7 +344,7 @@ impl End {
         }
     }
 
-    /// Whether a channel that connects with these keys is accepted.
+    /// Returns whether a channel that connects with these keys is accepted.
     pub(super) fn accepts(&self, keys: Option<&Keys>) -> bool {
         match (&self.config.keys, keys) {
             (None, None) => true,

@@ -11,7 +11,7 @@ use super::copying::Delivery;
 use super::state::State;
 use crate::{ConnectError, MAX_MESSAGE, OnConnect, PeerId};
 
-/// What the channels of a hub, its thread and its handshakes share.
+/// State that the channels of a hub, its thread and its handshakes share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -90,7 +90,7 @@ impl Shared {
             let handshakes = &mut state.handshakes;
             let at = handshakes.iter().position(|other| other.number == number);
             let mut out = Vec::new();
-            // Not there: nobody waits for the answer any more.
+            // Not there: the connect was dropped or has ended.
             if let Some(at) = at {
                 let handshake = handshakes.swap_remove(at);
                 let (from, to) = (handshake.from, handshake.to);

@@ -330,7 +330,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         let what = format!("{} exists and is not a socket", path.display());
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
     }
-    // Polled once: with a full backlog nobody may ever accept.
+    // Polled once: with a full backlog it may stay pending for ever.
     let mut context = Context::from_waker(Waker::noop());
     match pin!(UnixStream::connect(path)).poll(&mut context) {
         Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {

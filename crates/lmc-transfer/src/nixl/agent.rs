@@ -21,7 +21,7 @@ use super::plan::Part;
 /// would never sleep.
 const PROGRESS_DELAY_US: u64 = 1000;
 
-/// What kind of memory an arena is to NIXL.
+/// The kind of memory of an arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NixlMemory {
     /// The host's. Default.
@@ -47,7 +47,7 @@ impl NixlMemory {
     }
 }
 
-/// What every agent of a channel is made with.
+/// Settings of every agent of a channel.
 #[derive(Clone)]
 pub(super) struct Setup {
     pub(super) arena: Arc<Arena>,
@@ -110,7 +110,7 @@ impl fmt::Debug for Registered {
     }
 }
 
-/// Whether the agent makes progress by itself.
+/// The role of an agent: a target makes progress by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Target,
@@ -140,12 +140,12 @@ pub(super) struct Remote {
     pub(super) memory: NixlMemory,
 }
 
-/// How a request stands.
+/// The state of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Progress {
     Going,
     Done,
-    /// It failed. That is no proof that it moves nothing any more: NIXL watches the last of the
+    /// The request failed. That is no proof that it moves nothing any more: NIXL watches the last of the
     /// operations that it made, and lets go of the others.
     Failed,
 }
@@ -162,7 +162,7 @@ impl fmt::Debug for Request {
 /// Why a request was not posted.
 #[derive(Debug)]
 pub(super) enum PostError {
-    /// It was never begun.
+    /// The request was never begun.
     NotBegun(String),
     /// Some of it may have been.
     Begun(Request, String),
@@ -238,7 +238,7 @@ impl Registered {
         Ok(left > self.piece)
     }
 
-    /// What a peer needs to reach this agent's memory.
+    /// Returns the metadata that a peer needs to reach this agent's memory.
     pub(super) fn metadata(&self) -> Result<Vec<u8>, String> {
         let fault = |error| format!("NIXL does not describe its agent: {error}");
         self.agent.get_local_md().map_err(fault)
@@ -306,7 +306,7 @@ impl Registered {
     }
 
     /// Moves things on where there is no request, and throws away what peers may have said:
-    /// notifications that nobody takes would pile up.
+    /// notifications would pile up otherwise.
     pub(super) fn tend(&self) {
         let taken = NotificationMap::new()
             .and_then(|mut said| self.agent.get_notifications(&mut said, None));

@@ -40,7 +40,7 @@ const WAY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two looks at that.
 const WAY_PAUSE: Duration = Duration::from_millis(10);
 
-/// Peers that were told where this side's memory is.
+/// Peers that know where this side's memory is.
 #[derive(Debug, Default)]
 pub(super) struct Exposures {
     live: AtomicUsize,
@@ -48,12 +48,12 @@ pub(super) struct Exposures {
 }
 
 impl Exposures {
-    /// Whether one of them may yet end its connection.
+    /// Returns whether one of them may yet end its connection.
     pub(super) fn are_live(&self) -> bool {
         self.live.load(Ordering::Acquire) > 0
     }
 
-    /// Whether all of them have.
+    /// Returns whether all of them have.
     pub(super) fn are_over(&self) -> bool {
         !self.are_live() && !self.lost.load(Ordering::Acquire)
     }
@@ -91,7 +91,7 @@ impl Drop for Exposed {
     }
 }
 
-/// What the handshakes of a channel share.
+/// State that the handshakes of a channel share.
 pub(super) struct Host {
     pub(super) config: ChannelConfig,
     pub(super) local: Local,
@@ -117,7 +117,7 @@ struct Started {
 /// A handshake under way, of either side.
 #[derive(Default)]
 struct Progress {
-    /// From when the other side is told where the memory is.
+    /// Set before the other side learns where the memory is.
     exposed: Option<Exposed>,
     /// From when the engine knows the connection.
     number: Option<u64>,
@@ -156,7 +156,7 @@ impl Accept for Host {
         let (number, outgoing) = match self.attach(&socket, sealer, &peer, &theirs).await {
             Ok(attached) => attached,
             Err((failure, mut sealer)) => {
-                // The welcome was not sent, and the peer is told why.
+                // The welcome was not sent: a refusal is, instead.
                 sealer.rewind(before);
                 accepted.stream = Arc::try_unwrap(socket).ok().map(|socket| SecureStream {
                     socket,
@@ -461,7 +461,7 @@ async fn ends_within(socket: &Socket, limit: Duration) -> LinkEnd {
     timeout(limit, ends).await.unwrap_or(LinkEnd::Unknown)
 }
 
-/// What an error says of the peer. Its host resets the connections of a process that has ended;
+/// Returns what an error proves of the peer. Its host resets the connections of a process that has ended;
 /// that nothing answers is no proof of anything.
 fn end_by(error: &io::Error) -> LinkEnd {
     match error.kind() {
@@ -510,7 +510,7 @@ async fn hear(
 /// Held while a peer's message waits.
 pub(super) type Seat = OwnedSemaphorePermit;
 
-/// What is left of the time until a deadline.
+/// Returns the time until a deadline.
 pub(super) fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }

@@ -52,7 +52,7 @@ const STRAGGLERS: Duration = Duration::from_millis(2);
 const IDLE: Duration = Duration::from_millis(100);
 /// Connections of one peer at most: two where both sides connected at once.
 const MAX_LINKS: usize = 4;
-/// What is left of the control plane's tasks has this long to end.
+/// Time that the remaining tasks of the control plane have to end.
 const RUNTIME: Duration = Duration::from_secs(1);
 
 /// A peer that was connected.
@@ -64,11 +64,11 @@ pub(super) struct Peer {
     pub(super) identity: Option<PublicIdentity>,
     pub(super) memory: PeerMemory,
     pub(super) remote: Remote,
-    /// Whether this side reads its memory by itself.
+    /// True if this side reads its memory by itself.
     pub(super) direct: bool,
-    /// Whether any range may be named, without a lease.
+    /// True if any range may be named, without a lease.
     pub(super) open: bool,
-    /// Whether it may be written to.
+    /// True if it may be written to.
     pub(super) writable: bool,
 }
 
@@ -96,7 +96,7 @@ struct Connected {
     links: Vec<Link>,
 }
 
-/// What the thread is to do.
+/// Commands of the thread.
 pub(super) enum Command {
     Transfer {
         batch: Batch,
@@ -160,7 +160,7 @@ pub(super) enum Command {
     },
 }
 
-/// What is known of a connection's end.
+/// Knowledge about a connection's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LinkEnd {
     /// The peer has ended its half, or its process has ended.
@@ -187,19 +187,19 @@ impl Commands {
     }
 }
 
-/// What others see of the thread's state.
+/// The part of the thread's state that others see.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     /// The incarnation of each peer that is connected.
     pub(super) peers: RwLock<HashMap<PeerId, u64>>,
     /// Slots that stay in quarantine.
     pub(super) stranded: AtomicU64,
-    /// Whether the thread has ended.
+    /// True if the thread has ended.
     pub(super) ended: Mutex<bool>,
     pub(super) end: Condvar,
 }
 
-/// What the thread owns.
+/// The thread and everything it owns.
 pub(super) struct Engine {
     pub(super) commands: Commands,
     pub(super) received: Receiver<Command>,
@@ -226,7 +226,7 @@ struct Asking {
     deadline: Instant,
 }
 
-/// What begins empty.
+/// The part of the state that begins empty.
 #[derive(Default)]
 pub(super) struct State {
     peers: HashMap<PeerId, Connected>,
@@ -236,10 +236,10 @@ pub(super) struct State {
     asking: HashMap<u64, Asking>,
     /// Leased ranges that peers move by themselves: by incarnation and number.
     uses: HashMap<(u64, u64), Vec<Pin>>,
-    /// Those of peers that have ended, with when: their bytes may still be on their way.
+    /// Uses of peers that have ended, with the time of that: their bytes may still be on their way.
     settling: Vec<(Instant, Vec<Pin>)>,
-    /// Who is told of the end of sends and uses that were given up, with what of them was done.
-    told: HashMap<SendKey, (Arc<Peer>, u64)>,
+    /// Peers that wait for the end of sends and uses that were given up, with what was done.
+    abandoned: HashMap<SendKey, (Arc<Peer>, u64)>,
     /// Connections of peers that are gone, with the names of their agents: they end as soon as
     /// nothing of this side is under way to them.
     farewells: Vec<(String, Vec<Link>)>,
@@ -638,7 +638,7 @@ impl Engine {
         }
     }
 
-    /// Whether a peer has connections that it may yet be seen to end.
+    /// Returns whether a peer has connections that it may yet be seen to end.
     fn may_yet_end(&self, incarnation: u64) -> bool {
         let mut connected = self.state.peers.values();
         let mut unended = self.state.unended.values();
@@ -674,8 +674,8 @@ impl Engine {
         });
         self.state.paired.peer_gone(&peer, fault);
         self.state
-            .told
-            .retain(|_, (told, _)| told.incarnation != incarnation);
+            .abandoned
+            .retain(|_, (waits, _)| waits.incarnation != incarnation);
         self.initiators.peer_gone(&peer.remote.agent);
         let numbers = connected.links.iter().map(|link| link.number);
         let unended = numbers.map(|number| (number, incarnation));
@@ -691,7 +691,7 @@ impl Engine {
         self.config.tell(id, event);
     }
 
-    /// Ends a batch, and tells its receiver where it is a send.
+    /// Ends a batch, and says so to the receiver of a send or the owner of a lease.
     fn end(&mut self, transfer: Transfer, error: Option<TransferError>, failed: bool) {
         let peer = Arc::clone(&transfer.peer);
         let Some(over) = transfer.end(&mut self.initiators, error, failed, false) else {
@@ -707,7 +707,7 @@ impl Engine {
         let why = error.map(|error| reason(&error.to_string()));
         if !idle {
             let key = (peer.incarnation, send);
-            self.state.told.insert(key, (Arc::clone(&peer), done));
+            self.state.abandoned.insert(key, (Arc::clone(&peer), done));
         }
         let over = Message::Over {
             send,
@@ -720,7 +720,7 @@ impl Engine {
 
     /// Tells the other side of a send or use that was given up that nothing of it is under way.
     fn tell_idle(&mut self, key: SendKey) {
-        let Some((peer, done)) = self.state.told.remove(&key) else {
+        let Some((peer, done)) = self.state.abandoned.remove(&key) else {
             return;
         };
         let (_, send) = key;
@@ -769,7 +769,7 @@ impl Engine {
                     let peer = transfer.peer.id.clone();
                     self.end(transfer, Some(error), broken);
                     if broken {
-                        // Other transfers with it end as well: begin anew.
+                        // Other transfers with it end as well: start over.
                         self.gone(&peer, "NIXL's connection to it is broken", false);
                         at = 0;
                     }

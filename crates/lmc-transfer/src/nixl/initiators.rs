@@ -4,11 +4,11 @@
 //! its agent, proves that it moves nothing more. What it touches is a [`Straggler`] until then,
 //! and nothing new begins with its peer, so that no more than that is ever withheld.
 //!
-//! When a request fails, or does not end although its peer is gone, its agent is *retired*:
-//! another is made beside it, and it is ended as soon as no healthy transfer uses it, and nothing
-//! that was given up with a peer that lives, however long that is stopped: over TCP, UCX in a
-//! process that comes to a request of an agent that has ended meanwhile aborts that process. Only
-//! a channel that closes waits for nobody.
+//! When a request fails, or does not end although its peer is gone, its agent is *retired* and
+//! another is made. A retired agent is destroyed once no active transfer and no abandoned request
+//! to a live peer uses it. Destroying it earlier is unsafe over TCP: UCX aborts the *peer's*
+//! process when it handles a request of a destroyed agent, even if that peer was only suspended.
+//! Only a channel that closes does not wait.
 
 use std::collections::{HashMap, HashSet};
 use std::thread;
@@ -21,8 +21,8 @@ use super::engine::{Command, Commands};
 use super::plan::Part;
 use crate::lease::Pin;
 
-/// A request whose peer is gone has this long to end by itself.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Time that a request whose peer is gone has to end by itself.
+const GRACE: Duration = Duration::from_secs(1);
 /// Before another agent is tried to be made.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -32,11 +32,11 @@ pub(super) type SendKey = (u64, u64);
 /// Slots that a request may still touch.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    /// It reads from these.
+    /// Slots that the request reads from.
     pub(super) sources: Vec<SealedSlot>,
-    /// It writes to these.
+    /// Slots that the request writes to.
     pub(super) targets: Vec<QuarantinedSlot>,
-    /// It reads from these, of a lease.
+    /// Leases that the request reads from.
     pub(super) pins: Vec<Pin>,
     /// The send whose receiver waits for the end of it: the receiver's incarnation, and the
     /// number.
@@ -52,7 +52,7 @@ impl Kept {
     }
 }
 
-/// What was given up and may still be under way.
+/// A transfer that was given up and may still be under way.
 #[derive(Debug)]
 struct Straggler {
     requests: Vec<Request>,
@@ -66,7 +66,7 @@ struct Straggler {
 }
 
 impl Straggler {
-    /// Whether it may yet end by itself: its peer lives, as far as is known.
+    /// Returns whether it may yet end by itself: its peer lives, as far as is known.
     fn may_end(&self) -> bool {
         self.gone.is_none() && !self.unproven
     }
@@ -81,14 +81,14 @@ struct Initiator {
     /// Agents of peers that it is to forget as soon as nothing uses them.
     unwanted: HashSet<String>,
     stragglers: Vec<Straggler>,
-    /// It half knows an agent that it refused, for good: it is used until there is another.
+    /// Set when it half knows an agent that it refused, for good: it is used until there is another.
     worn: bool,
     retired: bool,
 }
 
 /// All of them, the newest last.
 pub(super) struct Initiators {
-    /// What their names begin with.
+    /// Prefix of the agents' names.
     name: String,
     setup: Setup,
     commands: Commands,
@@ -98,7 +98,7 @@ pub(super) struct Initiators {
     /// One is being made, or is to be made then.
     making: Option<Instant>,
     made: bool,
-    /// Those that are being ended, by generation, with the agents that they may touch.
+    /// Agents that are being ended, by generation, with the peers' agents that they may touch.
     ending: HashMap<u64, Vec<String>>,
     closed: bool,
 }
@@ -171,7 +171,7 @@ impl Initiators {
         }
     }
 
-    /// Whether a peer's memory can be reached, as far as is known before the first transfer.
+    /// Loads a peer's metadata, to learn before the first transfer whether its memory can be reached.
     pub(super) fn try_load(&mut self, remote: &Remote) -> Result<(), String> {
         match self.all.last_mut() {
             Some(newest) if !newest.retired => newest.load(remote),
@@ -243,7 +243,7 @@ impl Initiators {
         for initiator in &mut self.all {
             initiator.poll_stragglers(&mut over);
             let late = |straggler: &Straggler| {
-                let gone = straggler.gone.is_some_and(|since| now >= since + PATIENCE);
+                let gone = straggler.gone.is_some_and(|since| now >= since + GRACE);
                 straggler.unproven || gone
             };
             if initiator.stragglers.iter().any(late) && !initiator.retired {
@@ -326,12 +326,12 @@ impl Initiators {
         }
     }
 
-    /// Whether there is none, and none under way.
+    /// Returns whether no agent is left, and none is being made.
     pub(super) fn is_over(&self) -> bool {
         self.all.is_empty() && self.ending.is_empty() && self.made
     }
 
-    /// Whether something of this side may be under way to this peer's agent.
+    /// Returns whether something of this side may be under way to this peer's agent.
     pub(super) fn may_touch(&self, agent: &str) -> bool {
         let ending = self.ending.values().flatten();
         let stragglers = self.all.iter().flat_map(|one| &one.stragglers);
@@ -339,7 +339,7 @@ impl Initiators {
         touched.any(|touched| touched == agent)
     }
 
-    /// Whether requests that were given up must be looked at.
+    /// Returns whether requests that were given up must be looked at.
     pub(super) fn has_stragglers(&self) -> bool {
         self.all
             .iter()
@@ -428,5 +428,5 @@ fn end(initiator: Initiator, commands: Commands) {
 pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
     // Without threads, memory is what is out: the process cannot go on in any case.
-    spawned.expect("the system has room for a thread");
+    spawned.expect("the system can start a thread");
 }

@@ -15,7 +15,7 @@ const NAME: &str = "libnixl_capi.so";
 /// Names the library's file.
 const VARIABLE: &str = "LMC_NIXL_LIBRARY";
 
-/// Whether the library is loaded; guarded, so that it is loaded once.
+/// Set when the library is loaded; guarded, so that it is loaded once.
 static LOADED: Mutex<bool> = Mutex::new(false);
 
 /// Loads the library, from `configured` where that is given. After the first time that it went
@@ -85,7 +85,7 @@ fn wheels(root: &Path) -> Vec<PathBuf> {
     found.into_iter().map(|folder| folder.join(NAME)).collect()
 }
 
-/// What a folder holds under names that begin so.
+/// Lists the entries of a folder whose names begin so.
 fn folders(parent: &Path, start: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     let begins = |name: &OsStr| name.as_bytes().starts_with(start.as_bytes());
@@ -105,7 +105,7 @@ fn open(path: &Path) -> Result<(), String> {
     let name = CString::new(path.as_os_str().as_bytes())
         .map_err(|_| format!("{}: a path with a zero byte", path.display()))?;
     // SAFETY: the name is a C string. The library's constructors run; that NIXL's are sound is
-    // what whoever names the file vouches for.
+    // the responsibility of the one who names the file.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
         return Ok(());

@@ -17,9 +17,9 @@ use crate::session::Sealer;
 /// Bytes of messages that wait to be written to a peer; with more, it is taken for dead. As many
 /// as the longest message takes four times.
 const MAX_UNSENT: usize = 4 * MAX_FRAME;
-/// Bytes that a message counts for beside its own.
+/// Bytes that a message counts for in addition to its own.
 const MESSAGE: usize = 64;
-/// A peer that reads nothing for this long is told nothing more.
+/// A peer that reads nothing for this long is sent nothing more.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The engine's end of a connection. Dropping it ends this side's half, once what was to be said
@@ -27,17 +27,17 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) number: u64,
-    /// Whether anything was said over it.
+    /// True if anything was said over it.
     pub(super) used: bool,
     socket: Arc<Socket>,
     sealer: Sealer,
-    /// What is before the next message: those that the task has, and the handshake until it runs.
+    /// Messages before the next one: those that the task has, and the handshake until it runs.
     before: Arc<AtomicUsize>,
     unsent: mpsc::UnboundedSender<Unsent>,
     capacity: Arc<Semaphore>,
 }
 
-/// What of a sealed message waits to be written, and its share of [`MAX_UNSENT`].
+/// The rest of a sealed message that waits to be written, and its share of [`MAX_UNSENT`].
 type Unsent = (Vec<u8>, OwnedSemaphorePermit);
 
 /// The task's end.
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_arrive_whole_and_in_their_order_whoever_writes_them() {
+    fn messages_arrive_whole_and_in_their_order_from_both_writers() {
         runtime().block_on(async {
             let (mut theirs, mut opener, mut link, outgoing) = linked();
             let task = tokio::spawn(outgoing.run());
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_has_hung_up_is_told_nothing_more() {
+    fn a_peer_that_has_hung_up_is_sent_nothing_more() {
         runtime().block_on(async {
             let (theirs, _, mut link, outgoing) = linked();
             let task = tokio::spawn(outgoing.run());

@@ -301,7 +301,7 @@ impl NixlChannel {
     }
 
     /// Makes an agent known that is no channel of this crate, so that its memory can be read and
-    /// written, in steps of `unit` bytes. Only a transfer that fails tells that it is gone;
+    /// written, in steps of `unit` bytes. Only a transfer that fails shows that it is gone;
     /// [`TransferChannel::disconnect`] forgets it. Returns its incarnation, for
     /// [`Index::arena`].
     ///
@@ -351,7 +351,7 @@ impl NixlChannel {
         }
     }
 
-    /// What can be said of a batch before the peer is looked at; `Some` where it ends here.
+    /// Checks a batch before the peer is looked up; `Some` where it ends here.
     fn early<S: InArena>(&self, slots: &[S]) -> Option<Result<(), TransferError>> {
         if self.closed.load(Ordering::Acquire) {
             return Some(Err(TransferError::Closed));
@@ -390,12 +390,11 @@ impl NixlChannel {
         connected.await.map_err(|_| ConnectError::Closed)?
     }
 
-    /// The incarnation of a peer that may be granted these slots.
-    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
+    /// The incarnation of a peer that is connected.
+    fn connected(&self, peer: &PeerId) -> Result<u64, TransferError> {
         if self.closed.load(Ordering::Acquire) {
             return Err(TransferError::Closed);
         }
-        checks::slots(&self.host.config.arena, slots)?;
         let unknown = || TransferError::UnknownPeer { peer: peer.clone() };
         self.peer_incarnation(peer).ok_or_else(unknown)
     }
@@ -547,12 +546,9 @@ impl TransferChannel for NixlChannel {
         peer: &PeerId,
         slots: Vec<SealedSlot>,
     ) -> Result<ReadLease, TransferError> {
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.leases.read(peer, incarnation, slots);
-        match self.peer_incarnation(peer) == Some(incarnation) {
-            true => Ok(lease),
-            false => Err(TransferError::UnknownPeer { peer: peer.clone() }),
-        }
+        let connected = || self.connected(peer);
+        self.leases
+            .grant_read(&self.host.config, peer, slots, connected)
     }
 
     fn grant_write(
@@ -560,15 +556,9 @@ impl TransferChannel for NixlChannel {
         peer: &PeerId,
         slots: Vec<ReservedSlot>,
     ) -> Result<WriteLease, TransferError> {
-        if self.host.config.rights != Rights::ReadWrite {
-            return Err(TransferError::ReadOnly);
-        }
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.leases.write(peer, incarnation, slots);
-        match self.peer_incarnation(peer) == Some(incarnation) {
-            true => Ok(lease),
-            false => Err(TransferError::UnknownPeer { peer: peer.clone() }),
-        }
+        let connected = || self.connected(peer);
+        self.leases
+            .grant_write(&self.host.config, peer, slots, connected)
     }
 
     fn unit(&self) -> u64 {

@@ -1,8 +1,8 @@
 //! Sends and receives until bytes move: the sender offers, the receiver answers with offsets as
 //! soon as it receives, the sender writes there and says when it is over.
 //!
-//! A receiver's slots are known to nobody before that, so that a receive without a sender leaves
-//! them untouched. The sender writes because a read over TCP has a third of the speed.
+//! No peer knows a receiver's slots before that, so a receive without a sender leaves them
+//! untouched. The sender writes because a read over TCP has a third of the speed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ pub(super) struct Fetching {
     pub(super) ranges: Vec<Range>,
 }
 
-/// An offer that nobody receives yet.
+/// An offer that is not received yet.
 #[derive(Debug)]
 struct Offer {
     peer: Arc<Peer>,
@@ -116,7 +116,7 @@ impl Paired {
     /// Ends a send that waits for offsets.
     pub(super) fn refused(&mut self, peer: &Peer, send: u64, error: TransferError) {
         if let Some(sending) = self.sent_to(peer, send) {
-            // Here and below: an answer that nobody waits for is dropped, slots and all.
+            // Here and below: where the call was dropped, so is the answer with its slots.
             let _ = sending.reply.send(Sent::failed(error));
         }
     }
@@ -165,7 +165,7 @@ impl Paired {
         }
     }
 
-    /// Ends reads that wait. Nobody knows of their slots.
+    /// Ends reads that wait. No peer knows their slots.
     fn end_held(&mut self, ends: impl Fn(&Receiving) -> Option<TransferError>) {
         let ended = |one: &mut Fetching| ends(&one.receiving).is_some();
         for fetching in self.held.extract_if(.., ended) {
@@ -350,7 +350,7 @@ impl Paired {
         let _ = receiving.reply.send(Filled { slots, error });
     }
 
-    /// Ends a receive that somebody may write for already.
+    /// Ends a receive that a peer may write for already.
     fn abandon(&mut self, receiving: Receiving, error: TransferError) {
         let idle = receiving.writer.is_none();
         self.give_up(receiving, 0, idle, error);
@@ -455,12 +455,12 @@ impl Paired {
             .min()
     }
 
-    /// Whether slots of receives that have ended go back in a moment.
+    /// Returns whether slots of receives that have ended go back in a moment.
     pub(super) fn settles(&self) -> bool {
         self.late.values().any(|late| late.ended.is_some())
     }
 
-    /// Whether this peer may still write to slots of receives that have ended.
+    /// Returns whether this peer may still write to slots of receives that have ended.
     pub(super) fn is_late(&self, incarnation: u64) -> bool {
         self.late.keys().any(|(peer, _)| *peer == incarnation)
     }

@@ -16,7 +16,7 @@ pub(super) struct Part {
     pub(super) len: u64,
 }
 
-/// What one request moves.
+/// The parts that one request moves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Of the plan's parts.

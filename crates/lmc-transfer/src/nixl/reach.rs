@@ -1,4 +1,4 @@
-//! Whether a peer's memory can be read without its help.
+//! Decides whether a peer's memory can be read without its help.
 //!
 //! Where UCX has neither RDMA nor shared memory to a peer, it emulates a read: it asks the peer's
 //! UCX to send the bytes. That has a third of the speed of a write; and should the reader die
@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 
-/// How objects are read.
+/// The side that moves the bytes of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum NixlReads {
@@ -26,17 +26,17 @@ pub enum NixlReads {
     ByPeer,
 }
 
-/// What a side can use.
+/// Transports that a side can use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Reach {
-    /// The same for those that may use shared memory with each other; empty for none.
+    /// Equal for processes that may use shared memory with each other; empty for none.
     pub(super) host: String,
-    /// Whether it has RDMA.
+    /// True if it has RDMA.
     pub(super) rdma: bool,
 }
 
 impl Reach {
-    /// What this process can use, with the transports that UCX may.
+    /// Returns what this process can use, as far as UCX may (`UCX_TLS`).
     pub(super) fn of_this_process() -> Self {
         let transports = env::var("UCX_TLS").unwrap_or_default();
         let shared = allows(&transports, &["cma", "sm", "shm"]);
@@ -46,7 +46,7 @@ impl Reach {
         }
     }
 
-    /// Whether this side reads from that by itself.
+    /// Returns whether this side reads from the other by itself.
     pub(super) fn reads_from(&self, other: &Self, reads: NixlReads) -> bool {
         match reads {
             NixlReads::Direct => true,
@@ -59,7 +59,7 @@ impl Reach {
     }
 }
 
-/// Whether UCX's list of transports has one of a family, named by what their names begin with.
+/// Returns whether UCX's list of transports has one of a family, named by what their names begin with.
 fn allows(transports: &str, families: &[&str]) -> bool {
     let (list, negated) = match transports.strip_prefix('^') {
         Some(list) => (list, true),
@@ -70,8 +70,8 @@ fn allows(transports: &str, families: &[&str]) -> bool {
     listed != negated
 }
 
-/// This host, as those see it who may copy from and to each other's memory: one kernel, one
-/// namespace of processes, one user.
+/// Names the processes that may copy from and to each other's memory: one kernel, one PID
+/// namespace, one user.
 fn host() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let space = fs::read_link("/proc/self/ns/pid").ok()?;
@@ -79,7 +79,7 @@ fn host() -> Option<String> {
     Some(format!("{}/{}/{user}", boot.trim(), space.display()))
 }
 
-/// Whether an RDMA device has a port that is up.
+/// Returns whether an RDMA device has a port that is up.
 fn has_rdma() -> bool {
     let entries = |path: std::path::PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
     entries("/sys/class/infiniband".into())

@@ -14,11 +14,10 @@ use super::plan::{Part, Plan};
 use crate::lease::Pin;
 use crate::{Filled, Sent, Slot, TransferError};
 
-/// Requests of one batch that are under way at a time: enough that the next is there when one
-/// ends.
+/// Requests of one batch that are under way at a time: the next is there when one ends.
 const WINDOW: usize = 4;
 
-/// The slots of a batch, and who waits for them.
+/// The slots of a batch, and the reply to its caller.
 #[derive(Debug)]
 pub(super) enum Batch {
     Write {
@@ -68,7 +67,7 @@ impl Batch {
         self
     }
 
-    /// Whether nobody waits any more.
+    /// Returns whether the call was dropped.
     pub(super) fn is_dropped(&self) -> bool {
         match self {
             Self::Write { reply, .. } => reply.is_closed(),
@@ -79,7 +78,7 @@ impl Batch {
 
     /// Ends a batch of which nothing was begun.
     pub(super) fn refuse(self, error: TransferError) {
-        // Who has dropped the future wants no answer; the slots go back with it.
+        // Where the call was dropped, the slots go back with the reply.
         match self {
             Self::Write { reply, .. } => drop(reply.send(Sent::failed(error))),
             Self::Read { slots, reply, .. } => drop(reply.send(Filled::untouched(slots, error))),
@@ -104,7 +103,7 @@ pub(super) struct Transfer {
     done: Vec<bool>,
 }
 
-/// How a batch stands after a look at it.
+/// The state of a batch after a look at it.
 #[derive(Debug)]
 pub(super) enum Step {
     /// As before.
@@ -113,11 +112,11 @@ pub(super) enum Step {
     Moved,
     /// All of it is in place.
     Done,
-    /// It ends here. `broken`: NIXL's connection to the peer is.
+    /// The batch ends here. `broken`: NIXL's connection to the peer is.
     Ended { error: TransferError, broken: bool },
 }
 
-/// What became of a batch that was a send or a use.
+/// The end of a batch that was a send or a use.
 #[derive(Debug)]
 pub(super) struct SendOver {
     pub(super) send: u64,
@@ -313,7 +312,7 @@ impl Transfer {
             Batch::Write { objects, reply, .. } => {
                 let under_way = objects.into_iter().zip(&touched).filter(|(_, t)| **t);
                 kept.sources = under_way.map(|(slot, _)| slot).collect();
-                // A reply that nobody waits for is dropped, here and below.
+                // Where the call was dropped, so is the reply, here and below.
                 let done = leading;
                 let idle = idle || ended;
                 let _ = reply.send(Sent { done, error, idle });

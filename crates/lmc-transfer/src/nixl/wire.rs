@@ -1,4 +1,4 @@
-//! What peers say over a control connection: bytes and bounds, no IO.
+//! Messages of a control connection: bytes and bounds, no IO.
 //!
 //! The handshake is that of [`crate::session`], with an [`Intro`] of each side as the last
 //! payload. Afterwards both send [`Message`]s: the length (u32) of a postcard, and that, sealed.
@@ -18,7 +18,7 @@ pub(super) const MAX_FRAME: usize = MAX_BATCH * 50 + 4096;
 /// Bytes of an explanation at most, in characters of up to four.
 const MAX_REASON: usize = 128;
 
-/// How a side's memory is reached.
+/// Describes a side's memory to its peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Intro {
     pub(super) agent: String,
@@ -31,9 +31,9 @@ pub(super) struct Intro {
     /// Number of the GPU whose memory it is.
     pub(super) gpu: Option<u32>,
     pub(super) reach: Reach,
-    /// Whether any range may be named, without a lease.
+    /// True if any range may be named, without a lease.
     pub(super) open: bool,
-    /// Whether it may be written to.
+    /// True if it may be written to.
     pub(super) writable: bool,
 }
 
@@ -76,12 +76,12 @@ pub(super) fn agent_name(peer: &str, incarnation: u64) -> String {
     format!("{peer}@{incarnation:016x}")
 }
 
-/// Set in the numbers of fetches, which tells them from the sends of the side that writes.
+/// Set in the numbers of fetches, to distinguish them from the sends of the side that writes.
 pub(super) const FETCH: u64 = 1 << 63;
 /// Set in the numbers of uses.
 pub(super) const USE: u64 = 1 << 62;
 
-/// What is said once both sides know each other. `send` numbers the sends of a sender.
+/// Messages once both sides know each other. `send` numbers the sends of a sender.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
     /// The sender has objects of these lengths, in bytes.

@@ -65,7 +65,7 @@ pub(crate) trait Accept: Send + Sync + 'static {
     fn config(&self) -> &ChannelConfig;
 
     /// Goes on with a peer that has proved itself. It takes the stream out of `accepted` once the
-    /// connection stands; until then an error is told to the peer.
+    /// connection stands; until then a refusal is sent to the peer.
     fn accepted(
         self: &Arc<Self>,
         accepted: &mut Accepted,

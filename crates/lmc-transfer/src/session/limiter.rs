@@ -1,9 +1,9 @@
 //! Limits on handshakes under way.
 //!
-//! Nobody waits before `accept`. A newcomer who finds the limit reached takes the place of the
-//! oldest handshake that has not proved the key: an honest one takes milliseconds, and is rarely
-//! that one. Sources (an IPv4 address, an IPv6 /64) that authenticated before have capacity of
-//! their own, and are evicted by nobody else.
+//! No connection waits before `accept`. When the limit is reached, a new handshake evicts the
+//! oldest one that has not proved the key: an honest one takes milliseconds, and is rarely that
+//! one. Sources (an IPv4 address, an IPv6 /64) that authenticated before have reserved capacity,
+//! and unknown sources never evict them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -21,7 +21,7 @@ const MAX_PER_SOURCE: usize = 128;
 /// Sources that are remembered.
 const MAX_TRUSTED: usize = 4096;
 
-/// Where a connection comes from, as far as one host is told from another.
+/// The source of a connection: one value for each host, as far as that can be known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Source {
     V4([u8; 4]),
@@ -56,7 +56,7 @@ struct State {
 #[derive(Debug)]
 struct Pending {
     source: Option<Source>,
-    /// Whether the initiator has shown that it knows the key.
+    /// True if the initiator has shown that it knows the key.
     knows_the_key: bool,
     evict: oneshot::Sender<()>,
 }
@@ -83,7 +83,7 @@ impl State {
         }
     }
 
-    fn make_room(&mut self, source: Option<Source>) {
+    fn make_capacity(&mut self, source: Option<Source>) {
         let trusted = self.is_trusted(source);
         if !trusted && self.count(|one| one.source == source) >= MAX_PER_SOURCE {
             self.evict(|_, one| one.source == source);
@@ -113,7 +113,7 @@ impl Limiter {
     ) -> (Permit, oneshot::Receiver<()>) {
         let (evict, evicted) = oneshot::channel();
         let mut state = self.0.lock();
-        state.make_room(source);
+        state.make_capacity(source);
         let number = state.next;
         state.next += 1;
         let pending = Pending {
@@ -144,7 +144,7 @@ pub(super) struct Permit {
 }
 
 impl Permit {
-    /// The initiator knows the key: it is evicted after those who have not shown that.
+    /// The initiator has shown the key: it is evicted after those that have not.
     pub(super) fn knows_the_key(&self) {
         if let Some(pending) = self.limiter.0.lock().pending.get_mut(&self.number) {
             pending.knows_the_key = true;
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newcomer_takes_the_place_of_the_oldest_that_has_not_shown_the_key() {
+    fn a_new_handshake_evicts_the_oldest_that_has_not_shown_the_key() {
         let limiter = Limiter::new();
         let mut all = fill(&limiter, 16, (MAX_HANDSHAKES - RESERVED) / 16);
         all[0].0.knows_the_key();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_authenticated_before_have_capacity_of_their_own() {
+    fn sources_that_authenticated_before_have_reserved_capacity() {
         let limiter = Limiter::new();
         let (known, _evicted) = limiter.enter(source(100));
         known.authenticated();

@@ -4,7 +4,7 @@
 //! | step | from | what |
 //! |---|---|---|
 //! | 1 | initiator | Noise message 1, under the shared key |
-//! | 2 | acceptor | Noise message 2; to nobody whose message 1 is not under a key that it accepts |
+//! | 2 | acceptor | Noise message 2, if message 1 is under a key that it accepts |
 //! | 3 | initiator | Noise message 3, and sealed from here on: [`Message::Hello`] |
 //! | 4 | acceptor | [`Message::Proceed`] |
 //! | 5 | initiator | [`Message::Ready`]: the embedder's message, the transport's payload |
@@ -50,7 +50,7 @@ const MAX_REASON: usize = 256;
 /// Threads that run [`crate::OnConnect`] at a time.
 const MAX_HANDLERS: usize = 16;
 
-/// What this side is in every session.
+/// This side of every session.
 #[derive(Debug)]
 pub(crate) struct Local {
     /// The kind of channel: both sides have the same.
@@ -71,7 +71,7 @@ pub(crate) struct Remote {
     pub(crate) identity: PublicIdentity,
 }
 
-/// What is said in a handshake, sealed.
+/// Messages of a handshake, sealed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello {
@@ -126,7 +126,7 @@ impl Failure {
         Self::Refused(Refusal::Other(reason(&why.to_string())))
     }
 
-    /// What a connect that met it returns.
+    /// Returns the error of a connect that failed so.
     pub(crate) fn into_connect_error(self, peer: &PeerId) -> ConnectError {
         match self {
             Self::Io(error) => error.into(),

@@ -2,7 +2,7 @@
 //!
 //! A connection begins with `Noise_XXpsk0_25519_ChaChaPoly_BLAKE2s`: both sides prove the shared
 //! key and their own identity. Message 1 is encrypted under the shared key already, so an acceptor
-//! answers nobody who does not know it. Further streams of a connection use
+//! does not answer a stranger. Further streams of a connection use
 //! `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s` with a secret that the first stream carried.
 //! The prologue holds the version, so that it cannot be changed on the way.
 //!
@@ -32,7 +32,7 @@ const CHUNK: usize = 65_535 - TAG;
 const MAIN: &str = "Noise_XXpsk0_25519_ChaChaPoly_BLAKE2s";
 const JOIN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 
-/// Bytes that are no handshake, or of somebody without the key.
+/// Bytes that are no handshake, or of a stranger without the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(crate) enum NoiseError {
     #[error("malformed: {0}")]

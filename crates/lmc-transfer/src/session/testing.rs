@@ -24,7 +24,7 @@ pub(crate) fn first_message(identity: &Identity, key: Option<&Key>) -> (Handshak
     (noise, bytes)
 }
 
-/// A request to join a handshake that nobody waits for.
+/// A request to join a handshake that does not exist.
 pub(crate) fn stray_join() -> Vec<u8> {
     let mut noise = Handshake::join(Role::Initiator, &[1; 32], 1);
     let opening = Opening::Join {

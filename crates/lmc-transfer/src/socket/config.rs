@@ -34,8 +34,8 @@ pub struct SocketConfig {
     /// nothing on a stream for three to five times this long is taken for dead. 10 ms to 1 min;
     /// of two sides the longer one counts. Default: 5 s.
     pub keepalive: Duration,
-    /// Bytes that requests and offers of all peers together may hold on this side, beside the
-    /// arena; one peer may hold a quarter. A peer that exceeds this is disconnected. At least
+    /// Bytes that requests and offers of all peers together may hold on this side, outside
+    /// the arena; one peer may hold a quarter. A peer that exceeds this is disconnected. At least
     /// 8 MiB. Default: 64 MiB.
     pub peer_memory: usize,
 }

@@ -32,13 +32,13 @@ pub(super) struct Remote {
     pub(super) incarnation: u64,
     pub(super) identity: PublicIdentity,
     pub(super) memory: PeerMemory,
-    /// Whether it connected to this side.
+    /// True if it connected to this side.
     pub(super) incoming: bool,
     /// Number of the initiator's attempt.
     pub(super) attempt: u64,
     /// Time between two signs of life, of either side.
     pub(super) keepalive: Duration,
-    /// Whether pieces of objects are sealed.
+    /// True if pieces of objects are sealed.
     pub(super) sealed: bool,
 }
 
@@ -46,13 +46,13 @@ pub(super) struct Remote {
 pub(super) struct Connection {
     pub(super) remote: Remote,
     pub(super) streams: Vec<Stream>,
-    /// What the peer offers, and who waits for it.
+    /// Offers of the peer, and the receives that wait for them.
     pub(super) incoming: Arc<Offers>,
-    /// What this side offers.
+    /// Offers of this side.
     pub(super) offered: Mutex<HashMap<u64, Offered>>,
     pub(super) offer_capacity: Arc<Semaphore>,
     pub(super) inline_capacity: Arc<Semaphore>,
-    /// Inlined offers of the peer, until it is told what became of them.
+    /// Inlined offers of the peer that are not finished yet.
     pub(super) inlined: Arc<AtomicUsize>,
     pub(super) account: Arc<Account>,
     /// Number of the last pong.
@@ -81,7 +81,7 @@ pub(super) struct Stream {
 /// A request of this side.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// Where the data goes that is asked for; `None` for a write.
+    /// The target of the data that is asked for; `None` for a write.
     pub(super) target: Option<Arc<Target>>,
     pub(super) reply: oneshot::Sender<Reply>,
     pub(super) permit: OwnedSemaphorePermit,
@@ -110,7 +110,7 @@ pub(super) struct Offered {
     pub(super) objects: Option<Arc<Vec<SealedSlot>>>,
     /// Leading objects that are in place, and why not all.
     pub(super) finish: oneshot::Sender<(u64, Outcome)>,
-    /// Whether the peer has begun to read them.
+    /// True if the peer has begun to read them.
     pub(super) pulled: bool,
     /// Present where they were inlined.
     pub(super) inlined: Option<OwnedSemaphorePermit>,
@@ -121,7 +121,7 @@ pub(super) struct Offered {
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) header: Vec<u8>,
-    /// Whether the header is in the form in which it goes over the wire.
+    /// True if the header is in the form in which it goes over the wire.
     pub(super) raw: bool,
     pub(super) payload: Vec<Run>,
     /// Requests of the peer without an answer, where this is one.
@@ -164,7 +164,7 @@ impl Outgoing {
         }
     }
 
-    /// It was not sent after all.
+    /// Takes [`Self::is_sent`] back: it was not sent after all.
     pub(super) fn is_unsent(&self) {
         if let Some(unanswered) = &self.answers {
             unanswered.fetch_add(1, Ordering::Relaxed);
@@ -179,7 +179,7 @@ pub(super) struct Run {
     pub(super) segments: Vec<Segment>,
 }
 
-/// Where parts of a payload are read from.
+/// The source of parts of a payload.
 #[derive(Debug)]
 pub(super) enum Source {
     /// The open arena.
@@ -218,12 +218,12 @@ impl Source {
     }
 }
 
-/// How far the sending of a write is.
+/// The progress of sending a write.
 #[derive(Debug)]
 pub(super) struct Progress {
     /// Of the request.
     pub(super) id: u64,
-    /// Its slots, until it begins or is cancelled.
+    /// Slots of the write, until it begins or is cancelled.
     slots: Mutex<Option<Arc<Vec<SealedSlot>>>>,
     cancelled: AtomicBool,
 }
@@ -254,11 +254,11 @@ impl Progress {
     }
 }
 
-/// How a connection ended.
+/// The end of a connection.
 #[derive(Debug, Clone)]
 pub(super) struct End {
     pub(super) reason: String,
-    /// Whether the peer closed it. A peer closes none of its sockets before all that reads from
+    /// True if the peer closed it. A peer closes none of its sockets before all that reads from
     /// them has ended, so from then on nothing of it writes to its memory for us.
     pub(super) by_peer: bool,
 }
@@ -380,7 +380,7 @@ impl Connection {
         }
     }
 
-    /// How it ended, if it has.
+    /// Returns how the connection ended, if it has.
     pub(super) fn end(&self) -> Option<End> {
         self.end.borrow().clone()
     }
@@ -413,7 +413,7 @@ impl Connection {
 }
 
 impl Stream {
-    /// Whether nothing is under way, as far as this side knows.
+    /// Returns whether nothing is under way, as far as this side knows.
     fn is_idle(&self) -> bool {
         self.capacity.available_permits() == MAX_REQUESTS
             && self.unanswered.load(Ordering::Relaxed) == 0
@@ -443,7 +443,7 @@ impl Stream {
         self.pending.lock().as_mut()?.remove(&id)
     }
 
-    /// Whether a request without an answer has no call any more that waits for it.
+    /// Returns whether a request without an answer has no call any more that waits for it.
     pub(super) fn has_given_up(&self) -> bool {
         let pending = self.pending.lock();
         let mut requests = pending.iter().flat_map(HashMap::values);

@@ -65,7 +65,7 @@ impl Iterator for Pieces<'_> {
     }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Outcome {
     /// All bytes are in place.
@@ -120,7 +120,7 @@ pub(super) enum Frame {
         id: u64,
         tag: u64,
         lens: Vec<u64>,
-        /// Whether the objects are the payload. They may be read all the same.
+        /// True if the objects are the payload. They may be read all the same.
         inlined: bool,
     },
     /// The offer no longer stands. Where it was inlined and not received, it is finished now, as
@@ -198,7 +198,7 @@ pub(super) fn seal_header(header: &[u8], sealer: &mut Sealer, out: &mut Vec<u8>)
     sealer.seal(header, out);
 }
 
-/// Whether objects of these lengths may be inlined in their offer.
+/// Returns whether objects of these lengths may be inlined in their offer.
 pub(super) fn may_be_inlined(lens: &[u64]) -> bool {
     let total = lens
         .iter()
@@ -220,7 +220,7 @@ fn check<T>(list: &[T], most: usize, sound: impl Fn(&T) -> bool) -> Result<(), F
 #[derive(Debug)]
 pub(super) struct Decoder {
     opener: Opener,
-    /// What there is of the current prefix and sealed header.
+    /// The current prefix and sealed header, as far as received.
     buffer: Vec<u8>,
     /// The last header.
     plain: Vec<u8>,
@@ -284,7 +284,7 @@ impl Decoder {
     }
 }
 
-/// What precedes each piece of a payload.
+/// The head of each piece of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PieceHead {
     /// Bytes of the piece; 0 when the sender breaks the payload off here.

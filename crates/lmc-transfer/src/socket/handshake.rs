@@ -19,7 +19,7 @@ use crate::net::Socket;
 use crate::session::{self, Accept, Accepted, Failure, Local, Message, SecureStream};
 use crate::{Address, ChannelConfig, ConnectError, PeerId};
 
-/// What a side says of itself.
+/// A side's settings, as sent to the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Side {
     /// Number of the initiator's attempt: a later one supersedes an earlier one.
@@ -32,7 +32,7 @@ pub(super) struct Side {
     pub(super) streams: u16,
     /// Milliseconds between two of its signs of life.
     pub(super) keepalive: u32,
-    /// Whether it wants pieces of objects to be sealed.
+    /// True if it wants pieces of objects to be sealed.
     pub(super) sealed: bool,
 }
 

@@ -23,8 +23,8 @@ use crate::net::Listener;
 use crate::session::{self, Local};
 use crate::timer::Timer;
 use crate::{
-    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, ReadLease,
-    Rights, Sent, TransferChannel, TransferError, WriteLease, checks,
+    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, ReadLease, Sent,
+    TransferChannel, TransferError, WriteLease, checks,
 };
 
 mod budget;
@@ -144,8 +144,7 @@ impl TransferChannel for SocketChannel {
     }
 
     fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
-        let connection = self.shared.connection(peer).ok()?;
-        Some(connection.remote.incarnation)
+        self.connected(peer).ok()
     }
 
     fn grant_read(
@@ -153,10 +152,10 @@ impl TransferChannel for SocketChannel {
         peer: &PeerId,
         slots: Vec<SealedSlot>,
     ) -> Result<ReadLease, TransferError> {
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.shared.leases.read(peer, incarnation, slots);
-        self.still_there(peer, incarnation)?;
-        Ok(lease)
+        let connected = || self.connected(peer);
+        self.shared
+            .leases
+            .grant_read(&self.shared.config.channel, peer, slots, connected)
     }
 
     fn grant_write(
@@ -164,13 +163,10 @@ impl TransferChannel for SocketChannel {
         peer: &PeerId,
         slots: Vec<ReservedSlot>,
     ) -> Result<WriteLease, TransferError> {
-        if self.shared.config.channel.rights != Rights::ReadWrite {
-            return Err(TransferError::ReadOnly);
-        }
-        let incarnation = self.grantee(peer, &slots)?;
-        let lease = self.shared.leases.write(peer, incarnation, slots);
-        self.still_there(peer, incarnation)?;
-        Ok(lease)
+        let connected = || self.connected(peer);
+        self.shared
+            .leases
+            .grant_write(&self.shared.config.channel, peer, slots, connected)
     }
 
     fn unit(&self) -> u64 {
@@ -253,8 +249,8 @@ impl SocketChannel {
             let (shared, peer) = (Arc::clone(shared), peer.clone());
             let address = address.clone();
             let connect = async move {
-                // The task's own, since the task may finish although nobody waits for it any
-                // more: another connect would then replace what it has connected.
+                // The task's own, since the task may finish although its caller is gone:
+                // another connect would then replace what it has connected.
                 let _turn = turn;
                 handshake::connect(&shared, &peer, &address, message).await
             };
@@ -283,19 +279,9 @@ impl SocketChannel {
         Ok(self.shared.within(deadline, ended).await?)
     }
 
-    /// The incarnation of a peer that may be granted these slots.
-    fn grantee<S: InArena>(&self, peer: &PeerId, slots: &[S]) -> Result<u64, TransferError> {
-        checks::slots(self.shared.window.arena(), slots)?;
+    /// The incarnation of a peer that is connected.
+    fn connected(&self, peer: &PeerId) -> Result<u64, TransferError> {
         Ok(self.shared.connection(peer)?.remote.incarnation)
-    }
-
-    /// Checks that a peer was not gone before the lease was made, which nobody would end.
-    fn still_there(&self, peer: &PeerId, incarnation: u64) -> Result<(), TransferError> {
-        match self.peer_incarnation(peer) {
-            Some(found) if found == incarnation => Ok(()),
-            _ if self.shared.is_closed() => Err(TransferError::Closed),
-            _ => Err(TransferError::UnknownPeer { peer: peer.clone() }),
-        }
     }
 
     async fn close(&self, deadline: Instant) -> Result<(), TransferError> {

@@ -33,7 +33,7 @@ pub(super) struct Offer {
     pub(super) id: u64,
     /// Bytes of each object.
     pub(super) lens: Vec<u64>,
-    /// Whether the objects were inlined.
+    /// True if the objects were inlined.
     pub(super) inlined: bool,
     /// The inlined objects, one after another. They are to be read where this is `None`.
     pub(super) bytes: Option<Vec<u8>>,
@@ -95,7 +95,7 @@ impl Tag {
         self.offers.is_empty() && self.waiting.is_empty()
     }
 
-    /// Who the last offer is for.
+    /// Returns the waker of the receive that the last offer is for.
     fn last_served(&self) -> Option<Waker> {
         let last = self.offers.len().checked_sub(1)?;
         self.waiting.get(last).map(|(_, waker)| waker.clone())

@@ -20,12 +20,12 @@ const GRACE: Duration = Duration::from_millis(50);
 /// The connection to a peer, and the ranges of its memory that a batch names.
 type Checked = (Arc<Connection>, Vec<Range>);
 
-/// What became of the objects of a batch.
+/// Progress of the objects of a batch.
 struct Tally {
     /// Parts of each object that are not yet in place.
     left: Vec<u32>,
     error: Option<TransferError>,
-    /// Whether the peer said that the offer was withdrawn before all of it was read.
+    /// True if the peer said that the offer was withdrawn before all of it was read.
     withdrawn: bool,
 }
 
@@ -161,7 +161,7 @@ impl Shared {
         fetched.await.into_filled()
     }
 
-    /// What can be said before a byte moves. `None`: there is nothing to do.
+    /// Checks a call before a byte moves. `None`: there is nothing to do.
     fn ranges(
         &self,
         lens: impl ExactSizeIterator<Item = u64>,

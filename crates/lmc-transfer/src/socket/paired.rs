@@ -164,7 +164,7 @@ impl Shared {
                 None => Outcome::Done,
                 Some(TransferError::Corrupt { object }) => Outcome::Corrupt(*object as u32),
                 Some(TransferError::Deadline) => Outcome::Aborted,
-                // The connection ends, and that tells the peer.
+                // The end of the connection says it to the peer.
                 Some(TransferError::Closed | TransferError::PeerGone { .. }) => {
                     pull.finished = true;
                     return fetched.into_filled();
@@ -176,7 +176,7 @@ impl Shared {
         }
     }
 
-    /// What can be said before a byte moves. `None`: there is nothing to do.
+    /// Checks a call before a byte moves. `None`: there is nothing to do.
     fn paired<S: checks::InArena>(
         &self,
         slots: &[S],
@@ -227,7 +227,7 @@ fn unpack(slots: Vec<ReservedSlot>, lens: &[u64], mut bytes: &[u8]) -> Filled {
     }
 }
 
-/// The outcome of a send, as the receiver tells it.
+/// The outcome of a send, from what the receiver says.
 fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
     let done = usize::try_from(done).unwrap_or(count).min(count);
     let failed = |reason: &str| TransferError::Failed(reason.to_owned());
@@ -263,7 +263,7 @@ struct Offering {
     connection: Arc<Connection>,
     id: u64,
     finished: oneshot::Receiver<(u64, Outcome)>,
-    /// Whether the objects are inlined.
+    /// True if the objects are inlined.
     inlined: bool,
 }
 
@@ -307,7 +307,7 @@ impl Offering {
         connection.send(0, &offer);
     }
 
-    /// Whether the peer had not begun to read it, and will not.
+    /// Returns whether the peer had not begun to read it, and will not.
     fn withdraw(&mut self) -> bool {
         let mut offered = self.connection.offered.lock();
         let Some(offer) = offered.get_mut(&self.id) else {
@@ -337,7 +337,7 @@ impl Offering {
         !pulled
     }
 
-    /// What the peer says; `None` when the connection ended first.
+    /// Waits for the peer's answer; `None` when the connection ended first.
     async fn finished(mut self) -> Option<(u64, Outcome)> {
         (&mut self.finished).await.ok()
     }
@@ -349,7 +349,7 @@ impl Drop for Offering {
     }
 }
 
-/// An offer of the peer that is being received; the peer is told how it ended.
+/// An offer of the peer that is being received. Its end is reported to the peer.
 struct Pull {
     offer: Offer,
     finished: bool,

@@ -32,7 +32,7 @@ const LARGE: u64 = 16 << 10;
 /// wake-up is paid for by the sender too, on a virtual machine with tens of microseconds.
 const AT_A_TIME: u64 = 1 << 20;
 const LEAST_AT_A_TIME: u64 = 256 << 10;
-/// How long so many may take. A sender that breaks off, or a slow network, brings fewer.
+/// Time that so many may take. A sender that breaks off, or a slow network, brings fewer.
 const AT_A_TIME_TIMEOUT: Duration = Duration::from_millis(2);
 /// Bytes of what is to be discarded that are read at a time.
 const SINK: usize = 64 << 10;
@@ -50,7 +50,7 @@ pub(super) struct StreamReader {
     /// For what the decoder holds.
     charge: Option<Charge>,
     stash: Box<[u8]>,
-    /// What of the stash is not used yet.
+    /// Start of the unused part of the stash.
     start: usize,
     end: usize,
     sink: Vec<u8>,
@@ -62,7 +62,7 @@ pub(super) struct StreamReader {
     moved: Moved,
 }
 
-/// Where a range of a payload goes.
+/// The target of a range of a payload.
 #[derive(Clone, Copy)]
 enum Sink<'a> {
     /// To the open arena.
@@ -89,18 +89,18 @@ impl Sink<'_> {
     }
 }
 
-/// Where the ranges of a write go.
+/// The targets of the ranges of a write.
 struct Landings {
     segments: Vec<Segment>,
     /// `None`: the open arena.
     leases: Vec<Option<Arc<Granted>>>,
 }
 
-/// How a payload arrived.
+/// The outcome of receiving a payload.
 struct Arrival {
     /// Ranges with a wrong checksum.
     bad: Vec<u32>,
-    /// Whether the sender broke it off, or some of it was not wanted any more.
+    /// True if the sender broke it off, or some of it was not wanted any more.
     aborted: bool,
 }
 
@@ -240,7 +240,7 @@ impl StreamReader {
         }
     }
 
-    /// What is read, if the peer may.
+    /// Resolves the ranges of a read, if the peer may.
     fn runs(&self, ranges: &[Range]) -> Result<Vec<Run>, Outcome> {
         let mut runs: Vec<Run> = Vec::new();
         let mut last = None;
@@ -267,7 +267,7 @@ impl StreamReader {
         Ok(runs)
     }
 
-    /// What a region is read from; `Err(None)` for an offer that was withdrawn.
+    /// Looks up a region for reading; `Err(None)` for an offer that was withdrawn.
     fn source(&self, region: Region) -> Result<Source, Option<Denied>> {
         match region {
             Region::Arena if self.shared.config.channel.open_arena => Ok(Source::Arena),
@@ -407,7 +407,7 @@ impl StreamReader {
         })
     }
 
-    /// Where ranges are written to, if the peer may.
+    /// Resolves the ranges of a write, if the peer may.
     fn landings(&self, ranges: &[Range]) -> Result<Landings, Outcome> {
         let config = &self.shared.config.channel;
         if config.rights != Rights::ReadWrite {

@@ -96,7 +96,7 @@ impl From<Stop> for TransferError {
     }
 }
 
-/// What stands in the way of a connection.
+/// An obstacle for a new connection.
 enum Obstacle {
     /// Connections that the new one replaces.
     Stale(Vec<Arc<Connection>>),
@@ -162,7 +162,7 @@ impl Shared {
         peers.contains_key(peer) || peers.len() < self.config.channel.max_peers
     }
 
-    /// Whether a connection to this peer would be added to the table now.
+    /// Returns whether a connection to this peer would be added to the table now.
     pub(super) fn would_install(&self, peer: &PeerId) -> Result<(), NotInstalled> {
         match self.peers.lock().as_ref() {
             None => Err(NotInstalled::Closed),
@@ -338,7 +338,7 @@ impl Shared {
     }
 }
 
-/// Whether the initiator has given this attempt up and made another since.
+/// Returns whether the initiator has given this attempt up and made another since.
 fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
     let peer = peers.get(&new.id);
     let peer = peer.filter(|p| p.incarnation == new.incarnation && p.identity == new.identity);
@@ -347,7 +347,7 @@ fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
         .any(|c| c.remote.incoming == new.incoming && c.remote.attempt > new.attempt)
 }
 
-/// What stands in the way of a new connection. A newer incarnation replaces an older one of the
+/// Finds what a new connection would replace. A newer incarnation replaces an older one of the
 /// same identity. Nothing else replaces a connection that is alive.
 fn obstacle(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Option<Obstacle> {
     let peer = peers.get_mut(&new.id)?;

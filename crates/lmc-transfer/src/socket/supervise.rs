@@ -23,7 +23,7 @@ pub(super) const SILENT_INTERVALS: u32 = 3;
 /// Time to find, after an error of a stream, that the peer has closed another or the same.
 const CLOSED_TOO: Duration = Duration::from_millis(100);
 
-/// What a stream's tasks begin with.
+/// The parts that a stream's tasks begin with.
 pub(super) struct Begin {
     pub(super) thread: Handle,
     pub(super) opener: Opener,
@@ -63,7 +63,7 @@ pub(super) async fn supervise(
     drop(sockets);
     tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
     shared.remove(&connection, &end);
-    // What it offered is received by nobody who has heard of its end.
+    // A receive that begins after the end finds none of its offers.
     connection.incoming.forget(&connection);
     connection.end.send_replace(Some(end));
     connection.offer_capacity.close();
@@ -136,7 +136,7 @@ struct Signs {
     answered: Standstill,
 }
 
-/// How long a counter has stood still.
+/// Time that a counter has stood still.
 #[derive(Debug, Clone, Default)]
 struct Standstill {
     last: Option<u64>,

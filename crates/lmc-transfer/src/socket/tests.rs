@@ -256,7 +256,7 @@ impl Raw {
         frames
     }
 
-    /// Whether the victim has hung up.
+    /// Returns whether the victim has hung up.
     fn finds_it_closed(mut self) -> bool {
         finds_it_closed(&mut self.stream)
     }
@@ -341,7 +341,7 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     }
     let messages = [
         hello("raw", "victim", 1, &odd),
-        hello("raw", "somebody", 1, &side()),
+        hello("raw", "another", 1, &side()),
         hello("no name", "victim", 1, &side()),
         other_kind,
         welcome,
@@ -361,10 +361,10 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     victim.ends();
 }
 
-/// More sockets stall than may be under way from one address: the next one takes the place of one
+/// More sockets stall than may be under way from one address: the next one takes the number of one
 /// of them.
 #[test]
-fn idle_connects_keep_nobody_out() {
+fn idle_connects_keep_no_peer_out() {
     let victim = Victim::new(|config| {
         config.channel.handshake_timeout = Duration::from_millis(500);
     });
@@ -379,7 +379,7 @@ fn idle_connects_keep_nobody_out() {
 }
 
 #[test]
-fn a_side_of_another_version_is_told_ours_and_we_are_told_theirs() {
+fn sides_of_different_versions_name_theirs() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("bound").port();
     let victim = Victim::new(|_| {});
@@ -499,7 +499,7 @@ fn an_object_with_a_wrong_checksum_is_corrupt_both_ways() {
     victim.ends();
 }
 
-/// The slots of a read that missed its deadline are used anew, and then the rest of the old
+/// The slots of a read that missed its deadline are used again, and then the rest of the old
 /// answer comes.
 #[test]
 fn what_comes_after_the_deadline_is_discarded() {
@@ -623,7 +623,7 @@ fn a_new_incarnation_ends_the_old_connection() {
     };
     old.send(&write);
     let new = Raw::connect(&victim, 2);
-    // What the old one sends now, nobody reads.
+    // What the old one sends now, is not read.
     let head = PieceHead {
         len: 4096,
         sum: checksum(&[9; 4096]),
@@ -638,7 +638,7 @@ fn a_new_incarnation_ends_the_old_connection() {
     victim.ends();
 }
 
-/// A channel was closed while it received: the call ended first, and told the sender that the
+/// A channel was closed while it received: the call ended first, and said to the sender that the
 /// receiver refuses. On a busy machine that went out before the connection ended, and the
 /// suite's random test found an error that no end of a peer explains.
 #[test]
@@ -668,10 +668,10 @@ fn a_receiver_that_closes_does_not_refuse() {
     }
 }
 
-/// A peer that never stops sending had a thread of the channel for itself: nobody else was
-/// served, and the channel did not close.
+/// A peer that never stops sending had a thread of the channel for itself: no other peer
+/// was served, and the channel did not close.
 #[test]
-fn a_flood_of_pings_keeps_nobody_out() {
+fn a_flood_of_pings_keeps_no_peer_out() {
     let victim = Victim::new(|config| config.threads = 1);
     let mut raw = Raw::connect(&victim, 1);
     let other = Victim::new(|config| config.channel.id = name("other"));
@@ -783,7 +783,7 @@ fn each_close_is_over_when_nothing_runs() {
     victim.ends();
 }
 
-/// A handshake was over only when the one who began it had ended, and had begun anew: the old
+/// A handshake was over only when the one who began it had ended, and had begun again: the old
 /// connection replaced the new one.
 #[test]
 fn a_handshake_of_the_dead_replaces_no_connection() {
@@ -903,7 +903,9 @@ fn addresses_that_cannot_be_listened_at() {
     drop(std::os::unix::net::UnixListener::bind(&path).expect("bound"));
     assert!(path.exists());
     let channel = build().expect("a stale socket is taken away");
-    let taken = build().map(drop).expect_err("somebody listens there");
+    let taken = build()
+        .map(drop)
+        .expect_err("another process listens there");
     assert!(taken.to_string().contains("another process"), "{taken}");
     // Within a runtime, where another cannot simply be dropped.
     let runtime = tokio::runtime::Builder::new_current_thread().build();

@@ -1,6 +1,5 @@
-//! The threads that move bytes. What a stream needs stays on one of them: its tasks, and who
-//! watches its socket. So its state stays in one core's cache, and no thread is woken to look for
-//! work that another has in hand.
+//! The threads that move bytes. A stream stays on one of them, with its tasks and its reactor, so
+//! its state stays in one core's cache, and no thread wakes to look for work that another has.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +13,7 @@ use tokio::sync::watch;
 #[derive(Debug)]
 pub(super) struct Threads {
     handles: Vec<Handle>,
-    /// Where the next connection's first stream goes.
+    /// The thread of the next connection's first stream.
     next: AtomicUsize,
     stop: watch::Sender<bool>,
     running: watch::Sender<usize>,
@@ -63,7 +62,7 @@ impl Threads {
         Ok(())
     }
 
-    /// The one that has the listener and the handshakes, beside its share of the streams.
+    /// The thread that has the listener and the handshakes, in addition to its share of streams.
     pub(super) fn first(&self) -> &Handle {
         &self.handles[0]
     }
@@ -74,7 +73,7 @@ impl Threads {
         self.handles.iter().cycle().skip(first).take(streams)
     }
 
-    /// Has all end, and waits for none.
+    /// Asks all threads to end, and does not wait.
     pub(super) fn stop(&self) {
         self.stop.send_replace(true);
     }

@@ -35,7 +35,7 @@ pub(super) struct SendQueue {
     queue: mpsc::UnboundedSender<Outgoing>,
     line: Mutex<Line>,
     sealer: Mutex<Sealer>,
-    /// Whether pieces of objects are sealed.
+    /// True if pieces of objects are sealed.
     sealed: bool,
     /// Grows with every byte sent.
     sent: AtomicU64,
@@ -43,12 +43,12 @@ pub(super) struct SendQueue {
 
 #[derive(Debug, Default)]
 struct Line {
-    /// Frames that the task has and has not sent. While there are any, nobody else sends.
+    /// Frames that the task has and has not sent. While there are any, callers do not send directly.
     behind: usize,
     gathered: Gathered,
 }
 
-/// How much of a frame was sent without waiting.
+/// The part of a frame that was sent without waiting.
 enum AtOnce {
     Nothing,
     All,
@@ -123,7 +123,7 @@ impl SendQueue {
 
     fn hand_over(&self, mut line: MutexGuard<'_, Line>, outgoing: Outgoing) {
         line.behind += 1;
-        // Nobody listens after the end, which those who wait for answers learn otherwise.
+        // After the end there is no task; calls that wait for answers learn of it otherwise.
         let unheard = self.queue.send(outgoing);
         drop(line);
         drop(unheard);
@@ -195,7 +195,7 @@ impl SendQueue {
         self.sent.fetch_add(sent as u64, Ordering::Relaxed);
     }
 
-    /// What was sent so far, where that is not all.
+    /// Returns the bytes sent so far, while frames wait.
     pub(super) fn behind(&self) -> Option<u64> {
         let behind = self.line.lock().behind > 0;
         behind.then(|| self.sent.load(Ordering::Relaxed))
@@ -216,7 +216,7 @@ fn raw(header: Vec<u8>) -> Outgoing {
     }
 }
 
-/// What goes with one system call.
+/// Bytes that go with one system call.
 #[derive(Debug, Default)]
 struct Gathered {
     /// Headers, heads, and sealed pieces.

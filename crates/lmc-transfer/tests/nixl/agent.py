@@ -1,8 +1,8 @@
 """An agent of NIXL's own Python package, for the test in scenarios.rs.
 
-Prints `NAME ADDRESS BYTES METADATA` of its memory (metadata in hex), and is told
-`NAME OBJECT PLACE METADATA` of the other's: reads 100,000 bytes there into its own first 100,000,
-and writes its next 100,000 to the place. Then it is told the bytes, in hex, that the other has
+Prints `NAME ADDRESS BYTES METADATA` of its memory (metadata in hex), and reads
+`NAME OBJECT TARGET METADATA` of the other's: reads 100,000 bytes there into its own first 100,000,
+and writes its next 100,000 to the target. Then it reads the bytes, in hex, that the other has
 written to its memory from byte 3 on.
 """
 
@@ -27,12 +27,12 @@ def main():
     metadata = agent.get_agent_metadata().hex()
     print("a-python-agent", base, memory.nbytes, metadata, flush=True)
 
-    name, source, place, metadata = sys.stdin.readline().split()
+    name, source, target, metadata = sys.stdin.readline().split()
     found = agent.add_remote_agent(bytes.fromhex(metadata))
     found = found.decode() if isinstance(found, bytes) else found
     assert found == name, (found, name)
     move(agent, "READ", base, int(source), name)
-    move(agent, "WRITE", base + SIZE, int(place), name)
+    move(agent, "WRITE", base + SIZE, int(target), name)
     print("moved", flush=True)
 
     written = bytes.fromhex(sys.stdin.readline())

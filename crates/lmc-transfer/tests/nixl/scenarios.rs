@@ -1,4 +1,4 @@
-//! What NIXL does that others do not: each pitfall, met with a peer in another process.
+//! Pitfalls of NIXL that other transports do not have: each, met with a peer in another process.
 
 use std::env;
 use std::future::poll_fn;
@@ -23,7 +23,7 @@ use lmc_transfer::{
 use crate::agents;
 use crate::support::{NixlRig, SCENARIO};
 
-/// Where the peer's sockets are.
+/// Names the folder of the peer's sockets.
 const FOLDER: &str = "LMC_NIXL_FOLDER";
 /// Bytes of the peer's object, and of its slot for one.
 const LARGE: u64 = 9 << 20;
@@ -60,11 +60,11 @@ pub(crate) fn run(name: &str) {
 }
 
 /// The other process: an object to be read with stamp 1, a slot to be written. It does what it
-/// is told, line by line, until there are no more.
+/// is asked, line by line, until there are no more.
 fn peer() {
-    let folder = env::var_os(FOLDER).expect("the peer is told its folder");
+    let folder = env::var_os(FOLDER).expect("the peer has its folder");
     let rig = NixlRig::beside(PathBuf::from(folder));
-    let name = env::var(NAME).expect("the peer is told its name");
+    let name = env::var(NAME).expect("the peer has its name");
     let side = NixlSide::new(&rig, &name);
     let object = side.objects(1, &[LARGE]);
     let mut slot = Some(side.slot(LARGE));
@@ -89,7 +89,7 @@ fn peer() {
                 // What became of it, the other side says.
                 println!("it sent {}", sent.done);
             }
-            // Reads under a lease whose index it is told, until that is over.
+            // Reads under a lease whose index it is given, until that is over.
             leased if leased.starts_with("lease ") => {
                 let index = leased["lease ".len()..].split(' ');
                 let bytes: Vec<u8> = index.map(|byte| byte.parse().expect("a byte")).collect();
@@ -195,7 +195,7 @@ impl Other {
         other
     }
 
-    /// What it says next.
+    /// Returns the next thing that it says.
     fn says(&mut self) -> String {
         loop {
             let mut line = String::new();
@@ -207,13 +207,13 @@ impl Other {
         }
     }
 
-    fn told(&mut self, command: &str) {
+    fn order(&mut self, command: &str) {
         let input = self.input.as_mut().expect("it was not ended");
         writeln!(input, "{command}").expect("it listens");
     }
 
     fn does(&mut self, command: &str) {
-        self.told(command);
+        self.order(command);
         assert_eq!(self.says(), "done");
     }
 
@@ -383,11 +383,11 @@ fn killed_at_work() {
     for round in 0..12 {
         let mut other = Other::start(&rig, "peer");
         other.connect(&side);
-        other.told(["read", "write", "dabble"][round as usize % 3]);
+        other.order(["read", "write", "dabble"][round as usize % 3]);
         assert_eq!(other.says(), "busy");
         thread::sleep(Duration::from_millis(20 + round));
         if round >= 8 {
-            // What it had asked for before is served when nobody is there any more.
+            // What it had asked for before is served although it is gone.
             other.signal("-STOP");
             thread::sleep(Duration::from_millis(100));
         }
@@ -401,7 +401,7 @@ fn killed_at_work() {
     other.connect(&side);
     other.reads(&side);
     other.ends();
-    check_value(1, 0, object[0].bytes()).expect("nobody writes there");
+    check_value(1, 0, object[0].bytes()).expect("nothing writes there");
     drop((object, slot));
     side.ends();
 }
@@ -519,7 +519,7 @@ fn frozen_writer() {
         other.connect(&side);
         let mut caught = false;
         for round in 0..200 {
-            other.told("send");
+            other.order("send");
             let deadline = Instant::now() + Duration::from_millis(400);
             let slots = side.slots(&[LARGE]);
             let receiving = side.channel.receive(slots, &other.id, 7, deadline);
@@ -570,7 +570,7 @@ fn frozen_writer() {
 /// Stops a peer while it writes to a receiver.
 fn stop_while_it_sends(side: &NixlSide, other: &mut Other) {
     for round in 0..200 {
-        other.told("send");
+        other.order("send");
         let deadline = Instant::now() + Duration::from_millis(400);
         let receiving = side
             .channel
@@ -715,7 +715,7 @@ fn idle() {
     b.ends();
 }
 
-/// Connections that are no handshakes are refused and counted, and hold nobody up.
+/// Connections that are no handshakes are refused and counted, and hold no peer up.
 fn strangers() {
     let rig = NixlRig::new();
     let side = NixlSide::with(&rig, "b", 4096, |config| {
@@ -753,7 +753,7 @@ fn strangers() {
             side.channel.refused_handshakes() == counted
         });
     }
-    // Those that say nothing keep nobody out.
+    // Those that say nothing keep no peer out.
     let silent: Vec<UnixStream> = (0..200)
         .map_while(|_| UnixStream::connect(&path).ok())
         .collect();
@@ -807,14 +807,14 @@ fn blocked_on_connect() {
         }));
     });
     let a = NixlSide::new(&rig, "a");
-    let held = blocked.lock().expect("nobody panics");
+    let held = blocked.lock().expect("no thread panics");
     let connect = |millis| {
         let deadline = Instant::now() + Duration::from_millis(millis);
         let (id, address) = (b.channel.id(), b.channel.address());
         block_on(a.channel.connect(id, address, None, deadline))
     };
     for _ in 0..40 {
-        assert!(connect(20).is_err(), "nobody answers");
+        assert!(connect(20).is_err(), "no handler answers");
     }
     eventually("all are given up", || b.channel.refused_handshakes() >= 40);
     let most = entered.load(Ordering::Relaxed);
@@ -865,7 +865,7 @@ fn leased() {
                 .grant_read(&other.id, side.objects(5, &[LARGE]));
             let lease = lease.expect("it is connected");
             let index = lease.indices()[0].to_bytes().map(|byte| byte.to_string());
-            other.told(&format!("lease {}", index.join(" ")));
+            other.order(&format!("lease {}", index.join(" ")));
             assert_eq!(other.says(), "busy");
             thread::sleep(Duration::from_millis(20 + 3 * round));
             other.signal("-STOP");

@@ -1,4 +1,4 @@
-//! How channels of one process are started and killed.
+//! Starts and kills channels of one process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! How NIXL channels are started and killed.
+//! Starts and kills NIXL channels.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use lmc_transfer::{
 /// Names the scenario of a process of a test.
 pub(crate) const SCENARIO: &str = "LMC_NIXL_SCENARIO";
 
-/// Whether there is no library; says so where that is.
+/// Returns whether there is no library; says so where that is.
 pub(crate) fn skipped() -> bool {
     if std::env::var_os("LMC_NIXL_LIBRARY").is_some() {
         return false;
@@ -47,7 +47,7 @@ impl NixlRig {
         }
     }
 
-    /// Whose control connections are of TCP, at ports of their own choice.
+    /// Makes a rig whose control connections are of TCP, at free ports.
     pub(crate) fn with_ports() -> Self {
         let mut rig = Self::beside(PathBuf::new());
         rig.tcp = true;

@@ -57,11 +57,11 @@ const SMALL: [Batch; 3] = [
     Batch::new(1, 4 * KIB),
     Batch::new(1, 64 * KIB),
 ];
-/// What a player moves before it is measured.
+/// The batch that a player moves before it is measured.
 const FIRST_USE: Batch = Batch::new(64, 64 * KIB);
 const WAYS: [&str; 3] = ["write", "read", "send"];
 
-/// What a channel's large batches are measured beside.
+/// The comparison of a channel's large batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Beside {
     /// iperf3 with so many streams.
@@ -75,9 +75,9 @@ struct Pair {
     name: &'static str,
     ours: &'static str,
     beside: Beside,
-    /// What they are measured beside as well.
+    /// A second comparison of large batches.
     also: Option<&'static str>,
-    /// What its small transfers are measured beside.
+    /// The comparison of small transfers.
     small: &'static str,
     /// The least share of the other's speed that is aimed at.
     aim: f64,
@@ -197,7 +197,7 @@ impl Asked {
         Ok(asked)
     }
 
-    /// What is to be played.
+    /// Returns the pairs that are to be measured.
     fn pairs(&self) -> impl Iterator<Item = &'static Pair> {
         PAIRS.iter().filter(|pair| pair.name.contains(&self.only))
     }

@@ -1,4 +1,4 @@
-//! Who moves batches: programs that are asked for one measurement after another.
+//! Players, which move batches: programs that are asked for one measurement after another.
 
 use std::fs;
 use std::io::{self, Write};
@@ -17,7 +17,7 @@ use crate::{ports, shown, two_sides};
 
 const GIB: f64 = (1 << 30) as f64;
 /// Longest silence of a player beyond the time that it was asked to take.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Time that a player has to end.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -27,7 +27,7 @@ pub(super) struct Sample {
     pub(super) gib_per_s: f64,
     /// Of the side that drives and of the other.
     pub(super) cpu_s_per_gib: (f64, f64),
-    /// Seconds that a batch took; none where batches are not told apart.
+    /// Seconds that a batch took; `None` where batches are not measured apart.
     pub(super) p50: Option<f64>,
     pub(super) p99: Option<f64>,
 }
@@ -88,7 +88,7 @@ impl Player {
 
     /// Asks it to do something for so many seconds; what it found.
     fn ask(&mut self, line: &str, seconds: f64) -> Result<Value> {
-        let input = self.input.as_mut().context("it was told to end")?;
+        let input = self.input.as_mut().context("it was asked to end")?;
         writeln!(input, "{line} {seconds}")?;
         let answer = self.hear(seconds);
         answer.with_context(|| format!("{} was asked to {line}", self.who))
@@ -152,7 +152,7 @@ pub(super) fn expect_transport(logs: &Path, transport: &str) -> Result<()> {
 
 /// Longest silence of who was asked to take so many seconds.
 fn limit(seconds: f64) -> Duration {
-    PATIENCE + Duration::from_secs_f64(seconds)
+    TIMEOUT + Duration::from_secs_f64(seconds)
 }
 
 /// iperf3 with so many streams, each write of it as long as an object, 1 MiB at most.

@@ -1,4 +1,4 @@
-//! What was measured, as tables and as JSON.
+//! The report, as tables and as JSON.
 
 use std::fmt::Write as _;
 
@@ -191,7 +191,7 @@ impl Report {
     }
 }
 
-/// What is compared.
+/// Explains the comparisons.
 const ABOUT: &str = "
 Objects lie apart in both arenas, so that none can be joined with its neighbour; all memory was \
 written to before. A batch counts from the call to its return; each is asked for when the one before \
@@ -208,12 +208,12 @@ is written by the peer, because UCX would emulate it.
 that its bytes stay in a core's cache and no batch ends; no checksum, no answer. Writes are as long as \
 an object, its limit of 1 MiB at most. Before version 3.16 one thread serves all its streams.
 - **bare sockets**: a thread per stream and side, `writev` from objects in memory to objects in memory, \
-one byte of answer per batch; no checksum, no places, no deadline. They have a sender's buffer of \
+one byte of answer per batch; no checksum, no offsets, no deadline. They have a sender's buffer of \
 256 KiB, and those of TCP wake their reader for up to 1 MiB at a time, as ours.
 - **bare NIXL**: the same agents, registered memory, UCX settings and descriptors by nixl-sys alone; \
 one request for the batch, made, posted, and asked after without a pause, which burns a core; no \
 deadline, and nothing looks after a request that does not end. Its `send` is a \
-notification each way, by which the sender learns of the room, and a write that notifies.
+notification each way, by which the sender learns of the slots, and a write that notifies.
 - **memcpy**: one thread, from objects in memory to objects in memory of one process.
 ";
 

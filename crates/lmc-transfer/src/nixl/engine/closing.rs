@@ -16,7 +16,7 @@ use crate::nixl::paired::Outbox;
 /// deadline of who closes it, for those that may still write to it.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// What a channel that closes waits for, in this order.
+/// Phases of a close, in this order.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     /// The end of what is under way, here and to here.

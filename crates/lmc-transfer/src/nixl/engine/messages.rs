@@ -166,7 +166,7 @@ impl Engine {
 
     /// A peer has granted the use of leased ranges.
     fn used(&mut self, peer: &Arc<Peer>, send: u64, offsets: &[u64], outbox: &mut Outbox) {
-        // Where nobody waits any more, the peer was told.
+        // Where nothing waits any more, the use was given back already.
         let Some(asking) = self.take_asking(peer, send) else {
             return;
         };
@@ -216,7 +216,7 @@ impl Engine {
         })
     }
 
-    /// Where ranges lie that a peer may access; they are pinned.
+    /// Resolves and pins ranges that a peer may access.
     fn resolve(
         &self,
         peer: &Peer,

@@ -17,9 +17,9 @@ fn range_of(index: Index, offset: u64, len: u64) -> Range {
     }
 }
 
-/// The acceptor used to prove the key to whoever connected, who could then guess it at leisure.
+/// The acceptor used to prove the key to every stranger, who could then guess it offline.
 #[test]
-fn a_stranger_is_told_nothing() {
+fn a_stranger_learns_nothing() {
     let victim = Victim::new(|config| config.channel.keys = Some(key(1).into()));
     for key in [Some(key(2)), None] {
         let mut stream = victim.stream();
@@ -43,7 +43,7 @@ fn a_stranger_is_told_nothing() {
     victim.ends();
 }
 
-/// Whoever knew the key could take over the name of any peer, and its connections with it.
+/// Every peer that knew the key could take over the name of any peer, and its connections with it.
 #[test]
 fn a_name_in_use_is_not_taken_over() {
     let keyed = |id: &'static str| {
@@ -83,7 +83,7 @@ fn a_name_in_use_is_not_taken_over() {
     // Once it is gone, the name is free.
     b.ends();
     a.eventually("it is gone", |a| !a.channel.is_connected(&name("b")));
-    connect(&impostor, &a).expect("nobody else has the name");
+    connect(&impostor, &a).expect("no other peer has the name");
     impostor.ends();
     a.ends();
 }
@@ -173,7 +173,11 @@ fn a_late_write_lands_in_no_reused_slot() {
     assert_eq!(slots.len(), 1);
     drop(slots);
     let reused = victim.object(5, LEN as u64);
-    assert_eq!(reused.offset(), offset, "the pool gives out the same place");
+    assert_eq!(
+        reused.offset(),
+        offset,
+        "the pool gives out the same number"
+    );
     raw.pay(&piece, checksum(&piece));
     let outcome = Outcome::NotLeased(0);
     assert_eq!(raw.frame(), Frame::Answer { id: 1, outcome });
@@ -230,7 +234,7 @@ fn an_offer_serves_its_objects_only() {
 
 /// Each withdrawal went through all offers: 320 KB of them kept a thread busy for 23 s.
 #[test]
-fn a_flood_of_withdrawals_keeps_nobody_out() {
+fn a_flood_of_withdrawals_keeps_no_peer_out() {
     let victim = Victim::new(|config| config.threads = 1);
     let mut raw = Raw::connect(&victim, 1);
     for id in 0..8192 {

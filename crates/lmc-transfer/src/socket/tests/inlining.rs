@@ -137,7 +137,7 @@ fn a_late_send_is_idle_once_the_peer_says_so() {
     victim.ends();
 }
 
-/// An offer that is withdrawn is never received, also where nobody was there when it came.
+/// An offer that is withdrawn is never received, also where no receive waited when it came.
 #[test]
 fn an_offer_that_is_withdrawn_is_answered() {
     let victim = Victim::new(|_| {});
@@ -156,7 +156,7 @@ fn an_offer_that_is_withdrawn_is_answered() {
     victim.ends();
 }
 
-/// What waits for receives that never come is bounded, on both sides.
+/// Inlined offers that wait for receives are bounded, on both sides.
 #[test]
 fn inlined_offers_are_bounded() {
     let victim = Victim::new(|_| {});

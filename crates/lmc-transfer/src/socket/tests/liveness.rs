@@ -9,7 +9,7 @@ struct Proxy {
 }
 
 impl Proxy {
-    /// Swallows one connection of those that come, by its number, once it is told to.
+    /// Swallows one connection of those that come, by its number, once the flag is set.
     fn new(to: u16, number: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let port = listener.local_addr().expect("bound").port();
@@ -74,7 +74,7 @@ fn one_dead_stream_ends_the_connection() {
     victim.ends();
 }
 
-/// Requests that nobody answered kept their capacity for ever: after 64 of them, nothing could be
+/// Requests without an answer kept their capacity for ever: after 64 of them, nothing could be
 /// asked any more, and the peer still counted as connected.
 #[test]
 fn a_peer_that_answers_nothing_is_taken_for_dead() {

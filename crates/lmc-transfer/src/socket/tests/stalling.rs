@@ -22,7 +22,7 @@ impl Drop for Folder {
     }
 }
 
-/// Connects until nobody else can wait for the listener.
+/// Connects until the backlog of the listener is full.
 fn fill(path: &std::path::Path) -> Vec<tokio::net::UnixStream> {
     let mut waiting = Vec::new();
     loop {
@@ -61,7 +61,7 @@ fn a_listener_that_sends_nothing_is_given_up() {
     victim.ends();
 }
 
-/// To find out whether somebody listens there took for ever where that one accepted nobody.
+/// Finding out whether a process listens there took for ever where that one accepted none.
 #[test]
 fn a_unix_socket_that_hangs_is_in_use() {
     let folder = Folder::new("hangs");
@@ -71,7 +71,7 @@ fn a_unix_socket_that_hangs_is_in_use() {
     let arena = ArenaConfig::anonymous(4096).build().expect("a page");
     let config = ChannelConfig::new(name("a"), Arc::new(arena));
     let taken = SocketConfig::new(config, Address::Unix(path.clone())).build();
-    let taken = taken.map(drop).expect_err("somebody listens there");
+    let taken = taken.map(drop).expect_err("another process listens there");
     assert!(taken.to_string().contains("another process"), "{taken}");
     drop((waiting, listener));
 }
@@ -79,7 +79,7 @@ fn a_unix_socket_that_hangs_is_in_use() {
 /// A Unix socket where many wait said no at once.
 #[test]
 fn a_connect_waits_for_a_full_backlog() {
-    let folder = Folder::new("room");
+    let folder = Folder::new("capacity");
     let path = folder.0.join("socket");
     let listener = unix::UnixListener::bind(&path).expect("bound");
     let waiting = fill(&path);
@@ -106,7 +106,7 @@ fn a_connect_waits_for_a_full_backlog() {
     victim.ends();
 }
 
-/// One address had all the capacity, and nobody else came in until it was forgotten.
+/// One address had all the capacity, and no other peer came in until it was forgotten.
 #[test]
 fn idle_connects_of_one_address_keep_no_other_out() {
     let victim = Victim::new(|config| {
@@ -143,7 +143,7 @@ fn idle_connect(victim: &Victim, host: u8) -> tokio::net::TcpStream {
 
 /// Idle sockets of a few addresses, 54 in a second, kept everybody else out for good.
 #[test]
-fn idle_connects_of_many_addresses_keep_nobody_out() {
+fn idle_connects_of_many_addresses_keep_no_peer_out() {
     let victim = Victim::new(|config| {
         config.channel.handshake_timeout = Duration::from_secs(60);
     });

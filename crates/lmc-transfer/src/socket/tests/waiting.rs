@@ -16,7 +16,7 @@ fn a_silent_peer_is_taken_for_dead() {
     victim.ends();
 }
 
-/// It spoke, so it was never taken for gone, and all that was to be sent to it waited for ever.
+/// The peer showed signs of life, so everything that was to be sent to it waited for ever.
 #[test]
 fn a_peer_that_takes_nothing_is_taken_for_dead() {
     let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
@@ -167,7 +167,7 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
             raw.stream.write_all(&head_of(&bytes)).expect("sent");
             let (one, other) = bytes.split_at(bytes.len() / 2);
             raw.stream.write_all(one).expect("sent");
-            // The receiver takes this and sleeps, and is not tired of it yet.
+            // The receiver takes this and sleeps, and still waits for more.
             thread::sleep(Duration::from_micros(300));
             raw.stream.write_all(other).expect("sent");
         }
