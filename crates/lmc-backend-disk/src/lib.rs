@@ -8,7 +8,7 @@
 //! docs/disk-format.md describes every byte.
 //!
 //! Drives that serve together form a set. Each remembers the others and the last clear
-//! ([`ClearEpoch`]): a drive that was absent from a clear is cleared before it serves again.
+//! ([`lmc_backend::ClearEpoch`]): a drive that was absent from a clear is cleared before it serves again.
 //!
 //! What is *not* here: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
 //! (`lmc-backend-local`).
