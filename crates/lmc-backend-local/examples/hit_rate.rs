@@ -65,9 +65,10 @@ fn replay(trace: &[Vec<u64>], policy: PolicyKind, blocks: usize) -> (usize, u64)
         let leases = tier.lease_leading(OwnerId(0), &keys);
         hits += leases.len();
         let parent = |position: usize| position.checked_sub(1).map(|parent| keys[parent]);
-        // As the engine does: what is there counts as used, and the rest is stored.
-        let prompt = (0..keys.len()).map(|position| (keys[position], parent(position)));
-        tier.touch(&prompt.collect::<Vec<_>>());
+        // As the engine does: of the rest, chunks that are present count as used, and the others
+        // are stored.
+        let rest = (leases.len()..keys.len()).map(|position| (keys[position], parent(position)));
+        tier.touch(&rest.collect::<Vec<_>>());
         let mut writes = Vec::new();
         for (position, &key) in keys.iter().enumerate().skip(leases.len()) {
             match tier.begin_write(OwnerId(0), TenantId(0), key, BLOCK) {
