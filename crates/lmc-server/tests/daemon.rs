@@ -180,6 +180,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
             request_id: request_id.to_owned(),
             cache_salt: String::new(),
             num_kv_readers: 1,
+            configs: Default::default(),
         },
         instance_id: 1,
         block_ids: vec![vec![2]],

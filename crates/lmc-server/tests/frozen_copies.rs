@@ -103,6 +103,7 @@ fn key() -> CacheKey {
         request_id: "r".to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     }
 }
 

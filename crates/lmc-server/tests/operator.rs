@@ -114,6 +114,7 @@ fn key(request_id: &str, worker_id: Option<u32>, prompt: u32, chunks: u32) -> Ca
         request_id: request_id.to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     }
 }
 

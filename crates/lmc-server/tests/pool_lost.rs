@@ -153,6 +153,7 @@ fn key(prompt: usize, chunks: usize, worker_id: Option<u32>, request: &str) -> C
         request_id: request.to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     }
 }
 

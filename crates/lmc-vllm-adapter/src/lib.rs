@@ -24,7 +24,7 @@ pub use client::{Client, ClientError, encode_request_frames};
 pub use protocol::{
     BlockAllocation, CacheKey, CpuShm, DecodeError, DescriptorError, EngineDrivenContext,
     EngineGroup, KvDescriptor, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache,
-    Reply, Request, SlotDescriptor, TensorMeta, ValueError,
+    Reply, Request, RequestConfigs, SlotDescriptor, TensorMeta, ValueError,
 };
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,

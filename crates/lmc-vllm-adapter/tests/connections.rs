@@ -399,6 +399,7 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
         request_id: "x".to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     };
     let block_ids = vec![vec![1, 2, 3, 4]];
     let store = Request::Store {

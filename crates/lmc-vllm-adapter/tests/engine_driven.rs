@@ -596,6 +596,7 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
                 request_id: "a".to_owned(),
                 cache_salt: String::new(),
                 num_kv_readers: 1,
+                configs: Default::default(),
             };
             (register(&server, context), key, 10 + rank)
         })
@@ -694,4 +695,16 @@ fn a_store_prepared_before_a_clear_is_not_found_after_it() {
     assert_eq!(lookup(&mut scheduler, &key), 2);
     end(&mut scheduler, "a");
     server.assert_idle();
+}
+
+#[test]
+fn a_request_that_says_so_is_not_stored() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let mut private = key.clone();
+    private.configs.skip_save = true;
+    assert_eq!(worker.prepare_store(&private).0.len(), 0);
+    assert_eq!(server.status().counts.stores_skipped, 1);
+    assert_eq!(worker.prepare_store(&key).0.len(), 2);
 }

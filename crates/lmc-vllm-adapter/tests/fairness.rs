@@ -206,6 +206,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
         request_id: "r".to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     };
     for instance_id in 0..WORKERS {
         let reply = client

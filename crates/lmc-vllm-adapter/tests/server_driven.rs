@@ -199,6 +199,7 @@ impl Engine {
             request_id: request.to_owned(),
             cache_salt: String::new(),
             num_kv_readers: 1,
+            configs: Default::default(),
         }
     }
 

@@ -83,6 +83,7 @@ impl Plan {
             request_id: request_id.to_owned(),
             cache_salt: String::new(),
             num_kv_readers: 1,
+            configs: Default::default(),
         }
     }
 

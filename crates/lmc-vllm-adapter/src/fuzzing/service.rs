@@ -266,6 +266,7 @@ impl Choices<'_> {
             request_id: self.request_id(),
             cache_salt: SALTS[self.index(2)].to_owned(),
             num_kv_readers: self.below(3) as u32,
+            configs: Default::default(),
         }
     }
 

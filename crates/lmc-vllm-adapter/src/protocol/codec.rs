@@ -10,7 +10,7 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Reader, ValueError, Writer};
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEventBatch, KvEventKind,
-    Operation, RegisterKvCache, Reply, Request, SlotDescriptor,
+    Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
 };
 
 /// Most tokens of one prompt.
@@ -19,6 +19,8 @@ pub(crate) const MAX_TOKENS: usize = 4 << 20;
 pub(crate) const MAX_NAME: usize = 1024;
 /// Longest name of a request, in bytes; above [`MAX_NAME`] it is cut.
 const MAX_REQUEST_ID: usize = 1 << 20;
+/// Entries of a request's settings.
+const MAX_CONFIGS: usize = 256;
 /// Most characters of a cache salt, as LMCache has it.
 pub(crate) const MAX_SALT: usize = 128;
 /// Pieces that one chunk's KV cache is split into; a lookup asks for each.
@@ -356,6 +358,7 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
         request_id: String::new(),
         cache_salt: String::new(),
         num_kv_readers: 0,
+        configs: RequestConfigs::default(),
     };
     let (mut model, mut request, mut tokens, mut range) = (false, false, false, 0);
     for _ in 0..reader.map("key", 64)? {
@@ -391,6 +394,7 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
             }
             "cache_salt" => key.cache_salt = salt(reader)?,
             "num_kv_readers" => key.num_kv_readers = reader.number("num_kv_readers")?,
+            "request_configs" => key.configs = request_configs(reader)?,
             _ => reader.skip()?,
         }
     }
@@ -415,6 +419,26 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
         return Err(ValueError::Invalid(text));
     }
     Ok(key)
+}
+
+/// Reads the settings of a request. An entry that is unknown, or whose value is of another type, is
+/// ignored: users of the engine choose both.
+fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
+    let mut configs = RequestConfigs::default();
+    if reader.nil()? {
+        return Ok(configs);
+    }
+    for _ in 0..reader.map("request_configs", MAX_CONFIGS)? {
+        let name = reader.str("request config", MAX_NAME)?;
+        match name {
+            "lmcache.skip_save" => match reader.if_bool() {
+                Some(skip) => configs.skip_save = skip,
+                None => reader.skip()?,
+            },
+            _ => reader.skip()?,
+        }
+    }
+    Ok(configs)
 }
 
 fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {

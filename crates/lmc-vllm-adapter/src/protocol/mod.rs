@@ -11,5 +11,5 @@ pub use descriptor::{CpuShm, DescriptorError, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
 pub use operation::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
-    KvEventKind, Operation, RegisterKvCache, Reply, Request, SlotDescriptor,
+    KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
 };

@@ -168,6 +168,17 @@ impl<'a> Reader<'a> {
         T::try_from(self.int()?).map_err(|_| ValueError::Range { what, at })
     }
 
+    /// Reads a truth value if one comes next.
+    pub(crate) fn if_bool(&mut self) -> Option<bool> {
+        let value = match self.peek() {
+            Ok(0xc2) => false,
+            Ok(0xc3) => true,
+            _ => return None,
+        };
+        self.pos += 1;
+        Some(value)
+    }
+
     /// A boolean; integers count as "not zero".
     pub(crate) fn bool(&mut self) -> Result<bool, ValueError> {
         Ok(self.int()? != 0)

@@ -150,6 +150,17 @@ pub struct CacheKey {
     /// Workers that will each retrieve the same piece (MLA under tensor parallelism); 0 when
     /// the client did not say.
     pub num_kv_readers: u32,
+    /// Settings of the request: what its `kv_transfer_params` say to this server.
+    pub configs: RequestConfigs,
+}
+
+/// Settings of one request, from the entries of its `kv_transfer_params` that begin with
+/// `lmcache.`, which the stock connector forwards as `request_configs`. Other entries are ignored.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RequestConfigs {
+    /// `lmcache.skip_save`: chunks of this request are not stored.
+    pub skip_save: bool,
 }
 
 /// One KV group of an engine: layers that share block ids and a shape.

@@ -128,6 +128,10 @@ impl Copies {
         block_ids: Vec<Vec<u32>>,
         now: Instant,
     ) -> Outcome {
+        if key.configs.skip_save {
+            add(&self.context.counters().stores_skipped, 1);
+            return Outcome::Reply(Reply::Transferred(true));
+        }
         let (worker, hashed, copies) =
             match self.copied_worker(client, &key, instance_id, "store", now) {
                 Ok(found) => found,

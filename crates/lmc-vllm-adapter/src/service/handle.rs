@@ -348,7 +348,10 @@ impl Service {
     /// Returns everything at one moment, for people and scrapers: takes locks for a moment.
     pub fn status(&self, now: Instant) -> ServiceStatus {
         let parts = &*self.0;
-        let instances = parts.registry.status(now, |id| parts.transfers.len_of(id));
+        let mut instances = parts.registry.status(now);
+        for instance in &mut instances {
+            instance.transfers = parts.transfers.len_of(instance.instance_id);
+        }
         ServiceStatus::of(
             &parts.context,
             instances,

@@ -155,6 +155,8 @@ counters! {
     stores,
     /// Stores that were dropped or failed.
     stores_failed,
+    /// Stores not made because the request asked for that (`lmcache.skip_save`).
+    stores_skipped,
     /// Chunks made findable.
     stored_chunks,
     /// Bytes made findable.

@@ -140,6 +140,7 @@ fn key(request: &str, chunks: u64) -> CacheKey {
         request_id: request.to_owned(),
         cache_salt: String::new(),
         num_kv_readers: 1,
+        configs: Default::default(),
     }
 }
 

@@ -276,6 +276,10 @@ impl Transfers {
             slots: Vec::new(),
             chunk_indices: Vec::new(),
         };
+        if key.configs.skip_save {
+            add(&counters.stores_skipped, 1);
+            return nothing;
+        }
         let (worker, hashed) = match self.worker(client, key, instance_id, now) {
             Ok(found) => found,
             // "Nothing to write": the worker goes on, and nothing was promised.

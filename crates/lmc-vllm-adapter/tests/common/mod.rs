@@ -305,6 +305,7 @@ impl Worker {
             request_id: request.to_owned(),
             cache_salt: String::new(),
             num_kv_readers: 1,
+            configs: Default::default(),
         }
     }
 

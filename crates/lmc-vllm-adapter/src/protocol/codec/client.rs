@@ -218,7 +218,14 @@ fn cache_key(key: &CacheKey) -> Bytes {
         w.str("cache_salt");
         w.str(&key.cache_salt);
         w.str("request_configs");
-        w.nil();
+        match key.configs.skip_save {
+            true => {
+                w.map(1);
+                w.str("lmcache.skip_save");
+                w.bool(true);
+            }
+            false => w.nil(),
+        }
         w.str("num_kv_readers");
         w.uint(u64::from(key.num_kv_readers));
     })

@@ -12,6 +12,7 @@ fn key() -> CacheKey {
         request_id: "cmpl-7".to_owned(),
         cache_salt: "tenant".to_owned(),
         num_kv_readers: 1,
+        configs: Default::default(),
     }
 }
 
@@ -269,4 +270,47 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
         let frames: Vec<_> = std::iter::once(answered).chain(payload).collect();
         assert_eq!(decode_reply(operation, &frames), Ok(reply));
     }
+}
+
+#[test]
+fn settings_of_a_request_are_read_and_others_ignored() {
+    let with = |write: &dyn Fn(&mut Writer)| {
+        let mut w = Writer::new();
+        write(&mut w);
+        let bytes = w.into_bytes();
+        super::request_configs(&mut Reader::new(&bytes))
+    };
+    let skips = |configs: Result<RequestConfigs, ValueError>| configs.map(|c| c.skip_save);
+    assert_eq!(skips(with(&|w| w.nil())), Ok(false));
+    let entry = |value: bool| {
+        with(&|w| {
+            w.map(3);
+            w.str("lmcache.tag.a");
+            w.array(1);
+            w.str("x");
+            w.str("lmcache.skip_save");
+            w.bool(value);
+            w.str("lmcache.other");
+            w.float(0.5);
+        })
+    };
+    assert_eq!(
+        (skips(entry(true)), skips(entry(false))),
+        (Ok(true), Ok(false))
+    );
+    let text = with(&|w| {
+        w.map(1);
+        w.str("lmcache.skip_save");
+        w.str("true");
+    });
+    assert_eq!(skips(text), Ok(false), "of another type");
+    let many = with(&|w| w.map(1_000_000));
+    assert!(many.is_err());
+    let asked = Request::Lookup(CacheKey {
+        configs: RequestConfigs { skip_save: true },
+        ..key()
+    });
+    let frames = client::encode_request(1, &asked);
+    let read = decode_request(&frames[1], &frames[2..]);
+    assert_eq!(read.expect("it was encoded"), asked);
 }
