@@ -690,3 +690,17 @@ fn chunks_that_are_recomputed_faster_than_they_are_read_stay_on_disk() {
     assert_eq!(retrieve(&mut client, &shm_name, "again"), 0);
     assert!(metric(&server, "lmc_tier_fetches_skipped_total") > 0.0);
 }
+
+#[test]
+fn a_password_in_a_setting_is_in_no_output() {
+    let url = "redis://user:MARKED-SECRET@host:6379/0";
+    let said = refused(&["--disk", url]);
+    assert!(
+        said.contains("redis://user:***@host") && !said.contains("MARKED"),
+        "{said}"
+    );
+    let shown = lmc(&["serve", "--shm-name", url, "--print-config"]);
+    for output in [&shown.stdout, &shown.stderr] {
+        assert!(!String::from_utf8_lossy(output).contains("MARKED"));
+    }
+}

@@ -26,8 +26,17 @@ pub fn documentation() -> String {
          log_format = \"json\"\n\n\
          [quota]\n\
          tenant-a = \"100GiB\"\n\
-         _default = \"50GiB\"        # traffic without a cache_salt\n\
+         _default = \"50GiB\"        # traffic without a cache_salt\n\n\
+         [[tier]]                   # one table for each lower tier, the fastest first\n\
+         kind = \"disk\"\n\
+         url = \"/data/a,/data/b\"   # short form: --disk\n\
+         size = \"2TiB\"             # --disk-size\n\
+         write = \"through\"         # --disk-write\n\
+         admit = \"always\"          # --disk-admit\n\
+         timeout = \"10s\"           # --disk-read-timeout-seconds\n\
          ```\n\n\
+         Other keys of a disk's table are `create`, `keep_free`, `io`, `depth` and `state_dir`; each is the `--disk-…` flag of its name (`--state-dir`).\n\
+         A password in a URL (`redis://user:password@host`) is masked in every output.\n\n\
          Sizes take `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024) and `KB`, `MB`, `GB`, `TB` (powers of 1000); \
          durations are seconds, or `250ms`, `10s`, `5m`, `1h`; switches are turned off with `--no-NAME`.\n\
          A key that is not known, or a value that cannot be, ends the start with all that is wrong and the nearest valid names.\n\

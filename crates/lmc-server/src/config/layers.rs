@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use super::secret::mask_passwords;
 use super::setting::{Info, Raw, Setting, Shape};
 use super::settings::ALL;
 use super::suggest::nearest;
@@ -55,7 +56,8 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.subject, self.text)
+        let text = format!("{}: {}", self.subject, self.text);
+        f.write_str(&mask_passwords(&text))
     }
 }
 
@@ -160,11 +162,26 @@ impl Layers {
             Err(error) => {
                 self.problems.push(Problem {
                     subject: path.display().to_string(),
-                    text: format!("not valid TOML: {}", error.to_string().trim_end()),
+                    text: format!(
+                        "not valid TOML: {}",
+                        mask_passwords(error.to_string().trim_end())
+                    ),
                 });
                 return;
             }
         };
+        let file = path.display().to_string();
+        let mut table = table;
+        if let Some(tables) = table.remove("tier") {
+            for (key, value) in super::tiers::flatten(&file, &tables, &mut self.problems) {
+                if table.insert(key.clone(), value).is_some() {
+                    self.problems.push(Problem {
+                        subject: format!("{file}: {key}"),
+                        text: "expected it in the table of its tier only".to_owned(),
+                    });
+                }
+            }
+        }
         for (key, value) in table {
             let subject = format!("{}: {key}", path.display());
             let Some(info) = ALL.iter().find(|info| info.key() == key) else {

@@ -5,11 +5,13 @@ mod foreign;
 mod layers;
 mod log_level;
 mod parse;
+mod secret;
 mod serve;
 mod setting;
 mod settings;
 mod size;
 mod suggest;
+mod tiers;
 
 pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};

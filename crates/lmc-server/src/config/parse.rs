@@ -214,6 +214,9 @@ pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
     if text.is_empty() || text.eq_ignore_ascii_case("none") {
         return Ok(Vec::new());
     }
+    if text.contains("://") {
+        return Err("expected folders, found a URL".to_owned());
+    }
     let folders: Vec<PathBuf> = text.split(',').map(|part| part.trim().into()).collect();
     let twice = |at: usize| folders[..at].contains(&folders[at]);
     if folders.iter().any(|folder| folder.as_os_str().is_empty()) || (0..folders.len()).any(twice) {

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::secret::mask_passwords;
+
 /// Group of settings in `--help`, in `--print-config` and in the documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
@@ -64,7 +66,7 @@ impl Raw {
 impl fmt::Display for Raw {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Text(text) => f.write_str(text),
+            Self::Text(text) => f.write_str(&mask_passwords(text)),
             Self::Pairs(pairs) => {
                 for (i, (name, value)) in pairs.iter().enumerate() {
                     let comma = if i == 0 { "" } else { "," };

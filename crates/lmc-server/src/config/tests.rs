@@ -299,3 +299,98 @@ fn layers_keep_the_first_problem_of_a_file_apart_from_its_good_keys() {
     assert_eq!(layers.take(&settings::PORT), 6000);
     assert_eq!(layers.finish().unwrap_err().problems.len(), 1);
 }
+
+#[test]
+fn a_tier_table_is_the_long_form_of_the_flags() {
+    let file = "[[tier]]\nkind = \"disk\"\nurl = \"/a,/b\"\nsize = \"20GiB\"\nwrite = \"back\"\n\
+                timeout = 3\n";
+    let config = load(&[], &[], file).unwrap().config;
+    let flat = "disk = \"/a,/b\"\ndisk_size = \"20GiB\"\ndisk_write = \"back\"\n\
+                disk_read_timeout_seconds = 3\n";
+    assert_eq!(
+        format!("{config:?}"),
+        format!("{:?}", load(&[], &[], flat).unwrap().config)
+    );
+    // A flag wins over the table, as over any key.
+    let flagged = load(&[("disk-write", "through")], &[], file)
+        .unwrap()
+        .config;
+    assert_eq!(flagged.disk_write, DiskWrite::Through);
+}
+
+#[test]
+fn a_wrong_tier_table_is_refused_with_what_is_known() {
+    let problems = |file: &str| {
+        let error = load(&[], &[], file).unwrap_err();
+        let of = |problem: &Problem| (problem.subject.clone(), problem.text.clone());
+        error.problems.iter().map(of).collect::<Vec<_>>()
+    };
+    for (table, subject, part) in [
+        ("url = \"/a\"", "lmc.toml: tier 1", "found none"),
+        (
+            "kind = \"redis\"\nurl = \"r\"",
+            "lmc.toml: tier 1",
+            "[\"disk\"], found \"redis\"",
+        ),
+        ("kind = \"disk\"", "lmc.toml: tier 1", "expected url"),
+        (
+            "kind = \"disk\"\nurl = \"/a\"\nttl = 5",
+            "lmc.toml: tier 1: ttl",
+            "not possible",
+        ),
+        (
+            "kind = \"disk\"\nurl = \"/a\"\nsice = 5",
+            "lmc.toml: tier 1: sice",
+            "did you mean size?",
+        ),
+    ] {
+        let found = problems(&format!("[[tier]]\n{table}\n"));
+        let [(at, text)] = &found[..] else {
+            panic!("{table}: {found:?}");
+        };
+        assert_eq!(at, subject);
+        assert!(text.contains(part), "{text}");
+    }
+    let twice = "[[tier]]\nkind = \"disk\"\nurl = \"/a\"\n".repeat(2);
+    assert!(problems(&twice)[0].1.contains("expected one tier of kind"));
+    let both = "disk = \"/b\"\n[[tier]]\nkind = \"disk\"\nurl = \"/a\"\n";
+    assert!(
+        problems(both)[0]
+            .1
+            .contains("in the table of its tier only")
+    );
+    assert!(problems("tier = 5\n")[0].1.contains("[[tier]]"));
+}
+
+#[test]
+fn a_password_in_a_url_is_in_no_output() {
+    const SECRET: &str = "MARKED-SECRET";
+    let url = format!("redis://user:{SECRET}@host:6379/0");
+    let shown = |flags: &[(&str, &str)], variables: &[(&str, &str)], file: &str| match load(
+        flags, variables, file,
+    ) {
+        Ok(loaded) => {
+            let printed = print_config(&loaded.entries, &[]);
+            format!("{printed}{:?}", loaded.warnings)
+        }
+        Err(error) => error.to_string(),
+    };
+    for text in [
+        shown(&[("disk", &url)], &[], ""),
+        shown(&[], &[("LMC_DISK", &url)], ""),
+        shown(&[("port", &url)], &[], ""),
+        shown(&[], &[("LMC_DISK_SIZE", &url)], ""),
+        shown(&[], &[], &format!("disk = \"{url}\"\n")),
+        shown(&[], &[], &format!("disk = \"{url}\n")),
+        shown(&[], &[], &format!("\"{url}\" = 1\n")),
+        shown(
+            &[],
+            &[],
+            &format!("[[tier]]\nkind = \"redis\"\nurl = \"{url}\"\n"),
+        ),
+        shown(&[], &[], &format!("[[tier]]\nkind = \"{url}\"\n")),
+    ] {
+        assert!(!text.contains(SECRET), "{text}");
+        assert!(text.contains("redis"), "{text}");
+    }
+}

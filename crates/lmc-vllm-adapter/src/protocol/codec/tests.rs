@@ -278,7 +278,7 @@ fn settings_of_a_request_are_read_and_others_ignored() {
         let mut w = Writer::new();
         write(&mut w);
         let bytes = w.into_bytes();
-        super::request_configs(&mut Reader::new(&bytes))
+        request_configs(&mut Reader::new(&bytes))
     };
     let skips = |configs: Result<RequestConfigs, ValueError>| configs.map(|c| c.skip_save);
     assert_eq!(skips(with(&|w| w.nil())), Ok(false));
@@ -310,7 +310,7 @@ fn settings_of_a_request_are_read_and_others_ignored() {
         configs: RequestConfigs { skip_save: true },
         ..key()
     });
-    let frames = client::encode_request(1, &asked);
+    let frames = encode_request(1, &asked);
     let read = decode_request(&frames[1], &frames[2..]);
     assert_eq!(read.expect("it was encoded"), asked);
 }

@@ -1,0 +1,111 @@
+//! The tables `[[tier]]` of the configuration file: one for each tier, the fastest first. A flag is
+//! the short form for the one tier of its kind.
+
+use super::layers::Problem;
+use super::suggest::nearest;
+
+/// A key of a tier's table, and the key that is its short form.
+type Key = (&'static str, &'static str);
+
+/// The kinds of tiers, each with the keys of its table.
+const KINDS: &[(&str, &[Key])] = &[(
+    "disk",
+    &[
+        ("url", "disk"),
+        ("create", "disk_create"),
+        ("size", "disk_size"),
+        ("keep_free", "disk_keep_free"),
+        ("write", "disk_write"),
+        ("admit", "disk_admit"),
+        ("timeout", "disk_read_timeout_seconds"),
+        ("io", "disk_io"),
+        ("depth", "disk_depth"),
+        ("state_dir", "state_dir"),
+    ],
+)];
+
+/// Keys that other kinds have, and why a kind without them does not.
+const FOREIGN: &[(&str, &str, &str)] = &[(
+    "disk",
+    "ttl",
+    "a disk evicts its oldest chunks by size; set size",
+)];
+
+/// Returns the keys of a file that has the tables in place of their short forms.
+pub(super) fn flatten(
+    file: &str,
+    tables: &toml::Value,
+    problems: &mut Vec<Problem>,
+) -> Vec<(String, toml::Value)> {
+    let mut flat: Vec<(String, toml::Value)> = Vec::new();
+    let mut seen: Vec<&str> = Vec::new();
+    let mut refuse = |subject: String, text: String| problems.push(Problem { subject, text });
+    let tables = match tables.as_array() {
+        Some(tables) => tables.as_slice(),
+        None => {
+            let text = format!("expected tables, [[tier]], found a {}", tables.type_str());
+            refuse(format!("{file}: tier"), text);
+            &[]
+        }
+    };
+    for (number, table) in tables.iter().enumerate() {
+        let subject = format!("{file}: tier {}", number + 1);
+        let Some(table) = table.as_table() else {
+            refuse(
+                subject,
+                format!("expected a table, found a {}", table.type_str()),
+            );
+            continue;
+        };
+        let named = table.get("kind").and_then(toml::Value::as_str);
+        let kind = KINDS.iter().find(|(kind, _)| Some(*kind) == named);
+        let Some((kind, keys)) = kind else {
+            let kinds: Vec<&str> = KINDS.iter().map(|(kind, _)| *kind).collect();
+            let found = named.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
+            refuse(
+                subject,
+                format!("expected kind = one of {kinds:?}, found {found}"),
+            );
+            continue;
+        };
+        if seen.contains(kind) {
+            let text =
+                format!("expected one tier of kind {kind:?}; name all its folders in its url");
+            refuse(subject, text);
+            continue;
+        }
+        seen.push(kind);
+        if !table.contains_key("url") {
+            refuse(
+                subject.clone(),
+                "expected url: the location of the tier".to_owned(),
+            );
+        }
+        for (name, value) in table {
+            if name == "kind" {
+                continue;
+            }
+            let subject = format!("{subject}: {name}");
+            let known = keys.iter().find(|(key, _)| key == name);
+            let foreign = FOREIGN
+                .iter()
+                .find(|(of, key, _)| of == kind && key == name);
+            match (known, foreign) {
+                (Some((_, short)), _) => flat.push(((*short).to_owned(), value.clone())),
+                (None, Some((_, _, why))) => {
+                    refuse(subject, format!("not possible for kind {kind:?}: {why}"));
+                }
+                (None, None) => {
+                    let meant = nearest(name, keys.iter().map(|(key, _)| *key));
+                    let meant =
+                        meant.map_or_else(String::new, |key| format!("; did you mean {key}?"));
+                    refuse(
+                        subject,
+                        format!("unknown key of a tier of kind {kind:?}{meant}"),
+                    );
+                }
+            }
+        }
+    }
+    flat
+}
