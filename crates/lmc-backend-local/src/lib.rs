@@ -63,6 +63,7 @@ mod slab;
 mod stats;
 pub use stats::{LocalStats, LocalUsage};
 
+mod sync;
 mod table;
 
 mod tier;

@@ -18,6 +18,8 @@ pub use cpu::cpu_time;
 mod folder;
 pub use folder::Folder;
 
+pub mod interleave;
+
 mod memory;
 pub use memory::pool;
 

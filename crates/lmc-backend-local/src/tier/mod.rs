@@ -6,18 +6,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use lmc_key::ChunkKey;
 use lmc_memory::Pool;
-use parking_lot::Mutex;
 
 use crate::class::{Class, Tenants};
 use crate::owner::Owners;
 use crate::shard::{Shard, Taken};
 use crate::slab::EntryRef;
 use crate::stats::Counters;
+use crate::sync::Mutex;
 use crate::{EventSink, LocalConfig, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
 use crate::{RemovedEvent, TenantId};
 
 mod batch;
 mod evict;
+#[cfg(test)]
+mod interleavings;
 mod read;
 mod write;
 

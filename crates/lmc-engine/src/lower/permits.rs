@@ -4,6 +4,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lmc_backend_local::OwnerId;
+#[cfg(test)]
+use lmc_testkit::interleave::Mutex;
+#[cfg(not(test))]
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
@@ -123,7 +126,10 @@ impl Drop for Permit {
 mod tests {
     use std::future::Future;
     use std::pin::{Pin, pin};
+    use std::sync::atomic::{AtomicU32, Ordering};
     use std::task::{Context, Poll, Waker};
+
+    use lmc_testkit::interleave::{block_on, explore, random_below, spawn, yield_now};
 
     use super::*;
 
@@ -165,5 +171,39 @@ mod tests {
         drop(last);
         let all = permits.try_acquire(10);
         assert!(all.is_some(), "everything came back");
+    }
+    #[test]
+    fn every_unit_comes_back_and_every_waiter_is_served_in_any_order_of_threads() {
+        const UNITS: u32 = 4;
+        explore(4000, || {
+            let permits = Permits::new(UNITS);
+            let used = Arc::new(AtomicU32::new(0));
+            let thread = |owner| {
+                let (permits, used) = (permits.clone(), Arc::clone(&used));
+                spawn(move || {
+                    for _ in 0..3 {
+                        let units = 1 + random_below(UNITS as usize) as u32;
+                        let mut wait = Box::pin(permits.acquire(OwnerId(owner), units));
+                        // Some give up waiting, perhaps while they are being served.
+                        if random_below(4) == 0 {
+                            drop(poll(wait.as_mut()));
+                            yield_now();
+                            continue;
+                        }
+                        let permit = block_on(wait).expect("permits are never closed");
+                        let now = used.fetch_add(units, Ordering::Relaxed) + units;
+                        assert!(now <= UNITS, "{now} of {UNITS} units are in use");
+                        yield_now();
+                        used.fetch_sub(units, Ordering::Relaxed);
+                        drop(permit);
+                    }
+                })
+            };
+            let threads: Vec<_> = (0..3).map(thread).collect();
+            for thread in threads {
+                thread.join().expect("no panic");
+            }
+            assert!(permits.try_acquire(UNITS).is_some(), "a unit is lost");
+        });
     }
 }

@@ -1,7 +1,11 @@
 //! One counter of owners for each slot, at an address that never moves.
 
 use std::sync::OnceLock;
+#[cfg(not(test))]
 use std::sync::atomic::AtomicU32;
+
+#[cfg(test)]
+use lmc_testkit::interleave::AtomicU32;
 
 /// Counters of the first segment; each further one has twice as many.
 const FIRST: usize = 1024;

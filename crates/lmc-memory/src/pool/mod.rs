@@ -3,6 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+#[cfg(test)]
+use lmc_testkit::interleave::Mutex;
+#[cfg(not(test))]
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -276,5 +279,7 @@ impl Inner {
     }
 }
 
+#[cfg(test)]
+mod interleavings;
 #[cfg(test)]
 mod tests;
