@@ -213,7 +213,7 @@ impl Namespaces {
     fn link(&self, at: usize) -> Result<Value> {
         let mut command = Command::new("ip");
         command.args(["-n", &self.names[at], "-s", "-j", "link", "show"]);
-        let text = shown::quiet(command.arg(&self.devices[at]), COMMAND)?;
+        let text = shown::capture(command.arg(&self.devices[at]), COMMAND)?;
         let links: Value = serde_json::from_str(&text).context("ip -j speaks JSON")?;
         Ok(links[0].clone())
     }

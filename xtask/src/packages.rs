@@ -92,7 +92,7 @@ pub(crate) fn depends(metapackage: &str) -> Result<String> {
     let mut ask = Command::new("apt-cache");
     // Its words are translated elsewhere.
     ask.args(["depends", metapackage]).env("LC_ALL", "C");
-    let said = shown::quiet(&mut ask, INSTALLING)?;
+    let said = shown::capture(&mut ask, INSTALLING)?;
     let found = said
         .lines()
         .find_map(|line| line.trim().strip_prefix("Depends: "));

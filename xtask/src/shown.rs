@@ -29,11 +29,11 @@ fn quoted(word: &str) -> String {
 /// Shows a command and runs it to its end. What it prints comes back.
 pub(crate) fn output(command: &mut Command, limit: Duration) -> Result<String> {
     println!("$ {}", typed(command));
-    quiet(command, limit)
+    capture(command, limit)
 }
 
 /// Runs a command to its end as [`output`] does, without showing it.
-pub(crate) fn quiet(command: &mut Command, limit: Duration) -> Result<String> {
+pub(crate) fn capture(command: &mut Command, limit: Duration) -> Result<String> {
     let name = typed(command);
     let (mut reader, writer) = std::io::pipe()?;
     command
@@ -90,7 +90,7 @@ mod tests {
             typed(&command),
             r"UCX_MODULES='^efa' sh -c 'echo '\''a b'\'''"
         );
-        let text = quiet(&mut command, Duration::from_secs(20)).expect("sh runs");
+        let text = capture(&mut command, Duration::from_secs(20)).expect("sh runs");
         assert_eq!(text, "a b\n");
     }
 
@@ -98,7 +98,7 @@ mod tests {
     fn a_command_that_hangs_is_ended() {
         let mut command = Command::new("sleep");
         command.arg("60");
-        let error = quiet(&mut command, Duration::from_millis(50)).expect_err("it is too slow");
+        let error = capture(&mut command, Duration::from_millis(50)).expect_err("it is too slow");
         assert!(
             format!("{error:#}").contains("not done after 50ms"),
             "{error:#}"

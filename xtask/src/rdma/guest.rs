@@ -235,7 +235,7 @@ impl Guest {
         }
         let mut roots = vec![program.to_owned(), suite.to_owned()];
         for tool in ["ip", "rdma"] {
-            let path = shown::quiet(
+            let path = shown::capture(
                 Command::new("sh").args(["-c", &format!("command -v {tool}")]),
                 COMMAND,
             )?;
@@ -468,7 +468,7 @@ fn pack_nixl(archive: &mut Archive, nixl: &Nixl, roots: &mut Vec<PathBuf>) -> Re
 
 /// Adds all libraries that these files link to, and the loader.
 fn pack_libraries(archive: &mut Archive, roots: &[PathBuf], wheel: &Path) -> Result<()> {
-    let linked = shown::quiet(Command::new("ldd").args(roots), COMMAND)?;
+    let linked = shown::capture(Command::new("ldd").args(roots), COMMAND)?;
     for line in linked.lines() {
         let path = line.split_once("=> ").map_or(line, |(_, path)| path).trim();
         let Some((path, _)) = path.split_once(" (") else {

@@ -256,7 +256,7 @@ fn rxe_possible() -> Result<()> {
     // Asked without loading it.
     let mut ask = Command::new("modprobe");
     ask.args(["--dry-run", "rdma_rxe"]);
-    shown::quiet(&mut ask, COMMAND).context("the kernel has no soft-RoCE")?;
+    shown::capture(&mut ask, COMMAND).context("the kernel has no soft-RoCE")?;
     let verbs = providers()
         .iter()
         .any(|path| path.to_string_lossy().contains("/librxe-"));

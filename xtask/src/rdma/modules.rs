@@ -190,7 +190,7 @@ fn decompressed(file: &Path) -> Result<PathBuf> {
         other => bail!("{}: unknown compression {other:?}", file.display()),
     };
     let mut command = Command::new(program);
-    shown::quiet(command.args(flags).arg(file), DECOMPRESSION)
+    shown::capture(command.args(flags).arg(file), DECOMPRESSION)
         .with_context(|| format!("the kernel's modules are compressed: {program} is needed"))?;
     Ok(file.with_extension(""))
 }
@@ -368,7 +368,7 @@ mod tests {
     fn a_compressed_module_is_read() {
         let (folder, files) = Folder::with("packed", &[("dummy", "depends=\0")], "");
         let file = &files[2];
-        if shown::quiet(Command::new("xz").arg(file), DECOMPRESSION).is_err() {
+        if shown::capture(Command::new("xz").arg(file), DECOMPRESSION).is_err() {
             println!("skipped: no xz here");
             return;
         }

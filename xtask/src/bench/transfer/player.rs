@@ -174,7 +174,7 @@ pub(super) fn iperf(streams: u32, way: &str, batch: Batch, seconds: f64) -> Resu
         client.arg("-R");
     }
     for _ in 0..50 {
-        let why = match shown::quiet(&mut client, limit(seconds)) {
+        let why = match shown::capture(&mut client, limit(seconds)) {
             Ok(text) => {
                 let found = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
                 return parse_iperf(&found);
