@@ -64,6 +64,10 @@ pub enum ConnectError {
     /// The other side sent something that is no handshake.
     #[error("invalid handshake: {0}")]
     Malformed(String),
+    /// The memory of this side or of the peer is still being registered with NIXL. Connect again
+    /// later, or use a socket channel meanwhile.
+    #[error("memory is still being registered: connect again later")]
+    NotReady,
     /// The other side refused.
     #[error("refused by the peer: {0}")]
     Refused(String),
@@ -185,9 +189,6 @@ pub enum TransferError {
     /// The peer refused the transfer.
     #[error("refused by the peer: {0}")]
     Refused(String),
-    /// The memory is not ready for this transport yet: try again later, or use another channel.
-    #[error("memory is still being registered: try again in a moment")]
-    NotReady,
     /// The channel is closed.
     #[error("the channel is closed")]
     Closed,

@@ -18,7 +18,8 @@ use super::link::{Link, Outgoing};
 use super::wire::{Intro, MAX_FRAME, Message, agent_name, encode, parse};
 use crate::net::Socket;
 use crate::session::{
-    self, Accept, Accepted, Failure, Local, Opener, Remote, Sealer, SecureStream, sealed_len,
+    self, Accept, Accepted, Failure, Local, Opener, Refusal, Remote, Sealer, SecureStream,
+    sealed_len,
 };
 use crate::{Address, ChannelConfig, ConnectError, PeerId};
 
@@ -198,7 +199,7 @@ impl Accept for Host {
 }
 
 fn not_ready() -> Failure {
-    Failure::refused("memory is still being registered: try again in a moment")
+    Refusal::NotReady.into()
 }
 
 fn intro_of(payload: &[u8], peer: &Remote) -> Result<Intro, ConnectError> {

@@ -105,7 +105,7 @@ impl NixlConfig {
     /// Loads the library, registers the first piece of the arena, and listens. Blocks, for about
     /// half a second the first time in a process. The other pieces are registered in the
     /// background; until that is done, connects of either side fail with
-    /// [`ConnectError::Refused`] and may be repeated ([`NixlChannel::is_ready`]).
+    /// [`ConnectError::NotReady`] and may be repeated ([`NixlChannel::is_ready`]).
     ///
     /// UCX and NIXL read environment variables when they are loaded. This crate sets none; the
     /// embedder should set these before any thread starts: `UCX_MODULES=^efa` (the module for EFA

@@ -104,6 +104,8 @@ pub(crate) enum Refusal {
     WrongPeer { here: String },
     #[error("the name belongs to another identity")]
     Identity,
+    #[error("memory is still being registered")]
+    NotReady,
     #[error("{0}")]
     Other(String),
 }
@@ -138,6 +140,7 @@ impl Failure {
             Self::Noise(error) => ConnectError::Malformed(error.to_string()),
             Self::Refused(Refusal::WrongPeer { here }) => wrong_peer(peer, &here),
             Self::Refused(Refusal::Identity) => ConnectError::Identity { peer: peer.clone() },
+            Self::Refused(Refusal::NotReady) => ConnectError::NotReady,
             Self::Refused(Refusal::Other(why)) => ConnectError::Refused(reason(&why)),
             Self::Unexpected => ConnectError::Malformed("a message out of order".into()),
         }
