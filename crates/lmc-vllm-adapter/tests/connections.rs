@@ -22,9 +22,9 @@ use lmc_vllm_adapter::{
 type Tier = Arc<Gated<MemoryBackend>>;
 
 /// A prompt is below DRAM, behind a gate that is shut.
-fn shut_off(zmq: impl FnOnce(&mut ZmqConfig)) -> (Server, Tier, CacheKey) {
+fn with_blocked_tier(zmq: impl FnOnce(&mut ZmqConfig)) -> (Server, Tier, CacheKey) {
     let tier: Tier = Arc::new(Gated::new(MemoryBackend::default()));
-    let server = Server::over(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, zmq);
+    let server = Server::with_tiers(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, zmq);
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("s", &prompt(1, 2 * CHUNK), 0..2);
     worker.store(&key);
@@ -50,8 +50,8 @@ fn wait() -> Request {
 }
 
 #[test]
-fn a_peer_whose_requests_wait_for_the_server_owes_nothing() {
-    let (server, tier, key) = shut_off(|zmq| {
+fn a_peer_whose_requests_wait_for_the_server_has_no_deadline() {
+    let (server, tier, key) = with_blocked_tier(|zmq| {
         zmq.peer_timeout = Duration::from_millis(500);
         zmq.max_in_flight = 2;
     });
@@ -99,7 +99,7 @@ fn batch(client: &mut Client, uid: u64) -> Reply {
 }
 
 #[test]
-fn a_stream_that_ends_before_the_acknowledgement_is_told() {
+fn the_end_of_a_stream_is_sent_before_the_acknowledgement() {
     let server = Server::start();
     let mut client = server.client();
     let uid = client.send(&subscribe(1)).expect("sent");
@@ -158,7 +158,7 @@ fn a_refused_subscription_changes_nothing() {
 }
 
 #[test]
-fn a_stream_that_is_replaced_is_forgotten() {
+fn a_stream_that_is_replaced_is_removed() {
     let server = Server::start();
     let mut client = server.client();
     for instance in 0..100 {
@@ -245,7 +245,7 @@ impl Backend for Panicking {
 #[test]
 fn a_panic_in_a_handler_is_answered_and_leaves_nothing_behind() {
     let tier = Arc::new(Panicking::default());
-    let server = Server::over(
+    let server = Server::with_tiers(
         vec![Arc::clone(&tier) as _],
         1 << 20,
         |_| {},
@@ -274,7 +274,7 @@ fn a_panic_in_a_handler_is_answered_and_leaves_nothing_behind() {
 
 #[test]
 fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
-    let (server, tier, key) = shut_off(|zmq| zmq.stop_timeout = Duration::from_millis(50));
+    let (server, tier, key) = with_blocked_tier(|zmq| zmq.stop_timeout = Duration::from_millis(50));
     let mut client = server.client();
     begin_lookup(&mut client, &key);
     client.send(&wait()).expect("sent");
@@ -291,7 +291,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
 #[test]
-fn what_a_cut_off_peer_holds_comes_back_when_the_grace_time_is_over_and_not_before() {
+fn slots_of_a_cut_off_peer_are_released_when_the_grace_time_ends() {
     let server = Server::with(1 << 20, |config| config.slot_grace = HOUR, |_| {});
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -380,7 +380,7 @@ fn register(client: &mut Client, instance_id: u64) -> Segment {
 /// The stock client gives up its retrieves when a sign of life has no answer for ten seconds.
 #[test]
 fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
-    let (server, tier, key) = shut_off(|zmq| zmq.max_in_flight = 2);
+    let (server, tier, key) = with_blocked_tier(|zmq| zmq.max_in_flight = 2);
     let mut client = server.client();
     begin_lookup(&mut client, &key);
     let _segment = register(&mut client, 2);

@@ -45,8 +45,8 @@ impl Proxy {
         std::thread::spawn(move || {
             let (near, _) = listener.accept().expect("the worker connects");
             let far = TcpStream::connect(server).expect("the server listens");
-            pass_on(&near, &far);
-            pass_on(&far, &near);
+            forward(&near, &far);
+            forward(&far, &near);
             let Ok(cut) = cuts.recv() else { return };
             if let Cut::Half = cut {
                 far.shutdown(Shutdown::Write).expect("open");
@@ -71,7 +71,7 @@ impl Proxy {
 }
 
 /// Passes bytes on until either side ends. What is left of a socket goes with its last handle.
-fn pass_on(from: &TcpStream, to: &TcpStream) {
+fn forward(from: &TcpStream, to: &TcpStream) {
     let (mut from, mut to) = (
         from.try_clone().expect("a handle"),
         to.try_clone().expect("a handle"),
@@ -119,7 +119,7 @@ impl Process {
     }
 
     /// Gives an order and waits until it is carried out.
-    fn tell(&mut self, order: &str) {
+    fn run(&mut self, order: &str) {
         writeln!(self.orders, "{order}").expect("it lives");
         let mut line = String::new();
         loop {
@@ -191,7 +191,7 @@ fn a_worker_process() {
 }
 
 /// Any one connection is over, and the service knows.
-fn wait_for_an_end(server: &Server, open: u64) {
+fn wait_for_open_connections(server: &Server, open: u64) {
     server.eventually("the connection is over", |status| {
         status.transport.connections_open == open
     });
@@ -209,7 +209,7 @@ fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
         let of_a = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
         let (slots, indices) = a.prepare_store(&of_a);
         proxy.cut.send(cut).expect("it runs");
-        wait_for_an_end(&server, 0);
+        wait_for_open_connections(&server, 0);
         let mut b = Worker::register(&server, 2);
         let of_b = b.key("b", &prompt(2, 2 * CHUNK), 0..2);
         let (others, _) = b.prepare_store(&of_b);
@@ -243,7 +243,7 @@ fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     let (slots, indices) = a.prepare_store(&key);
     let _cut = std::mem::replace(&mut a.client, server.client());
     drop(_cut);
-    wait_for_an_end(&server, 1);
+    wait_for_open_connections(&server, 1);
     let mut other = Worker::register(&server, 1);
     let (of_other, at) = other.prepare_store(&key);
     assert_eq!(of_other.len(), 2);
@@ -260,7 +260,7 @@ fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     assert_eq!(indices, at);
     assert!(other.retrieve(&key), "byte for byte");
     drop(other);
-    wait_for_an_end(&server, 1);
+    wait_for_open_connections(&server, 1);
     assert_eq!(server.status().usage.reserved_slots, 2, "the first's");
     server.service.tick(Instant::now() + HOUR);
     assert_eq!(server.status().usage.reserved_slots, 0);
@@ -281,7 +281,7 @@ fn a_reader_whose_connection_is_cut_keeps_its_bytes() {
         let key = a.key("a", &tokens, 0..2);
         let slots = a.prepare_retrieve(&key).expect("a hit");
         proxy.cut.send(cut).expect("it runs");
-        wait_for_an_end(&server, 1);
+        wait_for_open_connections(&server, 1);
         let clear = Request::Clear { force: true };
         assert_eq!(b.client.ask(&clear).expect("an answer"), Reply::None);
         for round in 2..6 {
@@ -311,7 +311,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
         let (slots, indices) = a.prepare_store(&key);
         assert_eq!(slots.len(), 2);
         a.client = server.client();
-        wait_for_an_end(&server, 2);
+        wait_for_open_connections(&server, 2);
         let mut store = |name: &str| b.store(&b.key(name, &tokens, 0..2));
         assert_eq!(store("b"), 2, "in slots of its own");
         if cleared {
@@ -328,14 +328,14 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
             },
         );
         assert_eq!(hits, if cleared { 0 } else { 2 });
-        common::end(&mut a.client, "l");
+        common::end_session(&mut a.client, "l");
         // One copy of the chunks is left, or none.
         let used = if cleared { 0 } else { 2 * 4096 };
         assert_eq!(server.status().usage.used_bytes, used);
         let clear = Request::Clear { force: true };
         assert_eq!(a.client.ask(&clear).expect("an answer"), Reply::None);
         drop(a);
-        wait_for_an_end(&server, 1);
+        wait_for_open_connections(&server, 1);
     }
     // A writer that is merely late, on an open connection.
     let mut a = Worker::register(&server, 1);
@@ -356,10 +356,10 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
 fn a_killed_workers_slots_come_back_at_once() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
     let mut process = Process::start(server.address);
-    process.tell("register");
-    process.tell("prepare");
+    process.run("register");
+    process.run("prepare");
     assert_eq!(server.status().usage.reserved_slots, 2);
-    wait_for_the_witness(&server, &process);
+    wait_for_the_process(&server, &process);
     process.signal("-KILL");
     server.assert_idle();
     let counts = server.status().counts;
@@ -376,7 +376,7 @@ fn a_killed_workers_slots_come_back_at_once() {
 }
 
 /// The processes behind the connections with slots are known; a search takes a moment.
-fn wait_for_the_witness(server: &Server, process: &Process) {
+fn wait_for_the_process(server: &Server, process: &Process) {
     let pid = process.child.id();
     server.eventually("the process is known", |status| {
         status.instances.iter().any(|worker| worker.pids == [pid])
@@ -388,11 +388,11 @@ fn wait_for_the_witness(server: &Server, process: &Process) {
 fn a_stopped_workers_slots_are_held_until_it_goes_on_or_dies() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
     let mut process = Process::start(server.address);
-    process.tell("register");
-    process.tell("prepare");
-    wait_for_the_witness(&server, &process);
-    process.tell("break");
-    wait_for_an_end(&server, 0);
+    process.run("register");
+    process.run("prepare");
+    wait_for_the_process(&server, &process);
+    process.run("break");
+    wait_for_open_connections(&server, 0);
     process.signal("-STOP");
     let begin = Instant::now();
     let reserved_after = |time: Duration| {
@@ -447,7 +447,7 @@ fn a_proxy_that_dies_proves_nothing() {
     let key = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
     let (slots, indices) = a.prepare_store(&key);
     process.signal("-KILL");
-    wait_for_an_end(&server, 0);
+    wait_for_open_connections(&server, 0);
     let started = Instant::now();
     while started.elapsed() < Duration::from_millis(1500) {
         server.tick();
@@ -562,7 +562,7 @@ struct Network {
 
 impl Network {
     /// Creates a network, or returns the reason why this process may not.
-    fn make() -> Result<Self, String> {
+    fn create() -> Result<Self, String> {
         let pid = std::process::id();
         let subnet = format!("10.213.{}", pid % 250);
         let network = Self {
@@ -607,7 +607,7 @@ impl Drop for Network {
 /// keys and its connection were held until the server was restarted.
 #[test]
 fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
-    let network = match Network::make() {
+    let network = match Network::create() {
         Ok(network) => network,
         Err(why) => return println!("skipped: no network namespace here ({why})"),
     };
@@ -627,14 +627,14 @@ fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
     command.args(["netns", "exec", &network.name]);
     command.arg(std::env::current_exe().expect("this test"));
     let mut process = Process::launch(command, server.address);
-    process.tell("register");
-    process.tell("prepare");
+    process.run("register");
+    process.run("prepare");
     // A peer that is there answers for itself, however long it is silent.
     std::thread::sleep(Duration::from_secs(4));
     assert_eq!(server.status().transport.connections_open, 1);
     assert_eq!(server.status().usage.reserved_slots, 2);
     Network::ip(&format!("link set {} down", network.link)).expect("the link is there");
-    wait_for_an_end(&server, 0);
+    wait_for_open_connections(&server, 0);
     server.assert_idle();
     assert_eq!(server.status().counts.slots_released_by_grace, 2);
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end, lookup, prompt};
+use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
 };
@@ -16,7 +16,7 @@ fn a_prompt_that_was_stored_is_found_and_read_back_byte_for_byte() {
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &key), 0);
     assert_eq!(worker.store(&key), 5);
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     let key = CacheKey {
         request_id: "b".to_owned(),
         ..key
@@ -24,7 +24,7 @@ fn a_prompt_that_was_stored_is_found_and_read_back_byte_for_byte() {
     assert_eq!(lookup(&mut scheduler, &key), 5);
     assert!(worker.retrieve(&key));
     assert_eq!(worker.store(&key), 0, "nothing is stored twice");
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     server.assert_idle();
     let counts = server.status().counts;
     assert_eq!((counts.stored_chunks, counts.retrieved_chunks), (5, 5));
@@ -42,7 +42,7 @@ fn a_store_that_was_acknowledged_is_found_by_the_very_next_lookup() {
         let key = worker.key(&format!("r{round}"), &tokens, 0..2);
         worker.store(&key);
         assert_eq!(lookup(&mut scheduler, &key), 2, "round {round}");
-        end(&mut scheduler, &format!("r{round}"));
+        end_session(&mut scheduler, &format!("r{round}"));
     }
 }
 
@@ -67,7 +67,7 @@ fn a_shared_prefix_is_a_partial_hit_and_only_the_rest_is_stored() {
     worker.fill(&key, &slots, &indices);
     assert!(worker.commit_store(&key));
     assert!(worker.retrieve(&worker.key("b", &second, 0..6)));
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     server.assert_idle();
 }
 
@@ -124,7 +124,7 @@ fn the_layout_of_an_engine_that_died_does_not_spoil_the_lookups_of_others() {
     let half = Worker::register_rank(&server, 2, 0, 1, "bfloat16");
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &key), 0, "two layouts are at work");
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     // The kernel closes a dead process's sockets; so does this.
     drop(half);
     server.eventually("the death is noticed", |status| {
@@ -134,7 +134,7 @@ fn the_layout_of_an_engine_that_died_does_not_spoil_the_lookups_of_others() {
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &single.key("b", &tokens, 0..3)), 3);
     assert!(single.retrieve(&single.key("b", &tokens, 0..3)));
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     // When nobody is left, either may be about to reconnect, so both count again.
     drop(single);
     server.eventually("the other's, too", |status| {
@@ -224,7 +224,7 @@ fn lookup_leases_go_back_in_parts() {
     assert_eq!(server.status().usage.leases, 4, "freeing twice frees once");
     assert!(worker.retrieve(&worker.key("a", &tokens, 2..6)));
     assert_eq!(server.status().usage.leases, 0);
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
@@ -274,7 +274,7 @@ fn a_request_id_that_is_used_again_gets_slots_of_its_own() {
         lookup(&mut scheduler, &worker.key("b", &first.token_ids, 0..2)),
         0
     );
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     assert_eq!(
         server.status().usage.reserved_slots,
         2,
@@ -316,7 +316,7 @@ fn a_scheduler_that_dies_gives_back_its_lookups() {
 }
 
 #[test]
-fn a_full_pool_evicts_what_nobody_holds_and_otherwise_says_so_at_once() {
+fn a_full_pool_evicts_idle_chunks_and_otherwise_refuses_at_once() {
     let server = Server::with(16 * 4096, |_| {}, |_| {});
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
@@ -345,7 +345,7 @@ fn a_full_pool_evicts_what_nobody_holds_and_otherwise_says_so_at_once() {
     );
     assert!(server.status().counts.chunks_no_room > 0);
     for round in 0..20 {
-        end(&mut scheduler, &format!("h{round}"));
+        end_session(&mut scheduler, &format!("h{round}"));
     }
     worker
         .client
@@ -380,7 +380,7 @@ fn a_pickled_payload_is_refused_and_never_loaded() {
 }
 
 #[test]
-fn a_worker_unknown_after_a_restart_is_told_to_register_again() {
+fn a_worker_unknown_after_a_restart_is_asked_to_register_again() {
     let server = Server::start();
     let mut client = server.client();
     let ping = Request::Ping {
@@ -461,7 +461,7 @@ fn requests_of_workers_that_never_registered_are_answered() {
 }
 
 #[test]
-fn events_tell_what_was_stored_and_what_went() {
+fn events_report_stored_and_removed_chunks() {
     let server = Server::with(8 * 4096, |_| {}, |_| {});
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(1, 2 * CHUNK);
@@ -505,7 +505,7 @@ fn events_tell_what_was_stored_and_what_went() {
 
 /// Users choose it over HTTP, and the stock scheduler dies of a refusal.
 #[test]
-fn a_request_id_of_any_length_is_served_and_told_from_others() {
+fn request_ids_of_any_length_are_served_and_distinguished() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
@@ -525,7 +525,7 @@ fn a_request_id_of_any_length_is_served_and_told_from_others() {
         request_id: ids[0].clone(),
     };
     assert_eq!(scheduler.ask(&status).expect("an answer"), Reply::Int(2));
-    ids.iter().for_each(|id| end(&mut scheduler, id));
+    ids.iter().for_each(|id| end_session(&mut scheduler, id));
     server.assert_idle();
 }
 
@@ -621,7 +621,7 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
         let both = number == 1;
         assert_eq!(lookup(&mut scheduler, &whole), if both { 3 } else { 0 });
     }
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
@@ -665,13 +665,13 @@ fn slots_asked_for_twice_at_once_are_held_once() {
             (ask(&mut worker.client), second.join().expect("an answer"))
         });
         // Whoever was told of slots was told of those that are held.
-        let told: std::collections::BTreeSet<u64> = first
+        let given: std::collections::BTreeSet<u64> = first
             .iter()
             .chain(&second)
             .map(|slot| slot.offset)
             .collect();
         let held = server.status().usage.reserved_slots as usize;
-        assert_eq!(told.len(), held, "round {round}");
+        assert_eq!(given.len(), held, "round {round}");
         worker.commit_store(&key);
         assert!(held > 0);
         server.service.engine().clear(true);
@@ -693,7 +693,7 @@ fn a_store_prepared_before_a_clear_is_not_found_after_it() {
     assert_eq!(lookup(&mut scheduler, &key), 0);
     assert_eq!(worker.store(&key), 2);
     assert_eq!(lookup(&mut scheduler, &key), 2);
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 

@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end, lookup, prompt, resident_bytes,
+    CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt, resident_bytes,
 };
 use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
 
@@ -54,13 +54,13 @@ fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
     assert!(server.status().counts.over_limit > 0);
 
     for number in 0..slots / PROMPT {
-        end(&mut scheduler, &format!("greedy {number}"));
+        end_session(&mut scheduler, &format!("greedy {number}"));
     }
     assert_eq!(lookup(&mut scheduler, &more), 4);
     for request in ["more", "again"] {
-        end(&mut scheduler, request);
+        end_session(&mut scheduler, request);
     }
-    end(&mut its_scheduler, "modest");
+    end_session(&mut its_scheduler, "modest");
     server.assert_idle();
 }
 

@@ -78,7 +78,7 @@ fn every_malformed_request_is_answered_with_its_reason() {
 }
 
 #[test]
-fn frames_that_nobody_can_be_answered_for_are_counted_and_dropped() {
+fn frames_without_a_request_number_are_counted_and_dropped() {
     let server = Server::start();
     let mut client = server.client();
     for frames in [
@@ -125,10 +125,10 @@ fn rules_of_the_service_are_answered_too() {
         },
         "multiple of the chunk size",
     );
-    let nobody = with(&|k| k.worker_id = None);
+    let without_worker = with(&|k| k.worker_id = None);
     check(
         Request::PrepareStore {
-            key: nobody,
+            key: without_worker,
             instance_id,
         },
         "worker_id is missing",
@@ -199,7 +199,7 @@ fn opened(then: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn strangers_and_cheats_are_cut_off() {
+fn malformed_streams_are_closed() {
     let server = Server::start();
     is_closed_after(&server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
     is_closed_after(&server, &[0xff; 64]);
@@ -264,8 +264,8 @@ fn a_message_in_pieces_after_a_pause_is_answered() {
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.peer_timeout = timeout);
     let mut stream = TcpStream::connect(server.address).expect("a connection");
     stream.set_nodelay(true).expect("TCP");
-    let patience = Some(Duration::from_secs(20));
-    stream.set_read_timeout(patience).expect("a timeout");
+    let read_timeout = Some(Duration::from_secs(20));
+    stream.set_read_timeout(read_timeout).expect("a timeout");
     let message = encode_request_frames(1, &Request::Noop);
     stream.write_all(&opened(&message)).expect("sent");
     let mut answer = vec![0; 4096];
@@ -407,7 +407,7 @@ fn more_connections_than_the_limit_are_closed_at_once() {
 }
 
 #[test]
-fn a_flood_that_never_reads_its_answers_holds_up_nobody() {
+fn a_flood_that_never_reads_its_answers_delays_no_other_client() {
     let server = Server::with(
         1 << 20,
         |_| {},

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end, lookup, prompt};
+use common::{CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
@@ -46,7 +46,7 @@ fn hits(server: &Server, key: &CacheKey, request: &str) -> u64 {
         ..key.clone()
     };
     let hits = lookup(&mut scheduler, &key);
-    end(&mut scheduler, request);
+    end_session(&mut scheduler, request);
     hits
 }
 
@@ -164,7 +164,7 @@ fn ranks_of_one_engine_share_a_generation() {
 fn chunks_of_an_unknown_format_end_in_every_tier() {
     let tier = Arc::new(Gated::new(MemoryBackend::default()));
     let lower = vec![Arc::clone(&tier) as _];
-    let server = Server::over(lower, 1 << 20, |_| {}, |_| {});
+    let server = Server::with_tiers(lower, 1 << 20, |_| {}, |_| {});
     let copied = |chunks| {
         server.eventually("copies are below", |status| {
             status.lower[0].written == chunks && status.lower[0].queued_bytes == 0
@@ -198,12 +198,12 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
         assert_eq!(hits(&server, key, "next"), 0);
         assert!(!finds(&mut next, key));
     }
-    end(&mut scheduler, "promoting");
+    end_session(&mut scheduler, "promoting");
     for key in [&key, &more] {
         assert!(next.store(key) > 0);
         assert!(next.retrieve(key));
     }
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
@@ -321,9 +321,9 @@ fn a_scheduler_follows_its_worker_into_the_next_generation() {
         let (bind, ask) = (key(&first, 30 + round), key(&second, 30 + round));
         assert_eq!(lookup(&mut scheduler, &bind), 0);
         assert_eq!(worker.store(&bind), 2);
-        end(&mut scheduler, &first);
+        end_session(&mut scheduler, &first);
         assert_eq!(lookup(&mut scheduler, &ask), 2, "round {round}");
-        end(&mut scheduler, &second);
+        end_session(&mut scheduler, &second);
         unregister(&mut worker);
     }
 }

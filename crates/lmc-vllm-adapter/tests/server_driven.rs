@@ -4,7 +4,7 @@ mod common;
 
 use std::collections::HashMap;
 
-use common::{CHUNK, MODEL, Segment, Server, end, lookup, prompt};
+use common::{CHUNK, MODEL, Segment, Server, end_session, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
     TensorMeta,
@@ -267,7 +267,7 @@ fn blocks_come_back_byte_for_byte_in_every_layout() {
             0,
             "the retrieve gave the leases back"
         );
-        end(&mut scheduler, "b");
+        end_session(&mut scheduler, "b");
         server.assert_idle();
     }
 }
@@ -355,9 +355,9 @@ fn block_ids_outside_the_engine_and_short_lists_copy_nothing() {
     engine.wipe();
     outside[5] = u32::MAX;
     assert!(!engine.retrieve(&key, &outside, 0));
-    assert!(engine.segment.all_are(0xEE), "wholly or not at all");
+    assert!(engine.segment.all_bytes_are(0xEE), "wholly or not at all");
     assert!(engine.retrieve(&key, &good, 0));
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
@@ -506,10 +506,10 @@ fn two_float_formats_of_one_size_never_share_bytes() {
         let blocks: Vec<u32> = (1..=2 * (CHUNK / BLOCK) as u32).collect();
         assert!(half.store(&key, &blocks), "{form:?}");
         assert!(!brain.retrieve(&key, &blocks, 0), "{form:?}");
-        assert!(brain.segment.all_are(0xEE), "{form:?}");
+        assert!(brain.segment.all_bytes_are(0xEE), "{form:?}");
         half.wipe();
         assert!(half.retrieve(&key, &blocks, 0), "{form:?}");
-        assert!(!half.segment.all_are(0xEE), "{form:?}");
+        assert!(!half.segment.all_bytes_are(0xEE), "{form:?}");
     }
 }
 
@@ -537,7 +537,7 @@ fn chunks_of_an_unknown_format_end_with_their_last_worker() {
         let mut next = Engine::register_as(&server, form, 2, "uint8");
         next.wipe();
         assert!(!next.retrieve(&key, &blocks, 0), "{form:?}");
-        assert!(next.segment.all_are(0xEE), "{form:?}");
+        assert!(next.segment.all_bytes_are(0xEE), "{form:?}");
         let mut scheduler = server.client();
         assert_eq!(lookup(&mut scheduler, &key), 0, "{form:?}");
     }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end, lookup, prompt};
+use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_vllm_adapter::{CacheKey, Client, KvEventKind, Operation, Reply, Request};
@@ -14,19 +14,19 @@ type Tier = Arc<Gated<MemoryBackend>>;
 
 fn server() -> (Server, Tier) {
     let tier: Tier = Arc::new(Gated::new(MemoryBackend::default()));
-    let server = Server::over(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, |_| {});
+    let server = Server::with_tiers(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, |_| {});
     (server, tier)
 }
 
 /// All that was stored is below, and nothing of it in DRAM.
-fn sink(server: &Server) {
+fn evict_to_lower_tier(server: &Server) {
     server.eventually("copies are down", |status| {
         status.lower[0].queued_bytes == 0
     });
     server.service.engine().clear_dram(true);
 }
 
-fn named(key: &CacheKey, request: &str) -> CacheKey {
+fn key_for(key: &CacheKey, request: &str) -> CacheKey {
     CacheKey {
         request_id: request.to_owned(),
         worker_id: None,
@@ -62,15 +62,15 @@ fn a_prompt_that_left_dram_is_found_and_read_back_byte_for_byte() {
     let key = worker.key("a", &tokens, 0..5);
     assert_eq!(lookup(&mut scheduler, &key), 0);
     assert_eq!(worker.store(&key), 5);
-    end(&mut scheduler, "a");
-    sink(&server);
+    end_session(&mut scheduler, "a");
+    evict_to_lower_tier(&server);
     let key = CacheKey {
         request_id: "b".to_owned(),
         ..key
     };
     assert_eq!(lookup(&mut scheduler, &key), 5);
     assert!(worker.retrieve(&key));
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     server.assert_idle();
     let status = server.status();
     assert_eq!(status.lower[0].promoted_bytes, 5 * CHUNK_BYTES as u64);
@@ -88,10 +88,10 @@ fn hits_are_counted_for_the_tier_that_had_them() {
     let head = worker.key("a", &tokens, 0..2);
     let whole = worker.key("b", &tokens, 0..6);
     worker.store(&whole);
-    sink(&server);
+    evict_to_lower_tier(&server);
     let hits = |scheduler: &mut Client, key: &CacheKey| {
         let found = lookup(scheduler, key);
-        end(scheduler, &key.request_id);
+        end_session(scheduler, &key.request_id);
         let counts = server.status().counts;
         assert_eq!(
             counts.hit_tokens,
@@ -112,44 +112,44 @@ fn hits_are_counted_for_the_tier_that_had_them() {
 }
 
 #[test]
-fn while_chunks_come_up_the_answer_is_not_yet_and_no_one_else_waits() {
+fn during_a_promotion_the_status_is_pending_and_other_requests_are_served() {
     let (server, tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
     let tokens = prompt(2, 4 * CHUNK);
     let key = worker.key("a", &tokens, 0..4);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
-    begin_lookup(&mut scheduler, &named(&key, "slow"));
+    begin_lookup(&mut scheduler, &key_for(&key, "slow"));
     for _ in 0..3 {
         assert_eq!(status(&mut scheduler, "slow"), Reply::None);
     }
     let other = worker.key("other", &prompt(3, 2 * CHUNK), 0..2);
     assert_eq!(worker.store(&other), 2);
     assert_eq!(lookup(&mut scheduler, &other), 2);
-    end(&mut scheduler, "other");
+    end_session(&mut scheduler, "other");
     assert_eq!(status(&mut scheduler, "slow"), Reply::None);
     tier.open();
     let waited = scheduler.ask(&wait("slow", 10.0)).expect("an answer");
     assert_eq!(waited, Reply::Int(4));
     assert_eq!(status(&mut scheduler, "slow"), Reply::Int(4));
-    end(&mut scheduler, "slow");
+    end_session(&mut scheduler, "slow");
     server.assert_idle();
 }
 
 #[test]
-fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
+fn a_waiting_request_is_answered_however_its_lookup_ends() {
     let (server, tier) = server();
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(4, 3 * CHUNK);
     let key = worker.key("a", &tokens, 0..3);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
     let mut waiting = server.client();
     let mut other = server.client();
-    begin_lookup(&mut waiting, &named(&key, "a"));
+    begin_lookup(&mut waiting, &key_for(&key, "a"));
     let uid = waiting.send(&wait("a", 10.0)).expect("sent");
     // The wait holds up neither its own connection nor others, whose request this is not.
     assert_eq!(status(&mut other, "a"), Reply::Int(0));
@@ -157,15 +157,15 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
     tier.open();
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(3));
-    end(&mut waiting, "a");
+    end_session(&mut waiting, "a");
 
     // The request ends while somebody waits for its lookup.
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
-    begin_lookup(&mut waiting, &named(&key, "b"));
+    begin_lookup(&mut waiting, &key_for(&key, "b"));
     let uid = waiting.send(&wait("b", 10.0)).expect("sent");
     server.eventually("it is read", |_| tier.loads() == 6);
-    end(&mut waiting, "b");
+    end_session(&mut waiting, "b");
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(0));
     tier.open();
@@ -173,9 +173,9 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
     // Its time is over first.
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
     assert_eq!(server.status().lower[0].promoted, 3, "no request needed it");
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
-    begin_lookup(&mut waiting, &named(&key, "c"));
+    begin_lookup(&mut waiting, &key_for(&key, "c"));
     let uid = waiting.send(&wait("c", 0.001)).expect("sent");
     // Handled after it, on the same connection.
     assert_eq!(status(&mut waiting, "c"), Reply::None);
@@ -189,20 +189,20 @@ fn whoever_waits_is_told_when_it_is_over_and_however_it_ends() {
         waiting.ask(&wait("c", 10.0)).expect("an answer"),
         Reply::Int(3)
     );
-    end(&mut waiting, "c");
+    end_session(&mut waiting, "c");
     server.assert_idle();
 }
 
 #[test]
-fn a_lookup_whose_chunks_never_come_up_is_a_miss_in_the_end() {
+fn a_lookup_whose_promotion_times_out_is_a_miss() {
     let (server, tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
     let key = worker.key("a", &prompt(10, 2 * CHUNK), 0..2);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
-    begin_lookup(&mut scheduler, &named(&key, "a"));
+    begin_lookup(&mut scheduler, &key_for(&key, "a"));
     let uid = scheduler.send(&wait("a", 600.0)).expect("sent");
     assert_eq!(status(&mut scheduler, "a"), Reply::None);
     let late = Instant::now() + Duration::from_secs(21);
@@ -214,12 +214,12 @@ fn a_lookup_whose_chunks_never_come_up_is_a_miss_in_the_end() {
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
     assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(status(&mut scheduler, "a"), Reply::Int(0), "it was told so");
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
 #[test]
-fn every_rank_comes_up_before_a_chunk_counts() {
+fn a_chunk_counts_once_every_rank_is_promoted() {
     let (server, _tier) = server();
     let mut ranks: Vec<Worker> = (0..2)
         .map(|rank| Worker::register_rank(&server, u64::from(rank) + 1, rank, 2, "float32"))
@@ -229,7 +229,7 @@ fn every_rank_comes_up_before_a_chunk_counts() {
         let key = ranks[rank].key("a", &tokens, 0..chunks);
         ranks[rank].store(&key);
     }
-    sink(&server);
+    evict_to_lower_tier(&server);
     let mut scheduler = server.client();
     let key = ranks[0].key("b", &tokens, 0..4);
     assert_eq!(lookup(&mut scheduler, &key), 3);
@@ -237,25 +237,25 @@ fn every_rank_comes_up_before_a_chunk_counts() {
         let key = rank.key("b", &tokens, 0..3);
         assert!(rank.retrieve(&key));
     }
-    end(&mut scheduler, "b");
+    end_session(&mut scheduler, "b");
     server.assert_idle();
 }
 
 #[test]
-fn a_later_lookup_of_a_request_takes_the_place_of_one_that_is_coming_up() {
+fn a_later_lookup_of_a_request_replaces_one_that_is_promoting() {
     let (server, tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
     let tokens = prompt(6, 4 * CHUNK);
     let key = worker.key("a", &tokens, 0..4);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     tier.shut();
-    begin_lookup(&mut scheduler, &named(&key, "again"));
+    begin_lookup(&mut scheduler, &key_for(&key, "again"));
     server.eventually("it is read", |_| tier.loads() == 4);
     let other = worker.key("x", &prompt(7, CHUNK), 0..1);
     worker.store(&other);
-    begin_lookup(&mut scheduler, &named(&other, "again"));
+    begin_lookup(&mut scheduler, &key_for(&other, "again"));
     assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
     tier.open();
     server.eventually("the first fetch ended", |status| {
@@ -263,28 +263,28 @@ fn a_later_lookup_of_a_request_takes_the_place_of_one_that_is_coming_up() {
     });
     assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
-    end(&mut scheduler, "again");
+    end_session(&mut scheduler, "again");
     server.assert_idle();
 }
 
 #[test]
-fn a_clear_forgets_what_is_below() {
+fn a_clear_also_clears_lower_tiers() {
     let (server, _tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
     let tokens = prompt(8, 3 * CHUNK);
     let key = worker.key("a", &tokens, 0..3);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     let clear = scheduler.ask(&Request::Clear { force: false });
     assert_eq!(clear.expect("an answer"), Reply::None);
     assert_eq!(lookup(&mut scheduler, &key), 0);
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     server.assert_idle();
 }
 
 #[test]
-fn subscribers_hear_of_chunks_that_come_up_again() {
+fn promoted_chunks_are_reported_to_subscribers() {
     let (server, _tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
@@ -292,9 +292,9 @@ fn subscribers_hear_of_chunks_that_come_up_again() {
     let tokens = prompt(9, 2 * CHUNK);
     let key = worker.key("a", &tokens, 0..2);
     worker.store(&key);
-    sink(&server);
+    evict_to_lower_tier(&server);
     assert_eq!(lookup(&mut scheduler, &key), 2);
-    end(&mut scheduler, "a");
+    end_session(&mut scheduler, "a");
     let subscribe = Request::SubscribeKvEvents {
         instance_id: 9,
         model_name: MODEL.to_owned(),
@@ -323,7 +323,7 @@ fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
     let tokens = prompt(1, 4 * CHUNK);
     let key = worker.key("a", &tokens, 0..4);
     assert_eq!(worker.store(&key), 4);
-    sink(&server);
+    evict_to_lower_tier(&server);
     let uncommitted = silent.key("b", &tokens, 0..4);
     assert_eq!(silent.prepare_store(&uncommitted).0.len(), 4);
     let asked = Instant::now();
@@ -338,7 +338,7 @@ fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
         asked.elapsed()
     );
     assert!(worker.retrieve(&key));
-    end(&mut scheduler, "c");
+    end_session(&mut scheduler, "c");
     // The late commit changes nothing: the chunks are there, and its slots come back.
     silent.commit_store(&uncommitted);
     server.assert_idle();

@@ -45,14 +45,14 @@ const BLOCK_BYTES: usize = BLOCK * HIDDEN;
 const PLANE_BYTES: usize = BLOCKS * BLOCK_BYTES;
 
 /// What all runs of one process share: a service is too dear to make for each input.
-struct Shared {
+struct SharedService {
     service: Service,
     /// The pool, as an engine-driven worker maps it.
     pool: File,
 }
 
-fn shared() -> &'static Mutex<Shared> {
-    static SHARED: OnceLock<Mutex<Shared>> = OnceLock::new();
+fn shared() -> &'static Mutex<SharedService> {
+    static SHARED: OnceLock<Mutex<SharedService>> = OnceLock::new();
     SHARED.get_or_init(|| {
         let name = format!("lmc_fuzz_{}", std::process::id());
         // Room for eight chunks, so that eviction is part of every run.
@@ -79,12 +79,12 @@ fn shared() -> &'static Mutex<Shared> {
             ..ServiceConfig::new(hasher)
         };
         let service = Service::new(config, engine.expect("an engine")).expect("threads");
-        Mutex::new(Shared { service, pool })
+        Mutex::new(SharedService { service, pool })
     })
 }
 
 /// What the peers of one run see.
-struct World<'a> {
+struct Environment<'a> {
     service: &'a Service,
     pool: &'a File,
     /// The memory of the server-driven workers, which goes with the run.
@@ -92,8 +92,8 @@ struct World<'a> {
     engine_name: String,
 }
 
-impl<'a> World<'a> {
-    fn new(shared: &'a Shared) -> Self {
+impl<'a> Environment<'a> {
+    fn new(shared: &'a SharedService) -> Self {
         let engine_name = format!("lmc_fuzz_kv_{}", std::process::id());
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
@@ -109,7 +109,7 @@ impl<'a> World<'a> {
     }
 }
 
-impl Drop for World<'_> {
+impl Drop for Environment<'_> {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(format!("/dev/shm/{}", self.engine_name));
     }
@@ -129,7 +129,7 @@ fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
     ((((model * 2 + salt) * 2 + dtype) * 2 + rank) * 13 + content + 1) as u8
 }
 
-impl World<'_> {
+impl Environment<'_> {
     /// Waits until a condition holds that other threads bring about.
     fn wait_until(&self, what: &str, holds: impl Fn() -> bool) {
         let begun = Instant::now();
@@ -286,7 +286,7 @@ impl Choices<'_> {
 }
 
 /// A copy by the server that has been asked for and not run.
-struct Copy {
+struct PendingCopy {
     job: Job,
     key: CacheKey,
     dtype: usize,
@@ -295,7 +295,7 @@ struct Copy {
     skip: Option<usize>,
 }
 
-impl Copy {
+impl PendingCopy {
     /// Each block with its index in the list and the byte of the chunk that it belongs to.
     fn blocks(&self) -> Vec<(usize, u32, u8)> {
         let first = self.key.start as usize / CHUNK;
@@ -312,11 +312,11 @@ impl Copy {
             .collect()
     }
 
-    fn run(self, world: &World<'_>) {
+    fn run(self, environment: &Environment<'_>) {
         let blocks = self.blocks();
         for &(_, block, byte) in &blocks {
             let before = if self.skip.is_some() { 0 } else { byte };
-            world.fill_block(block, before);
+            environment.fill_block(block, before);
         }
         let (skip, all_inside) = (
             self.skip,
@@ -329,10 +329,10 @@ impl Copy {
         for (index, block, byte) in blocks {
             let skipped = block == 0 || index < skip / BLOCK;
             match reply {
-                Reply::Transferred(true) if skipped => world.check_block(block, 0),
-                Reply::Transferred(true) => world.check_block(block, byte),
+                Reply::Transferred(true) if skipped => environment.check_block(block, 0),
+                Reply::Transferred(true) => environment.check_block(block, byte),
                 // All or nothing: a copy that was refused wrote no block.
-                _ => world.check_block(block, 0),
+                _ => environment.check_block(block, 0),
             }
         }
         if let Reply::Transferred(true) = reply {
@@ -345,7 +345,7 @@ impl Copy {
 }
 
 /// Slots whose offsets a worker knows and may still touch, and the byte that each holds.
-struct Held {
+struct HeldSlots {
     client: ClientId,
     instance_id: u64,
     /// The transfer; the number of readers does not count.
@@ -369,7 +369,7 @@ impl Witness for Process {
 }
 
 /// A connection that has ended while its worker may go on.
-struct Gone {
+struct EndedConnection {
     client: ClientId,
     at: Instant,
     life: Option<Life>,
@@ -377,14 +377,14 @@ struct Gone {
 
 /// One run over the shared service.
 struct Run<'a> {
-    world: &'a World<'a>,
+    environment: &'a Environment<'a>,
     choices: Choices<'a>,
     now: Instant,
     /// The open connection of each peer.
     clients: [ClientId; CLIENTS as usize],
     next_client: u64,
-    gone: Vec<Gone>,
-    held: Vec<Held>,
+    gone: Vec<EndedConnection>,
+    held: Vec<HeldSlots>,
     /// Element type that each worker registered with.
     dtypes: [usize; INSTANCES as usize],
     /// Model that each worker registered with.
@@ -392,15 +392,15 @@ struct Run<'a> {
     /// Ranges that workers prepared to store, the last ones.
     ranges: VecDeque<CacheKey>,
     streams: Vec<Subscription>,
-    copies: VecDeque<Copy>,
+    copies: VecDeque<PendingCopy>,
 }
 
 /// The service as a state machine: any order of any operations from several peers.
 pub fn service(data: &[u8]) {
     let shared = shared().lock();
-    let world = World::new(&shared);
+    let environment = Environment::new(&shared);
     let mut run = Run {
-        world: &world,
+        environment: &environment,
         choices: Choices(data),
         now: Instant::now(),
         clients: [ClientId::new(0); CLIENTS as usize],
@@ -423,7 +423,7 @@ pub fn service(data: &[u8]) {
     while !run.choices.0.is_empty() {
         run.step();
         run.check_held();
-        run.world.wait_for_copies();
+        run.environment.wait_for_copies();
     }
     run.end();
 }
@@ -453,23 +453,23 @@ impl Run<'_> {
             uid: Some(process.uid()),
             ..Peer::default()
         };
-        self.world.service.connected(client, own_user);
+        self.environment.service.connected(client, own_user);
         self.clients[peer] = client;
     }
 
     /// A connection ends. Its process is unknown, or it runs, is stopped, or is dead.
     fn disconnect(&mut self, peer: usize, life: Option<Life>) {
         let client = self.clients[peer];
-        let service = self.world.service;
+        let service = self.environment.service;
         if let Some(life) = life {
             service.set_witness(client, Arc::new(Process(life)));
         }
         service.client_gone(client, self.now);
         let at = self.now;
-        self.gone.push(Gone { client, at, life });
+        self.gone.push(EndedConnection { client, at, life });
         self.connect(peer);
         service.release_ended(self.now);
-        self.forget_released();
+        self.drop_released();
     }
 
     /// Slots that workers may still touch hold what is in them, whatever else took place; and
@@ -477,19 +477,19 @@ impl Run<'_> {
     fn check_held(&self) {
         for held in &self.held {
             for (slot, byte) in &held.slots {
-                self.world.check_slot(slot, *byte);
+                self.environment.check_slot(slot, *byte);
                 if held.store {
-                    self.world.fill_slot(slot, *byte);
+                    self.environment.fill_slot(slot, *byte);
                 }
             }
         }
     }
 
     /// Leaves out what may have been given back: its process is dead, or its grace time is over.
-    fn forget_released(&mut self) {
-        let grace = self.world.service.config().slot_grace;
+    fn drop_released(&mut self) {
+        let grace = self.environment.service.config().slot_grace;
         let now = self.now;
-        let over = |gone: &Gone| match gone.life {
+        let over = |gone: &EndedConnection| match gone.life {
             Some(Life::Dead) => true,
             Some(Life::Stopped) => false,
             Some(Life::Running) | None => now.saturating_duration_since(gone.at) >= grace,
@@ -521,7 +521,7 @@ impl Run<'_> {
             (held.instance_id, held.store) != (instance_id, store) || held.key != key
         });
         if !slots.is_empty() {
-            self.held.push(Held {
+            self.held.push(HeldSlots {
                 client,
                 instance_id,
                 key,
@@ -532,7 +532,7 @@ impl Run<'_> {
     }
 
     fn step(&mut self) {
-        let service = self.world.service;
+        let service = self.environment.service;
         let choices = &mut self.choices;
         let instance_id = choices.below(INSTANCES);
         // Mostly a worker of an engine that keeps the rules, else any peer with any request.
@@ -594,7 +594,7 @@ impl Run<'_> {
             18 => {
                 self.now += Duration::from_secs(choices.below(255) * 3);
                 service.tick(self.now);
-                return self.forget_released();
+                return self.drop_released();
             }
             19 => {
                 let lives = [
@@ -609,7 +609,7 @@ impl Run<'_> {
             20 => {
                 model = choices.index(2);
                 dtype = choices.index(2);
-                let registration = self.world.registration(instance_id, model, dtype);
+                let registration = self.environment.registration(instance_id, model, dtype);
                 Request::RegisterKvCache(Box::new(registration))
             }
             21 => Request::Store {
@@ -636,7 +636,7 @@ impl Run<'_> {
             },
             _ => {
                 if let Some(copy) = self.copies.pop_front() {
-                    copy.run(self.world);
+                    copy.run(self.environment);
                 }
                 return;
             }
@@ -652,7 +652,7 @@ impl Run<'_> {
     fn steer(&mut self, request: &mut Request, instance_id: u64) {
         let choice = self.choices.index(RANGES);
         let prepared = |store: bool| {
-            let own = |held: &&Held| (held.instance_id, held.store) == (instance_id, store);
+            let own = |held: &&HeldSlots| (held.instance_id, held.store) == (instance_id, store);
             self.held.iter().find(own).map(|held| held.key.clone())
         };
         let key = match request {
@@ -693,13 +693,15 @@ impl Run<'_> {
         model: usize,
         dtype: usize,
     ) {
-        let world = self.world;
+        let environment = self.environment;
         let registers = matches!(
             request,
             Request::RegisterEngineDriven(_) | Request::RegisterKvCache(_)
         );
         match (
-            world.service.handle(client, request.clone(), self.now),
+            environment
+                .service
+                .handle(client, request.clone(), self.now),
             request,
         ) {
             (Outcome::Reply(Reply::Registered { .. } | Reply::None), _) if registers => {
@@ -719,7 +721,7 @@ impl Run<'_> {
                     assert_eq!(slot.length, CHUNK_BYTES as u64);
                     let chunk = key.start as usize / CHUNK + index as usize;
                     let byte = value(dtype, &key, chunk);
-                    world.fill_slot(&slot, byte);
+                    environment.fill_slot(&slot, byte);
                     held.push((slot, byte));
                 }
                 if !held.is_empty() {
@@ -737,7 +739,7 @@ impl Run<'_> {
                 for (index, slot) in slots.into_iter().enumerate() {
                     let chunk = key.start as usize / CHUNK + index;
                     let byte = value(dtype, &key, chunk);
-                    world.check_slot(&slot, byte);
+                    environment.check_slot(&slot, byte);
                     held.push((slot, byte));
                 }
                 self.hold(client, instance_id, false, &key, held);
@@ -751,7 +753,7 @@ impl Run<'_> {
             (Outcome::Reply(_), Request::Lookup(key)) => {
                 // Some go on while the chunks are promoted.
                 if self.choices.below(4) > 0 {
-                    world.wait_for_promotion(client, &key.request_id, self.now);
+                    environment.wait_for_promotion(client, &key.request_id, self.now);
                 }
             }
             (Outcome::Reply(_), _) => {}
@@ -771,7 +773,7 @@ impl Run<'_> {
                 Request::Store {
                     key, mut block_ids, ..
                 },
-            ) => self.copies.push_back(Copy {
+            ) => self.copies.push_back(PendingCopy {
                 job,
                 key,
                 dtype,
@@ -786,7 +788,7 @@ impl Run<'_> {
                     skip_first_n_tokens,
                     ..
                 },
-            ) => self.copies.push_back(Copy {
+            ) => self.copies.push_back(PendingCopy {
                 job,
                 key,
                 dtype,
@@ -796,7 +798,7 @@ impl Run<'_> {
             (Outcome::Job(_), request) => panic!("a job for {request:?}"),
         }
         for stream in &mut self.streams {
-            if let NextBatch::Batch(batch) = world.service.next_batch(stream) {
+            if let NextBatch::Batch(batch) = environment.service.next_batch(stream) {
                 assert!(batch.events.len() <= 1024);
             }
         }
@@ -804,11 +806,11 @@ impl Run<'_> {
 
     /// Everybody leaves; nothing may be held.
     fn end(mut self) {
-        let service = self.world.service;
+        let service = self.environment.service;
         // A job that is never run (its thread died) must give back what it held, too.
         let run = self.copies.len() / 2;
         for copy in self.copies.drain(..run) {
-            copy.run(self.world);
+            copy.run(self.environment);
         }
         self.copies.clear();
         for instance_id in 0..INSTANCES {
@@ -841,7 +843,7 @@ impl Run<'_> {
             let usage = service.status(self.now).usage;
             (usage.leases, usage.reserved_slots) == (0, 0)
         };
-        self.world
+        self.environment
             .wait_until("leases and slots that are given back", idle);
         let status = service.status(self.now);
         assert_eq!(status.sessions.sessions, 0);
@@ -853,7 +855,7 @@ impl Run<'_> {
         assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
         service.engine().clear(true);
         let used = || service.status(self.now).usage.used_bytes;
-        self.world
+        self.environment
             .wait_until("memory that is given back", || used() == 0);
     }
 }

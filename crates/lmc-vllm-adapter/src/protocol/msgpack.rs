@@ -558,7 +558,7 @@ mod tests {
         #[test]
         fn long_token_lists_survive_the_round_trip(
             seed: u64, len in 2000usize..6000, wide in 0u64..4, tail in 0usize..40) {
-            // Ids of one kind or of all, so that places in between are hard to guess.
+            // Ids of one width or of all, so that number boundaries are hard to guess.
             let mut state = seed | 1;
             let list: Vec<u32> = (0..len).map(|_| {
                 state ^= state << 13;

@@ -14,10 +14,10 @@ use tracing::debug;
 use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
 use crate::protocol::{Operation, Reply, Request, decode_request};
 use crate::service::{ClientId, NextBatch, Outcome, Service, Subscription};
-use crate::transport::admission::Seat;
+use crate::transport::admission::Permit;
 use crate::transport::router::Serving;
 use crate::transport::search::Search;
-use crate::transport::stream::Stream as Socket;
+use crate::transport::stream::Stream;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 
 /// Bytes asked from the socket at a time when nothing larger is announced.
@@ -27,10 +27,10 @@ const GROW_CHUNK: usize = 1 << 20;
 /// How long a connection is looked at again and again after bytes came or went, before its
 /// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
 /// takes tens of microseconds; other connections are served in between.
-const LOOK_AGAIN: Duration = Duration::from_micros(50);
+const BUSY_POLL: Duration = Duration::from_micros(50);
 /// Longest that a connection's requests are handled one after the other before the requests of
 /// others are.
-const TURN: Duration = Duration::from_micros(500);
+const TIME_SLICE: Duration = Duration::from_micros(500);
 /// Event streams of one connection.
 const MAX_STREAMS: usize = 64;
 /// Bytes of unread answers above which a connection's event streams wait.
@@ -40,13 +40,13 @@ const MAX_UNREAD_EVENTS: usize = 256 << 10;
 const MAX_STALLED: usize = 1 << 20;
 
 /// An answer that comes later, from a thread that copies.
-struct Deferred {
+struct DeferredReply {
     uid: Bytes,
     operation: Bytes,
     reply: Reply,
 }
 
-struct Stream {
+struct EventStream {
     operation: Bytes,
     subscription: Subscription,
     /// Whether the reader has asked for the next batch.
@@ -58,17 +58,17 @@ struct Stream {
 
 /// Result of one turn of a connection.
 #[derive(Debug, Default, Clone, Copy)]
-struct Step {
+struct Progress {
     /// True if at least one message of the input was handled.
-    took_message: bool,
+    handled_message: bool,
     /// True if a byte was sent.
     wrote: bool,
     /// True if the turn was over before all was done that needs no waiting.
-    goes_on: bool,
+    has_more: bool,
 }
 
 /// An event that was taken from the input.
-enum Took {
+enum Handled {
     /// A peer may send these in the middle of a message, which they do not bring to its end.
     Ping,
     Message,
@@ -79,50 +79,50 @@ enum Took {
 pub(super) struct Ended;
 
 pub(super) struct Connection {
-    stream: Socket,
+    stream: Stream,
     client: ClientId,
     service: Service,
     serving: Arc<Serving>,
-    seat: Arc<Seat>,
+    permit: Arc<Permit>,
     search: Search,
     stop: watch::Receiver<bool>,
     decoder: Decoder,
     input: BytesMut,
     output: BytesMut,
     in_flight: usize,
-    deferred_in: mpsc::UnboundedSender<Deferred>,
-    deferred: mpsc::UnboundedReceiver<Deferred>,
-    streams: HashMap<Bytes, Stream>,
+    deferred_sender: mpsc::UnboundedSender<DeferredReply>,
+    deferred: mpsc::UnboundedReceiver<DeferredReply>,
+    streams: HashMap<Bytes, EventStream>,
     events: watch::Receiver<u64>,
 }
 
 impl Connection {
     pub(super) fn new(
-        stream: Socket,
+        stream: Stream,
         service: Service,
         serving: Arc<Serving>,
-        seat: Arc<Seat>,
+        permit: Arc<Permit>,
         search: Search,
         stop: watch::Receiver<bool>,
     ) -> Self {
         let mut output = BytesMut::with_capacity(4096);
         output.extend_from_slice(&greeting());
         encode_ready("ROUTER", &mut output);
-        let (deferred_in, deferred) = mpsc::unbounded_channel();
+        let (deferred_sender, deferred) = mpsc::unbounded_channel();
         let events = service.watch_events();
         Self {
             stream,
-            client: seat.client(),
+            client: permit.client(),
             service,
             decoder: Decoder::new(serving.config.limits),
             serving,
-            seat,
+            permit,
             search,
             stop,
             input: BytesMut::new(),
             output,
             in_flight: 0,
-            deferred_in,
+            deferred_sender,
             deferred,
             streams: HashMap::new(),
             events,
@@ -136,12 +136,12 @@ impl Connection {
         // Since when the rest of a message, and the acceptance of answers, is owed.
         let (mut input_since, mut output_since) = (waiting_since, waiting_since);
         let (mut owed_input, mut owed_output) = (true, false);
-        let speak_by = waiting_since + self.serving.config.first_request_timeout;
+        let first_request_by = waiting_since + self.serving.config.first_request_timeout;
         loop {
-            let Ok(step) = self.step() else {
+            let Ok(progress) = self.make_progress() else {
                 return;
             };
-            if step.wrote {
+            if progress.wrote {
                 waiting_since = Instant::now();
                 output_since = waiting_since;
             }
@@ -150,7 +150,7 @@ impl Connection {
                 return;
             }
             // What came is handled before more is read.
-            let may_read = !stopping && !step.goes_on && self.may_read();
+            let may_read = !stopping && !progress.has_more && self.may_read();
             // A peer that owes us something (the rest of a message, the acceptance of an
             // answer) gets a deadline; one that is merely silent, or waits for us, does not.
             let owes_input =
@@ -162,7 +162,7 @@ impl Connection {
                 output_since = Instant::now();
             }
             // A message has the whole time from its first byte to its last.
-            if owes_input && (!owed_input || step.took_message) {
+            if owes_input && (!owed_input || progress.handled_message) {
                 input_since = Instant::now();
             }
             (owed_input, owed_output) = (owes_input, owes_output);
@@ -172,12 +172,12 @@ impl Connection {
                 (false, false) => Some(Interest::WRITABLE),
                 (false, true) => None,
             };
-            let silent = !self.seat.has_spoken();
+            let silent = !self.permit.has_sent_request();
             let streaming = !self.streams.is_empty();
             // Not beside a copy, whose threads need the cores.
-            let may_look = interest.is_some() && self.in_flight == 0;
-            let look_again = may_look && waiting_since.elapsed() < LOOK_AGAIN;
-            let look_again = look_again || step.goes_on;
+            let may_poll = interest.is_some() && self.in_flight == 0;
+            let poll_again = may_poll && waiting_since.elapsed() < BUSY_POLL;
+            let poll_again = poll_again || progress.has_more;
             let owed_since = match (owes_output, owes_input) {
                 (true, true) => input_since.min(output_since),
                 (true, false) => output_since,
@@ -202,8 +202,8 @@ impl Connection {
                 }
                 Ok(()) = self.events.changed(), if streaming => {}
                 _ = self.stop.changed(), if !stopping => {}
-                () = tokio::task::yield_now(), if look_again => {}
-                () = tokio::time::sleep_until(speak_by.into()), if silent => {
+                () = tokio::task::yield_now(), if poll_again => {}
+                () = tokio::time::sleep_until(first_request_by.into()), if silent => {
                     self.service.transport_counters().silent.fetch_add(1, Ordering::Relaxed);
                     debug!(client = %self.client, "closing a connection that asks for nothing");
                     return;
@@ -220,7 +220,7 @@ impl Connection {
                     input_since = Instant::now();
                     output_since = input_since;
                 }
-                () = self.seat.must_go() => {
+                () = self.permit.close_requested() => {
                     self.service.transport_counters().closed_idle.fetch_add(1, Ordering::Relaxed);
                     debug!(client = %self.client, "closing an idle connection to admit another");
                     return;
@@ -230,16 +230,16 @@ impl Connection {
     }
 
     /// Does what needs no waiting, for one turn at most.
-    fn step(&mut self) -> Result<Step, Ended> {
+    fn make_progress(&mut self) -> Result<Progress, Ended> {
         let began = Instant::now();
-        let mut step = Step::default();
+        let mut progress = Progress::default();
         loop {
             while let Ok(deferred) = self.deferred.try_recv() {
                 self.in_flight -= 1;
                 self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
             }
-            if began.elapsed() >= TURN {
-                step.goes_on = true;
+            if began.elapsed() >= TIME_SLICE {
+                progress.has_more = true;
                 break;
             }
             if !self.may_read() {
@@ -247,34 +247,34 @@ impl Connection {
             }
             match self.next_event()? {
                 None => break,
-                Some(Took::Ping) => {}
-                Some(Took::Message) => step.took_message = true,
+                Some(Handled::Ping) => {}
+                Some(Handled::Message) => progress.handled_message = true,
             }
         }
         let waits = self.pump_streams();
-        self.seat.set_streaming(!self.streams.is_empty());
-        step.wrote = self.write()?;
-        step.goes_on |= waits && self.output.len() < MAX_UNREAD_EVENTS;
-        Ok(step)
+        self.permit.set_streaming(!self.streams.is_empty());
+        progress.wrote = self.write()?;
+        progress.has_more |= waits && self.output.len() < MAX_UNREAD_EVENTS;
+        Ok(progress)
     }
 
     fn may_read(&self) -> bool {
-        self.in_flight < self.serving.config.most_in_flight()
+        self.in_flight < self.serving.config.hard_in_flight_limit()
             && self.output.len() < self.serving.config.max_unread
     }
 
     /// Handles one event of the input. `None` when the input holds no whole one.
-    fn next_event(&mut self) -> Result<Option<Took>, Ended> {
+    fn next_event(&mut self) -> Result<Option<Handled>, Ended> {
         match self.decoder.next(&mut self.input) {
             Ok(None) => Ok(None),
-            Ok(Some(Event::Ready(_))) => Ok(Some(Took::Message)),
+            Ok(Some(Event::Ready(_))) => Ok(Some(Handled::Message)),
             Ok(Some(Event::Ping(context))) => {
                 encode_pong(&context, &mut self.output);
-                Ok(Some(Took::Ping))
+                Ok(Some(Handled::Ping))
             }
             Ok(Some(Event::Message(frames))) => {
                 self.message(&frames);
-                Ok(Some(Took::Message))
+                Ok(Some(Handled::Message))
             }
             Err(error) => {
                 self.service
@@ -328,8 +328,8 @@ impl Connection {
 
     fn request(&mut self, uid: &Bytes, operation: &Bytes, request: Request, started: Instant) {
         let asked = request.operation();
-        self.seat.spoke(started);
-        let outcome = match self.turned_away(uid, asked) {
+        self.permit.record_request(started);
+        let outcome = match self.refusal_at_limit(uid, asked) {
             Some(reply) => Outcome::Reply(reply),
             None => {
                 // A bug in a handler must not leave the client waiting, nor take what else the
@@ -377,7 +377,7 @@ impl Connection {
     }
 
     /// What is answered to a request that this connection has no room for.
-    fn turned_away(&self, uid: &Bytes, asked: Operation) -> Option<Reply> {
+    fn refusal_at_limit(&self, uid: &Bytes, asked: Operation) -> Option<Reply> {
         match asked {
             // A stream under a number that is in use takes the place of the one before it.
             Operation::SubscribeKvEvents
@@ -415,11 +415,11 @@ impl Connection {
     ) -> impl FnOnce(Reply) + Send + use<> {
         self.in_flight += 1;
         let (uid, operation) = (uid.clone(), operation.clone());
-        let (sender, service) = (self.deferred_in.clone(), self.service.clone());
+        let (sender, service) = (self.deferred_sender.clone(), self.service.clone());
         move |reply| {
             service.record(asked, &reply, started.elapsed());
             // Without a receiver the connection is gone, and the answer with it.
-            let _ = sender.send(Deferred {
+            let _ = sender.send(DeferredReply {
                 uid,
                 operation,
                 reply,
@@ -428,7 +428,7 @@ impl Connection {
     }
 
     fn subscribe(&mut self, uid: &Bytes, operation: &Bytes, subscription: Subscription) {
-        let stream = Stream {
+        let stream = EventStream {
             operation: operation.clone(),
             subscription,
             credit: true,

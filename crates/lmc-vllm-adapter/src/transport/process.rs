@@ -65,17 +65,17 @@ pub(super) struct Holders {
     /// Inode of the socket.
     socket: u64,
     pool: MappedFile,
-    known: Mutex<Known>,
+    known: Mutex<KnownProcesses>,
 }
 
 #[derive(Debug)]
-struct Known {
+struct KnownProcesses {
     processes: Vec<Process>,
     /// Time at which all of them were first seen dead.
     dead: Option<Instant>,
 }
 
-impl Known {
+impl KnownProcesses {
     /// Returns the time at which all of them were first seen dead.
     fn dead(&mut self) -> Option<Instant> {
         if self.dead.is_none()
@@ -95,7 +95,7 @@ impl Holders {
     /// which takes milliseconds: for a thread that may wait.
     pub(super) fn find(socket: u64, pool: MappedFile) -> Option<Self> {
         let processes = find(socket, &pool, Instant::now());
-        let known = Known {
+        let known = KnownProcesses {
             processes,
             dead: None,
         };
@@ -117,12 +117,12 @@ impl Witness for Holders {
         if let Some(dead) = dead {
             // A child that was forked after the search has the socket and the pool, too. Requests
             // that ask for the pids do not wait for the walk.
-            let heirs = find(self.socket, &self.pool, dead);
-            if heirs.is_empty() {
+            let others = find(self.socket, &self.pool, dead);
+            if others.is_empty() {
                 return Life::Dead;
             }
-            *self.known.lock() = Known {
-                processes: heirs,
+            *self.known.lock() = KnownProcesses {
+                processes: others,
                 dead: None,
             };
         }

@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use crate::service::{ClientId, Service, Throttle};
-use crate::transport::admission::{Admission, Seat};
+use crate::transport::admission::{Admission, Permit};
 use crate::transport::connection::Connection;
 use crate::transport::ipc::IpcListener;
 use crate::transport::process::MappedFile;
@@ -24,7 +24,7 @@ use crate::transport::trust::{TrustedUsers, Untrusted};
 use crate::transport::zmtp::Limits;
 
 /// Time between signs of the process's own life.
-const BEAT: Duration = Duration::from_millis(500);
+const BEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Timeouts after which a TCP connection whose other end no longer answers is closed: its host or
 /// the network is gone.
@@ -50,7 +50,7 @@ impl Default for Keepalive {
 
 impl Keepalive {
     /// Time from the last sign of the other end to the end of the connection.
-    pub(super) fn longest(&self) -> Duration {
+    pub(super) fn total(&self) -> Duration {
         self.idle + self.interval * self.probes
     }
 }
@@ -110,7 +110,7 @@ impl Default for ZmqConfig {
 
 impl ZmqConfig {
     /// Requests of one connection that are ever under way, of whatever kind.
-    pub(super) fn most_in_flight(&self) -> usize {
+    pub(super) fn hard_in_flight_limit(&self) -> usize {
         self.max_in_flight.saturating_mul(2)
     }
 }
@@ -203,7 +203,7 @@ impl ZmqServer {
         });
         let admission = Admission::new(serving.config.max_connections);
         let mut connections = JoinSet::new();
-        let mut beats = tokio::time::interval(BEAT);
+        let mut beats = tokio::time::interval(BEAT_INTERVAL);
         let (began, refusals) = (Instant::now(), Throttle::default());
         loop {
             let accepted = tokio::select! {
@@ -232,7 +232,7 @@ impl ZmqServer {
                 log_refusal(untrusted, &refusals, began.elapsed());
                 continue;
             }
-            let Some(seat) = admission.admit(&self.service, client, peer.uid, Instant::now())
+            let Some(permit) = admission.admit(&self.service, client, peer.uid, Instant::now())
             else {
                 counters.connections_refused.fetch_add(1, Ordering::Relaxed);
                 continue;
@@ -242,9 +242,9 @@ impl ZmqServer {
                 .fetch_add(1, Ordering::Relaxed);
             let search = Search::new(peer.inode, serving.pool.clone());
             self.service.connected(client, peer);
-            let place = Place::take(seat, self.service.clone(), admission.clone());
+            let guard = ConnectionGuard::new(permit, self.service.clone(), admission.clone());
             let serving = Arc::clone(&serving);
-            connections.spawn(serve(stream, place, serving, search, stop.clone()));
+            connections.spawn(serve(stream, guard, serving, search, stop.clone()));
         }
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(self.config.stop_timeout, drained)
@@ -270,57 +270,68 @@ fn log_refusal(untrusted: Untrusted, throttle: &Throttle, now: Duration) {
 
 /// A connection among those that are open. Its end is reported and counted when this is dropped,
 /// also by a panic or by the stop's deadline.
-struct Place {
-    seat: Arc<Seat>,
+struct ConnectionGuard {
+    permit: Arc<Permit>,
     service: Service,
     admission: Admission,
 }
 
-impl Place {
-    fn take(seat: Arc<Seat>, service: Service, admission: Admission) -> Self {
+impl ConnectionGuard {
+    fn new(permit: Arc<Permit>, service: Service, admission: Admission) -> Self {
         let counters = service.transport_counters();
         counters.connections_open.fetch_add(1, Ordering::Relaxed);
         Self {
-            seat,
+            permit,
             service,
             admission,
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        let client = self.seat.client();
+        let client = self.permit.client();
         debug!(%client, "connection ended");
         self.service.client_gone(client, Instant::now());
         let counters = self.service.transport_counters();
         counters.connections_open.fetch_sub(1, Ordering::Relaxed);
-        self.admission.left(client);
+        self.admission.release(client);
     }
 }
 
 async fn serve(
     stream: Stream,
-    place: Place,
+    guard: ConnectionGuard,
     serving: Arc<Serving>,
     search: Search,
     stop: watch::Receiver<bool>,
 ) {
     if let Err(error) = stream.prepare(&serving.config.keepalive) {
-        debug!(client = %place.seat.client(), %error, "cannot set up a connection");
+        debug!(client = %guard.permit.client(), %error, "cannot set up a connection");
     }
-    let (service, client) = (place.service.clone(), place.seat.client());
-    let seat = Arc::clone(&place.seat);
-    let connection = Connection::new(stream, service.clone(), serving, seat, search, stop.clone());
+    let (service, client) = (guard.service.clone(), guard.permit.client());
+    let permit = Arc::clone(&guard.permit);
+    let connection = Connection::new(
+        stream,
+        service.clone(),
+        serving,
+        permit,
+        search,
+        stop.clone(),
+    );
     connection.run().await;
-    drop(place);
-    watch_for_death(service, client, stop).await;
+    drop(guard);
+    wait_for_process_exit(service, client, stop).await;
 }
 
 /// Looks for the death of the process behind a connection that has ended with slots held. One
 /// that was killed closes its sockets a moment before it counts as dead; what takes longer than
 /// a second is left to [`Service::tick`].
-async fn watch_for_death(service: Service, client: ClientId, mut stop: watch::Receiver<bool>) {
+async fn wait_for_process_exit(
+    service: Service,
+    client: ClientId,
+    mut stop: watch::Receiver<bool>,
+) {
     let mut pause = Duration::from_millis(1);
     while pause < Duration::from_secs(1) && service.holds_slots(client) {
         tokio::select! {
@@ -328,9 +339,9 @@ async fn watch_for_death(service: Service, client: ClientId, mut stop: watch::Re
             _ = stop.wait_for(|&stop| stop) => return,
         }
         pause *= 2;
-        let looking = service.clone();
-        let look = move || looking.release_dead(Instant::now());
-        if tokio::task::spawn_blocking(look).await.is_err() {
+        let for_check = service.clone();
+        let check = move || for_check.release_dead(Instant::now());
+        if tokio::task::spawn_blocking(check).await.is_err() {
             return;
         }
     }

@@ -34,7 +34,7 @@ impl Stream {
             .with_retries(keepalive.probes);
         socket.set_tcp_keepalive(&probes)?;
         // The same for a connection with unacknowledged bytes, which keepalive does not probe.
-        socket.set_tcp_user_timeout(Some(keepalive.longest()))
+        socket.set_tcp_user_timeout(Some(keepalive.total()))
     }
 
     /// The other end.

@@ -52,18 +52,22 @@ impl TrustedUsers {
     /// # Errors
     /// [`Untrusted`] if that user is not to be served.
     pub fn check(&self, stream: &TcpStream) -> Result<(), Untrusted> {
-        self.judge(peer::of_tcp(stream).uid, || peer::is_closed(stream))
+        self.check_uid(peer::of_tcp(stream).uid, || peer::is_closed(stream))
     }
 
     /// The same for a connection whose other end was looked up.
     pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<(), Untrusted> {
-        self.judge(peer.uid, || match stream {
+        self.check_uid(peer.uid, || match stream {
             Stream::Tcp(stream) => peer::is_closed(stream),
             Stream::Unix(_) => false,
         })
     }
 
-    fn judge(&self, uid: Option<u32>, is_closed: impl FnOnce() -> bool) -> Result<(), Untrusted> {
+    fn check_uid(
+        &self,
+        uid: Option<u32>,
+        is_closed: impl FnOnce() -> bool,
+    ) -> Result<(), Untrusted> {
         let Self::OwnAnd(others) = self else {
             return Ok(());
         };
@@ -83,23 +87,23 @@ mod tests {
     #[test]
     fn the_own_user_root_and_those_named_are_trusted() {
         let stranger = own_uid() + 4_242;
-        let judge = |users: &TrustedUsers, uid| users.judge(uid, || false);
+        let check_uid = |users: &TrustedUsers, uid| users.check_uid(uid, || false);
         let own = TrustedUsers::default();
-        assert_eq!(judge(&own, Some(0)), Ok(()));
-        assert_eq!(judge(&own, Some(own_uid())), Ok(()));
+        assert_eq!(check_uid(&own, Some(0)), Ok(()));
+        assert_eq!(check_uid(&own, Some(own_uid())), Ok(()));
         let refused = Err(Untrusted::User(stranger));
-        assert_eq!(judge(&own, Some(stranger)), refused);
+        assert_eq!(check_uid(&own, Some(stranger)), refused);
         let named = TrustedUsers::OwnAnd(vec![stranger]);
-        assert_eq!(judge(&named, Some(stranger)), Ok(()));
-        assert_eq!(judge(&TrustedUsers::All, Some(stranger)), Ok(()));
+        assert_eq!(check_uid(&named, Some(stranger)), Ok(()));
+        assert_eq!(check_uid(&TrustedUsers::All, Some(stranger)), Ok(()));
     }
 
     #[test]
     fn an_unknown_user_is_served_unless_its_socket_was_of_this_host() {
         let own = TrustedUsers::default();
-        assert_eq!(own.judge(None, || false), Ok(()));
-        assert_eq!(own.judge(None, || true), Err(Untrusted::Closed));
-        assert_eq!(TrustedUsers::All.judge(None, || true), Ok(()));
+        assert_eq!(own.check_uid(None, || false), Ok(()));
+        assert_eq!(own.check_uid(None, || true), Err(Untrusted::Closed));
+        assert_eq!(TrustedUsers::All.check_uid(None, || true), Ok(()));
     }
 
     /// A stranger that sends its requests and closes at once would otherwise be of an unknown user.

@@ -83,9 +83,9 @@ pub(crate) enum Event {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Phase {
     Greeting,
-    Ready,
+    Handshake,
     Traffic,
 }
 
@@ -93,7 +93,7 @@ enum State {
 #[derive(Debug)]
 pub(crate) struct Decoder {
     limits: Limits,
-    state: State,
+    phase: Phase,
     frames: Vec<Bytes>,
     message_bytes: u64,
 }
@@ -102,7 +102,7 @@ impl Decoder {
     pub(crate) fn new(limits: Limits) -> Self {
         Self {
             limits,
-            state: State::Greeting,
+            phase: Phase::Greeting,
             frames: Vec::new(),
             message_bytes: 0,
         }
@@ -110,7 +110,7 @@ impl Decoder {
 
     /// Whether the handshake is over.
     pub(crate) fn is_ready(&self) -> bool {
-        self.state == State::Traffic
+        self.phase == Phase::Traffic
     }
 
     /// Bytes of the frames of a message that has begun and not ended.
@@ -126,7 +126,7 @@ impl Decoder {
     /// The next event, or nothing until more bytes are in `input`.
     pub(crate) fn next(&mut self, input: &mut BytesMut) -> Result<Option<Event>, ZmtpError> {
         loop {
-            if self.state == State::Greeting {
+            if self.phase == Phase::Greeting {
                 if !self.greeting(input)? {
                     return Ok(None);
                 }
@@ -141,7 +141,7 @@ impl Decoder {
                     None => continue,
                 }
             }
-            if self.state != State::Traffic {
+            if self.phase != Phase::Traffic {
                 return Err(ZmtpError::BadCommand("message before READY"));
             }
             self.frames.push(body);
@@ -155,8 +155,8 @@ impl Decoder {
     /// Bytes that the frame at the front of `input` still lacks, as far as its header tells.
     /// Only what [`Limits`] allow is ever reported.
     pub(crate) fn missing(&self, input: &[u8]) -> usize {
-        let (header, len) = match (self.state, input) {
-            (State::Traffic, [flags, rest @ ..]) if flags & FLAG_LONG != 0 => {
+        let (header, len) = match (self.phase, input) {
+            (Phase::Traffic, [flags, rest @ ..]) if flags & FLAG_LONG != 0 => {
                 let Some(len) = rest.first_chunk::<8>() else {
                     return 0;
                 };
@@ -200,7 +200,7 @@ impl Decoder {
                 String::from_utf8_lossy(name).into_owned(),
             ));
         }
-        self.state = State::Ready;
+        self.phase = Phase::Handshake;
         Ok(true)
     }
 
@@ -258,9 +258,9 @@ impl Decoder {
 
     fn command(&mut self, mut body: Bytes) -> Result<Option<Event>, ZmtpError> {
         let name = short_string(&mut body).ok_or(ZmtpError::BadCommand("no name"))?;
-        match (&name[..], self.state) {
-            (b"READY", State::Ready) => {
-                self.state = State::Traffic;
+        match (&name[..], self.phase) {
+            (b"READY", Phase::Handshake) => {
+                self.phase = Phase::Traffic;
                 let mut socket_type = Bytes::new();
                 while !body.is_empty() {
                     let (key, value) =
@@ -276,7 +276,7 @@ impl Decoder {
                     )),
                 }
             }
-            (b"PING", State::Traffic) => {
+            (b"PING", Phase::Traffic) => {
                 // Two bytes of time to live, then up to 16 bytes that the answer repeats.
                 if body.len() < 2 {
                     return Err(ZmtpError::BadCommand("PING"));
@@ -285,7 +285,7 @@ impl Decoder {
                 Ok(Some(Event::Ping(body.slice(..body.len().min(16)))))
             }
             (b"ERROR", _) => Err(ZmtpError::BadCommand("peer reports an error")),
-            (_, State::Traffic) => Ok(None),
+            (_, Phase::Traffic) => Ok(None),
             _ => Err(ZmtpError::BadCommand("expected READY")),
         }
     }

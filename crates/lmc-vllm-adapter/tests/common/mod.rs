@@ -47,11 +47,11 @@ impl Server {
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
     ) -> Self {
-        Self::over(Vec::new(), pool_bytes, service, zmq)
+        Self::with_tiers(Vec::new(), pool_bytes, service, zmq)
     }
 
     /// With tiers below DRAM.
-    pub(crate) fn over(
+    pub(crate) fn with_tiers(
         lower: Vec<Arc<dyn Backend>>,
         pool_bytes: usize,
         service: impl FnOnce(&mut ServiceConfig),
@@ -421,7 +421,7 @@ pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     }
 }
 
-pub(crate) fn end(client: &mut Client, request: &str) {
+pub(crate) fn end_session(client: &mut Client, request: &str) {
     let request_id = request.to_owned();
     client
         .ask(&Request::EndSession { request_id })
@@ -462,7 +462,7 @@ impl Segment {
         bytes
     }
 
-    pub(crate) fn all_are(&self, byte: u8) -> bool {
+    pub(crate) fn all_bytes_are(&self, byte: u8) -> bool {
         self.read(0, self.len).iter().all(|&b| b == byte)
     }
 }

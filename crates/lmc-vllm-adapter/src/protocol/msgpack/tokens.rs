@@ -1,19 +1,19 @@
-//! Arrays of unsigned 32-bit numbers: prompts and block tables, the bulk of what arrives.
+//! Arrays of unsigned 32-bit numbers: prompts and block tables, which are most of the input.
 //!
-//! Where a number begins is known only when the one before it was read: load the marker, look
-//! up its width, add. That chain takes some eleven cycles a number and leaves most of the core
-//! idle, so a long array is read by several chains at once, each from a place of its own (see
-//! [`boundary`]). A chain counts only if the one before it ends exactly where it began;
-//! otherwise its numbers are thrown away and read again in order. The outcome is that of
-//! reading in order, whatever the bytes.
+//! The offset of a number depends on the width of the number before it: load the marker, look
+//! up its width, add. This dependency chain takes about eleven cycles per number and leaves most
+//! of the core idle, so a long array is read by several [`Chain`]s at once, each from its own
+//! start offset (see [`boundary`]). The numbers of a chain are used only if the chain before it
+//! ends exactly at its start; otherwise they are discarded and read again in order. The result
+//! is always the same as reading in order.
 
-/// Chains that are read at once.
+/// Number of chains that one long array is read with.
 const CHAINS: usize = 4;
-/// Numbers below which one chain is enough.
+/// Shortest array, in numbers, that is read with several chains.
 const LONG: usize = 2048;
 
-/// For each marker of an unsigned number of at most 32 bits, the bytes of the number that follow
-/// it; [`OTHER`] for any other marker.
+/// Number of bytes after each marker of an unsigned number of at most 32 bits; [`OTHER`] for any
+/// other marker.
 static FOLLOWING: [u8; 256] = {
     let mut table = [OTHER; 256];
     let mut marker = 0;
@@ -26,28 +26,27 @@ static FOLLOWING: [u8; 256] = {
     table[0xce] = 4;
     table
 };
-/// For each such marker, which bits of the last four bytes of marker and number are the number.
+/// Mask that extracts the number from its last four bytes (marker included), by marker.
 static MASK: [u32; 256] = {
     let mut table = [0xff; 256];
     table[0xcd] = 0xffff;
     table[0xce] = 0xffff_ffff;
     table
 };
-/// The bit by which other markers are told.
+/// Bit that is set in [`FOLLOWING`] for markers of other types.
 const OTHER: u8 = 8;
 
-/// Bytes before a marker that are read with it, so that no number needs a shift.
+/// Bytes before the marker that a window includes, so that no number needs a shift.
 const BEFORE: usize = 3;
-/// Bytes that are read for a number: what lies before, the marker, and what may follow, to the
-/// next power of two in [`cut`]'s index.
+/// Bytes of a window; [`decode`] indexes up to byte 10, whatever the marker.
 const WINDOW: usize = 12;
-/// Most bytes of a number.
+/// Longest encoding of a number, in bytes, with its marker.
 const WIDEST: usize = 5;
 
-/// The number whose marker lies [`BEFORE`] bytes into a window, and how many bytes follow the
-/// marker; with [`OTHER`] set when it is of another kind.
+/// Decodes the number whose marker is at index [`BEFORE`] of a window. Also returns the number of
+/// bytes after the marker, with [`OTHER`] set if the value has another type.
 #[inline(always)]
-fn cut(window: &[u8; WINDOW]) -> (u32, u8) {
+fn decode(window: &[u8; WINDOW]) -> (u32, u8) {
     let marker = usize::from(window[BEFORE]);
     let following = FOLLOWING[marker];
     let at = usize::from(following & 7);
@@ -55,114 +54,119 @@ fn cut(window: &[u8; WINDOW]) -> (u32, u8) {
     (u32::from_be_bytes(last) & MASK[marker], following)
 }
 
-/// The number at `pos` and the place after it; nothing when it is of another kind, at the very
-/// beginning, or within the last bytes.
+/// Returns the number at `pos` and the offset after it, or `None` if the value has another type or
+/// its window is not wholly inside the buffer.
 #[inline(always)]
 fn next(buf: &[u8], pos: usize) -> Option<(u32, usize)> {
     let window = buf.get(pos.checked_sub(BEFORE)?..)?.first_chunk()?;
-    let (number, following) = cut(window);
+    let (number, following) = decode(window);
     (following != OTHER).then_some((number, pos + 1 + usize::from(following)))
 }
 
-/// A place at or soon after `from` where a number begins, if all is numbers there.
+/// Finds an offset at or soon after `from` where a number begins, if only numbers follow.
 ///
-/// One of any [`WIDEST`] places in a row begins a number. All of them are read on from: what
-/// is wrong soon meets another kind of marker, or falls in step. Where all that are left have
-/// met, it is the right one. In bytes that are made so that they never meet, it is a guess.
+/// One of [`WIDEST`] successive offsets begins a number, so numbers are read on from each of
+/// them. A wrong start soon meets a marker of another type or reaches the offsets of the right
+/// one. When all remaining candidates agree, the offset is right. Input can be built so that they
+/// never agree; the result is then a guess, which [`read_chains`] detects.
 fn boundary(buf: &[u8], from: usize) -> usize {
-    let mut places: [Option<usize>; WIDEST] = std::array::from_fn(|offset| Some(from + offset));
+    let mut candidates: [Option<usize>; WIDEST] = std::array::from_fn(|offset| Some(from + offset));
     for _ in 0..64 * WIDEST {
-        let left = places.iter().flatten();
-        let (Some(&first), Some(&last)) = (left.clone().min(), left.max()) else {
+        let remaining = candidates.iter().flatten();
+        let (Some(&first), Some(&last)) = (remaining.clone().min(), remaining.max()) else {
             break;
         };
         if first == last {
             return first;
         }
-        let behind = places.iter_mut().find(|place| **place == Some(first));
+        let behind = candidates.iter_mut().find(|c| **c == Some(first));
         let behind = behind.expect("the smallest is one of them");
         *behind = next(buf, first).map(|(_, after)| after);
     }
-    places.iter().flatten().copied().min().unwrap_or(buf.len())
+    let smallest = candidates.iter().flatten().copied().min();
+    smallest.unwrap_or(buf.len())
 }
 
-/// One reader of a part of the array.
+/// Reads one part of an array into one part of the output.
 #[derive(Clone, Copy)]
 struct Chain {
-    pos: usize,
-    /// Place from which another chain reads.
-    until: usize,
-    /// Where its next number goes, and where its room ends.
-    at: usize,
-    end: usize,
-    /// Where its first number went.
-    first: usize,
-    /// Its first place.
+    /// Offset of the first number.
     start: usize,
+    /// Offset of the next number.
+    pos: usize,
+    /// Offset at which the next chain starts.
+    until: usize,
+    /// Output index of the first number.
+    out_start: usize,
+    /// Output index of the next number.
+    out_pos: usize,
+    /// End of this chain's part of the output.
+    out_end: usize,
 }
 
 impl Chain {
-    /// Reads one number. False when the chain is over.
+    /// Reads one number. Returns false at the end of the chain.
     #[inline(always)]
     fn step(&mut self, buf: &[u8], out: &mut [u32]) -> bool {
-        if self.pos >= self.until || self.at >= self.end {
+        if self.pos >= self.until || self.out_pos >= self.out_end {
             return false;
         }
         let Some((number, pos)) = next(buf, self.pos) else {
             return false;
         };
-        out[self.at] = number;
-        self.at += 1;
+        out[self.out_pos] = number;
+        self.out_pos += 1;
         self.pos = pos;
         true
     }
 }
 
-/// Reads the same count of numbers with each chain, as many as surely lie before its end. False
-/// when there are few of them, or when a chain met something else (nothing is read then).
+/// Reads the same count of numbers with each chain: the count that fits before its end even if
+/// every number has the greatest width. Returns false, without reading, if that count is small or
+/// a chain meets a value of another type.
 fn read_together(buf: &[u8], chains: &mut [Chain; CHAINS], out: &mut [u32]) -> bool {
-    let surely = |chain: &Chain| {
+    let guaranteed = |chain: &Chain| {
         let until = chain.until.min(buf.len().saturating_sub(WINDOW));
-        (until.saturating_sub(chain.pos) / WIDEST).min(chain.end - chain.at)
+        (until.saturating_sub(chain.pos) / WIDEST).min(chain.out_end - chain.out_pos)
     };
-    let count = chains.iter().map(surely).min().unwrap_or(0);
+    let count = chains.iter().map(guaranteed).min().unwrap_or(0);
     if count < 16 {
         return false;
     }
-    let mut places = chains.map(|chain| chain.pos - BEFORE);
+    let mut windows = chains.map(|chain| chain.pos - BEFORE);
     let mut rest = &mut out[..];
-    let mut taken = 0;
-    let mut rooms: [&mut [u32]; CHAINS] = chains.map(|chain| {
-        let (_, tail) = std::mem::take(&mut rest).split_at_mut(chain.at - taken);
-        let (room, tail) = tail.split_at_mut(count);
-        taken = chain.at + count;
+    let mut split = 0;
+    let mut outputs: [&mut [u32]; CHAINS] = chains.map(|chain| {
+        let (_, tail) = std::mem::take(&mut rest).split_at_mut(chain.out_pos - split);
+        let (output, tail) = tail.split_at_mut(count);
+        split = chain.out_pos + count;
         rest = tail;
-        room
+        output
     });
     let mut kinds = 0;
     for index in 0..count {
-        for (place, room) in places.iter_mut().zip(&mut rooms) {
-            let Some(window) = buf.get(*place..).and_then(|rest| rest.first_chunk()) else {
+        for (start, output) in windows.iter_mut().zip(&mut outputs) {
+            let Some(window) = buf.get(*start..).and_then(|rest| rest.first_chunk()) else {
                 return false;
             };
-            let (number, following) = cut(window);
-            room[index] = number;
+            let (number, following) = decode(window);
+            output[index] = number;
             kinds |= following;
-            *place += 1 + usize::from(following & 7);
+            *start += 1 + usize::from(following & 7);
         }
     }
     if kinds & OTHER != 0 {
         return false;
     }
-    for (chain, place) in chains.iter_mut().zip(places) {
-        chain.pos = place + BEFORE;
-        chain.at += count;
+    for (chain, start) in chains.iter_mut().zip(windows) {
+        chain.pos = start + BEFORE;
+        chain.out_pos += count;
     }
     true
 }
 
-/// Reads up to `len` numbers from `pos` on into `out` and returns the place after them. Fewer
-/// come when a number is of another kind or lies within the last bytes.
+/// Reads up to `len` numbers from offset `pos` into `out` and returns the offset after them.
+/// Stops early at a value of another type and close to the end of the buffer.
 pub(super) fn read(buf: &[u8], mut pos: usize, len: usize, out: &mut Vec<u32>) -> usize {
     if len >= LONG && pos >= BEFORE {
         pos = read_chains(buf, pos, len, out);
@@ -178,27 +182,27 @@ pub(super) fn read(buf: &[u8], mut pos: usize, len: usize, out: &mut Vec<u32>) -
     pos
 }
 
-/// Reads what several chains can into `out`, and returns the place after it.
+/// Reads numbers with several chains into `out`, and returns the offset after the last one.
 fn read_chains(buf: &[u8], begin: usize, len: usize, out: &mut Vec<u32>) -> usize {
-    // What follows the array in its frame is short, so its bytes are nearly all of the rest.
+    // Little follows the array in its frame, so nearly all remaining bytes belong to it.
     let bytes = (buf.len() - begin).min(len * WIDEST);
     let part = bytes / CHAINS;
-    // Parts differ in how many numbers they hold; a quarter more room is enough for most.
-    let room = len / CHAINS + len / (4 * CHAINS);
-    *out = vec![0; room * CHAINS];
+    // Parts hold different counts of numbers; a quarter of extra capacity is enough for most.
+    let capacity = len / CHAINS + len / (4 * CHAINS);
+    *out = vec![0; capacity * CHAINS];
     let mut chains = std::array::from_fn(|index| {
         let start = match index {
             0 => begin,
             _ => boundary(buf, begin + index * part),
         };
-        let first = index * room;
+        let out_start = index * capacity;
         Chain {
-            pos: start,
             start,
+            pos: start,
             until: begin + bytes,
-            at: first,
-            end: first + room,
-            first,
+            out_start,
+            out_pos: out_start,
+            out_end: out_start + capacity,
         }
     });
     for index in 0..CHAINS - 1 {
@@ -208,21 +212,21 @@ fn read_chains(buf: &[u8], begin: usize, len: usize, out: &mut Vec<u32>) -> usiz
     for chain in &mut chains {
         while chain.step(buf, out) {}
     }
-    // Join those that meet, and move their numbers together.
+    // Join the chains that meet, and move their numbers together.
     let (mut count, mut pos) = (0, begin);
     for chain in chains {
         if chain.start != pos {
             break;
         }
-        out.copy_within(chain.first..chain.at, count);
-        count += chain.at - chain.first;
+        out.copy_within(chain.out_start..chain.out_pos, count);
+        count += chain.out_pos - chain.out_start;
         pos = chain.pos;
         if pos < chain.until {
             break;
         }
     }
     if count > len {
-        // The last chain went on into what follows the array.
+        // The last chain read past the end of the array.
         count = 0;
         pos = begin;
     }
