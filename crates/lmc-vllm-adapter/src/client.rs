@@ -1,6 +1,6 @@
-//! A client that speaks the protocol over one connection, for load generators and tests.
+//! A blocking client of the protocol over one connection, for load generators and tests.
 //!
-//! It blocks, so a thread that uses it measures the server and not a runtime.
+//! It uses no async runtime, so a thread that calls it measures the server only.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -14,49 +14,49 @@ use crate::transport::{Decoder, Event, Limits, ZmtpError, encode_message, encode
 
 const READ_CHUNK: usize = 16 << 10;
 
-/// A call that has no answer.
+/// Why a call of a [`Client`] has no usable reply.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// The connection cannot be opened or broke.
-    #[error("connection to the server: {0}")]
+    /// Connecting, reading or writing failed.
+    #[error("connection to the server failed: {0}")]
     Io(#[from] io::Error),
     /// The server closed the connection.
     #[error("the server closed the connection")]
     Closed,
-    /// No answer within the deadline.
-    #[error("no answer within {0:?}")]
+    /// The server did not reply within the client's timeout.
+    #[error("no reply within {0:?}")]
     Timeout(Duration),
-    /// The server does not speak ZMTP as expected.
-    #[error("server: {0}")]
+    /// The server broke the ZMTP protocol.
+    #[error("unexpected bytes from the server: {0}")]
     Zmtp(#[from] ZmtpError),
-    /// An answer that cannot be read.
-    #[error("malformed answer to {operation}: {error}")]
+    /// The reply cannot be decoded.
+    #[error("malformed reply to {operation}: {error}")]
     Reply {
-        /// What was asked.
+        /// Operation of the request.
         operation: Operation,
-        /// What is wrong with the answer.
+        /// Fault in the reply's value.
         error: ValueError,
     },
     /// The server refused the request.
     #[error("server refused {operation}: {text}")]
     Refused {
-        /// What was asked.
+        /// Operation of the request.
         operation: Operation,
-        /// Why not.
+        /// Reason that the server gave.
         text: String,
     },
-    /// An answer of a kind that the operation does not have.
-    #[error("unexpected answer to {operation}: {reply:?}")]
+    /// The reply has a type that the operation does not reply with.
+    #[error("unexpected reply to {operation}: {reply:?}")]
     Unexpected {
-        /// What was asked.
+        /// Operation of the request.
         operation: Operation,
-        /// What came.
+        /// The reply that arrived.
         reply: Box<Reply>,
     },
 }
 
-/// One connection to a server.
+/// A connection to a server that sends requests and waits for replies.
 #[derive(Debug)]
 pub struct Client {
     stream: TcpStream,
@@ -68,10 +68,11 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects and shakes hands. Each call may take up to `timeout`.
+    /// Connects and completes the ZMTP handshake. `timeout` limits the handshake and each later
+    /// call.
     ///
     /// # Errors
-    /// [`ClientError`] when nobody listens there or it is no ROUTER socket.
+    /// [`ClientError`] when no server listens at the address or it is not a ROUTER socket.
     pub fn connect(address: impl ToSocketAddrs, timeout: Duration) -> Result<Self, ClientError> {
         let stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
@@ -98,19 +99,20 @@ impl Client {
         Ok(client)
     }
 
-    /// Asks and waits for the answer. A refusal comes back as [`Reply::Error`].
+    /// Sends a request and waits for its reply. A refusal is returned as [`Reply::Error`].
     ///
     /// # Errors
-    /// [`ClientError`] when there is no answer or it cannot be read.
+    /// [`ClientError`] when no reply arrives or it cannot be decoded.
     pub fn call(&mut self, request: &Request) -> Result<Reply, ClientError> {
         let frames = self.send(request)?;
         self.receive(frames, request.operation())
     }
 
-    /// As [`Self::call`], with a refusal as an error.
+    /// Sends a request and waits for its reply, as [`Self::call`], but returns a refusal as an
+    /// error.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// [`ClientError`] when no reply arrives, it cannot be decoded, or it is a refusal.
     pub fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
         match self.call(request)? {
             Reply::Error(text) => Err(ClientError::Refused {
@@ -124,7 +126,7 @@ impl Client {
     /// Sends a request and returns its number, for [`Self::receive`].
     ///
     /// # Errors
-    /// [`ClientError::Io`].
+    /// [`ClientError::Io`] when the bytes cannot be written.
     pub fn send(&mut self, request: &Request) -> Result<u64, ClientError> {
         let uid = self.next_uid;
         self.next_uid += 1;
@@ -132,30 +134,30 @@ impl Client {
         Ok(uid)
     }
 
-    /// Sends frames as they are, well-formed or not.
+    /// Sends frames unchanged, well-formed or not.
     ///
     /// # Errors
-    /// [`ClientError::Io`].
+    /// [`ClientError::Io`] when the bytes cannot be written.
     pub fn send_frames(&mut self, frames: &[Bytes]) -> Result<(), ClientError> {
         encode_message(frames, &mut self.output);
         self.flush()
     }
 
-    /// Sends what [`encode_request_frames`] made, so that a load generator encodes a long prompt
-    /// once and sends it often.
+    /// Sends bytes from [`encode_request_frames`], so that a load generator encodes a long prompt
+    /// once and sends it many times.
     ///
     /// # Errors
-    /// [`ClientError::Io`].
+    /// [`ClientError::Io`] when the bytes cannot be written.
     pub fn send_encoded(&mut self, bytes: &[u8]) -> Result<(), ClientError> {
         self.stream.set_write_timeout(Some(self.timeout))?;
         self.stream.write_all(bytes)?;
         Ok(())
     }
 
-    /// Waits for the answer to request `uid`, passing over answers to others.
+    /// Waits for the reply to request `uid` and discards replies to other requests.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// [`ClientError`] when no reply arrives or it cannot be decoded.
     pub fn receive(&mut self, uid: u64, operation: Operation) -> Result<Reply, ClientError> {
         let deadline = Instant::now() + self.timeout;
         let expected = encode_request(uid, &Request::Noop).swap_remove(0);
@@ -168,10 +170,10 @@ impl Client {
         }
     }
 
-    /// Waits for the next message, whatever it is.
+    /// Waits for the next message and returns its frames undecoded.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// [`ClientError`] when no message arrives.
     pub fn receive_frames(&mut self) -> Result<Vec<Bytes>, ClientError> {
         self.receive_frames_until(Instant::now() + self.timeout)
     }
@@ -184,7 +186,7 @@ impl Client {
         }
     }
 
-    /// The next event, or nothing when bytes came that do not complete one.
+    /// Reads once and returns the next event, or `None` if it is not complete yet.
     fn event(&mut self, deadline: Instant) -> Result<Option<Event>, ClientError> {
         if let Some(event) = self.decoder.next(&mut self.input)? {
             return Ok(Some(event));
@@ -220,7 +222,7 @@ impl Client {
     }
 }
 
-/// The bytes of a request as they travel on a connection that is open.
+/// Encodes a request as the bytes to send on an open connection.
 pub fn encode_request_frames(uid: u64, request: &Request) -> Vec<u8> {
     let mut bytes = BytesMut::new();
     encode_message(&encode_request(uid, request), &mut bytes);

@@ -1,8 +1,8 @@
-//! Entry points of the fuzz targets: each takes any bytes and panics when a rule is broken.
+//! Entry points of the fuzz targets: each takes any bytes and panics if a property does not hold.
 //!
-//! The rules: nothing from outside panics; every request that can be answered is answered; what
-//! a read hands out was stored under that very key; and when all peers are gone, nothing is
-//! held.
+//! The properties: no input causes a panic; every request that has a request number gets a reply;
+//! every byte that is read was stored under the same key; and when all clients are gone, nothing is
+//! leased or reserved.
 
 mod service;
 pub use service::service;
@@ -13,7 +13,7 @@ use crate::protocol::codec::{Incoming, classify, decode_operation, encode_reply}
 use crate::protocol::{KvDescriptor, Reply, Request, decode_reply, decode_request, encode_request};
 use crate::transport::{Decoder, Event, Limits, encode_ready, greeting};
 
-/// The stream decoder, fed in pieces whose sizes come from the input.
+/// Runs the decoder of a connection on pieces whose sizes come from the input.
 pub fn zmtp(data: &[u8]) {
     let [mode, rest @ ..] = data else { return };
     let limits = Limits {
@@ -44,8 +44,8 @@ pub fn zmtp(data: &[u8]) {
     }
 }
 
-/// The request decoder, on frames cut out of the input; what decodes must survive the round
-/// trip through our own encoder.
+/// Runs the request decoder on frames cut from the input. A decoded request must survive the round
+/// trip through the encoder.
 pub fn request(data: &[u8]) {
     let mut rest = data;
     let mut frames = Vec::new();
@@ -66,7 +66,7 @@ pub fn request(data: &[u8]) {
         Err(error) => {
             let (text, value) = encode_reply(operation, &Reply::Error(format!("lmc: {error}")));
             assert!(value.is_none());
-            // A refusal must never look like the operation's own answer.
+            // A refusal must never decode as a reply of the operation.
             if let Ok(operation) = decode_operation(operation) {
                 assert!(matches!(
                     decode_reply(operation, &[text]),
@@ -78,7 +78,7 @@ pub fn request(data: &[u8]) {
             if r.kv_caches
                 .iter()
                 .any(|d| matches!(d, KvDescriptor::Unsupported(_))) => {}
-        // A float's bits and an ignored payload need not come back as they were.
+        // The bits of a float and an ignored payload may change in the round trip.
         Ok(Request::WaitPrefetchStatus { .. } | Request::CommitStore { .. }) => {}
         Ok(request) => {
             let frames = encode_request(1, &request);
@@ -96,7 +96,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    /// Inputs that libFuzzer kept because each reaches something that the others do not.
+    /// Replays the inputs that libFuzzer kept because each reaches code that the others do not.
     #[test]
     fn the_committed_seeds_break_no_rule() {
         let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds");
@@ -119,12 +119,12 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(600))]
 
         #[test]
-        fn any_stream_is_survived(data in prop::collection::vec(any::<u8>(), 0..500)) {
+        fn no_stream_panics(data in prop::collection::vec(any::<u8>(), 0..500)) {
             super::zmtp(&data);
         }
 
         #[test]
-        fn any_frames_are_survived(data in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn no_frames_panic(data in prop::collection::vec(any::<u8>(), 0..300)) {
             super::request(&data);
         }
 

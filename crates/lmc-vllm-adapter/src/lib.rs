@@ -1,13 +1,14 @@
 //! LMCache's multiprocess protocol, as of lmcache 0.5.6, and the service behind it.
 //!
-//! A stock vLLM with its stock `LMCacheMPConnector` talks to a [`ZmqServer`], which hands typed
-//! [`Request`]s to a [`Service`]; the service works on a [`CacheEngine`](lmc_engine::CacheEngine).
-//! Operations, codec and transport are apart: handlers know no encoding, and another codec can
-//! stand beside the ZeroMQ one. A [`Client`] speaks the other side, for load generators and
-//! tests.
+//! An unmodified vLLM with its `LMCacheMPConnector` connects to a [`ZmqServer`], which passes typed
+//! [`Request`]s to a [`Service`]; the service carries them out on a
+//! [`CacheEngine`](lmc_engine::CacheEngine). Operations, codec and transport are separate: handlers
+//! do not depend on an encoding, so another codec can be added. [`Client`] implements the client's
+//! side, for load generators and tests.
 //!
-//! Everything from outside is bounded before it is stored and parsed before it is believed.
-//! What is *not* here: pickle (a pickled payload is refused, never loaded), GPU memory, gRPC.
+//! Every length from outside is checked before memory is allocated for it, and every value is
+//! parsed into a type before it is used. *Not* included: pickle (a pickled payload is refused,
+//! never loaded), GPU memory, gRPC.
 
 mod client;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -31,12 +32,12 @@ pub use service::{
     InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
 };
-/// The release of lmcache whose multiprocess protocol this crate speaks.
-pub const LMCACHE_RELEASE: &str = "0.5.6";
-
 pub use transport::{
     BindError, Keepalive, Limits, TrustedUsers, Untrusted, ZmqConfig, ZmqServer, ZmtpError,
 };
+
+/// Release of lmcache whose multiprocess protocol this crate implements.
+pub const LMCACHE_RELEASE: &str = "0.5.6";
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

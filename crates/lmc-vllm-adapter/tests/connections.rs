@@ -1,4 +1,4 @@
-//! What a connection owes its peer, and what comes back when it ends.
+//! Deadlines, streams and limits of connections, and the release of slots at their end.
 
 mod common;
 
@@ -21,14 +21,14 @@ use lmc_vllm_adapter::{
 
 type Tier = Arc<Gated<MemoryBackend>>;
 
-/// A prompt is below DRAM, behind a gate that is shut.
+/// Starts a server with one prompt in a lower tier whose loads are blocked, and not in DRAM.
 fn with_blocked_tier(zmq: impl FnOnce(&mut ZmqConfig)) -> (Server, Tier, CacheKey) {
     let tier: Tier = Arc::new(Gated::new(MemoryBackend::default()));
     let server = Server::with_tiers(vec![Arc::clone(&tier) as _], 1 << 20, |_| {}, zmq);
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("s", &prompt(1, 2 * CHUNK), 0..2);
     worker.store(&key);
-    server.eventually("copies are down", |s| s.lower[0].queued_bytes == 0);
+    server.eventually("all copies are written", |s| s.lower[0].queued_bytes == 0);
     server.service.engine().clear_dram(true);
     tier.shut();
     (server, tier, key)
@@ -66,7 +66,7 @@ fn a_peer_whose_requests_wait_for_the_server_has_no_deadline() {
     let early = client.receive(54, Operation::Noop);
     assert!(
         matches!(early, Err(ClientError::Timeout(_))),
-        "no more is under way than twice the limit: {early:?}"
+        "no more than twice the limit is in flight: {early:?}"
     );
     tier.open();
     let answer = client.receive(54, Operation::Noop);
@@ -108,7 +108,7 @@ fn the_end_of_a_stream_is_sent_before_the_acknowledgement() {
         instance_id: 1,
         engine_driven: true,
     };
-    // It is no worker, so its end is none.
+    // Instance 1 is not registered yet, so this does not end the stream.
     server.client().ask(&unregister).expect("an answer");
     assert_eq!(server.status().events.subscribers, 1);
     let mut worker = Worker::register(&server, 1);
@@ -117,8 +117,8 @@ fn the_end_of_a_stream_is_sent_before_the_acknowledgement() {
     assert_eq!(server.status().events.subscribers, 0);
 }
 
-/// The stock client throws away a batch that it has not read when the stream ends, and the batch
-/// that says that there is no log is the one that keeps it from subscribing again.
+/// LMCache's client discards an unread batch when the stream ends. The batch that reports that
+/// there is no log is the one that stops it from subscribing again.
 #[test]
 fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
     let server = Server::with(1 << 20, |config| config.kv_event_log_size = 0, |_| {});
@@ -127,7 +127,7 @@ fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
     assert!(matches!(batch(&mut client, uid), Reply::Events(batch) if !batch.enabled));
     let noop = client.send(&Request::Noop).expect("sent");
     let next = client.receive_frames().expect("an answer");
-    assert_eq!(next[0], vec![noop as u8], "not yet the end");
+    assert_eq!(next[0], vec![noop as u8], "the stream has not ended");
     acknowledge(&mut client, uid);
     assert_eq!(batch(&mut client, uid), Reply::None);
     assert_eq!(server.status().events.subscribers, 0);
@@ -151,7 +151,9 @@ fn a_refused_subscription_changes_nothing() {
     }
     assert_eq!(server.status().events.subscribers, 65);
     drop(client);
-    server.eventually("its readers are forgotten", |s| s.events.subscribers == 1);
+    server.eventually("its subscriptions are removed", |s| {
+        s.events.subscribers == 1
+    });
     let mut worker = Worker::register(&server, 1);
     worker.store(&worker.key("a", &prompt(1, CHUNK), 0..1));
     assert!(matches!(batch(&mut reader, uid), Reply::Events(batch) if batch.events.len() == 1));
@@ -166,12 +168,14 @@ fn a_stream_that_is_replaced_is_removed() {
         client.send_encoded(&frames).expect("sent");
     }
     client.send(&Request::Noop).expect("sent");
-    server.eventually("the last one stands", |s| s.events.subscribers == 1);
+    server.eventually("only the last subscription is left", |s| {
+        s.events.subscribers == 1
+    });
     drop(client);
-    server.eventually("nobody reads", |s| s.events.subscribers == 0);
+    server.eventually("no subscription is left", |s| s.events.subscribers == 0);
 }
 
-/// A tier whose lookups panic when it is told to.
+/// A tier whose lookups panic while `armed` is set.
 #[derive(Debug, Default)]
 struct Panicking {
     inner: MemoryBackend,
@@ -287,7 +291,7 @@ fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// A frame of 1 GiB is announced, which no peer may send.
+/// Header of a frame of 1 GiB, which is above the limit.
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
 #[test]
@@ -300,7 +304,7 @@ fn slots_of_a_cut_off_peer_are_released_when_the_grace_time_ends() {
     server.eventually("closed", |s| s.transport.connections_open == 0);
     let status = server.status();
     assert_eq!(status.transport.broken, 1);
-    assert_eq!(status.usage.reserved_slots, 2, "it may still be copying");
+    assert_eq!(status.usage.reserved_slots, 2, "the worker may still copy");
     assert_eq!((status.held.len(), status.held[0].slots), (1, 2));
     let later = Instant::now() + HOUR;
     server.service.tick(later - HOUR / 2);
@@ -310,7 +314,7 @@ fn slots_of_a_cut_off_peer_are_released_when_the_grace_time_ends() {
     assert_eq!(server.status().counts.slots_released_by_grace, 2);
 }
 
-/// As long as the connection stands, its slots are held: a stopped process takes no bytes.
+/// Slots are held while the connection is open: a stopped process reads no bytes.
 #[test]
 fn a_stalled_peer_keeps_its_slots_and_its_connection() {
     let server = Server::with(
@@ -377,7 +381,7 @@ fn register(client: &mut Client, instance_id: u64) -> Segment {
     segment
 }
 
-/// The stock client gives up its retrieves when a sign of life has no answer for ten seconds.
+/// LMCache's client abandons its retrieves when a ping has no reply for ten seconds.
 #[test]
 fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
     let (server, tier, key) = with_blocked_tier(|zmq| zmq.max_in_flight = 2);
@@ -431,10 +435,10 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
     }
 }
 
-/// A worker's process is stopped for a while in the middle of a message (docker pause, SIGSTOP) and
-/// goes on. A stock client never connects anew by itself while its socket is open.
+/// A worker's process is stopped in the middle of a message (docker pause, SIGSTOP) and continues.
+/// LMCache's client does not reconnect while its socket is open.
 #[test]
-fn a_worker_that_stalled_and_goes_on_is_served_again() {
+fn a_worker_that_stalled_and_continues_is_served_again() {
     let server = Server::with(
         1 << 20,
         |_| {},
@@ -457,7 +461,7 @@ fn a_worker_that_stalled_and_goes_on_is_served_again() {
     assert_eq!(answer.expect("an answer"), Reply::Bool(true));
 }
 
-/// What the engine behind a cut-off connection lacked says nothing about the living.
+/// The layout of an engine whose connection has ended must not limit the hits of others.
 #[test]
 fn a_cut_off_worker_does_not_count_as_connected() {
     let server = Server::start();
@@ -474,7 +478,7 @@ fn a_cut_off_worker_does_not_count_as_connected() {
     assert_eq!(common::lookup(&mut scheduler, &key), 2);
 }
 
-/// 1,023 sockets that asked for nothing kept every engine out, without a limit of time.
+/// 1,023 sockets that sent no request prevented every engine from connecting, without a time limit.
 #[test]
 fn silent_connections_keep_no_engine_out() {
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_connections = 64);
@@ -487,17 +491,17 @@ fn silent_connections_keep_no_engine_out() {
     let connect = || Client::connect(server.address, Duration::from_secs(5));
     let silent: Vec<_> = (0..200).filter_map(|_| connect().ok()).collect();
     assert!(silent.len() >= 46, "they fill a user's share");
-    // A stock client reconnects by itself when it is turned away.
+    // LMCache's client reconnects when it is refused.
     let deadline = Instant::now() + Duration::from_secs(10);
     let client = loop {
         match connect() {
             Ok(client) => break client,
-            Err(error) => assert!(Instant::now() < deadline, "kept out: {error}"),
+            Err(error) => assert!(Instant::now() < deadline, "refused: {error}"),
         }
     };
     let mut second = Worker::register_on(client, 2, 0, 1, "float32");
     assert_eq!(second.store(&second.key("b", &prompt(2, CHUNK), 0..1)), 1);
-    // The engine that was idle meanwhile, and the reader of events, have kept theirs.
+    // The engine that was idle in between and the event reader kept their connections.
     first.fill(&key, &slots, &indices);
     assert!(first.commit_store(&key));
     acknowledge(&mut reader, uid);
@@ -522,7 +526,9 @@ fn a_connection_that_asks_for_nothing_is_closed_and_an_idle_engine_is_not() {
     let mut engine = Worker::register(&server, 1);
     let silent: Vec<_> = (0..10).map(|_| server.client()).collect();
     server.eventually("they are closed", |s| s.transport.silent == 10);
-    server.eventually("they are gone", |s| s.transport.connections_open == 1);
+    server.eventually("their permits are released", |s| {
+        s.transport.connections_open == 1
+    });
     drop(silent);
     let noop = engine.client.ask(&Request::Noop).expect("served");
     assert_eq!(noop, Reply::Text("OK".to_owned()));

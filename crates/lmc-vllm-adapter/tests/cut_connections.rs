@@ -1,4 +1,4 @@
-//! Connections that end while the process behind them lives on, or dies, or stands still.
+//! Connections that end while the worker's process still runs, dies, or is stopped.
 
 mod common;
 
@@ -13,25 +13,25 @@ use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfi
 
 const HOUR: Duration = Duration::from_secs(3600);
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// A frame of 1 GiB is announced, which no peer may send: the server ends the connection.
+/// Header of a frame of 1 GiB, which is above the limit: the server closes the connection.
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
 fn holding_for_an_hour(config: &mut ServiceConfig) {
     config.slot_grace = HOUR;
 }
 
-/// Kind of cut of a connection.
+/// Way in which the proxy ends a connection.
 #[derive(Debug, Clone, Copy)]
 enum Cut {
-    /// As by a proxy that ends.
+    /// Both sides are closed, as when a proxy ends.
     Fin,
-    /// As by a firewall.
+    /// Both sides are reset, as by a firewall.
     Reset,
-    /// Only what the worker says does not arrive any more.
+    /// Only bytes from the worker no longer arrive.
     Half,
 }
 
-/// A TCP proxy for one connection, which can be cut.
+/// A TCP proxy for one connection, which the test can cut.
 struct Proxy {
     address: SocketAddr,
     cut: mpsc::Sender<Cut>,
@@ -50,7 +50,7 @@ impl Proxy {
             let Ok(cut) = cuts.recv() else { return };
             if let Cut::Half = cut {
                 far.shutdown(Shutdown::Write).expect("open");
-                // The other half stays.
+                // The other direction stays open.
                 std::thread::sleep(TIMEOUT);
                 return;
             }
@@ -60,7 +60,7 @@ impl Proxy {
                     Cut::Reset => {
                         let socket = socket2::SockRef::from(side);
                         socket.set_linger(Some(Duration::ZERO)).expect("open");
-                        // What is read from it holds it open: this is the end for both.
+                        // A blocked read keeps the socket open; this ends the read.
                         side.shutdown(Shutdown::Read).expect("open");
                     }
                 }
@@ -70,7 +70,7 @@ impl Proxy {
     }
 }
 
-/// Passes bytes on until either side ends. What is left of a socket goes with its last handle.
+/// Forwards bytes until either side ends. A socket closes with its last handle.
 fn forward(from: &TcpStream, to: &TcpStream) {
     let (mut from, mut to) = (
         from.try_clone().expect("a handle"),
@@ -86,7 +86,7 @@ fn forward(from: &TcpStream, to: &TcpStream) {
     });
 }
 
-/// A worker in a process of its own, which does what it is told line by line.
+/// A worker in its own process, which runs one order per line of its standard input.
 struct Process {
     child: Child,
     orders: ChildStdin,
@@ -118,7 +118,7 @@ impl Process {
         }
     }
 
-    /// Gives an order and waits until it is carried out.
+    /// Sends an order and waits until it is done.
     fn run(&mut self, order: &str) {
         writeln!(self.orders, "{order}").expect("it lives");
         let mut line = String::new();
@@ -126,7 +126,7 @@ impl Process {
             line.clear();
             let read = self.answers.read_line(&mut line).expect("it lives");
             assert!(read > 0, "the process ended at {order:?}");
-            // The test harness says things, too.
+            // The test harness prints lines too.
             if line.trim_end() == format!("done {order}") {
                 return;
             }
@@ -147,10 +147,10 @@ impl Drop for Process {
     }
 }
 
-/// Names the server's address to a process that is to be a worker.
+/// Environment variable that makes a test process a worker and contains the server's address.
 const AS_PROCESS: &str = "LMC_TEST_AS_PROCESS";
 
-/// Not a test: what a process of [`Process`] does. As a test by itself it does nothing.
+/// Main function of a [`Process`]. Run as a test, it does nothing.
 #[test]
 fn a_worker_process() {
     let Ok(address) = std::env::var(AS_PROCESS) else {
@@ -174,11 +174,11 @@ fn a_worker_process() {
                 let worker = worker.as_mut().expect("registered");
                 worker.client.send_encoded(&TOO_LONG).expect("sent");
             }
-            // Passes on what comes at its own port, and says which it is.
+            // Starts a proxy and prints its port.
             "proxy" => {
                 let proxy = Proxy::start(address);
                 println!("\nport {}", proxy.address.port());
-                // Dropping the sender would end it.
+                // Dropping the proxy would end it.
                 std::thread::spawn(move || {
                     let _proxy = proxy;
                     std::thread::sleep(HOUR);
@@ -190,15 +190,15 @@ fn a_worker_process() {
     }
 }
 
-/// Any one connection is over, and the service knows.
+/// Waits until the server has this number of open connections.
 fn wait_for_open_connections(server: &Server, open: u64) {
-    server.eventually("the connection is over", |status| {
+    server.eventually("the connection has ended", |status| {
         status.transport.connections_open == open
     });
 }
 
-/// The server took the end of a connection for the death of its process: the slots of a worker
-/// that was still copying went to another one, whose chunk then had the first one's bytes.
+/// The server took the end of a connection for the death of its process. The slots of a worker that
+/// was still copying were given to another worker, whose chunk then had the first one's bytes.
 #[test]
 fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
     for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
@@ -219,11 +219,14 @@ fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
         let (again, at) = b.prepare_store(&of_b);
         b.fill(&of_b, &again, &at);
         assert!(b.commit_store(&of_b));
-        // A's copy goes on, and its client reconnects by itself.
+        // A's copy continues, and its client reconnects.
         a.fill(&of_a, &slots, &indices);
         assert!(b.retrieve(&of_b), "byte for byte");
         a.client = server.client();
-        assert!(a.commit_store(&of_a), "any connection may: its own is over");
+        assert!(
+            a.commit_store(&of_a),
+            "any connection may commit after its own has ended"
+        );
         assert!(b.retrieve(&CacheKey {
             request_id: "d".to_owned(),
             ..of_a
@@ -233,8 +236,9 @@ fn a_writer_whose_connection_is_cut_writes_into_no_slot_of_another() {
     }
 }
 
-/// Another process that registered the id of a worker whose connection was cut, and prepared the
-/// same, was given its slots: when it died they went to a third, while the first was still copying.
+/// A process that registered the id of a worker whose connection was cut, and prepared the same
+/// store, got the first worker's slots. When it died, the slots went to a third worker while the
+/// first was still copying.
 #[test]
 fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -253,7 +257,7 @@ fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     assert_eq!(server.status().usage.reserved_slots, 4);
     other.fill(&key, &of_other, &at);
     assert!(other.commit_store(&key));
-    // The first goes on.
+    // The first worker still writes.
     for slot in &slots {
         a.pool.write(slot, &vec![0xEE; slot.length as usize]);
     }
@@ -261,13 +265,17 @@ fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     assert!(other.retrieve(&key), "byte for byte");
     drop(other);
     wait_for_open_connections(&server, 1);
-    assert_eq!(server.status().usage.reserved_slots, 2, "the first's");
+    assert_eq!(
+        server.status().usage.reserved_slots,
+        2,
+        "slots of the first worker"
+    );
     server.service.tick(Instant::now() + HOUR);
     assert_eq!(server.status().usage.reserved_slots, 0);
 }
 
-/// The reader's side of it: the lease ended with the connection, other chunks took the slot, and
-/// the stock client, which overlooks that its commit is answered "no", used their bytes.
+/// The lease of a reader ended with its connection, and other chunks were written to the slot.
+/// LMCache's client ignores a failed commit and used their bytes.
 #[test]
 fn a_reader_whose_connection_is_cut_keeps_its_bytes() {
     for cut in [Cut::Fin, Cut::Reset, Cut::Half] {
@@ -299,7 +307,7 @@ fn a_reader_whose_connection_is_cut_keeps_its_bytes() {
     }
 }
 
-/// A cut or late writer kept everybody else from storing its chunks, without a limit of time.
+/// A cut or late writer prevented others from storing the same chunks, without a time limit.
 #[test]
 fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -329,7 +337,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
         );
         assert_eq!(hits, if cleared { 0 } else { 2 });
         common::end_session(&mut a.client, "l");
-        // One copy of the chunks is left, or none.
+        // One copy of the chunks is left, or none after the clear.
         let used = if cleared { 0 } else { 2 * 4096 };
         assert_eq!(server.status().usage.used_bytes, used);
         let clear = Request::Clear { force: true };
@@ -337,7 +345,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
         drop(a);
         wait_for_open_connections(&server, 1);
     }
-    // A writer that is merely late, on an open connection.
+    // A writer that is late on an open connection.
     let mut a = Worker::register(&server, 1);
     let key = a.key("a", &tokens, 0..2);
     let (slots, indices) = a.prepare_store(&key);
@@ -351,7 +359,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
     assert!(b.retrieve(&b.key("c", &tokens, 0..2)));
 }
 
-/// No grace time is needed when the kernel shows that the process is dead.
+/// Slots are released without grace time when the kernel shows that the process is dead.
 #[test]
 fn a_killed_workers_slots_come_back_at_once() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -375,7 +383,7 @@ fn a_killed_workers_slots_come_back_at_once() {
     assert!(next.retrieve(&key));
 }
 
-/// The processes behind the connections with slots are known; a search takes a moment.
+/// Waits until the server knows a worker's process.
 fn wait_for_the_process(server: &Server, process: &Process) {
     let pid = process.child.id();
     server.eventually("the process is known", |status| {
@@ -383,7 +391,7 @@ fn wait_for_the_process(server: &Server, process: &Process) {
     });
 }
 
-/// A stopped process (SIGSTOP, `docker pause`) goes on in the middle of its copy.
+/// A stopped process (SIGSTOP, `docker pause`) may continue in the middle of its copy.
 #[test]
 fn a_stopped_workers_slots_are_held_until_it_goes_on_or_dies() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -406,29 +414,29 @@ fn a_stopped_workers_slots_are_held_until_it_goes_on_or_dies() {
             .first()
             .is_some_and(|held| held.waits_for == "stopped")
     };
-    server.eventually("it is seen stopped", stopped);
+    server.eventually("the process is seen stopped", stopped);
     for hours in 1..5 {
         assert_eq!(reserved_after(HOUR * hours), 2, "after {hours} h");
     }
-    // It goes on, and has the whole grace time from then on.
+    // The process continues, and the whole grace time begins again.
     process.signal("-CONT");
-    server.eventually("it is seen running", |status| {
+    server.eventually("the process is seen running", |status| {
         server.service.tick(begin + HOUR * 4);
         status.held[0].waits_for == "grace"
     });
     assert_eq!(reserved_after(HOUR * 4 + HOUR / 2), 2);
     process.signal("-STOP");
-    server.eventually("it is seen stopped again", stopped);
+    server.eventually("the process is seen stopped again", stopped);
     assert_eq!(reserved_after(HOUR * 9), 2);
     process.signal("-KILL");
-    server.eventually("its slots are back", |status| {
+    server.eventually("its slots are released", |status| {
         server.service.tick(begin + HOUR * 9);
         status.usage.reserved_slots == 0
     });
     assert_eq!(server.status().counts.slots_released_by_death, 2);
 }
 
-/// The process that held the socket is dead, and it never mapped the pool: the worker lives.
+/// The dead process had the socket open but never mapped the pool, so the worker may be alive.
 #[test]
 fn a_proxy_that_dies_proves_nothing() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -461,7 +469,7 @@ fn a_proxy_that_dies_proves_nothing() {
     assert!(a.retrieve(&key));
 }
 
-/// Any connection could commit a worker's half-written store, or unregister it.
+/// Any connection could commit a worker's incomplete store, or unregister the worker.
 #[test]
 fn only_its_own_connection_commits_or_unregisters() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
@@ -508,7 +516,7 @@ fn only_its_own_connection_commits_or_unregisters() {
     assert_eq!(a.client.ask(&unregister).expect("an answer"), Reply::None);
 }
 
-/// Its slots could be given back by nothing but the end of its connection.
+/// Only the end of its connection released the slots of such a worker.
 #[test]
 fn a_worker_that_registers_another_layout_commits_what_it_had_prepared() {
     let server = Server::start();
@@ -531,12 +539,12 @@ fn a_worker_that_registers_another_layout_commits_what_it_had_prepared() {
     let mut b = Worker::register(&server, 2);
     assert!(
         b.retrieve(&b.key("b", &key.token_ids, 0..2)),
-        "in the layout of then"
+        "in the layout of the prepared store"
     );
 }
 
-/// Leases of a lookup in the middle of a prompt were numbered from its first chunk, while readers
-/// count from the prompt's: they stayed until the session ended.
+/// Leases of a lookup in the middle of a prompt were numbered from the lookup's first chunk, but
+/// readers count from the prompt's first chunk, so the leases stayed until the session ended.
 #[test]
 fn leases_of_a_lookup_in_the_middle_of_a_prompt_go_back_with_its_reader() {
     let server = Server::start();
@@ -553,7 +561,7 @@ fn leases_of_a_lookup_in_the_middle_of_a_prompt_go_back_with_its_reader() {
     assert_eq!(server.status().usage.leases, 0);
 }
 
-/// A network namespace with one link to this one.
+/// A network namespace with one link to the current namespace.
 struct Network {
     name: String,
     link: String,
@@ -561,7 +569,7 @@ struct Network {
 }
 
 impl Network {
-    /// Creates a network, or returns the reason why this process may not.
+    /// Creates a network namespace, or returns the reason why that is not possible.
     fn create() -> Result<Self, String> {
         let pid = std::process::id();
         let subnet = format!("10.213.{}", pid % 250);
@@ -603,13 +611,13 @@ impl Drop for Network {
     }
 }
 
-/// A host, a virtual machine or a container's network that is gone says nothing: its slots, its
-/// keys and its connection were held until the server was restarted.
+/// A host, virtual machine or container network that vanishes sends no FIN. Its slots, keys and
+/// connection were held until the server was restarted.
 #[test]
 fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
     let network = match Network::create() {
         Ok(network) => network,
-        Err(why) => return println!("skipped: no network namespace here ({why})"),
+        Err(why) => return println!("skipped: cannot create a network namespace ({why})"),
     };
     let server = Server::with(
         1 << 20,
@@ -629,7 +637,7 @@ fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
     let mut process = Process::launch(command, server.address);
     process.run("register");
     process.run("prepare");
-    // A peer that is there answers for itself, however long it is silent.
+    // The kernel of an idle client answers the probes, so its connection stays open.
     std::thread::sleep(Duration::from_secs(4));
     assert_eq!(server.status().transport.connections_open, 1);
     assert_eq!(server.status().usage.reserved_slots, 2);

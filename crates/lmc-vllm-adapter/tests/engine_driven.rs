@@ -1,4 +1,4 @@
-//! Workers that copy by themselves, over real connections and the real shared pool.
+//! Workers that copy by themselves, over real connections and a real shared pool.
 
 mod common;
 
@@ -102,11 +102,11 @@ fn two_dtypes_under_one_model_name_never_share_bytes() {
         !half.retrieve(&half.key("b", &tokens, 0..3)),
         "float32 bytes for a bfloat16 engine"
     );
-    // Whose scheduler asks is not known yet: only what both engines have is promised.
+    // The scheduler's engine is not known yet, so only chunks that both engines have count.
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &half.key("b", &tokens, 0..3)), 0);
     assert_eq!(half.store(&half.key("b", &tokens, 0..3)), 3);
-    // The store of request b told whose scheduler it is.
+    // The store of request b reveals the scheduler's engine.
     let more = prompt(6, 2 * CHUNK);
     half.store(&half.key("c", &more, 0..2));
     assert_eq!(lookup(&mut scheduler, &half.key("d", &more, 0..2)), 2);
@@ -123,21 +123,25 @@ fn the_layout_of_an_engine_that_died_does_not_spoil_the_lookups_of_others() {
     single.store(&key);
     let half = Worker::register_rank(&server, 2, 0, 1, "bfloat16");
     let mut scheduler = server.client();
-    assert_eq!(lookup(&mut scheduler, &key), 0, "two layouts are at work");
+    assert_eq!(
+        lookup(&mut scheduler, &key),
+        0,
+        "workers of two layouts are connected"
+    );
     end_session(&mut scheduler, "a");
-    // The kernel closes a dead process's sockets; so does this.
+    // Dropping the worker closes its socket, as the kernel does for a dead process.
     drop(half);
     server.eventually("the death is noticed", |status| {
         status.instances.iter().any(|worker| !worker.connected)
     });
-    // A scheduler that nothing is known of yet, as of an engine that has just started.
+    // A scheduler whose engine is not known yet, as after a start of the engine.
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &single.key("b", &tokens, 0..3)), 3);
     assert!(single.retrieve(&single.key("b", &tokens, 0..3)));
     end_session(&mut scheduler, "b");
-    // When nobody is left, either may be about to reconnect, so both count again.
+    // With no worker connected, either may reconnect, so both layouts count again.
     drop(single);
-    server.eventually("the other's, too", |status| {
+    server.eventually("the end of the other worker is noticed", |status| {
         status.instances.iter().all(|worker| !worker.connected)
     });
     let mut scheduler = server.client();
@@ -175,7 +179,7 @@ fn a_chunk_is_a_hit_only_when_every_rank_has_it() {
         let key = worker.key("b", &tokens, 0..3);
         assert!(worker.retrieve(&key));
     }
-    // Each rank has read its share, so the lookup holds nothing any more.
+    // Each rank has retrieved its chunks, so the lookup has no lease left.
     assert_eq!(server.status().usage.leases, 0);
 }
 
@@ -253,10 +257,10 @@ fn asking_twice_for_slots_gives_the_same_slots() {
     assert!(worker.retrieve(&key));
 }
 
-/// Found by the fuzz target `service`: prepared transfers were told apart by request and range
-/// only. An engine that used a request's name again (its client chose it, and the first request
-/// was aborted between prepare and commit) got the slots of the first prompt, filled them with
-/// the second one's bytes, and the commit made them findable as the first one's.
+/// Found by the fuzz target `service`: prepared transfers were identified by request id and range
+/// only. An engine that used a request id again (its user chose the id, and the first request was
+/// aborted between prepare and commit) got the slots of the first prompt, filled them with the
+/// second prompt's bytes, and the commit made them findable as the first prompt's chunks.
 #[test]
 fn a_request_id_that_is_used_again_gets_slots_of_its_own() {
     let server = Server::start();
@@ -296,7 +300,7 @@ fn a_chunk_that_another_worker_is_writing_is_not_reserved_twice() {
     assert_eq!(
         lookup(&mut scheduler, &one.key("c", &tokens, 0..3)),
         0,
-        "written is not sealed"
+        "the chunks are not committed"
     );
     one.fill(&one.key("a", &tokens, 0..2), &slots, &indices);
     assert!(one.commit_store(&one.key("a", &tokens, 0..2)));
@@ -326,7 +330,7 @@ fn a_full_pool_evicts_idle_chunks_and_otherwise_refuses_at_once() {
         assert_eq!(worker.store(&key), 8, "round {round}");
         assert!(worker.retrieve(&key));
     }
-    // The last prompts are there; hold them all and nothing more fits.
+    // The last prompts are cached; after leasing them all, no slot can be evicted.
     let mut held = 0;
     for round in (0..20).rev() {
         let tokens = prompt(round + 1, 8 * CHUNK);
@@ -340,7 +344,7 @@ fn a_full_pool_evicts_idle_chunks_and_otherwise_refuses_at_once() {
     let (slots, _) = worker.prepare_store(&worker.key("x", &tokens, 0..16));
     assert!(
         (slots.len() as u64) <= 16 - held,
-        "{} slots beside {held} held",
+        "{} slots although {held} are leased",
         slots.len()
     );
     assert!(server.status().counts.chunks_no_room > 0);
@@ -354,7 +358,7 @@ fn a_full_pool_evicts_idle_chunks_and_otherwise_refuses_at_once() {
             engine_driven: true,
         })
         .expect("ok");
-    // A store that it has prepared is its own until it commits or is known to be done.
+    // Slots of a prepared store stay reserved until it commits or the worker has ended.
     drop(worker);
     server.assert_idle();
 }
@@ -503,7 +507,7 @@ fn events_report_stored_and_removed_chunks() {
     assert!(first.events.iter().any(|event| event.hash == removed.hash));
 }
 
-/// Users choose it over HTTP, and the stock scheduler dies of a refusal.
+/// Users choose request ids over HTTP, and vLLM's scheduler fails if one is refused.
 #[test]
 fn request_ids_of_any_length_are_served_and_distinguished() {
     let server = Server::start();
@@ -529,7 +533,7 @@ fn request_ids_of_any_length_are_served_and_distinguished() {
     server.assert_idle();
 }
 
-/// The stock worker unregisters first and ends its copies then.
+/// vLLM's worker unregisters first and ends its copies afterwards.
 #[test]
 fn a_worker_that_unregistered_still_has_its_slots_until_it_commits_or_goes() {
     let server = Server::start();
@@ -552,7 +556,7 @@ fn a_worker_that_unregistered_still_has_its_slots_until_it_commits_or_goes() {
     let elsewhere = other.key("b", &prompt(80, 2 * CHUNK), 0..2);
     assert_eq!(other.store(&elsewhere), 2);
     worker.fill(&key, &slots, &indices);
-    assert!(other.retrieve(&elsewhere), "the other's bytes are its own");
+    assert!(other.retrieve(&elsewhere), "its bytes are unchanged");
     assert!(worker.commit_store(&key));
     let again = worker.key("c", &prompt(81, CHUNK), 0..1);
     assert!(
@@ -664,7 +668,7 @@ fn slots_asked_for_twice_at_once_are_held_once() {
             let second = scope.spawn(|| ask(&mut again));
             (ask(&mut worker.client), second.join().expect("an answer"))
         });
-        // Whoever was told of slots was told of those that are held.
+        // Both replies contain the same slots, and exactly these are reserved.
         let given: std::collections::BTreeSet<u64> = first
             .iter()
             .chain(&second)

@@ -1,4 +1,4 @@
-//! One engine does not starve another.
+//! The leases, slots and lookups of one engine do not starve another engine.
 
 mod common;
 
@@ -9,11 +9,11 @@ use common::{
 };
 use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
 
-/// Chunks of one prompt in these tests.
+/// Chunks per prompt in these tests.
 const PROMPT: usize = 32;
 
-/// A scheduler looks up prompts that fill the pool, and holds what it found for as long as it
-/// likes. A store of another engine used to get nothing for 300 s.
+/// A scheduler looks up prompts that fill the pool and keeps its leases. A store of another engine
+/// got no slot for 300 s.
 #[test]
 fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
     let server = Server::start();
@@ -45,7 +45,7 @@ fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
     let more = greedy.key("more", &prompt(2, 4 * CHUNK), 0..4);
     assert_eq!(greedy.store(&more), 4);
     assert_eq!(lookup(&mut scheduler, &more), 0);
-    // What is leased anyway may be leased again.
+    // Chunks that are leased already may be leased again.
     let again = CacheKey {
         request_id: "again".to_owned(),
         ..greedy.key("", &prompt(10, PROMPT * CHUNK), 0..PROMPT)
@@ -64,8 +64,8 @@ fn a_scheduler_that_leases_all_it_can_leaves_another_engine_its_share() {
     server.assert_idle();
 }
 
-/// A worker prepares all it can and commits nothing. Every store of another engine got no slot, for
-/// as long as it was connected.
+/// A worker prepares as many stores as it can and commits none. Stores of other engines got no slot
+/// while it was connected.
 #[test]
 fn a_worker_that_commits_nothing_leaves_another_engine_its_share() {
     let server = Server::start();
@@ -90,7 +90,7 @@ fn a_worker_that_commits_nothing_leaves_another_engine_its_share() {
     assert!(server.status().counts.over_limit > 0);
 }
 
-/// A worker that wanted more than its share while others held most of the pool got nothing.
+/// A worker that requested more than its share while others held most of the pool got no slot.
 #[test]
 fn a_store_larger_than_the_share_gets_the_share() {
     let server = Server::start();
@@ -107,8 +107,8 @@ fn a_store_larger_than_the_share_gets_the_share() {
     assert_eq!(modest.prepare_store(&key).0.len(), share);
 }
 
-/// The lookups of one engine lost a quarter of the pool as soon as its worker had a store under
-/// way.
+/// The lookups of an engine lost a quarter of the pool while its own worker had a store in
+/// progress.
 #[test]
 fn an_engine_does_not_share_with_its_own_worker() {
     let server = Server::start();
@@ -127,7 +127,7 @@ fn an_engine_does_not_share_with_its_own_worker() {
     assert!(hits > slots / 2, "{hits} of {slots}");
 }
 
-/// The same with retrieves.
+/// A worker prepares retrieves and ends none.
 #[test]
 fn a_worker_that_ends_no_retrieve_leaves_another_engine_its_share() {
     let server = Server::start();
@@ -149,8 +149,8 @@ fn a_worker_that_ends_no_retrieve_leaves_another_engine_its_share() {
     assert!(modest.retrieve(&key));
 }
 
-/// One lookup of a long prompt for all ranks that there may be took 24 GB and the server's memory
-/// with it: keys of all chunks were made for each rank.
+/// One lookup of a long prompt for the greatest number of ranks took 24 GB, because the keys of all
+/// chunks were created for each rank.
 #[test]
 fn a_lookup_of_every_rank_takes_little_memory() {
     const RANKS: u32 = 4096;
@@ -175,8 +175,8 @@ fn a_lookup_of_every_rank_takes_little_memory() {
     assert!(grown < 256 << 20, "{grown} bytes");
 }
 
-/// A lookup of many ranks under a model with many workers. Each used to look at every worker for
-/// every rank while all other requests waited.
+/// A lookup of many ranks under a model with many workers visited every worker for every rank,
+/// while all other requests waited.
 #[test]
 fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
     const WORKERS: u64 = 400;
@@ -213,7 +213,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
             .ask(&register(instance_id, RANKS))
             .expect("an answer");
         assert!(matches!(reply, Reply::Registered { .. }), "{reply:?}");
-        // Shows its rank.
+        // The retrieve names the rank of the worker.
         let retrieve = Request::PrepareRetrieve {
             key: key(RANKS, Some(instance_id as u32)),
             instance_id,
@@ -232,7 +232,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
     }
     let took = asked.elapsed();
     assert!(took < Duration::from_secs(5), "{took:?}");
-    // More ranks than any engine has are refused, wherever they are named.
+    // A world size above the limit is refused in every request.
     for request in [
         register(0, RANKS + 1),
         Request::Lookup(key(RANKS + 1, None)),

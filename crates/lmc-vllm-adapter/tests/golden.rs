@@ -1,7 +1,8 @@
-//! What a real vLLM said to LMCache's own server, said to ours: the answers must be the same.
+//! Replays recorded traffic between a real vLLM and LMCache's own server: our replies must be
+//! equal.
 //!
-//! `data/*.jsonl` was recorded with `xtask/python/record.py`: the first line tells of what, each
-//! other one is a message of a session from its start to its end.
+//! `data/*.jsonl` was recorded with `xtask/python/record.py`. The first line describes the
+//! recording; each other line is a message of one session, in order.
 
 mod common;
 
@@ -15,7 +16,7 @@ use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_vllm_adapter::Client;
 use serde_json::Value;
 
-/// Tokens of a chunk when the traffic was recorded.
+/// Tokens per chunk in the recordings.
 const RECORDED_CHUNK: u32 = 256;
 
 struct Message {
@@ -50,8 +51,8 @@ fn server() -> Server {
     Server::with(64 << 20, |config| config.hasher = hasher, |_| {})
 }
 
-/// Says what the clients said, each on its connection, and compares what comes back. `differs`
-/// takes out of an answer what may differ from server to server.
+/// Sends the recorded requests, each on its connection, and compares the replies. `differs` removes
+/// the parts of a reply that may differ between servers.
 fn replay(server: &Server, recording: &str, differs: impl Fn(&[Bytes]) -> Vec<Bytes>) {
     let mut clients: HashMap<u64, Client> = HashMap::new();
     let mut said: HashMap<(u64, Bytes), Vec<Bytes>> = HashMap::new();
@@ -87,8 +88,7 @@ fn replay(server: &Server, recording: &str, differs: impl Fn(&[Bytes]) -> Vec<By
     server.assert_idle();
 }
 
-/// A frame without the values of integers that follow a field's name: what tells one place in
-/// the pool from another.
+/// Returns a frame without the integers that follow a field's name, such as offsets in the pool.
 fn without(frame: &[u8], field: &str) -> Bytes {
     let mut marked = vec![0xa0 | field.len() as u8];
     marked.extend_from_slice(field.as_bytes());
@@ -108,14 +108,14 @@ fn without(frame: &[u8], field: &str) -> Bytes {
             0xcd => 3,
             0xce => 5,
             0xcf => 9,
-            marker => panic!("{field} is no unsigned number: {marker:#x}"),
+            marker => panic!("{field} is not an unsigned number: {marker:#x}"),
         };
     }
     left.into()
 }
 
 #[test]
-fn an_engine_driven_session_gets_the_answers_that_lmcache_gave() {
+fn an_engine_driven_session_gets_the_replies_of_lmcache() {
     const REGISTER: &[u8] = b"\x0e";
     let server = server();
     replay(
@@ -138,9 +138,9 @@ fn an_engine_driven_session_gets_the_answers_that_lmcache_gave() {
 }
 
 #[test]
-fn an_lmcache_driven_session_gets_the_answers_that_lmcache_gave() {
+fn an_lmcache_driven_session_gets_the_replies_of_lmcache() {
     const COPIES: [&[u8]; 2] = [b"\x06", b"\x07"];
-    // The engine's memory, by the name in its registration; only what is touched takes room.
+    // The engine's memory, by the name in its registration; only pages that are written use memory.
     let _segment = Segment::new("lmcache_kv_9662_0", 1 << 30);
     let server = server();
     replay(
@@ -149,7 +149,7 @@ fn an_lmcache_driven_session_gets_the_answers_that_lmcache_gave() {
         |frames| {
             let mut frames = frames.to_vec();
             if COPIES.contains(&&frames[1][..]) {
-                // `[handle, ok]`: a handle of device work, which says nothing here.
+                // `[handle, ok]`: the handle of device work differs between servers.
                 let ok = frames[2].len() - 1;
                 frames[2] = frames[2].slice(ok..);
             }

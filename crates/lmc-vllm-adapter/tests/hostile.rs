@@ -1,4 +1,4 @@
-//! Peers that break every rule. Each gets its answer or its end; nobody else notices.
+//! Clients that break the protocol. Each gets an error or is disconnected; others are not affected.
 
 mod common;
 
@@ -10,7 +10,7 @@ use bytes::Bytes;
 use common::{CHUNK, Server, Worker, lookup, prompt};
 use lmc_vllm_adapter::{Client, Limits, Reply, Request, encode_request_frames};
 
-/// The server still serves, and holds nothing for those who are gone.
+/// Checks that the server still serves and holds nothing for clients that are gone.
 fn assert_serving(server: &Server) {
     let mut client = server.client();
     assert_eq!(
@@ -24,7 +24,7 @@ fn frame(bytes: &[u8]) -> Bytes {
     Bytes::copy_from_slice(bytes)
 }
 
-/// What comes back for raw frames: the text of a refusal.
+/// Sends raw frames and returns the text of the refusal.
 fn refusal(client: &mut Client, frames: &[&[u8]]) -> String {
     let frames: Vec<_> = frames.iter().map(|f| frame(f)).collect();
     client.send_frames(&frames).expect("sent");
@@ -172,13 +172,13 @@ fn ranges_beyond_the_prompt_are_cut_and_reach_nothing() {
     assert_serving(&server);
 }
 
-/// Sends bytes and waits for the end of the connection.
+/// Sends bytes and waits until the server closes the connection.
 fn is_closed_after(server: &Server, bytes: &[u8]) {
     let mut stream = TcpStream::connect(server.address).expect("a connection");
     stream
         .set_read_timeout(Some(Duration::from_secs(10)))
         .expect("a timeout");
-    // The server may close while we still write.
+    // The server may close the connection during the write.
     let _ = stream.write_all(bytes);
     let mut rest = Vec::new();
     let end = stream.read_to_end(&mut rest);
@@ -226,7 +226,7 @@ fn a_peer_that_stalls_in_the_handshake_or_in_a_message_is_cut_off() {
     is_closed_after(&server, &opened(&[0x00, 200, 1, 2, 3]));
     is_closed_after(&server, &opened(&[0x01, 1, 9]));
     assert_eq!(server.status().transport.stalled, 4);
-    // One that is merely silent stays.
+    // A client that is only idle stays connected.
     let mut client = server.client();
     std::thread::sleep(Duration::from_millis(600));
     assert_eq!(
@@ -235,8 +235,8 @@ fn a_peer_that_stalls_in_the_handshake_or_in_a_message_is_cut_off() {
     );
 }
 
-/// A peer sent one byte of a long message now and then. Each restarted its deadline, so the
-/// buffers of unfinished messages were held for ever.
+/// A client sent one byte of a long message at a time. Each byte restarted the deadline, so the
+/// buffers of incomplete messages were kept forever.
 #[test]
 fn a_message_that_comes_byte_by_byte_has_one_deadline() {
     let timeout = Duration::from_millis(500);
@@ -256,8 +256,8 @@ fn a_message_that_comes_byte_by_byte_has_one_deadline() {
     assert_serving(&server);
 }
 
-/// A peer that has been idle for longer than a message may take, and sends its next one in two
-/// pieces, was closed at the first piece.
+/// A client that was idle for longer than the message timeout, and sent its next message in two
+/// pieces, was disconnected at the first piece.
 #[test]
 fn a_message_in_pieces_after_a_pause_is_answered() {
     let timeout = Duration::from_millis(500);
@@ -281,7 +281,7 @@ fn a_message_in_pieces_after_a_pause_is_answered() {
     assert_eq!(server.status().transport.stalled, 0);
 }
 
-/// Pings between the frames of a message do not bring it to its end.
+/// Pings between the frames of a message must not restart its deadline.
 #[test]
 fn pings_in_a_message_do_not_move_its_deadline() {
     let timeout = Duration::from_millis(500);
@@ -300,8 +300,8 @@ fn pings_in_a_message_do_not_move_its_deadline() {
     assert_serving(&server);
 }
 
-/// A peer that sends small requests faster than they are handled, and reads its answers: what was
-/// not handled yet was kept without a bound.
+/// A client sends small requests faster than they are handled, and reads the replies. Requests that
+/// waited were buffered without a limit.
 #[test]
 fn requests_wait_in_the_socket_and_not_in_the_server() {
     let server = Server::start();
@@ -328,7 +328,7 @@ fn requests_wait_in_the_socket_and_not_in_the_server() {
     );
 }
 
-/// Event streams whose reader asks for more and reads nothing: each batch was kept for it.
+/// Event streams whose reader requests batches and reads none: each batch was buffered.
 #[test]
 fn event_streams_that_are_not_read_hold_little_memory() {
     const CONNECTIONS: usize = 8;
@@ -362,7 +362,7 @@ fn event_streams_that_are_not_read_hold_little_memory() {
     assert_serving(&server);
     let grown = common::resident_bytes().saturating_sub(before);
     assert!(grown < 16 << 20, "{grown} bytes");
-    // Those who read get every event.
+    // A client that reads gets every event.
     let mut all = vec![0; 64 << 10];
     let mut read = 0;
     let first = &mut unread[0];
@@ -401,7 +401,9 @@ fn more_connections_than_the_limit_are_closed_at_once() {
         Reply::Text("OK".to_owned())
     );
     workers.pop();
-    server.eventually("the place is free", |s| s.transport.connections_open == 2);
+    server.eventually("a connection is free", |s| {
+        s.transport.connections_open == 2
+    });
     assert!(Client::connect(server.address, Duration::from_secs(5)).is_ok());
     assert!(server.status().transport.connections_refused >= 1);
 }
@@ -470,7 +472,7 @@ fn sessions_beyond_the_limit_get_a_miss_and_old_ones_end_by_time() {
             &mut scheduler,
             &worker.key(&format!("r{round}"), &tokens, 0..2),
         );
-        // One connection may have three quarters of them.
+        // One connection may have three quarters of the sessions.
         assert_eq!(hits, if round < 8 { 2 } else { 0 }, "round {round}");
     }
     let mut other = server.client();
@@ -516,7 +518,7 @@ fn silence_removes_a_worker_but_frees_no_slot_that_it_may_be_writing() {
         status.usage.reserved_slots, 2,
         "the worker may still be copying"
     );
-    // It wakes up and goes on where it was: its bytes are whole, so they count.
+    // The worker continues and commits: its bytes are complete, so the chunks are findable.
     worker.fill(&key, &slots, &indices);
     assert!(worker.commit_store(&key));
     let mut next = Worker::register(&server, 2);

@@ -1,4 +1,4 @@
-//! Sharing of chunks among KV caches of one shape and different formats.
+//! Chunks are not shared between KV caches of the same shape and different element formats.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn unregister(worker: &mut Worker) {
     assert_eq!(reply.expect("an answer"), Reply::None);
 }
 
-/// Retrieves without a look at the bytes: whether there is anything to read.
+/// Retrieves a range without a check of its bytes, and returns true on a hit.
 fn finds(worker: &mut Worker, key: &CacheKey) -> bool {
     let found = worker.prepare_retrieve(key).is_some();
     let commit = Request::CommitRetrieve {
@@ -38,7 +38,7 @@ fn finds(worker: &mut Worker, key: &CacheKey) -> bool {
     found
 }
 
-/// Leading chunks that a new scheduler finds.
+/// Looks up a prompt from a new scheduler and returns the number of leading chunks.
 fn hits(server: &Server, key: &CacheKey, request: &str) -> u64 {
     let mut scheduler = server.client();
     let key = CacheKey {
@@ -59,7 +59,7 @@ fn warnings(server: &Server) -> u64 {
     server.status().counts.opaque_layouts_shared
 }
 
-/// `float16` and `bfloat16` have elements of one size, so nothing but the name tells them apart.
+/// `float16` and `bfloat16` have elements of one size, so only the name distinguishes them.
 #[test]
 fn float16_and_bfloat16_never_share_bytes() {
     let server = Server::start();
@@ -75,8 +75,8 @@ fn float16_and_bfloat16_never_share_bytes() {
     assert!(brain.retrieve(&brain.key("c", &tokens, 0..3)));
 }
 
-/// vLLM was stopped and comes back with `fp8_e5m2` instead of `fp8_e4m3`: the layout on the wire
-/// is the same, and the chunks of before would be garbage.
+/// vLLM is restarted with `fp8_e5m2` instead of `fp8_e4m3`: the layout on the wire is the same, but
+/// the earlier chunks have another format.
 #[test]
 fn chunks_of_an_unknown_format_end_with_their_last_worker() {
     let server = Server::start();
@@ -86,19 +86,19 @@ fn chunks_of_an_unknown_format_end_with_their_last_worker() {
     assert_eq!(first.store(&key), 3);
     assert!(first.retrieve(&key));
     unregister(&mut first);
-    server.eventually("the memory comes back", |status| status.usage.chunks == 0);
+    server.eventually("the memory is released", |status| status.usage.chunks == 0);
     for instance_id in [2, 1] {
         let mut next = register(&server, instance_id);
         assert_eq!(hits(&server, &key, "next"), 0);
         assert!(!finds(&mut next, &key));
-        assert_eq!(next.store(&key), 3, "nothing is there");
+        assert_eq!(next.store(&key), 3, "no chunk is cached");
         assert!(next.retrieve(&key));
         unregister(&mut next);
     }
     assert_eq!(warnings(&server), 0);
 }
 
-/// The same where the worker was not heard of for too long.
+/// A worker that sends no ping for too long is removed, and its chunks with it.
 #[test]
 fn chunks_of_an_unknown_format_end_when_a_silent_worker_is_removed() {
     let grace = Duration::from_secs(7200);
@@ -113,7 +113,7 @@ fn chunks_of_an_unknown_format_end_when_a_silent_worker_is_removed() {
     assert_eq!(hits(&server, &key, "b"), 0);
 }
 
-/// A process that was killed is removed 30 s later. Its engine's next process may be there before.
+/// A killed process is removed after 30 s. The next process of its engine may register before.
 #[test]
 fn a_worker_whose_connection_was_cut_keeps_its_chunks_and_shares_with_no_other() {
     let server = Server::start();
@@ -128,14 +128,14 @@ fn a_worker_whose_connection_was_cut_keeps_its_chunks_and_shares_with_no_other()
     let mut next = register(&server, 2);
     assert!(!finds(&mut next, &key), "chunks of another process");
     assert_eq!(hits(&server, &key, "b"), 0);
-    // The first was alive, and its connection is another now.
+    // The first worker is alive and has a new connection.
     assert_eq!(ping(&mut first.client, 1), Reply::Bool(true));
     assert!(first.retrieve(&first.key("c", &tokens, 0..2)));
     assert_eq!(next.store(&key), 2);
     assert_eq!(warnings(&server), 0, "they share nothing");
 }
 
-/// Ranks of one engine register one after another, and each may do so again.
+/// The ranks of an engine register one after another, and each may register again.
 #[test]
 fn ranks_of_one_engine_share_a_generation() {
     let server = Server::start();
@@ -148,7 +148,7 @@ fn ranks_of_one_engine_share_a_generation() {
     }
     let key = workers[0].key("b", &tokens, 0..3);
     assert_eq!(hits(&server, &key, "b"), 3);
-    // One goes and comes back while the other is there.
+    // One rank unregisters and registers again while the other stays.
     unregister(&mut workers[0]);
     workers[0] = rank(10, 0);
     for worker in &mut workers {
@@ -159,14 +159,14 @@ fn ranks_of_one_engine_share_a_generation() {
     assert_eq!(warnings(&server), 0);
 }
 
-/// Chunks that left DRAM, and such as are on their way down or up while the worker goes.
+/// Covers chunks that left DRAM, and chunks in promotion or demotion when the worker unregisters.
 #[test]
 fn chunks_of_an_unknown_format_end_in_every_tier() {
     let tier = Arc::new(Gated::new(MemoryBackend::default()));
     let lower = vec![Arc::clone(&tier) as _];
     let server = Server::with_tiers(lower, 1 << 20, |_| {}, |_| {});
     let copied = |chunks| {
-        server.eventually("copies are below", |status| {
+        server.eventually("copies are in the lower tier", |status| {
             status.lower[0].written == chunks && status.lower[0].queued_bytes == 0
         });
     };
@@ -178,7 +178,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     server.service.engine().clear_dram(true);
     assert_eq!(hits(&server, &key, "below"), 3, "they are promoted");
     server.service.engine().clear_dram(true);
-    // On their way up ...
+    // One prompt is being promoted ...
     tier.shut();
     let mut scheduler = server.client();
     let promoting = CacheKey {
@@ -188,7 +188,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     };
     let reply = scheduler.ask(&Request::Lookup(promoting));
     assert_eq!(reply.expect("an answer"), Reply::None);
-    // ... and on their way down.
+    // ... and another is being written to the lower tier.
     let more = first.key("more", &prompt(7, 2 * CHUNK), 0..2);
     assert_eq!(first.store(&more), 2);
     unregister(&mut first);
@@ -207,7 +207,7 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     server.assert_idle();
 }
 
-/// With `--identity`, which names the format of the engines' caches, the chunks are kept.
+/// With `--identity`, which names the format of the engines' KV caches, the chunks are kept.
 #[test]
 fn an_identity_keeps_chunks_of_an_unknown_format() {
     let with = |identity: &'static str| {
@@ -224,7 +224,7 @@ fn an_identity_keeps_chunks_of_an_unknown_format() {
     assert_eq!(hits(&server, &key, "b"), 3);
     assert!(next.retrieve(&key));
     let _another = register(&server, 3);
-    assert_eq!(warnings(&server), 0, "the operator answers for it");
+    assert_eq!(warnings(&server), 0, "the identity names the format");
 }
 
 /// Two engines, one of which may have been started with another `--kv-cache-dtype`.
@@ -248,7 +248,7 @@ fn two_engines_of_one_unknown_format_are_warned_about_once() {
     assert_eq!(warnings(&server), 2);
 }
 
-/// Two engines of two ranks each, of which half is there: a rank that is served twice shows it.
+/// Two engines of two ranks each register one worker each. Two workers of one rank reveal them.
 #[test]
 fn a_rank_that_is_served_twice_shows_two_engines() {
     let server = Server::start();
@@ -263,7 +263,7 @@ fn a_rank_that_is_served_twice_shows_two_engines() {
 }
 
 /// Tensor-parallel ranks of an MLA model have one KV cache: they register with a world size of 1
-/// and are all KV rank 0, and each chunk says how many of them read it.
+/// and are all KV rank 0; each request carries the number of workers that read the rank.
 #[test]
 fn mla_readers_of_one_engine_are_not_taken_for_two() {
     let server = Server::start();
@@ -307,8 +307,8 @@ fn mla_readers_of_one_engine_are_not_taken_for_two() {
     assert_eq!(warnings(&server), 1, "two readers, three workers");
 }
 
-/// A scheduler outlives the registration of its worker (the server saw the worker silent). Beside
-/// another engine's layout, its lookups must count what its own worker has, as before.
+/// A scheduler stays connected while its worker is removed and registers again. With another
+/// engine's layout registered too, its lookups must still count its own worker's chunks.
 #[test]
 fn a_scheduler_follows_its_worker_into_the_next_generation() {
     let server = Server::start();

@@ -1,4 +1,4 @@
-//! The `zeromq` crate, which shares no code with us, as a peer.
+//! Clients of the `zeromq` crate, an independent implementation of ZeroMQ.
 
 mod common;
 
@@ -34,7 +34,7 @@ fn a_dealer_of_the_zeromq_crate_is_served() {
     serve_dealers(&format!("tcp://{}", server.address));
 }
 
-/// A Unix socket for the same user only, which the kernel vouches for.
+/// The socket has mode 0600, so that only the same user can connect.
 #[test]
 fn a_dealer_is_served_on_a_unix_socket() {
     let path = std::env::temp_dir().join(format!("lmc_interop_{}.sock", std::process::id()));
@@ -53,7 +53,7 @@ fn a_dealer_is_served_on_a_unix_socket() {
             .is_ok()
     );
     drop(server);
-    assert!(!path.exists(), "it went with the server");
+    assert!(!path.exists(), "the socket is removed with the server");
 }
 
 fn serve_dealers(endpoint: &str) {

@@ -1,4 +1,4 @@
-//! Workers whose memory the server maps and copies, in every layout that vLLM registers.
+//! Workers whose memory the server maps and copies, in each layout that vLLM registers.
 
 mod common;
 
@@ -19,13 +19,13 @@ const LAYERS: usize = 3;
 /// The shape of one layer's tensor, in float32.
 #[derive(Clone, Copy, Debug)]
 enum Form {
-    /// `[2, blocks, heads, tokens, size]`, vLLM's CPU attention of old.
+    /// `[2, blocks, heads, tokens, size]`, older CPU attention of vLLM.
     SplitHeadsFirst,
     /// `[2, blocks, tokens, heads, size]`.
     SplitTokensFirst,
     /// `[blocks, 2, tokens, heads, size]`.
     PairTokensFirst,
-    /// `[blocks, heads, tokens, 2 * size]`, vLLM's CPU attention of today.
+    /// `[blocks, heads, tokens, 2 * size]`, current CPU attention of vLLM.
     FusedHeadsFirst,
     /// `[blocks, tokens, 2 * size]`: MLA.
     Mla,
@@ -58,7 +58,7 @@ impl Form {
         }
     }
 
-    /// Byte ranges of one block in one layer's tensor.
+    /// Returns the byte ranges of one block in one layer's tensor.
     fn block(self, block: usize) -> Vec<std::ops::Range<usize>> {
         let elements: u64 = self.shape().iter().product::<u64>();
         let layer_bytes = elements as usize * 4;
@@ -96,7 +96,8 @@ fn strides(shape: &[u64]) -> Vec<u64> {
 }
 
 impl Engine {
-    /// In elements of float32 size; smaller ones leave the end of the segment unused.
+    /// Creates the segment and its descriptors. The size is that of float32; a smaller element type
+    /// leaves the end of the segment unused.
     fn memory(form: Form, instance_id: u64, dtype: &str) -> (Segment, Vec<KvDescriptor>) {
         let shape = form.shape();
         let elements: u64 = shape.iter().product();
@@ -157,7 +158,7 @@ impl Engine {
         self.segment.len / LAYERS
     }
 
-    /// Fills a block with bytes that say whose they are.
+    /// Fills a block with bytes derived from a seed.
     fn fill(&self, block: usize, seed: u64) {
         for layer in 0..LAYERS {
             for (part, range) in self.form.block(block).into_iter().enumerate() {
@@ -170,7 +171,7 @@ impl Engine {
         }
     }
 
-    /// Whether a block holds the bytes of this seed.
+    /// Returns true if a block contains the bytes of this seed.
     fn holds(&self, block: usize, seed: u64) -> bool {
         (0..LAYERS).all(|layer| {
             self.form
@@ -293,7 +294,7 @@ fn blocks_shared_with_the_engines_own_cache_are_not_written() {
 }
 
 #[test]
-fn what_both_modes_lay_out_alike_is_shared_between_them() {
+fn chunks_of_equal_layout_are_shared_between_both_modes() {
     let server = Server::start();
     let tokens = prompt(1, 2 * CHUNK);
     let mut engine = Engine::register(&server, Form::SplitTokensFirst, 101);
@@ -355,7 +356,10 @@ fn block_ids_outside_the_engine_and_short_lists_copy_nothing() {
     engine.wipe();
     outside[5] = u32::MAX;
     assert!(!engine.retrieve(&key, &outside, 0));
-    assert!(engine.segment.all_bytes_are(0xEE), "wholly or not at all");
+    assert!(
+        engine.segment.all_bytes_are(0xEE),
+        "a refused copy writes no byte"
+    );
     assert!(engine.retrieve(&key, &good, 0));
     end_session(&mut scheduler, "a");
     server.assert_idle();
@@ -454,7 +458,7 @@ fn registrations_that_cannot_be_served_say_why() {
         (
             "share /dev/shm",
             RegisterKvCache {
-                kv_caches: shm(&|s| s.shm_name = "/lmcache_kv_nobody".to_owned()),
+                kv_caches: shm(&|s| s.shm_name = "/lmcache_kv_missing".to_owned()),
                 ..base.clone()
             },
         ),
@@ -491,8 +495,8 @@ fn registrations_that_cannot_be_served_say_why() {
     drop(segment);
 }
 
-/// `float16` and `bfloat16` have elements of one size, so nothing but the name in the descriptor
-/// tells them apart.
+/// `float16` and `bfloat16` have elements of one size, so only the name in the descriptor
+/// distinguishes them.
 #[test]
 fn two_float_formats_of_one_size_never_share_bytes() {
     for form in FORMS {
@@ -513,8 +517,8 @@ fn two_float_formats_of_one_size_never_share_bytes() {
     }
 }
 
-/// `uint8` stands for every fp8 and packed format of vLLM: its chunks end with their last worker,
-/// also in this mode.
+/// vLLM registers every fp8 and packed format as `uint8`. Such chunks are removed with their last
+/// worker, also in this mode.
 #[test]
 fn chunks_of_an_unknown_format_end_with_their_last_worker() {
     for form in FORMS {

@@ -1,4 +1,4 @@
-//! What engines see of tiers below DRAM.
+//! Lookups and retrieves of chunks in lower tiers.
 
 mod common;
 
@@ -18,9 +18,9 @@ fn server() -> (Server, Tier) {
     (server, tier)
 }
 
-/// All that was stored is below, and nothing of it in DRAM.
+/// Waits until all chunks are in the lower tier, and clears DRAM.
 fn evict_to_lower_tier(server: &Server) {
-    server.eventually("copies are down", |status| {
+    server.eventually("all copies are written", |status| {
         status.lower[0].queued_bytes == 0
     });
     server.service.engine().clear_dram(true);
@@ -34,7 +34,7 @@ fn key_for(key: &CacheKey, request: &str) -> CacheKey {
     }
 }
 
-/// Looks up and does not wait for what comes up.
+/// Starts a lookup and does not wait for its promotion.
 fn begin_lookup(client: &mut Client, key: &CacheKey) {
     let reply = client.ask(&Request::Lookup(key.clone()));
     assert_eq!(reply.expect("an answer"), Reply::None);
@@ -77,8 +77,8 @@ fn a_prompt_that_left_dram_is_found_and_read_back_byte_for_byte() {
     assert_eq!(status.counts.hit_tokens, 5 * CHUNK as u64);
 }
 
-/// Until f2c35f9 the metric of tokens found in memory was that of all tokens found, so that disk
-/// hits were reported as memory hits.
+/// Until f2c35f9 the metric of tokens found in DRAM counted all tokens found, so that disk hits
+/// were reported as DRAM hits.
 #[test]
 fn hits_are_counted_for_the_tier_that_had_them() {
     let (server, _tier) = server();
@@ -104,7 +104,7 @@ fn hits_are_counted_for_the_tier_that_had_them() {
             chunks(counts.hit_tokens_lower),
         )
     };
-    // From below, then from memory; then a prompt of which memory has the first two chunks.
+    // From the lower tier, then from DRAM; then a prompt whose first two chunks are in DRAM.
     assert_eq!(hits(&mut scheduler, &head), (2, 0, 2));
     assert_eq!(hits(&mut scheduler, &head), (2, 2, 2));
     assert_eq!(hits(&mut scheduler, &whole), (6, 4, 6));
@@ -151,7 +151,7 @@ fn a_waiting_request_is_answered_however_its_lookup_ends() {
     let mut other = server.client();
     begin_lookup(&mut waiting, &key_for(&key, "a"));
     let uid = waiting.send(&wait("a", 10.0)).expect("sent");
-    // The wait holds up neither its own connection nor others, whose request this is not.
+    // The wait blocks neither its own connection nor others, which do not share its request ids.
     assert_eq!(status(&mut other, "a"), Reply::Int(0));
     assert_eq!(status(&mut waiting, "a"), Reply::None);
     tier.open();
@@ -159,25 +159,25 @@ fn a_waiting_request_is_answered_however_its_lookup_ends() {
     assert_eq!(reply.expect("an answer"), Reply::Int(3));
     end_session(&mut waiting, "a");
 
-    // The request ends while somebody waits for its lookup.
+    // The request ends while a client waits for its lookup.
     evict_to_lower_tier(&server);
     tier.shut();
     begin_lookup(&mut waiting, &key_for(&key, "b"));
     let uid = waiting.send(&wait("b", 10.0)).expect("sent");
-    server.eventually("it is read", |_| tier.loads() == 6);
+    server.eventually("the tier reads the chunks", |_| tier.loads() == 6);
     end_session(&mut waiting, "b");
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(0));
     tier.open();
 
-    // Its time is over first.
+    // The wait's own timeout expires first.
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
     assert_eq!(server.status().lower[0].promoted, 3, "no request needed it");
     evict_to_lower_tier(&server);
     tier.shut();
     begin_lookup(&mut waiting, &key_for(&key, "c"));
     let uid = waiting.send(&wait("c", 0.001)).expect("sent");
-    // Handled after it, on the same connection.
+    // This request is handled after the wait, on the same connection.
     assert_eq!(status(&mut waiting, "c"), Reply::None);
     server.service.tick(Instant::now() + Duration::from_secs(1));
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
@@ -213,7 +213,11 @@ fn a_lookup_whose_promotion_times_out_is_a_miss() {
     tier.open();
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
     assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
-    assert_eq!(status(&mut scheduler, "a"), Reply::Int(0), "it was told so");
+    assert_eq!(
+        status(&mut scheduler, "a"),
+        Reply::Int(0),
+        "the miss is final"
+    );
     end_session(&mut scheduler, "a");
     server.assert_idle();
 }
@@ -252,7 +256,7 @@ fn a_later_lookup_of_a_request_replaces_one_that_is_promoting() {
     evict_to_lower_tier(&server);
     tier.shut();
     begin_lookup(&mut scheduler, &key_for(&key, "again"));
-    server.eventually("it is read", |_| tier.loads() == 4);
+    server.eventually("the tier reads the chunks", |_| tier.loads() == 4);
     let other = worker.key("x", &prompt(7, CHUNK), 0..1);
     worker.store(&other);
     begin_lookup(&mut scheduler, &key_for(&other, "again"));
@@ -312,8 +316,8 @@ fn promoted_chunks_are_reported_to_subscribers() {
     assert_eq!(batch.events[4].tokens[..], tokens[..CHUNK]);
 }
 
-/// A worker prepares a store of a prompt that lies in a lower tier, and never commits. Every
-/// lookup of the prompt used to take 10 s and to miss.
+/// A worker prepares a store of a prompt that is in a lower tier, and never commits. Every lookup
+/// of the prompt took 10 s and missed.
 #[test]
 fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
     let (server, _tier) = server();
@@ -339,7 +343,7 @@ fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
     );
     assert!(worker.retrieve(&key));
     end_session(&mut scheduler, "c");
-    // The late commit changes nothing: the chunks are there, and its slots come back.
+    // The late commit changes nothing: the chunks are cached, and its slots are released.
     silent.commit_store(&uncommitted);
     server.assert_idle();
 }

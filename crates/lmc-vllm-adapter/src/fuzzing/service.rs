@@ -1,5 +1,5 @@
-//! The service as a state machine: any order of any operations from several peers, in both
-//! transfer modes, with bytes that are derived from what they are stored under.
+//! Runs any order of any operations from several clients, in both transfer modes, on a service.
+//! The bytes of each chunk are derived from the key that they are stored under.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -22,7 +22,7 @@ use crate::service::{
 };
 
 const CHUNK: usize = 4;
-/// Bytes of a chunk of two planes, one layer, four tokens, two elements of eight bits.
+/// Bytes of a chunk: two planes, one layer, four tokens, two elements of eight bits.
 const CHUNK_BYTES: usize = 16;
 const CLIENTS: u64 = 4;
 const INSTANCES: u64 = 4;
@@ -32,19 +32,19 @@ const DTYPES: [&str; 2] = ["int8", "uint8"];
 const SALTS: [&str; 2] = ["", "s"];
 /// KV ranks of each engine.
 const WORLD_SIZE: u32 = 2;
-/// Ranges that are remembered, to be read again.
+/// Number of stored ranges that are kept, to be read again.
 const RANGES: usize = 4;
-/// Longest wait for the lower tier, which answers within microseconds.
+/// Timeout of waits for the lower tier, which completes within microseconds.
 const TIER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The engines' own cache: `[2, blocks, tokens, heads, size]` of one layer, one head.
+/// Blocks of an engine's KV memory, `[2, blocks, tokens, heads, size]` with one layer and one head.
 const BLOCKS: usize = 16;
 const BLOCK: usize = 2;
 const HIDDEN: usize = 2;
 const BLOCK_BYTES: usize = BLOCK * HIDDEN;
 const PLANE_BYTES: usize = BLOCKS * BLOCK_BYTES;
 
-/// What all runs of one process share: a service is too dear to make for each input.
+/// Service and pool that all runs of one process share, because a service is slow to create.
 struct SharedService {
     service: Service,
     /// The pool, as an engine-driven worker maps it.
@@ -55,14 +55,14 @@ fn shared() -> &'static Mutex<SharedService> {
     static SHARED: OnceLock<Mutex<SharedService>> = OnceLock::new();
     SHARED.get_or_init(|| {
         let name = format!("lmc_fuzz_{}", std::process::id());
-        // Room for eight chunks, so that eviction is part of every run.
+        // Eight slots, so that every run evicts chunks.
         let arena = ArenaConfig::shared(&name, 8 * 4096)
             .build()
             .expect("an arena");
         let path = format!("/dev/shm/{name}");
         let pool = File::options().read(true).write(true).open(&path);
         let pool = pool.expect("the pool has a name");
-        // Nothing drops what a static holds, so the names go now.
+        // A static is never dropped, so the files are removed now.
         let _ = std::fs::remove_file(&path);
         let _ = std::fs::remove_file(path + ".lmc-owner");
         let lower: Arc<dyn Backend> = Arc::new(MemoryBackend::default());
@@ -83,11 +83,11 @@ fn shared() -> &'static Mutex<SharedService> {
     })
 }
 
-/// What the peers of one run see.
+/// Service and shared memory of one run, as its clients see them.
 struct Environment<'a> {
     service: &'a Service,
     pool: &'a File,
-    /// The memory of the server-driven workers, which goes with the run.
+    /// Segment of the server-driven workers; it is removed at the end of the run.
     engine: File,
     engine_name: String,
 }
@@ -98,8 +98,10 @@ impl<'a> Environment<'a> {
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
         let engine = options.open(format!("/dev/shm/{engine_name}"));
-        let engine = engine.expect("room in /dev/shm");
-        engine.set_len(2 * PLANE_BYTES as u64).expect("room");
+        let engine = engine.expect("a segment in /dev/shm");
+        engine
+            .set_len(2 * PLANE_BYTES as u64)
+            .expect("space in /dev/shm");
         Self {
             service: &shared.service,
             pool: &shared.pool,
@@ -115,12 +117,12 @@ impl Drop for Environment<'_> {
     }
 }
 
-/// The byte that fills a chunk: a different one for each identity.
+/// Returns the byte that fills a chunk; it differs for each key.
 fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
     let model = usize::from(key.model_name == MODELS[1]);
     let salt = usize::from(key.cache_salt == SALTS[1]);
     let rank = key.worker_id.unwrap_or(0) as usize;
-    // The first chunk is common to all prompts; later tokens say which prompt it is.
+    // The first chunk is common to all prompts; later tokens differ.
     let prompt = (key.token_ids[CHUNK] as usize - CHUNK) / 100;
     let content = match chunk {
         0 => 0,
@@ -130,7 +132,7 @@ fn value(dtype: usize, key: &CacheKey, chunk: usize) -> u8 {
 }
 
 impl Environment<'_> {
-    /// Waits until a condition holds that other threads bring about.
+    /// Waits until other threads make a condition true.
     fn wait_until(&self, what: &str, holds: impl Fn() -> bool) {
         let begun = Instant::now();
         while !holds() {
@@ -139,7 +141,7 @@ impl Environment<'_> {
         }
     }
 
-    /// Waits until everything that was committed is in the lower tier, too.
+    /// Waits until all committed chunks are copied to the lower tier.
     fn wait_for_copies(&self) {
         let queued = || self.service.engine().lower_status()[0].queued_bytes;
         self.wait_until("copies to the lower tier", || queued() == 0);
@@ -219,7 +221,7 @@ impl Environment<'_> {
     }
 }
 
-/// Takes small decisions out of the input.
+/// Derives small decisions from the input.
 struct Choices<'a>(&'a [u8]);
 
 impl Choices<'_> {
@@ -270,7 +272,7 @@ impl Choices<'_> {
         }
     }
 
-    /// Block ids that differ, of which some may lie outside the engine's memory.
+    /// Returns distinct block ids, some of which may be outside the engine's memory.
     fn block_ids(&mut self) -> Vec<u32> {
         let first = self.index(BLOCKS);
         let step = [1, 3, 5, 7][self.index(4)];
@@ -285,18 +287,18 @@ impl Choices<'_> {
     }
 }
 
-/// A copy by the server that has been asked for and not run.
+/// A server-driven copy that was requested and has not run.
 struct PendingCopy {
     job: Job,
     key: CacheKey,
     dtype: usize,
     block_ids: Vec<u32>,
-    /// Tokens to skip, for a retrieve; none for a store.
+    /// Tokens to skip, for a retrieve; `None` for a store.
     skip: Option<usize>,
 }
 
 impl PendingCopy {
-    /// Each block with its index in the list and the byte of the chunk that it belongs to.
+    /// Returns each block with its index in the list and the byte of its chunk.
     fn blocks(&self) -> Vec<(usize, u32, u8)> {
         let first = self.key.start as usize / CHUNK;
         let chunks = (self.key.end as usize / CHUNK).saturating_sub(first);
@@ -331,30 +333,30 @@ impl PendingCopy {
             match reply {
                 Reply::Transferred(true) if skipped => environment.check_block(block, 0),
                 Reply::Transferred(true) => environment.check_block(block, byte),
-                // All or nothing: a copy that was refused wrote no block.
+                // A refused copy must not write any block.
                 _ => environment.check_block(block, 0),
             }
         }
         if let Reply::Transferred(true) = reply {
             assert!(
                 all_inside || self.key.end as usize <= CHUNK,
-                "a bad block passed"
+                "a block outside the memory was accepted"
             );
         }
     }
 }
 
-/// Slots whose offsets a worker knows and may still touch, and the byte that each holds.
+/// Slots of one transfer that a worker may still access, and the byte that fills each.
 struct HeldSlots {
     client: ClientId,
     instance_id: u64,
-    /// The transfer; the number of readers does not count.
+    /// Key of the transfer, without the number of readers.
     key: CacheKey,
     store: bool,
     slots: Vec<(SlotDescriptor, u8)>,
 }
 
-/// A process whose life the run decides.
+/// A process whose state the run sets.
 #[derive(Debug)]
 struct Process(Life);
 
@@ -368,7 +370,7 @@ impl Witness for Process {
     }
 }
 
-/// A connection that has ended while its worker may go on.
+/// A connection that has ended while its worker may still run.
 struct EndedConnection {
     client: ClientId,
     at: Instant,
@@ -380,7 +382,7 @@ struct Run<'a> {
     environment: &'a Environment<'a>,
     choices: Choices<'a>,
     now: Instant,
-    /// The open connection of each peer.
+    /// Open connection of each client.
     clients: [ClientId; CLIENTS as usize],
     next_client: u64,
     gone: Vec<EndedConnection>,
@@ -389,13 +391,13 @@ struct Run<'a> {
     dtypes: [usize; INSTANCES as usize],
     /// Model that each worker registered with.
     models: [usize; INSTANCES as usize],
-    /// Ranges that workers prepared to store, the last ones.
+    /// Ranges that workers last prepared to store.
     ranges: VecDeque<CacheKey>,
     streams: Vec<Subscription>,
     copies: VecDeque<PendingCopy>,
 }
 
-/// The service as a state machine: any order of any operations from several peers.
+/// Runs operations that the input selects, from several clients, on a service.
 pub fn service(data: &[u8]) {
     let shared = shared().lock();
     let environment = Environment::new(&shared);
@@ -428,7 +430,7 @@ pub fn service(data: &[u8]) {
     run.end();
 }
 
-/// A worker that copies by itself.
+/// Returns the registration of a worker that copies by itself.
 fn registration(instance_id: u64, model: usize, dtype: usize) -> Request {
     Request::RegisterEngineDriven(EngineDrivenContext {
         instance_id,
@@ -444,7 +446,7 @@ fn registration(instance_id: u64, model: usize, dtype: usize) -> Request {
 }
 
 impl Run<'_> {
-    /// A peer connects; no two connections have one number.
+    /// Opens a connection for a client; no two connections have the same id.
     fn connect(&mut self, peer: usize) {
         self.next_client += 1;
         let client = ClientId::new(self.next_client);
@@ -457,7 +459,7 @@ impl Run<'_> {
         self.clients[peer] = client;
     }
 
-    /// A connection ends. Its process is unknown, or it runs, is stopped, or is dead.
+    /// Ends a connection, whose process is unknown, running, stopped or dead.
     fn disconnect(&mut self, peer: usize, life: Option<Life>) {
         let client = self.clients[peer];
         let service = self.environment.service;
@@ -472,8 +474,8 @@ impl Run<'_> {
         self.drop_released();
     }
 
-    /// Slots that workers may still touch hold what is in them, whatever else took place; and
-    /// writers go on writing.
+    /// Checks that slots which workers may still access have kept their bytes, and writes them
+    /// again as a worker that still copies would.
     fn check_held(&self) {
         for held in &self.held {
             for (slot, byte) in &held.slots {
@@ -485,7 +487,8 @@ impl Run<'_> {
         }
     }
 
-    /// Leaves out what may have been given back: its process is dead, or its grace time is over.
+    /// Removes slots that may have been released, because the process is dead or the grace time
+    /// ended.
     fn drop_released(&mut self) {
         let grace = self.environment.service.config().slot_grace;
         let now = self.now;
@@ -502,7 +505,7 @@ impl Run<'_> {
         self.held.retain(|held| !over.contains(&held.client));
     }
 
-    /// Remembers the slots of a transfer, or forgets them with none.
+    /// Records the slots of a transfer; an empty list removes the transfer.
     fn hold(
         &mut self,
         client: ClientId,
@@ -515,7 +518,7 @@ impl Run<'_> {
             num_kv_readers: 0,
             ..key.clone()
         };
-        // Transfers differ in the tokens up to their end.
+        // The tokens up to the end of the range identify the transfer.
         key.token_ids.truncate(key.end as usize);
         self.held.retain(|held| {
             (held.instance_id, held.store) != (instance_id, store) || held.key != key
@@ -535,7 +538,7 @@ impl Run<'_> {
         let service = self.environment.service;
         let choices = &mut self.choices;
         let instance_id = choices.below(INSTANCES);
-        // Mostly a worker of an engine that keeps the rules, else any peer with any request.
+        // Mostly requests that an engine would send, else any request from any client.
         let keeps_rules = choices.below(8) > 0;
         let peer = match keeps_rules {
             true => instance_id as usize,
@@ -647,8 +650,8 @@ impl Run<'_> {
         self.ask(client, request, instance_id, model, dtype);
     }
 
-    /// Makes a request one that the worker's engine would send: of its model and rank, for ranges
-    /// that were stored, and commits of what it has prepared.
+    /// Changes a request to one that the worker's engine would send: with its model and rank, for
+    /// ranges that were stored, and with commits of prepared transfers.
     fn steer(&mut self, request: &mut Request, instance_id: u64) {
         let choice = self.choices.index(RANGES);
         let prepared = |store: bool| {
@@ -751,20 +754,22 @@ impl Run<'_> {
                 self.hold(client, instance_id, false, &key, Vec::new());
             }
             (Outcome::Reply(_), Request::Lookup(key)) => {
-                // Some go on while the chunks are promoted.
+                // Some runs continue while the chunks are promoted.
                 if self.choices.below(4) > 0 {
                     environment.wait_for_promotion(client, &key.request_id, self.now);
                 }
             }
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
-            // Copies run to their end one after the other, so there is none under way.
+            // Copies run one after the other on this thread, so none is in progress.
             (Outcome::Quiet(entrance), _) => {
-                let (told, quiet) = std::sync::mpsc::channel();
-                entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
-                quiet.try_recv().expect("no copy is under way");
+                let (sender, receiver) = std::sync::mpsc::channel();
+                entrance.when_quiet(Box::new(move || {
+                    sender.send(()).expect("the receiver is open")
+                }));
+                receiver.try_recv().expect("no copy is in progress");
             }
-            (Outcome::Wait(_), request) => panic!("{request:?} waits, and none asks for that"),
+            (Outcome::Wait(_), request) => panic!("unexpected wait for {request:?}"),
             (Outcome::Job(job), Request::Clear { .. }) => {
                 job.run();
             }
@@ -795,7 +800,7 @@ impl Run<'_> {
                 block_ids: block_ids.swap_remove(0),
                 skip: Some(skip_first_n_tokens as usize),
             }),
-            (Outcome::Job(_), request) => panic!("a job for {request:?}"),
+            (Outcome::Job(_), request) => panic!("unexpected job for {request:?}"),
         }
         for stream in &mut self.streams {
             if let NextBatch::Batch(batch) = environment.service.next_batch(stream) {
@@ -804,10 +809,10 @@ impl Run<'_> {
         }
     }
 
-    /// Everybody leaves; nothing may be held.
+    /// Ends all clients and checks that nothing is leased or reserved.
     fn end(mut self) {
         let service = self.environment.service;
-        // A job that is never run (its thread died) must give back what it held, too.
+        // A job that is dropped without a run must release its leases and slots too.
         let run = self.copies.len() / 2;
         for copy in self.copies.drain(..run) {
             copy.run(self.environment);
@@ -827,7 +832,7 @@ impl Run<'_> {
             self.disconnect(peer, life);
             self.check_held();
         }
-        // Those that were stopped die, and for the others the grace time goes by.
+        // Stopped processes die, and the grace time of the others ends.
         for gone in self.gone.drain(..) {
             if gone.life == Some(Life::Stopped) {
                 service.set_witness(gone.client, Arc::new(Process(Life::Dead)));
@@ -838,13 +843,13 @@ impl Run<'_> {
         for client in self.clients {
             service.client_gone(client, self.now);
         }
-        // Promotions for requests that are over end by themselves.
+        // Promotions for requests that have ended are cancelled by themselves.
         let idle = || {
             let usage = service.status(self.now).usage;
             (usage.leases, usage.reserved_slots) == (0, 0)
         };
         self.environment
-            .wait_until("leases and slots that are given back", idle);
+            .wait_until("release of leases and slots", idle);
         let status = service.status(self.now);
         assert_eq!(status.sessions.sessions, 0);
         assert_eq!(
@@ -856,6 +861,6 @@ impl Run<'_> {
         service.engine().clear(true);
         let used = || service.status(self.now).usage.used_bytes;
         self.environment
-            .wait_until("memory that is given back", || used() == 0);
+            .wait_until("release of all memory", || used() == 0);
     }
 }

@@ -1,7 +1,8 @@
-//! The ZeroMQ codec: one MessagePack value a frame.
+//! The ZeroMQ codec: one MessagePack value per frame.
 //!
-//! A request is `[uid, operation, payload…]`, a reply `[uid, operation, value?]`; the value is
-//! absent where the answer is "nothing". A refusal carries a text in place of the operation.
+//! A request is `[uid, operation, payload…]`, a reply `[uid, operation, value?]`. The value frame
+//! is absent if the operation returns nothing. A refusal is `[uid, text]`: the text of the error
+//! instead of the operation.
 
 use bytes::Bytes;
 use thiserror::Error;
@@ -13,98 +14,98 @@ use crate::protocol::{
     Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
 };
 
-/// Most tokens of one prompt.
+/// Most tokens that one prompt may have.
 pub(crate) const MAX_TOKENS: usize = 4 << 20;
-/// Most bytes of a model name, a request id or another name.
+/// Most bytes that a model name or another name may have.
 pub(crate) const MAX_NAME: usize = 1024;
-/// Longest name of a request, in bytes; above [`MAX_NAME`] it is cut.
+/// Most bytes that a request id may have; one longer than [`MAX_NAME`] is shortened.
 const MAX_REQUEST_ID: usize = 1 << 20;
-/// Entries of a request's settings.
+/// Most entries that `request_configs` may have.
 const MAX_CONFIGS: usize = 256;
-/// Most characters of a cache salt, as LMCache has it.
+/// Most characters that a cache salt may have; LMCache's own limit.
 pub(crate) const MAX_SALT: usize = 128;
-/// Pieces that one chunk's KV cache is split into; a lookup asks for each.
+/// Most ranks that one chunk's KV cache may be split over; a lookup checks each.
 const MAX_WORLD_SIZE: u32 = 4096;
 const MAX_BLOCK_IDS: usize = 4 << 20;
 const MAX_LAYERS: usize = 4096;
 const MAX_GROUPS: usize = 256;
 const MAX_RECORDS: usize = 65_536;
-/// A request's number is a MessagePack integer: nine bytes at most.
+/// Most bytes of a request number, which is a MessagePack integer.
 const MAX_UID: usize = 9;
 
-/// Why frames are not a request that this server carries out.
+/// Why frames are not a request that this server can carry out.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// Too few frames, or a first frame that is no request number: nobody to answer.
+    /// Too few frames, or a first frame that is not a request number: no reply can be sent.
     #[error("not a request: {0}")]
     Unanswerable(&'static str),
     /// The second frame is neither a number nor a name.
     #[error("operation frame is malformed: {0}")]
     OperationFrame(ValueError),
-    /// An operation that the protocol does not have.
+    /// The protocol has no such operation.
     #[error("unknown operation {0}: this server speaks lmcache 0.5.6's multiprocess protocol")]
     UnknownOperation(String),
-    /// An operation that the protocol has and this server does not.
+    /// The protocol has this operation, but this server does not support it.
     #[error("operation {0} is not supported by this server")]
     Unsupported(Operation),
-    /// Another number of payload frames.
+    /// The number of payload frames does not match the operation.
     #[error(
         "operation {operation} takes {expected} payload frames, found {found}: \
-         the client's lmcache is probably another version than 0.5.6"
+         the client probably uses another version of lmcache than 0.5.6"
     )]
     FrameCount {
-        /// The operation.
+        /// Operation of the request.
         operation: Operation,
-        /// Frames that it takes.
+        /// Payload frames that the operation takes.
         expected: usize,
-        /// Frames that came.
+        /// Payload frames that arrived.
         found: usize,
     },
-    /// A payload that cannot be read.
+    /// A payload cannot be decoded.
     #[error("payload {index} of {operation}: {error}")]
     Payload {
-        /// The operation.
+        /// Operation of the request.
         operation: Operation,
-        /// Position of the payload, from 0.
+        /// Index of the payload, from 0.
         index: usize,
-        /// What is wrong with it.
+        /// Fault in the payload.
         error: ValueError,
     },
-    /// A memory descriptor that cannot be used.
+    /// A memory descriptor cannot be used.
     #[error("operation {operation}: {error}")]
     Descriptor {
-        /// The operation.
+        /// Operation of the request.
         operation: Operation,
-        /// What is wrong with it.
+        /// Fault in the descriptor.
         error: DescriptorError,
     },
 }
 
-/// Frames of a message, sorted by what they are.
+/// A message from a client, classified by its first frames.
 #[derive(Debug)]
 pub(crate) enum Incoming<'a> {
-    /// A request; the answer begins with these two frames.
+    /// A request. Its reply begins with the same `uid` and `operation` frames.
     Request {
         uid: &'a Bytes,
         operation: &'a Bytes,
         payloads: &'a [Bytes],
     },
-    /// The reader of a stream is ready for the next batch.
+    /// An event stream's reader asks for the next batch.
     StreamAck { uid: &'a Bytes },
-    /// The reader of a stream wants no more.
+    /// An event stream's reader ends the stream.
     StreamCancel { uid: &'a Bytes },
 }
 
-/// Tells requests from stream control.
+/// Classifies a message as a request or as control of an event stream.
 pub(crate) fn classify(frames: &[Bytes]) -> Result<Incoming<'_>, DecodeError> {
     let [uid, operation, payloads @ ..] = frames else {
-        return Err(DecodeError::Unanswerable("fewer than two frames"));
+        return Err(DecodeError::Unanswerable("it has fewer than two frames"));
     };
     let number = Reader::new(uid).int();
     if uid.len() > MAX_UID || number.is_err() {
         return Err(DecodeError::Unanswerable(
-            "first frame is no request number",
+            "the first frame is not a request number (a MessagePack integer)",
         ));
     }
     if !operation.is_empty() {
@@ -117,11 +118,11 @@ pub(crate) fn classify(frames: &[Bytes]) -> Result<Incoming<'_>, DecodeError> {
     match payloads {
         [word] if &word[..] == b"ack" => Ok(Incoming::StreamAck { uid }),
         [word] if &word[..] == b"cancel" => Ok(Incoming::StreamCancel { uid }),
-        _ => Err(DecodeError::Unanswerable("empty operation frame")),
+        _ => Err(DecodeError::Unanswerable("the operation frame is empty")),
     }
 }
 
-/// Reads an operation frame.
+/// Decodes an operation frame: a number or a name.
 pub(crate) fn decode_operation(frame: &[u8]) -> Result<Operation, DecodeError> {
     let mut reader = Reader::new(frame);
     if let Ok(name) = reader.str("operation", MAX_NAME) {
@@ -142,10 +143,10 @@ fn clip(text: &str) -> String {
     text.chars().take(64).collect()
 }
 
-/// Reads a request from its operation and payload frames.
+/// Decodes a request from its operation and payload frames.
 ///
 /// # Errors
-/// [`DecodeError`]; every variant but [`DecodeError::Unanswerable`] has a text for the client.
+/// [`DecodeError`], whose text is sent to the client.
 pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Request, DecodeError> {
     let operation = decode_operation(operation)?;
     let expected = payload_count(operation).ok_or(DecodeError::Unsupported(operation))?;
@@ -160,8 +161,8 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         operation,
         frames: payloads,
     };
-    // Payloads that say nothing here: the event handle of device work (server-driven copies in
-    // host memory have none) and a count that the protocol itself ignores.
+    // Two payloads are checked and not used: the event handle of device work, which copies in host
+    // memory do not have, and a count that the protocol itself ignores.
     match operation {
         Operation::Store | Operation::Retrieve => {
             p.read(3, |r| r.bin("event_ipc_handle", MAX_DESCRIPTOR).map(drop))?;
@@ -258,7 +259,7 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
     })
 }
 
-/// Payload frames of each supported operation.
+/// Returns the number of payload frames of an operation, or `None` if it is not supported.
 fn payload_count(operation: Operation) -> Option<usize> {
     Some(match operation {
         Operation::RegisterKvCache => 7,
@@ -323,16 +324,15 @@ fn name(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueErro
     reader.str(what, MAX_NAME).map(str::to_owned)
 }
 
-/// A request's name. Users of an engine choose it over HTTP, at any length, and the stock
-/// scheduler takes a refusal for a failure of its own: a long one is cut and told apart by its
-/// length and checksum.
+/// Reads a request id. Users of an engine choose it over HTTP, at any length, and the unmodified
+/// vLLM scheduler fails if it is refused, so a long id is replaced by its beginning and its digest.
 fn request_id(reader: &mut Reader<'_>, what: &'static str) -> Result<String, ValueError> {
     const KEPT: usize = 128;
     let text = reader.str(what, MAX_REQUEST_ID)?;
     if text.len() <= MAX_NAME {
         return Ok(text.to_owned());
     }
-    // A user of the engine may choose the name: no two names may be taken for one.
+    // A cryptographic digest: a user must not be able to choose an id that equals another's.
     let digest = blake3::hash(text.as_bytes());
     let kept: String = text.chars().take(KEPT).collect();
     Ok(format!("{kept}…{digest}"))
@@ -413,7 +413,7 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
         && worker >= key.world_size
     {
         let text = format!(
-            "worker_id {worker} is not below world_size {}",
+            "worker_id must be less than world_size {}, found {worker}",
             key.world_size
         );
         return Err(ValueError::Invalid(text));
@@ -421,8 +421,8 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
     Ok(key)
 }
 
-/// Reads the settings of a request. An entry that is unknown, or whose value is of another type, is
-/// ignored: users of the engine choose both.
+/// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
+/// type, because users of the engine choose both.
 fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
     let mut configs = RequestConfigs::default();
     if reader.nil()? {
@@ -444,7 +444,7 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
 fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {
     let salt = reader.str("cache_salt", MAX_SALT * 4)?;
     if salt.chars().count() > MAX_SALT {
-        let text = format!("cache_salt has more than {MAX_SALT} characters");
+        let text = format!("cache_salt must have at most {MAX_SALT} characters");
         return Err(ValueError::Invalid(text));
     }
     if let Some(bad) = salt.chars().find(|c| matches!(c, '@' | '/' | '\\' | '\0')) {
@@ -560,7 +560,7 @@ fn block_allocations(reader: &mut Reader<'_>) -> Result<Vec<BlockAllocation>, Va
         .collect()
 }
 
-/// Length of an array whose elements do not matter.
+/// Reads an array and returns its length; the elements are skipped.
 fn count(reader: &mut Reader<'_>) -> Result<usize, ValueError> {
     let len = reader.array("ids", MAX_TOKENS)?;
     for _ in 0..len {
@@ -569,7 +569,8 @@ fn count(reader: &mut Reader<'_>) -> Result<usize, ValueError> {
     Ok(len)
 }
 
-/// The frames of a reply after the request number: the operation and its value, or a refusal.
+/// Encodes the frames of a reply after the request number: the operation and its value, or the text
+/// of a refusal.
 pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<Bytes>) {
     let mut out = Writer::new();
     match reply {
@@ -625,7 +626,7 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
             }
         }
         Reply::Transferred(ok) => {
-            // An empty event handle: the copy is over when the answer is sent.
+            // The event handle is empty, because the copy has ended when the reply is sent.
             out.array(2);
             out.bin(b"");
             out.bool(*ok);

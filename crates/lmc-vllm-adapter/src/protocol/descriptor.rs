@@ -1,63 +1,64 @@
-//! Descriptors of engine memory, as data: decoding one opens nothing.
+//! Descriptors of engine memory. Decoding a descriptor opens no file and maps no memory.
 //!
-//! They travel as MessagePack extension type 1 around a tagged map with a version. Pickled
-//! descriptors of older clients are refused.
+//! A descriptor is a MessagePack extension of type 1 that contains a map with a type tag and a
+//! version. Pickled descriptors of older clients are refused.
 
 use thiserror::Error;
 
 use crate::protocol::msgpack::{Reader, ValueError, Writer};
 
-/// Extension type of a descriptor.
+/// MessagePack extension type of a descriptor.
 pub(crate) const EXT_CODE: i8 = 1;
-/// Most bytes of one descriptor; real ones take a few hundred.
+/// Most bytes that one descriptor may have; vLLM sends a few hundred.
 pub(crate) const MAX_DESCRIPTOR: usize = 64 << 10;
 const MAX_RANK: usize = 8;
 const MAX_NAME: usize = 255;
 
-/// Why a descriptor cannot be used here.
+/// Why a memory descriptor is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DescriptorError {
-    /// Not the value that was expected.
+    /// The descriptor or one of its fields cannot be decoded.
     #[error("malformed memory descriptor: {0}")]
     Value(#[from] ValueError),
-    /// Another extension type.
+    /// The MessagePack extension type is not that of a descriptor.
     #[error("memory descriptor has extension type {0}, expected {EXT_CODE}")]
     Code(i8),
-    /// A pickle of an older client.
+    /// The descriptor is a pickle, as older clients send.
     #[error("memory descriptor is a pickle, which is never loaded: upgrade the lmcache client")]
     Pickle,
-    /// A version other than 1.
+    /// The version is not 1.
     #[error("memory descriptor has version {0}, expected 1")]
     Version(u64),
-    /// A field that this version does not have.
+    /// The descriptor has a field that version 1 does not define.
     #[error("memory descriptor has an unknown field `{0}`")]
     UnknownField(String),
-    /// The tensor does not lie inside its segment.
-    #[error("tensor ends at byte {end} of a segment of {nbytes} bytes")]
+    /// The tensor exceeds its segment.
+    #[error("tensor ends at byte {end}, beyond its segment of {nbytes} bytes")]
     Span {
-        /// First byte after the tensor.
+        /// Offset after the last byte of the tensor.
         end: u64,
-        /// Bytes of the segment.
+        /// Size of the segment in bytes.
         nbytes: u64,
     },
 }
 
-/// A strided view of memory.
+/// Shape, strides and element type of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorMeta {
-    /// Torch name of the element type.
+    /// Element type by its torch name, such as `bfloat16`.
     pub dtype: String,
-    /// Elements along each axis.
+    /// Number of elements along each axis.
     pub shape: Vec<u64>,
-    /// Elements between neighbours along each axis.
+    /// Distance between neighbours along each axis, in elements.
     pub stride: Vec<u64>,
-    /// Elements before the first one.
+    /// Offset of the first element from the start of the segment, in elements.
     pub storage_offset: u64,
 }
 
 impl TensorMeta {
-    /// First byte after the last element, for elements of `size` bytes.
+    /// Returns the byte offset after the last element, for elements of `size` bytes; `None` on
+    /// overflow.
     fn end(&self, size: u64) -> Option<u64> {
         if self.shape.contains(&0) {
             return Some(0);
@@ -75,34 +76,35 @@ impl TensorMeta {
 pub struct CpuShm {
     /// Name of the segment, with its leading slash.
     pub shm_name: String,
-    /// Bytes of the segment.
+    /// Size of the segment in bytes.
     pub nbytes: u64,
-    /// The view.
+    /// Tensor within the segment.
     pub tensor: TensorMeta,
 }
 
-/// Memory of an engine.
+/// Descriptor of one tensor in an engine's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvDescriptor {
-    /// Host memory in a shared segment.
+    /// Host memory in a POSIX shared-memory segment.
     CpuShm(CpuShm),
-    /// Memory of a kind that this server cannot open; its tag (`cuda`, `cuda_vmm`, `npu`, …).
+    /// Memory of a type that this server cannot open, by its tag (`cuda`, `cuda_vmm`, `npu`, …).
     Unsupported(String),
 }
 
 impl KvDescriptor {
-    /// Reads one descriptor.
+    /// Decodes one descriptor.
     ///
     /// # Errors
-    /// [`DescriptorError`] when it is malformed, pickled, of another version, or describes
-    /// bytes outside its segment.
+    /// [`DescriptorError`] when the descriptor is malformed, pickled, of another version, or
+    /// describes bytes outside its segment.
     pub(crate) fn decode(code: i8, bytes: &[u8]) -> Result<Self, DescriptorError> {
         if code != EXT_CODE {
             return Err(DescriptorError::Code(code));
         }
-        // A pickle of protocol 2 or later opens with 0x80 and the protocol's number, which as
-        // MessagePack would be an empty map with bytes after it.
+        // A pickle of protocol 2 or later begins with 0x80 and the protocol's number. As
+        // MessagePack that is an empty map followed by other bytes, so it is never a valid
+        // descriptor.
         if let [0x80, 2..=5, ..] = bytes {
             return Err(DescriptorError::Pickle);
         }
@@ -158,7 +160,7 @@ impl KvDescriptor {
         }))
     }
 
-    /// Writes the extension's bytes; for clients and tests.
+    /// Encodes the descriptor as an extension value, for clients and tests.
     pub(crate) fn encode(&self, out: &mut Writer) {
         let mut map = Writer::new();
         match self {
@@ -216,7 +218,7 @@ fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
     let stride = stride.ok_or(ValueError::Missing("stride"))?;
     if shape.len() != stride.len() {
         let text = format!(
-            "shape has {} axes, stride has {}",
+            "shape and stride must have the same number of axes, found {} and {}",
             shape.len(),
             stride.len()
         );

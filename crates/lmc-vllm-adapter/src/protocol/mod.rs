@@ -1,4 +1,4 @@
-//! Operations of the protocol as typed values, and the codec beside them.
+//! Operations of the protocol as typed values, and their codec.
 
 pub(crate) mod codec;
 mod descriptor;

@@ -1,70 +1,70 @@
-//! A bounded, borrowing reader and a small writer of MessagePack values.
+//! A bounded reader and a small writer of MessagePack values, as far as the protocol needs them.
 //!
-//! Only what the protocol needs. A reader never allocates by a length that the input claims:
-//! strings and byte strings are borrowed, arrays are read element by element, and nesting is
-//! limited. Format: <https://github.com/msgpack/msgpack/blob/master/spec.md>.
+//! The reader never allocates memory for a length that the input claims: strings and byte strings
+//! are borrowed, arrays are read element by element, and nesting is limited. Format:
+//! <https://github.com/msgpack/msgpack/blob/master/spec.md>.
 
 use thiserror::Error;
 
 mod tokens;
 
-/// Deepest nesting of arrays and maps that a value may have.
+/// Greatest nesting depth of arrays and maps.
 pub(crate) const MAX_DEPTH: usize = 16;
 
 /// Why bytes are not the MessagePack value that was expected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ValueError {
-    /// The value goes on after the last byte.
+    /// The input ends before the value does.
     #[error("value ends early at byte {at}")]
     Truncated {
         /// Offset at which more bytes were needed.
         at: usize,
     },
-    /// Another type than the one expected.
+    /// The value has another type than expected.
     #[error("expected {expected} at byte {at}, found {found}")]
     Type {
-        /// What was expected.
+        /// Type that was expected.
         expected: &'static str,
-        /// What the marker byte says.
+        /// Type that the marker byte stands for.
         found: &'static str,
         /// Offset of the marker byte.
         at: usize,
     },
-    /// A number does not fit the field.
+    /// A number is out of the field's range.
     #[error("number at byte {at} is out of range for {what}")]
     Range {
-        /// The field.
+        /// Name of the field.
         what: &'static str,
         /// Offset of the marker byte.
         at: usize,
     },
-    /// More elements or bytes than the field allows.
+    /// A field has more elements or bytes than it may have.
     #[error("{what} has {len} elements, the limit is {max}")]
     TooLong {
-        /// The field.
+        /// Name of the field.
         what: &'static str,
-        /// Elements or bytes claimed.
+        /// Elements or bytes that the input claims.
         len: usize,
-        /// Elements or bytes allowed.
+        /// Elements or bytes that are allowed.
         max: usize,
     },
-    /// Arrays or maps nested deeper than `MAX_DEPTH`.
+    /// Arrays or maps are nested too deeply.
     #[error("value is nested deeper than {MAX_DEPTH} levels")]
     TooDeep,
-    /// A string that is not UTF-8.
+    /// A string is not UTF-8.
     #[error("string at byte {at} is not utf-8")]
     Utf8 {
         /// Offset of the string's first byte.
         at: usize,
     },
-    /// Bytes after the value.
+    /// The input has bytes after the value.
     #[error("{extra} bytes after the value")]
     Trailing {
-        /// How many.
+        /// Number of bytes after the value.
         extra: usize,
     },
-    /// A map lacks a field that has no default.
+    /// A required field is missing.
     #[error("field `{0}` is missing")]
     Missing(&'static str),
     /// A field's value breaks a rule of the protocol.
@@ -72,7 +72,7 @@ pub enum ValueError {
     Invalid(String),
 }
 
-/// Reads one MessagePack value from a slice, front to back.
+/// Reads MessagePack values from a slice, front to back.
 #[derive(Debug, Clone)]
 pub(crate) struct Reader<'a> {
     buf: &'a [u8],
@@ -84,7 +84,7 @@ impl<'a> Reader<'a> {
         Self { buf, pos: 0 }
     }
 
-    /// Succeeds when every byte was read.
+    /// Checks that every byte was read.
     pub(crate) fn finish(&self) -> Result<(), ValueError> {
         match self.buf.len() - self.pos {
             0 => Ok(()),
@@ -128,14 +128,14 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Whether the next value is nil; a nil is consumed.
+    /// Returns true and consumes the next value if it is nil.
     pub(crate) fn nil(&mut self) -> Result<bool, ValueError> {
         let nil = self.peek()? == 0xc0;
         self.pos += usize::from(nil);
         Ok(nil)
     }
 
-    /// A signed integer. Booleans count as 0 and 1, as the reference client coerces them.
+    /// Reads an integer. Accepts booleans as 0 and 1, as the reference client does.
     pub(crate) fn int(&mut self) -> Result<i128, ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
@@ -162,13 +162,13 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// An integer that fits `T`.
+    /// Reads an integer that fits `T`.
     pub(crate) fn number<T: TryFrom<i128>>(&mut self, what: &'static str) -> Result<T, ValueError> {
         let at = self.pos;
         T::try_from(self.int()?).map_err(|_| ValueError::Range { what, at })
     }
 
-    /// Reads a truth value if one comes next.
+    /// Reads a boolean if the next value is one.
     pub(crate) fn if_bool(&mut self) -> Option<bool> {
         let value = match self.peek() {
             Ok(0xc2) => false,
@@ -179,12 +179,12 @@ impl<'a> Reader<'a> {
         Some(value)
     }
 
-    /// A boolean; integers count as "not zero".
+    /// Reads a boolean. Accepts integers; all but 0 are true.
     pub(crate) fn bool(&mut self) -> Result<bool, ValueError> {
         Ok(self.int()? != 0)
     }
 
-    /// A floating-point number; integers are accepted.
+    /// Reads a floating-point number. Accepts integers.
     pub(crate) fn float(&mut self) -> Result<f64, ValueError> {
         match self.peek()? {
             0xca => {
@@ -199,7 +199,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A string of at most `max` bytes.
+    /// Reads a string of at most `max` bytes.
     pub(crate) fn str(&mut self, what: &'static str, max: usize) -> Result<&'a str, ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
@@ -219,7 +219,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.take(len)?).map_err(|_| ValueError::Utf8 { at })
     }
 
-    /// A byte string of at most `max` bytes.
+    /// Reads a byte string of at most `max` bytes.
     pub(crate) fn bin(&mut self, what: &'static str, max: usize) -> Result<&'a [u8], ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
@@ -237,7 +237,7 @@ impl<'a> Reader<'a> {
         self.take(len)
     }
 
-    /// An extension value: its type code and its bytes.
+    /// Reads an extension value of at most `max` bytes: its type code and its bytes.
     pub(crate) fn ext(
         &mut self,
         what: &'static str,
@@ -261,7 +261,7 @@ impl<'a> Reader<'a> {
         Ok((code, self.take(len)?))
     }
 
-    /// The length of an array of at most `max` elements; the elements follow.
+    /// Reads the length of an array of at most `max` elements; the elements follow.
     pub(crate) fn array(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
@@ -278,7 +278,7 @@ impl<'a> Reader<'a> {
         self.elements(what, len, max)
     }
 
-    /// The number of pairs of a map of at most `max` pairs; keys and values follow in turn.
+    /// Reads the number of pairs of a map of at most `max` pairs; keys and values follow in turn.
     pub(crate) fn map(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
@@ -304,7 +304,7 @@ impl<'a> Reader<'a> {
         Ok(len)
     }
 
-    /// Passes over one value of any type.
+    /// Skips one value of any type.
     pub(crate) fn skip(&mut self) -> Result<(), ValueError> {
         self.skip_at(0)
     }
@@ -346,13 +346,13 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// An array of unsigned 32-bit numbers, in place of what is in `out`.
+    /// Reads an array of unsigned 32-bit numbers into `out`, replacing its contents.
     pub(crate) fn tokens(&mut self, max: usize, out: &mut Vec<u32>) -> Result<(), ValueError> {
         let len = self.array("token_ids", max)?;
         out.clear();
         self.pos = tokens::read(self.buf, self.pos, len, out);
-        // What is left is at the end of the buffer, or no such number: read it one by one, with
-        // an error that says where.
+        // The rest is close to the end of the buffer or not such a number. Reading it one by one
+        // yields an error with its offset.
         while out.len() < len {
             out.push(self.number("token id")?);
         }
@@ -382,7 +382,7 @@ fn kind(marker: u8) -> &'static str {
     }
 }
 
-/// Appends MessagePack values to a buffer, each in its shortest form, as msgspec writes them.
+/// Appends MessagePack values to a buffer, each in its shortest encoding, as msgspec does.
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
     out: Vec<u8>,

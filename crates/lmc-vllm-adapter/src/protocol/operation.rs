@@ -1,15 +1,15 @@
-//! What clients ask and what the server answers, independent of any encoding.
+//! Requests of clients and replies of the server, independent of any encoding.
 
 use std::fmt;
 
 use crate::protocol::KvDescriptor;
 
-/// Declares [`Operation`] with its wire name and, for the older ones, its frozen number.
+/// Declares [`Operation`] with the wire name of each operation and, for older ones, its number.
 macro_rules! operations {
     ($($(#[$doc:meta])* $variant:ident = $name:literal $(, $id:literal)?;)+) => {
         /// An operation of LMCache's multiprocess protocol as of lmcache 0.5.6.
         ///
-        /// The older ones have a number on the wire, the newer ones a name.
+        /// Older operations have a number on the wire, newer ones a name.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Operation {
             $($(#[$doc])* $variant,)+
@@ -19,12 +19,12 @@ macro_rules! operations {
             /// Every operation.
             pub const ALL: &[Self] = &[$(Self::$variant),+];
 
-            /// The stable name.
+            /// Returns the name of the operation, which never changes.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)+ }
             }
 
-            /// The frozen number, for the operations that have one.
+            /// Returns the number of the operation, if it has one; it never changes.
             pub fn id(self) -> Option<u8> {
                 match self { $(Self::$variant => operations!(@id $($id)?),)+ }
             }
@@ -35,9 +35,9 @@ macro_rules! operations {
 }
 
 operations! {
-    /// Registers an engine's paged KV memory; the server copies.
+    /// Registers a worker whose paged KV memory the server copies from and to.
     RegisterKvCache = "register_kv_cache", 1;
-    /// Ends such a registration.
+    /// Ends a registration by [`Self::RegisterKvCache`].
     UnregisterKvCache = "unregister_kv_cache", 2;
     /// Query-ring caching; not supported.
     RegisterQCache = "register_q_cache", 3;
@@ -45,41 +45,41 @@ operations! {
     UnregisterQCache = "unregister_q_cache", 4;
     /// Query-ring caching; not supported.
     StoreQ = "store_q", 5;
-    /// Copies blocks of a registered engine into the cache.
+    /// Copies blocks of a registered worker into the cache.
     Store = "store", 6;
-    /// Copies cached chunks into blocks of a registered engine.
+    /// Copies cached chunks into blocks of a registered worker.
     Retrieve = "retrieve", 7;
-    /// Asks how much of a prompt is cached, and holds it.
+    /// Looks up the leading chunks of a prompt and leases them.
     Lookup = "lookup", 8;
-    /// The answer to a lookup, when it is there.
+    /// Returns the result of a lookup, or nothing while chunks are being promoted.
     QueryPrefetchStatus = "query_prefetch_status", 9;
-    /// The answer to a lookup, waiting for it.
+    /// Waits for the result of a lookup.
     WaitPrefetchStatus = "wait_prefetch_status", 10;
-    /// Gives back part of what a lookup holds.
+    /// Releases part of the leases of a lookup.
     FreeLookupLocks = "free_lookup_locks", 12;
-    /// The request is over; gives back all that it holds.
+    /// Ends a request and releases all its leases.
     EndSession = "end_session", 13;
-    /// Registers an engine that copies by itself through shared memory.
+    /// Registers a worker that copies by itself from and to the shared pool.
     RegisterEngineDriven = "register_kv_cache_engine_driven_context", 14;
-    /// Ends such a registration.
+    /// Ends a registration by [`Self::RegisterEngineDriven`].
     UnregisterEngineDriven = "unregister_kv_cache_engine_driven_context", 15;
-    /// Asks for slots to write chunks into.
+    /// Reserves slots for chunks that the worker will write.
     PrepareStore = "prepare_store", 16;
-    /// The slots of a prepared store are written.
+    /// Commits a prepared store after its slots are written.
     CommitStore = "commit_store", 17;
-    /// Asks for the slots that hold cached chunks.
+    /// Leases the slots of cached chunks for the worker to read.
     PrepareRetrieve = "prepare_retrieve", 18;
-    /// The slots of a prepared retrieve are read.
+    /// Ends a prepared retrieve after its slots are read.
     CommitRetrieve = "commit_retrieve", 19;
-    /// Empties the cache.
+    /// Clears the cache.
     Clear = "clear", 20;
-    /// Tokens of a chunk.
+    /// Returns the server's chunk size in tokens.
     GetChunkSize = "get_chunk_size", 21;
-    /// Sign of life.
+    /// Reports that a worker or scheduler is alive.
     Ping = "ping", 22;
-    /// Which blocks the engine gave to which request; counted.
+    /// Reports the blocks that the engine allocated to each request; the server only counts them.
     ReportBlockAllocation = "report_block_allocation", 23;
-    /// Answers "OK".
+    /// Does nothing; the reply is "OK".
     Noop = "noop", 24;
     /// CacheBlend; not supported.
     CbRegisterRope = "cb_register_rope", 25;
@@ -95,11 +95,11 @@ operations! {
     P2pQueryLookupResults = "p2p_query_lookup_results", 30;
     /// Peer-to-peer reads; not supported yet.
     P2pUnlockObjects = "p2p_unlock_objects", 31;
-    /// Optional capabilities of this server.
+    /// Returns the optional capabilities of this server.
     GetExperimental = "get_experimental", 32;
     /// CacheBlend; not supported.
     CbProtocolHandshake = "cb_protocol_handshake", 33;
-    /// A stream of stored and removed chunks.
+    /// Subscribes to a stream of stored and removed chunks.
     SubscribeKvEvents = "subscribe_kv_events";
     /// Extensions of LMCache's server; not supported.
     ServerModuleCall = "server_module_call";
@@ -108,7 +108,7 @@ operations! {
 }
 
 impl Operation {
-    /// The operation with this number.
+    /// Returns the operation with this number.
     pub fn from_id(id: u64) -> Option<Self> {
         Self::ALL
             .iter()
@@ -116,7 +116,7 @@ impl Operation {
             .find(|op| op.id().is_some_and(|known| u64::from(known) == id))
     }
 
-    /// The operation with this name.
+    /// Returns the operation with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|op| op.name() == name)
     }
@@ -128,204 +128,205 @@ impl fmt::Display for Operation {
     }
 }
 
-/// A range of a prompt and whose cache it belongs to (`IPCCacheServerKey` on the wire).
+/// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
+/// on the wire).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheKey {
     /// Model name as the engine gives it.
     pub model_name: String,
-    /// Pieces that one chunk's KV cache is split into.
+    /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
-    /// Piece of this worker; none for a scheduler, which means all of them.
+    /// KV rank of the worker; `None` for a scheduler, which means all ranks.
     pub worker_id: Option<u32>,
-    /// The prompt from its first token.
+    /// Tokens of the prompt, from its first.
     pub token_ids: Vec<u32>,
-    /// First token of the range; a multiple of the chunk size.
+    /// Index of the first token of the range; a multiple of the chunk size.
     pub start: u64,
-    /// Token after the range.
+    /// Index of the token after the range.
     pub end: u64,
-    /// The engine's name for the request.
+    /// Id of the request, chosen by the engine or its user.
     pub request_id: String,
-    /// Tenant.
+    /// Name of the tenant; chunks of different salts are never shared.
     pub cache_salt: String,
-    /// Workers that will each retrieve the same piece (MLA under tensor parallelism); 0 when
-    /// the client did not say.
+    /// Number of workers that will each retrieve the same rank (MLA under tensor parallelism); 0 if
+    /// the client did not set it.
     pub num_kv_readers: u32,
-    /// Settings of the request: what its `kv_transfer_params` say to this server.
+    /// Settings of the request, from its `kv_transfer_params`.
     pub configs: RequestConfigs,
 }
 
 /// Settings of one request, from the entries of its `kv_transfer_params` that begin with
-/// `lmcache.`, which the stock connector forwards as `request_configs`. Other entries are ignored.
+/// `lmcache.`. vLLM's connector forwards them as `request_configs`. Unknown entries are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RequestConfigs {
-    /// `lmcache.skip_save`: chunks of this request are not stored.
+    /// True if chunks of this request must not be stored (`lmcache.skip_save`).
     pub skip_save: bool,
 }
 
-/// One KV group of an engine: layers that share block ids and a shape.
+/// KV group of an engine: layers that share block ids and a shape.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EngineGroup {
-    /// The engine's block-id space.
+    /// Id of the engine's block-id space.
     pub engine_group_id: u32,
-    /// Indices into the registered tensors.
+    /// Indices of the group's layers in the registered tensors.
     pub layer_indices: Vec<u32>,
-    /// Tokens that one block id covers; 0 when the engine did not say.
+    /// Tokens per block; 0 if the engine did not set it.
     pub tokens_per_block: u32,
-    /// Sliding window in tokens; negative when there is none.
+    /// Sliding window in tokens; negative if there is none.
     pub sw_size_tokens: i64,
-    /// Whether the pages hold recurrent state rather than attention KV.
+    /// True if the blocks contain recurrent state instead of attention KV.
     pub recurrent_state: bool,
 }
 
-/// Registration of memory that the server copies from and to.
+/// Registration of a worker whose memory the server copies from and to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RegisterKvCache {
-    /// The worker's id.
+    /// Id of the worker, chosen by its engine.
     pub instance_id: u64,
-    /// One descriptor a layer.
+    /// Descriptor of each layer's tensor.
     pub kv_caches: Vec<KvDescriptor>,
     /// Model name as the engine gives it.
     pub model_name: String,
-    /// Pieces that one chunk's KV cache is split into.
+    /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
-    /// `vllm`, `sglang`, …
+    /// Name of the engine: `vllm`, `sglang`, …
     pub engine_type: String,
-    /// `NHD`, `HND`, … when the engine said so.
+    /// Order of the axes, `NHD` or `HND`; `None` if the engine did not set it.
     pub kv_layout: Option<String>,
-    /// Empty for a model with a single group.
+    /// KV groups; empty for a model with a single group.
     pub groups: Vec<EngineGroup>,
 }
 
-/// Registration of a worker that copies by itself.
+/// Registration of a worker that copies by itself from and to the shared pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineDrivenContext {
-    /// The worker's id.
+    /// Id of the worker, chosen by its engine.
     pub instance_id: u64,
     /// Model name as the engine gives it.
     pub model_name: String,
-    /// Pieces that one chunk's KV cache is split into.
+    /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Layers of the model on this worker.
+    /// Number of model layers on this worker.
     pub num_layers: u32,
-    /// Elements of one token in one layer and plane.
+    /// Number of elements per token in one layer and plane.
     pub hidden_dim_size: u32,
-    /// Torch name of the element type.
+    /// Element type by its torch name, such as `bfloat16`.
     pub dtype: String,
-    /// One plane instead of two (MLA, or K and V packed).
+    /// True if each layer has one plane instead of two (MLA, or K and V packed).
     pub use_mla: bool,
-    /// Tokens of a chunk as the worker lays it out; none means the server's chunk size.
+    /// Tokens per chunk in the worker's layout; `None` means the server's chunk size.
     pub num_physical_slots: Option<u32>,
 }
 
-/// Blocks and tokens that the engine added to a request.
+/// Counts of blocks and tokens that the engine added to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockAllocation {
-    /// The engine's name for the request.
+    /// Id of the request, chosen by the engine or its user.
     pub request_id: String,
-    /// How many blocks.
+    /// Number of blocks added.
     pub blocks: usize,
-    /// How many tokens.
+    /// Number of tokens added.
     pub tokens: usize,
 }
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
     /// See [`Operation::RegisterKvCache`].
     RegisterKvCache(Box<RegisterKvCache>),
     /// See [`Operation::UnregisterKvCache`] and [`Operation::UnregisterEngineDriven`].
     Unregister {
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
-        /// Which of the two operations it came as.
+        /// True for [`Operation::UnregisterEngineDriven`].
         engine_driven: bool,
     },
     /// See [`Operation::RegisterEngineDriven`].
     RegisterEngineDriven(EngineDrivenContext),
     /// See [`Operation::Store`].
     Store {
-        /// Range to store.
+        /// Range of the prompt to store.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
-        /// Block ids for each KV group.
+        /// Block ids of the range, for each KV group.
         block_ids: Vec<Vec<u32>>,
     },
     /// See [`Operation::Retrieve`].
     Retrieve {
-        /// Range to retrieve.
+        /// Range of the prompt to retrieve.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
-        /// Block ids for each KV group.
+        /// Block ids of the range, for each KV group.
         block_ids: Vec<Vec<u32>>,
-        /// Tokens at the start of the range that must not be written.
+        /// Number of tokens at the start of the range whose blocks must not be written.
         skip_first_n_tokens: u64,
     },
     /// See [`Operation::Lookup`].
     Lookup(CacheKey),
     /// See [`Operation::QueryPrefetchStatus`].
     QueryPrefetchStatus {
-        /// The engine's name for the request.
+        /// Id of the request, chosen by the engine or its user.
         request_id: String,
     },
     /// See [`Operation::WaitPrefetchStatus`].
     WaitPrefetchStatus {
-        /// The engine's name for the request.
+        /// Id of the request, chosen by the engine or its user.
         request_id: String,
-        /// Longest wait, seconds.
+        /// Longest wait in seconds.
         timeout: f64,
     },
     /// See [`Operation::FreeLookupLocks`].
     FreeLookupLocks(CacheKey),
     /// See [`Operation::EndSession`].
     EndSession {
-        /// The engine's name for the request.
+        /// Id of the request, chosen by the engine or its user.
         request_id: String,
     },
     /// See [`Operation::PrepareStore`].
     PrepareStore {
-        /// Range to store.
+        /// Range of the prompt to store.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
     },
     /// See [`Operation::CommitStore`].
     CommitStore {
-        /// Range that was prepared.
+        /// Range of the prepared transfer.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
-        /// Bytes of a pickled payload that came along; it is never loaded.
+        /// Size in bytes of a pickled payload; it is refused and never loaded.
         pickled: usize,
     },
     /// See [`Operation::PrepareRetrieve`].
     PrepareRetrieve {
-        /// Range to retrieve.
+        /// Range of the prompt to retrieve.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
     },
     /// See [`Operation::CommitRetrieve`].
     CommitRetrieve {
-        /// Range that was prepared.
+        /// Range of the prepared transfer.
         key: CacheKey,
-        /// The worker's id.
+        /// Id of the worker, chosen by its engine.
         instance_id: u64,
     },
     /// See [`Operation::Clear`].
     Clear {
-        /// Also forget what is leased; its memory comes back when the leases end.
+        /// True to clear leased chunks too; their memory is released when the leases end.
         force: bool,
     },
     /// See [`Operation::GetChunkSize`].
     GetChunkSize,
     /// See [`Operation::Ping`].
     Ping {
-        /// The worker's id; none for a scheduler.
+        /// Id of the worker; `None` for a scheduler.
         instance_id: Option<u64>,
     },
     /// See [`Operation::ReportBlockAllocation`].
@@ -334,7 +335,7 @@ pub enum Request {
         instance_id: u64,
         /// Model name as the engine gives it.
         model_name: String,
-        /// One record a request.
+        /// Record of each request.
         records: Vec<BlockAllocation>,
     },
     /// See [`Operation::Noop`].
@@ -343,19 +344,19 @@ pub enum Request {
     GetExperimental,
     /// See [`Operation::SubscribeKvEvents`].
     SubscribeKvEvents {
-        /// The worker's id; it has at most one subscription.
+        /// Id of the subscriber, which has at most one subscription.
         instance_id: u64,
-        /// Only chunks of this model.
+        /// Model whose chunks are reported.
         model_name: String,
-        /// Last sequence number that the subscriber knows.
+        /// Last sequence number that the subscriber has received.
         cursor: u64,
-        /// Most events of one batch, 1 to 1024.
+        /// Most events per batch, 1 to 1024.
         max_events: usize,
     },
 }
 
 impl Request {
-    /// The operation that this asks for.
+    /// Returns the operation of the request.
     pub fn operation(&self) -> Operation {
         match self {
             Self::RegisterKvCache(_) => Operation::RegisterKvCache,
@@ -390,104 +391,104 @@ impl Request {
     }
 }
 
-/// Where one chunk lies in the shared pool.
+/// Location and layout of one chunk in the shared pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotDescriptor {
-    /// Bytes from the start of the pool.
+    /// Offset in the pool, in bytes.
     pub offset: u64,
-    /// Bytes of the chunk.
+    /// Size of the chunk in bytes.
     pub length: u64,
-    /// Shape of the tensor.
+    /// Shape of the chunk's tensor.
     pub shape: Vec<u64>,
-    /// Torch name of the element type.
+    /// Element type by its torch name, such as `bfloat16`.
     pub dtype: String,
 }
 
-/// What happened to a chunk.
+/// Kind of a [`KvEvent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvEventKind {
-    /// It can be found.
+    /// The chunk became findable.
     Stored,
-    /// It is gone.
+    /// The chunk is no longer findable.
     Removed,
 }
 
-/// One change of the cache.
+/// Change of one chunk in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvEvent {
-    /// Position in the server's log.
+    /// Sequence number in the server's event log.
     pub seq: u64,
-    /// What happened.
+    /// Kind of the change.
     pub kind: KvEventKind,
-    /// Model whose chunk it is.
+    /// Model of the chunk.
     pub model_name: String,
     /// Prefix hash of the chunk.
     pub hash: Vec<u8>,
-    /// Prefix hash of the chunk before it; none for the first chunk and for removals.
+    /// Prefix hash of the previous chunk; `None` for a prompt's first chunk and for removals.
     pub parent: Option<Vec<u8>>,
     /// Tokens of the chunk; empty for removals.
     pub tokens: Vec<u32>,
 }
 
-/// A run of changes.
+/// Batch of successive changes of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvEventBatch {
-    /// Whether the server keeps a log at all.
+    /// True if the server keeps an event log.
     pub enabled: bool,
-    /// Changes with each start of the server.
+    /// Id of this start of the server; each start has another id.
     pub incarnation: u64,
-    /// Where to go on.
+    /// Cursor from which the next batch continues.
     pub next_cursor: u64,
-    /// Whether changes between the cursor and the first event were dropped.
+    /// True if changes between the cursor and the first event were dropped.
     pub lost: bool,
-    /// The changes, oldest first.
+    /// Changes, oldest first.
     pub events: Vec<KvEvent>,
 }
 
 impl KvEventBatch {
-    /// Bytes of the encoded batch, about.
+    /// Estimates the size of the encoded batch in bytes.
     pub(crate) fn encoded_bytes(&self) -> usize {
         let event = |event: &KvEvent| 160 + event.model_name.len() + 5 * event.tokens.len();
         self.events.iter().map(event).sum()
     }
 }
 
-/// What the server answers.
+/// A reply of the server.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Reply {
-    /// Done, nothing to say.
+    /// No value; also the end of an event stream.
     None,
-    /// Yes or no.
+    /// A boolean.
     Bool(bool),
     /// A number.
     Int(u64),
-    /// A text.
+    /// A string.
     Text(String),
-    /// Texts.
+    /// A list of strings.
     Strings(Vec<String>),
-    /// Registration of a worker that copies by itself.
+    /// Name and size of the shared pool, after [`Operation::RegisterEngineDriven`].
     Registered {
         /// Name of the shared pool, without the leading slash.
         shm_name: String,
-        /// Bytes of the pool.
+        /// Size of the pool in bytes.
         pool_size: u64,
     },
-    /// Slots to write.
+    /// Slots that the worker is to write.
     StoreSlots {
-        /// One slot for each chunk to write.
+        /// Slot of each chunk to write; stored chunks have none.
         slots: Vec<SlotDescriptor>,
-        /// Position of each slot's chunk in the range.
+        /// Index of each slot's chunk in the range.
         chunk_indices: Vec<u64>,
     },
-    /// Slots to read; none when a chunk is missing.
+    /// Slots that the worker may read; `None` if a chunk is missing.
     RetrieveSlots(Option<Vec<SlotDescriptor>>),
-    /// Outcome of a copy by the server.
+    /// True if the server made the copy.
     Transferred(bool),
-    /// Changes of the cache.
+    /// Batch of an event stream.
     Events(KvEventBatch),
-    /// The operation was not carried out; the text says why.
+    /// Refusal of the request, with the reason as text.
     ///
-    /// It travels in place of the operation's name, which makes the stock client's future fail
-    /// at once with this text.
+    /// The text is sent instead of the operation, so that the pending call in LMCache's client
+    /// fails at once with this text.
     Error(String),
 }

@@ -1,4 +1,5 @@
-//! Admission of connections: a share for each user, and idle ones are closed for new ones.
+//! Admission of connections: limits their number in total and per user, and closes idle connections
+//! to admit new ones.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,17 +11,17 @@ use tokio::sync::Notify;
 
 use crate::service::{ClientId, Service};
 
-/// Least time between two looks for connections that may be closed.
+/// Shortest time between two scans for connections that may be closed.
 const SCAN_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The permit of one open connection.
+/// Permit of one open connection, with the time of its last request.
 #[derive(Debug)]
 pub(super) struct Permit {
     client: ClientId,
     uid: Option<u32>,
     began: Instant,
     has_sent_request: AtomicBool,
-    /// Milliseconds from `began` to its last request.
+    /// Milliseconds from `began` to the last request.
     last_request: AtomicU64,
     is_streaming: AtomicBool,
     close: Notify,
@@ -31,19 +32,19 @@ impl Permit {
         self.client
     }
 
-    /// Notes a request.
+    /// Records the time of a request.
     pub(super) fn record_request(&self, now: Instant) {
         let millis = now.saturating_duration_since(self.began).as_millis();
         self.last_request.store(millis as u64, Ordering::Relaxed);
         self.has_sent_request.store(true, Ordering::Relaxed);
     }
 
-    /// Returns true once it has sent a request.
+    /// Returns true if the connection has sent a request.
     pub(super) fn has_sent_request(&self) -> bool {
         self.has_sent_request.load(Ordering::Relaxed)
     }
 
-    /// Notes whether it reads event streams.
+    /// Sets whether the connection has event streams.
     pub(super) fn set_streaming(&self, streaming: bool) {
         self.is_streaming.store(streaming, Ordering::Relaxed);
     }
@@ -52,18 +53,18 @@ impl Permit {
         self.is_streaming.load(Ordering::Relaxed)
     }
 
-    /// Time of its last request, or of its start if it has sent none.
+    /// Returns the time of the last request, or of the start if there was none.
     fn idle_since(&self) -> Instant {
         self.began + Duration::from_millis(self.last_request.load(Ordering::Relaxed))
     }
 
-    /// Waits until the connection is to be closed for another one.
+    /// Waits until the connection must close to admit another one.
     pub(super) async fn close_requested(&self) {
         self.close.notified().await;
     }
 }
 
-/// All seats. Clones share them.
+/// Permits of all open connections. Clones share them.
 #[derive(Debug, Clone)]
 pub(super) struct Admission(Arc<Mutex<Permits>>);
 
@@ -71,7 +72,8 @@ pub(super) struct Admission(Arc<Mutex<Permits>>);
 struct Permits {
     max: usize,
     granted: HashMap<ClientId, Arc<Permit>>,
-    /// Connections that may be closed, the longest idle first, with the time of their last request.
+    /// Idle connections of the last scan, the longest idle first, with the time of their last
+    /// request.
     idle: VecDeque<(Arc<Permit>, Instant)>,
     scanned_at: Option<Instant>,
 }
@@ -86,8 +88,8 @@ impl Admission {
         })))
     }
 
-    /// A permit for a connection; `None` when all are taken, or all of its user's share, by
-    /// connections that own something. Closes an idle one where that helps.
+    /// Returns a permit for a connection, and closes an idle connection for it if necessary.
+    /// Returns `None` if the limit in total or of its user is reached and no connection is idle.
     pub(super) fn admit(
         &self,
         service: &Service,
@@ -97,7 +99,7 @@ impl Admission {
     ) -> Option<Arc<Permit>> {
         let mut permits = self.0.lock();
         let full = permits.granted.len() >= permits.max;
-        // Connections whose user the kernel does not show count as those of one user.
+        // All connections whose user is unknown count as those of one user.
         let of_user = permits.granted.values().filter(|permit| permit.uid == uid);
         let own = (of_user.count() >= permits.user_limit()).then_some(uid);
         if (full || own.is_some()) && !permits.close_idle(service, own, now) {
@@ -116,20 +118,20 @@ impl Admission {
         Some(permit)
     }
 
-    /// A connection is over.
+    /// Returns the permit of a connection that has ended.
     pub(super) fn release(&self, client: ClientId) {
         self.0.lock().granted.remove(&client);
     }
 }
 
 impl Permits {
-    /// Connections that one user may have: a quarter is for others.
+    /// Returns the number of connections that one user may have; a quarter is left for others.
     fn user_limit(&self) -> usize {
         self.max - self.max / 4
     }
 
-    /// Closes the connection that has been idle for longest, of one user's or of all. Returns true
-    /// if there was one.
+    /// Closes the connection that has been idle for longest, of one user or of all users. Returns
+    /// false if no connection is idle.
     fn close_idle(&mut self, service: &Service, of: Option<Option<u32>>, now: Instant) -> bool {
         let recently = |scan: Instant| now.saturating_duration_since(scan) < SCAN_INTERVAL;
         if self.idle.is_empty() && !self.scanned_at.is_some_and(recently) {
@@ -150,7 +152,7 @@ impl Permits {
             let Some((permit, since)) = self.idle.remove(at) else {
                 break;
             };
-            // One that has asked for something since may own something by now.
+            // A connection that has sent a request since the scan may own something by now.
             let idle = permit.idle_since() == since && !permit.is_streaming();
             if idle && self.granted.remove(&permit.client).is_some() {
                 permit.close.notify_one();

@@ -1,4 +1,4 @@
-//! One connection: bytes in, requests to the service, answers out.
+//! One connection: decodes requests, passes them to the service, and sends the replies.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,26 +20,25 @@ use crate::transport::search::Search;
 use crate::transport::stream::Stream;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 
-/// Bytes asked from the socket at a time when nothing larger is announced.
+/// Buffer capacity for one read when no larger frame is announced, in bytes.
 const READ_CHUNK: usize = 64 << 10;
-/// Bytes that an announced frame makes the buffer grow at a time.
+/// Most bytes by which the buffer grows for an announced frame before a read.
 const GROW_CHUNK: usize = 1 << 20;
-/// How long a connection is looked at again and again after bytes came or went, before its
-/// thread sleeps. A scheduler's lookup is two requests in a row, and to wake a core that sleeps
-/// takes tens of microseconds; other connections are served in between.
+/// Time for which a connection is polled after bytes were read or written, before its task sleeps.
+/// A scheduler's lookup is two requests in a row, and waking an idle core takes tens of
+/// microseconds. Other connections are served between two polls.
 const BUSY_POLL: Duration = Duration::from_micros(50);
-/// Longest that a connection's requests are handled one after the other before the requests of
-/// others are.
+/// Longest time for which the requests of one connection are handled before other connections get
+/// their turn.
 const TIME_SLICE: Duration = Duration::from_micros(500);
-/// Event streams of one connection.
+/// Most event streams of one connection.
 const MAX_STREAMS: usize = 64;
-/// Bytes of unread answers above which a connection's event streams wait.
+/// Bytes of unread replies above which a connection's event streams wait.
 const MAX_UNREAD_EVENTS: usize = 256 << 10;
-/// Bytes of unread answers above which a connection that stalls is closed although its workers
-/// hold slots.
+/// Buffered bytes above which a stalled connection is closed although its workers hold slots.
 const MAX_STALLED: usize = 1 << 20;
 
-/// An answer that comes later, from a thread that copies.
+/// Reply that another thread has finished.
 struct DeferredReply {
     uid: Bytes,
     operation: Bytes,
@@ -49,33 +48,35 @@ struct DeferredReply {
 struct EventStream {
     operation: Bytes,
     subscription: Subscription,
-    /// Whether the reader has asked for the next batch.
+    /// True if the reader has asked for the next batch.
     credit: bool,
-    /// Whether the last batch said that there is no log. A reader that hears of the end before
-    /// it has read that one (the stock client throws it away then) would subscribe again.
+    /// True if the last batch reported that the server keeps no log. LMCache's client discards an
+    /// unread batch at the end of a stream, and would then subscribe again, so the end is sent
+    /// after the reader has acknowledged this batch.
     last: bool,
 }
 
-/// Result of one turn of a connection.
+/// Result of one time slice of a connection.
 #[derive(Debug, Default, Clone, Copy)]
 struct Progress {
-    /// True if at least one message of the input was handled.
+    /// True if at least one message was handled.
     handled_message: bool,
     /// True if a byte was sent.
     wrote: bool,
-    /// True if the turn was over before all was done that needs no waiting.
+    /// True if the time slice ended with work left.
     has_more: bool,
 }
 
-/// An event that was taken from the input.
+/// Kind of an event that was handled.
 enum Handled {
-    /// A peer may send these in the middle of a message, which they do not bring to its end.
+    /// A ping, which a client may send in the middle of a message; it does not move the deadline of
+    /// the message.
     Ping,
     Message,
 }
 
-/// A connection is over: the peer ended it, broke a rule or stalled, or the server stops. None of
-/// these says what has become of the process behind it.
+/// The connection has ended: the client closed it, broke the protocol or stalled, or the server
+/// stops. The client's process may still run.
 pub(super) struct Ended;
 
 pub(super) struct Connection {
@@ -129,11 +130,11 @@ impl Connection {
         }
     }
 
-    /// Serves until the peer goes, breaks a rule, stalls, is silent from the first, has to make
-    /// way for another, or the server stops.
+    /// Serves until the client disconnects, breaks the protocol, stalls, sends no first request in
+    /// time, is closed to admit another connection, or the server stops.
     pub(super) async fn run(mut self) {
         let mut waiting_since = Instant::now();
-        // Since when the rest of a message, and the acceptance of answers, is owed.
+        // Start of the deadlines for the rest of a message and for the acceptance of replies.
         let (mut input_since, mut output_since) = (waiting_since, waiting_since);
         let (mut owed_input, mut owed_output) = (true, false);
         let first_request_by = waiting_since + self.serving.config.first_request_timeout;
@@ -149,10 +150,10 @@ impl Connection {
             if stopping && self.in_flight == 0 && self.output.is_empty() {
                 return;
             }
-            // What came is handled before more is read.
+            // Input that has arrived is handled before more is read.
             let may_read = !stopping && !progress.has_more && self.may_read();
-            // A peer that owes us something (the rest of a message, the acceptance of an
-            // answer) gets a deadline; one that is merely silent, or waits for us, does not.
+            // A client that owes the rest of a message or the acceptance of a reply has a deadline;
+            // one that is idle or waits for the server has none.
             let owes_input =
                 !self.decoder.is_ready() || self.decoder.in_message() || !self.input.is_empty();
             let owes_output = !self.output.is_empty();
@@ -161,7 +162,7 @@ impl Connection {
             if owes_output && !owed_output {
                 output_since = Instant::now();
             }
-            // A message has the whole time from its first byte to its last.
+            // The deadline is for the whole message, not for each of its bytes.
             if owes_input && (!owed_input || progress.handled_message) {
                 input_since = Instant::now();
             }
@@ -174,7 +175,7 @@ impl Connection {
             };
             let silent = !self.permit.has_sent_request();
             let streaming = !self.streams.is_empty();
-            // Not beside a copy, whose threads need the cores.
+            // Do not poll during a copy: its threads need the cores.
             let may_poll = interest.is_some() && self.in_flight == 0;
             let poll_again = may_poll && waiting_since.elapsed() < BUSY_POLL;
             let poll_again = poll_again || progress.has_more;
@@ -205,7 +206,7 @@ impl Connection {
                 () = tokio::task::yield_now(), if poll_again => {}
                 () = tokio::time::sleep_until(first_request_by.into()), if silent => {
                     self.service.transport_counters().silent.fetch_add(1, Ordering::Relaxed);
-                    debug!(client = %self.client, "closing a connection that asks for nothing");
+                    debug!(client = %self.client, "connection closed: no first request");
                     return;
                 }
                 () = tokio::time::sleep_until(stalled.into()), if owes => {
@@ -215,21 +216,21 @@ impl Connection {
                     if buffered > MAX_STALLED || !self.service.holds_slots(self.client) {
                         return;
                     }
-                    // As long as the connection stands, its slots are held without a limit of
-                    // time, and an engine that stood still for a while is served as before.
+                    // Slots are held while the connection is open, without a time limit, so that an
+                    // engine that was stopped for a while is served as before.
                     input_since = Instant::now();
                     output_since = input_since;
                 }
                 () = self.permit.close_requested() => {
                     self.service.transport_counters().closed_idle.fetch_add(1, Ordering::Relaxed);
-                    debug!(client = %self.client, "closing an idle connection to admit another");
+                    debug!(client = %self.client, "idle connection closed to admit another");
                     return;
                 }
             }
         }
     }
 
-    /// Does what needs no waiting, for one turn at most.
+    /// Does all work that needs no waiting, for at most one time slice.
     fn make_progress(&mut self) -> Result<Progress, Ended> {
         let began = Instant::now();
         let mut progress = Progress::default();
@@ -263,7 +264,7 @@ impl Connection {
             && self.output.len() < self.serving.config.max_unread
     }
 
-    /// Handles one event of the input. `None` when the input holds no whole one.
+    /// Handles one event. Returns `None` if the input has no complete event.
     fn next_event(&mut self) -> Result<Option<Handled>, Ended> {
         match self.decoder.next(&mut self.input) {
             Ok(None) => Ok(None),
@@ -281,9 +282,9 @@ impl Connection {
                     .transport_counters()
                     .broken
                     .fetch_add(1, Ordering::Relaxed);
-                debug!(client = %self.client, %error, "closing a connection");
+                debug!(client = %self.client, %error, "connection closed: protocol error");
                 self.service
-                    .warn_throttled(&format!("closed a connection: {error}"));
+                    .warn_throttled(&format!("connection closed: {error}"));
                 Err(Ended)
             }
         }
@@ -315,7 +316,7 @@ impl Connection {
                     .unanswerable
                     .fetch_add(1, Ordering::Relaxed);
                 self.service
-                    .warn_throttled(&format!("dropped a message: {error}"));
+                    .warn_throttled(&format!("message dropped: {error}"));
                 return;
             }
         };
@@ -332,11 +333,15 @@ impl Connection {
         let outcome = match self.refusal_at_limit(uid, asked) {
             Some(reply) => Outcome::Reply(reply),
             None => {
-                // A bug in a handler must not leave the client waiting, nor take what else the
-                // connection has under way with it.
+                // A panic in a handler must neither leave the client without a reply nor end the
+                // connection's other requests.
                 let handle = || self.service.handle(self.client, request, started);
-                let failed =
-                    || Reply::Error("lmc: the request failed inside the server".to_owned());
+                let failed = || {
+                    Reply::Error(
+                        "lmc: internal error in the request handler; see the server's log"
+                            .to_owned(),
+                    )
+                };
                 catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::Reply(failed()))
             }
         };
@@ -353,10 +358,10 @@ impl Connection {
                 let answer = self.defer(uid, operation, asked, started);
                 let lane = job.lane;
                 let work = move || {
-                    // A bug in a copy must not leave the client waiting, nor take the thread
-                    // with it.
+                    // A panic in a copy must neither leave the client without a reply nor end the
+                    // thread.
                     let reply = catch_unwind(AssertUnwindSafe(|| job.run()));
-                    let failed = "lmc: the copy failed inside the server";
+                    let failed = "lmc: internal error in the copy; see the server's log";
                     answer(reply.unwrap_or_else(|_| Reply::Error(failed.to_owned())));
                 };
                 self.service.run_job(self.client, lane, Box::new(work));
@@ -376,18 +381,18 @@ impl Connection {
         }
     }
 
-    /// What is answered to a request that this connection has no room for.
+    /// Returns the reply to a request that exceeds a limit of this connection, or `None`.
     fn refusal_at_limit(&self, uid: &Bytes, asked: Operation) -> Option<Reply> {
         match asked {
-            // A stream under a number that is in use takes the place of the one before it.
+            // A stream whose request number is in use replaces the earlier stream.
             Operation::SubscribeKvEvents
                 if self.streams.len() >= MAX_STREAMS && !self.streams.contains_key(uid) =>
             {
-                let text = format!("lmc: more than {MAX_STREAMS} event streams on one connection");
+                let text =
+                    format!("lmc: one connection may have at most {MAX_STREAMS} event streams");
                 Some(Reply::Error(text))
             }
-            // Read on and declined: a sign of life behind it must not wait for the copies
-            // before it.
+            // Declined at once, so that a ping after it does not wait for the copies before it.
             Operation::Store | Operation::Retrieve
                 if self.in_flight >= self.serving.config.max_in_flight =>
             {
@@ -401,11 +406,11 @@ impl Connection {
         self.service
             .record_refusal(decode_operation(operation).ok());
         self.service
-            .warn_throttled(&format!("refused a request: {error}"));
+            .warn_throttled(&format!("request refused: {error}"));
         self.answer(uid, operation, &Reply::Error(format!("lmc: {error}")));
     }
 
-    /// How a request is answered later, from any thread.
+    /// Returns a function that sends the reply to a request later, from any thread.
     fn defer(
         &mut self,
         uid: &Bytes,
@@ -418,7 +423,7 @@ impl Connection {
         let (sender, service) = (self.deferred_sender.clone(), self.service.clone());
         move |reply| {
             service.record(asked, &reply, started.elapsed());
-            // Without a receiver the connection is gone, and the answer with it.
+            // Sending fails if the connection has ended; the reply is then dropped.
             let _ = sender.send(DeferredReply {
                 uid,
                 operation,
@@ -439,14 +444,13 @@ impl Connection {
         }
     }
 
-    /// Sends a batch on each stream whose reader is ready and that has one, and the end on each
-    /// that is over, ready or not. Returns true if streams wait for the reader to take what is
-    /// unread.
+    /// Sends a batch on each stream that has one and whose reader is ready, and the end on each
+    /// stream that has ended. Returns true if streams wait until the reader takes unread replies.
     fn pump_streams(&mut self) -> bool {
         if self.streams.is_empty() {
             return false;
         }
-        // Seen before the log is read, so that what comes in between wakes us again.
+        // Marked as seen before the log is read, so that an event in between wakes the task again.
         self.events.borrow_and_update();
         let mut answers = Vec::new();
         let mut unread = self.output.len();
@@ -482,7 +486,7 @@ impl Connection {
         }
     }
 
-    /// Takes what has arrived. False when nothing had, after all.
+    /// Reads the bytes that have arrived. Returns false if there were none.
     fn read(&mut self) -> Result<bool, Ended> {
         let missing = self
             .decoder
@@ -501,7 +505,7 @@ impl Connection {
         }
     }
 
-    /// Sends what the socket takes. Whether it took anything.
+    /// Writes what the socket accepts. Returns true if it accepted any byte.
     fn write(&mut self) -> Result<bool, Ended> {
         let mut moved = false;
         while !self.output.is_empty() {

@@ -9,21 +9,21 @@ use std::process;
 
 use tokio::net::UnixListener;
 
-/// A listening Unix socket. Its file goes on drop.
+/// A listening Unix socket. Dropping it removes the socket's file.
 #[derive(Debug)]
 pub(super) struct IpcListener {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode of the file, so that another's is never removed.
+    /// Device and inode of the file, so that another server's file is never removed.
     file: (u64, u64),
 }
 
 impl IpcListener {
-    /// Listens at a path, for the same user only (mode 0600). A socket that a killed server left
-    /// there is replaced.
+    /// Listens at a path, for the same user only (mode 0600). Replaces the socket of a server that
+    /// was killed.
     ///
     /// # Errors
-    /// `AddrInUse` when a server listens there, `AlreadyExists` for a file of another kind.
+    /// `AddrInUse` when a server listens at the path, `AlreadyExists` when it is no socket.
     pub(super) fn bind(path: &Path) -> io::Result<Self> {
         match fs::symlink_metadata(path) {
             Ok(there) if !there.file_type().is_socket() => {
@@ -37,7 +37,7 @@ impl IpcListener {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
-        // Made under another name, so that no client connects before the mode is set.
+        // Created under another name, so that no client connects before the mode is set.
         let mut name = path
             .file_name()
             .ok_or(io::ErrorKind::InvalidInput)?

@@ -1,4 +1,4 @@
-//! ZeroMQ on tokio: a ROUTER socket that bounds everything a peer can make it hold.
+//! ZeroMQ on tokio: a ROUTER socket that limits the memory each client can make it use.
 
 mod admission;
 mod connection;

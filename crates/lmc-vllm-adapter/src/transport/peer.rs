@@ -1,9 +1,9 @@
-//! Asks the kernel which socket is at the other end of a connection, and whose it is.
+//! Looks up the socket at the other end of a connection, and the user that owns it.
 //!
-//! `NETLINK_SOCK_DIAG` answers for one socket in microseconds, however many the machine has;
-//! where it is missing, the table in `/proc/net/tcp` says the same. Both know sockets of this
-//! network namespace only, and both say "root" of a socket that is closed already: an owner
-//! without an inode does not count.
+//! `NETLINK_SOCK_DIAG` looks up one socket in microseconds, however many the machine has. Where it
+//! is missing, the table in `/proc/net/tcp` has the same data. Both list sockets of this network
+//! namespace only, and both report root as the owner of a closed socket, so an owner without an
+//! inode is ignored.
 
 use std::fs;
 use std::io::{self, Read};
@@ -19,12 +19,12 @@ use crate::service::Peer;
 
 /// Netlink family of socket diagnostics, from `linux/netlink.h`.
 const NETLINK_SOCK_DIAG: i32 = 4;
-/// Message type of `linux/sock_diag.h`: a question about one socket, and its answer.
+/// Message type of a request for one socket and of its reply, from `linux/sock_diag.h`.
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// Message type of `linux/netlink.h`: an error, in place of an answer.
+/// Message type of an error reply, from `linux/netlink.h`.
 const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
-/// Bytes of `struct nlmsghdr`.
+/// Size of `struct nlmsghdr` in bytes.
 const HEADER: usize = 16;
 const AF_UNIX: u8 = 1;
 const AF_INET: u8 = 2;
@@ -34,15 +34,15 @@ const IPPROTO_TCP: u8 = 6;
 /// `UDIAG_SHOW_PEER` and `UNIX_DIAG_PEER` of `linux/unix_diag.h`.
 const UDIAG_SHOW_PEER: u32 = 4;
 const UNIX_DIAG_PEER: u16 = 2;
-/// Bytes of `struct unix_diag_msg`, after which attributes follow.
+/// Size of `struct unix_diag_msg` in bytes; attributes follow it.
 const UNIX_DIAG_MSG: usize = 16;
 /// Offsets of the owner and the inode in `struct inet_diag_msg`.
 const INET_DIAG_UID: usize = 64;
 const INET_DIAG_INODE: usize = 68;
-/// A socket's cookie that is not known.
+/// Cookie that matches any socket.
 const NO_COOKIE: [u8; 8] = [0xff; 8];
 
-/// The other end of a TCP connection.
+/// Looks up the other end of a TCP connection.
 pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
     let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
         return Peer::default();
@@ -60,24 +60,24 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
     }
 }
 
-/// Returns true if the other end was a socket of this host, and is closed: its owner, which
-/// [`of_tcp`] has not found, can no longer be known.
+/// Returns true if the other end was a socket of this host that is closed now, so that [`of_tcp`]
+/// can no longer find its owner.
 pub(super) fn is_closed(stream: &TcpStream) -> bool {
     let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
-        // It was reset, which does not take away what it has sent.
+        // The connection was reset; data that it has sent can still be read.
         return true;
     };
     let (theirs, ours) = (canonical(theirs), canonical(ours));
     let is_here = theirs.ip().is_loopback() || theirs.ip() == ours.ip();
-    match ask(&inet_question(theirs, ours)) {
-        Ok(answer) => is_here || is_about(&answer, theirs, ours),
+    match query(&inet_request(theirs, ours)) {
+        Ok(reply) => is_here || is_about(&reply, theirs, ours),
         Err(error) if error.kind() == io::ErrorKind::NotFound => is_here,
-        // The kernel shows no socket, so this one's absence means nothing.
+        // The kernel lists no sockets here, so the absence of this one proves nothing.
         Err(_) => is_here && Path::new("/proc/net/tcp").exists(),
     }
 }
 
-/// The other end of a Unix socket. Its user is the one that connected.
+/// Looks up the other end of a Unix socket. Its user is the one that connected.
 pub(super) fn of_unix(stream: &UnixStream) -> Peer {
     let credentials = stream.peer_cred().ok();
     let pid = credentials.and_then(|credentials| credentials.pid());
@@ -88,7 +88,7 @@ pub(super) fn of_unix(stream: &UnixStream) -> Peer {
     }
 }
 
-/// The IPv4 address that a socket for both families shows as an IPv6 one.
+/// Converts an IPv4-mapped IPv6 address, as a dual-stack socket reports it, to IPv4.
 fn canonical(address: SocketAddr) -> SocketAddr {
     match address.ip().to_canonical() {
         IpAddr::V4(v4) => SocketAddr::from((v4, address.port())),
@@ -96,7 +96,7 @@ fn canonical(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Owner of a socket.
+/// User and inode of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Owner {
     uid: u32,
@@ -104,37 +104,37 @@ struct Owner {
 }
 
 impl Owner {
-    /// `None` for a socket that no process holds any more: its owner is not known.
+    /// Returns `None` for a socket that no process has open: its owner is unknown.
     fn known(uid: u32, inode: u64) -> Option<Self> {
         (inode != 0).then_some(Self { uid, inode })
     }
 }
 
-/// The answer to one question, without its header.
-fn ask(question: &[u8]) -> io::Result<Vec<u8>> {
+/// Sends one netlink request and returns the reply without its header.
+fn query(request: &[u8]) -> io::Result<Vec<u8>> {
     let socket = Socket::new(
         Domain::from(AF_NETLINK),
         Type::DGRAM.cloexec().nonblocking(),
         Some(Protocol::from(NETLINK_SOCK_DIAG)),
     )?;
-    let mut message = Vec::with_capacity(HEADER + question.len());
-    message.extend_from_slice(&((HEADER + question.len()) as u32).to_ne_bytes());
+    let mut message = Vec::with_capacity(HEADER + request.len());
+    message.extend_from_slice(&((HEADER + request.len()) as u32).to_ne_bytes());
     message.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
     message.extend_from_slice(&NLM_F_REQUEST.to_ne_bytes());
     message.extend_from_slice(&[0; 8]);
-    message.extend_from_slice(question);
+    message.extend_from_slice(request);
     socket.send(&message)?;
-    // The kernel answers while it takes the question, so the answer is there.
-    let mut answer = vec![0; 1024];
-    let len = (&socket).read(&mut answer)?;
-    answer.truncate(len);
-    match answer
+    // The kernel replies during the send, so the reply is available.
+    let mut reply = vec![0; 1024];
+    let len = (&socket).read(&mut reply)?;
+    reply.truncate(len);
+    match reply
         .get(4..6)
         .map(|kind| u16::from_ne_bytes([kind[0], kind[1]]))
     {
-        Some(SOCK_DIAG_BY_FAMILY) => Ok(answer.split_off(HEADER)),
+        Some(SOCK_DIAG_BY_FAMILY) => Ok(reply.split_off(HEADER)),
         Some(NLMSG_ERROR) => {
-            let code = number(&answer, HEADER).unwrap_or(0) as i32;
+            let code = number(&reply, HEADER).unwrap_or(0) as i32;
             Err(io::Error::from_raw_os_error(-code))
         }
         _ => Err(io::ErrorKind::InvalidData.into()),
@@ -148,9 +148,9 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
 
 /// Returns the owner of the socket whose own address is `theirs` and whose peer is `ours`.
 fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>> {
-    let answer = ask(&inet_question(theirs, ours))?;
-    let read = |at| number(&answer, at).ok_or(io::ErrorKind::InvalidData);
-    if !is_about(&answer, theirs, ours) {
+    let reply = query(&inet_request(theirs, ours))?;
+    let read = |at| number(&reply, at).ok_or(io::ErrorKind::InvalidData);
+    if !is_about(&reply, theirs, ours) {
         return Ok(None);
     }
     Ok(Owner::known(
@@ -159,40 +159,40 @@ fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>>
     ))
 }
 
-/// Returns true if an answer is about the socket that was asked for. The kernel finds a listening
-/// socket where no connection matches; that is not the peer.
-fn is_about(answer: &[u8], theirs: SocketAddr, ours: SocketAddr) -> bool {
-    let port = answer.get(4..6).unwrap_or_default();
-    let remote = answer.get(6..8).unwrap_or_default();
+/// Returns true if a reply describes the requested socket. If no connection matches, the kernel
+/// returns a listening socket, which is not the peer.
+fn is_about(reply: &[u8], theirs: SocketAddr, ours: SocketAddr) -> bool {
+    let port = reply.get(4..6).unwrap_or_default();
+    let remote = reply.get(6..8).unwrap_or_default();
     port == theirs.port().to_be_bytes() && remote == ours.port().to_be_bytes()
 }
 
-/// `struct inet_diag_req_v2`.
-fn inet_question(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
+/// Builds a `struct inet_diag_req_v2`.
+fn inet_request(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
     let family = if theirs.is_ipv4() { AF_INET } else { AF_INET6 };
-    let mut question = vec![family, IPPROTO_TCP, 0, 0];
+    let mut request = vec![family, IPPROTO_TCP, 0, 0];
     // Connections in any state.
-    question.extend_from_slice(&u32::MAX.to_ne_bytes());
-    question.extend_from_slice(&theirs.port().to_be_bytes());
-    question.extend_from_slice(&ours.port().to_be_bytes());
+    request.extend_from_slice(&u32::MAX.to_ne_bytes());
+    request.extend_from_slice(&theirs.port().to_be_bytes());
+    request.extend_from_slice(&ours.port().to_be_bytes());
     for address in [theirs.ip(), ours.ip()] {
         let mut bytes = [0; 16];
         match address {
             IpAddr::V4(v4) => bytes[..4].copy_from_slice(&v4.octets()),
             IpAddr::V6(v6) => bytes = v6.octets(),
         }
-        question.extend_from_slice(&bytes);
+        request.extend_from_slice(&bytes);
     }
     let interface = match theirs {
         SocketAddr::V6(v6) => v6.scope_id(),
         SocketAddr::V4(_) => 0,
     };
-    question.extend_from_slice(&interface.to_ne_bytes());
-    question.extend_from_slice(&NO_COOKIE);
-    question
+    request.extend_from_slice(&interface.to_ne_bytes());
+    request.extend_from_slice(&NO_COOKIE);
+    request
 }
 
-/// The same from the kernel's table of all sockets.
+/// Returns the owner of a socket, as [`inet_owner`] does, from the kernel's table of all sockets.
 fn listed_owner(theirs: SocketAddr, ours: SocketAddr) -> Option<Owner> {
     let table = match theirs {
         SocketAddr::V4(_) => "/proc/net/tcp",
@@ -211,7 +211,7 @@ fn find_listed(table: &str, theirs: SocketAddr, ours: SocketAddr) -> Option<Owne
     Owner::known(line.get(7)?.parse().ok()?, line.get(9)?.parse().ok()?)
 }
 
-/// An address as the table writes it: words in the machine's byte order.
+/// Formats an address as in the table: 32-bit words in the machine's byte order.
 fn listed(address: SocketAddr) -> String {
     let octets: Vec<u8> = match address.ip() {
         IpAddr::V4(v4) => v4.octets().to_vec(),
@@ -224,18 +224,18 @@ fn listed(address: SocketAddr) -> String {
     format!("{}:{:04X}", words.collect::<String>(), address.port())
 }
 
-/// Inode of the socket that a Unix socket of ours is connected to.
+/// Returns the inode of the socket that a Unix socket of this process is connected to.
 fn unix_peer(stream: &UnixStream) -> io::Result<Option<u64>> {
     let ours = fs::File::from(stream.as_fd().try_clone_to_owned()?);
     let inode = u32::try_from(ours.metadata()?.ino()).map_err(io::Error::other)?;
     // `struct unix_diag_req`.
-    let mut question = vec![AF_UNIX, 0, 0, 0];
-    question.extend_from_slice(&u32::MAX.to_ne_bytes());
-    question.extend_from_slice(&inode.to_ne_bytes());
-    question.extend_from_slice(&UDIAG_SHOW_PEER.to_ne_bytes());
-    question.extend_from_slice(&NO_COOKIE);
-    let answer = ask(&question)?;
-    let mut attributes = answer.get(UNIX_DIAG_MSG..).unwrap_or_default();
+    let mut request = vec![AF_UNIX, 0, 0, 0];
+    request.extend_from_slice(&u32::MAX.to_ne_bytes());
+    request.extend_from_slice(&inode.to_ne_bytes());
+    request.extend_from_slice(&UDIAG_SHOW_PEER.to_ne_bytes());
+    request.extend_from_slice(&NO_COOKIE);
+    let reply = query(&request)?;
+    let mut attributes = reply.get(UNIX_DIAG_MSG..).unwrap_or_default();
     while let Some(head) = attributes.first_chunk::<4>() {
         let len = usize::from(u16::from_ne_bytes([head[0], head[1]]));
         if u16::from_ne_bytes([head[2], head[3]]) == UNIX_DIAG_PEER {
@@ -269,7 +269,7 @@ mod tests {
     async fn the_other_end_of_a_loopback_connection_is_known_both_ways() {
         for host in ["127.0.0.1:0", "[::1]:0", "[::]:0"] {
             let Ok(listener) = tokio::net::TcpListener::bind(host).await else {
-                println!("skipped: {host} is not there");
+                println!("skipped: cannot listen on {host}");
                 continue;
             };
             let address = listener.local_addr().expect("bound");
@@ -288,7 +288,7 @@ mod tests {
         }
     }
 
-    /// The kernel says that root owns a socket that no process holds.
+    /// The kernel reports root as the owner of a socket that no process has open.
     #[tokio::test]
     async fn a_closed_socket_has_no_owner() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;

@@ -1,14 +1,14 @@
-//! A handle of a process that stays with it when its number is used again.
+//! A handle of a process that stays valid when the kernel reuses the process id.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// A process, alive or dead.
+/// Handle of a process, running or dead.
 #[derive(Debug)]
 pub(super) struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// Opens the process that has this number now.
+    /// Opens the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         // SAFETY: the call takes two integers and touches no memory of ours.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) };
@@ -20,8 +20,8 @@ impl PidFd {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }))
     }
 
-    /// Returns true once all threads of the process have ended. Their memory and their files, a
-    /// GPU's among them, are released by then.
+    /// Returns true if all threads of the process have ended. Its memory and files, GPU device
+    /// files included, are released by then.
     pub(super) fn is_dead(&self) -> bool {
         let mut poll = libc::pollfd {
             fd: self.0.as_raw_fd(),
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn death_is_seen_and_nothing_else_is_taken_for_it() {
+    fn a_process_is_dead_once_it_was_killed_and_not_before() {
         let mut child = Command::new("cat");
         let mut child = child.stdin(Stdio::piped()).spawn().expect("a child");
         let process = PidFd::open(child.id()).expect("it lives");

@@ -1,10 +1,10 @@
-//! The processes that hold the other end of a connection and map the pool.
+//! Finds the processes that have the other end of a connection open and map the pool.
 //!
-//! The end of a connection says nothing of the process behind it: a proxy may have ended, or a
-//! firewall cut in. The death of every process that holds the socket at the other end *and* has
-//! the pool in its memory is proof. A proxy (docker-proxy, ssh) holds the socket and never maps
-//! the pool, so it is no witness; where the kernel does not show the processes (another pid
-//! namespace, another user, another host) there is none.
+//! The end of a connection does not prove that its process is dead: a proxy may have ended, or a
+//! firewall may have closed the connection. The death of every process that has the socket at the
+//! other end open *and* maps the pool is proof. A proxy (docker-proxy, ssh) has the socket open but
+//! never maps the pool, so it does not count. If the kernel does not show the processes (another
+//! pid namespace, user or host), there is no proof.
 
 use std::collections::HashMap;
 use std::fs;
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::pidfd::PidFd;
 use crate::service::{Life, Witness};
 
-/// A file that is mapped, as `/proc/PID/maps` names it.
+/// A mapped file, by device and inode as in `/proc/PID/maps`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MappedFile {
     device: String,
@@ -23,7 +23,7 @@ pub(super) struct MappedFile {
 }
 
 impl MappedFile {
-    /// The file that this process has mapped at an address.
+    /// Returns the file that this process maps at an address.
     pub(super) fn at(address: usize) -> Option<Self> {
         let maps = fs::read_to_string("/proc/self/maps").ok()?;
         maps.lines().find_map(|line| {
@@ -34,7 +34,7 @@ impl MappedFile {
         })
     }
 
-    /// The file of one line; `None` for memory without one.
+    /// Parses the file of one line; `None` for memory without a file.
     fn of(line: &str) -> Option<Self> {
         let mut fields = line.split_whitespace().skip(3);
         let (device, inode) = (fields.next()?, fields.next()?);
@@ -44,7 +44,7 @@ impl MappedFile {
         })
     }
 
-    /// Returns true if a process has it mapped.
+    /// Returns true if a process maps the file.
     fn is_mapped_by(&self, pid: u32) -> bool {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps"));
         let maps = maps.unwrap_or_default();
@@ -59,7 +59,7 @@ struct Process {
     handle: PidFd,
 }
 
-/// All processes that hold one socket and map the pool.
+/// All processes that have one socket open and map the pool.
 #[derive(Debug)]
 pub(super) struct Holders {
     /// Inode of the socket.
@@ -71,12 +71,12 @@ pub(super) struct Holders {
 #[derive(Debug)]
 struct KnownProcesses {
     processes: Vec<Process>,
-    /// Time at which all of them were first seen dead.
+    /// Time at which all processes were first seen dead.
     dead: Option<Instant>,
 }
 
 impl KnownProcesses {
-    /// Returns the time at which all of them were first seen dead.
+    /// Returns the time at which all processes were first seen dead.
     fn dead(&mut self) -> Option<Instant> {
         if self.dead.is_none()
             && self
@@ -91,8 +91,8 @@ impl KnownProcesses {
 }
 
 impl Holders {
-    /// Searches for them. `None` when none is visible. Reads `/proc` of every process,
-    /// which takes milliseconds: for a thread that may wait.
+    /// Searches for the processes; `None` if none is visible. Blocks for milliseconds, because it
+    /// reads `/proc` of every process.
     pub(super) fn find(socket: u64, pool: MappedFile) -> Option<Self> {
         let processes = find(socket, &pool, Instant::now());
         let known = KnownProcesses {
@@ -115,8 +115,8 @@ impl Witness for Holders {
     fn life(&self) -> Life {
         let dead = self.known.lock().dead();
         if let Some(dead) = dead {
-            // A child that was forked after the search has the socket and the pool, too. Requests
-            // that ask for the pids do not wait for the walk.
+            // A child that was forked after the search has the socket and the pool too. The lock is
+            // not held during the scan, so that status requests do not wait for it.
             let others = find(self.socket, &self.pool, dead);
             if others.is_empty() {
                 return Life::Dead;
@@ -140,38 +140,39 @@ impl Witness for Holders {
     }
 }
 
-/// Finds the processes that hold a socket and map the pool, in a walk that began after `after`.
+/// Finds the processes that have a socket open and map the pool, with a scan that began after
+/// `after`.
 fn find(socket: u64, pool: &MappedFile, after: Instant) -> Vec<Process> {
     let open = |pid: u32| {
         if !pool.is_mapped_by(pid) {
             return None;
         }
         let handle = PidFd::open(pid).ok()?;
-        // Its number may have gone to another process before it was opened.
+        // The id may have been reused before the handle was opened, so the socket is checked again.
         let holds = sockets_of(pid).any(|held| held == socket);
         (holds && !handle.is_dead()).then_some(Process { pid, handle })
     };
-    let pids = Walk::begun_after(after, |walk| walk.holders.get(&socket).cloned());
+    let pids = Scan::begun_after(after, |scan| scan.holders.get(&socket).cloned());
     pids.into_iter().flatten().filter_map(open).collect()
 }
 
-/// The sockets of all processes that the kernel shows, as one walk over `/proc` found them.
+/// Result of one scan of `/proc`: the sockets of all processes that the kernel shows.
 ///
-/// A walk takes milliseconds to seconds, and an engine that dies ends many connections at once, so
-/// one walk answers all who asked before it began.
+/// A scan takes milliseconds to seconds, and an engine that dies ends many connections at once, so
+/// all callers that asked before a scan began share its result.
 #[derive(Debug)]
-struct Walk {
+struct Scan {
     began: Instant,
-    /// Processes that hold each socket, by the socket's inode.
+    /// Ids of the processes that have a socket open, by the socket's inode.
     holders: HashMap<u64, Vec<u32>>,
 }
 
-static LAST_WALK: Mutex<Option<Walk>> = Mutex::new(None);
+static LAST_SCAN: Mutex<Option<Scan>> = Mutex::new(None);
 
-impl Walk {
+impl Scan {
     fn begun_after<T>(after: Instant, read: impl FnOnce(&Self) -> T) -> T {
-        let mut last = LAST_WALK.lock();
-        let fresh = last.take().filter(|walk| walk.began > after);
+        let mut last = LAST_SCAN.lock();
+        let fresh = last.take().filter(|scan| scan.began > after);
         read(last.insert(fresh.unwrap_or_else(Self::now)))
     }
 
@@ -192,7 +193,7 @@ impl Walk {
     }
 }
 
-/// Returns the inodes of the sockets that a process holds open.
+/// Returns the inodes of the sockets that a process has open.
 fn sockets_of(pid: u32) -> impl Iterator<Item = u64> {
     let open = fs::read_dir(format!("/proc/{pid}/fd"));
     let open = open.into_iter().flatten().flatten();
@@ -204,10 +205,10 @@ fn sockets_of(pid: u32) -> impl Iterator<Item = u64> {
 }
 
 /// Returns true if a process is stopped by a signal or a debugger, or frozen with its control
-/// group, as by `docker pause`.
+/// group (`docker pause`).
 fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // After the command's name, which may hold anything.
+    // The state follows the command's name, which may contain any character.
     let state = stat
         .rsplit_once(") ")
         .and_then(|(_, rest)| rest.chars().next());
@@ -222,7 +223,7 @@ fn is_frozen(pid: u32) -> bool {
         let path = path.unwrap_or_default();
         let read = |file: String| fs::read_to_string(file).unwrap_or_default();
         match controllers {
-            // The hierarchy of version 2, wherever it is mounted.
+            // Control groups version 2, at either usual mount point.
             Some("") => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
                 .iter()
                 .any(|root| read(format!("{root}{path}/cgroup.events")).contains("frozen 1")),
@@ -243,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_maps_are_read() {
+    fn lines_of_proc_maps_are_parsed() {
         let line = "7f1c2a000000-7f1c6a000000 rw-s 00000000 00:1a 12345    /dev/shm/lmc_5555";
         let file = MappedFile::of(line).expect("a file");
         assert_eq!((&*file.device, &*file.inode), ("00:1a", "12345"));
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn one_walk_answers_all_who_asked_before_it_began() {
+    fn callers_that_asked_before_a_scan_began_share_it() {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let link =
             fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).expect("its link");
@@ -260,14 +261,14 @@ mod tests {
         let digits = link.chars().filter(char::is_ascii_digit);
         let inode: u64 = digits.collect::<String>().parse().expect("an inode");
         let asked = Instant::now();
-        let (first, pids) = Walk::begun_after(asked, |w| (w.began, w.holders[&inode].clone()));
+        let (first, pids) = Scan::begun_after(asked, |w| (w.began, w.holders[&inode].clone()));
         assert_eq!(pids, [std::process::id()]);
-        assert_eq!(Walk::begun_after(asked, |walk| walk.began), first);
-        assert_ne!(Walk::begun_after(first, |walk| walk.began), first);
+        assert_eq!(Scan::begun_after(asked, |scan| scan.began), first);
+        assert_ne!(Scan::begun_after(first, |scan| scan.began), first);
     }
 
     #[test]
-    fn memory_without_a_file_has_no_witness() {
+    fn memory_without_a_file_is_no_mapped_file() {
         let on_the_heap = Box::new(1);
         let address = std::ptr::from_ref(&*on_the_heap).addr();
         assert_eq!(MappedFile::at(address), None);

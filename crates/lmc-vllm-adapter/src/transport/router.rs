@@ -1,4 +1,4 @@
-//! The listening side: accepts connections, counts them, ends them.
+//! The listening sockets: accepts connections, limits their number, and serves each in a task.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,18 +23,17 @@ use crate::transport::stream::Stream;
 use crate::transport::trust::{TrustedUsers, Untrusted};
 use crate::transport::zmtp::Limits;
 
-/// Time between signs of the process's own life.
+/// Time between two calls of [`Service::beat`], which shows that this process runs.
 const BEAT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Timeouts after which a TCP connection whose other end no longer answers is closed: its host or
-/// the network is gone.
+/// Keepalive timeouts of TCP: a connection whose host or network is gone is closed after them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keepalive {
-    /// Silence after which the other end is asked. Default: 30 s.
+    /// Idle time before the first probe. Default: 30 s.
     pub idle: Duration,
-    /// Time between two questions. Default: 10 s.
+    /// Time between two probes. Default: 10 s.
     pub interval: Duration,
-    /// Questions without an answer after which the connection is over. Default: 3.
+    /// Number of unanswered probes after which the connection is closed. Default: 3.
     pub probes: u32,
 }
 
@@ -49,43 +48,43 @@ impl Default for Keepalive {
 }
 
 impl Keepalive {
-    /// Time from the last sign of the other end to the end of the connection.
+    /// Returns the time from the last received packet to the end of the connection.
     pub(super) fn total(&self) -> Duration {
         self.idle + self.interval * self.probes
     }
 }
 
-/// How the server listens and what it grants to each peer.
+/// Configuration of a [`ZmqServer`]: addresses, limits and timeouts.
 #[derive(Debug, Clone)]
 pub struct ZmqConfig {
-    /// Host name or address. Default: `127.0.0.1`.
+    /// Host name or address to listen on. Default: `127.0.0.1`.
     pub host: String,
-    /// TCP port; 0 takes any that is free. Default: 5555.
+    /// TCP port to listen on; 0 means any free port. Default: 5555.
     pub port: u16,
-    /// Path of a Unix socket that clients reach as `ipc://PATH`, in addition. Default: none.
+    /// Path of an additional Unix socket, which clients reach as `ipc://PATH`. Default: `None`.
     pub ipc_path: Option<PathBuf>,
     /// Users of this host that are served. Default: the server's own user and root.
     pub trusted_users: TrustedUsers,
-    /// What one message may hold. Default: [`Limits::default`].
+    /// Size limits of one message. Default: [`Limits::default`].
     pub limits: Limits,
-    /// Connections at a time, three quarters of them for one user. Beyond that a new one takes the
-    /// place of the one that has been idle for longest and owns nothing, or is closed at once and
-    /// counted. Default: 1024.
+    /// Most open connections; one user may have three quarters of them. A new connection beyond the
+    /// limit replaces the one that has been idle for longest and owns nothing; if there is none,
+    /// the new one is closed and counted. Default: 1024.
     pub max_connections: usize,
-    /// Requests of one connection that may be under way. Beyond it copies are declined at once;
-    /// at twice as many the connection is not read until one is answered. Default: 1024.
+    /// Requests of one connection that may be in flight. Beyond this number copies are declined at
+    /// once; at twice this number the connection is not read until a reply is sent. Default: 1024.
     pub max_in_flight: usize,
-    /// Bytes of answers that one connection may leave unread before it is not read any more.
-    /// Default: 16 MiB.
+    /// Bytes of unread replies at which the server stops reading from a connection. Default: 16
+    /// MiB.
     pub max_unread: usize,
-    /// Longest handshake, longest message from first to last byte, and longest time that a
-    /// peer may take to accept a byte of an answer. Default: 30 s.
+    /// Timeout of the handshake, of one message from its first to its last byte, and of the
+    /// acceptance of any byte of a reply. Default: 30 s.
     pub peer_timeout: Duration,
-    /// Longest time from the start of a connection to its first request. Default: 60 s.
+    /// Timeout from the start of a connection to its first request. Default: 60 s.
     pub first_request_timeout: Duration,
-    /// Timeouts of a TCP connection whose other end no longer answers. Default: [`Keepalive::default`].
+    /// Keepalive timeouts of TCP connections. Default: [`Keepalive::default`].
     pub keepalive: Keepalive,
-    /// Longest time that a stop waits for answers under way. Default: 5 s.
+    /// Longest time for which a stop waits for requests in flight. Default: 5 s.
     pub stop_timeout: Duration,
 }
 
@@ -109,19 +108,19 @@ impl Default for ZmqConfig {
 }
 
 impl ZmqConfig {
-    /// Requests of one connection that are ever under way, of whatever kind.
+    /// Returns the number of requests in flight, of any kind, at which a connection is not read.
     pub(super) fn hard_in_flight_limit(&self) -> usize {
         self.max_in_flight.saturating_mul(2)
     }
 }
 
-/// A socket cannot be opened.
+/// A listening socket cannot be opened.
 #[derive(Debug, Error)]
 #[error("cannot listen on {address}: {source}")]
 pub struct BindError {
-    /// Address requested: `tcp://HOST:PORT` or `ipc://PATH`.
+    /// Address of the socket: `tcp://HOST:PORT` or `ipc://PATH`.
     pub address: String,
-    /// What the system says.
+    /// Error of the operating system.
     pub source: io::Error,
 }
 
@@ -135,16 +134,16 @@ pub struct ZmqServer {
     service: Service,
 }
 
-/// Values that all connections share.
+/// Values shared by all connections.
 #[derive(Debug)]
 pub(super) struct Serving {
     pub(super) config: ZmqConfig,
-    /// The pool, as processes have it mapped.
+    /// File of the pool, as in the memory maps of processes.
     pool: Option<MappedFile>,
 }
 
 impl ZmqServer {
-    /// Opens the sockets. Peers may connect from now on; they are served once [`Self::run`] runs.
+    /// Opens the sockets. Clients can connect from now on; [`Self::run`] serves them.
     ///
     /// # Errors
     /// [`BindError`] when an address is taken or cannot be resolved.
@@ -164,7 +163,7 @@ impl ZmqServer {
             })
         });
         let ipc = ipc.transpose()?;
-        // The timer's first beat comes late enough to be outrun by a request.
+        // A request may arrive before the timer's first tick.
         service.beat(Instant::now());
         Ok(Self {
             listener,
@@ -175,12 +174,12 @@ impl ZmqServer {
         })
     }
 
-    /// Address of the TCP socket.
+    /// Returns the address of the TCP socket.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next connection, of either kind.
+    /// Accepts the next connection of either socket.
     async fn accept(&self) -> io::Result<Stream> {
         let ipc = async {
             match &self.ipc {
@@ -194,7 +193,7 @@ impl ZmqServer {
         }
     }
 
-    /// Serves until `stop` turns true, then answers what is under way and returns.
+    /// Serves until `stop` turns true, then finishes the requests in flight and returns.
     pub async fn run(self, mut stop: watch::Receiver<bool>) {
         static NEXT_CLIENT: AtomicU64 = AtomicU64::new(1);
         let serving = Arc::new(Serving {
@@ -218,8 +217,8 @@ impl ZmqServer {
             let stream = match accepted {
                 Ok(stream) => stream,
                 Err(error) => {
-                    // Out of file descriptors, most likely: waiting is all that can help.
-                    warn!(%error, "cannot accept a connection");
+                    // Usually the limit of open files; only the end of a connection helps.
+                    warn!(%error, "accept failed; retrying in 100 ms");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
@@ -251,14 +250,14 @@ impl ZmqServer {
             .await
             .is_err()
         {
-            warn!("connections with unanswered requests were closed at the stop deadline");
+            warn!("stop timeout reached; connections with requests in flight were closed");
         }
     }
 }
 
 fn log_refusal(untrusted: Untrusted, throttle: &Throttle, now: Duration) {
     match untrusted {
-        // A probe of the port closes at once.
+        // Port scans and health checks close at once, so this is no warning.
         Untrusted::Closed => debug!("connection closed: {untrusted}"),
         Untrusted::User(_) => {
             if let Some(suppressed) = throttle.pass(now) {
@@ -268,8 +267,8 @@ fn log_refusal(untrusted: Untrusted, throttle: &Throttle, now: Duration) {
     }
 }
 
-/// A connection among those that are open. Its end is reported and counted when this is dropped,
-/// also by a panic or by the stop's deadline.
+/// Guard of an open connection. Dropping it, also by a panic or at the stop timeout, reports the
+/// end of the connection and releases its permit.
 struct ConnectionGuard {
     permit: Arc<Permit>,
     service: Service,
@@ -307,7 +306,7 @@ async fn serve(
     stop: watch::Receiver<bool>,
 ) {
     if let Err(error) = stream.prepare(&serving.config.keepalive) {
-        debug!(client = %guard.permit.client(), %error, "cannot set up a connection");
+        debug!(client = %guard.permit.client(), %error, "setting socket options failed");
     }
     let (service, client) = (guard.service.clone(), guard.permit.client());
     let permit = Arc::clone(&guard.permit);
@@ -324,9 +323,9 @@ async fn serve(
     wait_for_process_exit(service, client, stop).await;
 }
 
-/// Looks for the death of the process behind a connection that has ended with slots held. One
-/// that was killed closes its sockets a moment before it counts as dead; what takes longer than
-/// a second is left to [`Service::tick`].
+/// Waits up to a second for the exit of a client's process after its connection ended with slots
+/// held, and releases them. A killed process closes its sockets a moment before the kernel reports
+/// it dead. [`Service::tick`] does the same later.
 async fn wait_for_process_exit(
     service: Service,
     client: ClientId,

@@ -1,4 +1,4 @@
-//! Search for the processes behind a connection.
+//! Schedules the searches for the processes at the other end of a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 use super::process::{Holders, MappedFile};
 use crate::service::{ClientId, Service};
 
-/// Searches of one connection. A worker maps the pool when it registers, so the first one after it
-/// has prepared a transfer finds it; the others are for one that maps it later.
+/// Most searches of one connection. A worker maps the pool when it registers, so the first search,
+/// after its first prepared transfer, finds it; the others find a worker that maps it later.
 const SEARCHES: u32 = 4;
-/// Time between the first and the second search; then ten times as long, and so on.
+/// Time between the first and the second search; each later pause is ten times as long.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// The search for the processes at the other end of one connection.
 #[derive(Debug)]
 pub(super) struct Search {
-    /// Inode of the other end's socket, and the pool; `None` where there is nothing to search for.
+    /// Inode of the other end's socket, and the pool; `None` if either is unknown.
     target: Option<(u64, MappedFile)>,
     begun: u32,
     next: Option<Instant>,
@@ -33,7 +33,7 @@ impl Search {
         }
     }
 
-    /// Searches on a thread that may wait, unless it was found, or searched a moment ago.
+    /// Starts a search on a blocking thread, unless the processes are known or the pause lasts.
     pub(super) fn begin_if_due(&mut self, service: &Service, client: ClientId, now: Instant) {
         let due = self.begun < SEARCHES && self.next.is_none_or(|next| now >= next);
         if !due || self.found.load(Ordering::Relaxed) {

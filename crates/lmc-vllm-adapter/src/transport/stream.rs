@@ -1,4 +1,4 @@
-//! The two kinds of sockets that engines connect by.
+//! TCP and Unix sockets as one type.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use super::peer;
 use super::router::Keepalive;
 use crate::service::Peer;
 
-/// A connection that was accepted.
+/// An accepted connection.
 #[derive(Debug)]
 pub(super) enum Stream {
     Tcp(TcpStream),
@@ -19,25 +19,25 @@ pub(super) enum Stream {
 }
 
 impl Stream {
-    /// Sets what every connection has.
+    /// Sets the socket options of a connection.
     pub(super) fn prepare(&self, keepalive: &Keepalive) -> io::Result<()> {
         let Self::Tcp(stream) = self else {
             return Ok(());
         };
-        // Answers are small and awaited; waiting to fill a segment would only delay them.
+        // Replies are small and awaited, so they must not wait until a segment is full.
         stream.set_nodelay(true)?;
-        // A host that is gone sends nothing, and what it holds would be held for ever.
+        // A host that is gone sends nothing; without keepalive its slots would be held forever.
         let socket = SockRef::from(stream);
         let probes = TcpKeepalive::new()
             .with_time(keepalive.idle)
             .with_interval(keepalive.interval)
             .with_retries(keepalive.probes);
         socket.set_tcp_keepalive(&probes)?;
-        // The same for a connection with unacknowledged bytes, which keepalive does not probe.
+        // Keepalive does not probe a connection with unacknowledged bytes; this timeout ends it.
         socket.set_tcp_user_timeout(Some(keepalive.total()))
     }
 
-    /// The other end.
+    /// Looks up the other end of the connection.
     pub(super) fn peer(&self) -> Peer {
         match self {
             Self::Tcp(stream) => peer::of_tcp(stream),

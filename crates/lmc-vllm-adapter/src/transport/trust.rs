@@ -1,8 +1,8 @@
 //! Users of this host that are served.
 //!
-//! A port on loopback is open to every user of the host. One of them could commit chunks that hold
-//! the bytes of others, or clear the cache. So a connection counts for the user that owns its other
-//! end, and is refused unless that user is trusted.
+//! Every user of the host can connect to a port on loopback, and could commit forged chunks or
+//! clear the cache. So the server looks up the user that owns the other end of a connection, and
+//! refuses the connection unless that user is trusted.
 
 use lmc_memory::own_uid;
 use thiserror::Error;
@@ -14,13 +14,13 @@ use crate::service::Peer;
 
 /// Users of this host that are served.
 ///
-/// A peer whose user the kernel does not show, because it is on another host or in another network
-/// namespace, is always served: the operator decides who reaches the port.
+/// A client whose user the kernel does not show, because it is on another host or in another
+/// network namespace, is always served: restrict access to the port by other means.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TrustedUsers {
     /// Every user.
     All,
-    /// The server's own user, root, and these uids.
+    /// The server's own user, root, and the users with these uids.
     OwnAnd(Vec<u32>),
 }
 
@@ -31,18 +31,20 @@ impl Default for TrustedUsers {
     }
 }
 
-/// A peer on this host that is not served.
+/// Why a client on this host is not served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Untrusted {
-    /// Its user is not trusted.
+    /// The user is not trusted.
     #[error(
         "uid {0} of this host is not trusted: run as the server's user, or add the uid to \
          --trusted-users"
     )]
     User(u32),
-    /// It has closed its socket already, so that its user cannot be known.
-    #[error("the other end is closed, so its user is not known, which --trusted-users requires")]
+    /// The client has closed its socket, so that its user cannot be looked up.
+    #[error(
+        "the client has closed its socket, so its user cannot be checked against --trusted-users"
+    )]
     Closed,
 }
 
@@ -50,12 +52,12 @@ impl TrustedUsers {
     /// Checks the user at the other end of a connection.
     ///
     /// # Errors
-    /// [`Untrusted`] if that user is not to be served.
+    /// [`Untrusted`] if the user is not trusted or cannot be looked up any more.
     pub fn check(&self, stream: &TcpStream) -> Result<(), Untrusted> {
         self.check_uid(peer::of_tcp(stream).uid, || peer::is_closed(stream))
     }
 
-    /// The same for a connection whose other end was looked up.
+    /// Checks the user of a connection whose other end was looked up before.
     pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<(), Untrusted> {
         self.check_uid(peer.uid, || match stream {
             Stream::Tcp(stream) => peer::is_closed(stream),
@@ -85,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_own_user_root_and_those_named_are_trusted() {
+    fn the_own_user_root_and_named_users_are_trusted() {
         let stranger = own_uid() + 4_242;
         let check_uid = |users: &TrustedUsers, uid| users.check_uid(uid, || false);
         let own = TrustedUsers::default();
@@ -106,7 +108,7 @@ mod tests {
         assert_eq!(TrustedUsers::All.check_uid(None, || true), Ok(()));
     }
 
-    /// A stranger that sends its requests and closes at once would otherwise be of an unknown user.
+    /// Otherwise an untrusted user could send requests and close at once, to be of unknown user.
     #[tokio::test]
     async fn a_peer_that_has_closed_is_not_taken_for_one_of_another_host() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;

@@ -1,12 +1,12 @@
 //! ZMTP 3.1 with the NULL mechanism, as a decoder and encoder without IO.
 //!
-//! Source: <https://rfc.zeromq.org/spec/37/>. Every length is checked against [`Limits`] before
-//! a byte of it is stored, and memory grows with what arrived, never with what was announced.
+//! Source: <https://rfc.zeromq.org/spec/37/>. Every length is checked against [`Limits`] before its
+//! bytes are stored, and memory grows with the bytes that arrived, not with announced lengths.
 
 use bytes::{Buf, Bytes, BytesMut};
 use thiserror::Error;
 
-/// Bytes of the greeting that opens a connection, in either direction.
+/// Size in bytes of the greeting that each side sends first.
 pub(crate) const GREETING_LEN: usize = 64;
 const SIGNATURE_FIRST: u8 = 0xff;
 const SIGNATURE_LAST: u8 = 0x7f;
@@ -14,20 +14,20 @@ const MECHANISM: &[u8] = b"NULL";
 const FLAG_MORE: u8 = 1;
 const FLAG_LONG: u8 = 2;
 const FLAG_COMMAND: u8 = 4;
-/// A command carries names and small properties only.
+/// Most bytes of a command; real ones contain only names and small properties.
 const MAX_COMMAND: usize = 4096;
 
-/// What a peer may send.
+/// Size limits of one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of one message, all its frames together.
+    /// Most bytes of one message, all frames together.
     pub message_bytes: usize,
-    /// Frames of one message.
+    /// Most frames of one message.
     pub frames: usize,
 }
 
 impl Default for Limits {
-    /// 32 MiB (a prompt of a million tokens takes at most 5 MB) in 16 frames.
+    /// Returns 32 MiB and 16 frames; a prompt of a million tokens takes at most 5 MB.
     fn default() -> Self {
         Self {
             message_bytes: 32 << 20,
@@ -36,49 +36,52 @@ impl Default for Limits {
     }
 }
 
-/// Why a connection does not speak ZMTP as this server accepts it. Each ends the connection.
+/// Fault in the bytes of a connection. Each fault ends the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ZmtpError {
     /// The first bytes are not a ZMTP signature.
-    #[error("peer does not speak zmtp: its greeting begins with {0:#04x}")]
+    #[error("peer does not speak zmtp: unexpected byte {0:#04x} in the signature of its greeting")]
     Signature(u8),
-    /// A version before 3.0.
+    /// The version is older than 3.0.
     #[error("peer speaks zmtp {0}, this server needs 3.0 or later")]
     Version(u8),
-    /// A security mechanism other than NULL.
-    #[error("peer asks for mechanism {0:?}, this server offers NULL")]
+    /// The security mechanism is not NULL.
+    #[error("peer requests security mechanism {0:?}, this server supports only NULL")]
     Mechanism(String),
-    /// A frame flag that the specification reserves.
-    #[error("reserved bits are set in frame flags {0:#04x}")]
+    /// A reserved or contradictory frame flag is set.
+    #[error(
+        "frame flags {0:#04x} are invalid: expected only 1 (more), 2 (long) and 4 (command), \
+         and not 1 with 4"
+    )]
     Flags(u8),
-    /// A command longer than any real one.
-    #[error("command of {0} bytes, the limit is {MAX_COMMAND}")]
+    /// A command is longer than the limit.
+    #[error("command has {0} bytes, the limit is {MAX_COMMAND}")]
     Command(u64),
-    /// A command that cannot be parsed or does not belong here.
+    /// A command cannot be parsed or is not expected in this phase.
     #[error("malformed or unexpected command: {0}")]
     BadCommand(&'static str),
-    /// A message larger than the limit.
-    #[error("message of {found} bytes or more, the limit is {max}")]
+    /// A message is larger than the limit.
+    #[error("message has at least {found} bytes, the limit is {max}")]
     MessageBytes {
         /// Bytes announced so far.
         found: u64,
-        /// The limit.
+        /// Most bytes that a message may have.
         max: usize,
     },
-    /// A message of more frames than the limit.
-    #[error("message of more than {0} frames")]
+    /// A message has more frames than the limit.
+    #[error("message has more than {0} frames")]
     Frames(usize),
 }
 
-/// What a peer sent.
+/// Event on a connection, as the [`Decoder`] returns it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The peer is ready; its socket type.
+    /// The handshake is complete; contains the socket type of the other end.
     Ready(Bytes),
-    /// A heartbeat; answer with [`encode_pong`] and this context.
+    /// A heartbeat; reply with [`encode_pong`] and this context.
     Ping(Bytes),
-    /// A whole message, frame by frame.
+    /// A complete message, frame by frame.
     Message(Vec<Bytes>),
 }
 
@@ -89,7 +92,7 @@ enum Phase {
     Traffic,
 }
 
-/// Turns the bytes of one connection into [`Event`]s.
+/// Decodes the bytes of one connection into [`Event`]s.
 #[derive(Debug)]
 pub(crate) struct Decoder {
     limits: Limits,
@@ -108,22 +111,22 @@ impl Decoder {
         }
     }
 
-    /// Whether the handshake is over.
+    /// Returns true after the handshake.
     pub(crate) fn is_ready(&self) -> bool {
         self.phase == Phase::Traffic
     }
 
-    /// Bytes of the frames of a message that has begun and not ended.
+    /// Returns the bytes of the complete frames of an incomplete message.
     pub(crate) fn message_bytes(&self) -> usize {
         self.frames.iter().map(Bytes::len).sum()
     }
 
-    /// Whether a message has begun and not ended.
+    /// Returns true if a message is incomplete.
     pub(crate) fn in_message(&self) -> bool {
         !self.frames.is_empty()
     }
 
-    /// The next event, or nothing until more bytes are in `input`.
+    /// Decodes the next event, or returns `None` until `input` has more bytes.
     pub(crate) fn next(&mut self, input: &mut BytesMut) -> Result<Option<Event>, ZmtpError> {
         loop {
             if self.phase == Phase::Greeting {
@@ -142,7 +145,7 @@ impl Decoder {
                 }
             }
             if self.phase != Phase::Traffic {
-                return Err(ZmtpError::BadCommand("message before READY"));
+                return Err(ZmtpError::BadCommand("a message came before READY"));
             }
             self.frames.push(body);
             if flags & FLAG_MORE == 0 {
@@ -152,8 +155,8 @@ impl Decoder {
         }
     }
 
-    /// Bytes that the frame at the front of `input` still lacks, as far as its header tells.
-    /// Only what [`Limits`] allow is ever reported.
+    /// Returns the bytes that the frame at the front of `input` lacks, if its header is complete.
+    /// The result is at most what [`Limits`] allow.
     pub(crate) fn missing(&self, input: &[u8]) -> usize {
         let (header, len) = match (self.phase, input) {
             (Phase::Traffic, [flags, rest @ ..]) if flags & FLAG_LONG != 0 => {
@@ -171,8 +174,8 @@ impl Decoder {
     }
 
     fn greeting(&mut self, input: &mut BytesMut) -> Result<bool, ZmtpError> {
-        // The signature is judged as soon as it is there: a browser or a port scanner should
-        // not be kept waiting for 64 bytes that it never sends.
+        // The signature is checked as soon as it arrives: a browser or a port scanner never sends
+        // all 64 bytes.
         match input.first() {
             Some(&SIGNATURE_FIRST) | None => {}
             Some(&other) => return Err(ZmtpError::Signature(other)),
@@ -204,7 +207,7 @@ impl Decoder {
         Ok(true)
     }
 
-    /// Cuts one frame off the input, when all of it has arrived.
+    /// Removes one frame from the input if all of it has arrived.
     fn frame(&mut self, input: &mut BytesMut) -> Result<Option<(u8, Bytes)>, ZmtpError> {
         let Some(&flags) = input.first() else {
             return Ok(None);
@@ -257,14 +260,14 @@ impl Decoder {
     }
 
     fn command(&mut self, mut body: Bytes) -> Result<Option<Event>, ZmtpError> {
-        let name = short_string(&mut body).ok_or(ZmtpError::BadCommand("no name"))?;
+        let name = short_string(&mut body).ok_or(ZmtpError::BadCommand("it has no name"))?;
         match (&name[..], self.phase) {
             (b"READY", Phase::Handshake) => {
                 self.phase = Phase::Traffic;
                 let mut socket_type = Bytes::new();
                 while !body.is_empty() {
-                    let (key, value) =
-                        property(&mut body).ok_or(ZmtpError::BadCommand("READY property"))?;
+                    let (key, value) = property(&mut body)
+                        .ok_or(ZmtpError::BadCommand("a READY property is malformed"))?;
                     if key.eq_ignore_ascii_case(b"Socket-Type") {
                         socket_type = value;
                     }
@@ -277,16 +280,16 @@ impl Decoder {
                 }
             }
             (b"PING", Phase::Traffic) => {
-                // Two bytes of time to live, then up to 16 bytes that the answer repeats.
+                // Two bytes of time to live, then up to 16 bytes of context for the PONG.
                 if body.len() < 2 {
-                    return Err(ZmtpError::BadCommand("PING"));
+                    return Err(ZmtpError::BadCommand("PING has no time to live"));
                 }
                 body.advance(2);
                 Ok(Some(Event::Ping(body.slice(..body.len().min(16)))))
             }
-            (b"ERROR", _) => Err(ZmtpError::BadCommand("peer reports an error")),
+            (b"ERROR", _) => Err(ZmtpError::BadCommand("peer sent ERROR")),
             (_, Phase::Traffic) => Ok(None),
-            _ => Err(ZmtpError::BadCommand("expected READY")),
+            _ => Err(ZmtpError::BadCommand("READY must be the first command")),
         }
     }
 }
@@ -310,7 +313,7 @@ fn property(body: &mut Bytes) -> Option<(Bytes, Bytes)> {
     Some((key, body.split_to(len)))
 }
 
-/// The greeting that this side sends.
+/// Returns the greeting that this side sends.
 pub(crate) fn greeting() -> [u8; GREETING_LEN] {
     let mut bytes = [0; GREETING_LEN];
     bytes[0] = SIGNATURE_FIRST;
@@ -335,7 +338,7 @@ pub(crate) fn encode_ready(socket_type: &str, out: &mut BytesMut) {
     encode_frame(&body, FLAG_COMMAND, out);
 }
 
-/// Appends the answer to a heartbeat.
+/// Appends the PONG command, the reply to a heartbeat.
 pub(crate) fn encode_pong(context: &[u8], out: &mut BytesMut) {
     let mut body = Vec::with_capacity(5 + context.len());
     body.push(4);
@@ -438,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_recognised_by_their_first_bytes() {
+    fn other_protocols_are_recognised_by_their_first_bytes() {
         let check = |bytes: &[u8], expected: ZmtpError| {
             let mut input = BytesMut::from(bytes);
             assert_eq!(

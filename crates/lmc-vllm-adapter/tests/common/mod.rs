@@ -1,6 +1,6 @@
-//! A server in this process, and what tests say to it.
+//! A server in the test process, and clients and workers for it.
 
-#![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(dead_code, reason = "each test binary uses only some of these helpers")]
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -19,11 +19,11 @@ use lmc_vllm_adapter::{
 };
 use tokio::sync::watch;
 
-/// Tokens of a chunk in these tests.
+/// Tokens per chunk in these tests.
 pub(crate) const CHUNK: usize = 16;
 pub(crate) const LAYERS: u32 = 2;
 pub(crate) const HIDDEN: u32 = 8;
-/// Bytes of a chunk of `[2, LAYERS, CHUNK, HIDDEN]` in float32.
+/// Bytes per chunk: `[2, LAYERS, CHUNK, HIDDEN]` in float32.
 pub(crate) const CHUNK_BYTES: usize = 2 * LAYERS as usize * CHUNK * HIDDEN as usize * 4;
 pub(crate) const MODEL: &str = "test/llama";
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -50,7 +50,7 @@ impl Server {
         Self::with_tiers(Vec::new(), pool_bytes, service, zmq)
     }
 
-    /// With tiers below DRAM.
+    /// Starts a server with lower tiers.
     pub(crate) fn with_tiers(
         lower: Vec<Arc<dyn Backend>>,
         pool_bytes: usize,
@@ -65,7 +65,7 @@ impl Server {
             .expect("an arena");
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let mut config = ServiceConfig::new(hasher);
-        // Tests that are about it set their own.
+        // Tests of the grace time set their own.
         config.slot_grace = Duration::from_millis(200);
         service(&mut config);
         let engine = CacheEngine::with_tiers(EngineConfig::default(), Arc::new(arena), lower);
@@ -103,7 +103,7 @@ impl Server {
         }
     }
 
-    /// Runs the work of one second: releases slots of ended connections, and expires what is due.
+    /// Runs the periodic work: releases slots of ended connections and expires sessions.
     pub(crate) fn tick(&self) {
         self.service.tick(Instant::now());
     }
@@ -116,27 +116,27 @@ impl Server {
         self.service.status(Instant::now())
     }
 
-    /// The pool as a worker maps it.
+    /// Maps the pool as a worker does.
     pub(crate) fn pool(&self) -> Pool {
         Pool::open(&self.shm_name)
     }
 
-    /// Waits until a condition holds.
+    /// Waits until a condition of the status is true.
     pub(crate) fn eventually(&self, what: &str, condition: impl Fn(&ServiceStatus) -> bool) {
         let deadline = Instant::now() + TIMEOUT;
         while !condition(&self.status()) {
             assert!(
                 Instant::now() < deadline,
-                "never came true: {what}\n{:#?}",
+                "timeout: {what}\n{:#?}",
                 self.status()
             );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 
-    /// Nothing is held by anybody: no lease, no reservation, no session, no transfer.
+    /// Waits until no lease, reserved slot, session or transfer is left.
     pub(crate) fn assert_idle(&self) {
-        self.eventually("nothing is held", |status| {
+        self.eventually("nothing is leased or reserved", |status| {
             self.tick();
             status.sessions.sessions == 0
                 && status.transfers.stores == 0
@@ -150,7 +150,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A thread that still holds the engine for a moment may not live to let it go.
+        // Another thread may keep the engine alive past the end of the process.
         self.service.engine().arena().unlink();
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {
@@ -162,10 +162,10 @@ impl Drop for Server {
     }
 }
 
-/// The shared pool, read and written as a worker does.
+/// The shared pool, accessed as by a worker.
 pub(crate) struct Pool {
     file: File,
-    /// Makes this process a witness: it maps the pool, as a stock worker does.
+    /// The server recognises a worker process by its mapping of the pool.
     _mapping: memmap2::MmapRaw,
 }
 
@@ -202,7 +202,7 @@ impl Pool {
     }
 }
 
-/// Bytes of a chunk that prove whose they are: derived from its tokens, rank and dtype seed.
+/// Returns the expected bytes of a chunk, derived from its tokens and a seed.
 pub(crate) fn chunk_bytes(tokens: &[u32], chunk: usize, seed: u32) -> Vec<u8> {
     let mut state = 0x9e37_79b9_u32 ^ seed.wrapping_mul(0x85eb_ca6b);
     for &token in &tokens[..(chunk + 1) * CHUNK] {
@@ -224,7 +224,7 @@ pub(crate) fn prompt(seed: u32, tokens: usize) -> Vec<u32> {
         .collect()
 }
 
-/// One engine worker that copies by itself.
+/// A worker that copies by itself from and to the shared pool.
 pub(crate) struct Worker {
     pub(crate) client: Client,
     pub(crate) instance_id: u64,
@@ -249,7 +249,7 @@ impl Worker {
         Self::register_on(server.client(), instance_id, rank, world_size, dtype)
     }
 
-    /// Over a connection that may lead through a proxy.
+    /// Registers over a given connection, which may lead through a proxy.
     pub(crate) fn register_on(
         mut client: Client,
         instance_id: u64,
@@ -324,7 +324,7 @@ impl Worker {
         }
     }
 
-    /// Writes the bytes that belong to the chunks of a prepared store.
+    /// Writes the expected bytes of the chunks of a prepared store.
     pub(crate) fn fill(&self, key: &CacheKey, slots: &[SlotDescriptor], indices: &[u64]) {
         for (slot, &index) in slots.iter().zip(indices) {
             let chunk = key.start as usize / CHUNK + index as usize;
@@ -348,7 +348,7 @@ impl Worker {
         self.client.ask(&request).expect("an answer") == Reply::Bool(true)
     }
 
-    /// Stores a range as an engine does. How many chunks were new.
+    /// Stores a range as an engine does, and returns the number of new chunks.
     pub(crate) fn store(&mut self, key: &CacheKey) -> usize {
         let (slots, indices) = self.prepare_store(key);
         if slots.is_empty() {
@@ -370,7 +370,7 @@ impl Worker {
         }
     }
 
-    /// Retrieves a range and checks every byte. False when it was a miss.
+    /// Retrieves a range and checks every byte. Returns false on a miss.
     pub(crate) fn retrieve(&mut self, key: &CacheKey) -> bool {
         let instance_id = self.instance_id;
         let slots = self.prepare_retrieve(key);
@@ -395,7 +395,7 @@ impl Worker {
     }
 }
 
-/// Looks up the whole chunks of a prompt. How many lead.
+/// Looks up a prompt and returns the number of leading chunks that are cached.
 pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     let key = CacheKey {
         worker_id: None,
@@ -414,8 +414,8 @@ pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
     loop {
         match client.ask(&status).expect("an answer") {
             Reply::Int(chunks) => return chunks,
-            // Chunks are coming up from a slower tier.
-            Reply::None => assert!(Instant::now() < deadline, "never answered"),
+            // Chunks are being promoted from a lower tier.
+            Reply::None => assert!(Instant::now() < deadline, "no result before the deadline"),
             other => panic!("unexpected {other:?}"),
         }
     }
@@ -428,7 +428,7 @@ pub(crate) fn end_session(client: &mut Client, request: &str) {
         .expect("an answer");
 }
 
-/// A shared-memory segment as an engine makes it.
+/// An engine's shared-memory segment.
 pub(crate) struct Segment {
     file: File,
     path: String,
@@ -444,7 +444,7 @@ impl Segment {
             .create_new(true)
             .open(&path);
         let file = file.expect("a segment");
-        file.set_len(len as u64).expect("room");
+        file.set_len(len as u64).expect("space in /dev/shm");
         Self { file, path, len }
     }
 
@@ -473,7 +473,7 @@ impl Drop for Segment {
     }
 }
 
-/// Returns the bytes of memory that this process has.
+/// Returns the resident memory of this process in bytes.
 pub(crate) fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").expect("Linux");
     let pages = status.split(' ').nth(1).expect("resident pages");

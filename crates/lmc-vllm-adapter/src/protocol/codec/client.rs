@@ -1,4 +1,5 @@
-//! The other direction of the codec: requests written and replies read, for clients and tests.
+//! The client's side of the codec, for load generators and tests: encodes requests, decodes
+//! replies.
 
 use bytes::Bytes;
 
@@ -10,7 +11,7 @@ use crate::protocol::{
 
 const MAX_SLOTS: usize = 1 << 20;
 
-/// The frames of a request: number, operation, payloads.
+/// Encodes the frames of a request: number, operation, payloads.
 pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
     let operation = request.operation();
     let mut frames = vec![value(|w| w.uint(uid))];
@@ -231,11 +232,11 @@ fn cache_key(key: &CacheKey) -> Bytes {
     })
 }
 
-/// Reads the reply to a request of this operation, from the frames after the request number.
+/// Decodes the reply to a request of this operation, from the frames after the request number.
 ///
 /// # Errors
-/// [`ValueError`] when the value is not what the operation answers with. A refusal is not an
-/// error here but a [`Reply::Error`].
+/// [`ValueError`] when the value has not the type that the operation replies with. A refusal is
+/// not an error but a [`Reply::Error`].
 pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Reply, ValueError> {
     let [answered, payload @ ..] = frames else {
         return Err(ValueError::Missing("operation"));
@@ -274,7 +275,7 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
         Operation::SubscribeKvEvents => Reply::Events(events(r)?),
         _ => {
             return Err(ValueError::Invalid(format!(
-                "{operation} answers with nothing"
+                "{operation} has no reply value"
             )));
         }
     };

@@ -303,7 +303,7 @@ fn settings_of_a_request_are_read_and_others_ignored() {
         w.str("lmcache.skip_save");
         w.str("true");
     });
-    assert_eq!(skips(text), Ok(false), "of another type");
+    assert_eq!(skips(text), Ok(false), "the value has another type");
     let many = with(&|w| w.map(1_000_000));
     assert!(many.is_err());
     let asked = Request::Lookup(CacheKey {
