@@ -18,7 +18,7 @@ pub fn ready<'a, T: Send + 'a>(answers: impl IntoIterator<Item = T>) -> Answers<
 }
 
 /// Waits for all answers to a batch of `len` keys and returns them in the order of the batch. A
-/// place is `None` if the stream ended without an answer to it; a second answer to one key, or
+/// result is `None` if the stream ended without an answer to it; a second answer to one key, or
 /// one to a key that is not in the batch, is dropped.
 pub async fn in_order<T>(mut answers: Answers<'_, T>, len: usize) -> Vec<Option<T>> {
     let mut ordered: Vec<Option<T>> = std::iter::repeat_with(|| None).take(len).collect();

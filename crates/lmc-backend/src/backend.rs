@@ -96,7 +96,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// A private tier removes the chunks, those included whose `store` was begun before and ends
     /// after, whether anybody still waits for it or not. A shared tier deletes nothing: its chunks
-    /// carry their epochs, and whoever knows a newer one treats them as absent. A clear that is
+    /// carry their epochs, and a caller that knows a newer one treats them as absent. A clear that is
     /// not newer than the epoch noted changes nothing.
     ///
     /// # Errors

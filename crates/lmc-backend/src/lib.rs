@@ -6,7 +6,7 @@
 //! ([`Backend::locate`], or at once by its [`LocalIndex`]), loads them into slots that the caller
 //! reserved, and stores them from sealed slots, without a copy in between where the tier can do
 //! that. Loads and stores answer for each key as it ends ([`Answers`]). A key decides its bytes for
-//! good, so nothing is ever overwritten; what a clear makes unfindable is told by [`ClearEpoch`]s.
+//! good, so nothing is ever overwritten; [`ClearEpoch`]s say what a clear makes unfindable.
 //!
 //! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
 //! a chunk belongs in (`lmc-engine`), and any executor or timer.

@@ -28,7 +28,7 @@ impl Located {
     }
 }
 
-/// Where a chunk lies, how large it is, and what it costs to load.
+/// Location, size and cost of a chunk in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Location {
@@ -37,7 +37,7 @@ pub struct Location {
     /// Bytes that the tier stores and moves for it, headers included; less than `len` where it is
     /// compressed.
     pub stored_len: u64,
-    /// The kind of place that the bytes lie in.
+    /// Kind of medium that holds the bytes.
     pub medium: Medium,
     /// Estimated time to load the chunk as one of a batch, from what the tier measured so far.
     pub cost: Duration,
@@ -73,7 +73,7 @@ impl Location {
     }
 }
 
-/// The kind of place that the bytes of a chunk lie in.
+/// Kind of medium that holds the bytes of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Medium {

@@ -68,28 +68,28 @@ fn a_wrapper_without_faults_is_as_good_as_what_it_wraps() {
     Conformance::new(Guarantee::Exact).run(&faulty);
 }
 
-/// How a tier lies.
+/// Fault of a tier that answers falsely.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
-    /// It says hit for a chunk that it does not have.
+    /// Answers hit for a chunk that it does not have.
     Invents,
-    /// It says hit without writing.
+    /// Answers hit without writing.
     Stale,
-    /// It answers for all keys but the last.
+    /// Answers for all keys but the last.
     Short,
-    /// It says removed and keeps the chunk.
+    /// Answers removed and keeps the chunk.
     Keeps,
-    /// It says cleared and keeps every chunk.
+    /// Answers cleared and keeps every chunk.
     KeepsAll,
-    /// It lists the first page again and again.
+    /// Lists the first page again and again.
     Loops,
-    /// It never returns the slots of loads that miss.
+    /// Never returns the slots of loads that miss.
     Leaks,
-    /// It says that a chunk is longer than it is.
+    /// Answers that a chunk is longer than it is.
     Longer,
-    /// It answers for a key twice.
+    /// Answers for a key twice.
     Twice,
-    /// It does not note clears.
+    /// Does not record clears.
     Forgets,
 }
 
@@ -131,8 +131,8 @@ impl Backend for Liar {
         }
         let last = items.len().saturating_sub(1);
         let loaded = self.0.load(items, deadline);
-        let told = move |&(index, _): &(usize, Loaded)| self.1 != Lie::Short || index != last;
-        let loaded = loaded.filter(move |answer| std::future::ready(told(answer)));
+        let answered = move |&(index, _): &(usize, Loaded)| self.1 != Lie::Short || index != last;
+        let loaded = loaded.filter(move |answer| std::future::ready(answered(answer)));
         let lie = |(index, loaded)| match (self.1, loaded) {
             (Lie::Invents, Loaded::Miss(mut slot)) => {
                 slot.bytes_mut()[0] ^= 1;
@@ -241,7 +241,7 @@ fn the_kit_catches_lies() {
         };
         let kit = Conformance::new(guarantee)
             .with_seed(7)
-            .with_patience(Duration::from_millis(50));
+            .with_tolerance(Duration::from_millis(50));
         let run = AssertUnwindSafe(|| kit.run(&liar));
         assert!(catch_unwind(run).is_err(), "{lie:?} went unnoticed");
     }
@@ -252,7 +252,7 @@ fn the_kit_catches_a_tier_that_answers_after_its_deadline() {
     let late = Delayed::late(MemoryBackend::default(), Duration::from_millis(100));
     let kit = Conformance::new(Guarantee::Lossy)
         .with_operations(200)
-        .with_patience(Duration::from_millis(50));
+        .with_tolerance(Duration::from_millis(50));
     let run = AssertUnwindSafe(|| kit.run(&late));
     assert!(catch_unwind(run).is_err(), "it went unnoticed");
 }

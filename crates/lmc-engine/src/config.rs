@@ -99,7 +99,7 @@ pub enum EngineError {
     /// The DRAM tier refuses its settings.
     #[error("dram tier: {0}")]
     Local(#[from] LocalConfigError),
-    /// There are more lower tiers than can be told apart.
+    /// There are too many lower tiers.
     #[error("{found} lower tiers, at most {max} are possible", max = Origin::MAX_TIERS)]
     TooManyTiers {
         /// Number of lower tiers.

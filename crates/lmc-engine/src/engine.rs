@@ -1,4 +1,4 @@
-//! The engine.
+//! `CacheEngine`: one object over all tiers.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -25,7 +25,8 @@ use crate::lower::{LowerStatus, LowerTiers, Offer};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
 
-/// Chunks evicted in one go above the high watermark, so that others get their turn in between.
+/// Chunks evicted under one lock above the high watermark, so that other threads can take it in
+/// between.
 const EVICT_AT_ONCE: usize = 256;
 /// Time at the end of a close in which nothing more is offered, at most.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
@@ -34,30 +35,30 @@ const NOT_CLOSED: u64 = u64::MAX;
 
 /// Owner of the leases that the engine takes while it offers chunks to lower tiers.
 const WRITER: OwnerId = OwnerId(u64::MAX - 1);
-/// Time that the tiers below have to forget what they shall forget.
-const FORGET_DEADLINE: Duration = Duration::from_secs(10);
+/// Time that lower tiers have for a clear or a removal.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What [`CacheEngine::clear`] forgot.
+/// Outcome of [`CacheEngine::clear`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cleared {
-    /// Chunks in DRAM.
+    /// Number of chunks removed from DRAM.
     pub dram: u64,
-    /// Chunks in the tiers below.
+    /// Number of chunks removed from lower tiers.
     pub lower: u64,
-    /// Whether every tier below forgot all it had. If not, one of them is out of order or too
-    /// slow, and may still have some.
+    /// True if every lower tier has noted the clear. If not, one of them is faulty or too slow, and
+    /// may still have chunks.
     pub complete: bool,
 }
 
-/// What [`CacheEngine::remove`] forgot.
+/// Outcome of [`CacheEngine::remove`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Removed {
-    /// Whether each chunk was there, in order.
+    /// True for each chunk that was there, in order.
     pub found: Vec<bool>,
-    /// Whether no tier has any of them now. If not, one of the tiers below is out of order or too
-    /// slow, and may still have some.
+    /// True if no tier has any of them now. If not, a lower tier is faulty or too slow, and may
+    /// still have some.
     pub complete: bool,
 }
 
@@ -92,13 +93,13 @@ impl CloseReport {
     }
 }
 
-/// How one tier is.
+/// State of one tier.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierHealth {
     /// Name of the tier.
     pub tier: String,
-    /// What is wrong with it, and what to do about it; none when all is well.
+    /// Fault of the tier with its remedy; none when there is no fault.
     pub fault: Option<String>,
 }
 
@@ -142,8 +143,7 @@ impl CacheEngine {
         Self::with_tiers(config, arena, Vec::new())
     }
 
-    /// Makes an engine whose DRAM tier is this arena, with slower tiers below it, the fastest
-    /// first.
+    /// Makes an engine whose DRAM tier is this arena, with lower tiers, the fastest first.
     ///
     /// # Errors
     /// [`EngineError`] says which setting cannot be.
@@ -185,8 +185,8 @@ impl CacheEngine {
         Ok(Self(inner))
     }
 
-    /// Who is told of chunks that come and go. Only the first listener is taken; false for any
-    /// other.
+    /// Sets the listener for chunks that become findable and unfindable. Only the first listener is
+    /// taken; returns false for any other.
     pub fn set_events(&self, listener: Arc<dyn EventSink>) -> bool {
         self.0.relay.set(listener)
     }
@@ -276,8 +276,8 @@ impl CacheEngine {
         requests.iter().map(reserve).collect()
     }
 
-    /// Makes written chunks findable, at once and for everybody. One answer for each, in order.
-    /// None is findable in a pool that is lost: they count as [`Inserted::Cleared`].
+    /// Makes written chunks findable at once. Returns one answer for each, in order. In a pool that
+    /// is lost no chunk becomes findable: they count as [`Inserted::Cleared`].
     ///
     /// # Panics
     /// When a ticket is another engine's.
@@ -310,31 +310,31 @@ impl CacheEngine {
         inserted
     }
 
-    /// Lets others reserve the chunks of these tickets too, each in memory of its own. The first
-    /// commit makes a chunk findable; a later one answers [`Inserted::Present`]. For writers of
-    /// whom no commit is expected soon.
+    /// Lets other callers reserve the chunks of these tickets too, each in memory of its own. The
+    /// first commit makes a chunk findable; a later one answers [`Inserted::Present`]. For writers
+    /// whose commit is not expected soon.
     pub fn share_writes(&self, marks: &[MarkId]) {
         self.0.tier.share_writes(marks);
     }
 
-    /// How often everything was forgotten. What was reserved while this has not changed since
-    /// some moment, and only that, was reserved without a clear since that moment.
+    /// Returns the number of clears so far. A slot that was reserved while this number has not
+    /// changed since some moment was reserved without a clear since that moment.
     pub fn clears(&self) -> u64 {
         self.0.tier.clears()
     }
 
-    /// Keeps chunks until they are unpinned. Which of them are there.
+    /// Pins chunks: they are not evicted until they are unpinned. Returns true for those in DRAM.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         self.0.tier.pin(keys)
     }
 
-    /// Ends pins, one for each call of [`Self::pin`]. Which of them were pinned.
+    /// Ends pins, one for each call of [`Self::pin`]. Returns true for those that were pinned.
     pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         self.0.tier.unpin(keys)
     }
 
-    /// Forgets chunks in all tiers. What is leased is unfindable at once and its memory comes
-    /// back with the last lease. Waits for the tiers below, at most eleven seconds.
+    /// Removes chunks from all tiers. A leased chunk is unfindable at once, and its memory is freed
+    /// with the last lease. Waits for lower tiers, at most eleven seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Removed {
         let above = || self.0.tier.remove(keys);
         let Some(lower) = &self.0.lower else {
@@ -343,7 +343,7 @@ impl CacheEngine {
                 complete: true,
             };
         };
-        let deadline = Instant::now() + FORGET_DEADLINE;
+        let deadline = Instant::now() + REMOVE_TIMEOUT;
         let (mut found, below, complete) = lower.remove(keys, deadline, above);
         found.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
         Removed { found, complete }
@@ -359,16 +359,16 @@ impl CacheEngine {
         self.0.tier.remove_spaces(spaces)
     }
 
-    /// Forgets everything that nobody holds in DRAM; with `force` also what is leased or pinned.
-    /// How many chunks went. The tiers below keep theirs.
+    /// Removes every chunk in DRAM that is neither leased nor pinned; with `force` those too.
+    /// Returns the number of chunks removed. Lower tiers keep theirs.
     pub fn clear_dram(&self, force: bool) -> u64 {
         let which = if force { Clear::All } else { Clear::Idle };
         self.0.tier.clear(which)
     }
 
-    /// Forgets everything that nobody holds, in all tiers; with `force` also what is leased or
-    /// pinned. What is on its way down or up is forgotten too. Waits for the tiers below, at
-    /// most eleven seconds.
+    /// Removes every chunk in all tiers that is neither leased nor pinned; with `force` those too.
+    /// Chunks that are being written or promoted are removed too. A shared tier deletes nothing: its
+    /// older chunks count as absent from then on. Waits for lower tiers, at most eleven seconds.
     pub fn clear(&self, force: bool) -> Cleared {
         let Some(lower) = &self.0.lower else {
             return Cleared {
@@ -377,7 +377,7 @@ impl CacheEngine {
                 complete: true,
             };
         };
-        let deadline = Instant::now() + FORGET_DEADLINE;
+        let deadline = Instant::now() + REMOVE_TIMEOUT;
         let (dram, removed, complete) = lower.clear(deadline, || self.clear_dram(force));
         Cleared {
             dram,
@@ -419,9 +419,9 @@ impl CacheEngine {
             chunks.iter().map(|chunk| chunk.len).sum(),
             Ordering::Relaxed,
         );
-        for (place, chunk) in chunks.iter().enumerate() {
+        for (index, chunk) in chunks.iter().enumerate() {
             if !lower.wait_for_capacity(chunk.len, deadline) {
-                return (chunks.len() - place) as u64;
+                return (chunks.len() - index) as u64;
             }
             let _held = lower.tiers().block_removal();
             let leases = tier.lease_uncounted(WRITER, &[chunk.key]);
@@ -458,7 +458,7 @@ impl CacheEngine {
         self.0.tier.set_quota(tenant, quota);
     }
 
-    /// What each tenant uses and may use. One that uses nothing and has no quota may be missing.
+    /// Returns the usage and quota of each tenant. A tenant without either may be missing.
     pub fn tenants(&self) -> Vec<TenantStatus> {
         self.0
             .tier
@@ -494,7 +494,7 @@ impl CacheEngine {
         self.0.tier.pool().arena()
     }
 
-    /// How each tier is, fastest first.
+    /// Returns the state of each tier, the fastest first.
     pub fn health(&self) -> Vec<TierHealth> {
         let dram = TierHealth {
             tier: "dram".to_owned(),
@@ -536,13 +536,13 @@ impl CacheEngine {
         self.0.tier.leases()
     }
 
-    /// What is held at this moment.
+    /// Returns what the DRAM tier holds at this moment.
     pub fn usage(&self) -> EngineUsage {
         let prefaulted = self.arena().prefault_progress().done;
         EngineUsage::new(&self.0.tier.usage(), self.pool_bytes(), prefaulted)
     }
 
-    /// What the tiers below hold, and what went to and fro.
+    /// Returns the content and counters of each lower tier.
     pub fn lower_status(&self) -> Vec<LowerStatus> {
         self.0
             .lower
@@ -550,7 +550,7 @@ impl CacheEngine {
             .map_or_else(Vec::new, LowerTiers::status)
     }
 
-    /// What was counted so far.
+    /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
         self.0.tier.stats().into()
     }

@@ -208,13 +208,13 @@ impl Lookup {
     }
 }
 
-/// What is known of one rank before anything is promoted.
+/// The chunks of one rank before anything is promoted.
 struct Known {
     rank: Rank,
     keys: Vec<ChunkKey>,
     /// Leases of the leading chunks in DRAM.
     leases: Leases,
-    /// The places of the chunks after those.
+    /// Sources of the chunks after those.
     sources: Sources,
 }
 

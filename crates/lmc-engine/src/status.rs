@@ -1,21 +1,21 @@
-//! What an engine shows of itself.
+//! Usage and counters of an engine.
 
 use lmc_backend_local::{LocalStats, LocalUsage, TenantId, TenantUsage};
 use serde::Serialize;
 
-/// What the engine holds at one moment.
+/// Content of the DRAM tier at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineUsage {
     /// Bytes of the pool.
     pub pool_bytes: u64,
-    /// Bytes of it that are taken: chunks, reservations, and what is read after its removal.
+    /// Bytes of the pool that are in use: chunks, reservations, and what is read after its removal.
     pub used_bytes: u64,
     /// Longest run of free bytes.
     pub largest_free_bytes: u64,
     /// Chunks that can be found.
     pub chunks: u64,
-    /// Their bytes.
+    /// Payload bytes of the chunks that can be found.
     pub chunk_bytes: u64,
     /// Leases out.
     pub leases: u64,
@@ -49,7 +49,7 @@ impl EngineUsage {
     }
 }
 
-/// What the engine counted since it was made.
+/// Counters of the DRAM tier since the engine was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineStats {
@@ -59,9 +59,9 @@ pub struct EngineStats {
     pub misses: u64,
     /// Chunks that became findable.
     pub inserted: u64,
-    /// Their bytes.
+    /// Payload bytes of the chunks that became findable.
     pub inserted_bytes: u64,
-    /// Chunks evicted to make room.
+    /// Chunks evicted to free memory for others.
     pub evicted_room: u64,
     /// Chunks evicted because their tenant was over its quota.
     pub evicted_quota: u64,
@@ -73,8 +73,8 @@ pub struct EngineStats {
     pub removed: u64,
     /// Chunks that went with a clear.
     pub cleared: u64,
-    /// Reservations that found no room.
-    pub no_room: u64,
+    /// Reservations that found no free memory.
+    pub no_memory: u64,
     /// Reservations refused by a quota.
     pub over_quota: u64,
     /// Writes that found the key being written by another.
@@ -94,18 +94,18 @@ impl From<LocalStats> for EngineStats {
             evicted_bytes: local.evicted_bytes,
             removed: local.removed,
             cleared: local.cleared,
-            no_room: local.reserve_no_space,
+            no_memory: local.reserve_no_space,
             over_quota: local.reserve_quota,
             busy: local.busy,
         }
     }
 }
 
-/// What a tenant uses and may use.
+/// Usage and quota of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TenantStatus {
-    /// Its number.
+    /// Number of the tenant.
     pub tenant: u32,
     /// Bytes of its chunks.
     pub bytes: u64,

@@ -387,7 +387,7 @@ fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
     assert_eq!(tier.usage().expect("open").chunks, 4, "they are there");
     assert_eq!(found(&engine, 0..4).hits, 0, "and are not found");
     assert_eq!(status(&engine, 0).promote_missed, 0, "nor read");
-    // Stored again, they take the place of the older ones.
+    // Stored again, they replace the older ones.
     assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
     settle(&engine);
     engine.clear_dram(true);

@@ -1,4 +1,4 @@
-//! What callers of [`CacheEngine`] rely on, over a real pool.
+//! Behaviour that callers of [`CacheEngine`] rely on, over a real pool.
 
 use std::sync::Arc;
 use std::thread;
@@ -17,7 +17,7 @@ const CHUNK: usize = 4096;
 const WRITER: OwnerId = OwnerId(1);
 const READER: OwnerId = OwnerId(2);
 
-/// An engine with room for so many chunks. Nothing is evicted before the room is gone.
+/// An engine with memory for so many chunks. Nothing is evicted before the memory is full.
 fn engine(chunks: usize) -> CacheEngine {
     engine_with(chunks, |_| {})
 }
@@ -69,7 +69,7 @@ fn fill(ticket: &mut StoreTicket) {
     ticket.bytes_mut().fill(byte);
 }
 
-/// What may be written of these.
+/// The chunks of these that may be written.
 fn reserved(engine: &CacheEngine, requests: &[StoreRequest]) -> Vec<StoreTicket> {
     let reserved = engine.store(WRITER, requests).into_iter();
     let ticket = |reservation| match reservation {
@@ -102,7 +102,7 @@ fn lookup(engine: &CacheEngine, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
     found.into_leases().unwrap_or_else(none)
 }
 
-/// How many leading chunks are there.
+/// Number of leading chunks that are present.
 fn leading(engine: &CacheEngine, keys: &[ChunkKey]) -> usize {
     lookup(engine, OwnerId(99), keys).len()
 }
@@ -177,13 +177,13 @@ fn a_chunk_is_reserved_once_and_not_found_before_it_is_committed() {
 }
 
 #[test]
-fn a_full_pool_evicts_what_nobody_holds_and_else_says_so() {
+fn a_full_pool_evicts_chunks_without_a_lease_and_else_reports_no_memory() {
     let engine = engine(8);
     write(&engine, &prompt(0..8));
     let held = lookup(&engine, READER, &keys(0..6));
-    // Two chunks may go, the prompt's tail; the third finds no room.
+    // Two chunks may go, the prompt's tail; the third finds no memory.
     assert_eq!(write(&engine, &prompt(100..103)), 2);
-    assert_eq!(engine.stats().no_room, 1);
+    assert_eq!(engine.stats().no_memory, 1);
     assert_eq!(leading(&engine, &keys(0..8)), 6, "what is leased stays");
     for (index, number) in (0..6).enumerate() {
         let slot = held.get(index).expect("it is held");
@@ -203,7 +203,7 @@ fn the_tail_of_a_prompt_goes_before_its_head() {
 }
 
 #[test]
-fn pins_outlast_eviction_and_clearing_until_each_is_taken_back() {
+fn pins_outlive_eviction_and_clearing_until_each_is_taken_back() {
     let engine = engine(4);
     write(&engine, &prompt(0..2));
     assert_eq!(engine.pin(&keys(0..3)), [true, true, false]);
@@ -245,7 +245,7 @@ fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
 }
 
 #[test]
-fn a_tenant_with_a_quota_displaces_itself_and_nobody_else() {
+fn a_tenant_with_a_quota_displaces_only_itself() {
     let engine = engine(8);
     let tenant = TenantId(7);
     engine.set_quota(tenant, Some(2 * CHUNK as u64));

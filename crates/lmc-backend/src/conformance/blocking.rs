@@ -32,11 +32,11 @@ pub fn store_batch(
     deadline: Instant,
 ) -> Vec<Result<Stored, BackendError>> {
     let len = items.len();
-    let anew = |item: StoreItem| {
+    let current = |item: StoreItem| {
         let epoch = epoch_of(backend, item.key.space);
         item.with_epoch(epoch)
     };
-    let items = items.into_iter().map(anew).collect();
+    let items = items.into_iter().map(current).collect();
     wait(backend.store(items, deadline), len)
 }
 

@@ -62,7 +62,7 @@ enum Fault {
 }
 
 impl<B: Backend> Faulty<B> {
-    /// The same seed gives the same faults to the same operations.
+    /// Wraps a tier. The same seed gives the same faults to the same operations.
     pub fn new(inner: B, faults: Faults, seed: u64) -> Self {
         let rng = Mutex::new(Rng::new(seed));
         Self { inner, faults, rng }

@@ -40,7 +40,7 @@ pub struct Conformance {
     operations: usize,
     keys: u64,
     max_len: u64,
-    patience: Duration,
+    tolerance: Duration,
 }
 
 /// Counts of a run, so that a test can tell that the run did something.
@@ -84,7 +84,7 @@ impl Conformance {
             operations: 500,
             keys: 48,
             max_len: 20_000,
-            patience: Duration::from_secs(20),
+            tolerance: Duration::from_secs(20),
         }
     }
 
@@ -114,8 +114,8 @@ impl Conformance {
 
     /// Sets the time that slots of cancelled operations may stay away, and by which an operation may
     /// end after its deadline. Default: 20 s.
-    pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+    pub fn with_tolerance(mut self, tolerance: Duration) -> Self {
+        self.tolerance = tolerance;
         self
     }
 
@@ -250,11 +250,11 @@ impl<'a> Run<'a> {
         let mut ordered: Vec<Option<T>> = std::iter::repeat_with(|| None).take(len).collect();
         let mut answers = answers;
         while let Some((index, answer)) = answers.next().await {
-            let place = ordered
+            let answered = ordered
                 .get_mut(index)
                 .expect("an answer to a key of the batch");
-            assert!(place.is_none(), "key {index} is answered twice");
-            *place = Some(answer);
+            assert!(answered.is_none(), "key {index} is answered twice");
+            *answered = Some(answer);
         }
         let answer = |answer: Option<T>| answer.expect("one answer for each key");
         ordered.into_iter().map(answer).collect()
@@ -289,8 +289,8 @@ impl<'a> Run<'a> {
             let known = self.model.get(&key).copied();
             match answer {
                 Ok(Stored::Written) => {
-                    let anew = known != Some(Known::Stored) || !self.exact();
-                    assert!(anew, "{key:?} was written twice");
+                    let is_new = known != Some(Known::Stored) || !self.exact();
+                    assert!(is_new, "{key:?} was written twice");
                     self.tally.written += 1;
                     self.model.insert(key, Known::Stored);
                 }
@@ -417,7 +417,7 @@ impl<'a> Run<'a> {
         drop(self.answers(loaded, len).await);
         let late = deadline.elapsed();
         assert!(
-            late <= self.kit.patience,
+            late <= self.kit.tolerance,
             "ended {late:?} after the deadline"
         );
         self.slots_come_back();
@@ -542,6 +542,7 @@ impl<'a> Run<'a> {
         let clear = repeated.unwrap_or(Clear { space, epoch });
         let covered = |key: &&ChunkKey| repeated.is_none() && clear.covers(key.space);
         let result = self.backend.clear(clear, self.deadline()).await;
+        let is_cleared = result.is_ok();
         match result {
             Ok(gone) => {
                 let stored = self.model.iter().filter(|(key, _)| covered(key));
@@ -576,7 +577,7 @@ impl<'a> Run<'a> {
             }
         }
         // The store may have taken effect for what the clear did not cover.
-        for key in keys.iter().filter(|key| !covered(key)) {
+        for key in keys.iter().filter(|key| !(is_cleared && covered(key))) {
             self.model.entry(*key).or_insert(Known::Unsure);
         }
         if self.rng.chance(500) {
@@ -669,11 +670,11 @@ impl<'a> Run<'a> {
 
     /// Cancelled operations may hold slots until the device is done with them, not for ever.
     fn slots_come_back(&self) {
-        let patience = Instant::now() + self.kit.patience;
+        let deadline = Instant::now() + self.kit.tolerance;
         while self.pool.usage().slots > 0 {
             let used = self.pool.usage();
             assert!(
-                Instant::now() < patience,
+                Instant::now() < deadline,
                 "slots did not come back: {used:?}"
             );
             std::thread::sleep(Duration::from_millis(1));

@@ -15,9 +15,9 @@ pub struct Mismatch {
     pub len: usize,
     /// The first wrong byte.
     pub at: usize,
-    /// What it should be.
+    /// Byte that belongs there.
     pub expected: u8,
-    /// What it is.
+    /// Byte that was found.
     pub found: u8,
 }
 

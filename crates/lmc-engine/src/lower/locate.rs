@@ -11,7 +11,7 @@ use super::{Tiers, count};
 /// Time between two questions about chunks that are being written, at first and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// The place of a chunk.
+/// The tier that a chunk is read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     /// DRAM.
@@ -44,10 +44,10 @@ impl Source {
     }
 }
 
-/// The places of the leading keys of a prompt.
+/// Sources of the leading keys of a prompt.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
-    /// The place of each key, as far as they are found.
+    /// Source of each key, as far as they are found.
     pub(crate) found: Vec<Source>,
     /// False if a tier that has to be asked may have the next key.
     pub(crate) is_final: bool,
@@ -85,7 +85,7 @@ impl Tiers {
         self.tiers.iter().any(|tier| tier.backend.index().is_none())
     }
 
-    /// Finds the places of the leading keys in DRAM and in the tiers whose index is in this
+    /// Finds the sources of the leading keys in DRAM and in the tiers whose index is in this
     /// process.
     pub(crate) fn locate_now(&self, keys: &[ChunkKey]) -> Sources {
         let known = self.not_removing(keys);
@@ -104,9 +104,9 @@ impl Tiers {
         Sources { found, is_final }
     }
 
-    /// Finds the place of each key in DRAM and in the tiers whose index is in this process, up to
+    /// Finds the source of each key in DRAM and in the tiers whose index is in this process, up to
     /// the first key that is being removed.
-    pub(super) fn places_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
+    pub(super) fn sources_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
         self.each_now(self.not_removing(keys))
     }
 
@@ -137,7 +137,7 @@ impl Tiers {
         found
     }
 
-    /// Finds the places of the leading keys in all tiers, `known` of which are known. Asks first
+    /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
     /// about the first key that no index in this process has: if no tier has it, the rest is not
     /// asked for.
     pub(crate) async fn locate(&self, keys: &[ChunkKey], known: Sources) -> Vec<Source> {
@@ -153,14 +153,16 @@ impl Tiers {
         };
         found.push(first);
         let rest = &rest[1..];
-        let mut places = self.places_now(rest);
-        let asked: Vec<usize> = (0..places.len()).filter(|&n| places[n].is_none()).collect();
+        let mut sources = self.sources_now(rest);
+        let asked: Vec<usize> = (0..sources.len())
+            .filter(|&n| sources[n].is_none())
+            .collect();
         let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
         let answers = self.ask_until_known(&asked_keys, pending_until).await;
         for (n, answer) in asked.into_iter().zip(answers) {
-            places[n] = answer;
+            sources[n] = answer;
         }
-        found.extend(places.into_iter().map_while(|place| place));
+        found.extend(sources.into_iter().map_while(|source| source));
         found
     }
 
@@ -193,15 +195,15 @@ impl Tiers {
                 };
             }
         }
-        let mut places: Vec<Option<Source>> = answers
+        let mut sources: Vec<Option<Source>> = answers
             .into_iter()
             .map(|answer| match answer {
                 Answer::Found(source) => Some(source),
                 Answer::Pending | Answer::Absent => None,
             })
             .collect();
-        places.resize(keys.len(), None);
-        places
+        sources.resize(keys.len(), None);
+        sources
     }
 
     /// Asks all tiers that have no index in this process at once, under one deadline. A tier that

@@ -95,7 +95,7 @@ pub(crate) struct Prompt {
     pub(crate) owner: OwnerId,
     pub(crate) tenant: TenantId,
     pub(crate) keys: Vec<ChunkKey>,
-    /// The places of `keys` from index `first` on.
+    /// Sources of `keys` from index `first` on.
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
     pub(crate) deadline: Instant,
@@ -160,7 +160,7 @@ impl Tiers {
         tokio::time::timeout_at(deadline, permit).await.ok()?
     }
 
-    /// Returns the place of a chunk now. What was in DRAM when the prompt was located may have
+    /// Returns the source of a chunk now. What was in DRAM when the prompt was located may have
     /// been evicted for its head, and the other way round.
     fn source_now(&self, prompt: &Prompt, index: usize, now: Option<&Source>) -> Option<Source> {
         let before = prompt
@@ -179,7 +179,7 @@ impl Tiers {
     fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
         // A chunk that is located now is marked before it can be removed, which voids the mark.
         let _held = self.block_removal();
-        let now = self.places_now(&prompt.keys[range.clone()]);
+        let now = self.sources_now(&prompt.keys[range.clone()]);
         let sources: Vec<Source> = (range.clone().zip(&now))
             .map_while(|(index, now)| self.source_now(prompt, index, now.as_ref()))
             .collect();
@@ -273,7 +273,7 @@ impl Tiers {
         let mut left = Vec::new();
         for &index in busy {
             let key = prompt.keys[index];
-            let now = self.places_now(&[key]);
+            let now = self.sources_now(&[key]);
             let source = self.source_now(prompt, index, now.first().and_then(Option::as_ref));
             let Some(Source::Tier {
                 index: tier, len, ..

@@ -762,9 +762,9 @@ impl Run<'_> {
             (Outcome::Reply(_), _) => {}
             (Outcome::Stream(stream), _) => self.streams.push(stream),
             // Copies run one after the other on this thread, so none is in progress.
-            (Outcome::Quiet(entrance), _) => {
+            (Outcome::WhenIdle(entrance), _) => {
                 let (sender, receiver) = std::sync::mpsc::channel();
-                entrance.when_quiet(Box::new(move || {
+                entrance.when_idle(Box::new(move || {
                     sender.send(()).expect("the receiver is open")
                 }));
                 receiver.try_recv().expect("no copy is in progress");

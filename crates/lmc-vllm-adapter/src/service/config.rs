@@ -1,4 +1,4 @@
-//! How a [`Service`](crate::Service) is set up.
+//! Settings of a [`Service`](crate::Service).
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub struct ServiceConfig {
     pub hash_memo_bytes: usize,
     /// Block id that stands for "no data". Default: 0, as vLLM has it.
     pub null_block_id: Option<u32>,
-    /// How long a lookup holds what it found. Default: 300 s.
+    /// Time for which a lookup holds the chunks it found. Default: 300 s.
     pub lookup_lease: Duration,
     /// Silence after which a session ends. Default: 600 s.
     pub session_ttl: Duration,
@@ -32,7 +32,7 @@ pub struct ServiceConfig {
     /// Silence after which a worker that has sent signs of life is removed; zero never does.
     /// Default: 120 s.
     pub reap_timeout: Duration,
-    /// The same for a worker that never sent one. Default: 3600 s.
+    /// Silence tolerated of a worker that never sent a sign of life. Default: 3600 s.
     pub registration_grace: Duration,
     /// Time between the end of a worker's connection and its removal, in which it may come
     /// back; a stock one looks every 10 s. Default: 30 s.

@@ -17,7 +17,7 @@ use crate::service::spaces::Spaces;
 use crate::service::stats::{ServiceCounters, Stats};
 use crate::service::throttle::Throttle;
 
-/// What every part of the service works with. It has no state of the protocol.
+/// The values that every part of the service works with. None is state of the protocol.
 pub(super) struct Context {
     pub(super) config: ServiceConfig,
     pub(super) engine: CacheEngine,

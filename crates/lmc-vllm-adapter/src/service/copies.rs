@@ -22,7 +22,7 @@ use crate::service::{ClientId, Outcome};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum InspectError {
-    /// Nobody has registered with this id.
+    /// No worker has registered with this id.
     #[error("instance_id {0} not registered")]
     Unknown(u64),
     /// The worker copies by itself, so the server has never mapped its memory.
@@ -40,7 +40,7 @@ pub enum InspectError {
 struct Granted {
     copying: Copying,
     asked: Instant,
-    /// How often everything had been forgotten by then.
+    /// Number of times that all tenants had been forgotten by then.
     clears: u64,
 }
 
@@ -71,8 +71,8 @@ impl Copies {
     /// The right to copy in a worker's memory. None when its registration is over, or when it
     /// was asked for so long ago that the worker may have given the blocks away.
     fn may_copy(&self, worker: &Worker, asked: Instant, clears: u64) -> Option<Granted> {
-        let patience = self.context.config.copy_deadline / 2;
-        let Some(copying) = worker.entrance.enter(asked, patience) else {
+        let tolerance = self.context.config.copy_deadline / 2;
+        let Some(copying) = worker.entrance.enter(asked, tolerance) else {
             add(&self.context.stats.service.copies_too_late, 1);
             return None;
         };
@@ -88,8 +88,8 @@ impl Copies {
     ///
     /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
     fn may_go_on(&self, granted: &Granted) -> bool {
-        let patience = self.context.config.copy_deadline / 4 * 3;
-        granted.copying.may_go_on(granted.asked, patience)
+        let tolerance = self.context.config.copy_deadline / 4 * 3;
+        granted.copying.may_go_on(granted.asked, tolerance)
             && self.context.pulse.is_steady(Instant::now())
             && !self.context.engine.pool_is_lost()
     }

@@ -1,6 +1,6 @@
 //! The log of stored and removed chunks, and the subscriptions that read it.
 //!
-//! The log is bounded: a subscriber that falls behind is told that it lost events and starts
+//! The log is bounded: a subscriber that falls behind is notified that it lost events and starts
 //! over. Appending never waits for a subscriber.
 
 use std::collections::{HashMap, VecDeque};
@@ -61,12 +61,12 @@ pub(crate) struct Subscription {
     model: String,
     cursor: u64,
     max_events: usize,
-    /// Whether the batch that confirms the subscription is still owed.
+    /// True while the batch that confirms the subscription is still owed.
     first: bool,
     ended: bool,
 }
 
-/// What a subscription has for its reader.
+/// An answer of a subscription to its reader.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum NextBatch {
     /// Nothing new.
@@ -77,7 +77,7 @@ pub(crate) enum NextBatch {
     End,
 }
 
-/// What the log holds, for people to look at.
+/// State of the log, for status reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LogStatus {
     pub(crate) enabled: bool,
@@ -193,7 +193,7 @@ impl EventLog {
         }
     }
 
-    /// Forgets a subscription whose reader went away, unless a newer one took its place.
+    /// Forgets a subscription whose reader went away, unless a newer one replaced it.
     pub(crate) fn forget(&self, subscription: &Subscription) {
         let mut log = self.log.lock();
         if !log.runs(subscription) {
@@ -211,7 +211,7 @@ impl EventLog {
         subscription.ended || !self.log.lock().runs(subscription)
     }
 
-    /// What the subscription's reader gets next. The first call always has a batch, which tells
+    /// Returns what the subscription's reader gets next. The first call always has a batch, which tells
     /// the reader that the subscription stands.
     pub(crate) fn next(&self, subscription: &mut Subscription) -> NextBatch {
         if self.ended(subscription) {
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_subscriber_is_told_that_it_lost_events() {
+    fn a_slow_subscriber_is_notified_that_it_lost_events() {
         let log = EventLog::new(2, 1);
         let model: Arc<str> = "m".into();
         let mut subscription = log.subscribe(client(1), 5, "m".to_owned(), 0, 10);

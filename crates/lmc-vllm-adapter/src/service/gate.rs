@@ -16,7 +16,7 @@ struct Inside {
     /// after it: no answer reaches the worker, which gives the blocks away.
     cuts: u64,
     copies: usize,
-    /// What happens when the last copy is over.
+    /// Actions to run when the last copy is over.
     then: Vec<Then>,
     /// When the worker was last answered a sign of life. As long as it is, it waits for copies.
     answered: Option<Instant>,
@@ -82,18 +82,18 @@ pub(crate) struct Entrance {
 
 impl Entrance {
     /// The right to make a copy that was asked for at `asked`. None when the worker is not
-    /// registered any more, its connection ended since, or it has heard nothing for `patience`.
-    pub(crate) fn enter(&self, asked: Instant, patience: Duration) -> Option<Copying> {
+    /// registered any more, its connection ended since, or it has heard nothing for `tolerance`.
+    pub(crate) fn enter(&self, asked: Instant, tolerance: Duration) -> Option<Copying> {
         let mut inside = self.inside.lock();
-        if !inside.lets_in(self) || inside.gave_up(asked, patience) {
+        if !inside.lets_in(self) || inside.gave_up(asked, tolerance) {
             return None;
         }
         inside.copies += 1;
         Some(Copying(self.clone()))
     }
 
-    /// Does something as soon as no copy is under way: now, or where the last one ends.
-    pub(crate) fn when_quiet(&self, then: Then) {
+    /// Runs `then` as soon as no copy is under way: now, or on the thread that ends the last one.
+    pub(crate) fn when_idle(&self, then: Then) {
         let mut inside = self.inside.lock();
         if inside.copies > 0 {
             inside.then.push(then);
@@ -109,9 +109,9 @@ impl Inside {
         (self.open, self.cuts) == (entrance.registration, entrance.cuts)
     }
 
-    fn gave_up(&self, asked: Instant, patience: Duration) -> bool {
+    fn gave_up(&self, asked: Instant, tolerance: Duration) -> bool {
         let heard = self.answered.map_or(asked, |answered| answered.max(asked));
-        heard.elapsed() >= patience
+        heard.elapsed() >= tolerance
     }
 }
 
@@ -128,10 +128,10 @@ pub(crate) struct Copying(Entrance);
 
 impl Copying {
     /// Returns false when the copy must stop: the registration or the connection is over, or the
-    /// worker has heard nothing for `patience` and may have given the blocks away.
-    pub(crate) fn may_go_on(&self, asked: Instant, patience: Duration) -> bool {
+    /// worker has heard nothing for `tolerance` and may have given the blocks away.
+    pub(crate) fn may_go_on(&self, asked: Instant, tolerance: Duration) -> bool {
         let inside = self.0.inside.lock();
-        inside.lets_in(&self.0) && !inside.gave_up(asked, patience)
+        inside.lets_in(&self.0) && !inside.gave_up(asked, tolerance)
     }
 }
 
@@ -154,14 +154,14 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(5);
+    const TOLERANCE: Duration = Duration::from_secs(5);
 
     fn enter(entrance: &Entrance) -> Option<Copying> {
-        entrance.enter(Instant::now(), PATIENCE)
+        entrance.enter(Instant::now(), TOLERANCE)
     }
 
     #[test]
-    fn a_closed_gate_lets_nobody_in_and_tells_when_the_last_is_out() {
+    fn a_closed_gate_lets_no_copy_in_and_reports_the_end_of_the_last() {
         let gate = Gate::default();
         let entrance = gate.entrance();
         let first = enter(&entrance);
@@ -171,20 +171,20 @@ mod tests {
         let second = enter(&again.entrance());
         assert!(second.is_some(), "it is registered again");
         drop(again);
-        let told = Arc::new(AtomicUsize::new(0));
-        let tell = || {
-            let told = Arc::clone(&told);
+        let reports = Arc::new(AtomicUsize::new(0));
+        let report = || {
+            let reports = Arc::clone(&reports);
             Box::new(move || {
-                told.fetch_add(1, Ordering::Relaxed);
+                reports.fetch_add(1, Ordering::Relaxed);
             })
         };
-        entrance.when_quiet(tell());
+        entrance.when_idle(report());
         drop(second);
-        assert_eq!(told.load(Ordering::Relaxed), 0, "the first is under way");
+        assert_eq!(reports.load(Ordering::Relaxed), 0, "the first is under way");
         drop(first);
-        assert_eq!(told.load(Ordering::Relaxed), 1);
-        entrance.when_quiet(tell());
-        assert_eq!(told.load(Ordering::Relaxed), 2);
+        assert_eq!(reports.load(Ordering::Relaxed), 1);
+        entrance.when_idle(report());
+        assert_eq!(reports.load(Ordering::Relaxed), 2);
     }
 
     #[test]
@@ -193,25 +193,25 @@ mod tests {
         for again in [false, true] {
             let gate = Gate::default();
             let copying = enter(&gate.entrance()).expect("it is registered");
-            assert!(copying.may_go_on(now, PATIENCE));
+            assert!(copying.may_go_on(now, TOLERANCE));
             let next = again.then(|| gate.next());
             drop(gate);
-            assert!(!copying.may_go_on(now, PATIENCE));
+            assert!(!copying.may_go_on(now, TOLERANCE));
             drop(next);
         }
         let gate = Gate::default();
         let before = gate.entrance();
         let copying = enter(&before).expect("it is registered");
         gate.cut();
-        assert!(!copying.may_go_on(now, PATIENCE) && enter(&before).is_none());
+        assert!(!copying.may_go_on(now, TOLERANCE) && enter(&before).is_none());
         assert!(enter(&gate.entrance()).is_some(), "it is back");
         let gate = Gate::default();
         let copying = enter(&gate.entrance()).expect("it is registered");
-        let long_ago = now - PATIENCE;
-        assert!(!copying.may_go_on(long_ago, PATIENCE));
+        let long_ago = now - TOLERANCE;
+        assert!(!copying.may_go_on(long_ago, TOLERANCE));
         gate.answered(now);
         assert!(
-            copying.may_go_on(long_ago, PATIENCE),
+            copying.may_go_on(long_ago, TOLERANCE),
             "it is answered, so it waits"
         );
     }
@@ -219,9 +219,9 @@ mod tests {
     #[test]
     fn a_worker_that_is_answered_waits() {
         let gate = Gate::default();
-        let long_ago = Instant::now() - 2 * PATIENCE;
-        assert!(gate.entrance().enter(long_ago, PATIENCE).is_none());
-        gate.answered(Instant::now() - PATIENCE / 2);
-        assert!(gate.entrance().enter(long_ago, PATIENCE).is_some());
+        let long_ago = Instant::now() - 2 * TOLERANCE;
+        assert!(gate.entrance().enter(long_ago, TOLERANCE).is_none());
+        gate.answered(Instant::now() - TOLERANCE / 2);
+        assert!(gate.entrance().enter(long_ago, TOLERANCE).is_some());
     }
 }

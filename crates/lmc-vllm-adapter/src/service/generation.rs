@@ -57,7 +57,7 @@ impl Opaque {
 /// Way in which a worker of an opaque layout got its generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Joined {
-    /// It is the first.
+    /// The first of its kind.
     First,
     /// Others are there, or it was there before.
     Later,

@@ -280,7 +280,7 @@ impl Service {
 
     /// Gives back the slots of ended connections that nothing touches any more. May read files
     /// of `/proc`.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn release_ended(&self, now: Instant) {
         self.0.transfers.release_ended(now);
     }
@@ -305,7 +305,7 @@ impl Service {
         parts.registry.remove_silent(now);
     }
 
-    /// Notes that the process runs. To be called about twice a second by whoever reads requests
+    /// Notes that the process runs. To be called about twice a second by the thread that reads requests
     /// from sockets; one who calls it never has them counted as read at once.
     pub(crate) fn beat(&self, now: Instant) {
         self.0.context.pulse.beat(now);

@@ -56,7 +56,7 @@ pub(crate) struct GroupCopy {
     pub(crate) range: std::ops::Range<usize>,
 }
 
-/// How a worker's bytes reach the pool.
+/// The way a worker's bytes reach the pool.
 #[derive(Debug)]
 pub(crate) enum Transport {
     /// The worker maps the pool and copies by itself.
@@ -68,7 +68,7 @@ pub(crate) enum Transport {
 /// A registered worker.
 #[derive(Debug)]
 pub(crate) struct Instance {
-    /// Who its transfers belong to.
+    /// The owner of its transfers.
     pub(crate) owner: OwnerId,
     pub(crate) client: ClientId,
     pub(crate) model: ModelName,
@@ -91,7 +91,7 @@ pub(crate) struct Instance {
     pub(crate) ranks: BTreeSet<u16>,
     pub(crate) registered: Instant,
     pub(crate) last_seen: Instant,
-    /// Whether it ever sent a sign of life; tells how long its silence is tolerated.
+    /// True once it has sent a sign of life; decides how long its silence is tolerated.
     pub(crate) pinged: bool,
     /// When its connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
@@ -257,7 +257,8 @@ impl Instance {
         *spaces.entry(salt.clone()).or_insert(space.id())
     }
 
-    /// Whether it may be heard of on this connection: its own, or any when its own is over.
+    /// Returns true if requests about it may come on this connection: its own, or any when its own is
+    /// over.
     pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
         self.client == client || self.orphaned.is_some()
     }
@@ -340,7 +341,7 @@ fn token_order(groups: &[GroupLayout], layers: &[u32]) -> Result<LayoutFingerpri
     Ok(LayoutFingerprint::of(&description))
 }
 
-/// Which layer comes where, unless each has its own place.
+/// Order of the layers, unless each is at its own index.
 fn describe_order(layers: &[u32], description: &mut Vec<u8>) {
     if !layers.iter().copied().eq(0..layers.len() as u32) {
         description.extend_from_slice(b"layers");

@@ -180,7 +180,7 @@ impl Lookups {
         sessions.len() >= max || sessions.len_of(client) >= max - max / 4
     }
 
-    /// Whether a connection may hold no more chunks: all together hold as many as they may, or half
+    /// Returns true if a connection may hold no more chunks: all together hold as many as they may, or half
     /// of that, and this one a quarter.
     fn holds_too_much(&self, owner: OwnerId) -> bool {
         let (max, engine) = (self.context.config.max_lookup_leases, &self.context.engine);

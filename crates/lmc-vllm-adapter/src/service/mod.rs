@@ -1,4 +1,4 @@
-//! What the operations do: registrations, sessions, transfers, and the engine behind them.
+//! The operations: registrations, sessions, transfers, and the engine behind them.
 //!
 //! Nothing here knows an encoding or a socket, and time comes in as an argument.
 
@@ -53,7 +53,7 @@ impl ClientId {
     /// Stands for this server, where work is for no connection.
     pub(crate) const SERVER: Self = Self(u64::MAX);
 
-    /// Numbers are given by whoever owns the connections.
+    /// The owner of the connections gives the numbers.
     pub fn new(number: u64) -> Self {
         Self(number)
     }
@@ -65,7 +65,7 @@ impl fmt::Display for ClientId {
     }
 }
 
-/// What becomes of a request.
+/// Result of starting a request.
 pub(crate) enum Outcome {
     /// Answer this.
     Reply(crate::protocol::Reply),
@@ -74,7 +74,7 @@ pub(crate) enum Outcome {
     /// Answer when the lookup that it names is over, see [`Service::wait`].
     Wait(session::Wait),
     /// Answer with nothing when no copy is under way there any more.
-    Quiet(Entrance),
+    WhenIdle(Entrance),
     /// Answer with a batch whenever there is one and the reader is ready.
     Stream(Subscription),
 }

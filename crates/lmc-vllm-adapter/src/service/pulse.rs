@@ -11,7 +11,7 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 /// signal, a debugger, or for want of CPU) says nothing of its age.
 #[derive(Debug)]
 pub(super) struct Pulse {
-    patience: Duration,
+    tolerance: Duration,
     // One lock: a request beside the first beat after standing still sees all of it or nothing.
     beats: Mutex<Beats>,
 }
@@ -23,17 +23,17 @@ struct Beats {
 }
 
 impl Beats {
-    fn still(&self, now: Instant, patience: Duration) -> bool {
+    fn still(&self, now: Instant, tolerance: Duration) -> bool {
         self.last
-            .is_some_and(|last| now.saturating_duration_since(last) > patience)
+            .is_some_and(|last| now.saturating_duration_since(last) > tolerance)
     }
 }
 
 impl Pulse {
-    /// `patience` without a beat is standing still; before the first one nothing is.
-    pub(super) fn new(patience: Duration) -> Self {
+    /// `tolerance` without a beat is standing still; before the first one nothing is.
+    pub(super) fn new(tolerance: Duration) -> Self {
         Self {
-            patience,
+            tolerance,
             beats: Mutex::new(Beats {
                 last: None,
                 caught_up: None,
@@ -43,16 +43,17 @@ impl Pulse {
 
     pub(super) fn beat(&self, now: Instant) {
         let mut beats = self.beats.lock();
-        if beats.still(now, self.patience) {
+        if beats.still(now, self.tolerance) {
             beats.caught_up = Some(now + CATCH_UP);
         }
         beats.last = Some(now);
     }
 
-    /// Whether a request that is read now was sent a moment ago.
+    /// Returns true if a request that is read now was sent a moment ago.
     pub(super) fn is_steady(&self, now: Instant) -> bool {
         let beats = self.beats.lock();
-        !beats.still(now, self.patience) && beats.caught_up.is_none_or(|caught_up| now >= caught_up)
+        !beats.still(now, self.tolerance)
+            && beats.caught_up.is_none_or(|caught_up| now >= caught_up)
     }
 }
 
@@ -61,11 +62,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_stood_still_is_steady_only_when_it_has_caught_up() {
+    fn a_process_that_stood_still_is_steady_only_when_it_has_caught_up() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let pulse = Pulse::new(Duration::from_secs(5));
-        assert!(pulse.is_steady(at(100_000)), "nobody beats");
+        assert!(pulse.is_steady(at(100_000)), "no beat yet");
         for beat in 1..=20 {
             pulse.beat(at(500 * beat));
             assert!(pulse.is_steady(at(500 * beat)));

@@ -22,8 +22,8 @@ use crate::service::{ClientId, InspectError, Outcome};
 /// Layouts of one model above which a lookup finds nothing: each must have the chunk.
 const MAX_LAYOUTS: usize = 64;
 
-/// How long the "no" to an unknown worker's sign of life is remembered.
-const TOLD_TTL: Duration = Duration::from_secs(600);
+/// Time for which an unknown worker's sign of life is remembered.
+const REFUSED_TTL: Duration = Duration::from_secs(600);
 
 /// The layout of the engine behind a scheduler's connection, as far as its requests showed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) struct Workers {
     pub(crate) bindings: HashMap<ClientId, Binding>,
     /// Workers whose first sign of life after a loss was answered with "no", so that they
     /// register again.
-    pub(crate) told_to_register: HashMap<u64, Instant>,
+    pub(crate) refused: HashMap<u64, Instant>,
     next_owner: u64,
 }
 
@@ -57,13 +57,13 @@ impl Workers {
     pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
         let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
-        let mut places: HashMap<LayoutFingerprint, usize> = HashMap::new();
+        let mut indices: HashMap<LayoutFingerprint, usize> = HashMap::new();
         for instance in self.instances.values().filter(of_model) {
-            let place = *places.entry(instance.fingerprint).or_insert(found.len());
-            if place == found.len() {
+            let index = *indices.entry(instance.fingerprint).or_insert(found.len());
+            if index == found.len() {
                 found.push(LayoutOf::new(instance));
             }
-            found[place].add(instance);
+            found[index].add(instance);
         }
         if found.iter().any(|layout| layout.connected) {
             found.retain(|layout| layout.connected);
@@ -240,9 +240,9 @@ impl Registry {
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
         let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
-        workers.told_to_register.remove(&instance_id);
+        workers.refused.remove(&instance_id);
         instance.owner = workers.new_owner();
-        // A worker that registers again describes itself anew. Transfers that it had prepared
+        // A worker that registers again describes itself again. Transfers that it had prepared
         // stay as they are: their slots may still be in use.
         let replaced = workers.instances.insert(instance_id, instance);
         let two_engines = workers.two_engines(instance_id, None);
@@ -299,7 +299,7 @@ impl Registry {
         // before.
         match instance.transport {
             Transport::EngineDriven => Outcome::Reply(Reply::None),
-            Transport::ServerDriven(_) => Outcome::Quiet(instance.gate.entrance()),
+            Transport::ServerDriven(_) => Outcome::WhenIdle(instance.gate.entrance()),
         }
     }
 
@@ -322,14 +322,14 @@ impl Registry {
         }
         // A worker that this server does not know (it was restarted) registers again only when
         // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
-        let told = &mut workers.told_to_register;
-        let full = told.len() >= self.context.config.max_instances;
-        if full && !told.contains_key(&instance_id) {
+        let refused = &mut workers.refused;
+        let full = refused.len() >= self.context.config.max_instances;
+        if full && !refused.contains_key(&instance_id) {
             // Whichever it is hears "no" once more.
-            let one = told.keys().next().copied();
-            one.map(|one| told.remove(&one));
+            let one = refused.keys().next().copied();
+            one.map(|one| refused.remove(&one));
         }
-        let first = told.insert(instance_id, now).is_none();
+        let first = refused.insert(instance_id, now).is_none();
         Reply::Bool(!first)
     }
 
@@ -457,8 +457,8 @@ impl Registry {
             }
         }
         workers
-            .told_to_register
-            .retain(|_, told| now.saturating_duration_since(*told) < TOLD_TTL);
+            .refused
+            .retain(|_, refused| now.saturating_duration_since(*refused) < REFUSED_TTL);
         drop(workers);
         // Unmapping an engine's memory takes long, so no lock is held.
         let disconnected: Vec<bool> = removed

@@ -1,4 +1,4 @@
-//! What one request of an engine holds, from its lookup to its end.
+//! State of one request of an engine, from its lookup to its end.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
@@ -109,7 +109,7 @@ impl RankHold {
     }
 }
 
-/// A wish to be told the answer to a request's lookup.
+/// A subscription to the answer of a request's lookup.
 #[derive(Debug)]
 pub(crate) struct Wait {
     pub(crate) client: ClientId,
@@ -133,7 +133,7 @@ impl Wait {
     }
 }
 
-/// Somebody who waits. Is always told something: that there is nothing, when dropped.
+/// A waiter for an answer. It always gets one: no chunk found, when dropped.
 pub(crate) struct Waiter {
     until: Instant,
     tell: Option<Box<dyn FnOnce(Reply) + Send>>,
@@ -178,8 +178,8 @@ pub(crate) struct Lookup {
     holds: Vec<RankHold>,
     /// When the leases end by themselves.
     expires: Instant,
-    /// The task that waits for the promotion of chunks. Dropped before the waiters are told, so
-    /// that nothing is promoted for a lookup whose end was told.
+    /// The task that waits for the promotion of chunks. Dropped before the waiters are answered, so
+    /// that nothing is promoted for a lookup whose end was reported.
     task: Option<EngineTask>,
     waiting: Vec<Waiter>,
 }
@@ -207,10 +207,10 @@ impl Lookup {
     }
 }
 
-/// What a request's lookup came to.
+/// Result of a request's lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hits {
-    /// It never looked up.
+    /// The request never looked up.
     Never,
     /// Not known yet.
     Promoting,
@@ -272,14 +272,14 @@ impl Session {
         }
     }
 
-    /// Whether this is the request's lookup.
+    /// Returns true if this is the request's lookup.
     fn looks_up(&self, number: u64) -> bool {
         self.lookup
             .as_ref()
             .is_some_and(|lookup| lookup.number == number)
     }
 
-    /// What the lookup came to.
+    /// Returns the result of the lookup.
     pub(crate) fn hits(&self) -> Hits {
         match &self.lookup {
             None => Hits::Never,

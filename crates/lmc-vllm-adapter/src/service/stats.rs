@@ -10,7 +10,7 @@ use crate::protocol::{Operation, Reply};
 /// Buckets of a `Histogram`: four to each doubling, from 1 µs to about 67 s.
 pub const HISTOGRAM_BUCKETS: usize = 4 * 26 + 1;
 
-/// How long something took, in buckets whose bounds grow by a quarter of a doubling.
+/// Durations, in buckets whose bounds grow by a quarter of a doubling.
 #[derive(Debug)]
 pub(crate) struct Histogram {
     buckets: [AtomicU64; HISTOGRAM_BUCKETS],
@@ -34,7 +34,7 @@ impl Histogram {
         self.sum_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// What was counted so far.
+    /// Counts so far.
     pub(crate) fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             buckets: self
@@ -76,7 +76,7 @@ impl HistogramSnapshot {
         (1u64 << doubling) as f64 * (1.0 + (quarter + 1) as f64 / 4.0) * 1e-6
     }
 
-    /// How many durations were counted.
+    /// Number of durations counted.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
@@ -125,7 +125,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub(crate) struct ServiceCounters { $(pub(crate) $name: AtomicU64,)+ }
 
-        /// What the service counted since it started.
+        /// Counts since the service started.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[non_exhaustive]
         pub struct ServiceCounts { $($(#[$doc])* pub $name: u64,)+ }
@@ -163,7 +163,7 @@ counters! {
     stored_bytes,
     /// Chunks not stored because they were there or being written already.
     chunks_present,
-    /// Chunks not stored because the pool had no room that may be taken.
+    /// Chunks not stored because no pool memory could be reserved.
     chunks_no_room,
     /// Chunks not stored because the engine had dropped some of their blocks.
     chunks_null,
@@ -253,9 +253,9 @@ pub struct TransportCounts {
     pub silent: u64,
     /// Connections closed to admit others: they owned nothing and were idle for longest.
     pub closed_idle: u64,
-    /// Messages dropped because nobody could be answered.
+    /// Messages dropped because they name no request to answer.
     pub unanswerable: u64,
-    /// Requests whose operation could not be told.
+    /// Requests whose operation is unknown.
     pub unknown_operations: u64,
     /// Bytes received.
     pub bytes_in: u64,

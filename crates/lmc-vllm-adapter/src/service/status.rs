@@ -1,4 +1,4 @@
-//! What a service shows of itself.
+//! State of a service, for its status page and metrics.
 
 use std::time::Instant;
 
@@ -31,13 +31,13 @@ pub struct InstanceStatus {
     pub chunk_bytes: u64,
     /// True for multi-head latent attention; `None` if the registration does not show it.
     pub mla: Option<bool>,
-    /// What tells this layout from others, in hexadecimal.
+    /// Fingerprint of the layout, in hexadecimal.
     pub layout: String,
     /// Seconds since the registration.
     pub age_seconds: f64,
     /// Seconds since it was last heard of.
     pub silent_seconds: f64,
-    /// Whether its connection is open.
+    /// True while its connection is open.
     pub connected: bool,
     /// Processes at the other end of its connection that map the pool, as far as they are known;
     /// searched for when it first prepares a transfer.
@@ -74,7 +74,7 @@ pub struct TransferStatus {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EventLogStatus {
-    /// Whether there is one.
+    /// True if there is one.
     pub enabled: bool,
     /// Changes with each start; text in JSON, as ids are.
     #[serde(serialize_with = "as_text")]
@@ -109,9 +109,9 @@ pub struct ServiceStatus {
     pub transfers: TransferStatus,
     /// Slots of connections that have ended, the longest held first.
     pub held: Vec<HeldStatus>,
-    /// How each tier is, fastest first.
+    /// State of each tier, fastest first.
     pub tiers: Vec<TierHealth>,
-    /// What the tiers below DRAM hold, and what went to and fro.
+    /// Contents of the tiers below DRAM, and chunks moved to and from them.
     pub lower: Vec<LowerStatus>,
     /// Memory, leases, reservations.
     pub usage: EngineUsage,

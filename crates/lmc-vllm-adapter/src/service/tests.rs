@@ -1,4 +1,4 @@
-//! What the service does when things happen in an order that connections seldom have.
+//! Behaviour of the service when events come in an order that connections seldom have.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -73,8 +73,8 @@ impl Memory {
         let path = PathBuf::from("/dev/shm").join(name);
         let mut options = File::options();
         options.read(true).write(true).create_new(true);
-        let file = options.open(&path).expect("room in /dev/shm");
-        file.set_len(BLOCKS * BLOCK_BYTES).expect("room");
+        let file = options.open(&path).expect("memory in /dev/shm");
+        file.set_len(BLOCKS * BLOCK_BYTES).expect("memory");
         Self { path, file }
     }
 
@@ -148,10 +148,10 @@ fn reply(service: &Service, from: u64, request: Request) -> Reply {
     match service.handle(client(from), request, Instant::now()) {
         Outcome::Reply(reply) => reply,
         Outcome::Job(job) => job.run(),
-        Outcome::Quiet(entrance) => {
-            let (told, quiet) = std::sync::mpsc::channel();
-            entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
-            quiet.try_recv().expect("no copy is under way");
+        Outcome::WhenIdle(entrance) => {
+            let (sender, ended) = std::sync::mpsc::channel();
+            entrance.when_idle(Box::new(move || sender.send(()).expect("it is awaited")));
+            ended.try_recv().expect("no copy is under way");
             Reply::None
         }
         Outcome::Wait(_) | Outcome::Stream(_) => panic!("answered later"),
@@ -248,7 +248,7 @@ fn signs_of_life_of_unknown_workers_do_not_pile_up() {
         assert_eq!(reply(&service, 1, ping()), Reply::Bool(false));
         assert_eq!(reply(&service, 1, ping()), Reply::Bool(true));
     }
-    assert!(service.0.registry.workers.lock().told_to_register.len() <= 4);
+    assert!(service.0.registry.workers.lock().refused.len() <= 4);
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn lookups_hold_no_more_than_they_may() {
 }
 
 #[test]
-fn nobody_takes_over_the_number_of_a_connected_worker() {
+fn no_process_takes_over_the_number_of_a_connected_worker() {
     let service = service(|_| {});
     let register = |hidden_dim_size| {
         Request::RegisterEngineDriven(EngineDrivenContext {
@@ -355,7 +355,7 @@ fn layers_in_another_order_are_another_layout_and_none_comes_twice() {
     let twice = layout(&[0, 1, 1], &|_| {}).expect_err("a layer comes twice");
     assert!(twice.to_string().contains("twice"), "{twice}");
 
-    // Bytes of fp8 pages are not told apart by token, so their length counts.
+    // Bytes of fp8 pages are not distinguished by token, so their length counts.
     let pages = |tokens: u64| {
         let bytes = |registration: &mut RegisterKvCache| {
             for tensor in &mut registration.kv_caches {
@@ -384,11 +384,11 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     tier.hold_clears();
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
     let deadline = Instant::now() + Duration::from_secs(5);
-    let (told, answers) = std::sync::mpsc::channel();
+    let (sender, answers) = std::sync::mpsc::channel();
     let run = |request: Request| {
-        let (job, told) = (job(&service, request, Instant::now()), told.clone());
+        let (job, sender) = (job(&service, request, Instant::now()), sender.clone());
         let lane = job.lane;
-        let work = move || told.send((lane, job.run())).expect("somebody waits");
+        let work = move || sender.send((lane, job.run())).expect("the test waits");
         service.run_job(client(1), lane, Box::new(work));
     };
     // More than there are threads that copy.
@@ -485,7 +485,7 @@ fn two_workers_of_one_number_and_layout_keep_their_memory_apart() {
     first.register(&service);
     let request = Request::RegisterKvCache(Box::new(second.registration()));
     let _ = reply(&service, 2, request);
-    // The first goes on: it was told nothing.
+    // The first goes on: it was sent nothing.
     let stored = reply(&service, 1, store(1));
     second.fill(0);
     let retrieved = reply(&service, 1, retrieve(1));
@@ -518,12 +518,12 @@ fn a_connection_that_was_closed_leaves_no_binding() {
 }
 
 #[test]
-fn sessions_that_nobody_can_reach_any_more_hold_nothing() {
+fn sessions_that_no_connection_can_reach_any_more_hold_nothing() {
     let (service, memory) = (service(|_| {}), Memory::new());
     memory.register(&service);
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
     assert_eq!(found(&service, 2, "r", 2), Reply::Int(2));
-    // Its connection breaks a rule; ZeroMQ connects it anew, under another number.
+    // Its connection breaks a rule; ZeroMQ connects it again, under another number.
     service.client_gone(client(2), Instant::now());
     let end = Request::EndSession {
         request_id: "r".to_owned(),
@@ -679,7 +679,7 @@ fn a_rank_that_is_away_for_a_moment_still_counts() {
         Reply::Int(0),
         "rank 1 of the first engine lacks it"
     );
-    // Its socket connects anew.
+    // Its socket connects again.
     service.client_gone(client(2), Instant::now());
     let promised = hits("meanwhile");
     reply(
@@ -775,14 +775,14 @@ fn a_copy_of_an_earlier_registration_ends_before_the_unregistration_is_acknowled
         instance_id: 1,
         engine_driven: false,
     };
-    let (told, quiet) = std::sync::mpsc::channel();
+    let (sender, ended) = std::sync::mpsc::channel();
     match service.handle(client(1), unregister, Instant::now()) {
-        Outcome::Quiet(entrance) => {
-            entrance.when_quiet(Box::new(move || told.send(()).expect("it is awaited")));
+        Outcome::WhenIdle(entrance) => {
+            entrance.when_idle(Box::new(move || sender.send(()).expect("it is awaited")));
         }
-        _ => told.send(()).expect("it is awaited"),
+        _ => sender.send(()).expect("it is awaited"),
     }
-    assert!(quiet.try_recv().is_err(), "it still writes");
+    assert!(ended.try_recv().is_err(), "it still writes");
     drop(copying);
 }
 

@@ -26,7 +26,7 @@ use crate::service::stats::add;
 /// KV ranks that are remembered of one worker. An engine's worker has one.
 const MAX_RANKS_OF_A_WORKER: usize = 16;
 
-/// What a transfer needs to know of its worker.
+/// Properties of a worker that its transfers need.
 pub(super) struct Worker {
     pub(super) owner: OwnerId,
     pub(super) space: SpaceId,
@@ -43,7 +43,7 @@ pub(super) struct Worker {
     pub(super) entrance: Entrance,
 }
 
-/// Reason why a transfer does not take place.
+/// Reason for refusing a transfer.
 pub(super) enum Declined {
     /// The worker is not registered on its connection (it may have outlived the server), or may
     /// have given up waiting: not an error.
@@ -254,7 +254,7 @@ impl Transfers {
         add(&counters.stored_bytes, bytes);
         let model = context.spaces.name(space, &key.model_name);
         let hashes: Vec<ChunkHash> = events.iter().map(|event| event.hash).collect();
-        // Announced first, so that no removal is told before it.
+        // Announced first, so that no removal is reported before it.
         context.events.stored(&model, events);
         let inserted = context.engine.commit(tickets);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
@@ -576,7 +576,7 @@ impl Transfer {
     }
 }
 
-/// Where a worker finds the slots of a prepared transfer.
+/// Locations of the slots of a prepared transfer.
 fn slots(worker: &Worker, pending: &Pending) -> Reply {
     let at = |offset, len| descriptor(worker, offset, len);
     match pending {

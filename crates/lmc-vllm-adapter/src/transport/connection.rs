@@ -370,9 +370,9 @@ impl Connection {
                 let answer = self.defer(uid, operation, asked, started);
                 self.service.wait(&wait, Box::new(answer));
             }
-            Outcome::Quiet(entrance) => {
+            Outcome::WhenIdle(entrance) => {
                 let answer = self.defer(uid, operation, asked, started);
-                entrance.when_quiet(Box::new(move || answer(Reply::None)));
+                entrance.when_idle(Box::new(move || answer(Reply::None)));
             }
             Outcome::Stream(subscription) => {
                 self.subscribe(uid, operation, subscription);

@@ -57,6 +57,18 @@ impl Server {
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
     ) -> Self {
+        let engine = EngineConfig::default();
+        Self::with_engine(engine, lower, pool_bytes, service, zmq)
+    }
+
+    /// A server whose engine has these limits.
+    pub(crate) fn with_engine(
+        engine: EngineConfig,
+        lower: Vec<Arc<dyn Backend>>,
+        pool_bytes: usize,
+        service: impl FnOnce(&mut ServiceConfig),
+        zmq: impl FnOnce(&mut ZmqConfig),
+    ) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let shm_name = format!("lmc_test_{}_{number}", std::process::id());
@@ -68,7 +80,7 @@ impl Server {
         // Tests of the grace time set their own.
         config.slot_grace = Duration::from_millis(200);
         service(&mut config);
-        let engine = CacheEngine::with_tiers(EngineConfig::default(), Arc::new(arena), lower);
+        let engine = CacheEngine::with_tiers(engine, Arc::new(arena), lower);
         let engine = engine.expect("an engine");
         let service = Service::new(config, engine).expect("threads");
         let mut config = ZmqConfig {
