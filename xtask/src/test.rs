@@ -93,7 +93,7 @@ fn lab() -> Vec<Step> {
     vec![
         Step::new("build", "cargo xtask test-build"),
         Step::new("nixl", "cargo xtask test-nixl"),
-        Step::new("fuzz", "cargo xtask fuzz --seconds 5"),
+        Step::new("fuzz", "cargo xtask fuzz --seconds 20"),
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
         Step::new("multinode", "cargo xtask test-multinode"),
         // Its namespaces are those of the step before.

@@ -7,3 +7,20 @@
 pub fn transfer_frame(data: &[u8]) {
     crate::socket::fuzz(data);
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    #[test]
+    fn the_committed_seeds_break_no_rule() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/transfer");
+        let mut count = 0;
+        for entry in std::fs::read_dir(folder).expect("seeds are committed") {
+            let path = entry.expect("a file").path();
+            super::transfer_frame(&std::fs::read(&path).expect("a file can be read"));
+            count += 1;
+        }
+        assert!(count > 1, "{count} seeds");
+    }
+}
