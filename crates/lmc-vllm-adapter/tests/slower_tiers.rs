@@ -169,11 +169,12 @@ fn a_waiting_request_is_answered_however_its_lookup_ends() {
     end_session(&mut waiting, "b");
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(0));
+    // The promotion ends by an abort, before the tier could complete it.
+    server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
     tier.open();
+    assert_eq!(server.status().lower[0].promoted, 3, "no request needed it");
 
     // The wait's own timeout expires first.
-    server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
-    assert_eq!(server.status().lower[0].promoted, 3, "no request needed it");
     evict_to_lower_tier(&server);
     tier.shut();
     begin_lookup(&mut waiting, &key_for(&key, "c"));
@@ -212,8 +213,8 @@ fn a_lookup_whose_promotion_times_out_is_a_miss() {
     let reply = scheduler.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::Int(0));
     assert_eq!(status(&mut scheduler, "a"), Reply::Int(0));
-    tier.open();
     server.eventually("the fetch ended", |status| status.usage.reserved_slots == 0);
+    tier.open();
     assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(
         status(&mut scheduler, "a"),
@@ -263,10 +264,10 @@ fn a_later_lookup_of_a_request_replaces_one_that_is_promoting() {
     worker.store(&other);
     begin_lookup(&mut scheduler, &key_for(&other, "again"));
     assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
-    tier.open();
     server.eventually("the first fetch ended", |status| {
         status.usage.reserved_slots == 0
     });
+    tier.open();
     assert_eq!(server.status().lower[0].promoted, 0, "no request needed it");
     assert_eq!(status(&mut scheduler, "again"), Reply::Int(1));
     end_session(&mut scheduler, "again");
