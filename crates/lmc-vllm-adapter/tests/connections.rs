@@ -120,7 +120,7 @@ fn the_end_of_a_stream_is_sent_before_the_acknowledgement() {
 /// LMCache's client discards an unread batch when the stream ends. The batch that reports that
 /// there is no log is the one that stops it from subscribing again.
 #[test]
-fn the_end_of_a_stream_without_a_log_waits_until_the_reader_knows() {
+fn the_end_of_a_stream_without_a_log_waits_for_the_acknowledgement() {
     let server = Server::with(1 << 20, |config| config.kv_event_log_size = 0, |_| {});
     let mut client = server.client();
     let uid = client.send(&subscribe(1)).expect("sent");
@@ -336,7 +336,7 @@ fn a_stalled_peer_keeps_its_slots_and_its_connection() {
 }
 
 #[test]
-fn a_cut_off_peer_does_not_hold_up_the_stop() {
+fn a_cut_off_peer_does_not_delay_the_stop() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -480,7 +480,7 @@ fn a_cut_off_worker_does_not_count_as_connected() {
 
 /// 1,023 sockets that sent no request prevented every engine from connecting, without a time limit.
 #[test]
-fn silent_connections_keep_no_engine_out() {
+fn connections_without_requests_do_not_block_engines() {
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_connections = 64);
     let mut first = Worker::register(&server, 1);
     let key = first.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -517,7 +517,7 @@ fn silent_connections_keep_no_engine_out() {
 }
 
 #[test]
-fn a_connection_that_asks_for_nothing_is_closed_and_an_idle_engine_is_not() {
+fn a_connection_without_a_request_is_closed_and_an_idle_engine_is_not() {
     let server = Server::with(
         1 << 20,
         |_| {},

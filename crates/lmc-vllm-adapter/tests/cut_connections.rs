@@ -361,7 +361,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
 
 /// Slots are released without grace time when the kernel shows that the process is dead.
 #[test]
-fn a_killed_workers_slots_come_back_at_once() {
+fn slots_of_a_killed_worker_are_released_at_once() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
     let mut process = Process::start(server.address);
     process.run("register");
@@ -393,7 +393,7 @@ fn wait_for_the_process(server: &Server, process: &Process) {
 
 /// A stopped process (SIGSTOP, `docker pause`) may continue in the middle of its copy.
 #[test]
-fn a_stopped_workers_slots_are_held_until_it_goes_on_or_dies() {
+fn slots_of_a_stopped_worker_are_held_until_it_continues_or_dies() {
     let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
     let mut process = Process::start(server.address);
     process.run("register");
@@ -546,7 +546,7 @@ fn a_worker_that_registers_another_layout_commits_what_it_had_prepared() {
 /// Leases of a lookup in the middle of a prompt were numbered from the lookup's first chunk, but
 /// readers count from the prompt's first chunk, so the leases stayed until the session ended.
 #[test]
-fn leases_of_a_lookup_in_the_middle_of_a_prompt_go_back_with_its_reader() {
+fn leases_of_a_lookup_in_the_middle_of_a_prompt_are_released_by_its_reader() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(1, 6 * CHUNK);
@@ -614,7 +614,7 @@ impl Drop for Network {
 /// A host, virtual machine or container network that vanishes sends no FIN. Its slots, keys and
 /// connection were held until the server was restarted.
 #[test]
-fn a_host_that_vanishes_is_noticed_and_gives_back_what_it_held() {
+fn slots_of_a_host_that_vanishes_are_released() {
     let network = match Network::create() {
         Ok(network) => network,
         Err(why) => return println!("skipped: cannot create a network namespace ({why})"),

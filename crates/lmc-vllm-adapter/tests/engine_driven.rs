@@ -115,7 +115,7 @@ fn two_dtypes_under_one_model_name_never_share_bytes() {
 }
 
 #[test]
-fn the_layout_of_an_engine_that_died_does_not_spoil_the_lookups_of_others() {
+fn the_layout_of_an_engine_that_died_does_not_reduce_the_hits_of_others() {
     let server = Server::start();
     let mut single = Worker::register_rank(&server, 1, 0, 1, "float32");
     let tokens = prompt(5, 3 * CHUNK);
@@ -184,7 +184,7 @@ fn a_chunk_is_a_hit_only_when_every_rank_has_it() {
 }
 
 #[test]
-fn mla_readers_share_one_piece_and_each_gives_back_its_share() {
+fn mla_readers_share_one_copy_and_each_releases_its_leases() {
     let server = Server::start();
     let mut workers: Vec<_> = (1..=3).map(|id| Worker::register(&server, id)).collect();
     let tokens = prompt(8, 2 * CHUNK);
@@ -203,7 +203,7 @@ fn mla_readers_share_one_piece_and_each_gives_back_its_share() {
 }
 
 #[test]
-fn lookup_leases_go_back_in_parts() {
+fn lookup_leases_are_released_in_parts() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(9, 6 * CHUNK);
@@ -233,7 +233,7 @@ fn lookup_leases_go_back_in_parts() {
 }
 
 #[test]
-fn commits_without_prepare_and_double_commits_are_answered_no() {
+fn commits_without_prepare_and_double_commits_return_false() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -245,7 +245,7 @@ fn commits_without_prepare_and_double_commits_are_answered_no() {
 }
 
 #[test]
-fn asking_twice_for_slots_gives_the_same_slots() {
+fn preparing_a_store_twice_returns_the_same_slots() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -262,7 +262,7 @@ fn asking_twice_for_slots_gives_the_same_slots() {
 /// aborted between prepare and commit) got the slots of the first prompt, filled them with the
 /// second prompt's bytes, and the commit made them findable as the first prompt's chunks.
 #[test]
-fn a_request_id_that_is_used_again_gets_slots_of_its_own() {
+fn a_reused_request_id_gets_its_own_slots() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let first = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -308,7 +308,7 @@ fn a_chunk_that_another_worker_is_writing_is_not_reserved_twice() {
 }
 
 #[test]
-fn a_scheduler_that_dies_gives_back_its_lookups() {
+fn the_lookups_of_a_scheduler_that_dies_are_released() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 4 * CHUNK), 0..4);
@@ -535,7 +535,7 @@ fn request_ids_of_any_length_are_served_and_distinguished() {
 
 /// vLLM's worker unregisters first and ends its copies afterwards.
 #[test]
-fn a_worker_that_unregistered_still_has_its_slots_until_it_commits_or_goes() {
+fn a_worker_that_unregistered_keeps_its_slots_until_it_commits_or_disconnects() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let mut other = Worker::register(&server, 2);
@@ -647,7 +647,7 @@ fn a_worker_is_served_on_one_connection_at_a_time() {
 }
 
 #[test]
-fn slots_asked_for_twice_at_once_are_held_once() {
+fn concurrent_prepares_of_one_store_reserve_once() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let mut again = server.client();
@@ -702,7 +702,7 @@ fn a_store_prepared_before_a_clear_is_not_found_after_it() {
 }
 
 #[test]
-fn a_request_that_says_so_is_not_stored() {
+fn a_request_with_skip_save_is_not_stored() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);

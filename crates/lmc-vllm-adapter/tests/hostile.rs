@@ -98,7 +98,7 @@ fn frames_without_a_request_number_are_counted_and_dropped() {
 }
 
 #[test]
-fn rules_of_the_service_are_answered_too() {
+fn invalid_requests_are_refused_with_a_reason() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 4 * CHUNK), 0..4);
@@ -150,7 +150,7 @@ fn rules_of_the_service_are_answered_too() {
 }
 
 #[test]
-fn ranges_beyond_the_prompt_are_cut_and_reach_nothing() {
+fn ranges_beyond_the_prompt_are_truncated() {
     let server = Server::start();
     let mut worker = Worker::register(&server, 1);
     let tokens = prompt(1, 2 * CHUNK + 5);

@@ -250,7 +250,7 @@ fn two_engines_of_one_unknown_format_are_warned_about_once() {
 
 /// Two engines of two ranks each register one worker each. Two workers of one rank reveal them.
 #[test]
-fn a_rank_that_is_served_twice_shows_two_engines() {
+fn two_workers_of_one_rank_reveal_two_engines() {
     let server = Server::start();
     let rank = |id| Worker::register_rank(&server, id, 0, 2, OPAQUE);
     let (mut first, mut second) = (rank(1), rank(2));
@@ -265,7 +265,7 @@ fn a_rank_that_is_served_twice_shows_two_engines() {
 /// Tensor-parallel ranks of an MLA model have one KV cache: they register with a world size of 1
 /// and are all KV rank 0; each request carries the number of workers that read the rank.
 #[test]
-fn mla_readers_of_one_engine_are_not_taken_for_two() {
+fn mla_readers_of_one_engine_do_not_count_as_two_engines() {
     let server = Server::start();
     let register = |id| {
         let context = EngineDrivenContext {

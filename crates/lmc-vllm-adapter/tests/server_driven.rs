@@ -380,7 +380,7 @@ fn a_chunk_whose_blocks_the_engine_dropped_is_not_stored() {
 }
 
 #[test]
-fn registrations_that_cannot_be_served_say_why() {
+fn unsupported_registrations_are_refused_with_a_reason() {
     let server = Server::start();
     let mut client = server.client();
     let (segment, good) = Engine::memory(Form::FusedHeadsFirst, 105, "float32");

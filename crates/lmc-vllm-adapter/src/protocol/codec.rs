@@ -128,7 +128,7 @@ pub(crate) fn decode_operation(frame: &[u8]) -> Result<Operation, DecodeError> {
     if let Ok(name) = reader.str("operation", MAX_NAME) {
         reader.finish().map_err(DecodeError::OperationFrame)?;
         return Operation::from_name(name)
-            .ok_or_else(|| DecodeError::UnknownOperation(format!("{:?}", clip(name))));
+            .ok_or_else(|| DecodeError::UnknownOperation(format!("{:?}", truncated(name))));
     }
     let mut reader = Reader::new(frame);
     let id = reader.int().and_then(|id| reader.finish().map(|()| id));
@@ -139,7 +139,7 @@ pub(crate) fn decode_operation(frame: &[u8]) -> Result<Operation, DecodeError> {
         .ok_or_else(|| DecodeError::UnknownOperation(format!("number {id}")))
 }
 
-fn clip(text: &str) -> String {
+fn truncated(text: &str) -> String {
     text.chars().take(64).collect()
 }
 
@@ -569,8 +569,7 @@ fn count(reader: &mut Reader<'_>) -> Result<usize, ValueError> {
     Ok(len)
 }
 
-/// Encodes the frames of a reply after the request number: the operation and its value, or the text
-/// of a refusal.
+/// Encodes a reply after the request number: the operation and its value, or a refusal's text.
 pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<Bytes>) {
     let mut out = Writer::new();
     match reply {

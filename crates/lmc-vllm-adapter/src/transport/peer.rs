@@ -44,17 +44,17 @@ const NO_COOKIE: [u8; 8] = [0xff; 8];
 
 /// Looks up the other end of a TCP connection.
 pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
-    let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
+    let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
         return Peer::default();
     };
-    let (theirs, ours) = (canonical(theirs), canonical(ours));
-    let owner = match inet_owner(theirs, ours) {
+    let (remote, local) = (canonical(remote), canonical(local));
+    let owner = match inet_owner(remote, local) {
         Ok(owner) => owner,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(_) => listed_owner(theirs, ours),
+        Err(_) => listed_owner(remote, local),
     };
     Peer {
-        address: theirs.to_string(),
+        address: remote.to_string(),
         uid: owner.map(|owner| owner.uid),
         inode: owner.map(|owner| owner.inode),
     }
@@ -63,17 +63,17 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
 /// Returns true if the other end was a socket of this host that is closed now, so that [`of_tcp`]
 /// can no longer find its owner.
 pub(super) fn is_closed(stream: &TcpStream) -> bool {
-    let (Ok(theirs), Ok(ours)) = (stream.peer_addr(), stream.local_addr()) else {
+    let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
         // The connection was reset; data that it has sent can still be read.
         return true;
     };
-    let (theirs, ours) = (canonical(theirs), canonical(ours));
-    let is_here = theirs.ip().is_loopback() || theirs.ip() == ours.ip();
-    match query(&inet_request(theirs, ours)) {
-        Ok(reply) => is_here || is_about(&reply, theirs, ours),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => is_here,
+    let (remote, local) = (canonical(remote), canonical(local));
+    let is_local = remote.ip().is_loopback() || remote.ip() == local.ip();
+    match query(&inet_request(remote, local)) {
+        Ok(reply) => is_local || is_about(&reply, remote, local),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => is_local,
         // The kernel lists no sockets here, so the absence of this one proves nothing.
-        Err(_) => is_here && Path::new("/proc/net/tcp").exists(),
+        Err(_) => is_local && Path::new("/proc/net/tcp").exists(),
     }
 }
 
@@ -146,11 +146,11 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes))
 }
 
-/// Returns the owner of the socket whose own address is `theirs` and whose peer is `ours`.
-fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>> {
-    let reply = query(&inet_request(theirs, ours))?;
+/// Returns the owner of the socket whose own address is `remote` and whose peer is `local`.
+fn inet_owner(remote: SocketAddr, local: SocketAddr) -> io::Result<Option<Owner>> {
+    let reply = query(&inet_request(remote, local))?;
     let read = |at| number(&reply, at).ok_or(io::ErrorKind::InvalidData);
-    if !is_about(&reply, theirs, ours) {
+    if !is_about(&reply, remote, local) {
         return Ok(None);
     }
     Ok(Owner::known(
@@ -161,21 +161,21 @@ fn inet_owner(theirs: SocketAddr, ours: SocketAddr) -> io::Result<Option<Owner>>
 
 /// Returns true if a reply describes the requested socket. If no connection matches, the kernel
 /// returns a listening socket, which is not the peer.
-fn is_about(reply: &[u8], theirs: SocketAddr, ours: SocketAddr) -> bool {
-    let port = reply.get(4..6).unwrap_or_default();
-    let remote = reply.get(6..8).unwrap_or_default();
-    port == theirs.port().to_be_bytes() && remote == ours.port().to_be_bytes()
+fn is_about(reply: &[u8], remote: SocketAddr, local: SocketAddr) -> bool {
+    let source = reply.get(4..6).unwrap_or_default();
+    let destination = reply.get(6..8).unwrap_or_default();
+    source == remote.port().to_be_bytes() && destination == local.port().to_be_bytes()
 }
 
 /// Builds a `struct inet_diag_req_v2`.
-fn inet_request(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
-    let family = if theirs.is_ipv4() { AF_INET } else { AF_INET6 };
+fn inet_request(remote: SocketAddr, local: SocketAddr) -> Vec<u8> {
+    let family = if remote.is_ipv4() { AF_INET } else { AF_INET6 };
     let mut request = vec![family, IPPROTO_TCP, 0, 0];
     // Connections in any state.
     request.extend_from_slice(&u32::MAX.to_ne_bytes());
-    request.extend_from_slice(&theirs.port().to_be_bytes());
-    request.extend_from_slice(&ours.port().to_be_bytes());
-    for address in [theirs.ip(), ours.ip()] {
+    request.extend_from_slice(&remote.port().to_be_bytes());
+    request.extend_from_slice(&local.port().to_be_bytes());
+    for address in [remote.ip(), local.ip()] {
         let mut bytes = [0; 16];
         match address {
             IpAddr::V4(v4) => bytes[..4].copy_from_slice(&v4.octets()),
@@ -183,7 +183,7 @@ fn inet_request(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
         }
         request.extend_from_slice(&bytes);
     }
-    let interface = match theirs {
+    let interface = match remote {
         SocketAddr::V6(v6) => v6.scope_id(),
         SocketAddr::V4(_) => 0,
     };
@@ -193,20 +193,20 @@ fn inet_request(theirs: SocketAddr, ours: SocketAddr) -> Vec<u8> {
 }
 
 /// Returns the owner of a socket, as [`inet_owner`] does, from the kernel's table of all sockets.
-fn listed_owner(theirs: SocketAddr, ours: SocketAddr) -> Option<Owner> {
-    let table = match theirs {
+fn listed_owner(remote: SocketAddr, local: SocketAddr) -> Option<Owner> {
+    let table = match remote {
         SocketAddr::V4(_) => "/proc/net/tcp",
         SocketAddr::V6(_) => "/proc/net/tcp6",
     };
     let table = fs::read_to_string(table).ok()?;
-    find_listed(&table, theirs, ours)
+    find_listed(&table, remote, local)
 }
 
-fn find_listed(table: &str, theirs: SocketAddr, ours: SocketAddr) -> Option<Owner> {
-    let (theirs, ours) = (listed(theirs), listed(ours));
+fn find_listed(table: &str, remote: SocketAddr, local: SocketAddr) -> Option<Owner> {
+    let (remote, local) = (listed(remote), listed(local));
     let line = table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-        (fields.get(1)? == &theirs && fields.get(2)? == &ours).then_some(fields)
+        (fields.get(1)? == &remote && fields.get(2)? == &local).then_some(fields)
     })?;
     Owner::known(line.get(7)?.parse().ok()?, line.get(9)?.parse().ok()?)
 }
@@ -226,8 +226,8 @@ fn listed(address: SocketAddr) -> String {
 
 /// Returns the inode of the socket that a Unix socket of this process is connected to.
 fn unix_peer(stream: &UnixStream) -> io::Result<Option<u64>> {
-    let ours = fs::File::from(stream.as_fd().try_clone_to_owned()?);
-    let inode = u32::try_from(ours.metadata()?.ino()).map_err(io::Error::other)?;
+    let local = fs::File::from(stream.as_fd().try_clone_to_owned()?);
+    let inode = u32::try_from(local.metadata()?.ino()).map_err(io::Error::other)?;
     // `struct unix_diag_req`.
     let mut request = vec![AF_UNIX, 0, 0, 0];
     request.extend_from_slice(&u32::MAX.to_ne_bytes());
@@ -282,8 +282,8 @@ mod tests {
             let peer = of_tcp(&accepted);
             assert_eq!(peer.uid, Some(own_uid()));
             assert_eq!(peer.inode, Some(inode(client.as_raw_fd())));
-            let (theirs, ours) = (client.local_addr().expect("bound"), to);
-            let owner = listed_owner(theirs, ours).expect("it is in the table");
+            let (remote, local) = (client.local_addr().expect("bound"), to);
+            let owner = listed_owner(remote, local).expect("it is in the table");
             assert_eq!((Some(owner.uid), Some(owner.inode)), (peer.uid, peer.inode));
         }
     }
@@ -302,23 +302,23 @@ mod tests {
 
     #[tokio::test]
     async fn the_other_end_of_a_unix_socket_is_known() {
-        let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let peer = of_unix(&ours);
+        let (local, remote) = UnixStream::pair().expect("a pair");
+        let peer = of_unix(&local);
         assert_eq!(peer.uid, Some(own_uid()));
-        assert_eq!(peer.inode, Some(inode(theirs.as_raw_fd())));
+        assert_eq!(peer.inode, Some(inode(remote.as_raw_fd())));
     }
 
     #[test]
     fn a_line_of_the_table_is_read() {
         let line = "   0: 0100007F:9C40 0100007F:15B3 01 00000000:00000000 00:00000000 00000000  \
                     1000        0 31337 1 0000000000000000 20 4 30 10 -1";
-        let theirs = "127.0.0.1:40000".parse().expect("an address");
-        let ours = "127.0.0.1:5555".parse().expect("an address");
+        let remote = "127.0.0.1:40000".parse().expect("an address");
+        let local = "127.0.0.1:5555".parse().expect("an address");
         let owner = Owner {
             uid: 1000,
             inode: 31337,
         };
-        assert_eq!(find_listed(line, theirs, ours), Some(owner));
-        assert_eq!(find_listed(line, ours, theirs), None);
+        assert_eq!(find_listed(line, remote, local), Some(owner));
+        assert_eq!(find_listed(line, local, remote), None);
     }
 }

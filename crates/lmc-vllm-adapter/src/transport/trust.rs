@@ -110,7 +110,7 @@ mod tests {
 
     /// Otherwise an untrusted user could send requests and close at once, to be of unknown user.
     #[tokio::test]
-    async fn a_peer_that_has_closed_is_not_taken_for_one_of_another_host() {
+    async fn a_closed_local_peer_does_not_count_as_remote() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.expect("loopback");
         let address = listener.local_addr().expect("bound");

@@ -175,7 +175,7 @@ fn refusal(operation: &[u8], payloads: &[&[u8]]) -> String {
 }
 
 #[test]
-fn refusals_say_what_was_wrong() {
+fn refusals_name_the_fault() {
     let check = |operation: &[u8], payloads: &[&[u8]], expected: &str| {
         let text = refusal(operation, payloads);
         assert!(text.contains(expected), "{text:?} lacks {expected:?}");
