@@ -503,6 +503,9 @@ impl Sessions {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
