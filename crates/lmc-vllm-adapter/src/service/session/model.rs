@@ -162,7 +162,7 @@ struct Expected {
     /// Readers that each held chunk still has, by hold.
     held: Vec<BTreeMap<usize, u32>>,
     expires: u64,
-    /// Those who wait, with the second at which they give up.
+    /// Waiters, with the second at which each gives up.
     waiting: Vec<(usize, u64)>,
 }
 
@@ -194,8 +194,8 @@ struct Rig {
     numbers: u64,
     second: u64,
     waiters: usize,
-    /// Answers by waiter: what each was told, and what it should be.
-    told: Arc<Mutex<BTreeMap<usize, Vec<Reply>>>>,
+    /// Answers by waiter: what each received, and what it should be.
+    answers: Arc<Mutex<BTreeMap<usize, Vec<Reply>>>>,
     expected: BTreeMap<usize, Reply>,
 }
 
@@ -213,7 +213,7 @@ impl Rig {
         }
     }
 
-    /// A request is over: who waits for it is told that there is nothing.
+    /// A request is over: its waiters are answered with 0.
     fn over(&mut self, who: Who) {
         if let Some(request) = self.requests.remove(&who) {
             self.answer(request.waiting, &Reply::Int(0));
@@ -288,8 +288,8 @@ impl Rig {
             Op::Wait { who, seconds } => {
                 let waiter = self.waiters;
                 self.waiters += 1;
-                let told = Arc::clone(&self.told);
-                let tell = move |reply| told.lock().entry(waiter).or_default().push(reply);
+                let answers = Arc::clone(&self.answers);
+                let tell = move |reply| answers.lock().entry(waiter).or_default().push(reply);
                 let wait = Wait::new(client(who.0), NAMES[who.1].to_owned(), seconds as f64, now);
                 let asked = Waiter::new(&wait, Box::new(tell));
                 let session = self.sessions.of(client(who.0), NAMES[who.1]);
@@ -377,7 +377,7 @@ impl Rig {
         }
     }
 
-    /// What a tick does: those who have waited long enough are told nothing, then lookups whose
+    /// Does what a tick does: waiters past their deadline are answered with 0, then lookups whose
     /// time is over lose their leases.
     fn pass(&mut self, start: Instant) {
         let now = self.now(start);
@@ -404,14 +404,14 @@ impl Rig {
                 is_over.then_some(held)
             );
             drop(expired);
-            let mut told_nothing = Vec::new();
+            let mut unanswered = Vec::new();
             if is_over {
                 request.hits = Some(request.hits.unwrap_or(0));
                 request.held.clear();
-                told_nothing = mem::take(&mut request.waiting);
+                unanswered = mem::take(&mut request.waiting);
             }
             self.answer(timed_out, &Reply::None);
-            self.answer(told_nothing, &Reply::Int(0));
+            self.answer(unanswered, &Reply::Int(0));
         }
     }
 
@@ -431,15 +431,15 @@ impl Rig {
                 assert_eq!(hits, expected);
             }
         }
-        let told = self.told.lock();
-        let told: BTreeMap<usize, Reply> = told
+        let answers = self.answers.lock();
+        let answers: BTreeMap<usize, Reply> = answers
             .iter()
             .map(|(&waiter, replies)| {
-                assert_eq!(replies.len(), 1, "each is told once");
+                assert_eq!(replies.len(), 1, "each is answered once");
                 (waiter, replies[0].clone())
             })
             .collect();
-        assert_eq!(told, self.expected);
+        assert_eq!(answers, self.expected);
     }
 }
 
@@ -459,6 +459,6 @@ proptest! {
         }
         rig.check();
         prop_assert_eq!(engine().leases(), 0);
-        prop_assert_eq!(rig.told.lock().len(), rig.waiters, "all who waited were told");
+        prop_assert_eq!(rig.answers.lock().len(), rig.waiters, "all who waited were answered");
     }
 }
