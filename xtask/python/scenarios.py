@@ -230,7 +230,7 @@ class Server:
             return json.load(answer)
 
     def held(self):
-        """What is held for engines: all zero when nobody is at work."""
+        """What is held for engines: all zero when no engine is at work."""
         status = self.status()["lmc"]
         return {
             "sessions": status["sessions"]["sessions"],
