@@ -5,13 +5,13 @@ use std::task::{Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use futures_util::FutureExt;
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
+use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
-    Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
+    Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 
 /// Waits until a moment, on a thread of its own.
@@ -108,17 +108,7 @@ impl<B: Backend> Backend for Delayed<B> {
         if items.is_empty() {
             return ready([]);
         }
-        let loaded = self.delay(deadline).map(move |in_time| {
-            let late = |item: LoadItem| Loaded::Failed {
-                error: BackendError::Deadline,
-                slot: FailedSlot::Released(item.slot),
-            };
-            match in_time {
-                true => self.inner.load(items, deadline),
-                false => ready(items.into_iter().map(late)),
-            }
-        });
-        Box::pin(loaded.flatten_stream())
+        load_after(&self.inner, self.delay(deadline), items, deadline)
     }
 
     fn store(
@@ -129,11 +119,7 @@ impl<B: Backend> Backend for Delayed<B> {
         if items.is_empty() {
             return ready([]);
         }
-        let stored = self.delay(deadline).map(move |in_time| match in_time {
-            true => self.inner.store(items, deadline),
-            false => ready(items.into_iter().map(|_| Err(BackendError::Deadline))),
-        });
-        Box::pin(stored.flatten_stream())
+        store_after(&self.inner, self.delay(deadline), items, deadline)
     }
 
     fn remove<'a>(

@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
-use futures_util::FutureExt;
 use futures_util::future::{Either, select};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::delayed::sleep_until;
+use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
-    LocalIndex, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocalIndex,
+    Located, Page, Sharing, StoreItem, Stored, Usage,
 };
 
 /// Wraps a tier in a gate. While the gate is shut, loads and stores wait at it, until their
@@ -118,17 +118,7 @@ impl<B: Backend> Backend for Gated<B> {
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
-        let loaded = self.pass(deadline).map(move |in_time| {
-            let late = |item: LoadItem| Loaded::Failed {
-                error: BackendError::Deadline,
-                slot: FailedSlot::Released(item.slot),
-            };
-            match in_time {
-                true => self.inner.load(items, deadline),
-                false => ready(items.into_iter().map(late)),
-            }
-        });
-        Box::pin(loaded.flatten_stream())
+        load_after(&self.inner, self.pass(deadline), items, deadline)
     }
 
     fn store(
@@ -137,11 +127,7 @@ impl<B: Backend> Backend for Gated<B> {
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
-        let stored = self.pass(deadline).map(move |in_time| match in_time {
-            true => self.inner.store(items, deadline),
-            false => ready(items.into_iter().map(|_| Err(BackendError::Deadline))),
-        });
-        Box::pin(stored.flatten_stream())
+        store_after(&self.inner, self.pass(deadline), items, deadline)
     }
 
     fn remove<'a>(

@@ -18,6 +18,7 @@ mod faulty;
 pub use faulty::{Faults, Faulty};
 
 mod gated;
+mod in_time;
 pub use gated::Gated;
 
 mod kit;
