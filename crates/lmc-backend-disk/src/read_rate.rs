@@ -57,7 +57,7 @@ impl ReadRate {
         }
     }
 
-    /// Returns the estimated time to read so many bytes among others.
+    /// Returns the estimated time to read `bytes` bytes while other reads are under way.
     pub(crate) fn time(&self, bytes: u64) -> Duration {
         let state = self.0.lock();
         Duration::from_nanos((bytes as f64 * state.nanos / state.bytes) as u64)

@@ -17,7 +17,7 @@ const CHUNK: usize = 4096;
 const WRITER: OwnerId = OwnerId(1);
 const READER: OwnerId = OwnerId(2);
 
-/// An engine with memory for so many chunks. Nothing is evicted before the memory is full.
+/// An engine with memory for `chunks` chunks. Nothing is evicted before the memory is full.
 fn engine(chunks: usize) -> CacheEngine {
     engine_with(chunks, |_| {})
 }

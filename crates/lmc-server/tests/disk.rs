@@ -45,7 +45,7 @@ fn metric(server: &Server, name: &str) -> f64 {
     server.metric(&format!("{name}{{tier=\"disk\"}}"))
 }
 
-/// Waits until the drives have so many chunks.
+/// Waits until the drives have `chunks` chunks.
 fn wait_for_chunks(server: &Server, chunks: usize) {
     until("all chunks are on disk", || {
         metric(server, "lmc_tier_chunks") == chunks as f64

@@ -42,7 +42,7 @@ impl Sent {
     /// Returns how many objects were sent, if all were.
     ///
     /// # Errors
-    /// Why not all were.
+    /// The reason why not all were.
     pub fn into_result(self) -> Result<usize, TransferError> {
         self.error.map_or(Ok(self.done), Err)
     }

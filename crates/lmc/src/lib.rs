@@ -106,7 +106,7 @@ impl CacheBuilder {
         self
     }
 
-    /// Adds a disk tier in a folder, which is made if it is not there, of at most so many bytes.
+    /// Adds a disk tier in a folder, which is made if it is not there, of at most `bytes` bytes.
     /// Chunks found there survive restarts. Default: no disk tier.
     #[must_use]
     pub fn disk(mut self, folder: impl AsRef<Path>, bytes: u64) -> Self {

@@ -427,7 +427,7 @@ impl Drive {
         }
     }
 
-    /// Returns the estimated time to read so many bytes.
+    /// Returns the estimated time to read `bytes` bytes.
     pub(crate) fn read_time(&self, bytes: u64) -> Duration {
         self.shared.read_rate.time(bytes)
     }

@@ -45,7 +45,7 @@ enum Found {
     Extent(Extent, SegmentFile),
     /// A segment must be made first.
     Later,
-    /// There is no space; with the answer to a store of so many bytes.
+    /// There is no space; with the answer to a store of this number of bytes.
     No(fn(u64) -> Result<Stored, BackendError>),
 }
 

@@ -232,7 +232,7 @@ impl LowerTiers {
         &self.tiers
     }
 
-    /// Waits until so many bytes more may wait to be written to every tier. Returns false if the
+    /// Waits until the write queue of every tier has capacity for `bytes` bytes. Returns false if the
     /// deadline came first.
     pub(crate) fn wait_for_capacity(&self, bytes: u64, deadline: Instant) -> bool {
         let tiers = &self.tiers.tiers;

@@ -68,7 +68,7 @@ impl WriteQueue {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns true if so many bytes more may wait. A chunk larger than the queue counts as
+    /// Returns true if the queue has capacity for `bytes` bytes. A chunk larger than the queue counts as
     /// fitting: it is dropped, and waiting would not help.
     pub(super) fn has_capacity(&self, bytes: u64) -> bool {
         bytes > self.max_bytes || self.bytes() + bytes <= self.max_bytes

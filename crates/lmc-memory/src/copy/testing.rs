@@ -190,7 +190,7 @@ impl Engine {
         self.segments.iter().map(mapped).collect()
     }
 
-    /// Describes the cache for chunks of so many tokens.
+    /// Describes the cache for chunks of `chunk_tokens` tokens.
     pub(super) fn describe(&self, chunk_tokens: u64) -> Result<KvGroup, PagedError> {
         let tensors: Vec<_> = self
             .tensors
@@ -205,7 +205,7 @@ impl Engine {
         KvGroup::describe(&tensors, order(self.format), None, chunk_tokens as u32)
     }
 
-    /// Describes and opens the cache for chunks of so many blocks.
+    /// Describes and opens the cache for chunks of `chunk_blocks` blocks.
     pub(super) fn try_paged(&self, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
         let segments: Vec<_> = self.tensors.iter().map(|tensor| tensor.segment).collect();
         let group = self.describe(chunk_blocks * self.sizes.block_tokens)?;

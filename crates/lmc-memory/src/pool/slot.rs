@@ -60,8 +60,8 @@ impl Drop for Handle {
 
 /// A slot with one writer. Returns to the pool on drop.
 ///
-/// It holds the previous content of its memory: bytes of another chunk. Only [`ReservedSlot::written`]
-/// and [`WrittenSlot::seal`] make it readable to others.
+/// The slot holds the previous content of its memory: bytes of another chunk. Only
+/// [`ReservedSlot::written`] and [`WrittenSlot::seal`] make it readable to others.
 #[derive(Debug)]
 pub struct ReservedSlot(pub(super) Handle);
 

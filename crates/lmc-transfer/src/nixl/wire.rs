@@ -100,7 +100,7 @@ pub(super) enum Message {
     },
     /// The reader has slots at these offsets for these ranges of the other side's memory, which
     /// writes them there as if it sent them: see [`super::reach`]. The reader numbers it, with
-    /// [`FETCH`], and gives up after so many milliseconds.
+    /// [`FETCH`], and gives up after this number of milliseconds.
     Fetch {
         send: u64,
         ranges: Vec<Range>,

@@ -44,7 +44,7 @@ pub enum KeyError {
     File {
         /// The file.
         path: String,
-        /// Why not.
+        /// Cause of the failure.
         error: io::Error,
     },
 }

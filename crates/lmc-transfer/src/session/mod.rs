@@ -97,7 +97,7 @@ pub(crate) enum Message {
     Refused(Refusal),
 }
 
-/// Why a side does not go on.
+/// Reason why a side ends a handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 pub(crate) enum Refusal {
     #[error("{here} is here")]

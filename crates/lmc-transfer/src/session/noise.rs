@@ -147,7 +147,7 @@ impl fmt::Debug for Handshake {
     }
 }
 
-/// Which side of a handshake.
+/// A side of a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     Initiator,
@@ -218,7 +218,7 @@ impl Handshake {
     }
 }
 
-/// Bytes that sealing so many gives.
+/// Length in bytes of the sealed form of `plain` bytes.
 pub(crate) fn sealed_len(plain: usize) -> usize {
     plain + plain.div_ceil(CHUNK).max(1) * TAG
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A peer has one part in so many of the budget at most.
+/// Divisor of the budget: a peer has this fraction of it at most.
 const SHARE: usize = 4;
 
 /// The budget of a channel.

@@ -48,7 +48,7 @@ pub(super) struct Terms {
 #[derive(Debug)]
 pub(super) struct Joining {
     secret: [u8; 32],
-    /// Which streams are still to come.
+    /// The streams that are still to come.
     missing: Vec<bool>,
     joined: mpsc::UnboundedSender<(usize, SecureStream)>,
 }

@@ -14,7 +14,7 @@ use crate::MAX_BATCH;
 
 /// Objects that a peer may offer on one connection before any is received.
 pub(super) const OFFER_CAPACITY: usize = 4 * MAX_BATCH;
-/// An offer of fewer objects counts as one of so many.
+/// Fewest objects that an offer counts as.
 const LEAST: usize = 64;
 
 /// Inlined offers on one connection before they are received. For this many a side may hold

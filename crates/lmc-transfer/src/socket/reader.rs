@@ -670,7 +670,7 @@ fn of_offer(slots: &[SealedSlot], range: Range) -> Option<Segment> {
     whole.part(range.offset, range.len)
 }
 
-/// Reads what is to be discarded, no more than so many bytes.
+/// Reads and discards bytes, `most` at most.
 fn discard(socket: RawFd, sink: &mut Vec<u8>, most: u64) -> io::Result<usize> {
     sink.resize(SINK, 0);
     receive_bytes(socket, &mut sink[..most.min(SINK as u64) as usize])

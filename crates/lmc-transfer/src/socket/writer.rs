@@ -228,7 +228,7 @@ struct Gathered {
 }
 
 impl Gathered {
-    /// Adds what was appended to the scratch since it had so many bytes.
+    /// Adds what was appended to the scratch since its length was `start` bytes.
     fn add(&mut self, start: usize) {
         let end = self.scratch.len();
         match self.parts.last_mut() {
