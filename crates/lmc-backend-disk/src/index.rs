@@ -120,6 +120,20 @@ pub(crate) struct Index {
     evicted_segments: u64,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Segments and chunks that listings and snapshots of this thread have visited.
+    static VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Passes the entries on; tests count those that are visited.
+fn visits<T>(entries: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    entries.into_iter().inspect(|_| {
+        #[cfg(test)]
+        VISITED.set(VISITED.get() + 1);
+    })
+}
+
 /// Chunks of a snapshot that are copied at a time.
 pub(crate) const SNAPSHOT_PART: usize = 4096;
 
@@ -566,7 +580,8 @@ impl Index {
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
         let mut found = Vec::new();
         let first = after.map_or(0, |(segment, _)| segment);
-        for (number, segment) in (0u32..).zip(&self.segments).skip(first as usize) {
+        let rest = self.segments.get(first as usize..).unwrap_or_default();
+        for (number, segment) in visits((first..).zip(rest)) {
             let missing = limit - found.len();
             if missing == 0 {
                 break;
@@ -575,8 +590,8 @@ impl Index {
                 continue;
             }
             let is_after = |block| after.is_none_or(|after| (number, block) > after);
-            let there = segment.list.iter();
-            let there = there.filter(|chunk| chunk.len > 0 && is_after(chunk.block));
+            let there =
+                visits(&segment.list).filter(|chunk| chunk.len > 0 && is_after(chunk.block));
             let mut there: Vec<&Chunk> = there.collect();
             if there.len() > missing {
                 there.select_nth_unstable_by_key(missing, |chunk| chunk.block);
@@ -613,7 +628,7 @@ impl Index {
     /// come now, those of the chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
         self.snapshot_clears(records);
-        let generations: Vec<u64> = self.segments.iter().map(|s| s.generation).collect();
+        let generations: Vec<u64> = visits(&self.segments).map(|s| s.generation).collect();
         let begun = (0u32..).zip(&generations);
         let begun = begun.filter(|&(_, &generation)| generation > 0);
         records.extend(begun.map(|(segment, &generation)| Record::Begin {
@@ -635,7 +650,8 @@ impl Index {
     pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
         let mut left = SNAPSHOT_PART;
         while left > 0 {
-            let Some(&generation) = snapshot.generations.get(snapshot.segment) else {
+            let Some(&generation) = visits(snapshot.generations.get(snapshot.segment)).next()
+            else {
                 return false;
             };
             let segment = &self.segments[snapshot.segment];
@@ -646,7 +662,7 @@ impl Index {
             };
             let part = &list[..list.len().min(left)];
             let number = snapshot.segment as u32;
-            let there = part.iter().filter(|chunk| chunk.len > 0);
+            let there = visits(part).filter(|chunk| chunk.len > 0);
             records.extend(there.map(|chunk| Record::Put(segment.record(number, chunk))));
             left -= part.len();
             snapshot.at += part.len();
