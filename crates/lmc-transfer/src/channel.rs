@@ -45,7 +45,7 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// - **Names.** No other identity takes over the name of a peer that is connected.
 /// - **No panics** for anything that a peer, a network or a library may do.
 pub trait TransferChannel: fmt::Debug + Send + Sync {
-    /// Returns a short name for logs and metrics: `memory`, `socket`, `nixl`.
+    /// Returns a short name for logs and metrics: `socket`, `nixl`.
     fn kind(&self) -> &'static str;
 
     /// Returns the name of this side.

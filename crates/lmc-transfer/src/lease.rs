@@ -327,15 +327,6 @@ pub(crate) enum Denied {
     Access,
 }
 
-impl Denied {
-    pub(crate) fn error(self, object: usize) -> TransferError {
-        match self {
-            Self::NotLeased => TransferError::NotLeased { object },
-            Self::Access => TransferError::ReadOnly,
-        }
-    }
-}
-
 /// A lease, as its owner has it. Dropping it revokes it.
 #[derive(Debug)]
 struct Lease {

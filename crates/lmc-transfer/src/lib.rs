@@ -13,13 +13,13 @@
 //! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-//! use lmc_transfer::{Blocking, ChannelConfig, MemoryHub, TransferChannel, block_on};
+//! use lmc_transfer::{Blocking, ChannelConfig, SocketConfig, TransferChannel, block_on};
 //!
-//! let hub = MemoryHub::new()?;
 //! let side = |name: &str| -> Result<_, Box<dyn std::error::Error>> {
 //!     let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
 //!     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default())?;
-//!     Ok((hub.channel(name, ChannelConfig::new(name.parse()?, arena))?, pool))
+//!     let config = ChannelConfig::new(name.parse()?, arena);
+//!     Ok((SocketConfig::new(config, "tcp://127.0.0.1:0".parse()?).build()?, pool))
 //! };
 //! let ((a, a_pool), (b, b_pool)) = (side("a")?, side("b")?);
 //! let deadline = Instant::now() + Duration::from_secs(5);
@@ -56,7 +56,6 @@ mod flaky;
 )]
 pub mod fuzzing;
 mod lease;
-mod memory;
 mod name;
 mod net;
 #[cfg(feature = "nixl")]
@@ -74,7 +73,6 @@ pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use lease::{Index, ReadLease, WriteLease};
-pub use memory::{MemoryChannel, MemoryError, MemoryHub};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
 pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads};

@@ -52,13 +52,10 @@ impl fmt::Debug for PeerId {
     }
 }
 
-/// The address of a channel: `memory:NAME`, `tcp://HOST:PORT` (an IPv6 host in brackets)
-/// or `unix:PATH`.
+/// The address of a channel: `tcp://HOST:PORT` (an IPv6 host in brackets) or `unix:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Address {
-    /// A channel within this process.
-    Memory(String),
     /// A TCP port.
     Tcp {
         /// Name or IP address of the host.
@@ -72,19 +69,16 @@ pub enum Address {
 
 /// A text that is not a valid address.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("invalid address {0:?}: expected tcp://HOST:PORT, unix:PATH or memory:NAME")]
+#[error("invalid address {0:?}: expected tcp://HOST:PORT or unix:PATH")]
 pub struct AddressError(String);
 
 impl FromStr for Address {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        let parsed = if let Some(name) = text.strip_prefix("memory:") {
-            (!name.is_empty()).then(|| Self::Memory(name.to_owned()))
-        } else if let Some(path) = text.strip_prefix("unix:") {
-            (!path.is_empty()).then(|| Self::Unix(path.into()))
-        } else {
-            text.strip_prefix("tcp://").and_then(tcp)
+        let parsed = match text.strip_prefix("unix:") {
+            Some(path) => (!path.is_empty()).then(|| Self::Unix(path.into())),
+            None => text.strip_prefix("tcp://").and_then(tcp),
         };
         parsed.ok_or_else(|| AddressError(text.chars().take(256).collect()))
     }
@@ -108,7 +102,6 @@ fn tcp(text: &str) -> Option<Address> {
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Memory(name) => write!(f, "memory:{name}"),
             Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp://[{host}]:{port}"),
             Self::Tcp { host, port } => write!(f, "tcp://{host}:{port}"),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
@@ -123,7 +116,6 @@ mod tests {
     #[test]
     fn addresses_are_printed_as_they_are_read() {
         for text in [
-            "memory:a",
             "tcp://host.example:7000",
             "tcp://[::1]:0",
             "unix:/run/lmc.sock",

@@ -56,19 +56,6 @@ impl Timer {
         }
     }
 
-    /// Waits for `what` until `deadline`; `None` when that comes first.
-    pub(crate) async fn until<T>(
-        &self,
-        deadline: Instant,
-        what: impl Future<Output = T>,
-    ) -> Option<T> {
-        tokio::select! {
-            biased;
-            done = what => Some(done),
-            () = self.at(deadline) => None,
-        }
-    }
-
     /// Ends the thread, and wakes every alarm once more.
     pub(crate) fn stop(&self) {
         let woken = {

@@ -1,7 +1,8 @@
 //! Channels that fail.
 
+#[path = "support/socket.rs"]
 mod support;
-use support::MemoryRig;
+use support::{Tcp, Unix};
 
 use lmc_transfer::conformance::{Guarantee, RandomTest};
 use lmc_transfer::{Faults, FlakyRig};
@@ -10,11 +11,11 @@ use lmc_transfer::{Faults, FlakyRig};
 mod slow {
     use super::*;
 
-    fn rig() -> FlakyRig<MemoryRig> {
+    fn rig() -> FlakyRig<Unix> {
         let mut faults = Faults::default();
         faults.slow = 500;
         faults.delay = std::time::Duration::from_millis(3);
-        FlakyRig::new(MemoryRig::new(), faults, 1)
+        FlakyRig::new(Unix::new(), faults, 1)
     }
 
     lmc_transfer::conformance!(rig());
@@ -23,7 +24,7 @@ mod slow {
 #[test]
 fn a_faulty_channel_never_gives_a_wrong_byte() {
     for seed in 0..4 {
-        let rig = FlakyRig::new(MemoryRig::new(), Faults::some(), seed);
+        let rig = FlakyRig::new(Tcp::default(), Faults::some(), seed);
         let test = RandomTest::new(Guarantee::Lossy);
         let tally = test.with_seed(seed).with_rounds(60).run(&rig);
         let counts = [

@@ -114,10 +114,6 @@ const EXPECTED: &[(&str, &str)] = &[
         "options of a socket that the standard library does not set",
     ),
     (
-        "crates/lmc-transfer/src/memory/raw.rs",
-        "copies between a slot and a range of another arena",
-    ),
-    (
         "crates/lmc-transfer/src/net/raw.rs",
         "system calls on sockets",
     ),

@@ -64,7 +64,6 @@ impl Socket {
                 Some(connected.and_then(Self::tcp))
             }
             Address::Unix(path) => Some(Self::connect_unix(path).await),
-            Address::Memory(_) => None,
         }
     }
 
@@ -269,7 +268,6 @@ impl Listener {
         match address {
             Address::Tcp { host, port } => Some(Self::tcp(host, *port)),
             Address::Unix(path) => Some(Self::unix(path)),
-            Address::Memory(_) => None,
         }
     }
 
