@@ -5,7 +5,8 @@
 //! takes a minute and works everywhere.
 
 use std::fs;
-use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -14,9 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::cpio::Archive;
 use super::devices::Counters;
-use super::modules::Modules;
 use crate::janitor::Janitor;
 use crate::two_sides::{Report, Suite};
 use crate::ucx::{self, Nixl};
@@ -27,7 +26,7 @@ const INIT: &str = include_str!("init.sh");
 const NEEDED: [&str; 5] = ["virtio_pci", "virtio_net", "dummy", "ib_uverbs", "rdma_rxe"];
 /// Modules that a kernel asks for by name when it needs them, which no guest has `modprobe` for:
 /// soft-RoCE's checksum.
-const ASKED_FOR: [&str; 1] = ["crc32_generic"];
+const ASKED_FOR: &str = "crc32_generic";
 /// Folder of a part that has the modules and the list of them in the order in which they are loaded.
 const MODULES: &str = "modules";
 /// Begins the names of folders with parts. Parts of another layout need another beginning.
@@ -38,6 +37,16 @@ const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --timeout 30
 const LIMIT: Duration = Duration::from_secs(360);
 const SUITE_LIMIT: Duration = Duration::from_secs(1500);
 const COMMAND: Duration = Duration::from_secs(60);
+/// Prints `insmod FILE` for each module in the order in which it can be loaded. The order differs
+/// between kernels: `virtio_ring` depended on `virtio` until Debian's 6.1.192, where `virtio`
+/// depends on `virtio_ring`.
+const ORDER: &str = r#"PATH=$PATH:/usr/sbin:/sbin base=$1 version=$2 optional=$3; shift 3
+depends() { modprobe --ignore-install --show-depends -d "$base" -S "$version" "$1"; }
+depmod -b "$base" "$version"
+for module; do depends "$module"; done
+depends "$optional" || true"#;
+/// Packs a folder into an initramfs, whose files belong to root.
+const PACK: &str = r#"cd "$1"; find . | cpio --quiet --create --format=newc --owner=0:0"#;
 
 /// The programs that run in guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,6 +130,7 @@ pub(crate) fn possible() -> Result<()> {
     );
     packages::obtainable("qemu-system-x86_64", "qemu-system-x86")?;
     packages::obtainable("rdma", "iproute2")?;
+    packages::obtainable("cpio", "cpio")?;
     if kept(&cache()?).is_none() {
         let debian = packages::found("apt-get") && packages::found("dpkg-deb");
         ensure!(
@@ -135,6 +145,7 @@ pub(crate) fn possible() -> Result<()> {
 pub(crate) fn prepare() -> Result<()> {
     packages::install("qemu-system-x86_64", "qemu-system-x86")?;
     packages::install("rdma", "iproute2")?;
+    packages::install("cpio", "cpio")?;
     parts().map(drop)
 }
 
@@ -183,14 +194,57 @@ fn fetch(kernel: &str, part: &Path) -> Result<()> {
     let folder = part.join(MODULES);
     fs::create_dir_all(&folder)?;
     let mut order = String::new();
-    for (module, file) in Modules::among(&files)?.load_order(&NEEDED, &ASKED_FOR)? {
-        fs::rename(file, folder.join(format!("{module}.ko")))?;
-        order += &format!("{module}\n");
+    for file in load_order(&unpacked)? {
+        let name = file.file_stem().context("a module has a name")?;
+        let name = name.to_string_lossy().into_owned();
+        if !order.lines().any(|known| known == name) {
+            fs::rename(&file, folder.join(format!("{name}.ko")))?;
+            order += &format!("{name}\n");
+        }
     }
     fs::write(folder.join("order"), order)?;
     fs::remove_dir_all(&unpacked)?;
     packages::extract("busybox-static", &["*/bin/busybox".to_owned()], part)?;
     packages::extract("ibverbs-providers", &[format!("./{PROVIDER}")], part)
+}
+
+/// Returns the modules that guests load, decompressed, each after those that it depends on. A
+/// module that others share is named again.
+fn load_order(kernel: &Path) -> Result<Vec<PathBuf>> {
+    packages::install("depmod", "kmod")?;
+    // Debian's packages have moved from /lib to /usr/lib.
+    let bases = [kernel.to_owned(), kernel.join("usr")];
+    let base = bases.iter().find(|base| base.join("lib/modules").is_dir());
+    let base = base.context("the kernel's package holds no modules")?;
+    let version = fs::read_dir(base.join("lib/modules"))?.next();
+    let version = version.context("the kernel's package names no version")??;
+    let mut ask = Command::new("sh");
+    ask.args(["-ec", ORDER, "sh"]).arg(base);
+    ask.arg(version.file_name()).arg(ASKED_FOR).args(NEEDED);
+    let said = shown::capture(&mut ask, COMMAND)?;
+    // Options of this machine may follow the file's name.
+    said.lines()
+        .filter_map(|line| line.strip_prefix("insmod ")?.split(' ').next())
+        .map(|file| decompressed(Path::new(file)))
+        .collect()
+}
+
+/// The file without compression, which newer kernel packages use.
+fn decompressed(file: &Path) -> Result<PathBuf> {
+    let ending = file.extension().unwrap_or_default().to_string_lossy();
+    let (program, flags): (_, &[&str]) = match &*ending {
+        "ko" => return Ok(file.to_owned()),
+        "xz" => ("xz", &["--decompress"]),
+        "zst" => ("zstd", &["--decompress", "--rm", "--quiet"]),
+        "gz" => ("gzip", &["--decompress"]),
+        other => bail!("{}: unknown compression {other:?}", file.display()),
+    };
+    let plain = file.with_extension("");
+    if !plain.exists() {
+        shown::capture(Command::new(program).args(flags).arg(file), COMMAND)
+            .with_context(|| format!("the kernel's modules are compressed: {program} is needed"))?;
+    }
+    Ok(plain)
 }
 
 fn starts_with(path: &Path, start: &str) -> bool {
@@ -211,27 +265,78 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
+/// The root of a guest's file system, as a folder here; removed at the end.
+struct Root(PathBuf);
+
+impl Root {
+    fn new(folder: PathBuf) -> Result<Self> {
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        Ok(Self(folder))
+    }
+
+    /// Returns where a path of the guest lies here, and makes its folder.
+    fn here(&self, path: &str) -> Result<PathBuf> {
+        let here = self.0.join(path.trim_start_matches('/'));
+        fs::create_dir_all(here.parent().context("a path in the root")?)?;
+        Ok(here)
+    }
+
+    /// Copies a file, or what a link points to.
+    fn file(&self, path: &str, from: &Path) -> Result<()> {
+        let copied = fs::copy(from, self.here(path)?);
+        copied.map(drop).with_context(|| from.display().to_string())
+    }
+
+    fn script(&self, path: &str, text: &str) -> Result<()> {
+        let here = self.here(path)?;
+        fs::write(&here, text)?;
+        Ok(fs::set_permissions(
+            here,
+            fs::Permissions::from_mode(0o755),
+        )?)
+    }
+
+    fn link(&self, path: &str, to: &str) -> Result<()> {
+        Ok(symlink(to, self.here(path)?)?)
+    }
+
+    /// Packs everything into an initramfs.
+    fn pack(&self, image: &Path) -> Result<()> {
+        let file = fs::File::create(image).with_context(|| image.display().to_string())?;
+        let mut pack = Command::new("sh");
+        pack.args(["-ec", PACK, "sh"]).arg(&self.0).stdout(file);
+        let packed = pack.status().context("cannot run sh")?;
+        ensure!(packed.success(), "cpio could not pack the initramfs");
+        Ok(())
+    }
+}
+
+impl Drop for Root {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
 impl Guest {
     /// Makes the initramfs.
     pub(crate) fn make(program: &Path, suite: &Path, nixl: &Nixl, folder: &Path) -> Result<Self> {
         let parts = parts()?;
         let files = files(&parts)?;
         let kernel = parts.join("vmlinuz");
-        let mut archive = Archive::default();
+        let root = Root::new(folder.join("initramfs"))?;
         for path in ["proc", "sys", "dev", "tmp", "etc/libibverbs.d"] {
-            archive.folder(path);
+            fs::create_dir_all(root.0.join(path))?;
         }
-        archive.device("dev/console", 5, 1);
-        archive.device("dev/null", 1, 3);
         let busybox = files.iter().find(|path| starts_with(path, "busybox"));
         let busybox = busybox.context("the guest's parts hold no busybox")?;
-        archive.file("bin/busybox", busybox);
+        root.file("bin/busybox", busybox)?;
         for path in files
             .iter()
             .filter(|path| path.starts_with(parts.join(MODULES)))
         {
             let name = path.strip_prefix(&parts)?;
-            archive.file(&name.to_string_lossy(), path);
+            root.file(&name.to_string_lossy(), path)?;
         }
         let mut roots = vec![program.to_owned(), suite.to_owned()];
         for tool in ["ip", "rdma"] {
@@ -240,20 +345,20 @@ impl Guest {
                 COMMAND,
             )?;
             let path = PathBuf::from(path.trim());
-            archive.file(&format!("bin/{tool}"), &path);
+            root.file(&format!("bin/{tool}"), &path)?;
             roots.push(path);
         }
-        archive.file("bin/two_sides", program);
-        archive.file("bin/suite", suite);
-        let library = pack_nixl(&mut archive, nixl, &mut roots)?;
-        pack_libraries(&mut archive, &roots, &wheel(nixl)?)?;
+        root.file("bin/two_sides", program)?;
+        root.file("bin/suite", suite)?;
+        let library = pack_nixl(&root, nixl, &mut roots)?;
+        pack_libraries(&root, &roots, &wheel(nixl)?)?;
         // The wheel's libibverbs looks for providers where Red Hat keeps them, so a variable names them; and
         // a provider's `libibverbs.so.1` must be the copy that is loaded already.
         let provider = parts.join(PROVIDER);
-        archive.file(PROVIDER, &provider);
+        root.file(PROVIDER, &provider)?;
         let provider = PROVIDER.strip_suffix("-rdmav34.so").expect("it ends so");
         let verbs = nixl.bundled("libibverbs-")?;
-        archive.link("verbs/libibverbs.so.1", &in_guest(&verbs, &wheel(nixl)?)?);
+        root.link("verbs/libibverbs.so.1", &in_guest(&verbs, &wheel(nixl)?)?)?;
         let mut variables = format!(
             "export LMC_NIXL_LIBRARY={library} LD_LIBRARY_PATH=/verbs IBV_DRIVERS=/{provider}\n\
              FLAGS='{FLAGS}'\n"
@@ -261,13 +366,10 @@ impl Guest {
         for (name, value) in ucx::environment("rc,self", Some("rxe0:1"), "/tmp/ucx") {
             variables += &format!("export {name}='{value}'\n");
         }
-        archive.text("variables", &variables);
-        archive.text("init", INIT);
+        root.script("variables", &variables)?;
+        root.script("init", INIT)?;
         let image = folder.join("initramfs.cpio");
-        let file = fs::File::create(&image).with_context(|| image.display().to_string())?;
-        let mut file = BufWriter::new(file);
-        archive.write(&mut file)?;
-        file.flush()?;
+        root.pack(&image)?;
         Ok(Self { kernel, image })
     }
 
@@ -445,7 +547,7 @@ fn in_guest(file: &Path, wheel: &Path) -> Result<String> {
 
 /// Adds what NIXL loads by name, and tells where its library lies. What it links to is found
 /// from `roots`.
-fn pack_nixl(archive: &mut Archive, nixl: &Nixl, roots: &mut Vec<PathBuf>) -> Result<String> {
+fn pack_nixl(root: &Root, nixl: &Nixl, roots: &mut Vec<PathBuf>) -> Result<String> {
     let wheel = wheel(nixl)?;
     let own = nixl.library().parent().context("a folder")?;
     let needs = nixl.needs()?;
@@ -460,14 +562,14 @@ fn pack_nixl(archive: &mut Archive, nixl: &Nixl, roots: &mut Vec<PathBuf>) -> Re
         loaded.push(nixl.bundled(bundled)?);
     }
     for file in &loaded {
-        archive.file(&in_guest(file, &wheel)?, file);
+        root.file(&in_guest(file, &wheel)?, file)?;
     }
     roots.extend(loaded);
     in_guest(nixl.library(), &wheel)
 }
 
 /// Adds all libraries that these files link to, and the loader.
-fn pack_libraries(archive: &mut Archive, roots: &[PathBuf], wheel: &Path) -> Result<()> {
+fn pack_libraries(root: &Root, roots: &[PathBuf], wheel: &Path) -> Result<()> {
     let linked = shown::capture(Command::new("ldd").args(roots), COMMAND)?;
     for line in linked.lines() {
         let path = line.split_once("=> ").map_or(line, |(_, path)| path).trim();
@@ -480,12 +582,12 @@ fn pack_libraries(archive: &mut Archive, roots: &[PathBuf], wheel: &Path) -> Res
         }
         let file = Path::new(path).canonicalize()?;
         match file.starts_with(wheel) {
-            true => archive.file(&in_guest(&file, wheel)?, &file),
-            false if path.contains("ld-linux") => archive.file("lib64/ld-linux-x86-64.so.2", &file),
+            true => root.file(&in_guest(&file, wheel)?, &file)?,
+            false if path.contains("ld-linux") => root.file("lib64/ld-linux-x86-64.so.2", &file)?,
             false => {
                 let name = Path::new(path).file_name().context("a file has a name")?;
                 let name = name.to_string_lossy();
-                archive.file(&format!("lib/x86_64-linux-gnu/{name}"), &file);
+                root.file(&format!("lib/x86_64-linux-gnu/{name}"), &file)?;
             }
         }
     }
@@ -507,6 +609,114 @@ impl GuestOutput {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_compressed_module_is_read() {
+        let folder = Root::new(std::env::temp_dir().join(format!("lmc-ko-{}", std::process::id())));
+        let folder = folder.expect("a temporary folder");
+        let file = folder.0.join("dummy.ko");
+        fs::write(&file, "a module").expect("a file");
+        if shown::capture(Command::new("xz").arg(&file), COMMAND).is_err() {
+            println!("skipped: no xz here");
+            return;
+        }
+        let packed = folder.0.join("dummy.ko.xz");
+        for _ in 0..2 {
+            assert_eq!(decompressed(&packed).expect("it is there"), file);
+        }
+        assert_eq!(fs::read(&file).expect("a file"), b"a module");
+    }
+
+    /// Makes a module that uses a symbol of each module that it needs.
+    fn module(folder: &Path, name: &str, needs: &[&str]) {
+        let mut text = format!(
+            ".section .modinfo,\"a\"\n.asciz \"name={name}\"\n\
+             .section __ksymtab_strings,\"a\"\n.asciz \"of_{name}\"\n.text\n"
+        );
+        needs
+            .iter()
+            .for_each(|need| text += &format!(".quad of_{need}\n"));
+        let source = folder.join("source.s");
+        fs::write(&source, text).expect("a file");
+        let mut assemble = Command::new("cc");
+        assemble
+            .arg("-c")
+            .arg(&source)
+            .arg("-o")
+            .arg(folder.join(format!("{name}.ko")));
+        shown::capture(&mut assemble, COMMAND).expect("cc assembles it");
+    }
+
+    /// A fixed order loaded `virtio` before `virtio_ring`. Debian's 6.1.192 turned that
+    /// dependency round, and on a new machine every guest came up without its device.
+    #[test]
+    fn each_module_comes_after_those_that_it_needs() {
+        if !packages::found("depmod") {
+            println!("skipped: no depmod here");
+            return;
+        }
+        for [first, second] in [["virtio_ring", "virtio"], ["virtio", "virtio_ring"]] {
+            let root = std::env::temp_dir().join(format!("lmc-{first}-{}", std::process::id()));
+            let root = Root::new(root).expect("a temporary folder");
+            let folder = root.here("lib/modules/6.1/virtio").expect("a folder");
+            let folder = folder.parent().expect("a folder");
+            module(folder, first, &[]);
+            module(folder, second, &[first]);
+            NEEDED
+                .iter()
+                .for_each(|name| module(folder, name, &[first, second]));
+            let order = load_order(&root.0).expect("all is there");
+            let at = |name: &str| order.iter().position(|file| starts_with(file, name));
+            let (first, second) = (format!("{first}.ko"), format!("{second}.ko"));
+            assert!(
+                at(&first) < at(&second) && at(&second) < at("virtio_pci"),
+                "{order:?}"
+            );
+            assert!(
+                at(&first).is_some() && at("rdma_rxe").is_some(),
+                "{order:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_kernel_without_a_module_is_refused() {
+        if !packages::found("depmod") {
+            println!("skipped: no depmod here");
+            return;
+        }
+        let root = std::env::temp_dir().join(format!("lmc-lacks-{}", std::process::id()));
+        let root = Root::new(root).expect("a temporary folder");
+        let folder = root.here("lib/modules/6.1/virtio").expect("a folder");
+        module(folder.parent().expect("a folder"), "virtio_pci", &[]);
+        let error = load_order(&root.0).expect_err("virtio_net is missing");
+        assert!(format!("{error:#}").contains("virtio_net"), "{error:#}");
+    }
+
+    #[test]
+    fn an_initramfs_holds_files_with_their_folders() {
+        if !packages::found("cpio") {
+            println!("skipped: no cpio here");
+            return;
+        }
+        let folder = std::env::temp_dir().join(format!("lmc-cpio-{}", std::process::id()));
+        let root = Root::new(folder.clone()).expect("a temporary folder");
+        root.script("/etc/deep/greeting", "hello").expect("a file");
+        root.link("etc/other", "deep/greeting").expect("a link");
+        let copy = root.0.join("etc/deep/greeting");
+        root.file("bin/copy", &copy).expect("a copy");
+        let image = folder.with_extension("cpio");
+        root.pack(&image).expect("cpio packs it");
+        let mut list = Command::new("sh");
+        list.args(["-ec", "cpio --list --quiet < $1 | LC_ALL=C sort", "sh"])
+            .arg(&image);
+        let listed = shown::capture(&mut list, COMMAND).expect("cpio lists it");
+        let _ = fs::remove_file(image);
+        assert_eq!(
+            listed,
+            ".\nbin\nbin/copy\netc\netc/deep\netc/deep/greeting\netc/other\n"
+        );
+    }
 
     #[test]
     fn the_serial_line_carries_report_counters_and_log() {

@@ -1,10 +1,8 @@
 //! `cargo xtask test-rdma`: the NIXL channel over the best transport that the machine has, with
 //! proof that it was that one.
 
-mod cpio;
 mod devices;
 mod guest;
-mod modules;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
