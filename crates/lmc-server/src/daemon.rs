@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use lmc_engine::{CacheEngine, EngineConfig, PolicyKind, WritePolicy};
-use lmc_key::{ChunkHasher, HashAlgorithm, Salt};
+use lmc_backend_disk::Admit;
+use lmc_engine::{CacheEngine, EngineConfig, WritePolicy};
+use lmc_key::{ChunkHasher, Salt};
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
@@ -16,10 +17,7 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::cli::error_text;
-use crate::config::{
-    DiskAdmit, DiskWrite, EvictionPolicy, HashName, Loaded, LogFormat, ServeConfig, human_bytes,
-    human_duration,
-};
+use crate::config::{Loaded, LogFormat, ServeConfig, human_bytes, human_duration, policy_name};
 use crate::http::{self, Http};
 use crate::signals::Signals;
 use crate::{disk, log, losses, occupant, pool, transfer_config};
@@ -389,12 +387,7 @@ fn is_loopback(host: &str) -> bool {
 
 fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let mut engine = EngineConfig::default();
-    engine.policy = match config.eviction_policy {
-        EvictionPolicy::Lru => PolicyKind::Lru,
-        EvictionPolicy::S3Fifo => PolicyKind::S3Fifo,
-        EvictionPolicy::Arc => PolicyKind::Arc,
-        EvictionPolicy::Noop => PolicyKind::None,
-    };
+    engine.policy = config.eviction_policy;
     engine.align = usize::try_from(config.align_bytes).context("--l1-align-bytes")?;
     engine.high_watermark = config.eviction_watermark;
     let low = config.eviction_watermark - config.eviction_ratio;
@@ -405,9 +398,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     });
     engine.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
     engine.write_policy = match (config.disk_write, config.disk_admit) {
-        (DiskWrite::Back, _) => WritePolicy::Back,
-        (DiskWrite::Through, DiskAdmit::Always) => WritePolicy::Through,
-        (DiskWrite::Through, DiskAdmit::Second) => WritePolicy::ThroughAndOnHit,
+        (WritePolicy::Through, Admit::SecondTouch) => WritePolicy::ThroughAndOnHit,
+        (policy, _) => policy,
     };
     let lower = match config.disk.is_empty() {
         true => Vec::new(),
@@ -426,13 +418,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
 }
 
 fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
-    let algorithm = match config.hash_algorithm {
-        HashName::Blake3 => HashAlgorithm::Blake3,
-        HashName::Sha256Cbor => HashAlgorithm::Sha256Cbor,
-        HashName::Xxh3 => HashAlgorithm::Xxh3,
-    };
     let chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
-    let mut service = ServiceConfig::new(ChunkHasher::new(algorithm, chunk_size)?);
+    let mut service = ServiceConfig::new(ChunkHasher::new(config.hash_algorithm, chunk_size)?);
     service.identity = config.identity.clone();
     service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
     service.null_block_id = config.null_block_id;
@@ -471,7 +458,7 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
         "chunks of {} tokens, hashed with {}, evicted by {} above {:.0} %",
         config.chunk_size,
         service.config().hasher.algorithm(),
-        config.eviction_policy.name(),
+        policy_name(config.eviction_policy),
         config.eviction_watermark * 100.0,
     );
     if !config.identity.is_empty() {

@@ -5,13 +5,11 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
 use lmc_backend::Backend;
-use lmc_backend_disk::{Admit, DiskConfig, DiskIo, usable_bytes};
+use lmc_backend_disk::{DiskConfig, usable_bytes};
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
-use crate::config::{
-    DiskAdmit, DiskIoName, LEAST_DRIVE, PoolSize, ServeConfig, StateDir, human_bytes,
-};
+use crate::config::{LEAST_DRIVE, PoolSize, ServeConfig, StateDir, human_bytes};
 
 /// Bytes that may be on their way to the drives: those that stall leave most of the pool to
 /// others. All of it may be for one drive, so that none refuses what was let in.
@@ -38,16 +36,9 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
     }
     let tier = disk
         .with_keep_free(config.disk_keep_free)
-        .with_io(match config.disk_io {
-            DiskIoName::Auto => DiskIo::Auto,
-            DiskIoName::Uring => DiskIo::Uring,
-            DiskIoName::Threads => DiskIo::Threads,
-        })
+        .with_io(config.disk_io)
         .with_depth(config.disk_depth)
-        .with_admission(match config.disk_admit {
-            DiskAdmit::Always => Admit::Always,
-            DiskAdmit::Second => Admit::SecondTouch,
-        })
+        .with_admission(config.disk_admit)
         .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
         .with_key_settings(&key_settings(config))

@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tower_http::compression::CompressionLayer;
 
-use crate::config::Loaded;
+use crate::config::{Loaded, policy_name};
 use crate::metrics;
 use guard::{ConnectionUser, Guard};
 use probe::Probe;
@@ -58,7 +58,7 @@ impl Http {
             config: lmcache::config(&service, loaded),
             service,
             inspections: Arc::new(Semaphore::new(1)),
-            policy: loaded.config.eviction_policy.name(),
+            policy: policy_name(loaded.config.eviction_policy),
             watermark: loaded.config.eviction_watermark,
             ratio: loaded.config.eviction_ratio,
         }

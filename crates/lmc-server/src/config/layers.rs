@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::secret::mask_passwords;
-use super::setting::{Info, Raw, Setting, Shape};
+use super::setting::{Info, Raw, Shape};
 use super::settings::ALL;
 use super::suggest::nearest;
 
@@ -203,32 +203,31 @@ impl Layers {
         }
     }
 
-    /// The value of `setting` from the layer that wins. A value that cannot be parsed becomes a
+    /// The value of a setting from the layer that wins. A value that cannot be parsed becomes a
     /// problem, and the default stands in, so that all problems are found at once.
-    pub(crate) fn take<T>(&mut self, setting: &'static Setting<T>) -> T {
-        let info = &setting.info;
+    pub(crate) fn take<T>(
+        &mut self,
+        info: &'static Info,
+        parse: impl Fn(&Raw) -> Result<T, String>,
+    ) -> T {
         let entry = self.winner(info);
-        let parsed = (setting.parse)(&entry.raw);
+        let parsed = parse(&entry.raw);
         let value = parsed.unwrap_or_else(|text| {
             self.problems.push(Problem {
                 subject: subject_of(&entry),
                 text,
             });
-            (setting.parse)(&default_of(info)).expect("defaults parse; a test proves it")
+            parse(&default_of(info)).expect("defaults parse; a test proves it")
         });
         self.entries.push(entry);
         value
     }
 
     /// Notes that settings do not fit together.
-    pub(crate) fn refuse(&mut self, info: &'static Info, text: impl Into<String>) {
-        let entry = self
-            .entries
-            .iter()
-            .find(|entry| entry.info.name == info.name);
-        let subject = entry.map_or_else(|| info.flag(), subject_of);
+    pub(crate) fn refuse(&mut self, name: &str, text: impl Into<String>) {
+        let entry = self.entries.iter().find(|entry| entry.info.name == name);
         self.problems.push(Problem {
-            subject,
+            subject: subject_of(entry.expect("every setting was taken")),
             text: text.into(),
         });
     }
@@ -247,36 +246,20 @@ impl Layers {
     }
 
     fn winner(&self, info: &'static Info) -> Entry {
-        if let Some((_, raw)) = self.flags.iter().find(|(name, _)| name == info.name) {
-            return Entry {
-                info,
-                raw: raw.clone(),
-                source: Source::Flag(info.flag()),
-            };
-        }
+        let flag = self.flags.iter().find(|(name, _)| name == info.name);
         let variable = info.variable();
-        if let Some((name, value)) = self.variables.iter().find(|(name, _)| *name == variable) {
-            return Entry {
-                info,
-                raw: Raw::Text(value.clone()),
-                source: Source::Variable(name.clone()),
-            };
-        }
+        let variable = self.variables.iter().find(|(name, _)| *name == variable);
         let key = info.key();
-        if let (Some((_, raw)), Some(path)) =
-            (self.keys.iter().find(|(name, _)| *name == key), &self.file)
-        {
-            return Entry {
-                info,
-                raw: raw.clone(),
-                source: Source::File(path.clone()),
-            };
-        }
-        Entry {
-            info,
-            raw: default_of(info),
-            source: Source::Default,
-        }
+        let key = self.keys.iter().find(|(name, _)| *name == key);
+        let (raw, source) = match (flag, variable, key, &self.file) {
+            (Some((_, raw)), ..) => (raw.clone(), Source::Flag(info.flag())),
+            (None, Some((name, value)), ..) => {
+                (Raw::Text(value.clone()), Source::Variable(name.clone()))
+            }
+            (None, None, Some((_, raw)), Some(path)) => (raw.clone(), Source::File(path.clone())),
+            _ => (default_of(info), Source::Default),
+        };
+        Entry { info, raw, source }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Configuration of `lmc serve`: one table of settings, four layers, one typed result.
 
+#[cfg(test)]
 mod docs;
 mod foreign;
 mod layers;
@@ -13,18 +14,14 @@ mod size;
 mod suggest;
 mod tiers;
 
-pub use docs::documentation;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use log_level::filter_of;
-pub use parse::{
-    ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize,
-    SegmentName, StateDir, TransferMode,
-};
+pub use parse::{LogFormat, PoolSize, SegmentName, StateDir, TransferMode, policy_name};
 pub(crate) use serve::LEAST_DRIVE;
-pub use serve::{Loaded, ServeConfig, print_config};
-pub use setting::{Group, Info, Raw, Setting, Shape};
-pub use settings::ALL as ALL_SETTINGS;
+pub use serve::{Loaded, print_config};
+pub use setting::{Group, Info, Raw, Shape};
+pub use settings::{ALL as ALL_SETTINGS, ServeConfig};
 pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
 pub use suggest::nearest;
 

@@ -1,19 +1,19 @@
 //! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
 
+use std::fmt::Display;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
-use lmc_key::IdentityText;
+use lmc_backend_disk::{Admit, DiskIo};
+use lmc_engine::{PolicyKind, WritePolicy};
+use lmc_key::{HashAlgorithm, IdentityText};
 use lmc_memory::{Demand, SharedName};
 use lmc_vllm_adapter::TrustedUsers;
 
 use super::setting::Raw;
 use super::size::{self, GIB};
 use super::suggest::nearest;
-
-/// A size in bytes that was written by a person.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ByteSize(pub u64);
 
 /// Size of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,119 +35,94 @@ pub enum SegmentName {
     Name(SharedName),
 }
 
-macro_rules! names {
-    ($(#[$meta:meta])* $ty:ident { $($(#[$vmeta:meta])* $variant:ident = $name:literal $(| $alias:literal)*),+ $(,)? }) => {
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub enum $ty { $($(#[$vmeta])* $variant),+ }
-
-        impl $ty {
-            /// Every name, in the order in which they are offered.
-            pub const NAMES: &'static [&'static str] = &[$($name),+];
-
-            /// The name as it is written in a configuration.
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name),+ }
-            }
-
-            fn parse(text: &str) -> Option<Self> {
-                match text.to_ascii_lowercase().replace('-', "_") {
-                    $(t if t == $name.to_ascii_lowercase() $(|| t == $alias)* => Some(Self::$variant),)+
-                    _ => None,
-                }
-            }
-        }
-    };
+/// Side that copies between the engine's memory and the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransferMode {
+    /// Each engine chooses when it registers.
+    Auto,
+    /// The server gathers and scatters in the engine's memory.
+    LmcacheDriven,
+    /// The engine's worker copies into shared memory.
+    EngineDriven,
 }
 
-names! {
-    /// The hash that identifies prefixes.
-    HashName {
-        /// BLAKE3, byte for byte as LMCache's default.
-        Blake3 = "blake3",
-        /// SHA-256 over CBOR, as vLLM's.
-        Sha256Cbor = "sha256_cbor" | "sha256cbor",
-        /// XXH3-128 over CBOR, as vLLM's: fast, not collision-proof against an adversary.
-        Xxh3 = "xxhash_cbor" | "xxh3" | "xxh3_128",
+/// The form of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Lines for people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Values of a setting, each with its name and its synonyms in lower case.
+type Names<T> = [(T, &'static str, &'static [&'static str])];
+
+const HASHES: &Names<HashAlgorithm> = &[
+    (HashAlgorithm::Blake3, "blake3", &[]),
+    (HashAlgorithm::Sha256Cbor, "sha256_cbor", &["sha256cbor"]),
+    (HashAlgorithm::Xxh3, "xxhash_cbor", &["xxh3", "xxh3_128"]),
+];
+pub(crate) const TRANSFER_MODES: &Names<TransferMode> = &[
+    (TransferMode::Auto, "auto", &[]),
+    (TransferMode::LmcacheDriven, "lmcache_driven", &[]),
+    (TransferMode::EngineDriven, "engine_driven", &[]),
+];
+const POLICIES: &Names<PolicyKind> = &[
+    (PolicyKind::Lru, "LRU", &[]),
+    (PolicyKind::S3Fifo, "S3FIFO", &["s3_fifo"]),
+    (PolicyKind::Arc, "ARC", &[]),
+    (PolicyKind::None, "noop", &["none"]),
+];
+pub(crate) const WRITES: &Names<WritePolicy> = &[
+    (WritePolicy::Through, "through", &["write_through"]),
+    (WritePolicy::Back, "back", &["write_back"]),
+];
+pub(crate) const ADMISSIONS: &Names<Admit> = &[
+    (Admit::Always, "always", &[]),
+    (Admit::SecondTouch, "second", &["second_touch"]),
+];
+pub(crate) const IO_ENGINES: &Names<DiskIo> = &[
+    (DiskIo::Auto, "auto", &[]),
+    (DiskIo::Uring, "uring", &["io_uring"]),
+    (DiskIo::Threads, "threads", &[]),
+];
+pub(crate) const LOG_FORMATS: &Names<LogFormat> = &[
+    (LogFormat::Text, "text", &[]),
+    (LogFormat::Json, "json", &[]),
+];
+
+impl TransferMode {
+    /// The name as it is written in a configuration.
+    pub fn name(self) -> &'static str {
+        name_of(TRANSFER_MODES, self)
     }
 }
 
-names! {
-    /// Side that copies between the engine's memory and the pool.
-    TransferMode {
-        /// Each engine chooses when it registers.
-        Auto = "auto",
-        /// The server gathers and scatters in the engine's memory.
-        LmcacheDriven = "lmcache_driven",
-        /// The engine's worker copies into shared memory.
-        EngineDriven = "engine_driven",
-    }
+/// Returns the name of an eviction policy as it is written in a configuration.
+pub fn policy_name(policy: PolicyKind) -> &'static str {
+    name_of(POLICIES, policy)
 }
 
-names! {
-    /// Which chunks leave the pool first.
-    EvictionPolicy {
-        /// Least recently used.
-        Lru = "LRU",
-        /// S3-FIFO.
-        S3Fifo = "S3FIFO" | "s3_fifo",
-        /// Adaptive replacement.
-        Arc = "ARC",
-        /// Nothing leaves.
-        Noop = "noop" | "none",
-    }
+fn name_of<T: PartialEq>(names: &Names<T>, value: T) -> &'static str {
+    let found = names.iter().find(|(known, ..)| *known == value);
+    found.map_or("unknown", |(_, name, _)| name)
 }
 
-names! {
-    /// When chunks go to disk.
-    DiskWrite {
-        /// As soon as they are stored.
-        Through = "through" | "write_through",
-        /// When memory evicts them.
-        Back = "back" | "write_back",
-    }
-}
-
-names! {
-    /// Which chunks go to disk.
-    DiskAdmit {
-        /// All.
-        Always = "always",
-        /// Chunks that are used a second time.
-        Second = "second" | "second_touch",
-    }
-}
-
-names! {
-    /// I/O engine for the drives.
-    DiskIoName {
-        /// By io_uring, or by threads where that is forbidden.
-        Auto = "auto",
-        /// By io_uring, or not at all.
-        Uring = "uring" | "io_uring",
-        /// By threads.
-        Threads = "threads",
-    }
-}
-
-names! {
-    /// The form of log lines.
-    LogFormat {
-        /// Lines for people.
-        Text = "text",
-        /// One JSON object a line.
-        Json = "json",
-    }
-}
-
-fn choice<T>(raw: &Raw, parse: fn(&str) -> Option<T>, names: &[&str]) -> Result<T, String> {
+pub(crate) fn choice<T: Copy>(raw: &Raw, names: &Names<T>) -> Result<T, String> {
     let text = raw.text()?;
-    parse(text).ok_or_else(|| {
-        let expected = format!("expected one of {}", names.join(", "));
-        match nearest(text, names.iter().copied()) {
-            Some(name) => format!("{expected}; did you mean {name}?"),
-            None => expected,
-        }
+    let wanted = text.to_ascii_lowercase().replace('-', "_");
+    let is_meant = |(_, name, synonyms): &&(T, &str, &[&str])| {
+        name.eq_ignore_ascii_case(&wanted) || synonyms.contains(&&*wanted)
+    };
+    if let Some((value, ..)) = names.iter().find(is_meant) {
+        return Ok(*value);
+    }
+    let names: Vec<&str> = names.iter().map(|(_, name, _)| *name).collect();
+    let expected = format!("expected one of {}", names.join(", "));
+    Err(match nearest(text, names) {
+        Some(name) => format!("{expected}; did you mean {name}?"),
+        None => expected,
     })
 }
 
@@ -155,7 +130,7 @@ pub(crate) fn identity(raw: &Raw) -> Result<IdentityText, String> {
     IdentityText::parse(raw.text()?).map_err(|error| error.to_string())
 }
 
-pub(crate) fn hash_algorithm(raw: &Raw) -> Result<HashName, String> {
+pub(crate) fn hash_algorithm(raw: &Raw) -> Result<HashAlgorithm, String> {
     if raw.text()?.eq_ignore_ascii_case("builtin") {
         // Python's hash() depends on PYTHONHASHSEED, so it never agrees between machines.
         return Err(
@@ -164,32 +139,16 @@ pub(crate) fn hash_algorithm(raw: &Raw) -> Result<HashName, String> {
                 .to_owned(),
         );
     }
-    choice(raw, HashName::parse, HashName::NAMES)
+    choice(raw, HASHES)
 }
 
-pub(crate) fn transfer_mode(raw: &Raw) -> Result<TransferMode, String> {
-    choice(raw, TransferMode::parse, TransferMode::NAMES)
-}
-
-pub(crate) fn eviction_policy(raw: &Raw) -> Result<EvictionPolicy, String> {
+pub(crate) fn eviction_policy(raw: &Raw) -> Result<PolicyKind, String> {
     if raw.text()?.eq_ignore_ascii_case("IsolatedLRU") {
         return Err("quotas per cache_salt work with every policy here; use LRU, and set limits with --quota \
              SALT=SIZE or `lmc quota set`"
             .to_owned());
     }
-    choice(raw, EvictionPolicy::parse, EvictionPolicy::NAMES)
-}
-
-pub(crate) fn disk_write(raw: &Raw) -> Result<DiskWrite, String> {
-    choice(raw, DiskWrite::parse, DiskWrite::NAMES)
-}
-
-pub(crate) fn disk_admit(raw: &Raw) -> Result<DiskAdmit, String> {
-    choice(raw, DiskAdmit::parse, DiskAdmit::NAMES)
-}
-
-pub(crate) fn disk_io(raw: &Raw) -> Result<DiskIoName, String> {
-    choice(raw, DiskIoName::parse, DiskIoName::NAMES)
+    choice(raw, POLICIES)
 }
 
 /// Path of a Unix socket; `none` is none.
@@ -243,10 +202,6 @@ pub(crate) fn state_dir(raw: &Raw) -> Result<StateDir, String> {
         text if text.eq_ignore_ascii_case("none") => Ok(StateDir::None),
         text => Ok(StateDir::Path(text.into())),
     }
-}
-
-pub(crate) fn log_format(raw: &Raw) -> Result<LogFormat, String> {
-    choice(raw, LogFormat::parse, LogFormat::NAMES)
 }
 
 pub(crate) fn host(raw: &Raw) -> Result<String, String> {
@@ -334,12 +289,13 @@ pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
         .map_err(|_| "expected a port number from 0 to 65535".to_owned())
 }
 
-pub(crate) fn count(raw: &Raw, least: usize, most: usize) -> Result<usize, String> {
-    raw.text()?
-        .replace('_', "")
-        .parse()
-        .ok()
-        .filter(|n| (least..=most).contains(n))
+pub(crate) fn count<T>(raw: &Raw, least: T, most: T) -> Result<T, String>
+where
+    T: FromStr + PartialOrd + Display,
+{
+    let number = raw.text()?.replace('_', "").parse().ok();
+    number
+        .filter(|n| (&least..=&most).contains(&n))
         .ok_or_else(|| format!("expected a whole number from {least} to {most}"))
 }
 
@@ -362,10 +318,10 @@ pub(crate) fn threads(raw: &Raw) -> Result<Option<usize>, String> {
         .map_err(|expected| format!("{expected}, or auto"))
 }
 
-pub(crate) fn memo_size(raw: &Raw) -> Result<ByteSize, String> {
+pub(crate) fn memo_size(raw: &Raw) -> Result<u64, String> {
     match size::parse_bytes(raw.text()?, 1)? {
         bytes if bytes > 1 << 40 => Err("expected at most 1TiB".to_owned()),
-        bytes => Ok(ByteSize(bytes)),
+        bytes => Ok(bytes),
     }
 }
 
@@ -412,12 +368,12 @@ pub(crate) fn pool_size(raw: &Raw) -> Result<PoolSize, String> {
     }
 }
 
-pub(crate) fn alignment(raw: &Raw) -> Result<ByteSize, String> {
+pub(crate) fn alignment(raw: &Raw) -> Result<u64, String> {
     let bytes = size::parse_bytes(raw.text()?, 1)?;
     if !bytes.is_power_of_two() || !(64..=1 << 30).contains(&bytes) {
         return Err("expected a power of two from 64 to 1GiB, such as 4096 or 64KiB".to_owned());
     }
-    Ok(ByteSize(bytes))
+    Ok(bytes)
 }
 
 pub(crate) fn segment_name(raw: &Raw) -> Result<SegmentName, String> {

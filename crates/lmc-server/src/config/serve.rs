@@ -1,77 +1,17 @@
 //! The configuration of `lmc serve`, typed and checked.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use lmc_key::IdentityText;
-use lmc_memory::Demand;
-use lmc_vllm_adapter::TrustedUsers;
+use lmc_backend_disk::Admit;
+use lmc_engine::WritePolicy;
 
 use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{
-    DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat, PoolSize, SegmentName,
-    StateDir, TransferMode,
-};
+use super::parse::{PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
-use super::settings as s;
+use super::settings::ServeConfig;
 
 /// Least bytes of a drive: a smaller one holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
-
-/// Configuration of `lmc serve`. Each field's meaning is the help text of the setting of
-/// the same name in `settings.rs`.
-#[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs, reason = "the settings table documents every field once")]
-pub struct ServeConfig {
-    pub host: String,
-    pub port: u16,
-    pub trusted_users: TrustedUsers,
-    pub max_workers: usize,
-    pub http_host: String,
-    pub ipc_path: Option<PathBuf>,
-    pub http_port: u16,
-    pub http_allowed_hosts: Vec<String>,
-    pub chunk_size: usize,
-    pub hash_algorithm: HashName,
-    pub identity: IdentityText,
-    pub hash_memo_size: u64,
-    pub transfer_mode: TransferMode,
-    pub null_block_id: Option<u32>,
-    pub pool_size: PoolSize,
-    pub align_bytes: u64,
-    pub huge_pages: Demand,
-    pub shm_name: SegmentName,
-    pub numa_node: Option<u32>,
-    pub lock_memory: Demand,
-    pub prefault: bool,
-    pub copy_threads: Option<usize>,
-    pub eviction_policy: EvictionPolicy,
-    pub eviction_watermark: f64,
-    pub eviction_ratio: f64,
-    pub quotas: Vec<(String, u64)>,
-    pub disk: Vec<PathBuf>,
-    pub disk_create: bool,
-    pub disk_size: PoolSize,
-    pub disk_keep_free: u64,
-    pub disk_write: DiskWrite,
-    pub disk_admit: DiskAdmit,
-    pub disk_read_timeout: Duration,
-    pub recompute_rate: Option<usize>,
-    pub disk_io: DiskIoName,
-    pub disk_depth: u32,
-    pub state_dir: StateDir,
-    pub read_ttl: Duration,
-    pub write_ttl: Duration,
-    pub session_ttl: Duration,
-    pub reap_timeout: Duration,
-    pub registration_grace: Duration,
-    pub orphan_grace: Duration,
-    pub slot_grace: Duration,
-    pub shutdown_timeout: Duration,
-    pub kv_event_log_size: usize,
-    pub log_level: String,
-    pub log_format: LogFormat,
-}
 
 /// A configuration, with what is needed to explain it.
 #[derive(Debug, Clone)]
@@ -107,6 +47,7 @@ impl ServeConfig {
             layers.read_file(&path);
         }
         let config = Self::take(&mut layers);
+        config.cross_check(&mut layers);
         let (entries, warnings) = layers.finish()?;
         Ok(Loaded {
             config,
@@ -115,65 +56,10 @@ impl ServeConfig {
         })
     }
 
-    fn take(layers: &mut Layers) -> Self {
-        let config = Self {
-            host: layers.take(&s::HOST),
-            ipc_path: layers.take(&s::IPC_PATH),
-            port: layers.take(&s::PORT),
-            trusted_users: layers.take(&s::TRUSTED_USERS),
-            max_workers: layers.take(&s::MAX_WORKERS),
-            http_host: layers.take(&s::HTTP_HOST),
-            http_port: layers.take(&s::HTTP_PORT),
-            http_allowed_hosts: layers.take(&s::HTTP_ALLOWED_HOST),
-            chunk_size: layers.take(&s::CHUNK_SIZE),
-            hash_algorithm: layers.take(&s::HASH_ALGORITHM),
-            identity: layers.take(&s::IDENTITY),
-            hash_memo_size: layers.take(&s::HASH_MEMO_SIZE).0,
-            transfer_mode: layers.take(&s::SUPPORTED_TRANSFER_MODE),
-            null_block_id: layers.take(&s::NULL_BLOCK_ID),
-            pool_size: layers.take(&s::L1_SIZE_GB),
-            align_bytes: layers.take(&s::L1_ALIGN_BYTES).0,
-            huge_pages: layers.take(&s::L1_USE_HUGEPAGES),
-            shm_name: layers.take(&s::SHM_NAME),
-            numa_node: layers.take(&s::NUMA_NODE),
-            lock_memory: layers.take(&s::LOCK_MEMORY),
-            prefault: layers.take(&s::PREFAULT),
-            copy_threads: layers.take(&s::COPY_THREADS),
-            eviction_policy: layers.take(&s::EVICTION_POLICY),
-            eviction_watermark: layers.take(&s::EVICTION_TRIGGER_WATERMARK),
-            eviction_ratio: layers.take(&s::EVICTION_RATIO),
-            quotas: layers.take(&s::QUOTA),
-            disk: layers.take(&s::DISK),
-            disk_create: layers.take(&s::DISK_CREATE),
-            disk_size: layers.take(&s::DISK_SIZE),
-            disk_keep_free: layers.take(&s::DISK_KEEP_FREE).0,
-            disk_write: layers.take(&s::DISK_WRITE),
-            disk_admit: layers.take(&s::DISK_ADMIT),
-            disk_read_timeout: layers.take(&s::DISK_READ_TIMEOUT_SECONDS),
-            recompute_rate: layers.take(&s::RECOMPUTE_RATE),
-            disk_io: layers.take(&s::DISK_IO),
-            disk_depth: layers.take(&s::DISK_DEPTH) as u32,
-            state_dir: layers.take(&s::STATE_DIR),
-            read_ttl: layers.take(&s::L1_READ_TTL_SECONDS),
-            write_ttl: layers.take(&s::L1_WRITE_TTL_SECONDS),
-            session_ttl: layers.take(&s::SESSION_TTL_SECONDS),
-            reap_timeout: layers.take(&s::WORKER_REAP_TIMEOUT_SECONDS),
-            registration_grace: layers.take(&s::WORKER_REGISTRATION_GRACE_SECONDS),
-            orphan_grace: layers.take(&s::WORKER_ORPHAN_GRACE_SECONDS),
-            slot_grace: layers.take(&s::SLOT_GRACE_SECONDS),
-            shutdown_timeout: layers.take(&s::SHUTDOWN_TIMEOUT_SECONDS),
-            kv_event_log_size: layers.take(&s::KV_EVENT_LOG_SIZE),
-            log_level: layers.take(&s::LOG_LEVEL),
-            log_format: layers.take(&s::LOG_FORMAT),
-        };
-        config.cross_check(layers);
-        config
-    }
-
     fn cross_check(&self, layers: &mut Layers) {
         if self.registration_grace < self.reap_timeout {
             layers.refuse(
-                &s::WORKER_REGISTRATION_GRACE_SECONDS.info,
+                "worker-registration-grace-seconds",
                 format!(
                     "expected at least worker_reap_timeout_seconds ({}), or workers that warm up would be \
                      forgotten before they can ping",
@@ -186,7 +72,7 @@ impl ServeConfig {
             && same_address(&self.host, &self.http_host)
         {
             layers.refuse(
-                &s::HTTP_PORT.info,
+                "http-port",
                 format!(
                     "expected another port than --port {}, which engines connect to",
                     self.port
@@ -195,25 +81,25 @@ impl ServeConfig {
         }
         if self.transfer_mode == TransferMode::EngineDriven && self.shm_name == SegmentName::None {
             layers.refuse(
-                &s::SHM_NAME.info,
+                "shm-name",
                 "expected a name or auto: engine-driven transfers go through shared memory",
             );
         }
-        if self.disk_write == DiskWrite::Back && self.disk_admit == DiskAdmit::Second {
+        if self.disk_write == WritePolicy::Back && self.disk_admit == Admit::SecondTouch {
             layers.refuse(
-                &s::DISK_ADMIT.info,
+                "disk-admit",
                 "expected always with disk_write = back: what is evicted was used as often as it will be",
             );
         }
         if self.disk.is_empty() && self.disk_size != PoolSize::Auto {
-            layers.refuse(&s::DISK_SIZE.info, "requires --disk");
+            layers.refuse("disk-size", "requires --disk");
         }
         if let PoolSize::Bytes(bytes) = self.disk_size
             && !self.disk.is_empty()
             && bytes / (self.disk.len() as u64) < LEAST_DRIVE
         {
             layers.refuse(
-                &s::DISK_SIZE.info,
+                "disk-size",
                 format!(
                     "expected at least {} for each drive, or auto",
                     super::size::human_bytes(LEAST_DRIVE)
@@ -222,7 +108,7 @@ impl ServeConfig {
         }
         if self.eviction_ratio >= self.eviction_watermark {
             layers.refuse(
-                &s::EVICTION_RATIO.info,
+                "eviction-ratio",
                 format!(
                     "expected less than eviction_trigger_watermark ({}), or nothing would stay",
                     self.eviction_watermark

@@ -1,4 +1,4 @@
-//! A setting: one name for the flag, the variable and the file's key, and one parser.
+//! A setting: one name for the flag, the variable and the file's key.
 
 use std::fmt;
 
@@ -89,7 +89,7 @@ pub enum Shape {
     Pairs,
 }
 
-/// Everything about a setting except its type.
+/// Everything about a setting except its type and its parser.
 #[derive(Debug)]
 pub struct Info {
     /// The name as a flag, without its dashes in front.
@@ -121,13 +121,4 @@ impl Info {
     pub fn flag(&self) -> String {
         format!("--{}", self.name)
     }
-}
-
-/// A setting whose value is a `T`.
-#[derive(Debug)]
-pub struct Setting<T: 'static> {
-    /// Name, group, default and help.
-    pub info: Info,
-    /// Turns the text into a value, or says what was expected.
-    pub parse: fn(&Raw) -> Result<T, String>,
 }

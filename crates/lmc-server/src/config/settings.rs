@@ -6,154 +6,163 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lmc_key::IdentityText;
+use lmc_backend_disk::{Admit, DiskIo};
+use lmc_engine::{PolicyKind, WritePolicy};
+use lmc_key::{HashAlgorithm, IdentityText};
 use lmc_memory::Demand;
 use lmc_vllm_adapter::TrustedUsers;
 
+use super::layers::Layers;
 use super::log_level;
-use super::parse::{
-    self, ByteSize, DiskAdmit, DiskIoName, DiskWrite, EvictionPolicy, HashName, LogFormat,
-    PoolSize, SegmentName, StateDir, TransferMode,
-};
-use super::setting::{Group, Info, Raw, Setting, Shape};
+use super::parse::{self, LogFormat, PoolSize, SegmentName, StateDir, TransferMode};
+use super::setting::{Group, Info, Shape};
 
-/// Declares the settings, and `ALL` beside them, so that none can be left out of it.
+/// Declares the settings: a field of [`ServeConfig`] and an entry of [`ALL`] for each.
 macro_rules! settings {
-    ($($group:ident { $( $(#[doc = $doc:literal])+ $id:ident: $ty:ty = $name:literal, $shape:ident $placeholder:literal, $default:literal, $parse:expr; )+ })+) => {
-        $($(
-            $(#[doc = $doc])+
-            pub(crate) static $id: Setting<$ty> = Setting {
-                info: Info {
-                    name: $name,
-                    group: Group::$group,
-                    placeholder: $placeholder,
-                    shape: Shape::$shape,
-                    default: $default,
-                    help: concat!($($doc),+),
-                },
-                parse: $parse as fn(&Raw) -> Result<$ty, String>,
-            };
-        )+)+
+    ($($group:ident { $( $(#[doc = $doc:literal])+ $field:ident: $ty:ty = $name:literal, $shape:ident $placeholder:literal, $default:literal, $parse:expr; )+ })+) => {
+        /// Configuration of `lmc serve`.
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct ServeConfig {
+            $($( $(#[doc = $doc])+ pub $field: $ty, )+)+
+        }
 
         /// Every setting, in the order in which they are printed.
-        pub static ALL: &[&Info] = &[$($(&$id.info),+),+];
+        pub static ALL: &[Info] = &[
+            $($( Info {
+                name: $name,
+                group: Group::$group,
+                placeholder: $placeholder,
+                shape: Shape::$shape,
+                default: $default,
+                help: concat!($($doc),+),
+            }, )+)+
+        ];
+
+        impl ServeConfig {
+            /// Takes every value from the layer that wins.
+            pub(crate) fn take(layers: &mut Layers) -> Self {
+                let mut infos = ALL.iter();
+                let mut next = || infos.next().expect("an entry for each field");
+                Self { $($( $field: layers.take(next(), $parse), )+)+ }
+            }
+        }
     };
 }
 
 settings! {
     Listening {
         /// Address that engines connect to.
-        HOST: String = "host", Value "ADDR", "127.0.0.1", parse::host;
+        host: String = "host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port that engines connect to; 0 lets the system choose.
-        PORT: u16 = "port", Value "PORT", "5555", parse::port;
+        port: u16 = "port", Value "PORT", "5555", parse::port;
         /// Unix socket that engines of the same user reach as ipc://PATH, in addition to TCP; none listens on TCP only.
-        IPC_PATH: Option<PathBuf> = "ipc-path", Value "PATH", "none", parse::ipc_path;
+        ipc_path: Option<PathBuf> = "ipc-path", Value "PATH", "none", parse::ipc_path;
         /// Users of this host that may use the server beside its own user and root: names or uids separated by commas, own for no others, or all. Each of them can store chunks that others then hit. A peer on another host or in another network namespace has no uid that the kernel shows, and is served.
-        TRUSTED_USERS: TrustedUsers = "trusted-users", Value "USERS", "own", parse::trusted_users;
+        trusted_users: TrustedUsers = "trusted-users", Value "USERS", "own", parse::trusted_users;
         /// Stores and retrieves that the server carries out at a time; others wait their turn.
-        MAX_WORKERS: usize = "max-workers", Value "N", "2", |raw| parse::count(raw, 1, 1024);
+        max_workers: usize = "max-workers", Value "N", "2", |raw| parse::count(raw, 1, 1024);
     }
     Http {
         /// Address of the HTTP side (health, metrics, status, tools).
-        HTTP_HOST: String = "http-host", Value "ADDR", "127.0.0.1", parse::host;
+        http_host: String = "http-host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port of the HTTP side; 0 lets the system choose.
-        HTTP_PORT: u16 = "http-port", Value "PORT", "8080", parse::port;
+        http_port: u16 = "http-port", Value "PORT", "8080", parse::port;
         /// Host names under which the HTTP side may be asked, separated by commas, such as the name of a Kubernetes Service; IP addresses, localhost and the name in --http-host always may. Requests under other names are refused, because a web page could have sent them (DNS rebinding).
-        HTTP_ALLOWED_HOST: Vec<String> = "http-allowed-host", Value "NAMES", "none", parse::host_names;
+        http_allowed_hosts: Vec<String> = "http-allowed-host", Value "NAMES", "none", parse::host_names;
     }
     Identity {
         /// Tokens in a chunk, the unit of caching.
-        CHUNK_SIZE: usize = "chunk-size", Value "TOKENS", "256", |raw| parse::count(raw, 1, 65_536);
+        chunk_size: usize = "chunk-size", Value "TOKENS", "256", |raw| parse::count(raw, 1, 65_536);
         /// Hash that identifies prefixes: blake3 (as LMCache), sha256_cbor (as vLLM) or xxhash_cbor (fast; one trusted tenant only).
-        HASH_ALGORITHM: HashName = "hash-algorithm", Value "NAME", "blake3", parse::hash_algorithm;
+        hash_algorithm: HashAlgorithm = "hash-algorithm", Value "NAME", "blake3", parse::hash_algorithm;
         /// Text that becomes part of every chunk's key, for what engines do not send: change it when you change the weights, their revision or quantisation, rope overrides or the KV cache's format under one model name. Chunks stored under another text are never found; empty adds nothing. LoRA adapters need one cache_salt each instead.
-        IDENTITY: IdentityText = "identity", Value "TEXT", "", parse::identity;
+        identity: IdentityText = "identity", Value "TEXT", "", parse::identity;
         /// Memory for hashes of prompts that were seen, so that they are compared instead of hashed again; 0 remembers none.
-        HASH_MEMO_SIZE: ByteSize = "hash-memo-size", Value "SIZE", "64MiB", parse::memo_size;
+        hash_memo_size: u64 = "hash-memo-size", Value "SIZE", "64MiB", parse::memo_size;
         /// Side that copies between engine and pool: lmcache_driven (the server), engine_driven (the worker, through shared memory) or auto (each engine chooses).
-        SUPPORTED_TRANSFER_MODE: TransferMode = "supported-transfer-mode", Value "MODE", "auto", parse::transfer_mode;
+        transfer_mode: TransferMode = "supported-transfer-mode", Value "MODE", "auto", |raw| parse::choice(raw, parse::TRANSFER_MODES);
         /// Block id by which an engine marks absent KV data; -1 when every block is valid.
-        NULL_BLOCK_ID: Option<u32> = "null-block-id", Value "ID", "0", parse::block_id;
+        null_block_id: Option<u32> = "null-block-id", Value "ID", "0", parse::block_id;
     }
     Pool {
         /// Size of the pool, e.g. 500GiB or 20 (a bare number is GiB); auto takes a quarter of the memory that is free.
-        L1_SIZE_GB: PoolSize = "l1-size-gb", Value "SIZE", "auto", parse::pool_size;
+        pool_size: PoolSize = "l1-size-gb", Value "SIZE", "auto", parse::pool_size;
         /// Alignment of every slot in the pool, a power of two.
-        L1_ALIGN_BYTES: ByteSize = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
+        align_bytes: u64 = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
         /// Back the pool with 2 MiB huge pages (on shared memory after mount -o remount,huge=advise /dev/shm): true fails without them, auto goes on and says why not.
-        L1_USE_HUGEPAGES: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
+        huge_pages: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
         /// Name of the shared-memory segment; auto is lmc_PORT_ and 16 digits that other users cannot predict (engines learn it when they register), none keeps the pool private (no engine-driven transfers).
-        SHM_NAME: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
+        shm_name: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
         /// Bind the pool to a NUMA node; none leaves the placement to the system.
-        NUMA_NODE: Option<u32> = "numa-node", Value "NODE", "none", parse::numa_node;
+        numa_node: Option<u32> = "numa-node", Value "NODE", "none", parse::numa_node;
         /// Lock the pool into memory, so that it never swaps: true fails when the memlock limit forbids it, auto goes on.
-        LOCK_MEMORY: Demand = "lock-memory", Switch "BOOL", "false", parse::demand;
+        lock_memory: Demand = "lock-memory", Switch "BOOL", "false", parse::demand;
         /// Touch every page of the pool in the background after start, so that no request pays for it.
-        PREFAULT: bool = "prefault", Switch "BOOL", "true", parse::switch;
+        prefault: bool = "prefault", Switch "BOOL", "true", parse::switch;
         /// Threads that help each copy between an engine and the pool; auto takes one less than there are cores.
-        COPY_THREADS: Option<usize> = "copy-threads", Value "N", "auto", parse::threads;
+        copy_threads: Option<usize> = "copy-threads", Value "N", "auto", parse::threads;
     }
     Eviction {
         /// Policy that chooses the chunks to evict: LRU, S3FIFO, ARC, or noop (no eviction; a full pool refuses stores).
-        EVICTION_POLICY: EvictionPolicy = "eviction-policy", Value "NAME", "LRU", parse::eviction_policy;
+        eviction_policy: PolicyKind = "eviction-policy", Value "NAME", "LRU", parse::eviction_policy;
         /// Share of the pool in use at which eviction starts.
-        EVICTION_TRIGGER_WATERMARK: f64 = "eviction-trigger-watermark", Value "SHARE", "0.95", parse::share;
+        eviction_watermark: f64 = "eviction-trigger-watermark", Value "SHARE", "0.95", parse::share;
         /// Share of the pool that eviction frees below the watermark before it stops.
-        EVICTION_RATIO: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
+        eviction_ratio: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
         /// Most bytes of one cache_salt in the pool, as SALT=SIZE, repeatable; _default is traffic without a salt.
-        QUOTA: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
+        quotas: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
     }
     Disk {
         /// Folder for chunks on an NVMe drive, found again after a restart; several drives with commas; none keeps all in memory.
-        DISK: Vec<PathBuf> = "disk", Value "PATH", "none", parse::folders;
+        disk: Vec<PathBuf> = "disk", Value "PATH", "none", parse::folders;
         /// Make a new drive of each folder in --disk that holds none, and the folder where it is missing. Without it such a folder is refused: it may be the mount point of a drive that is not mounted. For the first start, not for a unit file.
-        DISK_CREATE: bool = "disk-create", Switch "BOOL", "false", parse::switch;
+        disk_create: bool = "disk-create", Switch "BOOL", "false", parse::switch;
         /// Bytes on all drives together, e.g. 500GiB; auto takes half of what is free on each.
-        DISK_SIZE: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
+        disk_size: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
-        DISK_KEEP_FREE: ByteSize = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
+        disk_keep_free: u64 = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
         /// When chunks are written to disk. through: every chunk at once. back: a chunk only when it is evicted from memory; a clean shutdown also writes what is still in memory, first chunks of each prompt first, until --shutdown-timeout-seconds and 5 s more are over.
-        DISK_WRITE: DiskWrite = "disk-write", Value "WHEN", "through", parse::disk_write;
+        disk_write: WritePolicy = "disk-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
         /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life; not with --disk-write back.
-        DISK_ADMIT: DiskAdmit = "disk-admit", Value "WHICH", "always", parse::disk_admit;
+        disk_admit: Admit = "disk-admit", Value "WHICH", "always", |raw| parse::choice(raw, parse::ADMISSIONS);
         /// Timeout of reads from disk. A chunk that is later is a miss, and the engine computes it.
-        DISK_READ_TIMEOUT_SECONDS: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
+        disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
         /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.
-        RECOMPUTE_RATE: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;
+        recompute_rate: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;
         /// I/O engine for the drives: auto (io_uring, or threads where that is forbidden), uring or threads.
-        DISK_IO: DiskIoName = "disk-io", Value "HOW", "auto", parse::disk_io;
+        disk_io: DiskIo = "disk-io", Value "HOW", "auto", |raw| parse::choice(raw, parse::IO_ENGINES);
         /// Reads and writes that each drive is given at a time.
-        DISK_DEPTH: usize = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
+        disk_depth: u32 = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
         /// Folder, not on the drives, that remembers the last clear, so that drives restored from an older copy serve nothing that was cleared; auto takes the first writable of $XDG_STATE_HOME/lmc, /var/lib/lmc and ~/.local/state/lmc; none remembers nothing.
-        STATE_DIR: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
+        state_dir: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
     }
     Lifetimes {
         /// Time for which the chunks that a lookup found stay leased for its engine at most.
-        L1_READ_TTL_SECONDS: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
+        read_ttl: Duration = "l1-read-ttl-seconds", Value "SECONDS", "300", parse::positive_duration;
         /// Report a store or retrieve as overdue if the worker has not finished after this time. Others may store the same chunks then; its memory is freed only once the worker is known to have stopped.
-        L1_WRITE_TTL_SECONDS: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
+        write_ttl: Duration = "l1-write-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A request's session ends after this long without a message.
-        SESSION_TTL_SECONDS: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
+        session_ttl: Duration = "session-ttl-seconds", Value "SECONDS", "600", parse::positive_duration;
         /// A worker that has pinged before is removed after this long in silence; 0 never removes it.
-        WORKER_REAP_TIMEOUT_SECONDS: Duration = "worker-reap-timeout-seconds", Value "SECONDS", "120", parse::reap_timeout;
+        reap_timeout: Duration = "worker-reap-timeout-seconds", Value "SECONDS", "120", parse::reap_timeout;
         /// A worker that registered but never pinged is removed after this long.
-        WORKER_REGISTRATION_GRACE_SECONDS: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
+        registration_grace: Duration = "worker-registration-grace-seconds", Value "SECONDS", "3600", parse::positive_duration;
         /// A worker whose connection ended may come back within this long before it is removed.
-        WORKER_ORPHAN_GRACE_SECONDS: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
+        orphan_grace: Duration = "worker-orphan-grace-seconds", Value "SECONDS", "30", parse::duration;
         /// Time for which memory that a worker may still be copying to or from stays held after its connection ended, unless the worker commits or its process is known to be dead before. Must be longer than any copy of a worker takes.
-        SLOT_GRACE_SECONDS: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::slot_grace;
+        slot_grace: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::slot_grace;
         /// Time for running requests to finish after SIGTERM. Pending disk writes get 5 s more; with --disk-write back, allow for the time in which the drive writes the whole pool. A second SIGTERM or SIGINT, a second or more after the first, stops at once.
-        SHUTDOWN_TIMEOUT_SECONDS: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
+        shutdown_timeout: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
     }
     Events {
         /// Store and eviction records kept for subscribers of KV events; 0 turns the stream off.
-        KV_EVENT_LOG_SIZE: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
+        kv_event_log_size: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
     }
     Log {
         /// Level of the log: off, error, warn, info, debug, trace, or a level and levels of single modules, such as info,lmc_engine=debug.
-        LOG_LEVEL: String = "log-level", Value "LEVEL", "info", log_level::parse;
+        log_level: String = "log-level", Value "LEVEL", "info", log_level::parse;
         /// Log lines for people (text) or for machines (json).
-        LOG_FORMAT: LogFormat = "log-format", Value "FORMAT", "text", parse::log_format;
+        log_format: LogFormat = "log-format", Value "FORMAT", "text", |raw| parse::choice(raw, parse::LOG_FORMATS);
     }
 }
 

@@ -296,7 +296,8 @@ fn the_printed_configuration_reads_back_as_itself() {
 fn layers_keep_the_first_problem_of_a_file_apart_from_its_good_keys() {
     let mut layers = Layers::new([], []);
     layers.parse_file(Path::new("lmc.toml"), "port = 6000\nnope_nope = 1");
-    assert_eq!(layers.take(&settings::PORT), 6000);
+    let info = ALL_SETTINGS.iter().find(|info| info.name == "port");
+    assert_eq!(layers.take(info.expect("a setting"), parse::port), 6000);
     assert_eq!(layers.finish().unwrap_err().problems.len(), 1);
 }
 
@@ -315,7 +316,7 @@ fn a_tier_table_is_the_long_form_of_the_flags() {
     let flagged = load(&[("disk-write", "through")], &[], file)
         .unwrap()
         .config;
-    assert_eq!(flagged.disk_write, DiskWrite::Through);
+    assert_eq!(flagged.disk_write, lmc_engine::WritePolicy::Through);
 }
 
 #[test]

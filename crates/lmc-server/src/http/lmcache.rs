@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::{Http, Shared, refusal};
-use crate::config::{Loaded, SegmentName};
+use crate::config::{Loaded, SegmentName, policy_name};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -119,7 +119,7 @@ pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
                 "read_ttl_seconds": config.read_ttl.as_secs_f64(),
             },
             "eviction_config": {
-                "eviction_policy": config.eviction_policy.name(),
+                "eviction_policy": policy_name(config.eviction_policy),
                 "trigger_watermark": config.eviction_watermark,
                 "eviction_ratio": config.eviction_ratio,
             },
