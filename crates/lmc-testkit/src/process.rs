@@ -1,7 +1,7 @@
 //! Programs that a test starts.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::thread;
 
@@ -68,6 +68,16 @@ impl Process {
     /// The id of the process.
     pub fn id(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Takes the program's standard input and output, which the caller's command has piped.
+    ///
+    /// # Panics
+    /// When they were not piped, or are taken already.
+    pub fn pipes(&mut self) -> (ChildStdin, ChildStdout) {
+        let stdin = self.child.stdin.take().expect("standard input is piped");
+        let stdout = self.child.stdout.take().expect("standard output is piped");
+        (stdin, stdout)
     }
 
     /// Returns all that was logged so far, by lines.
