@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use lmc_backend::conformance::{Conformance, Delayed, Faults, Faulty, Gated, Guarantee};
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
-    LoadItem, Loaded, LocalIndex, Located, MemoryBackend, NoopBackend, Page, StoreItem, Stored,
-    Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, LoadItem,
+    Loaded, Located, MemoryBackend, NoopBackend, Page,
 };
 use lmc_key::ChunkKey;
 
@@ -97,12 +96,10 @@ enum Lie {
 struct Liar(MemoryBackend, Lie);
 
 impl Backend for Liar {
+    lmc_backend::forward!(0: store usage health close);
+
     fn name(&self) -> &str {
         "liar"
-    }
-
-    fn index(&self) -> Option<&dyn LocalIndex> {
-        None
     }
 
     fn locate<'a>(
@@ -153,14 +150,6 @@ impl Backend for Liar {
         Box::pin(loaded.map(lie))
     }
 
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.0.store(items, deadline)
-    }
-
     fn remove<'a>(
         &'a self,
         keys: &'a [ChunkKey],
@@ -205,18 +194,6 @@ impl Backend for Liar {
             Lie::Loops => self.0.list(Cursor::START, limit, deadline),
             _ => self.0.list(cursor, limit, deadline),
         }
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.0.usage()
-    }
-
-    fn health(&self) -> Health {
-        self.0.health()
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.0.close(deadline)
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Delayed, Gated, Rng, block_on, check_value, fill_value, lens_of};
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, Health, LoadItem, Loaded,
-    Located, MemoryBackend, Page, Sharing, StoreItem, Stored, Usage,
+    Backend, BackendError, BoxFuture, Clear, ClearEpoch, Located, MemoryBackend, Sharing,
+    StoreItem, Stored,
 };
 use lmc_engine::{
     CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, OwnerId, PolicyKind,
@@ -181,6 +181,8 @@ impl Scripted {
 }
 
 impl Backend for Scripted {
+    lmc_backend::forward!(inner: load store remove clear clears list usage health close);
+
     fn name(&self) -> &str {
         "scripted"
     }
@@ -213,55 +215,6 @@ impl Backend for Scripted {
             }
             located
         })
-    }
-
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
-        self.inner.load(items, deadline)
-    }
-
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.inner.store(items, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        self.inner.remove(keys, deadline)
-    }
-
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.inner.clear(clear, deadline)
-    }
-
-    fn clears(&self) -> Vec<Clear> {
-        self.inner.clears()
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        self.inner.list(cursor, limit, deadline)
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.inner.usage()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.inner.close(deadline)
     }
 }
 

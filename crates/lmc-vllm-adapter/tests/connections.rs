@@ -9,11 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use common::{CHUNK, MODEL, Segment, Server, Worker, prompt};
 use lmc_backend::conformance::Gated;
-use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocalIndex,
-    Located, MemoryBackend, Page, StoreItem, Stored, Usage,
-};
-use lmc_key::ChunkKey;
+use lmc_backend::{Backend, LocalIndex, MemoryBackend};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
     Reply, Request, TensorMeta, ZmqConfig, encode_request_frames,
@@ -183,66 +179,11 @@ struct Panicking {
 }
 
 impl Backend for Panicking {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
+    lmc_backend::forward!(inner: name locate load store clear remove list usage health close);
 
     fn index(&self) -> Option<&dyn LocalIndex> {
         assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
         self.inner.index()
-    }
-
-    fn locate<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
-        self.inner.locate(keys, deadline)
-    }
-
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
-        self.inner.load(items, deadline)
-    }
-
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.inner.store(items, deadline)
-    }
-
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.inner.clear(clear, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        self.inner.remove(keys, deadline)
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        self.inner.list(cursor, limit, deadline)
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.inner.usage()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.inner.close(deadline)
     }
 }
 

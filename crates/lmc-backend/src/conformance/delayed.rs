@@ -10,8 +10,7 @@ use parking_lot::Mutex;
 
 use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
-    Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, LoadItem, Loaded, Located, StoreItem, Stored, ready,
 };
 
 /// Waits until a moment, on a thread of its own.
@@ -80,13 +79,7 @@ impl<B: Backend> Delayed<B> {
 }
 
 impl<B: Backend> Backend for Delayed<B> {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn sharing(&self) -> Sharing {
-        self.inner.sharing()
-    }
+    crate::forward!(inner: name sharing remove clear clears list usage counters health close);
 
     fn locate<'a>(
         &'a self,
@@ -120,46 +113,5 @@ impl<B: Backend> Backend for Delayed<B> {
             return ready([]);
         }
         store_after(&self.inner, self.delay(deadline), items, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        self.inner.remove(keys, deadline)
-    }
-
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        self.inner.clear(clear, deadline)
-    }
-
-    fn clears(&self) -> Vec<Clear> {
-        self.inner.clears()
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        self.inner.list(cursor, limit, deadline)
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.inner.usage()
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.inner.close(deadline)
     }
 }

@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use super::Rng;
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
-    LocalIndex, Located, Page, Sharing, StoreItem, Stored, Unavailable, Usage, in_order,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, LoadItem, Loaded,
+    LocalIndex, Located, Page, StoreItem, Stored, Unavailable, in_order,
 };
 
 /// Frequency of each fault, in thousandths of the keys.
@@ -155,13 +155,7 @@ impl<B: Backend> LocalIndex for Faulty<B> {
 }
 
 impl<B: Backend> Backend for Faulty<B> {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn sharing(&self) -> Sharing {
-        self.inner.sharing()
-    }
+    crate::forward!(inner: name sharing clears usage counters health close);
 
     fn index(&self) -> Option<&dyn LocalIndex> {
         self.inner.index().map(|_| self as &dyn LocalIndex)
@@ -290,10 +284,6 @@ impl<B: Backend> Backend for Faulty<B> {
         })
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        self.inner.clears()
-    }
-
     fn list(
         &self,
         cursor: Cursor,
@@ -310,21 +300,5 @@ impl<B: Backend> Backend for Faulty<B> {
                 }
             }
         })
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.inner.usage()
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.inner.close(deadline)
     }
 }

@@ -8,14 +8,12 @@ use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use futures_util::future::{Either, select};
-use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::delayed::sleep_until;
 use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocalIndex,
-    Located, Page, Sharing, StoreItem, Stored, Usage,
+    Answers, Backend, BackendError, BoxFuture, Clear, Health, LoadItem, Loaded, StoreItem, Stored,
 };
 
 /// Wraps a tier in a gate. While the gate is shut, loads and stores wait at it, until their
@@ -96,25 +94,7 @@ impl<B: Backend> Gated<B> {
 }
 
 impl<B: Backend> Backend for Gated<B> {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn sharing(&self) -> Sharing {
-        self.inner.sharing()
-    }
-
-    fn index(&self) -> Option<&dyn LocalIndex> {
-        self.inner.index()
-    }
-
-    fn locate<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
-        self.inner.locate(keys, deadline)
-    }
+    crate::forward!(inner: name sharing index locate remove clears list usage counters close);
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
@@ -130,14 +110,6 @@ impl<B: Backend> Backend for Gated<B> {
         store_after(&self.inner, self.pass(deadline), items, deadline)
     }
 
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        self.inner.remove(keys, deadline)
-    }
-
     fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(async move {
             let cleared = self.inner.clear(clear, deadline).await;
@@ -149,27 +121,6 @@ impl<B: Backend> Backend for Gated<B> {
         })
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        self.inner.clears()
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        self.inner.list(cursor, limit, deadline)
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        self.inner.usage()
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
-    }
-
     fn health(&self) -> Health {
         match self.gate.lock().shut {
             true => Health::Down {
@@ -177,9 +128,5 @@ impl<B: Backend> Backend for Gated<B> {
             },
             false => self.inner.health(),
         }
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.inner.close(deadline)
     }
 }

@@ -17,9 +17,12 @@ pub use delayed::Delayed;
 mod faulty;
 pub use faulty::{Faults, Faulty};
 
+mod forward;
+
 mod gated;
-mod in_time;
 pub use gated::Gated;
+
+mod in_time;
 
 mod kit;
 pub use kit::{Conformance, Guarantee, Tally};

@@ -1,0 +1,105 @@
+//! Methods of a tier that wraps another.
+
+/// Implements methods of [`Backend`](crate::Backend) by the same call on a field:
+/// `forward!(inner: name usage close);`
+#[macro_export]
+macro_rules! forward {
+    ($inner:tt: $($method:ident)*) => {
+        $($crate::forward!(@$method $inner);)*
+    };
+    (@name $inner:tt) => {
+        fn name(&self) -> &str {
+            self.$inner.name()
+        }
+    };
+    (@sharing $inner:tt) => {
+        fn sharing(&self) -> $crate::Sharing {
+            self.$inner.sharing()
+        }
+    };
+    (@index $inner:tt) => {
+        fn index(&self) -> Option<&dyn $crate::LocalIndex> {
+            self.$inner.index()
+        }
+    };
+    (@load $inner:tt) => {
+        fn load(
+            &self,
+            items: Vec<$crate::LoadItem>,
+            deadline: ::std::time::Instant,
+        ) -> $crate::Answers<'_, $crate::Loaded> {
+            self.$inner.load(items, deadline)
+        }
+    };
+    (@store $inner:tt) => {
+        fn store(
+            &self,
+            items: Vec<$crate::StoreItem>,
+            deadline: ::std::time::Instant,
+        ) -> $crate::Answers<'_, Result<$crate::Stored, $crate::BackendError>> {
+            self.$inner.store(items, deadline)
+        }
+    };
+    (@locate $inner:tt) => {
+        $crate::forward!(@keys locate $inner $crate::Located);
+    };
+    (@remove $inner:tt) => {
+        $crate::forward!(@keys remove $inner bool);
+    };
+    (@keys $method:ident $inner:tt $answer:ty) => {
+        fn $method<'a>(
+            &'a self,
+            keys: &'a [::lmc_key::ChunkKey],
+            deadline: ::std::time::Instant,
+        ) -> $crate::BoxFuture<'a, Vec<Result<$answer, $crate::BackendError>>> {
+            self.$inner.$method(keys, deadline)
+        }
+    };
+    (@clear $inner:tt) => {
+        fn clear(
+            &self,
+            clear: $crate::Clear,
+            deadline: ::std::time::Instant,
+        ) -> $crate::BoxFuture<'_, Result<u64, $crate::BackendError>> {
+            self.$inner.clear(clear, deadline)
+        }
+    };
+    (@clears $inner:tt) => {
+        fn clears(&self) -> Vec<$crate::Clear> {
+            self.$inner.clears()
+        }
+    };
+    (@list $inner:tt) => {
+        fn list(
+            &self,
+            cursor: $crate::Cursor,
+            limit: usize,
+            deadline: ::std::time::Instant,
+        ) -> $crate::BoxFuture<'_, Result<$crate::Page, $crate::BackendError>> {
+            self.$inner.list(cursor, limit, deadline)
+        }
+    };
+    (@usage $inner:tt) => {
+        fn usage(&self) -> Option<$crate::Usage> {
+            self.$inner.usage()
+        }
+    };
+    (@counters $inner:tt) => {
+        fn counters(&self) -> Vec<(&'static str, u64)> {
+            self.$inner.counters()
+        }
+    };
+    (@health $inner:tt) => {
+        fn health(&self) -> $crate::Health {
+            self.$inner.health()
+        }
+    };
+    (@close $inner:tt) => {
+        fn close(
+            &self,
+            deadline: ::std::time::Instant,
+        ) -> $crate::BoxFuture<'_, Result<(), $crate::BackendError>> {
+            self.$inner.close(deadline)
+        }
+    };
+}
