@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 use lmc_transfer::{
-    Address, Blocking, ChannelConfig, Key, Slot, SocketChannel, SocketConfig, TransferChannel,
-    block_on,
+    Address, ChannelConfig, Key, Slot, SocketChannel, SocketConfig, TransferChannel, block_on,
 };
 
 const CHUNK: u64 = 1 << 20;
@@ -39,11 +38,10 @@ fn chunk(pool: &Pool, byte: u8) -> Result<SealedSlot, Box<dyn Error>> {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let ((a_pool, a), (b_pool, b)) = (side("a")?, side("b")?);
-    // Every call ends by its deadline. Without `Blocking`, each is a future for any runtime.
+    // Every call ends by its deadline. Each is a future for any runtime; `block_on` needs none.
     let soon = || Instant::now() + Duration::from_secs(10);
-    let blocking = Blocking::new(&a);
     let hello = Some(Bytes::from_static(b"hello"));
-    let answer = blocking.connect(b.id(), b.address(), hello, soon())?;
+    let answer = block_on(a.connect(b.id(), b.address(), hello, soon()))?;
     println!("connected; b answers {answer:?}");
 
     // One-sided: b leases chunks to a, and tells it the indices by whatever protocol the two have;
@@ -51,7 +49,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let lease = b.grant_read(a.id(), vec![chunk(&b_pool, 1)?, chunk(&b_pool, 2)?])?;
     let slots = [a_pool.reserve(CHUNK), a_pool.reserve(CHUNK)];
     let slots = slots.into_iter().flatten().collect();
-    let read = blocking.read(slots, b.id(), lease.indices(), soon());
+    let read = block_on(a.read(slots, b.id(), lease.indices(), soon()));
     if let Some(error) = &read.error {
         println!("not all could be read: {error}");
     }
@@ -72,9 +70,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let slots = b_pool.reserve(CHUNK).into_iter().collect();
     let tag = 7;
     std::thread::scope(|scope| {
-        let receives = || Blocking::new(&b).receive(slots, a.id(), tag, soon());
+        let receives = || block_on(b.receive(slots, a.id(), tag, soon()));
         let receiver = scope.spawn(receives);
-        let sent = blocking.send(objects, b.id(), tag, soon()).into_result()?;
+        let sent = block_on(a.send(objects, b.id(), tag, soon())).into_result()?;
         let received = receiver.join().map_err(|_| "the receiver panicked")?;
         let received = received.into_result()?;
         println!("{sent} sent, b has a chunk of {}s", received[0].bytes()[0]);
@@ -82,7 +80,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     })?;
 
     // Nothing is left running, and no peer reaches the memory any more.
-    blocking.close(soon())?;
-    Blocking::new(&b).close(soon())?;
+    block_on(a.close(soon()))?;
+    block_on(b.close(soon()))?;
     Ok(())
 }

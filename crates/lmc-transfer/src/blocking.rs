@@ -1,4 +1,4 @@
-//! The blocking form of a channel, and an executor for one future.
+//! An executor for one future: what a thread without a runtime calls a channel with.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -7,11 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
-
-use bytes::Bytes;
-use lmc_memory::{ReservedSlot, SealedSlot};
-
-use crate::{Address, ConnectError, Filled, Index, PeerId, Sent, TransferChannel, TransferError};
 
 /// Runs a future of a channel on this thread until it is done. Not for threads of a runtime.
 pub fn block_on<F: Future>(future: F) -> F::Output {
@@ -79,83 +74,6 @@ impl Wake for Woken {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Ordering::Release);
         self.thread.unpark();
-    }
-}
-
-/// A channel whose calls block the thread until they are done.
-#[derive(Debug, Clone, Copy)]
-pub struct Blocking<'a>(&'a dyn TransferChannel);
-
-impl<'a> Blocking<'a> {
-    /// Returns the blocking form of a channel.
-    pub fn new(channel: &'a dyn TransferChannel) -> Self {
-        Self(channel)
-    }
-
-    /// As [`TransferChannel::connect`].
-    ///
-    /// # Errors
-    /// [`ConnectError`].
-    pub fn connect(
-        &self,
-        peer: &PeerId,
-        address: &Address,
-        message: Option<Bytes>,
-        deadline: Instant,
-    ) -> Result<Option<Bytes>, ConnectError> {
-        block_on(self.0.connect(peer, address, message, deadline))
-    }
-
-    /// As [`TransferChannel::send`].
-    pub fn send(
-        &self,
-        objects: Vec<SealedSlot>,
-        peer: &PeerId,
-        tag: u64,
-        deadline: Instant,
-    ) -> Sent {
-        block_on(self.0.send(objects, peer, tag, deadline))
-    }
-
-    /// As [`TransferChannel::receive`].
-    pub fn receive(
-        &self,
-        slots: Vec<ReservedSlot>,
-        peer: &PeerId,
-        tag: u64,
-        deadline: Instant,
-    ) -> Filled {
-        block_on(self.0.receive(slots, peer, tag, deadline))
-    }
-
-    /// As [`TransferChannel::write`].
-    pub fn write(
-        &self,
-        objects: Vec<SealedSlot>,
-        peer: &PeerId,
-        indices: &[Index],
-        deadline: Instant,
-    ) -> Sent {
-        block_on(self.0.write(objects, peer, indices, deadline))
-    }
-
-    /// As [`TransferChannel::read`].
-    pub fn read(
-        &self,
-        slots: Vec<ReservedSlot>,
-        peer: &PeerId,
-        indices: &[Index],
-        deadline: Instant,
-    ) -> Filled {
-        block_on(self.0.read(slots, peer, indices, deadline))
-    }
-
-    /// As [`TransferChannel::close`].
-    ///
-    /// # Errors
-    /// [`TransferError`].
-    pub fn close(&self, deadline: Instant) -> Result<(), TransferError> {
-        block_on(self.0.close(deadline))
     }
 }
 

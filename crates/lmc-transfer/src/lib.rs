@@ -13,7 +13,7 @@
 //! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-//! use lmc_transfer::{Blocking, ChannelConfig, SocketConfig, TransferChannel, block_on};
+//! use lmc_transfer::{ChannelConfig, SocketConfig, TransferChannel, block_on};
 //!
 //! let side = |name: &str| -> Result<_, Box<dyn std::error::Error>> {
 //!     let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
@@ -23,15 +23,14 @@
 //! };
 //! let ((a, a_pool), (b, b_pool)) = (side("a")?, side("b")?);
 //! let deadline = Instant::now() + Duration::from_secs(5);
-//! let from_b = Blocking::new(&a);
-//! from_b.connect(b.id(), b.address(), None, deadline)?;
+//! block_on(a.connect(b.id(), b.address(), None, deadline))?;
 //!
 //! // b leases an object to a, which reads it alone.
 //! let mut object = b_pool.reserve(5).expect("an empty pool has capacity");
 //! object.bytes_mut().copy_from_slice(b"hello");
 //! let lease = b.grant_read(a.id(), vec![object.written().seal()])?;
 //! let slot = a_pool.reserve(5).expect("an empty pool has capacity");
-//! let read = from_b.read(vec![slot], b.id(), lease.indices(), deadline);
+//! let read = block_on(a.read(vec![slot], b.id(), lease.indices(), deadline));
 //! assert_eq!(read.into_result()?[0].bytes(), b"hello");
 //!
 //! // Nothing reads the object any more: it may be evicted.
@@ -65,7 +64,7 @@ mod session;
 mod socket;
 mod timer;
 
-pub use blocking::{Blocking, block_on};
+pub use blocking::block_on;
 pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
 pub use config::{ChannelConfig, ConfigError, OnConnect, OnPeer, PeerEvent, Rights};

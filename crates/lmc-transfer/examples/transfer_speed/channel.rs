@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, SealedSlot, WrittenSlot};
 use lmc_transfer::{
-    Address, Blocking, ChannelConfig, Index, Key, PeerId, Rights, SocketConfig, TransferChannel,
+    Address, ChannelConfig, Index, Key, PeerId, Rights, SocketConfig, TransferChannel, block_on,
 };
 
 use crate::keeper::{Keeper, Other};
@@ -56,7 +56,7 @@ pub(crate) fn serve(who: &str) -> Result<(), Failure> {
         }
         _ => Err("no such word".into()),
     })?;
-    Ok(Blocking::new(&*channel).close(soon())?)
+    Ok(block_on(channel.close(soon()))?)
 }
 
 /// Receives a batch under each tag, in the same slots.
@@ -70,7 +70,7 @@ fn receive(
     for tag in from..to {
         keeper.received.clear();
         let slots = keeper.memory.again(keeper.shape)?;
-        let filled = Blocking::new(channel).receive(slots, &here, tag, soon());
+        let filled = block_on(channel.receive(slots, &here, tag, soon()));
         keeper.received = filled.into_result()?;
     }
     Ok(())
@@ -96,7 +96,7 @@ impl Driver {
         let memory = Memory::new()?;
         let channel = open(who, HERE, memory.arena())?;
         let there: PeerId = THERE.parse()?;
-        Blocking::new(&*channel).connect(&there, &address.parse()?, None, soon())?;
+        block_on(channel.connect(&there, &address.parse()?, None, soon()))?;
         Ok(Self {
             other,
             channel,
@@ -114,9 +114,11 @@ impl Driver {
 
     fn write(&self) -> Result<Duration, Failure> {
         let objects = self.objects.clone();
-        let blocking = Blocking::new(&*self.channel);
         let started = Instant::now();
-        let sent = blocking.write(objects, &self.there, &self.indices, soon());
+        let sent = block_on(
+            self.channel
+                .write(objects, &self.there, &self.indices, soon()),
+        );
         let time = started.elapsed();
         sent.into_result()?;
         Ok(time)
@@ -125,9 +127,8 @@ impl Driver {
     fn read(&mut self) -> Result<Duration, Failure> {
         self.last_read.clear();
         let slots = self.memory.again(self.shape)?;
-        let blocking = Blocking::new(&*self.channel);
         let started = Instant::now();
-        let filled = blocking.read(slots, &self.there, &self.indices, soon());
+        let filled = block_on(self.channel.read(slots, &self.there, &self.indices, soon()));
         let time = started.elapsed();
         self.last_read = filled.into_result()?;
         Ok(time)
@@ -135,9 +136,8 @@ impl Driver {
 
     fn send(&mut self) -> Result<Duration, Failure> {
         let objects = self.objects.clone();
-        let blocking = Blocking::new(&*self.channel);
         let started = Instant::now();
-        let sent = blocking.send(objects, &self.there, self.tag, soon());
+        let sent = block_on(self.channel.send(objects, &self.there, self.tag, soon()));
         let time = started.elapsed();
         self.tag += 1;
         sent.into_result()?;
@@ -197,6 +197,6 @@ impl Mover for Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        let _ = Blocking::new(&*self.channel).close(soon());
+        let _ = block_on(self.channel.close(soon()));
     }
 }

@@ -4,9 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, WrittenSlot};
-use lmc_transfer::{
-    Address, Blocking, ConnectError, Filled, Index, PeerId, Slot, TransferError, block_on,
-};
+use lmc_transfer::{Address, ConnectError, Filled, Index, PeerId, Slot, TransferError, block_on};
 use serde_json::json;
 
 use crate::control::Control;
@@ -124,10 +122,6 @@ fn verify(slots: &[WrittenSlot], seed: u64) -> Result<(), Failure> {
 }
 
 impl Drive {
-    pub(crate) fn blocking(&self) -> Blocking<'_> {
-        Blocking::new(&*self.side.channel)
-    }
-
     pub(crate) fn deadline(&self) -> Instant {
         Instant::now() + self.flags.timeout
     }
@@ -152,9 +146,11 @@ impl Drive {
         slots: Vec<ReservedSlot>,
         from: &[Index],
     ) -> Result<Vec<WrittenSlot>, Failure> {
-        let filled = self
-            .blocking()
-            .read(slots, &self.server, from, self.deadline());
+        let filled = block_on(
+            self.side
+                .channel
+                .read(slots, &self.server, from, self.deadline()),
+        );
         Ok(filled.into_result()?)
     }
 
@@ -176,22 +172,31 @@ impl Drive {
     }
 
     fn try_connect(&self, message: Option<Bytes>) -> Result<Option<Bytes>, ConnectError> {
-        self.blocking()
-            .connect(&self.server, &self.address, message, self.deadline())
+        block_on(
+            self.side
+                .channel
+                .connect(&self.server, &self.address, message, self.deadline()),
+        )
     }
 
     fn write(&mut self) -> Result<(), Failure> {
         let targets = self.targets(MIXED)?;
         let objects = self.side.objects(&sizes(MIXED)?, 1)?;
-        let sent = self
-            .blocking()
-            .write(objects, &self.server, &targets, self.deadline());
+        let sent = block_on(self.side.channel.write(
+            objects,
+            &self.server,
+            &targets,
+            self.deadline(),
+        ));
         ensure(sent.into_result()? == targets.len(), "too few were written")?;
         self.control.ask("verify 1")?;
         // An empty batch moves nothing.
-        let sent = self
-            .blocking()
-            .write(Vec::new(), &self.server, &[], self.deadline());
+        let sent = block_on(self.side.channel.write(
+            Vec::new(),
+            &self.server,
+            &[],
+            self.deadline(),
+        ));
         ensure(sent.into_result()? == 0, "an empty batch moved something")
     }
 
@@ -221,9 +226,11 @@ impl Drive {
         let lens = sizes(MIXED)?;
         self.control.say(&format!("receive {name} 41 {MIXED} 4"))?;
         let objects = self.side.objects(&lens, 4)?;
-        let sent = self
-            .blocking()
-            .send(objects, &self.server, 41, self.deadline());
+        let sent = block_on(
+            self.side
+                .channel
+                .send(objects, &self.server, 41, self.deadline()),
+        );
         ensure(sent.into_result()? == lens.len(), "too few were sent")?;
         let received: usize = self.control.answer()?.parse()?;
         ensure(received == lens.len(), "too few were received")?;
@@ -233,9 +240,12 @@ impl Drive {
         let mut targets = lens.clone();
         targets.extend([4096, 4096]);
         let slots = self.side.targets(&targets)?;
-        let Filled { slots, error } =
-            self.blocking()
-                .receive(slots, &self.server, 42, self.deadline());
+        let Filled { slots, error } = block_on(self.side.channel.receive(
+            slots,
+            &self.server,
+            42,
+            self.deadline(),
+        ));
         if let Some(error) = error {
             return Err(error.into());
         }
@@ -260,9 +270,12 @@ impl Drive {
         let many = "4096*1000";
         let targets = self.targets(many)?;
         let objects = self.side.objects(&sizes(many)?, 6)?;
-        let sent = self
-            .blocking()
-            .write(objects, &self.server, &targets, self.deadline());
+        let sent = block_on(self.side.channel.write(
+            objects,
+            &self.server,
+            &targets,
+            self.deadline(),
+        ));
         ensure(sent.into_result()? == 1000, "too few were written")?;
         self.control.ask("verify 6")?;
         let offered = self.offer(7, many)?;
@@ -278,7 +291,7 @@ impl Drive {
         let stranger: PeerId = "stranger".parse()?;
         let write = |peer: &PeerId, indices: &[Index]| -> Result<_, Failure> {
             let objects = self.side.objects(&[8192, 8192], 8)?;
-            let sent = self.blocking().write(objects, peer, indices, deadline);
+            let sent = block_on(self.side.channel.write(objects, peer, indices, deadline));
             Ok((sent.done, sent.error))
         };
         for index in [far, at(u64::MAX)] {
@@ -314,11 +327,15 @@ impl Drive {
         let mut flags = self.flags.clone();
         flags.arena = 1 << 20;
         let other = Side::open_with_key(&flags, "intruder", host, None, OTHER_KEY)?;
-        let blocking = Blocking::new(&*other.channel);
-        let outcome = blocking.connect(&self.server, &self.address, None, self.deadline());
+        let outcome = block_on(other.channel.connect(
+            &self.server,
+            &self.address,
+            None,
+            self.deadline(),
+        ));
         let refused = matches!(outcome, Err(ConnectError::Key | ConnectError::Refused(_)));
         ensure(refused, &format!("with a wrong key: {outcome:?}"))?;
-        blocking.close(self.deadline())?;
+        block_on(other.channel.close(self.deadline()))?;
         let knows = self.control.ask("knows intruder")?;
         ensure(knows == "false", "the server knows who it refused")
     }
@@ -327,7 +344,7 @@ impl Drive {
         let begun = Instant::now();
         let deadline = begun + Duration::from_millis(300);
         let slots = self.side.targets(&[4096])?;
-        let filled = self.blocking().receive(slots, &self.server, 99, deadline);
+        let filled = block_on(self.side.channel.receive(slots, &self.server, 99, deadline));
         let took = begun.elapsed();
         ensure(
             took < self.flags.timeout,
@@ -357,9 +374,12 @@ impl Drive {
                 "the restart is not noticed",
             )?;
             let slots = self.side.targets(&[65536; 4])?;
-            let filled = self
-                .blocking()
-                .read(slots, &self.server, &offered, self.deadline());
+            let filled = block_on(self.side.channel.read(
+                slots,
+                &self.server,
+                &offered,
+                self.deadline(),
+            ));
             ensure(
                 filled.error.is_some(),
                 "the new process served the old one's objects",
@@ -407,17 +427,17 @@ impl Drive {
             )?;
             std::thread::sleep(Duration::from_millis(10));
         }
-        let sent = self.blocking().write(
+        let sent = block_on(self.side.channel.write(
             self.side.objects(&[4096], 11)?,
             &self.server,
             &offered[..1],
             self.deadline(),
-        );
+        ));
         ensure(sent.error.is_some(), "a write to no peer went well")
     }
 
     fn close(&mut self) -> Result<(), Failure> {
-        self.blocking().close(self.deadline())?;
+        block_on(self.side.channel.close(self.deadline()))?;
         let usage = self.side.pool.usage();
         ensure(usage.slots == 0, &format!("slots are left: {usage:?}"))
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{Blocking, InArena, Index, OnConnect, PeerId, TransferChannel};
+use lmc_transfer::{InArena, Index, OnConnect, PeerId, TransferChannel, block_on};
 use serde_json::json;
 
 use crate::control::Control;
@@ -46,7 +46,7 @@ pub(crate) fn serve(flags: &Flags) -> Result<(), Failure> {
         control.say(&answer)?;
     }
     drop(held);
-    Blocking::new(&*side.channel).close(Instant::now() + flags.timeout)?;
+    block_on(side.channel.close(Instant::now() + flags.timeout))?;
     Ok(())
 }
 
@@ -74,7 +74,6 @@ impl Held {
     fn obey(&mut self, side: &Side, timeout: Duration, line: &str) -> Result<String, Failure> {
         let words: Vec<&str> = line.split(' ').collect();
         let channel = &*side.channel;
-        let blocking = Blocking::new(channel);
         let deadline = Instant::now() + timeout;
         match words[..] {
             ["address"] => Ok(channel.address().to_string()),
@@ -103,13 +102,13 @@ impl Held {
             ["send", peer, tag] => {
                 let peer: PeerId = peer.parse()?;
                 let objects = self.offered.clone();
-                let sent = blocking.send(objects, &peer, tag.parse()?, deadline);
+                let sent = block_on(channel.send(objects, &peer, tag.parse()?, deadline));
                 Ok(sent.into_result()?.to_string())
             }
             ["receive", peer, tag, sizes, seed] => {
                 let peer: PeerId = peer.parse()?;
                 let slots = side.targets(&pattern::sizes(sizes)?)?;
-                let filled = blocking.receive(slots, &peer, tag.parse()?, deadline);
+                let filled = block_on(channel.receive(slots, &peer, tag.parse()?, deadline));
                 let written = filled.into_result()?;
                 let seed = seed.parse()?;
                 for (number, slot) in written.iter().enumerate() {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use lmc_memory::ReservedSlot;
-use lmc_transfer::Filled;
+use lmc_transfer::{Filled, block_on};
 use serde_json::json;
 
 use crate::drive::Drive;
@@ -74,18 +74,24 @@ impl Cell {
             let objects = objects.clone();
             let begun = Instant::now();
             let deadline = drive.deadline();
-            let sent = drive
-                .blocking()
-                .write(objects, &drive.server, &targets, deadline);
+            let sent = block_on(drive.side.channel.write(
+                objects,
+                &drive.server,
+                &targets,
+                deadline,
+            ));
             sent.into_result()?;
             Ok(begun.elapsed())
         })?;
         // All these rounds bring the same bytes.
         drop(objects);
         let others = drive.side.objects(&self.sizes(), 24)?;
-        let sent = drive
-            .blocking()
-            .write(others, &drive.server, &targets, drive.deadline());
+        let sent = block_on(drive.side.channel.write(
+            others,
+            &drive.server,
+            &targets,
+            drive.deadline(),
+        ));
         sent.into_result()?;
         drive.control.ask("verify 24")?;
         Ok(rounds)
@@ -117,10 +123,12 @@ impl Cell {
             let slots = self.slots(drive)?;
             let begun = Instant::now();
             drive.control.say(&order)?;
-            let filled: Filled =
-                drive
-                    .blocking()
-                    .receive(slots, &drive.server, 7, drive.deadline());
+            let filled: Filled = block_on(drive.side.channel.receive(
+                slots,
+                &drive.server,
+                7,
+                drive.deadline(),
+            ));
             last = filled.into_result()?;
             let took = begun.elapsed();
             drive.control.answer()?;

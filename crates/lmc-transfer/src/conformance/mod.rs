@@ -68,7 +68,6 @@ macro_rules! __properties {
             empty_batches_are_done_at_once
             indices_count_in_units_of_the_peer
             both_directions_from_several_threads
-            the_blocking_form_does_the_same
             sends_and_receives_of_all_sizes
             sends_and_receives_of_full_batches
             tags_are_kept_apart

@@ -4,11 +4,9 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Instant;
 
-use lmc_memory::ReservedSlot;
-
-use super::side::{check_all, check_filled, eventually, pair, soon, stamp_all};
+use super::side::{check_filled, eventually, pair, soon, stamp_all};
 use super::{Rig, Rng, Side};
-use crate::{Blocking, BoxFuture, MAX_BATCH, TransferChannel, TransferError, block_on};
+use crate::{BoxFuture, MAX_BATCH, TransferChannel, TransferError, block_on};
 
 /// Lengths around every boundary that a transport may have.
 fn mixed() -> Vec<u64> {
@@ -239,34 +237,5 @@ pub fn both_directions_from_several_threads<R: Rig>(rig: &R) {
         }
     });
     a.ends();
-    b.ends();
-}
-
-/// Every call in its blocking form.
-pub fn the_blocking_form_does_the_same<R: Rig>(rig: &R) {
-    let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
-    let (to_b, to_a) = (Blocking::new(&a.channel), Blocking::new(&b.channel));
-    let connected = to_b.connect(&b.id, b.channel.address(), None, soon());
-    assert_eq!(connected.expect("connecting to a peer that is there"), None);
-    eventually("the other side knows too", || b.channel.is_connected(&a.id));
-    let lens = [1, 70_000, 4096];
-    let targets = b.slots(&lens);
-    let indices = b.indices(&targets);
-    let sent = to_b.write(a.objects(1, &lens), &b.id, &indices, soon());
-    assert_eq!(sent.into_result(), Ok(3));
-    let filled = to_b.read(a.slots(&lens), &b.id, &indices, soon());
-    check_filled(filled, 1, 3);
-    let targets: Vec<_> = targets.into_iter().map(ReservedSlot::written).collect();
-    check_all(1, &targets);
-    drop(targets);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let sent = to_a.send(b.objects(2, &lens), &a.id, 9, soon());
-            assert_eq!(sent.into_result(), Ok(3));
-        });
-        check_filled(to_b.receive(a.slots(&lens), &b.id, 9, soon()), 2, 3);
-    });
-    assert_eq!(to_b.close(soon()), Ok(()));
-    a.goes();
     b.ends();
 }
