@@ -8,10 +8,10 @@ use bytes::Bytes;
 use thiserror::Error;
 
 use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR};
-use crate::protocol::msgpack::{Reader, ValueError, Writer};
+use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEventBatch, KvEventKind,
-    Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
+    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
+    KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
 };
 
 /// Most tokens that one prompt may have.
@@ -571,127 +571,72 @@ fn count(reader: &mut Reader<'_>) -> Result<usize, ValueError> {
 
 /// Encodes a reply after the request number: the operation and its value, or a refusal's text.
 pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<Bytes>) {
-    let mut out = Writer::new();
-    match reply {
+    let value = match reply {
         Reply::None => return (operation.clone(), None),
-        Reply::Error(text) => {
-            out.str(text);
-            return (out.into_bytes().into(), None);
-        }
-        Reply::Bool(value) => out.bool(*value),
-        Reply::Int(value) => out.uint(*value),
-        Reply::Text(text) => out.str(text),
-        Reply::Strings(texts) => {
-            out.array(texts.len());
-            texts.iter().for_each(|text| out.str(text));
-        }
+        Reply::Error(text) => return (encoded(text), None),
+        Reply::Bool(value) => encoded(value),
+        Reply::Int(value) => encoded(value),
+        Reply::Text(text) => encoded(text),
+        Reply::Strings(texts) => encoded(texts),
         Reply::Registered {
             shm_name,
             pool_size,
-        } => {
-            out.map(2);
-            out.str("shm_name");
-            out.str(shm_name);
-            out.str("pool_size");
-            out.uint(*pool_size);
-        }
+        } => encoded(&Record(&[("shm_name", shm_name), ("pool_size", pool_size)])),
         Reply::StoreSlots {
             slots,
             chunk_indices,
         } => {
-            out.map(1);
-            out.str("context");
-            out.map(2);
-            out.str("slots");
-            encode_slots(slots, &mut out);
-            out.str("chunk_indices");
-            out.array(chunk_indices.len());
-            chunk_indices.iter().for_each(|&index| out.uint(index));
+            let context = Record(&[("slots", slots), ("chunk_indices", chunk_indices)]);
+            encoded(&Record(&[("context", &context)]))
         }
         Reply::RetrieveSlots(slots) => {
-            out.map(3);
-            out.str("success");
-            out.bool(slots.is_some());
-            out.str("data");
-            out.bin(b"");
-            out.str("context");
-            match slots {
-                None => out.map(0),
-                Some(slots) => {
-                    out.map(1);
-                    out.str("slots");
-                    encode_slots(slots, &mut out);
-                }
-            }
+            let context: &[(&str, &dyn Encode)] = match slots {
+                None => &[],
+                Some(slots) => &[("slots", slots)],
+            };
+            encoded(&Record(&[
+                ("success", &slots.is_some()),
+                ("data", &Bin(b"")),
+                ("context", &Record(context)),
+            ]))
         }
         Reply::Transferred(ok) => {
             // The event handle is empty, because the copy has ended when the reply is sent.
+            let mut out = Writer::new();
             out.array(2);
             out.bin(b"");
             out.bool(*ok);
+            out.into_bytes().into()
         }
-        Reply::Events(batch) => encode_events(batch, &mut out),
-    }
-    (operation.clone(), Some(out.into_bytes().into()))
+        Reply::Events(batch) => encoded(batch),
+    };
+    (operation.clone(), Some(value))
 }
 
-fn encode_slots(slots: &[SlotDescriptor], out: &mut Writer) {
-    out.array(slots.len());
-    for slot in slots {
-        out.map(4);
-        out.str("offset");
-        out.uint(slot.offset);
-        out.str("length");
-        out.uint(slot.length);
-        out.str("shape");
-        out.array(slot.shape.len());
-        slot.shape.iter().for_each(|&extent| out.uint(extent));
-        out.str("dtype");
-        out.str(&slot.dtype);
-    }
-}
+record!(SlotDescriptor, |slot|
+    "offset": slot.offset,
+    "length": slot.length,
+    "shape": slot.shape,
+    "dtype": slot.dtype,
+);
 
-fn encode_events(batch: &KvEventBatch, out: &mut Writer) {
-    out.map(5);
-    out.str("enabled");
-    out.bool(batch.enabled);
-    out.str("incarnation");
-    out.uint(batch.incarnation);
-    out.str("next_cursor");
-    out.uint(batch.next_cursor);
-    out.str("lost");
-    out.bool(batch.lost);
-    out.str("events");
-    out.array(batch.events.len());
-    for event in &batch.events {
-        out.map(7);
-        out.str("seq");
-        out.uint(event.seq);
-        out.str("kind");
-        out.str(match event.kind {
-            KvEventKind::Stored => "stored",
-            KvEventKind::Removed => "removed",
-        });
-        out.str("medium");
-        out.str("CPU");
-        out.str("model_name");
-        out.str(&event.model_name);
-        out.str("block_hashes");
-        out.array(1);
-        out.bin(&event.hash);
-        out.str("parent_block_hash");
-        match &event.parent {
-            None => out.nil(),
-            Some(parent) => out.bin(parent),
-        }
-        out.str("token_ids");
-        out.array(event.tokens.len());
-        event
-            .tokens
-            .iter()
-            .for_each(|&token| out.uint(u64::from(token)));
-    }
-}
+record!(KvEventBatch, |batch|
+    "enabled": batch.enabled,
+    "incarnation": batch.incarnation,
+    "next_cursor": batch.next_cursor,
+    "lost": batch.lost,
+    "events": batch.events,
+);
+
+record!(KvEvent, |event|
+    "seq": event.seq,
+    "kind": if event.kind == KvEventKind::Stored { "stored" } else { "removed" },
+    "medium": "CPU",
+    "model_name": event.model_name,
+    "block_hashes": vec![Bin(&event.hash)],
+    "parent_block_hash": event.parent.as_deref().map(Bin),
+    "token_ids": event.tokens,
+);
 
 mod client;
 

@@ -5,7 +5,7 @@
 
 use thiserror::Error;
 
-use crate::protocol::msgpack::{Reader, ValueError, Writer};
+use crate::protocol::msgpack::{Encode, Reader, Record, ValueError, Writer, encoded, record};
 
 /// MessagePack extension type of a descriptor.
 pub(crate) const EXT_CODE: i8 = 1;
@@ -159,46 +159,32 @@ impl KvDescriptor {
             tensor,
         }))
     }
+}
 
-    /// Encodes the descriptor as an extension value, for clients and tests.
-    pub(crate) fn encode(&self, out: &mut Writer) {
-        let mut map = Writer::new();
-        match self {
-            Self::CpuShm(shm) => {
-                map.map(5);
-                map.str("type");
-                map.str("cpu_shm");
-                map.str("version");
-                map.uint(1);
-                map.str("metadata");
-                map.map(5);
-                map.str("dtype");
-                map.str(&shm.tensor.dtype);
-                for (name, list) in [("shape", &shm.tensor.shape), ("stride", &shm.tensor.stride)] {
-                    map.str(name);
-                    map.array(list.len());
-                    for &value in list {
-                        map.uint(value);
-                    }
-                }
-                map.str("storage_offset");
-                map.uint(shm.tensor.storage_offset);
-                map.str("device_uuid");
-                map.str("cpu");
-                map.str("shm_name");
-                map.str(&shm.shm_name);
-                map.str("nbytes");
-                map.uint(shm.nbytes);
-            }
-            Self::Unsupported(tag) => {
-                map.map(1);
-                map.str("type");
-                map.str(tag);
-            }
-        }
-        out.ext(EXT_CODE, &map.into_bytes());
+/// For clients and tests.
+impl Encode for KvDescriptor {
+    fn encode(&self, out: &mut Writer) {
+        let map = match self {
+            Self::CpuShm(shm) => encoded(&Record(&[
+                ("type", &"cpu_shm"),
+                ("version", &1_u32),
+                ("metadata", &shm.tensor),
+                ("shm_name", &shm.shm_name),
+                ("nbytes", &shm.nbytes),
+            ])),
+            Self::Unsupported(tag) => encoded(&Record(&[("type", tag)])),
+        };
+        out.ext(EXT_CODE, &map);
     }
 }
+
+record!(TensorMeta, |tensor|
+    "dtype": tensor.dtype,
+    "shape": tensor.shape,
+    "stride": tensor.stride,
+    "storage_offset": tensor.storage_offset,
+    "device_uuid": "cpu",
+);
 
 fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
     let (mut dtype, mut shape, mut stride, mut storage_offset) = (None, None, None, None);
@@ -256,9 +242,7 @@ mod tests {
     }
 
     fn round_trip(descriptor: &KvDescriptor) -> Result<KvDescriptor, DescriptorError> {
-        let mut writer = Writer::new();
-        descriptor.encode(&mut writer);
-        let bytes = writer.into_bytes();
+        let bytes = encoded(descriptor);
         let (code, body) = Reader::new(&bytes).ext("descriptor", MAX_DESCRIPTOR)?;
         KvDescriptor::decode(code, body)
     }

@@ -4,6 +4,7 @@
 //! are borrowed, arrays are read element by element, and nesting is limited. Format:
 //! <https://github.com/msgpack/msgpack/blob/master/spec.md>.
 
+use bytes::Bytes;
 use thiserror::Error;
 
 mod tokens;
@@ -114,11 +115,6 @@ impl<'a> Reader<'a> {
         Ok(u64::from_be_bytes(bytes))
     }
 
-    fn length(&mut self, width: usize) -> Result<usize, ValueError> {
-        // At most 32 bits wide, so it always fits.
-        Ok(self.uint(width)? as usize)
-    }
-
     fn wrong(&self, expected: &'static str, at: usize) -> ValueError {
         let found = self.buf.get(at).map_or("nothing", |&marker| kind(marker));
         ValueError::Type {
@@ -199,21 +195,35 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a string of at most `max` bytes.
-    pub(crate) fn str(&mut self, what: &'static str, max: usize) -> Result<&'a str, ValueError> {
+    /// Reads the marker of a value with a length, and the length: `short` knows those that lie in
+    /// the marker, `long` are the markers of lengths of 1, 2 and 4 bytes.
+    #[inline]
+    fn header(
+        &mut self,
+        expected: &'static str,
+        short: impl Fn(u8) -> Option<u8>,
+        long: [Option<u8>; 3],
+    ) -> Result<usize, ValueError> {
         let at = self.pos;
         let marker = self.peek()?;
         self.pos += 1;
-        let len = match marker {
-            0xa0..=0xbf => usize::from(marker & 0x1f),
-            0xd9 => self.length(1)?,
-            0xda => self.length(2)?,
-            0xdb => self.length(4)?,
-            _ => {
+        if let Some(len) = short(marker) {
+            return Ok(usize::from(len));
+        }
+        match long.iter().position(|known| *known == Some(marker)) {
+            // At most 32 bits wide, so it always fits.
+            Some(width) => Ok(self.uint(1 << width)? as usize),
+            None => {
                 self.pos = at;
-                return Err(self.wrong("a string", at));
+                Err(self.wrong(expected, at))
             }
-        };
+        }
+    }
+
+    /// Reads a string of at most `max` bytes.
+    pub(crate) fn str(&mut self, what: &'static str, max: usize) -> Result<&'a str, ValueError> {
+        let short = |marker| matches!(marker, 0xa0..=0xbf).then_some(marker & 0x1f);
+        let len = self.header("a string", short, [0xd9, 0xda, 0xdb].map(Some))?;
         bounded(what, len, max)?;
         let at = self.pos;
         std::str::from_utf8(self.take(len)?).map_err(|_| ValueError::Utf8 { at })
@@ -221,18 +231,7 @@ impl<'a> Reader<'a> {
 
     /// Reads a byte string of at most `max` bytes.
     pub(crate) fn bin(&mut self, what: &'static str, max: usize) -> Result<&'a [u8], ValueError> {
-        let at = self.pos;
-        let marker = self.peek()?;
-        self.pos += 1;
-        let len = match marker {
-            0xc4 => self.length(1)?,
-            0xc5 => self.length(2)?,
-            0xc6 => self.length(4)?,
-            _ => {
-                self.pos = at;
-                return Err(self.wrong("a byte string", at));
-            }
-        };
+        let len = self.header("a byte string", |_| None, [0xc4, 0xc5, 0xc6].map(Some))?;
         bounded(what, len, max)?;
         self.take(len)
     }
@@ -243,19 +242,8 @@ impl<'a> Reader<'a> {
         what: &'static str,
         max: usize,
     ) -> Result<(i8, &'a [u8]), ValueError> {
-        let at = self.pos;
-        let marker = self.peek()?;
-        self.pos += 1;
-        let len = match marker {
-            0xd4..=0xd8 => 1 << (marker - 0xd4),
-            0xc7 => self.length(1)?,
-            0xc8 => self.length(2)?,
-            0xc9 => self.length(4)?,
-            _ => {
-                self.pos = at;
-                return Err(self.wrong("an extension value", at));
-            }
-        };
+        let short = |marker| matches!(marker, 0xd4..=0xd8).then(|| 1 << (marker - 0xd4));
+        let len = self.header("an extension value", short, [0xc7, 0xc8, 0xc9].map(Some))?;
         bounded(what, len, max)?;
         let code = self.take(1)?[0] as i8;
         Ok((code, self.take(len)?))
@@ -263,35 +251,15 @@ impl<'a> Reader<'a> {
 
     /// Reads the length of an array of at most `max` elements; the elements follow.
     pub(crate) fn array(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
-        let at = self.pos;
-        let marker = self.peek()?;
-        self.pos += 1;
-        let len = match marker {
-            0x90..=0x9f => usize::from(marker & 0x0f),
-            0xdc => self.length(2)?,
-            0xdd => self.length(4)?,
-            _ => {
-                self.pos = at;
-                return Err(self.wrong("an array", at));
-            }
-        };
+        let short = |marker| matches!(marker, 0x90..=0x9f).then_some(marker & 0x0f);
+        let len = self.header("an array", short, [None, Some(0xdc), Some(0xdd)])?;
         self.elements(what, len, max)
     }
 
     /// Reads the number of pairs of a map of at most `max` pairs; keys and values follow in turn.
     pub(crate) fn map(&mut self, what: &'static str, max: usize) -> Result<usize, ValueError> {
-        let at = self.pos;
-        let marker = self.peek()?;
-        self.pos += 1;
-        let len = match marker {
-            0x80..=0x8f => usize::from(marker & 0x0f),
-            0xde => self.length(2)?,
-            0xdf => self.length(4)?,
-            _ => {
-                self.pos = at;
-                return Err(self.wrong("a map", at));
-            }
-        };
+        let short = |marker| matches!(marker, 0x80..=0x8f).then_some(marker & 0x0f);
+        let len = self.header("a map", short, [None, Some(0xde), Some(0xdf)])?;
         self.elements(what, len, max)
     }
 
@@ -478,6 +446,87 @@ impl Writer {
     }
 }
 
+/// A value that has one encoding.
+pub(crate) trait Encode {
+    /// Appends the value.
+    fn encode(&self, out: &mut Writer);
+}
+
+/// Returns the encoding of a value.
+pub(crate) fn encoded(value: &(impl Encode + ?Sized)) -> Bytes {
+    let mut out = Writer::new();
+    value.encode(&mut out);
+    out.into_bytes().into()
+}
+
+/// A byte string.
+pub(crate) struct Bin<'a>(pub(crate) &'a [u8]);
+
+/// A map with these keys.
+pub(crate) struct Record<'a>(pub(crate) &'a [(&'a str, &'a dyn Encode)]);
+
+macro_rules! encode {
+    ($($ty:ty: $write:expr;)+) => {$(
+        impl Encode for $ty {
+            fn encode(&self, out: &mut Writer) {
+                let write: fn(&Self, &mut Writer) = $write;
+                write(self, out);
+            }
+        }
+    )+};
+}
+
+encode! {
+    bool: |value, out| out.bool(*value);
+    u32: |value, out| out.uint(u64::from(*value));
+    u64: |value, out| out.uint(*value);
+    i64: |value, out| out.int(*value);
+    f64: |value, out| out.float(*value);
+    &str: |value, out| out.str(value);
+    String: |value, out| out.str(value);
+    Bin<'_>: |value, out| out.bin(value.0);
+}
+
+/// Encodes a type as a map: `record!(Type, |value| "key": value.field, …)`.
+macro_rules! record {
+    ($ty:ty, |$value:ident| $($name:literal: $field:expr),+ $(,)?) => {
+        impl Encode for $ty {
+            fn encode(&self, out: &mut Writer) {
+                let $value = self;
+                let fields: &[(&str, &dyn Encode)] = &[$(($name, &$field)),+];
+                Record(fields).encode(out);
+            }
+        }
+    };
+}
+pub(crate) use record;
+
+impl Encode for Record<'_> {
+    fn encode(&self, out: &mut Writer) {
+        out.map(self.0.len());
+        for (name, value) in self.0 {
+            out.str(name);
+            value.encode(out);
+        }
+    }
+}
+
+impl<T: Encode> Encode for Option<T> {
+    fn encode(&self, out: &mut Writer) {
+        match self {
+            None => out.nil(),
+            Some(value) => value.encode(out),
+        }
+    }
+}
+
+impl<T: Encode> Encode for Vec<T> {
+    fn encode(&self, out: &mut Writer) {
+        out.array(self.len());
+        self.iter().for_each(|value| value.encode(out));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -505,9 +554,7 @@ mod tests {
             u64::from(u32::MAX),
             u64::MAX,
         ] {
-            let mut writer = Writer::new();
-            writer.uint(value);
-            let bytes = writer.into_bytes();
+            let bytes = encoded(&value);
             assert_eq!(Reader::new(&bytes).int(), Ok(i128::from(value)));
         }
         assert_eq!(Reader::new(&[0xff]).int(), Ok(-1));
@@ -547,12 +594,7 @@ mod tests {
         #[test]
         fn token_lists_survive_the_round_trip(list in prop::collection::vec(
             prop_oneof![0u32..200, 100u32..70_000, any::<u32>()], 0..600)) {
-            let mut writer = Writer::new();
-            writer.array(list.len());
-            for &token in &list {
-                writer.uint(u64::from(token));
-            }
-            prop_assert_eq!(tokens(&writer.into_bytes()), Ok(list));
+            prop_assert_eq!(tokens(&encoded(&list)), Ok(list));
         }
 
         #[test]
@@ -571,21 +613,11 @@ mod tests {
                     _ => (state >> 20) as u32,
                 }
             }).collect();
-            let mut writer = Writer::new();
-            writer.array(list.len());
-            for &token in &list {
-                writer.uint(u64::from(token));
-            }
-            let array = writer.into_bytes().len();
-            let mut writer = Writer::new();
-            writer.array(list.len());
-            for &token in &list {
-                writer.uint(u64::from(token));
-            }
+            let mut bytes = encoded(&list).to_vec();
+            let array = bytes.len();
             for _ in 0..tail {
-                writer.uint(0xcdcd);
+                bytes.extend_from_slice(&encoded(&0xcdcd_u32));
             }
-            let bytes = writer.into_bytes();
             let mut reader = Reader::new(&bytes);
             let mut out = Vec::new();
             prop_assert_eq!(reader.tokens(1 << 20, &mut out), Ok(()));

@@ -4,9 +4,10 @@
 use bytes::Bytes;
 
 use crate::protocol::codec::{MAX_GROUPS, MAX_NAME, decode_operation};
-use crate::protocol::msgpack::{Reader, ValueError, Writer};
+use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    CacheKey, KvEvent, KvEventBatch, KvEventKind, Operation, Reply, Request, SlotDescriptor,
+    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
+    KvEventKind, Operation, Reply, Request, SlotDescriptor,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -14,223 +15,109 @@ const MAX_SLOTS: usize = 1 << 20;
 /// Encodes the frames of a request: number, operation, payloads.
 pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
     let operation = request.operation();
-    let mut frames = vec![value(|w| w.uint(uid))];
-    frames.push(value(|w| match operation.id() {
-        Some(id) => w.uint(u64::from(id)),
-        None => w.str(operation.name()),
-    }));
+    let mut frames = vec![
+        encoded(&uid),
+        match operation.id() {
+            Some(id) => encoded(&u32::from(id)),
+            None => encoded(&operation.name()),
+        },
+    ];
+    let mut push =
+        |values: &[&dyn Encode]| frames.extend(values.iter().map(|&value| encoded(value)));
     match request {
         Request::RegisterKvCache(r) => {
-            frames.push(value(|w| w.uint(r.instance_id)));
-            frames.push(value(|w| {
-                w.array(r.kv_caches.len());
-                r.kv_caches
-                    .iter()
-                    .for_each(|descriptor| descriptor.encode(w));
-            }));
-            frames.push(value(|w| w.str(&r.model_name)));
-            frames.push(value(|w| w.uint(u64::from(r.world_size))));
-            frames.push(value(|w| w.str(&r.engine_type)));
-            frames.push(value(|w| match &r.kv_layout {
-                None => w.map(0),
-                Some(layout) => {
-                    w.map(1);
-                    w.str("kv_layout");
-                    w.str(layout);
-                }
-            }));
-            frames.push(value(|w| {
-                w.array(r.groups.len());
-                for group in &r.groups {
-                    w.map(5);
-                    w.str("engine_group_id");
-                    w.uint(u64::from(group.engine_group_id));
-                    w.str("layer_indices");
-                    numbers(w, &group.layer_indices);
-                    w.str("tokens_per_block");
-                    w.uint(u64::from(group.tokens_per_block));
-                    w.str("sw_size_tokens");
-                    w.int(group.sw_size_tokens);
-                    w.str("recurrent_state");
-                    w.bool(group.recurrent_state);
-                }
-            }));
+            let layout: &[(&str, &dyn Encode)] = match &r.kv_layout {
+                None => &[],
+                Some(layout) => &[("kv_layout", layout)],
+            };
+            push(&[&r.instance_id, &r.kv_caches, &r.model_name, &r.world_size]);
+            push(&[&r.engine_type, &Record(layout), &r.groups]);
         }
-        Request::Unregister { instance_id, .. } => frames.push(value(|w| w.uint(*instance_id))),
-        Request::RegisterEngineDriven(r) => frames.push(value(|w| {
-            w.map(9);
-            w.str("instance_id");
-            w.uint(r.instance_id);
-            w.str("model_name");
-            w.str(&r.model_name);
-            for (name, number) in [
-                ("world_size", r.world_size),
-                ("block_size", r.block_size),
-                ("num_layers", r.num_layers),
-                ("hidden_dim_size", r.hidden_dim_size),
-            ] {
-                w.str(name);
-                w.uint(u64::from(number));
-            }
-            w.str("dtype_str");
-            w.str(&r.dtype);
-            w.str("use_mla");
-            w.bool(r.use_mla);
-            w.str("num_physical_slots");
-            match r.num_physical_slots {
-                None => w.nil(),
-                Some(slots) => w.uint(u64::from(slots)),
-            }
-        })),
+        Request::Unregister { instance_id, .. } => push(&[instance_id]),
+        Request::RegisterEngineDriven(context) => push(&[context]),
         Request::Store {
             key,
             instance_id,
             block_ids,
-        } => {
-            frames.push(cache_key(key));
-            frames.push(value(|w| w.uint(*instance_id)));
-            frames.push(lists(block_ids));
-            frames.push(value(|w| w.bin(b"")));
-        }
+        } => push(&[key, instance_id, block_ids, &Bin(b"")]),
         Request::Retrieve {
             key,
             instance_id,
             block_ids,
             skip_first_n_tokens,
-        } => {
-            frames.push(cache_key(key));
-            frames.push(value(|w| w.uint(*instance_id)));
-            frames.push(lists(block_ids));
-            frames.push(value(|w| w.bin(b"")));
-            frames.push(value(|w| w.uint(*skip_first_n_tokens)));
-        }
-        Request::Lookup(key) | Request::FreeLookupLocks(key) => {
-            frames.push(cache_key(key));
-            frames.push(value(|w| w.uint(1)));
-        }
+        } => push(&[key, instance_id, block_ids, &Bin(b""), skip_first_n_tokens]),
+        Request::Lookup(key) | Request::FreeLookupLocks(key) => push(&[key, &1_u32]),
         Request::QueryPrefetchStatus { request_id } | Request::EndSession { request_id } => {
-            frames.push(value(|w| w.str(request_id)));
+            push(&[request_id]);
         }
         Request::WaitPrefetchStatus {
             request_id,
             timeout,
-        } => {
-            frames.push(value(|w| w.str(request_id)));
-            frames.push(value(|w| w.float(*timeout)));
-        }
+        } => push(&[request_id, timeout]),
         Request::PrepareStore { key, instance_id }
         | Request::PrepareRetrieve { key, instance_id }
-        | Request::CommitRetrieve { key, instance_id } => {
-            frames.push(cache_key(key));
-            frames.push(value(|w| w.uint(*instance_id)));
-        }
+        | Request::CommitRetrieve { key, instance_id } => push(&[key, instance_id]),
         Request::CommitStore {
             key,
             instance_id,
             pickled,
-        } => {
-            frames.push(cache_key(key));
-            frames.push(value(|w| w.uint(*instance_id)));
-            frames.push(value(|w| w.bin(&vec![0x80; *pickled])));
-        }
-        Request::Clear { force } => frames.push(value(|w| w.bool(*force))),
-        Request::Ping { instance_id } => frames.push(value(|w| match instance_id {
-            None => w.nil(),
-            Some(id) => w.uint(*id),
-        })),
+        } => push(&[key, instance_id, &Bin(&vec![0x80; *pickled])]),
+        Request::Clear { force } => push(&[force]),
+        Request::Ping { instance_id } => push(&[instance_id]),
         Request::ReportBlockAllocation {
             instance_id,
             model_name,
             records,
-        } => {
-            frames.push(value(|w| w.uint(*instance_id)));
-            frames.push(value(|w| w.str(model_name)));
-            frames.push(value(|w| {
-                w.array(records.len());
-                for record in records {
-                    w.map(3);
-                    w.str("req_id");
-                    w.str(&record.request_id);
-                    for (name, len) in [
-                        ("new_block_ids", record.blocks),
-                        ("new_token_ids", record.tokens),
-                    ] {
-                        w.str(name);
-                        w.array(len);
-                        (0..len).for_each(|_| w.uint(0));
-                    }
-                }
-            }));
-        }
+        } => push(&[instance_id, model_name, records]),
         Request::SubscribeKvEvents {
             instance_id,
             model_name,
             cursor,
             max_events,
-        } => {
-            frames.push(value(|w| w.uint(*instance_id)));
-            frames.push(value(|w| w.str(model_name)));
-            frames.push(value(|w| w.uint(*cursor)));
-            frames.push(value(|w| w.uint(*max_events as u64)));
-        }
+        } => push(&[instance_id, model_name, cursor, &(*max_events as u64)]),
         Request::GetChunkSize | Request::Noop | Request::GetExperimental => {}
     }
     frames
 }
 
-fn value(write: impl FnOnce(&mut Writer)) -> Bytes {
-    let mut writer = Writer::new();
-    write(&mut writer);
-    writer.into_bytes().into()
-}
+record!(EngineGroup, |group|
+    "engine_group_id": group.engine_group_id,
+    "layer_indices": group.layer_indices,
+    "tokens_per_block": group.tokens_per_block,
+    "sw_size_tokens": group.sw_size_tokens,
+    "recurrent_state": group.recurrent_state,
+);
 
-fn numbers(w: &mut Writer, list: &[u32]) {
-    w.array(list.len());
-    list.iter().for_each(|&number| w.uint(u64::from(number)));
-}
+record!(EngineDrivenContext, |context|
+    "instance_id": context.instance_id,
+    "model_name": context.model_name,
+    "world_size": context.world_size,
+    "block_size": context.block_size,
+    "num_layers": context.num_layers,
+    "hidden_dim_size": context.hidden_dim_size,
+    "dtype_str": context.dtype,
+    "use_mla": context.use_mla,
+    "num_physical_slots": context.num_physical_slots,
+);
 
-fn lists(groups: &[Vec<u32>]) -> Bytes {
-    value(|w| {
-        w.array(groups.len());
-        groups.iter().for_each(|group| numbers(w, group));
-    })
-}
+record!(BlockAllocation, |record|
+    "req_id": record.request_id,
+    "new_block_ids": vec![0_u32; record.blocks],
+    "new_token_ids": vec![0_u32; record.tokens],
+);
 
-fn cache_key(key: &CacheKey) -> Bytes {
-    value(|w| {
-        w.map(10);
-        w.str("model_name");
-        w.str(&key.model_name);
-        w.str("world_size");
-        w.uint(u64::from(key.world_size));
-        w.str("worker_id");
-        match key.worker_id {
-            None => w.nil(),
-            Some(worker) => w.uint(u64::from(worker)),
-        }
-        w.str("token_ids");
-        numbers(w, &key.token_ids);
-        w.str("start");
-        w.uint(key.start);
-        w.str("end");
-        w.uint(key.end);
-        w.str("request_id");
-        w.str(&key.request_id);
-        w.str("cache_salt");
-        w.str(&key.cache_salt);
-        w.str("request_configs");
-        match key.configs.skip_save {
-            true => {
-                w.map(1);
-                w.str("lmcache.skip_save");
-                w.bool(true);
-            }
-            false => w.nil(),
-        }
-        w.str("num_kv_readers");
-        w.uint(u64::from(key.num_kv_readers));
-    })
-}
+record!(CacheKey, |key|
+    "model_name": key.model_name,
+    "world_size": key.world_size,
+    "worker_id": key.worker_id,
+    "token_ids": key.token_ids,
+    "start": key.start,
+    "end": key.end,
+    "request_id": key.request_id,
+    "cache_salt": key.cache_salt,
+    "request_configs": key.configs.skip_save.then_some(Record(&[("lmcache.skip_save", &true)])),
+    "num_kv_readers": key.num_kv_readers,
+);
 
 /// Decodes the reply to a request of this operation, from the frames after the request number.
 ///
