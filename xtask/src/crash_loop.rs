@@ -48,14 +48,8 @@ impl Asked {
 
 pub(crate) fn run(args: &CrashLoopArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
-    let example = ["--package", "lmc-backend-disk", "--example", "crash"];
-    println!("cargo build --release --locked {}", example.join(" "));
-    let built = Command::new("cargo")
-        .args(["build", "--release", "--locked"])
-        .args(example)
-        .status()?;
-    ensure!(built.success(), "the child cannot be built");
-    let child = crate::target_dir()?.join("release/examples/crash");
+    let built = crate::build_release("--package lmc-backend-disk --example crash")?;
+    let child = built.join("examples/crash");
     println!(
         "{} kills in {}, seed {}",
         asked.rounds,

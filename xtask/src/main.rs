@@ -23,9 +23,9 @@ mod ucx;
 mod vllm;
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
 
 /// Every developer action of lmc.
@@ -108,12 +108,23 @@ fn parse_action(line: &str) -> Result<(), clap::Error> {
     Cli::try_parse_from(words).map(drop)
 }
 
-/// The folder that cargo builds into.
-fn target_dir() -> Result<PathBuf> {
+/// Builds as users do, with these flags of cargo, which hold no spaces. Returns the folder of the
+/// programs.
+fn build_release(flags: &str) -> Result<PathBuf> {
+    let mut build = Command::new("cargo");
+    build.args(["build", "--release", "--locked"]);
+    build.args(flags.split_whitespace());
+    let typed = shown::typed(&build);
+    println!("$ {typed}");
+    let built = build.stdin(Stdio::null()).status();
+    let built = built.context("cannot run cargo")?;
+    ensure!(built.success(), "{typed} failed: see above");
+    // This program is …/target/debug/xtask.
     let own = std::env::current_exe()?;
-    // …/target/debug/xtask
     let target = own.parent().and_then(Path::parent);
-    Ok(target.context("xtask lies in a target folder")?.to_owned())
+    Ok(target
+        .context("xtask lies in a target folder")?
+        .join("release"))
 }
 
 /// The folder of the workspace.

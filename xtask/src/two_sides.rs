@@ -20,18 +20,9 @@ const GRACE: Duration = Duration::from_secs(15);
 
 /// Builds the program, with NIXL or without, and tells where it is.
 pub(crate) fn build(with_nixl: bool) -> Result<PathBuf> {
-    let mut build = Command::new("cargo");
-    build.args(["build", "--release", "--locked"]);
-    build.args(["--package", "lmc-transfer"]);
-    if with_nixl {
-        build.args(["--features", "nixl"]);
-    }
-    build.args(["--example", "two_sides"]);
-    println!("$ {}", shown::typed(&build));
-    let built = build.stdin(Stdio::null()).status();
-    let built = built.context("cannot run cargo")?;
-    ensure!(built.success(), "two_sides does not build");
-    Ok(crate::target_dir()?.join("release/examples/two_sides"))
+    let features = if with_nixl { "--features nixl" } else { "" };
+    let flags = format!("--package lmc-transfer {features} --example two_sides");
+    Ok(crate::build_release(&flags)?.join("examples/two_sides"))
 }
 
 /// Builds the suite that every channel passes, over NIXL, and tells where it is.

@@ -1,9 +1,9 @@
 //! `cargo xtask test-vllm` and `test-cli`: real clients of the protocol against the server.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::scripts::{self, NotToBeHad};
 
@@ -17,18 +17,7 @@ pub(crate) fn environment() -> Result<String> {
 
 /// Builds the server as users run it.
 pub(crate) fn build_server() -> Result<PathBuf> {
-    println!("cargo build --release --locked --package lmc-server");
-    let built = Command::new("cargo")
-        .args(["build", "--release", "--locked", "--quiet"])
-        .args(["--package", "lmc-server"])
-        .stdin(Stdio::null())
-        .status()
-        .context("cannot run cargo")?;
-    if !built.success() {
-        bail!("the server does not build");
-    }
-    let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_owned());
-    Ok(Path::new(&target).join("release/lmc"))
+    Ok(crate::build_release("--package lmc-server")?.join("lmc"))
 }
 
 /// Arguments of a script of checks, which its own --help lists.

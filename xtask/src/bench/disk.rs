@@ -11,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::figures::median;
+use super::rounds::{Rounds, shown};
 use super::{check_amounts, conditions, page};
 use crate::{packages, vllm};
 
@@ -88,56 +89,30 @@ impl Asked {
     }
 }
 
-/// Bytes and time of one run.
-#[derive(Clone, Copy)]
-struct Moved {
-    gb_per_s: f64,
-    cpu_s_per_gb: f64,
+/// Names of the figures of a cell.
+const SPEED: &str = "gb_per_s";
+const CPU: &str = "cpu_s_per_gb";
+
+/// Speed and cost of one run.
+type Moved = [(&'static str, f64); 2];
+
+fn moved(bytes: f64, seconds: f64, cpu: f64) -> Moved {
+    [(SPEED, bytes / seconds / 1e9), (CPU, cpu / (bytes / 1e9))]
 }
 
-impl Moved {
-    fn of(bytes: f64, seconds: f64, cpu: f64) -> Self {
-        Self {
-            gb_per_s: bytes / seconds / 1e9,
-            cpu_s_per_gb: cpu / (bytes / 1e9),
-        }
-    }
-}
-
-/// All rounds of each cell, in order of first use.
-#[derive(Default)]
-struct Cells {
-    order: Vec<(String, String)>,
-    values: BTreeMap<(String, String), Vec<Moved>>,
-}
-
-impl Cells {
-    fn add(&mut self, cell: &str, who: &str, moved: Moved) {
-        let key = (cell.to_owned(), who.to_owned());
-        if !self.values.contains_key(&key) {
-            self.order.push(key.clone());
-        }
-        self.values.entry(key).or_default().push(moved);
-    }
-
-    /// The median of what each round's first is of its second.
-    fn ratio(&self, cell: &str, who: &str, of: &str) -> Option<f64> {
-        let values = |who: &str| self.values.get(&(cell.to_owned(), who.to_owned()));
-        let pairs = values(who)?.iter().zip(values(of)?);
-        let ratios: Vec<f64> = pairs.map(|(a, b)| a.gb_per_s / b.gb_per_s).collect();
-        Some(median(&ratios))
-    }
-
-    fn median(&self, cell: &str, who: &str, of: impl Fn(&Moved) -> f64) -> Option<f64> {
-        let values = self.values.get(&(cell.to_owned(), who.to_owned()))?;
-        Some(median(&values.iter().map(of).collect::<Vec<_>>()))
-    }
+/// Shows the median over rounds of one speed as a share of another.
+fn share(cells: &Rounds, cell: &str, who: &str, of: &str) -> String {
+    let ratio = cells.between(cell, [who, of], SPEED, |a, b| a / b);
+    shown(ratio, |ratio| format!("{:.0} %", ratio * 100.0))
 }
 
 pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
     packages::install("fio", "fio")?;
-    let speed = build()?;
+    let built = crate::build_release(
+        "--package lmc-backend-disk --example disk_speed --package lmc-server --example dram_beside_disk",
+    )?;
+    let speed = built.join("examples/disk_speed");
     let _ = fs::remove_dir_all(&asked.folder);
     fs::create_dir_all(&asked.folder)
         .with_context(|| format!("{} cannot be made", asked.folder.display()))?;
@@ -151,7 +126,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
     conditions.push(("file system", file_system.kind));
     let python = format!("{environment}/bin/python");
     set_up_raw_block(&python)?;
-    let (mut cells, mut dram) = (Cells::default(), Vec::new());
+    let (mut cells, mut dram) = (Rounds::default(), Vec::new());
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
         beside_fio(&asked, round, &speed, &mut cells)?;
@@ -233,24 +208,6 @@ fn set_up_raw_block(python: &str) -> Result<()> {
     Ok(())
 }
 
-fn build() -> Result<PathBuf> {
-    let example = ["--package", "lmc-backend-disk", "--example", "disk_speed"];
-    let example = example
-        .into_iter()
-        .chain(["--package", "lmc-server", "--example"]);
-    let example: Vec<&str> = example.chain(["dram_beside_disk"]).collect();
-    println!("cargo build --release --locked {}", example.join(" "));
-    let built = Command::new("cargo")
-        .args(["build", "--release", "--locked"])
-        .args(&example)
-        .status()?;
-    ensure!(built.success(), "disk_speed cannot be built");
-    let own = std::env::current_exe()?;
-    let target = own.parent().and_then(Path::parent);
-    let target = target.context("xtask lies in a target folder")?;
-    Ok(target.join("release/examples/disk_speed"))
-}
-
 fn named(bytes: u64) -> String {
     match bytes {
         bytes if bytes < MIB => format!("{} KiB", bytes / KIB),
@@ -288,7 +245,7 @@ fn ours(
     command.args(numbers).arg(asked.seconds.to_string());
     let found = json_of(command.args(how))?;
     let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
-    Ok(Moved::of(
+    Ok(moved(
         number("bytes")?,
         number("seconds")?,
         number("cpu_seconds")?,
@@ -354,7 +311,7 @@ fn fio(asked: &Asked, what: &str, chunk: u64, depth: u64, synced: bool) -> Resul
     let (read_ms, write_ms) = sum("runtime");
     let seconds = read_ms.max(write_ms) / 1e3;
     let cpu = |name: &str| job[name].as_f64().unwrap_or(0.0) / 100.0 * seconds;
-    Ok(Moved::of(
+    Ok(moved(
         read + written,
         seconds,
         cpu("usr_cpu") + cpu("sys_cpu"),
@@ -380,7 +337,7 @@ fn fill_fio(asked: &Asked) -> Result<()> {
     Ok(())
 }
 
-fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Cells) -> Result<()> {
+fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Rounds) -> Result<()> {
     for what in ["write", "read", "mixed"] {
         if what == "read" {
             fill_fio(asked)?;
@@ -407,7 +364,7 @@ fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Cells) -> R
                         THREADS => ours(&["threads"])?,
                         other => fio(asked, what, chunk, depth, other != "fio")?,
                     };
-                    cells.add(&cell, racer, moved);
+                    cells.add(&cell, racer, &moved);
                 }
                 println!("{cell}: {}", row(cells, &cell));
             }
@@ -419,7 +376,13 @@ fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Cells) -> R
 
 /// LMCache's adapters for files and for a raw device (a file here), with as many of the same
 /// chunks, so many at a time; all loaded once more, outside the time, and compared.
-fn peers(asked: &Asked, round: usize, speed: &Path, python: &str, cells: &mut Cells) -> Result<()> {
+fn peers(
+    asked: &Asked,
+    round: usize,
+    speed: &Path,
+    python: &str,
+    cells: &mut Rounds,
+) -> Result<()> {
     let depth = 8;
     for &chunk in asked.chunks.iter().filter(|&&chunk| chunk >= MIB) {
         let count = (asked.bytes / chunk).max(1);
@@ -451,15 +414,15 @@ fn peers(asked: &Asked, round: usize, speed: &Path, python: &str, cells: &mut Ce
     Ok(())
 }
 
-fn take_race(cells: &mut Cells, who: &str, chunk: u64, depth: u64, found: &Value) -> Result<()> {
+fn take_race(cells: &mut Rounds, who: &str, chunk: u64, depth: u64, found: &Value) -> Result<()> {
     for what in ["write", "read"] {
         let of = |name: &str| {
             let number = found[what][name].as_f64();
             number.with_context(|| format!("{who} printed no {name} of its {what}"))
         };
-        let moved = Moved::of(of("bytes")?, of("seconds")?, of("cpu_seconds")?);
+        let moved = moved(of("bytes")?, of("seconds")?, of("cpu_seconds")?);
         let cell = format!("race: {what}, {}, {depth} at a time", named(chunk));
-        cells.add(&cell, who, moved);
+        cells.add(&cell, who, &moved);
     }
     Ok(())
 }
@@ -517,26 +480,24 @@ fn starts(asked: &Asked, speed: &Path) -> Result<Vec<Start>> {
     asked.counts.iter().map(start).collect()
 }
 
-fn row(cells: &Cells, cell: &str) -> String {
+fn row(cells: &Rounds, cell: &str) -> String {
     let mut text = String::new();
-    for (_, who) in cells.order.iter().filter(|(known, _)| known == cell) {
-        let speed = cells.median(cell, who, |m| m.gb_per_s).unwrap_or(f64::NAN);
-        let cpu = cells
-            .median(cell, who, |m| m.cpu_s_per_gb)
-            .unwrap_or(f64::NAN);
-        let _ = write!(text, "{who} {speed:.2} GB/s, {cpu:.3} CPU s/GB; ");
+    for who in cells.measured(cell) {
+        let of = |what| cells.median(cell, who, what).unwrap_or(f64::NAN);
+        let _ = write!(
+            text,
+            "{who} {:.2} GB/s, {:.3} CPU s/GB; ",
+            of(SPEED),
+            of(CPU)
+        );
     }
     text
-}
-
-fn percent(ratio: Option<f64>) -> String {
-    ratio.map_or("–".to_owned(), |ratio| format!("{:.0} %", ratio * 100.0))
 }
 
 fn text(
     asked: &Asked,
     conditions: &[(&str, String)],
-    cells: &Cells,
+    cells: &Rounds,
     dram: &[Value],
     starts: &[Start],
 ) -> String {
@@ -558,37 +519,32 @@ fn text(
          | what | lmc | of fio | of fio, synced | fio | fio, synced | CPU s/GB lmc | CPU s/GB fio |\n\
          |---|---|---|---|---|---|---|---|\n",
     );
-    let mut shown: Vec<&str> = Vec::new();
-    for (cell, _) in &cells.order {
-        if shown.contains(&cell.as_str()) || cell.starts_with("race") {
+    for cell in cells.rows() {
+        if cell.starts_with("race") {
             continue;
         }
-        shown.push(cell);
-        let speed = |who: &str| cells.median(cell, who, |m| m.gb_per_s);
-        let cpu = |who: &str| cells.median(cell, who, |m| m.cpu_s_per_gb);
-        let show = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.2} GB/s"));
-        let share = |who: &str| percent(cells.ratio(cell, "lmc", who));
-        let show_cpu = |value: Option<f64>| value.map_or("–".to_owned(), |v| format!("{v:.3}"));
+        let speed = |who: &str| shown(cells.median(cell, who, SPEED), |v| format!("{v:.2} GB/s"));
+        let cpu = |who: &str| shown(cells.median(cell, who, CPU), |v| format!("{v:.3}"));
+        let share = |who: &str| share(cells, cell, "lmc", who);
         let _ = writeln!(
             text,
             "| {cell} | {} | {} | {} | {} | {} | {} | {} |",
-            show(speed("lmc")),
+            speed("lmc"),
             share("fio"),
             share("fio, synced"),
-            show(speed("fio")),
-            show(speed("fio, synced")),
-            show_cpu(cpu("lmc")),
-            show_cpu(cpu("fio")),
+            speed("fio"),
+            speed("fio, synced"),
+            cpu("lmc"),
+            cpu("fio"),
         );
     }
     text.push_str("\n| without io_uring, on threads | lmc | of that with it | CPU s/GB |\n|---|---|---|---|\n");
-    for (cell, _) in cells.order.iter().filter(|(_, who)| who == THREADS) {
-        let of = |who: &str, value: fn(&Moved) -> f64| {
-            cells.median(cell, who, value).unwrap_or(f64::NAN)
-        };
-        let (speed, cpu) = (of(THREADS, |m| m.gb_per_s), of(THREADS, |m| m.cpu_s_per_gb));
-        let share = percent(cells.ratio(cell, THREADS, "lmc"));
-        let _ = writeln!(text, "| {cell} | {speed:.2} GB/s | {share} | {cpu:.3} |");
+    for cell in cells.rows() {
+        let of = |what| cells.median(cell, THREADS, what);
+        if let (Some(speed), Some(cpu)) = (of(SPEED), of(CPU)) {
+            let share = share(cells, cell, THREADS, "lmc");
+            let _ = writeln!(text, "| {cell} | {speed:.2} GB/s | {share} | {cpu:.3} |");
+        }
     }
     text.push_str(
         "\nAll three store and load the same number of chunks, and every byte was compared, outside the time.\n\
@@ -596,22 +552,18 @@ fn text(
          and sum nothing.\n",
     );
     text.push_str("\n| race | lmc | LMCache `fs` | LMCache `raw_block` |\n|---|---|---|---|\n");
-    let mut shown: Vec<&str> = Vec::new();
-    for (cell, _) in &cells.order {
+    for cell in cells.rows() {
         let Some(name) = cell.strip_prefix("race: ") else {
             continue;
         };
-        if shown.contains(&cell.as_str()) {
-            continue;
-        }
-        shown.push(cell);
-        let speed = |who: &str| match cells.median(cell, who, |m| m.gb_per_s) {
-            Some(value) if who == "lmc" => format!("{value:.2} GB/s"),
-            Some(value) => {
-                let share = percent(cells.ratio(cell, "lmc", who));
-                format!("{value:.2} GB/s: ours has {share}")
-            }
-            None => "–".to_owned(),
+        let speed = |who: &str| {
+            shown(cells.median(cell, who, SPEED), |value| match who {
+                "lmc" => format!("{value:.2} GB/s"),
+                _ => format!(
+                    "{value:.2} GB/s: ours has {}",
+                    share(cells, cell, "lmc", who)
+                ),
+            })
         };
         let (fs, raw) = (speed("LMCache fs"), speed("LMCache raw_block"));
         let _ = writeln!(text, "| {name} | {} | {fs} | {raw} |", speed("lmc"));
@@ -654,26 +606,16 @@ fn text(
 
 fn as_json(
     conditions: &[(&str, String)],
-    cells: &Cells,
+    cells: &Rounds,
     dram: &[Value],
     starts: &[Start],
 ) -> Value {
     let conditions: BTreeMap<_, _> = conditions.iter().cloned().collect();
-    let cells: Vec<Value> = cells
-        .order
-        .iter()
-        .map(|key| {
-            let values = &cells.values[key];
-            let speeds: Vec<f64> = values.iter().map(|m| m.gb_per_s).collect();
-            let cpus: Vec<f64> = values.iter().map(|m| m.cpu_s_per_gb).collect();
-            json!({"what": key.0, "who": key.1, "gb_per_s": speeds, "cpu_s_per_gb": cpus})
-        })
-        .collect();
     let starts: Vec<Value> = starts
         .iter()
         .map(|s| json!({"chunks": s.chunks, "stopped_s": s.stopped, "killed_s": s.killed}))
         .collect();
-    json!({"conditions": conditions, "cells": cells, "dram": dram, "starts": starts})
+    json!({"conditions": conditions, "cells": cells.json(), "dram": dram, "starts": starts})
 }
 
 #[cfg(test)]

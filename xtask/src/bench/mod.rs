@@ -6,6 +6,7 @@ mod disk;
 mod figures;
 mod metrics;
 mod page;
+mod rounds;
 mod serve;
 mod server;
 mod transfer;

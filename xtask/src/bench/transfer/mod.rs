@@ -4,10 +4,9 @@ mod player;
 mod report;
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 
 use super::{check_amounts, conditions, page};
 use crate::packages;
@@ -215,7 +214,9 @@ pub(super) fn run(args: &TransferArgs) -> Result<bool> {
     if let Err(why) = &nixl {
         println!("SKIPPED: NIXL: {why:#}");
     }
-    let program = build(nixl.is_ok())?;
+    let features = if nixl.is_ok() { "--features nixl" } else { "" };
+    let flags = format!("--package lmc-transfer {features} --example transfer_speed");
+    let program = crate::build_release(&flags)?.join("examples/transfer_speed");
     let mut report = Report::new(conditions(nixl.as_ref().ok()));
     for round in 1..=asked.rounds {
         println!("round {round} of {}", asked.rounds);
@@ -303,21 +304,6 @@ fn play(
     }
     report.idle(pair, ours.idle(asked.seconds.max(1.0))?);
     Ok(())
-}
-
-fn build(with_nixl: bool) -> Result<PathBuf> {
-    let mut build = Command::new("cargo");
-    build.args(["build", "--release", "--locked"]);
-    build.args(["--package", "lmc-transfer"]);
-    if with_nixl {
-        build.args(["--features", "nixl"]);
-    }
-    build.args(["--example", "transfer_speed"]);
-    println!("$ {}", crate::shown::typed(&build));
-    let built = build.stdin(Stdio::null()).status();
-    let built = built.context("cannot run cargo")?;
-    ensure!(built.success(), "transfer_speed does not build");
-    Ok(crate::target_dir()?.join("release/examples/transfer_speed"))
 }
 
 fn conditions(nixl: Option<&Nixl>) -> Vec<(&'static str, String)> {

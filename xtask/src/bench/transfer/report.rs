@@ -5,10 +5,19 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::{Batch, Beside, Pair, Sample};
-use crate::bench::figures::median;
+use crate::bench::rounds::Rounds;
 
 /// The most that a small transfer may take more than the bare one, in µs.
 const SMALL_AIM: f64 = 20.0;
+/// Names of the figures.
+const SPEED: &str = "gib_per_s";
+const CPU: [&str; 2] = ["cpu_s_per_gib_here", "cpu_s_per_gib_there"];
+const P50: &str = "p50_s";
+const P99: &str = "p99_s";
+/// Names of who was measured.
+const LMC: &str = "lmc";
+const OTHER: &str = "beside";
+const ALSO: &str = "also";
 
 /// One round of a row: ours, and what it is beside.
 #[derive(Debug, Clone, Copy)]
@@ -18,96 +27,66 @@ pub(super) struct Round {
     pub(super) also: Option<Sample>,
 }
 
-/// All rounds of one row.
-struct Row {
-    pair: &'static str,
-    what: String,
-    large: bool,
-    aim: f64,
-    rounds: Vec<Round>,
-}
-
-impl Row {
-    /// The median over rounds; of what stands between two, that of what stands between them in
-    /// one round.
-    fn median(&self, of: impl Fn(&Round) -> f64) -> f64 {
-        median(&self.rounds.iter().map(of).collect::<Vec<_>>())
-    }
-
-    fn ours(&self, of: impl Fn(&Sample) -> f64) -> f64 {
-        self.median(|round| of(&round.ours))
-    }
-
-    fn other(&self, of: impl Fn(&Sample) -> f64) -> f64 {
-        self.median(|round| of(&round.other))
-    }
-}
-
 pub(super) struct Report {
     conditions: Vec<(&'static str, String)>,
-    rows: Vec<Row>,
-    ceilings: Vec<(String, Vec<Sample>)>,
-    idle: Vec<(&'static str, Vec<(f64, f64)>)>,
+    large: Rounds,
+    small: Rounds,
+    ceilings: Rounds,
+    idle: Rounds,
+}
+
+fn add(rounds: &mut Rounds, row: &str, who: &str, sample: &Sample) {
+    let (here, there) = sample.cpu_s_per_gib;
+    let figures = [(SPEED, sample.gib_per_s), (CPU[0], here), (CPU[1], there)];
+    rounds.add(row, who, &figures);
+    for (what, seconds) in [(P50, sample.p50), (P99, sample.p99)] {
+        if let Some(seconds) = seconds {
+            rounds.add(row, who, &[(what, seconds)]);
+        }
+    }
+}
+
+fn add_round(rounds: &mut Rounds, row: &str, round: &Round) {
+    add(rounds, row, LMC, &round.ours);
+    add(rounds, row, OTHER, &round.other);
+    if let Some(also) = &round.also {
+        add(rounds, row, ALSO, also);
+    }
 }
 
 impl Report {
     pub(super) fn new(conditions: Vec<(&'static str, String)>) -> Self {
         Self {
             conditions,
-            rows: Vec::new(),
-            ceilings: Vec::new(),
-            idle: Vec::new(),
+            large: Rounds::default(),
+            small: Rounds::default(),
+            ceilings: Rounds::default(),
+            idle: Rounds::default(),
         }
     }
 
     pub(super) fn large(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
-        let what = format!("{way} {}", batch.name());
-        println!(
-            "{}: {what}: {:.2} GiB/s of {:.2}",
-            pair.name, round.ours.gib_per_s, round.other.gib_per_s
-        );
-        self.add(pair, what, true, round);
+        let row = format!("{}: {way} {}", pair.name, batch.name());
+        let (ours, other) = (round.ours.gib_per_s, round.other.gib_per_s);
+        println!("{row}: {ours:.2} GiB/s of {other:.2}");
+        add_round(&mut self.large, &row, &round);
     }
 
     pub(super) fn small(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
-        let what = format!("{way} {}", batch.name());
-        println!(
-            "{}: {what}: p50 {:.1} µs beside {:.1} µs",
-            pair.name,
-            micros(&round.ours, |s| s.p50),
-            micros(&round.other, |s| s.p50)
-        );
-        self.add(pair, what, false, round);
-    }
-
-    fn add(&mut self, pair: &Pair, what: String, large: bool, round: Round) {
-        let same = |row: &&mut Row| row.pair == pair.name && row.what == what && row.large == large;
-        if let Some(row) = self.rows.iter_mut().find(same) {
-            row.rounds.push(round);
-            return;
-        }
-        self.rows.push(Row {
-            pair: pair.name,
-            what,
-            large,
-            aim: pair.aim,
-            rounds: vec![round],
-        });
+        let row = format!("{}: {way} {}", pair.name, batch.name());
+        let [ours, other] = [round.ours, round.other].map(|s| s.p50.unwrap_or(f64::NAN) * 1e6);
+        println!("{row}: p50 {ours:.1} µs beside {other:.1} µs");
+        add_round(&mut self.small, &row, &round);
     }
 
     pub(super) fn ceiling(&mut self, name: &str, batch: Batch, found: Sample) {
-        let name = format!("{name}, {}", batch.name());
-        match self.ceilings.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, samples)) => samples.push(found),
-            None => self.ceilings.push((name, vec![found])),
-        }
+        let row = format!("{name}, {}", batch.name());
+        add(&mut self.ceilings, &row, name, &found);
     }
 
-    pub(super) fn idle(&mut self, pair: &Pair, shares: (f64, f64)) {
-        match self.idle.iter_mut().find(|(name, _)| *name == pair.name) {
-            Some((_, all)) => all.push(shares),
-            None => self.idle.push((pair.name, vec![shares])),
-        }
+    pub(super) fn idle(&mut self, pair: &Pair, (here, there): (f64, f64)) {
+        let figures = [(CPU[0], here), (CPU[1], there)];
+        self.idle.add(pair.name, LMC, &figures);
     }
 
     pub(super) fn text(&self, rounds: usize, seconds: f64) -> String {
@@ -121,74 +100,126 @@ impl Report {
         }
         text.push_str(ABOUT);
         for pair in super::PAIRS {
-            let rows: Vec<&Row> = self
-                .rows
+            let of_pair = format!("{}: ", pair.name);
+            if self
+                .large
+                .rows()
                 .iter()
-                .filter(|row| row.pair == pair.name)
-                .collect();
-            if !rows.is_empty() {
-                text.push_str(&pair_text(&pair, &rows));
+                .any(|row| row.starts_with(&of_pair))
+            {
+                text.push_str(&self.pair_text(&pair, &of_pair));
             }
         }
         text.push_str(
             "\n| what else the machine does | GiB/s | CPU s/GiB, here + there |\n|---|---|---|\n",
         );
-        for (name, samples) in &self.ceilings {
-            let of = |of: fn(&Sample) -> f64| median(&samples.iter().map(of).collect::<Vec<_>>());
-            let _ = writeln!(
-                text,
-                "| {name} | {:.2} | {:.3} + {:.3} |",
-                of(|s| s.gib_per_s),
-                of(|s| s.cpu_s_per_gib.0),
-                of(|s| s.cpu_s_per_gib.1)
-            );
+        for row in self.ceilings.rows() {
+            for who in self.ceilings.measured(row) {
+                let of = |what| self.ceilings.median(row, who, what).unwrap_or(f64::NAN);
+                let cpu = cpu(&self.ceilings, row, who);
+                let _ = writeln!(text, "| {row} | {:.2} | {cpu} |", of(SPEED));
+            }
         }
         text.push_str("\n| connected and idle | of a core, here + there |\n|---|---|\n");
-        for (name, shares) in &self.idle {
-            let of = |of: fn(&(f64, f64)) -> f64| {
-                100.0 * median(&shares.iter().map(of).collect::<Vec<_>>())
-            };
+        for row in self.idle.rows() {
+            let of = |what| 100.0 * self.idle.median(row, LMC, what).unwrap_or(f64::NAN);
             let _ = writeln!(
                 text,
-                "| {name} | {:.1} % + {:.1} % |",
-                of(|s| s.0),
-                of(|s| s.1)
+                "| {row} | {:.1} % + {:.1} % |",
+                of(CPU[0]),
+                of(CPU[1])
             );
         }
         text
     }
 
     pub(super) fn json(&self) -> Value {
-        let sample = |s: &Sample| {
-            json!({
-                "gib_per_s": s.gib_per_s,
-                "cpu_s_per_gib": [s.cpu_s_per_gib.0, s.cpu_s_per_gib.1],
-                "p50_s": s.p50,
-                "p99_s": s.p99,
-            })
-        };
-        let row = |row: &Row| {
-            let all = |of: fn(&Round) -> Option<Sample>| -> Vec<Value> {
-                let samples = row.rounds.iter().filter_map(of);
-                samples.map(|found| sample(&found)).collect()
-            };
-            json!({
-                "pair": row.pair,
-                "what": row.what,
-                "lmc": all(|round| Some(round.ours)),
-                "beside": all(|round| Some(round.other)),
-                "also": all(|round| round.also),
-            })
-        };
-        let ceiling = |(name, samples): &(String, Vec<Sample>)| json!({"what": name, "found": samples.iter().map(sample).collect::<Vec<_>>()});
-        let idle = |(name, shares): &(&str, Vec<(f64, f64)>)| json!({"pair": name, "cores": shares.iter().map(|s| [s.0, s.1]).collect::<Vec<_>>()});
         json!({
-            "conditions": self.conditions.iter().map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
-            "rows": self.rows.iter().map(row).collect::<Vec<_>>(),
-            "ceilings": self.ceilings.iter().map(ceiling).collect::<Vec<_>>(),
-            "idle": self.idle.iter().map(idle).collect::<Vec<_>>(),
+            "conditions": self.conditions,
+            "large": self.large.json(),
+            "small": self.small.json(),
+            "ceilings": self.ceilings.json(),
+            "idle": self.idle.json(),
         })
     }
+
+    fn pair_text(&self, pair: &Pair, of_pair: &str) -> String {
+        let beside = match pair.beside {
+            Beside::Iperf(streams) => format!("iperf3 -P {streams}"),
+            Beside::Player("bare-nixl") => "bare NIXL".to_owned(),
+            Beside::Player(_) => "bare sockets, as many".to_owned(),
+        };
+        let mut text = format!(
+            "\n### {}\n\n| GiB/s | lmc | {beside} | ratio | aim | CPU s/GiB lmc, here + there | of the other |",
+            pair.name
+        );
+        let mut line = "\n|---|---|---|---|---|---|---|".to_owned();
+        if pair.also.is_some() {
+            text.push_str(" bare sockets, as many | ratio | CPU s/GiB |");
+            line.push_str("---|---|---|");
+        }
+        text.push_str(&line);
+        for row in self.large.rows() {
+            let Some(what) = row.strip_prefix(of_pair) else {
+                continue;
+            };
+            let speed = |who| self.large.median(row, who, SPEED).unwrap_or(f64::NAN);
+            let cpu = |who| cpu(&self.large, row, who);
+            let ratio = |of| self.large.between(row, [LMC, of], SPEED, |a, b| a / b);
+            let ratio = |of| ratio(of).unwrap_or(f64::NAN);
+            let _ = write!(
+                text,
+                "\n| {what} | {:.2} | {:.2} | {:.0} % | {:.0} %, {} | {} | {} |",
+                speed(LMC),
+                speed(OTHER),
+                100.0 * ratio(OTHER),
+                100.0 * pair.aim,
+                verdict(ratio(OTHER) >= pair.aim),
+                cpu(LMC),
+                cpu(OTHER),
+            );
+            if pair.also.is_some() {
+                let (speed, share) = (speed(ALSO), 100.0 * ratio(ALSO));
+                let _ = write!(text, " {speed:.2} | {share:.0} % | {} |", cpu(ALSO));
+            }
+        }
+        let bare = match pair.ucx {
+            Some(_) => "bare NIXL",
+            None => "one bare socket",
+        };
+        let _ = write!(
+            text,
+            "\n\n| µs | lmc p50 | p99 | {bare} p50 | p99 | more | aim |\n|---|---|---|---|---|---|---|\n"
+        );
+        for row in self.small.rows() {
+            let Some(what) = row.strip_prefix(of_pair) else {
+                continue;
+            };
+            let micros = |who, what| 1e6 * self.small.median(row, who, what).unwrap_or(f64::NAN);
+            let more = self.small.between(row, [LMC, OTHER], P50, |a, b| a - b);
+            let more = 1e6 * more.unwrap_or(f64::NAN);
+            let _ = writeln!(
+                text,
+                "| {what} | {:.1} | {:.1} | {:.1} | {:.1} | {more:.1} | {SMALL_AIM:.0}, {} |",
+                micros(LMC, P50),
+                micros(LMC, P99),
+                micros(OTHER, P50),
+                micros(OTHER, P99),
+                verdict(more <= SMALL_AIM),
+            );
+        }
+        text
+    }
+}
+
+/// CPU seconds per GiB of both sides.
+fn cpu(rounds: &Rounds, row: &str, who: &str) -> String {
+    let of = |what| rounds.median(row, who, what).unwrap_or(f64::NAN);
+    format!("{:.3} + {:.3}", of(CPU[0]), of(CPU[1]))
+}
+
+fn verdict(met: bool) -> &'static str {
+    if met { "met" } else { "missed" }
 }
 
 /// Explains the comparisons.
@@ -216,88 +247,6 @@ deadline, and nothing looks after a request that does not end. Its `send` is a \
 notification each way, by which the sender learns of the slots, and a write that notifies.
 - **memcpy**: one thread, from objects in memory to objects in memory of one process.
 ";
-
-fn pair_text(pair: &Pair, rows: &[&Row]) -> String {
-    let beside = match pair.beside {
-        Beside::Iperf(streams) => format!("iperf3 -P {streams}"),
-        Beside::Player("bare-nixl") => "bare NIXL".to_owned(),
-        Beside::Player(_) => "bare sockets, as many".to_owned(),
-    };
-    let mut text = format!(
-        "\n### {}\n\n| GiB/s | lmc | {beside} | ratio | aim | CPU s/GiB lmc, here + there | of the other |",
-        pair.name
-    );
-    let mut line = "\n|---|---|---|---|---|---|---|".to_owned();
-    if pair.also.is_some() {
-        text.push_str(" bare sockets, as many | ratio | CPU s/GiB |");
-        line.push_str("---|---|---|");
-    }
-    text.push_str(&line);
-    for row in rows.iter().filter(|row| row.large) {
-        let ratio = row.median(|r| r.ours.gib_per_s / r.other.gib_per_s);
-        let _ = write!(
-            text,
-            "\n| {} | {:.2} | {:.2} | {:.0} % | {:.0} %, {} | {:.3} + {:.3} | {:.3} + {:.3} |",
-            row.what,
-            row.ours(|s| s.gib_per_s),
-            row.other(|s| s.gib_per_s),
-            100.0 * ratio,
-            100.0 * row.aim,
-            verdict(ratio >= row.aim),
-            row.ours(|s| s.cpu_s_per_gib.0),
-            row.ours(|s| s.cpu_s_per_gib.1),
-            row.other(|s| s.cpu_s_per_gib.0),
-            row.other(|s| s.cpu_s_per_gib.1),
-        );
-        if pair.also.is_some() {
-            let also = |of: fn(&Sample) -> f64| {
-                row.median(|round| round.also.as_ref().map_or(f64::NAN, of))
-            };
-            let share = |round: &Round| {
-                let also = round.also.map_or(f64::NAN, |s| s.gib_per_s);
-                round.ours.gib_per_s / also
-            };
-            let _ = write!(
-                text,
-                " {:.2} | {:.0} % | {:.3} + {:.3} |",
-                also(|s| s.gib_per_s),
-                100.0 * row.median(share),
-                also(|s| s.cpu_s_per_gib.0),
-                also(|s| s.cpu_s_per_gib.1),
-            );
-        }
-    }
-    let bare = match pair.ucx {
-        Some(_) => "bare NIXL",
-        None => "one bare socket",
-    };
-    let _ = write!(
-        text,
-        "\n\n| µs | lmc p50 | p99 | {bare} p50 | p99 | more | aim |\n|---|---|---|---|---|---|---|\n"
-    );
-    for row in rows.iter().filter(|row| !row.large) {
-        let more = row.median(|r| micros(&r.ours, |s| s.p50) - micros(&r.other, |s| s.p50));
-        let _ = writeln!(
-            text,
-            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {more:.1} | {SMALL_AIM:.0}, {} |",
-            row.what,
-            row.ours(|s| micros(s, |s| s.p50)),
-            row.ours(|s| micros(s, |s| s.p99)),
-            row.other(|s| micros(s, |s| s.p50)),
-            row.other(|s| micros(s, |s| s.p99)),
-            verdict(more <= SMALL_AIM),
-        );
-    }
-    text
-}
-
-fn verdict(met: bool) -> &'static str {
-    if met { "met" } else { "missed" }
-}
-
-fn micros(sample: &Sample, of: impl Fn(&Sample) -> Option<f64>) -> f64 {
-    of(sample).map_or(f64::NAN, |seconds| seconds * 1e6)
-}
 
 #[cfg(test)]
 mod tests {
@@ -340,7 +289,9 @@ mod tests {
         let small = "| read 8 B | 30.0 | 60.0 | 9.0 | 18.0 | 21.0 | 20, missed |";
         assert!(text.contains(small), "{text}");
         assert!(!text.contains("### NIXL"), "{text}");
-        let rows = report.json()["rows"].as_array().map(Vec::len);
-        assert_eq!(rows, Some(2));
+        let json = report.json();
+        let cells = |table: &str| json[table].as_array().map(Vec::len);
+        assert_eq!((cells("large"), cells("small")), (Some(3), Some(2)));
+        assert_eq!(json["large"][0]["gib_per_s"], json!([1.0, 2.0, 3.0]));
     }
 }
