@@ -518,10 +518,119 @@ pub(super) fn left(deadline: Instant) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
+    use lmc_memory::ArenaConfig;
     use tokio::io::AsyncWriteExt;
     use tokio::net::UnixStream;
 
     use super::*;
+    use crate::nixl::reach::Reach;
+    use crate::session::testing::{RawSession, out_of_order, read_opening};
+    use crate::{Identity, Key};
+
+    fn key() -> Key {
+        Key::new(&[1; 32]).expect("32 bytes")
+    }
+
+    fn host() -> Arc<Host> {
+        let arena = ArenaConfig::anonymous(1 << 20).build().expect("1 MiB");
+        let mut config = ChannelConfig::new("me".parse().expect("a name"), Arc::new(arena));
+        config.keys = Some(key().into());
+        let local = Local::new("nixl", &config).expect("random bytes");
+        let intro = Intro {
+            agent: agent_name("me", local.incarnation),
+            metadata: vec![0x5a; 1000],
+            base: 1 << 40,
+            len: 1 << 20,
+            unit: 4096,
+            piece: 1 << 30,
+            gpu: None,
+            reach: Reach::of_this_process(),
+            open: false,
+            writable: false,
+        };
+        Arc::new(Host {
+            config,
+            local,
+            intro: OnceLock::from(intro),
+            commands: Commands::new().0,
+            runtime: tokio::runtime::Handle::current(),
+            refused: AtomicU64::new(0),
+            links: AtomicU64::new(0),
+            exposures: Arc::default(),
+            closing: watch::Sender::new(false),
+        })
+    }
+
+    /// Connects to an acceptor that is played by hand. Returns why that failed, whether the
+    /// memory was described to the acceptor, and what that returned.
+    async fn connect_to<T: Send + 'static>(
+        acceptor: impl FnOnce(TcpStream) -> T + Send + 'static,
+    ) -> (ConnectError, bool, T) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = format!("tcp://{}", listener.local_addr().expect("bound"));
+        let address = address.parse().expect("an address");
+        let accepting = tokio::task::spawn_blocking(move || {
+            let (stream, _) = listener.accept().expect("it connects");
+            acceptor(stream)
+        });
+        let (host, peer) = (host(), "peer".parse().expect("a name"));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let connecting = host.connect(&peer, &address, None, deadline);
+        let error = connecting.await.expect_err("the acceptor does not finish");
+        let described = !host.exposures.are_over();
+        (error, described, accepting.await.expect("no panic"))
+    }
+
+    /// The address of the memory and the keys to it were sent before the acceptor had proved
+    /// anything, to whatever listened at a stale address.
+    #[test]
+    fn memory_is_described_only_to_an_acceptor_that_has_proved_itself() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        runtime.expect("a runtime").block_on(async {
+            let rest = |mut stream: TcpStream| {
+                let mut rest = Vec::new();
+                // It may be reset: a byte too many of ours was not read.
+                let _ = stream.read_to_end(&mut rest);
+                rest
+            };
+            // One that lacks the key gets the first message and no other.
+            let (error, described, after) = connect_to(move |mut stream| {
+                read_opening(&mut stream).expect("the first message");
+                stream.write_all(&out_of_order()).expect("it listens");
+                rest(stream)
+            })
+            .await;
+            assert!(matches!(error, ConnectError::Key), "{error}");
+            assert!(!described && after.is_empty(), "{} bytes", after.len());
+
+            // One that has proved the key, and not yet that it is the peer, gets the hello.
+            let (error, described, after) = connect_to(move |stream| {
+                let identity = Identity::generate().expect("random bytes");
+                let session = RawSession::accept(stream, &identity, &key());
+                let mut session = session.expect("the initiator proves the key");
+                let hello = session.recv().expect("a hello");
+                let session::Message::Hello { payload, .. } = hello else {
+                    panic!("{hello:?}");
+                };
+                assert!(payload.is_empty());
+                let proceed = session::Message::Proceed {
+                    from: "another".to_owned(),
+                    incarnation: 1,
+                    payload: Vec::new(),
+                };
+                session.send(&proceed).expect("it listens");
+                rest(session.stream)
+            })
+            .await;
+            assert!(matches!(error, ConnectError::WrongPeer { .. }), "{error}");
+            assert!(!described && after.is_empty(), "{} bytes", after.len());
+        });
+    }
 
     #[test]
     fn a_peer_that_does_not_end_a_connection_is_not_waited_for() {

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,9 @@ use tokio::task::AbortHandle;
 
 mod closing;
 mod messages;
+mod peers;
+#[cfg(test)]
+mod tests;
 
 use self::closing::Closing;
 use super::agent::{Registered, Remote};
@@ -29,7 +32,6 @@ use super::transfers::{Batch, SendOver, Step, Transfer};
 use super::wire::{Intro, Message, USE, reason};
 use crate::blocking::yield_briefly;
 use crate::checks::{self, PeerMemory};
-use crate::config::PeerEvent;
 use crate::lease::{Leases, Pin, Range, Region};
 use crate::session;
 use crate::{
@@ -236,6 +238,10 @@ pub(super) struct State {
     asking: HashMap<u64, Asking>,
     /// Leased ranges that peers move by themselves: by incarnation and number.
     uses: HashMap<(u64, u64), Vec<Pin>>,
+    /// Leased ranges that peers were moving when their connections ended, by incarnation.
+    cut: HashMap<u64, Vec<Pin>>,
+    /// Slots that a peer out of reach may still touch, by its incarnation.
+    stranded: HashMap<u64, u64>,
     /// Uses of peers that have ended, with the time of that: their bytes may still be on their way.
     settling: Vec<(Instant, Vec<Pin>)>,
     /// Peers that wait for the end of sends and uses that were given up, with what was done.
@@ -285,6 +291,7 @@ impl Engine {
             runtime.shutdown_timeout(RUNTIME);
         }
         let left = self.state.uses.drain().map(|(_, pins)| pins);
+        let left = left.chain(self.state.cut.drain().map(|(_, pins)| pins));
         STRANDED.lock().extend(left);
         let shared = Arc::clone(&self.shared);
         drop(self);
@@ -525,170 +532,6 @@ impl Engine {
             }
         }
         self.send(outbox);
-    }
-
-    fn join(&mut self, peer: session::Remote, intro: &Intro, link: Link) -> Result<(), JoinError> {
-        let peer = Peer {
-            memory: intro.memory(peer.incarnation),
-            id: peer.id,
-            incarnation: peer.incarnation,
-            identity: Some(peer.identity),
-            remote: intro.remote(),
-            direct: self.reach.reads_from(&intro.reach, self.reads),
-            open: intro.open,
-            writable: intro.writable,
-        };
-        self.connected(peer, Some(link))
-    }
-
-    fn connected(&mut self, peer: Peer, link: Option<Link>) -> Result<(), JoinError> {
-        let refused = |why: String| Err(ConnectError::Refused(why).into());
-        if self.state.closing.is_some() {
-            return Err(ConnectError::Closed.into());
-        }
-        if let Some(connected) = self.state.peers.get_mut(&peer.id) {
-            let same = connected.peer.identity == peer.identity;
-            if same && connected.peer.incarnation == peer.incarnation {
-                if connected.links.len() >= MAX_LINKS {
-                    return refused(format!("{MAX_LINKS} connections to it are open already"));
-                }
-                connected.links.extend(link);
-                return Ok(());
-            }
-            if !same || connected.peer.incarnation > peer.incarnation {
-                let in_use = "the name is in use by another identity, whose connection is alive";
-                return Err(JoinError::NotYet(in_use));
-            }
-            self.gone(&peer.id, "superseded by a newer incarnation", false);
-        }
-        let agent = &peer.remote.agent;
-        let its = |connected: &Connected| connected.peer.remote.agent == *agent;
-        if self.state.peers.values().any(its) {
-            return refused("another peer has an agent of this name".to_owned());
-        }
-        if self.initiators.may_touch(agent) {
-            let before = "an earlier transfer with it has not ended yet";
-            return Err(JoinError::NotYet(before));
-        }
-        let most = self.config.max_peers;
-        if self.state.peers.len() >= most || self.state.unended.len() > most {
-            return refused(format!("{most} peers are connected, or have not gone yet"));
-        }
-        let loaded = self.initiators.try_load(&peer.remote);
-        loaded.map_err(ConnectError::Library)?;
-        self.initiators.peer_back(&peer.remote.agent);
-        let (id, incarnation) = (peer.id.clone(), peer.incarnation);
-        self.shared.peers.write().insert(id.clone(), incarnation);
-        let connected = Connected {
-            links: link.into_iter().collect(),
-            peer: Arc::new(peer),
-        };
-        self.state.peers.insert(id.clone(), connected);
-        self.config.tell(&id, PeerEvent::Connected { incarnation });
-        Ok(())
-    }
-
-    /// The end of a connection over which something was said ends all of the peer's: it has
-    /// forgotten what that was. Another may be of a handshake that the peer gave up.
-    fn link_down(&mut self, number: u64, fault: &str, end: LinkEnd) {
-        let its = |link: &Link| link.number == number;
-        let mut peers = self.state.peers.values_mut();
-        let found = peers.find(|connected| connected.links.iter().any(its));
-        if let Some(connected) = found {
-            let unused = |link: &Link| its(link) && !link.used;
-            if connected.links.len() > 1 && connected.links.iter().any(unused) {
-                connected.links.retain(|link| !its(link));
-                return;
-            }
-            let id = connected.peer.id.clone();
-            self.gone(&id, fault, end == LinkEnd::Ended);
-        }
-        if end == LinkEnd::NotYet {
-            return;
-        }
-        let Some(incarnation) = self.state.unended.remove(&number) else {
-            return;
-        };
-        if self.may_yet_end(incarnation) {
-            return;
-        }
-        let its = |(peer, _): &(u64, u64), _: &mut Vec<Pin>| *peer == incarnation;
-        let uses = self.state.uses.extract_if(its).map(|(_, pins)| pins);
-        let uses: Vec<Pin> = uses.flatten().collect();
-        let now = Instant::now();
-        if end == LinkEnd::Ended {
-            self.state.paired.peer_ended(incarnation, now);
-            if !uses.is_empty() {
-                self.state.settling.push((now, uses));
-            }
-            return;
-        }
-        let slots = self.state.paired.stranded(incarnation) + uses.len();
-        if !uses.is_empty() {
-            STRANDED.lock().push(uses);
-        }
-        if slots > 0 {
-            tracing::warn!(
-                slots,
-                fault,
-                "slots stay in quarantine: a peer that cannot be reached may still touch them"
-            );
-            let slots = slots as u64;
-            self.shared.stranded.fetch_add(slots, Ordering::Relaxed);
-        }
-    }
-
-    /// Returns whether a peer has connections that it may yet be seen to end.
-    fn may_yet_end(&self, incarnation: u64) -> bool {
-        let mut connected = self.state.peers.values();
-        let mut unended = self.state.unended.values();
-        unended.any(|other| *other == incarnation)
-            || connected.any(|one| one.peer.incarnation == incarnation)
-    }
-
-    /// Ends all that there is with a peer. `ended`: it has ended the connection itself, so that it
-    /// is dead, or closes and reuses its memory for nothing until this side has ended its half.
-    fn gone(&mut self, id: &PeerId, fault: &str, ended: bool) {
-        let Some(connected) = self.state.peers.remove(id) else {
-            return;
-        };
-        tracing::info!(peer = %id, fault, "a peer is gone");
-        self.shared.peers.write().remove(id);
-        let peer = connected.peer;
-        let incarnation = peer.incarnation;
-        let its = |one: &mut Transfer| one.peer.incarnation == incarnation;
-        let transfers: Vec<Transfer> = self.state.transfers.extract_if(.., its).collect();
-        for transfer in transfers {
-            let error = TransferError::PeerGone {
-                peer: id.clone(),
-                reason: fault.to_owned(),
-            };
-            transfer.end(&mut self.initiators, Some(error), false, ended);
-        }
-        self.end_asking(|asking| {
-            let its = asking.peer.incarnation == incarnation;
-            its.then(|| TransferError::PeerGone {
-                peer: id.clone(),
-                reason: fault.to_owned(),
-            })
-        });
-        self.state.paired.peer_gone(&peer, fault);
-        self.state
-            .abandoned
-            .retain(|_, (waits, _)| waits.incarnation != incarnation);
-        self.initiators.peer_gone(&peer.remote.agent);
-        let numbers = connected.links.iter().map(|link| link.number);
-        let unended = numbers.map(|number| (number, incarnation));
-        self.state.unended.extend(unended);
-        let agent = peer.remote.agent.clone();
-        self.state.farewells.push((agent, connected.links));
-        self.leases.end(incarnation);
-        let reason = fault.to_owned();
-        let event = PeerEvent::Gone {
-            incarnation,
-            reason,
-        };
-        self.config.tell(id, event);
     }
 
     /// Ends a batch, and says so to the receiver of a send or the owner of a lease.

@@ -115,6 +115,23 @@ impl Outgoing {
 }
 
 #[cfg(test)]
+impl Outgoing {
+    /// Takes the messages that wait to be written, whole, while the task does not run.
+    pub(super) fn waiting(&mut self, opener: &mut crate::session::Opener) -> Vec<Message> {
+        let message = |(bytes, _): Unsent| {
+            let mut plain = Vec::new();
+            opener
+                .open(&bytes[4..], &mut plain)
+                .expect("as it was sealed");
+            super::wire::parse(&plain).expect("a message")
+        };
+        std::iter::from_fn(|| self.unsent.try_recv().ok())
+            .map(message)
+            .collect()
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use tokio::io::AsyncReadExt;
     use tokio::net::UnixStream;

@@ -280,8 +280,9 @@ impl NixlChannel {
         self.host.refused.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of slots that stay in quarantine to the end of the process: peers that
-    /// vanished with their host or its network may still touch them, and NIXL cannot prevent that.
+    /// Returns the number of slots that peers may still touch that vanished with their host or its
+    /// network, which NIXL cannot prevent. They stay in quarantine until that incarnation of the
+    /// peer connects again, or to the end of the process.
     pub fn stranded_slots(&self) -> u64 {
         self.shared.stranded.load(Ordering::Relaxed)
     }

@@ -66,7 +66,9 @@ struct Offer {
 #[derive(Debug, Default)]
 struct Late {
     slots: Vec<QuarantinedSlot>,
-    /// Since when the peer is known to have ended all of its connections.
+    /// True if the connections over which it was asked for have ended.
+    cut: bool,
+    /// Since when the peer is known to write nothing that was asked for over them.
     ended: Option<Instant>,
 }
 
@@ -382,12 +384,15 @@ impl Paired {
         for receiving in ended {
             self.abandon(receiving, gone());
         }
+        for ((incarnation, _), late) in &mut self.late {
+            late.cut |= *incarnation == peer.incarnation;
+        }
     }
 
-    /// A peer that is gone has ended all of its connections: it writes no more.
+    /// A peer writes nothing more that was asked for over connections that have ended.
     pub(super) fn peer_ended(&mut self, incarnation: u64, now: Instant) {
         for ((peer, _), late) in &mut self.late {
-            if *peer == incarnation {
+            if *peer == incarnation && late.cut {
                 late.ended.get_or_insert(now);
             }
         }

@@ -84,6 +84,9 @@ pub(super) const USE: u64 = 1 << 62;
 /// Messages once both sides know each other. `send` numbers the sends of a sender.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
+    /// Nothing is under way that the sender began over connections before this one. It comes
+    /// first, once for each time that the sender takes the receiver as a peer.
+    Settled,
     /// The sender has objects of these lengths, in bytes.
     Offer { send: u64, tag: u64, lens: Vec<u64> },
     /// The sender has given up before it had offsets, or before it knew of them.

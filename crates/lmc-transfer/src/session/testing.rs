@@ -70,6 +70,32 @@ impl RawSession {
         })
     }
 
+    /// The acceptor's half: lets the initiator prove itself under `key`.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn accept(
+        mut stream: TcpStream,
+        identity: &Identity,
+        key: &Key,
+    ) -> io::Result<Self> {
+        let out_of_order = || io::Error::other("out of order");
+        let Opening::Connect(message) = read_opening(&mut stream)? else {
+            return Err(out_of_order());
+        };
+        let mut noise = Handshake::connect(Role::Acceptor, identity, key);
+        noise.read(&message).map_err(io::Error::other)?;
+        stream.write_all(&Opening::Continue(noise.write()).encode())?;
+        let Opening::Continue(message) = read_opening(&mut stream)? else {
+            return Err(out_of_order());
+        };
+        noise.read(&message).map_err(io::Error::other)?;
+        let (sealer, opener, _) = noise.finish().map_err(io::Error::other)?;
+        Ok(Self {
+            stream,
+            sealer,
+            opener,
+        })
+    }
+
     pub(crate) fn send(&mut self, message: &Message) -> io::Result<()> {
         let plain = postcard::to_extend(message, Vec::new()).expect("serialized");
         let mut bytes = (plain.len() as u32).to_le_bytes().to_vec();

@@ -89,9 +89,11 @@ impl Engine {
         };
         match closing.phase {
             Phase::Transfers if self.initiators.is_over() => {
-                let (paired, uses) = (&self.state.paired, &self.state.uses);
+                let (paired, uses, cut) = (&self.state.paired, &self.state.uses, &self.state.cut);
                 let late = |incarnation: u64| {
-                    paired.is_late(incarnation) || uses.keys().any(|(peer, _)| *peer == incarnation)
+                    paired.is_late(incarnation)
+                        || uses.keys().any(|(peer, _)| *peer == incarnation)
+                        || cut.contains_key(&incarnation)
                 };
                 self.state.peers.retain(|_, one| late(one.peer.incarnation));
                 // Of those that cannot be reached, nothing more will be known.

@@ -31,7 +31,7 @@ impl Engine {
         let from = self.state.peers.values_mut().find_map(|connected| {
             let mut links = connected.links.iter_mut();
             let link = links.find(|link| link.number == number)?;
-            link.used = true;
+            link.used |= message != Message::Settled;
             Some(Arc::clone(&connected.peer))
         });
         let Some(peer) = from else {
@@ -39,6 +39,7 @@ impl Engine {
         };
         let mut outbox = Outbox::new();
         match message {
+            Message::Settled => self.settle(peer.incarnation, Instant::now()),
             Message::Offer { send, tag, lens } => {
                 if lens.len() > MAX_BATCH || send & (FETCH | USE) != 0 {
                     outbox.push((peer, Message::Cancel { send }));
