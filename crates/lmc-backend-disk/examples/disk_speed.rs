@@ -217,7 +217,7 @@ async fn run(plan: Plan) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Carries out one operation for each number, so many at a time. Seconds and CPU seconds.
+/// Carries out one operation for each number, `depth` at a time. Returns seconds and CPU seconds.
 async fn each<F>(
     numbers: &[u64],
     depth: usize,

@@ -139,7 +139,7 @@ impl DiskBackend {
         self.drives.iter().for_each(Drive::probe);
     }
 
-    /// Why nothing works, when no drive does.
+    /// The reason why no drive works; `None` if one does.
     fn all_out(&self) -> Option<lmc_backend::Unavailable> {
         self.probe();
         let mut reasons = self.drives.iter().map(Drive::unavailable);

@@ -23,9 +23,7 @@ use crate::log::{recover, segment_name, segment_numbers};
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{Unreachable, cut, unreachable};
 use crate::state_dir::StateDir;
-use crate::volume::{
-    BLOCK, EngineChoice, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium,
-};
+use crate::volume::{BLOCK, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium};
 
 /// Name of a drive's header file until it is complete.
 pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
@@ -259,10 +257,7 @@ impl DiskConfig {
     /// Refuses a folder that holds no drive, before anything is done to it.
     fn is_drive(&self, path: &Path, state: Option<&StateDir>) -> Result<(), DiskError> {
         if path.is_dir() {
-            let ours = may_be_ours(path).map_err(|source| DiskError::Io {
-                path: path.to_owned(),
-                source,
-            })?;
+            let ours = may_be_ours(path).map_err(DiskError::io(path))?;
             if !ours {
                 let path = path.to_owned();
                 return Err(DiskError::NotOurs { path });
@@ -303,10 +298,7 @@ impl DiskConfig {
     }
 
     fn open_folder(&self, path: &Path, size: u64) -> Result<Drive, DiskError> {
-        let io = |source| DiskError::Io {
-            path: path.to_owned(),
-            source,
-        };
+        let io = DiskError::io(path);
         let size = match self.existing {
             true => enough_for(path)?,
             false => size,
@@ -344,11 +336,7 @@ impl DiskConfig {
             is_enough(least_for(header.segment_bytes))?;
         }
         let config = FolderConfig {
-            engine: match self.io {
-                DiskIo::Auto => EngineChoice::Auto,
-                DiskIo::Uring => EngineChoice::Uring,
-                DiskIo::Threads => EngineChoice::Threads,
-            },
+            engine: self.io,
             depth: self.depth,
             arena: self.arena.clone(),
             ..FolderConfig::default()
@@ -430,10 +418,7 @@ fn default_segment(size: u64) -> u64 {
 /// # Errors
 /// [`DiskError`] where the file system keeps no files or does not say how large it is.
 pub fn usable_bytes(path: &Path) -> Result<u64, DiskError> {
-    let io = |source| DiskError::Io {
-        path: path.to_owned(),
-        source,
-    };
+    let io = DiskError::io(path);
     medium_of(path)?;
     let held = match path.is_dir() {
         true => held_bytes(path).map_err(io)?,
@@ -456,10 +441,7 @@ fn nearest(path: &Path) -> &Path {
 
 /// Returns the medium behind a folder's file system.
 fn medium_of(path: &Path) -> Result<Medium, DiskError> {
-    let found = medium(nearest(path)).map_err(|source| DiskError::Io {
-        path: path.to_owned(),
-        source,
-    })?;
+    let found = medium(nearest(path)).map_err(DiskError::io(path))?;
     match found {
         Medium::Nothing(name) => Err(DiskError::NoFiles {
             path: path.to_owned(),
@@ -477,10 +459,7 @@ fn enough_for(path: &Path) -> Result<u64, DiskError> {
     };
     // However little the file system needs for a file that has holes or can be compressed.
     let lengths = |metadata: &fs::Metadata| metadata.len();
-    let held = bytes_of_files(path, lengths).map_err(|source| DiskError::Io {
-        path: path.to_owned(),
-        source,
-    })?;
+    let held = bytes_of_files(path, lengths).map_err(DiskError::io(path))?;
     // The index takes up to a 32nd beside the chunks, and two logs.
     Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
 }

@@ -170,10 +170,7 @@ pub(crate) fn space_clears(drives: &[Drive]) -> Vec<Clear> {
 
 /// Returns what a drive remembers of its set. A record that is damaged is none.
 pub(crate) fn record_of(drive: &Drive, path: &Path) -> Result<Option<SetRecord>, DiskError> {
-    let io = |source| DiskError::Io {
-        path: path.to_owned(),
-        source,
-    };
+    let io = DiskError::io(path);
     let Some(bytes) = drive.read_file(SET_NAME).map_err(io)? else {
         return Ok(None);
     };

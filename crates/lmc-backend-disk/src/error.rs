@@ -1,7 +1,7 @@
 //! Errors of opening a disk tier.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
@@ -156,4 +156,14 @@ pub enum DiskError {
         /// Operation that the system refused.
         source: io::Error,
     },
+}
+
+impl DiskError {
+    /// Returns a conversion of errors of the system at a path.
+    pub(crate) fn io(path: &Path) -> impl Fn(io::Error) -> Self + Copy + use<'_> {
+        move |source| Self::Io {
+            path: path.to_owned(),
+            source,
+        }
+    }
 }

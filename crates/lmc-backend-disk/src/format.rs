@@ -37,7 +37,7 @@ const FRAME_HEAD: usize = 64;
 /// Offset of a frame's checksum.
 const FRAME_SUM_AT: usize = 48;
 
-/// Why bytes are not the structure that was expected.
+/// The reason why bytes are not the structure that was expected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum FormatError {
     /// The bytes do not begin with the magic of this structure.
@@ -476,7 +476,7 @@ impl Record {
 /// Most records of one frame: a frame stays below a mebibyte.
 pub(crate) const MAX_FRAME_RECORDS: usize = ((1 << 20) - FRAME_HEAD) / RECORD_LEN;
 
-/// Bytes of a frame of so many records.
+/// Bytes of a frame of `records` records.
 pub(crate) fn frame_len(records: usize) -> usize {
     (FRAME_HEAD + records * RECORD_LEN).next_multiple_of(BLOCK_LEN)
 }

@@ -191,7 +191,7 @@ impl Index {
         u64::from(self.segment_blocks - 1) * crate::volume::BLOCK
     }
 
-    /// Takes memory for so many changes that are about to be applied.
+    /// Takes memory for `records` changes that are about to be applied.
     pub(crate) fn expect(&mut self, records: usize) {
         self.entries.reserve(records, |entry| entry.hash);
     }

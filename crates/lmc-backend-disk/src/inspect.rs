@@ -88,7 +88,7 @@ impl DiskBackend {
     /// any of them listed it.
     ///
     /// # Errors
-    /// When a drive's record of its set cannot be read or written.
+    /// If a drive's record of its set cannot be read or written.
     pub fn forget_member(&self, drive_id: &[u8; 16]) -> std::io::Result<bool> {
         let mut known = false;
         for drive in self.drives() {
@@ -115,7 +115,7 @@ impl DiskBackend {
     /// number of chunks that are done, and of all.
     ///
     /// # Errors
-    /// When a file cannot be removed.
+    /// If a file cannot be removed.
     pub async fn compact(
         &self,
         pool: &Pool,

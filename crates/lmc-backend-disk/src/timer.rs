@@ -1,7 +1,6 @@
 //! A thread that knows what time it is, for futures that need no runtime.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
@@ -16,55 +15,28 @@ pub(crate) trait Expire: Send + Sync {
     fn expire(&self);
 }
 
-#[derive(Debug)]
 pub(crate) struct Timer {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Shared {
     state: Mutex<State>,
     wake: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
-    watched: BinaryHeap<Reverse<Watched>>,
+    /// By deadline; the number tells those of one instant apart.
+    watched: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
     number: u64,
     stopped: bool,
 }
 
-struct Watched {
-    deadline: Instant,
-    /// Tells those of one instant apart.
-    number: u64,
-    what: Weak<dyn Expire>,
-}
-
-impl fmt::Debug for Watched {
+impl fmt::Debug for Timer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.deadline)
-    }
-}
-
-impl PartialEq for Watched {
-    fn eq(&self, other: &Self) -> bool {
-        (self.deadline, self.number) == (other.deadline, other.number)
-    }
-}
-
-impl Eq for Watched {}
-
-impl PartialOrd for Watched {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Watched {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.deadline, self.number).cmp(&(other.deadline, other.number))
+        f.debug_struct("Timer").finish_non_exhaustive()
     }
 }
 
@@ -86,13 +58,10 @@ impl Timer {
         let mut state = self.shared.state.lock();
         state.number += 1;
         let number = state.number;
-        let first = state.watched.peek().map(|Reverse(first)| first.deadline);
-        state.watched.push(Reverse(Watched {
-            deadline,
-            number,
-            what,
-        }));
-        if first.is_none_or(|first| deadline < first) {
+        let first = state.watched.first_key_value();
+        let is_first = first.is_none_or(|(&(first, _), _)| deadline < first);
+        state.watched.insert((deadline, number), what);
+        if is_first {
             self.shared.wake.notify_one();
         }
     }
@@ -127,20 +96,18 @@ pub(crate) fn join_before<T>(thread: JoinHandle<T>, deadline: Instant) -> Option
 fn run(shared: &Shared) {
     let mut state = shared.state.lock();
     while !state.stopped {
-        let Some(Reverse(first)) = state.watched.peek() else {
+        let Some(first) = state.watched.first_entry() else {
             shared.wake.wait(&mut state);
             continue;
         };
-        let deadline = first.deadline;
+        let &(deadline, _) = first.key();
         if Instant::now() < deadline {
             shared.wake.wait_until(&mut state, deadline);
             continue;
         }
-        let Some(Reverse(due)) = state.watched.pop() else {
-            continue;
-        };
+        let due = first.remove();
         drop(state);
-        if let Some(what) = due.what.upgrade() {
+        if let Some(what) = due.upgrade() {
             what.expire();
         }
         state = shared.state.lock();

@@ -14,7 +14,7 @@ use lmc_key::SpaceId;
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon};
 
-/// Chunk `n` has so many bytes.
+/// Bytes of chunk `n`.
 fn len(n: u64) -> u64 {
     [1, 4096, 5000, 8191][(n % 4) as usize]
 }

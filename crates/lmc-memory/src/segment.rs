@@ -119,7 +119,7 @@ impl MappedSegment {
             name: name.clone(),
             source,
         };
-        let file = shared_file::shm_open(name, libc::O_RDWR).map_err(open)?;
+        let file = shared_file::open(name, false).map_err(open)?;
         if shared_file::is_pool(name, &file).map_err(open)? {
             return Err(SegmentError::OwnPool { name: name.clone() });
         }

@@ -1,6 +1,5 @@
 //! Names of POSIX shared memory.
 
-use std::ffi::CString;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -105,11 +104,6 @@ impl SharedName {
         };
         let suffix = self.0.strip_prefix(&label.0);
         suffix.is_some_and(|suffix| suffix.is_empty() || hex(suffix))
-    }
-
-    /// The name as `shm_open` takes it.
-    pub(crate) fn to_c(&self) -> CString {
-        CString::new(format!("/{}", self.0)).expect("a checked name holds no NUL")
     }
 }
 

@@ -6,22 +6,16 @@ use super::tree::Tree;
 /// Files that may hold unsafe code, and what for.
 const EXPECTED: &str = "\
 crates/lmc-backend-disk/src/volume/aligned.rs: aligned memory from the allocator
-crates/lmc-backend-disk/src/volume/folder.rs: a file that is mapped, and a probe with direct I/O
+crates/lmc-backend-disk/src/volume/folder.rs: a file that is mapped
 crates/lmc-backend-disk/src/volume/part.rs: a slot that is filled in parts
 crates/lmc-backend-disk/src/volume/pool_buffers.rs: the pool's memory, registered with a ring
-crates/lmc-backend-disk/src/volume/raw.rs: fallocate, pread, pwrite, statvfs
 crates/lmc-backend-disk/src/volume/threads.rs: reads and writes between addresses
 crates/lmc-backend-disk/src/volume/uring.rs: operations are handed to the kernel
 crates/lmc-key/src/bytes.rs: tokens as the bytes that are hashed
-crates/lmc-memory/src/arena/host.rs: an arena is shared between threads
-crates/lmc-memory/src/arena/map.rs: mmap, madvise, mlock, mbind
-crates/lmc-memory/src/arena/memfd.rs: memfd_create and its seals
-crates/lmc-memory/src/arena/record.rs: renameat2 and geteuid
-crates/lmc-memory/src/arena/shared_file.rs: shm_open and its friends
+crates/lmc-memory/src/arena/map.rs: mlock, mbind
 crates/lmc-memory/src/arena/tests.rs: looks at memory through the system
 crates/lmc-memory/src/checksum.rs: vector instructions, chosen when it runs
 crates/lmc-memory/src/copy/stream.rs: stores that go around the cache
-crates/lmc-memory/src/copy/cpu.rs: a thread's cores are asked for and set
 crates/lmc-memory/src/copy/team.rs: copies are handed to threads
 crates/lmc-memory/src/copy/testing.rs: paged memory for tests
 crates/lmc-memory/src/copy/workers.rs: copies between addresses, shared out among threads

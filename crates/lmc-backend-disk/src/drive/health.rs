@@ -47,9 +47,9 @@ struct Faults {
     /// latest last. They hold no chunk.
     broken: Vec<Broken>,
     unwritable: Option<Fault>,
-    /// Why the log cannot be written.
+    /// The reason why the log cannot be written.
     log: Option<String>,
-    /// Why no segment can be made, other than that the file system is full.
+    /// The reason why no segment can be made, other than that the file system is full.
     growth: Option<String>,
 }
 
@@ -64,7 +64,7 @@ struct Broken {
 #[derive(Debug)]
 struct Fault {
     reason: String,
-    /// When the last look at it began.
+    /// Instant at which the last probe began.
     looked: Instant,
     /// True while a probe is running.
     looking: bool,
@@ -388,7 +388,7 @@ impl Shared {
 }
 
 impl Drive {
-    /// Why the drive is not to be used, if it is not.
+    /// Returns the reason why the drive is not to be used, if there is one.
     pub(crate) fn unavailable(&self) -> Option<Unavailable> {
         let condition = &self.shared.condition;
         if !condition.is_out() {

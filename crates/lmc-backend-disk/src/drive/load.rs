@@ -14,8 +14,8 @@ use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part, is_abandoned};
 
-/// A payload is read in parts of so many bytes or more, each summed while others are on their way:
-/// on the thread that learns of their end, so that a drive gives no more than that can sum.
+/// Least bytes of a part of a payload. Parts are read side by side; each is summed on the thread that
+/// learns of its end while others are read, so a drive delivers no more than that thread can sum.
 #[cfg(not(test))]
 const PART: u64 = 1 << 20;
 /// Few bytes, so that what tests read has parts.

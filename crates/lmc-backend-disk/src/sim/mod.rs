@@ -72,7 +72,7 @@ struct State {
     unsynced_names: Vec<NameChange>,
     /// Writes, syncs and changes of names so far.
     events: u64,
-    /// After so many events the machine is dead: nothing is written and nothing is answered well.
+    /// Events until the machine is dead: then nothing is written and nothing is answered well.
     crash_after: Option<u64>,
     faults: Vec<(&'static str, Kind, Fault)>,
     stalled: Vec<Op>,
@@ -219,7 +219,7 @@ impl SimVolume {
         })
     }
 
-    /// Lets the machine die after so many more writes, syncs and changes of names.
+    /// Lets the machine die after `events` more writes, syncs and changes of names.
     pub(crate) fn crash_after(&self, events: u64) {
         let mut state = self.state.lock();
         state.crash_after = Some(state.events + events);

@@ -15,7 +15,7 @@ use crate::drive::DriveSettings;
 use crate::inspect::Compacted;
 use crate::volume::BLOCK;
 
-/// Stores a chunk that takes so many blocks with its header.
+/// Stores a chunk that takes `blocks` blocks with its header.
 fn store(tier: &DiskBackend, pool: &Pool, number: u64, blocks: u64) {
     let item = item_of(pool, number, (blocks - 1) * BLOCK);
     let stored = store_batch(tier, vec![item], soon());

@@ -3,8 +3,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -12,33 +11,24 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use lmc_memory::Arena;
 use memmap2::{Advice, Mmap};
 use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_setfl};
+use rustix::io::{Errno, retry_on_intr};
 
 use super::engine::Engine;
 use super::task::{OpenFile, Task, stopped};
 use super::threads::{self, Threads};
 use super::uring::Uring;
-use super::{AlignedBuf, BLOCK, FileId, Op, Volume, raw};
+use super::{AlignedBuf, BLOCK, FileId, Op, Volume, system};
+use crate::DiskIo;
 
 /// Names of files that were made to try direct I/O out and whose maker was killed.
 pub(crate) const PROBE: &str = ".lmc-probe-";
 
-/// Which engine moves the bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum EngineChoice {
-    /// io_uring where the kernel allows it, else threads.
-    #[default]
-    Auto,
-    /// io_uring, or an error.
-    Uring,
-    /// Threads that read and write.
-    Threads,
-}
-
 /// Configuration of a folder volume.
 #[derive(Clone, Debug)]
 pub(crate) struct FolderConfig {
-    /// Default: [`EngineChoice::Auto`].
-    pub(crate) engine: EngineChoice,
+    /// Default: [`DiskIo::Auto`].
+    pub(crate) engine: DiskIo,
     /// The most operations that the kernel has at a time (io_uring), from 1 to 4096.
     /// Default: 64.
     pub(crate) depth: u32,
@@ -52,7 +42,7 @@ pub(crate) struct FolderConfig {
 impl Default for FolderConfig {
     fn default() -> Self {
         Self {
-            engine: EngineChoice::Auto,
+            engine: DiskIo::Auto,
             depth: 64,
             threads: 8,
             arena: None,
@@ -68,7 +58,7 @@ pub(crate) struct FolderVolume {
     dir: File,
     direct: bool,
     engine: Box<dyn Engine>,
-    /// Why it is not the engine that was wanted; empty if it is.
+    /// The reason why the engine is not the one that was wanted; empty if it is.
     instead: String,
     files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
     next_id: AtomicU32,
@@ -92,9 +82,9 @@ impl FolderVolume {
             arena,
         } = config;
         let (engine, instead): (Box<dyn Engine>, _) = match engine {
-            EngineChoice::Threads => (Box::new(Threads::start(threads)?), String::new()),
-            EngineChoice::Uring => (Box::new(Uring::start(depth, arena)?), String::new()),
-            EngineChoice::Auto => match Uring::start(depth, arena) {
+            DiskIo::Threads => (Box::new(Threads::start(threads)?), String::new()),
+            DiskIo::Uring => (Box::new(Uring::start(depth, arena)?), String::new()),
+            DiskIo::Auto => match Uring::start(depth, arena) {
                 Ok(uring) => (Box::new(uring), String::new()),
                 Err(error) => (
                     Box::new(Threads::start(threads)?),
@@ -172,14 +162,14 @@ fn allocate(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());
     }
-    match raw::fallocate(file, len) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+    match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
             if file.metadata()?.len() < len {
                 file.set_len(len)?;
             }
             Ok(())
         }
-        taken => taken,
+        taken => Ok(taken?),
     }
 }
 
@@ -187,13 +177,11 @@ fn allocate(file: &File, len: u64) -> io::Result<()> {
 /// other than a refusal of that are returned.
 fn can_do_direct(path: &Path) -> io::Result<bool> {
     let file = probe_file(path)?;
-    let tried = raw::set_direct(&file).and_then(|()| {
+    let set = fcntl_setfl(&file, OFlags::DIRECT).map_err(io::Error::from);
+    let tried = set.and_then(|()| {
         let mut block = AlignedBuf::new(BLOCK);
-        let at = block.as_mut_ptr();
-        // SAFETY: a block of memory that lives during the call.
-        unsafe { raw::pwrite(file.as_raw_fd(), at, BLOCK, 0) }?;
-        // SAFETY: as above, and borrowed mutably.
-        unsafe { raw::pread(file.as_raw_fd(), at, BLOCK, 0) }
+        file.write_at(&block, 0)?;
+        file.read_at(&mut block, 0)
     });
     match tried {
         Ok(_) => Ok(true),
@@ -308,7 +296,7 @@ impl Volume for FolderVolume {
     }
 
     fn free(&self) -> io::Result<u64> {
-        raw::free_bytes(&self.path)
+        system::free_bytes(&self.path)
     }
 
     fn submit(&self, ops: Vec<Op>) {

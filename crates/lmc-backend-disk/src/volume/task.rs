@@ -337,7 +337,7 @@ impl<T> Later<T> {
         self.0.drain(..).map(|(_, thing)| thing)
     }
 
-    /// When the next is due.
+    /// Returns the instant at which the next is due.
     pub(super) fn next(&self) -> Option<Instant> {
         self.0.iter().map(|(at, _)| *at).min()
     }

@@ -1,17 +1,19 @@
 //! The engine for where io_uring is forbidden: threads that read and write.
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::AsRawFd;
+use std::io::{self, IoSlice};
+use std::os::unix::fs::FileExt;
+use std::slice;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::io::{ReadWriteFlags, pwritev2};
 
 use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
 use super::task::{Later, Step, Task, stopped};
-use super::{FileId, Kind, abandoned_error, raw};
+use super::{FileId, Kind, abandoned_error};
 
 /// Threads named `lmc-disk-{i}` on one queue.
 #[derive(Debug)]
@@ -140,20 +142,28 @@ fn until_pause(mut task: Task) -> Option<(Task, Duration)> {
 
 /// One call into the kernel, for all that is left of the task.
 fn call(task: &mut Task) -> io::Result<u64> {
-    let fd = task.file().file.as_raw_fd();
-    let (at, left, offset) = match task.kind() {
-        Kind::Sync => return task.file().file.sync_data().map(|()| 0),
-        _ => (task.memory(), task.left(), task.offset()),
-    };
-    match task.kind() {
-        // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed
-        // here; a read has a buffer that nothing else touches.
-        Kind::Read => unsafe { raw::pread(fd, at, left, offset) },
-        // SAFETY: as above; a write's memory is only read.
-        Kind::WriteDurably => unsafe { raw::pwrite_durably(fd, at, left, offset) },
-        // SAFETY: as above.
-        _ => unsafe { raw::pwrite(fd, at, left, offset) },
+    let (kind, offset, left) = (task.kind(), task.offset(), task.left() as usize);
+    if kind == Kind::Sync {
+        return task.file().file.sync_data().map(|()| 0);
     }
+    let at = task.memory();
+    let file = &task.file().file;
+    let moved = match kind {
+        // SAFETY: `memory` is good for `left` bytes while the task lives, which is borrowed here;
+        // a read has a buffer that nothing else touches.
+        Kind::Read => file.read_at(unsafe { slice::from_raw_parts_mut(at, left) }, offset)?,
+        _ => {
+            // SAFETY: as above; a write's memory is only read.
+            let bytes = unsafe { slice::from_raw_parts(at, left) };
+            match kind {
+                Kind::WriteDurably => {
+                    pwritev2(file, &[IoSlice::new(bytes)], offset, ReadWriteFlags::DSYNC)?
+                }
+                _ => file.write_at(bytes, offset)?,
+            }
+        }
+    };
+    Ok(moved as u64)
 }
 
 impl Engine for Threads {

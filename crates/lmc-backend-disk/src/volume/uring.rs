@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
 use super::fixed_files::FixedFiles;
 use super::pool_buffers::PoolBuffers;
-use super::raw::Wake;
+use super::system::Wake;
 use super::task::{Later, Step, Task, is_passing, stopped};
 use super::{FileId, Kind, abandoned_error};
 

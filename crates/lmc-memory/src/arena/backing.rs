@@ -87,7 +87,7 @@ impl Backing {
 
     /// Asks for huge pages, where the file system is mounted with `huge=advise`.
     pub(super) fn advise_huge(&mut self) -> io::Result<()> {
-        self.map.advise(libc::MADV_HUGEPAGE)?;
+        self.map.advise_huge_pages()?;
         // No bytes: whether the kernel knows the call at all.
         self.map.try_populate(0, 0)?;
         self.huge = true;

@@ -103,7 +103,7 @@ fn anonymous(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Map
     }
     let map = Mapping::anonymous(bytes, false).map_err(map_error(bytes))?;
     let setting = host::transparent_huge_pages();
-    match map.advise(libc::MADV_HUGEPAGE) {
+    match map.advise_huge_pages() {
         Ok(()) if setting != "never" => {
             report.huge_pages = true;
             report

@@ -153,7 +153,7 @@ pub struct PrefaultProgress {
     pub done: u64,
     /// Bytes to make present; 0 when no prefault was asked for.
     pub total: u64,
-    /// Why it waits, if it does: there is no memory. It tries again every second.
+    /// The reason why it waits, if it does: there is no memory. It tries again every second.
     pub error: Option<String>,
 }
 

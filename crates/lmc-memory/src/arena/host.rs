@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use rustix::process::{Resource, getrlimit};
+
 /// A number from `/proc/meminfo`-like text: the first word after `key:`.
 fn field(text: &str, key: &str) -> Option<u64> {
     let line = text
@@ -82,13 +84,7 @@ fn in_list(list: &str, number: u32) -> bool {
 
 /// The limit of locked memory in bytes; `None` when there is none.
 pub(super) fn lock_limit() -> Option<u64> {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: the target is a writable rlimit for the call.
-    let result = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) };
-    (result == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+    getrlimit(Resource::Memlock).current
 }
 
 #[cfg(test)]

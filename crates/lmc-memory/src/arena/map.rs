@@ -1,39 +1,26 @@
-//! Mappings: the only calls of `mmap` and its kin, each wrapped so that the rest is safe.
+//! Mappings of anonymous memory and of shared files.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
+
+use memmap2::{Advice, MmapOptions, MmapRaw};
+use rustix::io::Errno;
+use rustix::mm::{MlockFlags, mlock_with};
+pub(crate) use rustix::param::page_size;
 
 /// A transparent or explicit huge page on the machines we serve.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// A mapping, unmapped on drop.
+/// A mapping, unmapped on drop. Owners of addresses (slots, copies) hold the arena or segment
+/// alive.
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    base: NonNull<u8>,
+    map: MmapRaw,
+    /// Bytes before the first that is used.
+    head: usize,
     len: usize,
-}
-
-// SAFETY: the mapping is plain memory without thread affinity.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; the code that hands out addresses governs access to the bytes.
-unsafe impl Sync for Mapping {}
-
-/// Size of a base page, in bytes.
-pub(crate) fn page_size() -> usize {
-    // SAFETY: sysconf has no preconditions.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).expect("every system has a page size")
-}
-
-fn check(result: libc::c_int) -> io::Result<()> {
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
 }
 
 impl Mapping {
@@ -41,66 +28,44 @@ impl Mapping {
     /// reserved at once, so that a later touch cannot fail); without, aligned to a huge page
     /// so that transparent ones fit from the first byte.
     pub(crate) fn anonymous(len: usize, huge: bool) -> io::Result<Self> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let mut options = MmapOptions::new();
         if huge {
-            return Self::map(len, flags | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB, None);
+            options.huge(Some(HUGE_PAGE.ilog2() as u8));
+        } else if !cfg!(miri) {
+            // Miri, under which the slots are tested, does not know this flag.
+            options.no_reserve_swap();
         }
-        // Miri, under which the slots are tested, knows only the flags without it.
-        let flags = if cfg!(miri) {
-            flags
+        let more = if huge || len < HUGE_PAGE {
+            0
         } else {
-            flags | libc::MAP_NORESERVE
+            HUGE_PAGE
         };
-        if len < HUGE_PAGE {
-            return Self::map(len, flags, None);
-        }
-        let span = len
-            .checked_add(HUGE_PAGE)
-            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        let mut wide = Self::map(span, flags, None)?;
-        let head = wide.base.as_ptr().align_offset(HUGE_PAGE);
-        wide.trim(head, len);
-        Ok(wide)
+        let span = len.checked_add(more);
+        let span = span.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let map = MmapRaw::from(options.len(span).map_anon()?);
+        let head = match more {
+            0 => 0,
+            _ => map.as_mut_ptr().align_offset(HUGE_PAGE),
+        };
+        Ok(Self { map, head, len })
     }
 
     /// The first `len` bytes of a file, shared with every process that maps it.
+    ///
+    /// # Errors
+    /// Those of the system, and `EINVAL` for no bytes at all.
     pub(crate) fn shared(file: &File, len: usize) -> io::Result<Self> {
-        Self::map(len, libc::MAP_SHARED, Some(file))
-    }
-
-    fn map(len: usize, flags: libc::c_int, file: Option<&File>) -> io::Result<Self> {
-        let fd = file.map_or(-1, AsRawFd::as_raw_fd);
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: no fixed address is asked for, so no existing mapping is touched.
-        let base = unsafe { libc::mmap(ptr::null_mut(), len, access, flags, fd, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+        if len == 0 {
+            return Err(Errno::INVAL.into());
         }
-        let base = NonNull::new(base.cast()).expect("mmap never maps address 0 unasked");
-        Ok(Self { base, len })
-    }
-
-    /// Keeps `len` bytes from `head` on and unmaps what lies around them.
-    fn trim(&mut self, head: usize, len: usize) {
-        let old = self.base.as_ptr();
-        let tail = self.len - head - len;
-        // SAFETY: `head + len + tail` is the old length, so every address lies in or one past
-        // the mapping, the parts cut off are page-aligned, and their addresses are not known elsewhere.
-        unsafe {
-            self.base = NonNull::new_unchecked(old.add(head));
-            self.len = len;
-            if head > 0 {
-                libc::munmap(old.cast(), head);
-            }
-            if tail > 0 {
-                libc::munmap(old.add(head + len).cast(), tail);
-            }
-        }
+        let map = MmapOptions::new().len(len).map_raw(file)?;
+        Ok(Self { map, head: 0, len })
     }
 
     /// First byte.
     pub(crate) fn base(&self) -> NonNull<u8> {
-        self.base
+        let base = self.map.as_mut_ptr().wrapping_add(self.head);
+        NonNull::new(base).expect("mmap never maps address 0 unasked")
     }
 
     /// Bytes mapped.
@@ -108,28 +73,16 @@ impl Mapping {
         self.len
     }
 
-    /// Gives the kernel advice about the whole mapping.
-    pub(crate) fn advise(&self, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: the range is this mapping, and none of the advices used here drops bytes.
-        check(unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, advice) })
+    /// Asks for transparent huge pages in the whole mapping.
+    pub(crate) fn advise_huge_pages(&self) -> io::Result<()> {
+        self.map.advise_range(Advice::HugePage, self.head, self.len)
     }
 
     /// Locks every page as it becomes present; does not make any present now.
     pub(crate) fn lock_on_fault(&self) -> io::Result<()> {
+        let start = self.base().as_ptr().cast();
         // SAFETY: the range is this mapping; locking changes no byte.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_mlock2,
-                self.base.as_ptr(),
-                self.len,
-                libc::MLOCK_ONFAULT as libc::c_ulong,
-            )
-        };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        Ok(unsafe { mlock_with(start, self.len, MlockFlags::ONFAULT) }?)
     }
 
     /// Lets pages of the mapping come from one NUMA node only.
@@ -144,7 +97,7 @@ impl Mapping {
         let result = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
-                self.base.as_ptr(),
+                self.base().as_ptr(),
                 self.len,
                 MPOL_BIND,
                 mask.as_ptr(),
@@ -173,16 +126,12 @@ impl Mapping {
 
     /// Makes pages present where the kernel can report a lack of memory as an error.
     pub(crate) fn try_populate(&self, offset: usize, len: usize) -> io::Result<()> {
-        let part = self.part(offset, len);
+        self.check(offset, len);
+        let start = self.head + offset;
         loop {
-            // SAFETY: the range lies in this mapping; populating changes no byte.
-            let result = unsafe { libc::madvise(part.cast(), len, libc::MADV_POPULATE_WRITE) };
-            if result == 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) {
-                return Err(error);
+            match self.map.advise_range(Advice::PopulateWrite, start, len) {
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {}
+                done => return done,
             }
         }
     }
@@ -190,7 +139,8 @@ impl Mapping {
     /// Makes pages present by writing to each what it already holds. The write is one atomic
     /// instruction, so it cannot undo a byte that is written at the same time.
     pub(crate) fn touch(&self, offset: usize, len: usize) {
-        let part = self.part(offset, len);
+        self.check(offset, len);
+        let part = self.base().as_ptr().wrapping_add(offset);
         for at in (0..len).step_by(page_size()) {
             // SAFETY: `at` is below `len`, so the byte lies in this mapping; an atomic write
             // of an unchanged value disturbs neither readers nor writers of other processes.
@@ -198,23 +148,13 @@ impl Mapping {
         }
     }
 
-    /// First byte of a part, which is checked to lie inside.
-    fn part(&self, offset: usize, len: usize) -> *mut u8 {
+    /// Checks that a part lies inside.
+    fn check(&self, offset: usize, len: usize) {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "{offset} + {len} lies outside a mapping of {} bytes",
             self.len
         );
-        // SAFETY: checked above to stay inside the mapping.
-        unsafe { self.base.as_ptr().add(offset) }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped by this value and is unmapped once; owners of addresses
-        // (slots, copies) hold the arena or segment alive.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 

@@ -2,24 +2,15 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 /// Makes a file of `len` bytes in memory, none of them backed by a page yet, sealed against
 /// shrinking and growing and against other seals.
 pub(super) fn create(len: u64) -> io::Result<File> {
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: the name is NUL-terminated and lives across the call.
-    let fd = unsafe { libc::memfd_create(c"lmc-pool".as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was just opened and has no other owner.
-    let file = unsafe { File::from_raw_fd(fd) };
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = File::from(memfd_create(c"lmc-pool", flags)?);
     file.set_len(len)?;
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: the descriptor is open; adding seals touches no memory.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
-        0 => Ok(file),
-        _ => Err(io::Error::last_os_error()),
-    }
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
 }

@@ -26,7 +26,7 @@ struct Work {
     next: AtomicU64,
     done: AtomicU64,
     stop: AtomicBool,
-    /// Why a thread waits for memory, and what wakes it when all ends.
+    /// The reason why a thread waits for memory, and what wakes it when all ends.
     error: Mutex<Option<String>>,
     wake: Condvar,
 }

@@ -17,13 +17,14 @@
 //! rename that replaces nothing, when it is locked and complete; an existing file is only ever
 //! opened with `O_NOFOLLOW` and never written.
 
-use std::ffi::CString;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process;
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::process::geteuid;
 
 use super::ArenaError;
 use crate::SharedName;
@@ -99,8 +100,7 @@ struct StaleRecord {
 
 /// Returns the effective user of this process, whose records and segments are trusted.
 pub fn own_uid() -> u32 {
-    // SAFETY: geteuid has no preconditions and cannot fail.
-    unsafe { libc::geteuid() }
+    geteuid().as_raw()
 }
 
 /// 16 hexadecimal digits that other users cannot predict.
@@ -262,9 +262,9 @@ impl Record {
             .mode(0o600)
             .open(&new)?;
         let named = match file.try_lock() {
-            Ok(()) => {
-                write!(file, "pid {} {name}", process::id()).and_then(|()| rename_new(&new, path))
-            }
+            Ok(()) => write!(file, "pid {} {name}", process::id()).and_then(|()| {
+                renameat_with(CWD, &new, CWD, path, RenameFlags::NOREPLACE).map_err(io::Error::from)
+            }),
             Err(error) => Err(error.into()),
         };
         if let Err(error) = named {
@@ -286,25 +286,5 @@ impl Record {
     /// Removes the record.
     pub(super) fn remove(&self) {
         let _ = fs::remove_file(&self.path);
-    }
-}
-
-/// Renames a file unless the new name is taken.
-fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    let c = |path: &Path| CString::new(path.as_os_str().as_bytes());
-    let (from, to) = (c(from)?, c(to)?);
-    // SAFETY: both names are NUL-terminated and live across the call.
-    let result = unsafe {
-        libc::renameat2(
-            libc::AT_FDCWD,
-            from.as_ptr(),
-            libc::AT_FDCWD,
-            to.as_ptr(),
-            libc::RENAME_NOREPLACE,
-        )
-    };
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
     }
 }

@@ -1,12 +1,13 @@
 //! The file behind a shared arena: made once, owned by one process.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::thread::{self, JoinHandle};
 
 use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
+use rustix::io::retry_on_intr;
 
 use super::ArenaError;
 use super::config::Naming;
@@ -34,17 +35,15 @@ fn system(what: String) -> impl FnOnce(io::Error) -> ArenaError {
     move |source| ArenaError::System { what, source }
 }
 
-/// Opens or makes a segment by `shm_open`, which knows where the system keeps them.
-pub(crate) fn shm_open(name: &SharedName, flags: libc::c_int) -> io::Result<File> {
-    let c_name = name.to_c();
-    let flags = flags | libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    // SAFETY: the name is NUL-terminated and lives across the call.
-    let fd = unsafe { libc::shm_open(c_name.as_ptr(), flags, 0o600) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was just opened and has no other owner.
-    Ok(unsafe { File::from_raw_fd(fd) })
+/// Opens a segment, or makes a new one, as `shm_open` does.
+pub(crate) fn open(name: &SharedName, make: bool) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(make)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(name.path())
 }
 
 /// Returns true if an open segment is the pool of an lmc process: one of this process under any
@@ -76,7 +75,7 @@ impl SharedFile {
             }
         };
         let (record, stale) = Record::create(&name)?;
-        let made = shm_open(&name, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL);
+        let made = open(&name, true);
         let with_id = made.and_then(|file| {
             let meta = file.metadata()?;
             Ok((file, (meta.dev(), meta.ino())))
@@ -86,7 +85,7 @@ impl SharedFile {
             if source.kind() == io::ErrorKind::AlreadyExists {
                 return ArenaError::NotOurs { name: name.clone() };
             }
-            let what = format!("shm_open of {name}");
+            let what = format!("making shared memory {name}");
             ArenaError::System { what, source }
         })?;
         OWN.lock().push(id);
@@ -147,16 +146,13 @@ impl Drop for SharedFile {
     }
 }
 
-/// Checks that a file system has so much free space. A page that it has no space for kills
+/// Checks that a file system has `need` bytes of free space. A page that it has no space for kills
 /// a process that touches it (SIGBUS), so this is checked while the segment is still empty.
 fn check_space(file: &File, need: u64) -> Result<(), ArenaError> {
-    // SAFETY: statvfs is plain data for which zeroes are valid.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open and the target is writable for the call.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), &mut stat) } != 0 {
+    let stat = fstatvfs(file).map_err(|error| {
         let what = "statvfs of shared memory".to_owned();
-        return Err(system(what)(io::Error::last_os_error()));
-    }
+        system(what)(error.into())
+    })?;
     // No blocks at all means that the mount has no limit of its own.
     let available = stat.f_bavail.saturating_mul(stat.f_frsize);
     if stat.f_blocks > 0 && available < need {
@@ -173,20 +169,8 @@ pub(super) fn has_space(file: &File, need: u64) -> bool {
 /// Takes pages for a part of a file from its file system now, so that touching it cannot fail
 /// later. Keeps bytes that are there.
 pub(super) fn reserve(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    let signed = |value: u64| {
-        libc::off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))
-    };
-    let (offset, len) = (signed(offset)?, signed(len)?);
-    loop {
-        // SAFETY: the descriptor is open; mode 0 only adds pages.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, offset, len) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+    let add_pages = || fallocate(file, FallocateFlags::empty(), offset, len);
+    Ok(retry_on_intr(add_pages)?)
 }
 
 /// Frees the pages of a stale segment in the background, which a server with enough free space

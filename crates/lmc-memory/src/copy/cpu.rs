@@ -1,14 +1,13 @@
 //! The core that a thread runs on.
 
-use std::mem::MaybeUninit;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 /// Returns the number of the core that this thread runs on.
 pub(super) fn current() -> usize {
     if cfg!(miri) {
         return 0;
     }
-    // SAFETY: sched_getcpu has no preconditions.
-    usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(usize::MAX)
+    sched_getcpu()
 }
 
 /// Moves this thread off a core, if it runs there and may run elsewhere.
@@ -17,25 +16,17 @@ pub(super) fn current() -> usize {
 /// moves it to one that is idle: in a virtual machine a core that is halted does not count as
 /// idle when a thread is woken. The thread may run on the core again afterwards.
 pub(super) fn leave(core: usize) {
-    if cfg!(miri) || current() != core || core >= libc::CPU_SETSIZE as usize {
+    if cfg!(miri) || current() != core || core >= CpuSet::MAX_CPU {
         return;
     }
-    let size = size_of::<libc::cpu_set_t>();
-    let mut allowed = MaybeUninit::<libc::cpu_set_t>::zeroed();
-    // SAFETY: the kernel writes at most `size` bytes, which are there; 0 is this thread.
-    if unsafe { libc::sched_getaffinity(0, size, allowed.as_mut_ptr()) } != 0 {
+    let Ok(allowed) = sched_getaffinity(None) else {
         return;
-    }
-    // SAFETY: it was zeroed, and a set is valid whatever its bits.
-    let allowed = unsafe { allowed.assume_init() };
+    };
     let mut others = allowed;
-    // SAFETY: `core` is below CPU_SETSIZE, and the sets are valid; the kernel reads `size` bytes
-    // of them. A refusal changes nothing.
-    unsafe {
-        libc::CPU_CLR(core, &mut others);
-        if libc::CPU_COUNT(&others) > 0 && libc::sched_setaffinity(0, size, &others) == 0 {
-            libc::sched_setaffinity(0, size, &allowed);
-        }
+    others.unset(core);
+    // A refusal changes nothing.
+    if others.count() > 0 && sched_setaffinity(None, &others).is_ok() {
+        let _ = sched_setaffinity(None, &allowed);
     }
 }
 

@@ -91,7 +91,7 @@ impl CopyPool {
     /// Starts `workers` threads; with 0 the caller copies alone.
     ///
     /// # Errors
-    /// What the system says when a thread cannot be started.
+    /// The error of the system if a thread cannot be started.
     pub fn new(workers: usize) -> io::Result<Self> {
         Ok(Self {
             team: Team::new("lmc-copy", workers)?,

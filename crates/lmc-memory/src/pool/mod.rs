@@ -111,7 +111,7 @@ struct State {
     quarantined_slots: u64,
     /// Nodes that there was no memory for, with their first units.
     withheld: Vec<(u32, u32)>,
-    /// Why not.
+    /// The reason why they are withheld.
     fault: Option<String>,
 }
 
@@ -225,7 +225,7 @@ impl Pool {
         }
     }
 
-    /// Why a part of the memory cannot be used, and what to do about it; `None` while all can.
+    /// The reason why a part of the memory cannot be used, and what to do about it; `None` while all can.
     pub fn fault(&self) -> Option<String> {
         let fault = self.inner.state.lock().fault.clone();
         fault.or_else(|| self.arena().prefault_progress().error)

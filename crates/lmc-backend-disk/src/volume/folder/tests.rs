@@ -140,12 +140,7 @@ fn pool() -> (Arc<Arena>, Pool) {
     (arena, pool)
 }
 
-fn volume(
-    dir: &TempFolder,
-    engine: EngineChoice,
-    depth: u32,
-    arena: Option<Arc<Arena>>,
-) -> FolderVolume {
+fn volume(dir: &TempFolder, engine: DiskIo, depth: u32, arena: Option<Arc<Arena>>) -> FolderVolume {
     let config = FolderConfig {
         engine,
         depth,
@@ -563,7 +558,7 @@ fn abandoned(volume: &FolderVolume) {
 
 /// All of it. The volumes are made with little and with much depth, with and without the pool's
 /// memory registered.
-fn suite(parent: &Path, engine: EngineChoice) {
+fn suite(parent: &Path, engine: DiskIo) {
     let (arena, pool) = pool();
     let dir = TempFolder::inside(parent);
     let deep = volume(&dir, engine, 64, Some(Arc::clone(&arena)));
@@ -598,40 +593,40 @@ fn has_uring() -> bool {
 #[test]
 fn uring_in_the_temporary_directory() {
     if has_uring() {
-        suite(&std::env::temp_dir(), EngineChoice::Uring);
+        suite(&std::env::temp_dir(), DiskIo::Uring);
     }
 }
 
 #[test]
 fn uring_in_shared_memory() {
     if has_uring() {
-        suite(Path::new("/dev/shm"), EngineChoice::Uring);
+        suite(Path::new("/dev/shm"), DiskIo::Uring);
     }
 }
 
 #[test]
 fn threads_in_the_temporary_directory() {
-    suite(&std::env::temp_dir(), EngineChoice::Threads);
+    suite(&std::env::temp_dir(), DiskIo::Threads);
 }
 
 #[test]
 fn threads_in_shared_memory() {
-    suite(Path::new("/dev/shm"), EngineChoice::Threads);
+    suite(Path::new("/dev/shm"), DiskIo::Threads);
 }
 
 #[test]
 fn a_volume_says_how_it_moves_bytes() {
     let dir = TempFolder::temporary();
-    let threads = volume(&dir, EngineChoice::Threads, 64, None).describe();
+    let threads = volume(&dir, DiskIo::Threads, 64, None).describe();
     assert!(threads.starts_with("4 threads, "), "{threads}");
-    let auto = volume(&dir, EngineChoice::Auto, 32, None).describe();
+    let auto = volume(&dir, DiskIo::Auto, 32, None).describe();
     if has_uring() {
         assert!(
             auto.starts_with("io_uring, ") && auto.ends_with(", depth 32"),
             "{auto}"
         );
         let (arena, _pool) = pool();
-        let registered = volume(&dir, EngineChoice::Uring, 32, Some(arena));
+        let registered = volume(&dir, DiskIo::Uring, 32, Some(arena));
         let file = registered.open("file", Some(BLOCK)).unwrap();
         ask_one(&registered, write(file, 0, BLOCK)).unwrap();
         let now = registered.describe();
@@ -659,7 +654,7 @@ fn a_directory_that_is_none_is_refused() {
 fn quick_look() {
     let arena = Arc::new(ArenaConfig::anonymous(64 << 20).build().unwrap());
     let pool = Pool::new(Arc::clone(&arena), PoolConfig::default()).unwrap();
-    for engine in [EngineChoice::Threads, EngineChoice::Uring] {
+    for engine in [DiskIo::Threads, DiskIo::Uring] {
         let dir = TempFolder::temporary();
         let config = FolderConfig {
             engine,

@@ -1,0 +1,74 @@
+//! Facts about file systems, and the event that wakes a thread.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::path::Path;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{statfs, statvfs};
+
+/// The medium behind a file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Medium {
+    /// A drive, or something that lmc does not know.
+    Drive,
+    /// Memory: files are gone after a reboot. With its name.
+    Memory(&'static str),
+    /// Nothing: its files are made up by the kernel. With its name.
+    Nothing(&'static str),
+}
+
+/// Returns the medium behind the file system of `path`.
+pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
+    // Numbers of linux/magic.h.
+    Ok(match statfs(path)?.f_type as u32 {
+        0x0102_1994 => Medium::Memory("tmpfs"),
+        0x8584_58f6 => Medium::Memory("ramfs"),
+        0x9fa0 => Medium::Nothing("proc"),
+        0x6265_6572 => Medium::Nothing("sysfs"),
+        0x0027_e0eb | 0x6367_7270 => Medium::Nothing("cgroup"),
+        0x6462_6720 => Medium::Nothing("debugfs"),
+        0x7472_6163 => Medium::Nothing("tracefs"),
+        0x1cd1 => Medium::Nothing("devpts"),
+        0x7363_6673 => Medium::Nothing("securityfs"),
+        _ => Medium::Drive,
+    })
+}
+
+/// Free bytes on a file system that has no size, such as one in memory without a limit.
+pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
+
+/// Bytes that a user may still take on the file system of `path`.
+pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
+    let stat = statvfs(path)?;
+    if stat.f_blocks == 0 {
+        return Ok(NO_SIZE);
+    }
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Wakes a thread that waits on a ring.
+#[derive(Debug)]
+pub(super) struct Wake(OwnedFd);
+
+impl Wake {
+    pub(super) fn new() -> io::Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Self(eventfd(0, flags)?))
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    pub(super) fn ring(&self) {
+        // The one error there can be is a full counter, and then it rings already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Clears the event until the next ring.
+    pub(super) fn clear(&self) {
+        // The one error there can be is that it did not ring.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
