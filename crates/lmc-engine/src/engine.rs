@@ -280,7 +280,7 @@ impl CacheEngine {
     /// is lost no chunk becomes findable: they count as [`Inserted::Cleared`].
     ///
     /// # Panics
-    /// When a ticket is another engine's.
+    /// If a ticket is another engine's.
     pub fn commit(&self, tickets: Vec<StoreTicket>) -> Vec<Inserted> {
         if self.pool_is_lost() {
             return tickets.iter().map(|_| Inserted::Cleared).collect();

@@ -318,7 +318,7 @@ impl Leases {
     }
 }
 
-/// Why a lease does not serve a request.
+/// The reason why a lease does not serve a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
     /// The lease was revoked, or never granted to this peer.

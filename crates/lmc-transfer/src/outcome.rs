@@ -10,7 +10,7 @@ use crate::TransferError;
 pub struct Sent {
     /// Leading objects that are in the peer's memory, whole.
     pub done: usize,
-    /// Why not all are.
+    /// The reason why objects are missing; `None` if all arrived.
     pub error: Option<TransferError>,
     /// True if nothing of this transfer is under way any more.
     ///
@@ -67,7 +67,7 @@ pub enum Slot {
 pub struct Filled {
     /// The slots.
     pub slots: Vec<Slot>,
-    /// Why not all slots are written. Also `None` when a sender had fewer objects than there are
+    /// The reason why slots are not written. Also `None` when a sender had fewer objects than there are
     /// slots.
     pub error: Option<TransferError>,
 }
@@ -98,7 +98,7 @@ impl Filled {
     /// Returns the written slots, if there was no error.
     ///
     /// # Errors
-    /// Why not all were written.
+    /// The reason why slots are not written.
     pub fn into_result(self) -> Result<Vec<WrittenSlot>, TransferError> {
         if let Some(error) = self.error {
             return Err(error);

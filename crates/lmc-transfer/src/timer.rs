@@ -28,7 +28,7 @@ struct Queue {
 struct State {
     waiting: BTreeMap<(Instant, u64), Waker>,
     next: u64,
-    /// When the thread wakes next.
+    /// Instant at which the thread wakes next.
     wakes_at: Option<Instant>,
     stopped: bool,
 }

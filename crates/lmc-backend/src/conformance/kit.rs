@@ -127,7 +127,7 @@ impl Conformance {
     /// Runs the operations, closes the tier, and checks that every slot came back.
     ///
     /// # Panics
-    /// When the tier breaks its contract; the seed is printed first.
+    /// If the tier breaks its contract; the seed is printed first.
     pub fn run(&self, backend: &dyn Backend) -> Tally {
         let run = AssertUnwindSafe(|| block_on(Run::new(self, backend).all()));
         catch_unwind(run).unwrap_or_else(|panic| {

@@ -17,9 +17,6 @@ mod memcpy;
 mod memory;
 #[cfg(feature = "nixl")]
 mod nixl;
-#[path = "../two_sides/pattern.rs"]
-#[allow(dead_code, reason = "the other example reads sizes from text")]
-mod pattern;
 mod stream;
 
 use std::io::BufRead;
@@ -53,7 +50,7 @@ pub(crate) trait Mover {
     /// Lays out objects where they come from and targets where they go to.
     fn prepare(&mut self, way: Way, shape: Shape, seed: u64) -> Result<(), Failure>;
 
-    /// Moves the batch so many times. How long each took.
+    /// Moves the batch `batches` times. Returns the time of each.
     fn run(&mut self, batches: usize) -> Result<Vec<Duration>, Failure>;
 
     /// Compares every byte of the last batch with what it must be.

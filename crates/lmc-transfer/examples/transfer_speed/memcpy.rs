@@ -3,7 +3,9 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use crate::{Failure, Mover, Shape, Way, memory, pattern};
+use lmc_transfer::conformance::fill_value;
+
+use crate::{Failure, Mover, Shape, Way, memory};
 
 #[derive(Default)]
 pub(crate) struct Copier {
@@ -18,7 +20,7 @@ impl Mover for Copier {
         self.from = vec![vec![1; shape.len]; shape.count];
         self.to = vec![vec![2; shape.len]; shape.count];
         for (number, bytes) in self.from.iter_mut().enumerate() {
-            pattern::fill(bytes, seed, number);
+            fill_value(seed, number, bytes);
         }
         Ok(())
     }

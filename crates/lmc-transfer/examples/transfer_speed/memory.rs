@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use lmc_memory::{Arena, ArenaConfig, Demand, Pool, PoolConfig, ReservedSlot, SealedSlot};
+use lmc_transfer::conformance::{check_value, fill_value};
 
-use crate::{Failure, Shape, pattern};
+use crate::{Failure, Shape};
 
 /// Bytes for the largest batch twice, and for the gaps between its objects.
 const ARENA: usize = 160 << 20;
+/// The bytes of a slot before an object is in it.
+pub(crate) const BEFORE: u8 = 0xEE;
 /// Bytes of what is between objects, so that no two of them are neighbours and each is a
 /// descriptor of its own.
 const BETWEEN: u64 = 4096;
@@ -26,7 +29,7 @@ impl Memory {
         let mut whole = pool
             .reserve(ARENA as u64)
             .ok_or("an empty pool has targets")?;
-        pattern::clear(whole.bytes_mut());
+        whole.bytes_mut().fill(BEFORE);
         drop(whole);
         let between = Vec::new();
         Ok(Self { pool, between })
@@ -40,7 +43,7 @@ impl Memory {
     pub(crate) fn targets(&mut self, shape: Shape) -> Result<Vec<ReservedSlot>, Failure> {
         let mut slots = self.lay_out(shape)?;
         for slot in &mut slots {
-            pattern::clear(slot.bytes_mut());
+            slot.bytes_mut().fill(BEFORE);
         }
         Ok(slots)
     }
@@ -49,7 +52,7 @@ impl Memory {
     pub(crate) fn objects(&mut self, shape: Shape, seed: u64) -> Result<Vec<SealedSlot>, Failure> {
         let mut slots = self.lay_out(shape)?;
         for (number, slot) in slots.iter_mut().enumerate() {
-            pattern::fill(slot.bytes_mut(), seed, number);
+            fill_value(seed, number, slot.bytes_mut());
         }
         Ok(slots
             .into_iter()
@@ -86,7 +89,7 @@ pub(crate) fn verify<'a>(
     seed: u64,
 ) -> Result<(), Failure> {
     for (number, bytes) in objects.enumerate() {
-        pattern::check(bytes, seed, number)?;
+        check_value(seed, number, bytes)?;
     }
     Ok(())
 }

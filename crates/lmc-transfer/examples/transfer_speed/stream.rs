@@ -10,9 +10,11 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lmc_transfer::conformance::fill_value;
+
 use crate::keeper::Other;
 use crate::memory;
-use crate::{Failure, Mover, Shape, Way, pattern};
+use crate::{Failure, Mover, Shape, Way};
 
 /// Parts of one system call at most.
 const PARTS: usize = 1024;
@@ -24,11 +26,11 @@ const BUFFER: libc::c_int = 256 << 10;
 /// Bytes of a batch for which a reader is woken, at most and at least.
 const WAKE_AT: usize = 1 << 20;
 const LEAST: usize = 256 << 10;
-/// Time that a reader waits for so many: fewer may be all that come.
+/// Time that a reader waits for [`WAKE_AT`] bytes: fewer may be all that come.
 const TIMEOUT: Duration = Duration::from_millis(2);
 
 trait Socket: Read + Write + Send {
-    /// Has a reader that waits woken by so many bytes, or after [`TIMEOUT`].
+    /// Wakes a waiting reader at `bytes` bytes, or after [`TIMEOUT`].
     fn wake_at(&self, bytes: usize) -> io::Result<()>;
 }
 
@@ -144,14 +146,14 @@ impl Half {
 
     fn targets(&mut self, shape: Shape, seed: u64) {
         self.bytes.resize(shape.count * shape.len, 0);
-        pattern::clear(&mut self.bytes);
+        self.bytes.fill(memory::BEFORE);
         (self.shape, self.seed) = (shape, seed);
     }
 
     fn objects(&mut self, shape: Shape, seed: u64) {
         self.targets(shape, seed);
         for (number, object) in self.bytes.chunks_mut(shape.len).enumerate() {
-            pattern::fill(object, seed, number);
+            fill_value(seed, number, object);
         }
     }
 

@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, WrittenSlot};
+use lmc_transfer::conformance::check_value;
 use lmc_transfer::{Address, ConnectError, Filled, Index, PeerId, Slot, TransferError, block_on};
 use serde_json::json;
 
 use crate::control::Control;
-use crate::pattern::{self, sizes};
+use crate::pattern::sizes;
 use crate::serve::greeting;
 use crate::side::{Failure, Flags, SERVER, Side};
 use crate::sweep;
@@ -116,7 +117,7 @@ fn indices(text: &str) -> Result<Vec<Index>, Failure> {
 
 fn verify(slots: &[WrittenSlot], seed: u64) -> Result<(), Failure> {
     for (number, slot) in slots.iter().enumerate() {
-        pattern::check(slot.bytes(), seed, number)?;
+        check_value(seed, number, slot.bytes())?;
     }
     Ok(())
 }
@@ -216,7 +217,7 @@ impl Drive {
         let wanted: Vec<u64> = order.iter().map(|&number| lens[number]).collect();
         let written = self.fetch(self.side.targets(&wanted)?, &from)?;
         for (slot, &number) in written.iter().zip(&order) {
-            pattern::check(slot.bytes(), 3, number)?;
+            check_value(3, number, slot.bytes())?;
         }
         Ok(())
     }
@@ -311,7 +312,7 @@ impl Drive {
         // None of these moved a byte, and the channel goes on.
         let written = self.fetch(self.side.targets(&[8192])?, &targets[..1])?;
         ensure(
-            pattern::check(written[0].bytes(), 8, 0).is_err(),
+            check_value(8, 0, written[0].bytes()).is_err(),
             "a refused write moved bytes",
         )?;
         let outcome = write(&self.server, &targets)?;
@@ -408,7 +409,7 @@ impl Drive {
             ensure(filled.slots.len() == lens.len(), "slots were lost")?;
             for (number, slot) in filled.slots.iter().enumerate() {
                 if let Slot::Written(slot) = slot {
-                    pattern::check(slot.bytes(), 10, number)?;
+                    check_value(10, number, slot.bytes())?;
                 }
             }
             if filled.error.is_some() {

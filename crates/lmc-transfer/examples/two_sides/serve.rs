@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_transfer::conformance::check_value;
 use lmc_transfer::{InArena, Index, OnConnect, PeerId, TransferChannel, block_on};
 use serde_json::json;
 
@@ -91,7 +92,7 @@ impl Held {
             ["verify", seed] => {
                 let seed = seed.parse()?;
                 for (number, slot) in self.targets.drain(..).enumerate() {
-                    pattern::check(slot.written().bytes(), seed, number)?;
+                    check_value(seed, number, slot.written().bytes())?;
                 }
                 Ok(String::new())
             }
@@ -112,7 +113,7 @@ impl Held {
                 let written = filled.into_result()?;
                 let seed = seed.parse()?;
                 for (number, slot) in written.iter().enumerate() {
-                    pattern::check(slot.bytes(), seed, number)?;
+                    check_value(seed, number, slot.bytes())?;
                 }
                 Ok(written.len().to_string())
             }

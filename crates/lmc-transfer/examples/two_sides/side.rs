@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot};
+use lmc_transfer::conformance::fill_value;
 use lmc_transfer::{Address, ChannelConfig, Key, OnConnect, Rights, SocketConfig, TransferChannel};
 
 use crate::pattern;
@@ -133,7 +134,7 @@ impl Side {
         let mut objects = Vec::with_capacity(sizes.len());
         for (number, &size) in sizes.iter().enumerate() {
             let mut slot = self.reserve(size)?;
-            pattern::fill(slot.bytes_mut(), seed, number);
+            fill_value(seed, number, slot.bytes_mut());
             objects.push(slot.written().seal());
         }
         Ok(objects)

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use lmc_memory::ReservedSlot;
+use lmc_transfer::conformance::check_value;
 use lmc_transfer::{Filled, block_on};
 use serde_json::json;
 
 use crate::drive::Drive;
-use crate::pattern;
 use crate::side::Failure;
 
 const SIZES: [u64; 4] = [4 << 10, 64 << 10, 1 << 20, 4 << 20];
@@ -108,7 +108,7 @@ impl Cell {
             Ok(begun.elapsed())
         })?;
         for (number, slot) in last.iter().enumerate() {
-            pattern::check(slot.bytes(), 22, number)?;
+            check_value(22, number, slot.bytes())?;
         }
         Ok(rounds)
     }
@@ -135,7 +135,7 @@ impl Cell {
             Ok(took)
         })?;
         for (number, slot) in last.iter().enumerate() {
-            pattern::check(slot.bytes(), 23, number)?;
+            check_value(23, number, slot.bytes())?;
         }
         Ok(rounds)
     }

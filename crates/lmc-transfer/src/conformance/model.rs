@@ -103,7 +103,7 @@ impl RandomTest {
     /// Runs the rounds, closes the channels, and checks that every slot came back.
     ///
     /// # Panics
-    /// When the channels break their contract; the seed is printed first.
+    /// If the channels break their contract; the seed is printed first.
     pub fn run<R: Rig>(&self, rig: &R) -> Tally {
         let run = AssertUnwindSafe(|| Run::new(self, rig).all());
         catch_unwind(run).unwrap_or_else(|panic| {
@@ -140,7 +140,7 @@ struct Plan {
     deadline: Duration,
     /// The deadline may pass.
     tight: bool,
-    /// When the call (of a paired one, the first of the two) is dropped.
+    /// Delay after which the call (of a paired one, the first of the two) is dropped.
     drops: Option<Duration>,
 }
 

@@ -36,7 +36,7 @@ pub(super) fn shortly() -> Instant {
 /// Waits until a condition holds.
 ///
 /// # Panics
-/// When it is not so in time.
+/// If the condition does not hold in time.
 #[track_caller]
 pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = soon();
@@ -75,7 +75,7 @@ impl<C: TransferChannel> Side<C> {
     /// A side with 32 MiB of memory and slots of some alignment.
     ///
     /// # Panics
-    /// When there is no memory.
+    /// If there is no memory.
     pub fn with<R: Rig<Channel = C>>(
         rig: &R,
         id: &str,
@@ -105,7 +105,7 @@ impl<C: TransferChannel> Side<C> {
     /// Connects without a message.
     ///
     /// # Panics
-    /// When that fails.
+    /// If the connect fails.
     #[track_caller]
     pub fn connect(&self, to: &Self) {
         let connected = self.try_connect(to, soon());
@@ -123,7 +123,7 @@ impl<C: TransferChannel> Side<C> {
     /// A slot that holds poison.
     ///
     /// # Panics
-    /// When there is no capacity.
+    /// If there is no capacity.
     #[track_caller]
     pub fn slot(&self, len: u64) -> ReservedSlot {
         let slot = self.pool.reserve(len);
@@ -152,7 +152,7 @@ impl<C: TransferChannel> Side<C> {
     /// The indices of these slots in the open arena.
     ///
     /// # Panics
-    /// When they have none.
+    /// If a slot has none.
     #[track_caller]
     pub fn indices<S: InArena>(&self, slots: &[S]) -> Vec<Index> {
         let slots: Vec<_> = slots.iter().map(|slot| slot as &dyn InArena).collect();
@@ -168,7 +168,7 @@ impl<C: TransferChannel> Side<C> {
     /// Lets another side read slots.
     ///
     /// # Panics
-    /// When that side is not connected.
+    /// If that side is not connected.
     #[track_caller]
     pub fn lets_read(&self, other: &Self, slots: Vec<SealedSlot>) -> ReadLease {
         self.knows(other);
@@ -179,7 +179,7 @@ impl<C: TransferChannel> Side<C> {
     /// Lets another side write to slots.
     ///
     /// # Panics
-    /// When that side is not connected.
+    /// If that side is not connected.
     #[track_caller]
     pub fn lets_write(&self, other: &Self, slots: Vec<ReservedSlot>) -> WriteLease {
         self.knows(other);
@@ -223,7 +223,7 @@ impl<C: TransferChannel> Side<C> {
     /// Writes objects to a peer that is there, and checks what arrived.
     ///
     /// # Panics
-    /// When it did not.
+    /// If objects are missing or differ.
     #[track_caller]
     pub fn writes(&self, stamp: u64, lens: &[u64], to: &Self) {
         let lease = to.lets_write(self, to.slots(lens));
@@ -238,7 +238,7 @@ impl<C: TransferChannel> Side<C> {
     /// Reads objects from a peer that is there, and checks what arrived.
     ///
     /// # Panics
-    /// When it did not.
+    /// If objects are missing or differ.
     #[track_caller]
     pub fn reads(&self, stamp: u64, lens: &[u64], from: &Self) {
         let lease = from.lets_read(self, from.objects(stamp, lens));
@@ -260,7 +260,7 @@ impl<C: TransferChannel> Side<C> {
     /// Waits until every slot is back.
     ///
     /// # Panics
-    /// When one does not come back.
+    /// If a slot does not come back.
     #[track_caller]
     pub fn slots_come_back(&self) {
         self.slots_come_back_but(0);
@@ -279,7 +279,7 @@ impl<C: TransferChannel> Side<C> {
     /// Takes all of the memory, and checks that nothing writes to it.
     ///
     /// # Panics
-    /// When something does, or a slot is still taken.
+    /// If something writes to it, or a slot is still taken.
     #[track_caller]
     pub fn memory_is_still(&self) {
         self.slots_come_back();
@@ -294,7 +294,7 @@ impl<C: TransferChannel> Side<C> {
     /// Closes the channel, and sees that nothing is left of it.
     ///
     /// # Panics
-    /// When something is.
+    /// If something is left.
     #[track_caller]
     pub fn ends(self) {
         let closed = block_on(self.channel.close(soon()));
@@ -307,7 +307,7 @@ impl<C: TransferChannel> Side<C> {
     /// Drops the channel, and sees that nothing is left of it.
     ///
     /// # Panics
-    /// When something is.
+    /// If something is left.
     #[track_caller]
     pub fn goes(self) {
         let Self { pool, channel, .. } = self;

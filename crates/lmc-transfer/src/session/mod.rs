@@ -110,7 +110,7 @@ pub(crate) enum Refusal {
     Other(String),
 }
 
-/// Why a handshake failed.
+/// The reason why a handshake failed.
 #[derive(Debug, Error)]
 pub(crate) enum Failure {
     #[error(transparent)]

@@ -58,7 +58,7 @@ pub enum SocketError {
     Listen {
         /// The address.
         address: Address,
-        /// Why not.
+        /// The error of the system.
         error: io::Error,
     },
     /// Threads could not be started, or there are no random numbers.

@@ -20,7 +20,7 @@ use crate::checks::PeerMemory;
 use crate::lease::{Granted, Pin, Segment};
 use crate::net::Sockets;
 use crate::session::Sealer;
-use crate::{PeerId, PublicIdentity, TransferError};
+use crate::{PeerId, PublicIdentity};
 
 /// Requests that one side may have under way on one stream. More break the protocol.
 pub(super) const MAX_REQUESTS: usize = 64;
@@ -263,7 +263,7 @@ pub(super) struct End {
     pub(super) by_peer: bool,
 }
 
-/// Why a stream ended.
+/// The reason why a stream ended.
 #[derive(Debug)]
 pub(super) enum Gone {
     /// The peer closed it.
@@ -324,7 +324,7 @@ impl Connection {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The stream that a call of so many bytes begins with: another each time. For few, the first
+    /// The stream that a call of `bytes` bytes begins with: another each time. For few, the first
     /// one while it is idle, since its thread is the likeliest to be awake.
     pub(super) fn next_stream(&self, bytes: u64) -> usize {
         if bytes <= AT_ONCE && self.streams[0].is_idle() {
@@ -399,16 +399,6 @@ impl Connection {
     /// Asks it to end.
     pub(super) fn stop(&self) {
         self.stop.send_replace(true);
-    }
-
-    /// The error of a call that its end interrupted, and whether the peer closed it.
-    pub(super) async fn gone(&self) -> (TransferError, bool) {
-        let end = self.ended().await;
-        let error = TransferError::PeerGone {
-            peer: self.remote.id.clone(),
-            reason: end.reason,
-        };
-        (error, end.by_peer)
     }
 }
 

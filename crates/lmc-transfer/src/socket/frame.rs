@@ -274,7 +274,7 @@ impl Decoder {
         self.buffer.capacity() + self.plain.capacity()
     }
 
-    /// Moves bytes over until the buffer has so many; whether it has.
+    /// Moves bytes over until the buffer has `len`. Returns whether it has.
     fn fill(&mut self, input: &mut &[u8], len: usize) -> bool {
         let missing = len.saturating_sub(self.buffer.len());
         let (now, rest) = input.split_at(missing.min(input.len()));

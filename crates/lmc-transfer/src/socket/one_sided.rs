@@ -230,10 +230,7 @@ impl Shared {
         if asked != Ok(Some(())) {
             let error = match asked {
                 Err(stop) => stop.into(),
-                Ok(_) => match self.within(deadline, connection.gone()).await {
-                    Ok((error, _)) => error,
-                    Err(stop) => stop.into(),
-                },
+                Ok(_) => self.gone(connection, deadline).await.0,
             };
             tally.error.get_or_insert(error);
         }
@@ -321,13 +318,8 @@ impl Shared {
             Ok(Some(())) => {}
             Ok(None) => {
                 idle = cancel_all(&mut sending);
-                let error = match self.within(deadline, connection.gone()).await {
-                    Ok((error, by_peer)) => {
-                        idle |= by_peer;
-                        error
-                    }
-                    Err(stop) => stop.into(),
-                };
+                let (error, by_peer) = self.gone(&connection, deadline).await;
+                idle |= by_peer;
                 tally.error.get_or_insert(error);
             }
             Err(Stop::Closed) => {

@@ -69,10 +69,8 @@ impl Shared {
             Ok(Some((done, outcome))) => return finished(count, done, outcome),
             Ok(None) => {
                 let idle = offering.as_ref().is_none_or(|offering| !offering.inlined);
-                match self.within(deadline, connection.gone()).await {
-                    Ok((error, by_peer)) => (error, idle || by_peer),
-                    Err(stop) => (stop.into(), idle),
-                }
+                let (error, by_peer) = self.gone(&connection, deadline).await;
+                (error, idle || by_peer)
             }
             Err(stop) => {
                 let mut idle = offering.as_mut().is_none_or(Offering::withdraw);
@@ -114,10 +112,7 @@ impl Shared {
             let offer = match self.within(deadline, wait).await {
                 Ok(Some(offer)) => offer,
                 Ok(None) => {
-                    let error = match self.within(deadline, connection.gone()).await {
-                        Ok((error, _)) => error,
-                        Err(stop) => stop.into(),
-                    };
+                    let (error, _) = self.gone(&connection, deadline).await;
                     return Filled::untouched(slots, error);
                 }
                 Err(stop) => return Filled::untouched(slots, stop.into()),

@@ -28,11 +28,11 @@ use crate::session::{Opener, sealed_len};
 const STASH: usize = 16 << 10;
 /// Bytes of a piece from which reading ahead into it costs more than another system call.
 const LARGE: u64 = 16 << 10;
-/// Bytes of a payload that a thread is woken for at a time, where so many are to come: each
+/// Bytes of a payload that a thread is woken for at a time, if at least that many are to come: each
 /// wake-up is paid for by the sender too, on a virtual machine with tens of microseconds.
 const AT_A_TIME: u64 = 1 << 20;
 const LEAST_AT_A_TIME: u64 = 256 << 10;
-/// Time that so many may take. A sender that breaks off, or a slow network, brings fewer.
+/// Time that these bytes may take. A sender that breaks off, or a slow network, brings fewer.
 const AT_A_TIME_TIMEOUT: Duration = Duration::from_millis(2);
 /// Bytes of what is to be discarded that are read at a time.
 const SINK: usize = 64 << 10;
@@ -551,7 +551,7 @@ impl StreamReader {
         }
     }
 
-    /// Receives the bytes of one piece, and up to so many that follow it. `left` is what the
+    /// Receives the bytes of one piece, and up to `ahead` that follow it. `left` is what the
     /// payload has left, or 0 where it does not come at once.
     async fn piece(
         &mut self,

@@ -63,7 +63,7 @@ struct Peer {
     connections: Vec<Arc<Connection>>,
 }
 
-/// Why a connection is not added to the table.
+/// The reason why a connection is not added to the table.
 #[derive(Debug, Error)]
 pub(super) enum NotInstalled {
     #[error("the channel is closed")]
@@ -80,7 +80,7 @@ pub(super) enum NotInstalled {
     Unwatched(#[source] io::Error),
 }
 
-/// Why a wait ended early.
+/// The reason why a wait ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
     Deadline,
@@ -155,6 +155,23 @@ impl Shared {
             _ = closed.wait_for(|closed| *closed) => Err(Stop::Closed),
             done = what => Ok(done),
             () = self.timer.at(deadline) => Err(Stop::Deadline),
+        }
+    }
+
+    /// Waits for the end of a connection. Returns the error of a call that the end interrupted, and
+    /// whether the peer closed the connection.
+    pub(super) async fn gone(
+        &self,
+        connection: &Connection,
+        deadline: Instant,
+    ) -> (TransferError, bool) {
+        match self.within(deadline, connection.ended()).await {
+            Ok(end) => {
+                let peer = connection.remote.id.clone();
+                let reason = end.reason;
+                (TransferError::PeerGone { peer, reason }, end.by_peer)
+            }
+            Err(stop) => (stop.into(), false),
         }
     }
 

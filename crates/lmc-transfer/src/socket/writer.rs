@@ -291,7 +291,7 @@ impl Gathered {
         window.send(socket, &self.scratch, &self.parts, before)
     }
 
-    /// A copy of the bytes that come after so many.
+    /// A copy of the bytes after the first `before`.
     fn rest(&self, window: &Window, before: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.len());
         for part in &self.parts {
