@@ -88,18 +88,11 @@ fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Re
         }
         end
     };
-    let words = [
-        "--channel",
-        kind,
-        "--sweep-kib",
-        "16384",
-        "--arena-mib",
-        "96",
-    ];
+    let flags = format!("--channel {kind} --sweep-kib 16384 --arena-mib 96");
     let sides = TwoSides {
         program,
         host: HOSTS[0],
-        flags: words.map(str::to_owned).to_vec(),
+        flags: flags.split(' ').map(str::to_owned).collect(),
         server: end(0, "serve"),
         driver: end(1, "drive"),
         logs: &logs,
@@ -160,31 +153,22 @@ impl Namespaces {
         for name in &names {
             janitor.in_the_end(&format!("ip netns del {name}"))?;
             janitor.in_the_end(&format!("ip netns pids {name} | xargs -r kill -9"))?;
-            ip(&["netns", "add", name])?;
+            ip(&format!("netns add {name}"))?;
         }
         let [a, b] = [0, 1].map(|at| (names[at].as_str(), devices[at].as_str()));
-        ip(&[
-            "link", "add", a.1, "netns", a.0, "type", "veth", "peer", "name", b.1, "netns", b.0,
-        ])?;
+        ip(&format!(
+            "link add {} netns {} type veth peer name {} netns {}",
+            a.1, a.0, b.1, b.0
+        ))?;
         for ((name, device), host) in [a, b].into_iter().zip(HOSTS) {
-            ip(&[
-                "-n",
-                name,
-                "addr",
-                "add",
-                &format!("{host}/24"),
-                "dev",
-                device,
-            ])?;
-            ip(&["-n", name, "link", "set", "lo", "up"])?;
-            ip(&["-n", name, "link", "set", device, "up"])?;
+            ip(&format!("-n {name} addr add {host}/24 dev {device}"))?;
+            ip(&format!("-n {name} link set lo up"))?;
+            ip(&format!("-n {name} link set {device} up"))?;
             if let Some(rate) = rate {
-                let mut limit = Command::new("ip");
-                limit
-                    .args(["netns", "exec", name, "tc", "qdisc", "add", "dev", device])
-                    .args(["root", "tbf", "rate", rate, "burst", "256kb"])
-                    .args(["latency", "50ms"]);
-                shown::output(&mut limit, COMMAND)?;
+                let limit = format!("tbf rate {rate} burst 256kb latency 50ms");
+                ip(&format!(
+                    "netns exec {name} tc qdisc add dev {device} root {limit}"
+                ))?;
             }
         }
         let namespaces = Self {
@@ -232,7 +216,7 @@ impl Namespaces {
     }
 }
 
-fn ip(words: &[&str]) -> Result<()> {
+fn ip(words: &str) -> Result<()> {
     let mut command = Command::new("ip");
-    shown::output(command.args(words), COMMAND).map(drop)
+    shown::output(command.args(words.split(' ')), COMMAND).map(drop)
 }

@@ -21,36 +21,15 @@ const CLEAR_DEADLINE: Duration = Duration::from_secs(30);
 
 const START: &str = "start until it listens, pool of 2 GiB";
 const IN_SERVER: &str = "lookup of 131,072 tokens, inside the server, p50";
-const TINY: &[&str] = &["--layers", "1", "--hidden", "8", "--prompts", "2"];
+const TINY: &str = "--layers 1 --hidden 8 --prompts 2";
 
-/// One call of `lmc bench`; both servers get the same ones in the same order.
-const LOADS: &[&[&str]] = &[
+/// Flags of `lmc bench`, one call each; both servers get the same ones in the same order.
+const LOADS: &[&str] = &[
     // What a cached chunk costs beside its bytes: first, since memory that was freed is used again.
-    &[
-        "--workload",
-        "store",
-        "--tokens",
-        "32768",
-        "--count",
-        "100",
-        "--warmup",
-        "0",
-    ],
-    &["--workload", "noop", "--clients", "1,32"],
-    &[
-        "--workload",
-        "lookup,lookup-cold",
-        "--tokens",
-        "2048,32768,131072",
-    ],
-    &[
-        "--workload",
-        "lookup",
-        "--tokens",
-        "2048,32768",
-        "--clients",
-        "32",
-    ],
+    "--workload store --tokens 32768 --count 100 --warmup 0",
+    "--workload noop --clients 1,32",
+    "--workload lookup,lookup-cold --tokens 2048,32768,131072",
+    "--workload lookup --tokens 2048,32768 --clients 32",
 ];
 
 /// Layers and elements of a token, whose chunks of 256 tokens have 256 KiB, 2 MiB and 16 MiB; and
@@ -162,58 +141,36 @@ fn measure(
     let server = Server::start(kind, programs, &log)?;
     figures.add(kind, START, Unit::Seconds, server.start.as_secs_f64());
     let mut all_well = true;
-    let mut load = |args: &[&str], figures: &mut Figures| -> Result<()> {
+    let mut load = |args: &str, figures: &mut Figures| -> Result<()> {
         clear(&server)?;
         let report = bench(programs, &server, options, args)?;
         for row in report["rows"].as_array().into_iter().flatten() {
             take(kind, &report, row, figures);
         }
         if report["passed"] != true {
-            eprintln!(
-                "{} with {args:?}: {}",
-                programs.name(kind),
-                report["errors"]
-            );
+            eprintln!("{} with {args}: {}", programs.name(kind), report["errors"]);
             all_well = false;
         }
         Ok(())
     };
     for args in LOADS {
-        load(&[args, TINY].concat(), figures)?;
+        load(&format!("{args} {TINY}"), figures)?;
     }
     for mode in ["engine_driven", "lmcache_driven"] {
         for (layers, hidden, count) in SIZES {
-            for clients in ["1", "2"] {
-                let args = [
-                    &[
-                        "--workload",
-                        "store,retrieve",
-                        "--mode",
-                        mode,
-                        "--clients",
-                        clients,
-                    ] as &[&str],
-                    &[
-                        "--tokens",
-                        "1024",
-                        "--prompts",
-                        "2",
-                        "--count",
-                        count,
-                        "--layers",
-                        layers,
-                        "--hidden",
-                        hidden,
-                    ],
-                ];
-                load(&args.concat(), figures)?;
+            for clients in [1, 2] {
+                let args = format!(
+                    "--workload store,retrieve --mode {mode} --clients {clients} --tokens 1024 \
+                     --prompts 2 --count {count} --layers {layers} --hidden {hidden}"
+                );
+                load(&args, figures)?;
             }
         }
     }
     if kind == Kind::Lmc {
         let before = metrics::lookups(server.http)?;
         load(
-            &[&["--workload", "lookup", "--tokens", "131072"], TINY].concat(),
+            &format!("--workload lookup --tokens 131072 {TINY}"),
             figures,
         )?;
         let after = metrics::lookups(server.http)?;
@@ -248,25 +205,20 @@ fn clear(server: &Server) -> Result<()> {
 }
 
 /// Runs the generator. Its report.
-fn bench(
-    programs: &Programs,
-    server: &Server,
-    options: &ServeArgs,
-    args: &[&str],
-) -> Result<Value> {
+fn bench(programs: &Programs, server: &Server, options: &ServeArgs, args: &str) -> Result<Value> {
     let output = Command::new(&programs.lmc)
         .args(["bench", "--force", "--json", "--url"])
         .arg(format!("tcp://127.0.0.1:{}", server.port))
         .args(["--server-pid", &server.pid().to_string()])
         .args(["--duration", &options.duration])
-        .args(args)
+        .args(args.split_whitespace())
         .stdin(Stdio::null())
         .stderr(Stdio::piped())
         .output()
         .context("cannot run lmc bench")?;
     serde_json::from_slice(&output.stdout).with_context(|| {
         let errors = String::from_utf8_lossy(&output.stderr);
-        format!("lmc bench {args:?} printed no JSON: {errors}")
+        format!("lmc bench {args} printed no JSON: {errors}")
     })
 }
 

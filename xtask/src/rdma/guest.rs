@@ -435,33 +435,27 @@ impl Guest {
             _ => "",
         };
         let mut qemu = Command::new("qemu-system-x86_64");
-        qemu.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-m", "1500"])
-            .args(["-smp", if link.is_some() { "1" } else { "2" }])
-            .args([
-                "-display",
-                "none",
-                "-nodefaults",
-                "-serial",
-                "stdio",
-                "-no-reboot",
-            ])
+        let cores = if link.is_some() { 1 } else { 2 };
+        let machine = format!(
+            "-accel tcg,thread=multi -cpu max -m 1500 -smp {cores} -display none -nodefaults \
+             -serial stdio -no-reboot"
+        );
+        qemu.args(machine.split_whitespace())
             .arg("-kernel")
             .arg(&self.kernel)
             .arg("-initrd")
             .arg(&self.image)
-            .args([
-                "-append",
-                &format!(
-                    "console=ttyS0 panic=-1 loglevel=4 lmc.role={role} lmc.properties={properties}"
-                ),
-            ]);
+            .arg("-append")
+            .arg(format!(
+                "console=ttyS0 panic=-1 loglevel=4 lmc.role={role} lmc.properties={properties}"
+            ));
         if let Some(link) = link {
             let mac = if role == "serve" { "01" } else { "02" };
-            qemu.args(["-netdev", &format!("socket,id=link,{link}")])
-                .args([
-                    "-device",
-                    &format!("virtio-net-pci,netdev=link,mac=52:54:00:77:00:{mac}"),
-                ]);
+            let device = format!(
+                "-netdev socket,id=link,{link} \
+                 -device virtio-net-pci,netdev=link,mac=52:54:00:77:00:{mac}"
+            );
+            qemu.args(device.split_whitespace());
         }
         println!("$ {}", shown::typed(&qemu));
         let errors = fs::File::create(logs.join(format!("{role}.qemu")))?;
