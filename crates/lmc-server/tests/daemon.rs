@@ -175,12 +175,10 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
             world_size: 1,
             worker_id: Some(0),
             token_ids: (0..256).collect(),
-            start: 0,
             end: 256,
             request_id: request_id.to_owned(),
-            cache_salt: String::new(),
             num_kv_readers: 1,
-            configs: Default::default(),
+            ..CacheKey::default()
         },
         instance_id: 1,
         block_ids: vec![vec![2]],

@@ -85,12 +85,10 @@ fn key(request: &str) -> CacheKey {
         world_size: 1,
         worker_id: Some(0),
         token_ids: (0..(CHUNK * CHUNKS) as u32).collect(),
-        start: 0,
         end: (CHUNK * CHUNKS) as u64,
         request_id: request.to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 

@@ -98,12 +98,10 @@ fn key() -> CacheKey {
         world_size: 1,
         worker_id: Some(0),
         token_ids: (0..(CHUNKS * CHUNK) as u32).collect(),
-        start: 0,
         end: CHUNKS * CHUNK,
         request_id: "r".to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 

@@ -109,12 +109,10 @@ fn key(request_id: &str, worker_id: Option<u32>, prompt: u32, chunks: u32) -> Ca
         world_size: 1,
         worker_id,
         token_ids: (0..256 * chunks).map(|token| prompt + token).collect(),
-        start: 0,
         end: u64::from(256 * chunks),
         request_id: request_id.to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 

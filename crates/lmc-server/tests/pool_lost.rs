@@ -148,12 +148,10 @@ fn key(prompt: usize, chunks: usize, worker_id: Option<u32>, request: &str) -> C
         token_ids: (0..(CHUNK * CHUNKS) as u32)
             .map(|token| token + (prompt * 100_000) as u32)
             .collect(),
-        start: 0,
         end: (CHUNK * chunks) as u64,
         request_id: request.to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 

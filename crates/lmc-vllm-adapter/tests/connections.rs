@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{CHUNK, MODEL, Segment, Server, Worker, prompt};
+use common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt};
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, LocalIndex, MemoryBackend};
 use lmc_vllm_adapter::{
@@ -35,7 +35,7 @@ fn begin_lookup(client: &mut Client, key: &CacheKey) {
         worker_id: None,
         ..key.clone()
     });
-    assert_eq!(client.ask(&lookup).expect("an answer"), Reply::None);
+    assert_eq!(client.answer(&lookup), Reply::None);
 }
 
 fn wait() -> Request {
@@ -105,10 +105,10 @@ fn the_end_of_a_stream_is_sent_before_the_acknowledgement() {
         engine_driven: true,
     };
     // Instance 1 is not registered yet, so this does not end the stream.
-    server.client().ask(&unregister).expect("an answer");
+    server.client().answer(&unregister);
     assert_eq!(server.status().events.subscribers, 1);
     let mut worker = Worker::register(&server, 1);
-    worker.client.ask(&unregister).expect("an answer");
+    worker.client.answer(&unregister);
     assert_eq!(batch(&mut client, uid), Reply::None);
     assert_eq!(server.status().events.subscribers, 0);
 }
@@ -223,7 +223,7 @@ fn a_connection_that_is_cut_off_at_the_stop_is_reported() {
     let mut client = server.client();
     begin_lookup(&mut client, &key);
     client.send(&wait()).expect("sent");
-    client.ask(&Request::Noop).expect("an answer");
+    client.answer(&Request::Noop);
     let service = server.service.clone();
     drop(server);
     assert_eq!(service.status(Instant::now()).transport.connections_open, 0);
@@ -333,18 +333,16 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
     let ping = Request::Ping {
         instance_id: Some(2),
     };
-    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    assert_eq!(client.answer(&ping), Reply::Bool(true));
     let key = CacheKey {
         model_name: MODEL.to_owned(),
         world_size: 1,
         worker_id: Some(0),
         token_ids: prompt(7, CHUNK),
-        start: 0,
         end: CHUNK as u64,
         request_id: "x".to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     };
     let block_ids = vec![vec![1, 2, 3, 4]];
     let store = Request::Store {
@@ -359,7 +357,7 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
         skip_first_n_tokens: 0,
     };
     for copy in [&store, &retrieve] {
-        let declined = client.ask(copy).expect("an answer");
+        let declined = client.answer(copy);
         assert_eq!(declined, Reply::Transferred(false));
     }
     let counts = server.status().counts;
@@ -371,7 +369,7 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
         assert_eq!(answer.expect("an answer"), Reply::Int(2));
     }
     for copy in [&store, &retrieve] {
-        let done = client.ask(copy).expect("an answer");
+        let done = client.answer(copy);
         assert_eq!(done, Reply::Transferred(true));
     }
 }

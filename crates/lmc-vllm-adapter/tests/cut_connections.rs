@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
+use common::{Answer as _, CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
 use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfig};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -291,7 +291,7 @@ fn a_reader_whose_connection_is_cut_keeps_its_bytes() {
         proxy.cut.send(cut).expect("it runs");
         wait_for_open_connections(&server, 1);
         let clear = Request::Clear { force: true };
-        assert_eq!(b.client.ask(&clear).expect("an answer"), Reply::None);
+        assert_eq!(b.client.answer(&clear), Reply::None);
         for round in 2..6 {
             b.store(&b.key("c", &prompt(round, 2 * CHUNK), 0..2));
         }
@@ -324,7 +324,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
         assert_eq!(store("b"), 2, "in slots of its own");
         if cleared {
             let clear = Request::Clear { force: true };
-            assert_eq!(a.client.ask(&clear).expect("an answer"), Reply::None);
+            assert_eq!(a.client.answer(&clear), Reply::None);
         }
         a.fill(&key, &slots, &indices);
         assert!(a.commit_store(&key));
@@ -341,7 +341,7 @@ fn others_store_the_same_chunks_while_the_first_writers_slots_are_held() {
         let used = if cleared { 0 } else { 2 * 4096 };
         assert_eq!(server.status().usage.used_bytes, used);
         let clear = Request::Clear { force: true };
-        assert_eq!(a.client.ask(&clear).expect("an answer"), Reply::None);
+        assert_eq!(a.client.answer(&clear), Reply::None);
         drop(a);
         wait_for_open_connections(&server, 1);
     }
@@ -483,10 +483,7 @@ fn only_its_own_connection_commits_or_unregisters() {
         instance_id: 1,
         pickled: 0,
     };
-    assert_eq!(
-        b.client.ask(&commit).expect("an answer"),
-        Reply::Bool(false)
-    );
+    assert_eq!(b.client.answer(&commit), Reply::Bool(false));
     let unregister = Request::Unregister {
         instance_id: 1,
         engine_driven: true,
@@ -507,13 +504,10 @@ fn only_its_own_connection_commits_or_unregisters() {
         key: key.clone(),
         instance_id: 1,
     };
-    assert_eq!(
-        b.client.ask(&commit).expect("an answer"),
-        Reply::Bool(false)
-    );
+    assert_eq!(b.client.answer(&commit), Reply::Bool(false));
     assert_eq!(server.status().usage.leases, slots.len() as u64);
-    assert_eq!(a.client.ask(&commit).expect("an answer"), Reply::Bool(true));
-    assert_eq!(a.client.ask(&unregister).expect("an answer"), Reply::None);
+    assert_eq!(a.client.answer(&commit), Reply::Bool(true));
+    assert_eq!(a.client.answer(&unregister), Reply::None);
 }
 
 /// Only the end of its connection released the slots of such a worker.
@@ -531,10 +525,7 @@ fn a_worker_that_registers_another_layout_commits_what_it_had_prepared() {
         instance_id: 1,
         pickled: 0,
     };
-    assert_eq!(
-        again.client.ask(&commit).expect("an answer"),
-        Reply::Bool(true)
-    );
+    assert_eq!(again.client.answer(&commit), Reply::Bool(true));
     assert_eq!(server.status().usage.reserved_slots, 0);
     let mut b = Worker::register(&server, 2);
     assert!(

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
+use common::{Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
 };
@@ -218,13 +218,9 @@ fn lookup_leases_are_released_in_parts() {
         end: 2 * CHUNK as u64,
         ..key.clone()
     };
-    scheduler
-        .ask(&Request::FreeLookupLocks(range.clone()))
-        .expect("an answer");
+    scheduler.answer(&Request::FreeLookupLocks(range.clone()));
     assert_eq!(server.status().usage.leases, 4);
-    scheduler
-        .ask(&Request::FreeLookupLocks(range))
-        .expect("an answer");
+    scheduler.answer(&Request::FreeLookupLocks(range));
     assert_eq!(server.status().usage.leases, 4, "freeing twice frees once");
     assert!(worker.retrieve(&worker.key("a", &tokens, 2..6)));
     assert_eq!(server.status().usage.leases, 0);
@@ -374,10 +370,7 @@ fn a_pickled_payload_is_refused_and_never_loaded() {
         instance_id: 1,
         pickled: 100,
     };
-    assert_eq!(
-        worker.client.ask(&commit).expect("an answer"),
-        Reply::Bool(false)
-    );
+    assert_eq!(worker.client.answer(&commit), Reply::Bool(false));
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &key), 0);
     assert_eq!(server.status().counts.pickles_refused, 1);
@@ -390,10 +383,10 @@ fn a_worker_unknown_after_a_restart_is_asked_to_register_again() {
     let ping = Request::Ping {
         instance_id: Some(77),
     };
-    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(false));
-    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    assert_eq!(client.answer(&ping), Reply::Bool(false));
+    assert_eq!(client.answer(&ping), Reply::Bool(true));
     let worker = Worker::register(&server, 77);
-    assert_eq!(client.ask(&ping).expect("an answer"), Reply::Bool(true));
+    assert_eq!(client.answer(&ping), Reply::Bool(true));
     assert_eq!(
         client
             .ask(&Request::Ping { instance_id: None })
@@ -411,11 +404,7 @@ fn requests_of_workers_that_never_registered_are_answered() {
     let mut client = server.client();
     let instance_id = 999;
     let mut check = |request: Request, expected: Reply| {
-        assert_eq!(
-            client.ask(&request).expect("an answer"),
-            expected,
-            "{request:?}"
-        );
+        assert_eq!(client.answer(&request), expected, "{request:?}");
     };
     let no_slots = Reply::StoreSlots {
         slots: Vec::new(),
@@ -528,7 +517,7 @@ fn request_ids_of_any_length_are_served_and_distinguished() {
     let status = Request::QueryPrefetchStatus {
         request_id: ids[0].clone(),
     };
-    assert_eq!(scheduler.ask(&status).expect("an answer"), Reply::Int(2));
+    assert_eq!(scheduler.answer(&status), Reply::Int(2));
     ids.iter().for_each(|id| end_session(&mut scheduler, id));
     server.assert_idle();
 }
@@ -595,12 +584,10 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
                 world_size: 2,
                 worker_id: Some(rank as u32),
                 token_ids: prompt(8, 3 * CHUNK),
-                start: 0,
                 end: 3 * CHUNK as u64,
                 request_id: "a".to_owned(),
-                cache_salt: String::new(),
                 num_kv_readers: 1,
-                configs: Default::default(),
+                ..CacheKey::default()
             };
             (register(&server, context), key, 10 + rank)
         })
@@ -614,14 +601,14 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
             key: key.clone(),
             instance_id,
         };
-        let reply = client.ask(&prepare).expect("an answer");
+        let reply = client.answer(&prepare);
         assert!(matches!(reply, Reply::StoreSlots { slots, .. } if slots.len() == 3));
         let commit = Request::CommitStore {
             key,
             instance_id,
             pickled: 0,
         };
-        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        assert_eq!(client.answer(&commit), Reply::Bool(true));
         let both = number == 1;
         assert_eq!(lookup(&mut scheduler, &whole), if both { 3 } else { 0 });
     }
@@ -659,7 +646,7 @@ fn concurrent_prepares_of_one_store_reserve_once() {
                 key,
                 instance_id: 1,
             };
-            match client.ask(&request).expect("an answer") {
+            match client.answer(&request) {
                 Reply::StoreSlots { slots, .. } => slots,
                 other => panic!("unexpected {other:?}"),
             }

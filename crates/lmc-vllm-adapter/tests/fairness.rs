@@ -5,7 +5,8 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt, resident_bytes,
+    Answer as _, CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt,
+    resident_bytes,
 };
 use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
 
@@ -201,24 +202,20 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
         world_size,
         worker_id,
         token_ids: prompt(1, CHUNK),
-        start: 0,
         end: CHUNK as u64,
         request_id: "r".to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     };
     for instance_id in 0..WORKERS {
-        let reply = client
-            .ask(&register(instance_id, RANKS))
-            .expect("an answer");
+        let reply = client.answer(&register(instance_id, RANKS));
         assert!(matches!(reply, Reply::Registered { .. }), "{reply:?}");
         // The retrieve names the rank of the worker.
         let retrieve = Request::PrepareRetrieve {
             key: key(RANKS, Some(instance_id as u32)),
             instance_id,
         };
-        let reply = client.ask(&retrieve).expect("an answer");
+        let reply = client.answer(&retrieve);
         assert_eq!(reply, Reply::RetrieveSlots(None));
     }
     let asked = Instant::now();

@@ -7,16 +7,13 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{CHUNK, Server, Worker, lookup, prompt};
+use common::{Answer as _, CHUNK, Server, Worker, lookup, prompt};
 use lmc_vllm_adapter::{Client, Limits, Reply, Request, encode_request_frames};
 
 /// Checks that the server still serves and holds nothing for clients that are gone.
 fn assert_serving(server: &Server) {
     let mut client = server.client();
-    assert_eq!(
-        client.ask(&Request::Noop).expect("an answer"),
-        Reply::Text("OK".to_owned())
-    );
+    assert_eq!(client.answer(&Request::Noop), Reply::Text("OK".to_owned()));
     server.assert_idle();
 }
 
@@ -164,10 +161,7 @@ fn ranges_beyond_the_prompt_are_truncated() {
         worker_id: None,
         ..key
     };
-    worker
-        .client
-        .ask(&Request::FreeLookupLocks(free))
-        .expect("an answer");
+    worker.client.answer(&Request::FreeLookupLocks(free));
     drop(worker);
     assert_serving(&server);
 }
@@ -500,12 +494,9 @@ fn silence_removes_a_worker_but_frees_no_slot_that_it_may_be_writing() {
     let tokens = prompt(1, 2 * CHUNK);
     let key = worker.key("a", &tokens, 0..2);
     let (slots, indices) = worker.prepare_store(&key);
-    worker
-        .client
-        .ask(&Request::Ping {
-            instance_id: Some(1),
-        })
-        .expect("an answer");
+    worker.client.answer(&Request::Ping {
+        instance_id: Some(1),
+    });
     server
         .service
         .tick(Instant::now() + Duration::from_secs(121));

@@ -5,7 +5,9 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt};
+use common::{
+    Answer as _, CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt,
+};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
@@ -33,7 +35,7 @@ fn finds(worker: &mut Worker, key: &CacheKey) -> bool {
         key: key.clone(),
         instance_id: worker.instance_id,
     };
-    let committed = worker.client.ask(&commit).expect("an answer");
+    let committed = worker.client.answer(&commit);
     assert_eq!(committed, Reply::Bool(found));
     found
 }

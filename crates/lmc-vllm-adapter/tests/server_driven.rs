@@ -4,7 +4,7 @@ mod common;
 
 use std::collections::HashMap;
 
-use common::{CHUNK, MODEL, Segment, Server, end_session, lookup, prompt};
+use common::{Answer as _, CHUNK, MODEL, Segment, Server, end_session, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
     TensorMeta,
@@ -198,9 +198,8 @@ impl Engine {
             start: (chunks.start * CHUNK) as u64,
             end: (chunks.end * CHUNK) as u64,
             request_id: request.to_owned(),
-            cache_salt: String::new(),
             num_kv_readers: 1,
-            configs: Default::default(),
+            ..CacheKey::default()
         }
     }
 
@@ -210,7 +209,7 @@ impl Engine {
             instance_id: self.instance_id,
             block_ids: vec![block_ids.to_vec()],
         };
-        self.client.ask(&request).expect("an answer") == Reply::Transferred(true)
+        self.client.answer(&request) == Reply::Transferred(true)
     }
 
     fn retrieve(&mut self, key: &CacheKey, block_ids: &[u32], skip: u64) -> bool {
@@ -220,7 +219,7 @@ impl Engine {
             block_ids: vec![block_ids.to_vec()],
             skip_first_n_tokens: skip,
         };
-        self.client.ask(&request).expect("an answer") == Reply::Transferred(true)
+        self.client.answer(&request) == Reply::Transferred(true)
     }
 }
 
@@ -323,7 +322,7 @@ fn chunks_of_equal_layout_are_shared_between_both_modes() {
         key: key.clone(),
         instance_id: 102,
     };
-    let Reply::RetrieveSlots(Some(slots)) = other.ask(&prepared).expect("an answer") else {
+    let Reply::RetrieveSlots(Some(slots)) = other.answer(&prepared) else {
         panic!("the layouts are the same, so it is a hit");
     };
     assert_eq!(
@@ -534,10 +533,7 @@ fn chunks_of_an_unknown_format_end_with_their_last_worker() {
             instance_id: 1,
             engine_driven: false,
         };
-        assert_eq!(
-            first.client.ask(&unregister).expect("an answer"),
-            Reply::None
-        );
+        assert_eq!(first.client.answer(&unregister), Reply::None);
         let mut next = Engine::register_as(&server, form, 2, "uint8");
         next.wipe();
         assert!(!next.retrieve(&key, &blocks, 0), "{form:?}");

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
+use common::{Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_engine::EngineConfig;
@@ -44,7 +44,7 @@ fn begin_lookup(client: &mut Client, key: &CacheKey) {
 fn status(client: &mut Client, request: &str) -> Reply {
     let request_id = request.to_owned();
     let status = Request::QueryPrefetchStatus { request_id };
-    client.ask(&status).expect("an answer")
+    client.answer(&status)
 }
 
 fn wait(request: &str, timeout: f64) -> Request {
@@ -132,7 +132,7 @@ fn during_a_promotion_the_status_is_pending_and_other_requests_are_served() {
     end_session(&mut scheduler, "other");
     assert_eq!(status(&mut scheduler, "slow"), Reply::None);
     tier.open();
-    let waited = scheduler.ask(&wait("slow", 10.0)).expect("an answer");
+    let waited = scheduler.answer(&wait("slow", 10.0));
     assert_eq!(waited, Reply::Int(4));
     assert_eq!(status(&mut scheduler, "slow"), Reply::Int(4));
     end_session(&mut scheduler, "slow");
@@ -185,12 +185,9 @@ fn a_waiting_request_is_answered_however_its_lookup_ends() {
     let reply = waiting.receive(uid, Operation::WaitPrefetchStatus);
     assert_eq!(reply.expect("an answer"), Reply::None);
     tier.open();
-    let known = waiting.ask(&wait("unknown", f64::NAN)).expect("an answer");
+    let known = waiting.answer(&wait("unknown", f64::NAN));
     assert_eq!(known, Reply::Int(0));
-    assert_eq!(
-        waiting.ask(&wait("c", 10.0)).expect("an answer"),
-        Reply::Int(3)
-    );
+    assert_eq!(waiting.answer(&wait("c", 10.0)), Reply::Int(3));
     end_session(&mut waiting, "c");
     server.assert_idle();
 }

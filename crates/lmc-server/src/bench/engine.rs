@@ -78,12 +78,10 @@ impl Plan {
             world_size: self.args.tp,
             worker_id: rank,
             token_ids: prompt.tokens.clone(),
-            start: 0,
             end: (prompt.chunks() * self.chunk_tokens) as u64,
             request_id: request_id.to_owned(),
-            cache_salt: String::new(),
             num_kv_readers: 1,
-            configs: Default::default(),
+            ..CacheKey::default()
         }
     }
 

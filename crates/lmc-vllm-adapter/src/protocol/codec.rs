@@ -348,18 +348,7 @@ fn world_size(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
 }
 
 fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
-    let mut key = CacheKey {
-        model_name: String::new(),
-        world_size: 0,
-        worker_id: None,
-        token_ids: Vec::new(),
-        start: 0,
-        end: 0,
-        request_id: String::new(),
-        cache_salt: String::new(),
-        num_kv_readers: 0,
-        configs: RequestConfigs::default(),
-    };
+    let mut key = CacheKey::default();
     let (mut model, mut request, mut tokens, mut range) = (false, false, false, 0);
     for _ in 0..reader.map("key", 64)? {
         match reader.str("key field", MAX_NAME)? {
@@ -542,11 +531,7 @@ fn block_ids(reader: &mut Reader<'_>) -> Result<Vec<Vec<u32>>, ValueError> {
 fn block_allocations(reader: &mut Reader<'_>) -> Result<Vec<BlockAllocation>, ValueError> {
     (0..reader.array("records", MAX_RECORDS)?)
         .map(|_| {
-            let mut record = BlockAllocation {
-                request_id: String::new(),
-                blocks: 0,
-                tokens: 0,
-            };
+            let mut record = BlockAllocation::default();
             for _ in 0..reader.map("record", 64)? {
                 match reader.str("record field", MAX_NAME)? {
                     "req_id" => record.request_id = request_id(reader, "req_id")?,

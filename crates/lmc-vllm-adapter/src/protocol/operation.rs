@@ -130,7 +130,7 @@ impl fmt::Display for Operation {
 
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
 /// on the wire).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CacheKey {
     /// Model name as the engine gives it.
     pub model_name: String,
@@ -222,7 +222,7 @@ pub struct EngineDrivenContext {
 }
 
 /// Counts of blocks and tokens that the engine added to a request.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockAllocation {
     /// Id of the request, chosen by the engine or its user.
     pub request_id: String,
@@ -392,7 +392,7 @@ impl Request {
 }
 
 /// Location and layout of one chunk in the shared pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SlotDescriptor {
     /// Offset in the pool, in bytes.
     pub offset: u64,
@@ -405,16 +405,17 @@ pub struct SlotDescriptor {
 }
 
 /// Kind of a [`KvEvent`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvEventKind {
     /// The chunk became findable.
     Stored,
     /// The chunk is no longer findable.
+    #[default]
     Removed,
 }
 
 /// Change of one chunk in the cache.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KvEvent {
     /// Sequence number in the server's event log.
     pub seq: u64,
@@ -431,7 +432,7 @@ pub struct KvEvent {
 }
 
 /// Batch of successive changes of the cache.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KvEventBatch {
     /// True if the server keeps an event log.
     pub enabled: bool,

@@ -135,12 +135,10 @@ fn key(request: &str, chunks: u64) -> CacheKey {
         world_size: 1,
         worker_id: Some(0),
         token_ids: (0..(chunks * CHUNK) as u32).collect(),
-        start: 0,
         end: chunks * CHUNK,
         request_id: request.to_owned(),
-        cache_salt: String::new(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 

@@ -174,6 +174,17 @@ impl Drop for Server {
     }
 }
 
+/// Requests that must be answered.
+pub(crate) trait Answer {
+    fn answer(&mut self, request: &Request) -> Reply;
+}
+
+impl Answer for Client {
+    fn answer(&mut self, request: &Request) -> Reply {
+        self.ask(request).expect("an answer")
+    }
+}
+
 /// The shared pool, accessed as by a worker.
 pub(crate) struct Pool {
     file: File,
@@ -315,9 +326,8 @@ impl Worker {
             start: (chunks.start * CHUNK) as u64,
             end: (chunks.end * CHUNK) as u64,
             request_id: request.to_owned(),
-            cache_salt: String::new(),
             num_kv_readers: 1,
-            configs: Default::default(),
+            ..CacheKey::default()
         }
     }
 
@@ -327,7 +337,7 @@ impl Worker {
             key: key.clone(),
             instance_id,
         };
-        match self.client.ask(&request).expect("an answer") {
+        match self.client.answer(&request) {
             Reply::StoreSlots {
                 slots,
                 chunk_indices,
@@ -357,7 +367,7 @@ impl Worker {
             instance_id: self.instance_id,
             pickled: 0,
         };
-        self.client.ask(&request).expect("an answer") == Reply::Bool(true)
+        self.client.answer(&request) == Reply::Bool(true)
     }
 
     /// Stores a range as an engine does, and returns the number of new chunks.
@@ -376,7 +386,7 @@ impl Worker {
             key: key.clone(),
             instance_id: self.instance_id,
         };
-        match self.client.ask(&request).expect("an answer") {
+        match self.client.answer(&request) {
             Reply::RetrieveSlots(slots) => slots,
             other => panic!("unexpected {other:?}"),
         }
@@ -401,7 +411,7 @@ impl Worker {
             key: key.clone(),
             instance_id,
         };
-        let committed = self.client.ask(&request).expect("an answer");
+        let committed = self.client.answer(&request);
         assert_eq!(committed, Reply::Bool(slots.is_some()));
         slots.is_some()
     }
@@ -413,18 +423,13 @@ pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
         worker_id: None,
         ..key.clone()
     };
-    assert_eq!(
-        client
-            .ask(&Request::Lookup(key.clone()))
-            .expect("an answer"),
-        Reply::None
-    );
+    assert_eq!(client.answer(&Request::Lookup(key.clone())), Reply::None);
     let status = Request::QueryPrefetchStatus {
         request_id: key.request_id,
     };
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        match client.ask(&status).expect("an answer") {
+        match client.answer(&status) {
             Reply::Int(chunks) => return chunks,
             // Chunks are being promoted from a lower tier.
             Reply::None => assert!(Instant::now() < deadline, "no result before the deadline"),
@@ -435,9 +440,7 @@ pub(crate) fn lookup(client: &mut Client, key: &CacheKey) -> u64 {
 
 pub(crate) fn end_session(client: &mut Client, request: &str) {
     let request_id = request.to_owned();
-    client
-        .ask(&Request::EndSession { request_id })
-        .expect("an answer");
+    client.answer(&Request::EndSession { request_id });
 }
 
 /// An engine's shared-memory segment.

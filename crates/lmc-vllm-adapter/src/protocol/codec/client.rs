@@ -220,12 +220,7 @@ fn slots(operation: Operation, r: &mut Reader<'_>) -> Result<Reply, ValueError> 
 }
 
 fn slot(r: &mut Reader<'_>) -> Result<SlotDescriptor, ValueError> {
-    let mut slot = SlotDescriptor {
-        offset: 0,
-        length: 0,
-        shape: Vec::new(),
-        dtype: String::new(),
-    };
+    let mut slot = SlotDescriptor::default();
     for _ in 0..r.map("slot", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
             "offset" => slot.offset = r.number("offset")?,
@@ -243,13 +238,7 @@ fn slot(r: &mut Reader<'_>) -> Result<SlotDescriptor, ValueError> {
 }
 
 fn events(r: &mut Reader<'_>) -> Result<KvEventBatch, ValueError> {
-    let mut batch = KvEventBatch {
-        enabled: false,
-        incarnation: 0,
-        next_cursor: 0,
-        lost: false,
-        events: Vec::new(),
-    };
+    let mut batch = KvEventBatch::default();
     for _ in 0..r.map("reply", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
             "enabled" => batch.enabled = r.bool()?,
@@ -268,14 +257,7 @@ fn events(r: &mut Reader<'_>) -> Result<KvEventBatch, ValueError> {
 }
 
 fn event(r: &mut Reader<'_>) -> Result<KvEvent, ValueError> {
-    let mut event = KvEvent {
-        seq: 0,
-        kind: KvEventKind::Removed,
-        model_name: String::new(),
-        hash: Vec::new(),
-        parent: None,
-        tokens: Vec::new(),
-    };
+    let mut event = KvEvent::default();
     for _ in 0..r.map("event", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
             "seq" => event.seq = r.number("seq")?,

@@ -12,7 +12,7 @@ fn key() -> CacheKey {
         request_id: "cmpl-7".to_owned(),
         cache_salt: "tenant".to_owned(),
         num_kv_readers: 1,
-        configs: Default::default(),
+        ..CacheKey::default()
     }
 }
 
