@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches as _, Subcommand as _};
 use clap_complete::Shell;
 use lmc_backend_disk::FORMAT_VERSION;
 use lmc_vllm_adapter::LMCACHE_RELEASE;
@@ -51,8 +51,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Some(("bench", matches)) => return bench::run(matches),
         Some(("completions", matches)) => completions(matches),
         Some(("man", matches)) => man(matches),
-        Some((name, matches)) => tools::run(name, matches),
-        None => return ExitCode::from(2),
+        _ => tools::Tool::from_arg_matches(&matches)
+            .map_err(anyhow::Error::from)
+            .and_then(|tool| tools::run(&tool)),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,7 +65,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 }
 
 fn command() -> Command {
-    Command::new("lmc")
+    let command = Command::new("lmc")
         .version(version())
         .long_version(format!(
             "{}\n\
@@ -76,8 +77,8 @@ fn command() -> Command {
         .after_help(examples())
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(serve_command())
-        .subcommands(tools::commands())
+        .subcommand(serve_command());
+    tools::Tool::augment_subcommands(command)
         .subcommand(bench::command())
         .subcommand(
             Command::new("completions")

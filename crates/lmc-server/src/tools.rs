@@ -6,62 +6,58 @@ pub(crate) mod http;
 mod quota;
 mod status;
 
-use anyhow::{Result, bail};
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use anyhow::Result;
+use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
 use self::http::{Call, DEFAULT_URL};
 
-pub(crate) fn commands() -> Vec<Command> {
-    let url = || {
-        Arg::new("url")
-            .long("url")
-            .value_name("URL")
-            .env("LMC_URL")
-            .default_value(DEFAULT_URL)
-            .help("The server's HTTP address (--http-host, --http-port).")
-    };
-    let json = || {
-        Arg::new("json")
-            .long("json")
-            .action(ArgAction::SetTrue)
-            .help("Print JSON, as the server answers.")
-    };
-    vec![
-        Command::new("status")
-            .about("Shows a server's hits, memory, disk, workers and latencies")
-            .args([url(), json()]),
-        Command::new("clear")
-            .about("Empties the cache of a server, in memory and on disk")
-            .args([url(), json()])
-            .arg(
-                Arg::new("force")
-                    .long("force")
-                    .action(ArgAction::SetTrue)
-                    .help("Also clear chunks that engines are reading or writing at this moment."),
-            ),
-        disk::command(),
-        quota::command(url, json),
-    ]
+#[derive(Debug, Subcommand)]
+pub(crate) enum Tool {
+    /// Shows a server's hits, memory, disk, workers and latencies
+    Status(Server),
+    /// Empties the cache of a server, in memory and on disk
+    Clear {
+        #[command(flatten)]
+        server: Server,
+        /// Also clear chunks that engines are reading or writing at this moment.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Looks into the folder of a disk tier, while no server uses it
+    #[command(subcommand)]
+    Disk(disk::Verb),
+    /// Shows and sets how many bytes a tenant (cache_salt) may hold
+    #[command(subcommand, after_help = format!("A quota that is set here lasts {}.", quota::LASTS))]
+    Quota(quota::Verb),
 }
 
-pub(crate) fn run(name: &str, matches: &ArgMatches) -> Result<()> {
-    let (call, matches) = match name {
-        "status" => (Call::get("/status"), matches),
-        "disk" => return disk::run(matches),
-        "clear" => {
-            let body = json!({"tier": "all", "force": matches.get_flag("force")});
-            (Call::new("POST", "/cache/clear", Some(body)), matches)
+// A doc comment here would become the text of each command.
+#[derive(Debug, Args)]
+pub(crate) struct Server {
+    /// The server's HTTP address (--http-host, --http-port).
+    #[arg(long, value_name = "URL", env = "LMC_URL", default_value = DEFAULT_URL)]
+    url: String,
+    /// Print JSON, as the server answers.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(tool: &Tool) -> Result<()> {
+    let (server, call) = match tool {
+        Tool::Status(server) => (server, Call::get("/status")),
+        Tool::Clear { server, force } => {
+            let body = json!({"tier": "all", "force": force});
+            (server, Call::new("POST", "/cache/clear", Some(body)))
         }
-        "quota" => return quota::run(matches),
-        other => bail!("unknown command {other}"),
+        Tool::Disk(verb) => return disk::run(verb),
+        Tool::Quota(verb) => return quota::run(verb),
     };
-    let url = matches.get_one::<String>("url").expect("it has a default");
-    let answer = call.send(url)?;
-    if matches.get_flag("json") {
+    let answer = call.send(&server.url)?;
+    if server.json {
         println!("{}", serde_json::to_string_pretty(&answer)?);
-    } else if name == "status" {
-        print!("{}", status::table(url, &answer));
+    } else if matches!(tool, Tool::Status(_)) {
+        print!("{}", status::table(&server.url, &answer));
     } else {
         println!("{}", cleared(&answer["cleared"]));
     }

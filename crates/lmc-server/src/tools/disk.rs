@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use anyhow::{Context, Result, anyhow, bail};
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use anyhow::{Result, anyhow, bail};
+use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, in_order};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus, SetMember, SpaceUsage};
@@ -25,86 +25,68 @@ const PAGE: usize = 4096;
 /// Key spaces that are shown to people.
 const MOST_SPACES: usize = 8;
 
-pub(super) fn command() -> Command {
-    let path = || {
-        Arg::new("path")
-            .required(true)
-            .value_name("PATH")
-            .value_delimiter(',')
-            .num_args(1..)
-            .value_parser(clap::value_parser!(PathBuf))
-            .help("The folder that was named with `lmc serve --disk`; several with commas.")
-    };
-    let json = || {
-        Arg::new("json")
-            .long("json")
-            .action(ArgAction::SetTrue)
-            .help("Print JSON.")
-    };
-    Command::new("disk")
-        .about("Looks into the folder of a disk tier, while no server uses it")
-        .subcommand_required(true)
-        .subcommands([
-            Command::new("inspect")
-                .about("Shows what each folder holds, and the set that its drive belongs to")
-                .args([path(), json()])
-                .arg(
-                    Arg::new("segments")
-                        .long("segments")
-                        .action(ArgAction::SetTrue)
-                        .help("Also show how full each segment is."),
-                ),
-            Command::new("verify")
-                .about("Reads every chunk and checks every byte; removes damaged chunks")
-                .args([path(), json()]),
-            Command::new("compact")
-                .about("Moves chunks together and gives space back to the file system")
-                .args([path(), json()])
-                .arg(
-                    Arg::new("below")
-                        .long("below")
-                        .value_name("SHARE")
-                        .value_parser(clap::value_parser!(f64))
-                        .default_value("0.5")
-                        .help("Segments filled to less than this share are emptied, 0 to 1."),
-                ),
-            Command::new("forget")
-                .about("Removes a missing drive from its set, so that it is not waited for")
-                .arg(
-                    Arg::new("drive")
-                        .required(true)
-                        .value_name("DRIVE-ID")
-                        .help("The id of the missing drive, as `lmc disk inspect` shows it."),
-                )
-                .args([path(), json()]),
-        ])
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Shows what each folder holds, and the set that its drive belongs to
+    Inspect {
+        #[command(flatten)]
+        on: On,
+        /// Also show how full each segment is.
+        #[arg(long)]
+        segments: bool,
+    },
+    /// Reads every chunk and checks every byte; removes damaged chunks
+    Verify(On),
+    /// Moves chunks together and gives space back to the file system
+    Compact {
+        #[command(flatten)]
+        on: On,
+        /// Segments filled to less than this share are emptied, 0 to 1.
+        #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
+        below: f64,
+    },
+    /// Removes a missing drive from its set, so that it is not waited for
+    Forget {
+        /// The id of the missing drive, as `lmc disk inspect` shows it.
+        #[arg(value_name = "DRIVE-ID")]
+        drive: String,
+        #[command(flatten)]
+        on: On,
+    },
 }
 
-pub(super) fn run(matches: &ArgMatches) -> Result<()> {
-    let (verb, matches) = matches.subcommand().context("disk needs a verb")?;
-    let paths: Vec<PathBuf> = matches
-        .get_many("path")
-        .expect("clap requires it")
-        .cloned()
-        .collect();
-    let tier = DiskConfig::existing(&paths).and_then(|config| config.open());
+// A doc comment here would become the text of each command.
+#[derive(Debug, Args)]
+pub(crate) struct On {
+    /// The folder that was named with `lmc serve --disk`; several with commas.
+    #[arg(required = true, value_name = "PATH", value_delimiter = ',', num_args = 1..)]
+    path: Vec<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(verb: &Verb) -> Result<()> {
+    let (Verb::Inspect { on, .. }
+    | Verb::Verify(on)
+    | Verb::Compact { on, .. }
+    | Verb::Forget { on, .. }) = verb;
+    let tier = DiskConfig::existing(&on.path).and_then(|config| config.open());
     // Its text names the cause already.
     let tier = tier.map_err(|error| anyhow!("{error}"))?;
     let answer = match verb {
-        "inspect" => inspect(&tier, &paths, matches.get_flag("segments")),
-        "forget" => forget(&tier, matches.get_one("drive").expect("clap requires it"))?,
-        "verify" => verify(&tier)?,
-        "compact" => {
-            let below: f64 = *matches.get_one("below").expect("it has a default");
-            if !(0.0..=1.0).contains(&below) {
+        Verb::Inspect { segments, .. } => inspect(&tier, &on.path, *segments),
+        Verb::Forget { drive, .. } => forget(&tier, drive)?,
+        Verb::Verify(_) => verify(&tier)?,
+        Verb::Compact { below, .. } => {
+            if !(0.0..=1.0).contains(below) {
                 bail!("--below {below}: expected a share from 0 to 1");
             }
-            compact(&tier, below)?
+            compact(&tier, *below)?
         }
-        other => bail!("unknown verb {other}"),
     };
     wait(tier.close(Instant::now() + TIMEOUT))?;
-    match matches.get_flag("json") {
+    match on.json {
         true => println!("{}", serde_json::to_string_pretty(&answer.1)?),
         false => print!("{}", answer.0),
     }
@@ -200,7 +182,7 @@ fn summary(drive: &DriveStatus, path: &Path, how: &str) -> String {
     out
 }
 
-fn forget(tier: &DiskBackend, drive: &String) -> Result<Answer> {
+fn forget(tier: &DiskBackend, drive: &str) -> Result<Answer> {
     let id = u128::from_str_radix(drive, 16).ok();
     let Some(id) = id.filter(|_| drive.len() == 32) else {
         bail!("{drive}: expected a drive id of 32 hexadecimal digits");

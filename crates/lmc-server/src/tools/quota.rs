@@ -2,80 +2,75 @@
 
 use std::fmt::Write;
 
-use anyhow::{Context, Result, anyhow, bail};
-use clap::{Arg, ArgMatches, Command};
+use anyhow::{Result, anyhow, bail};
+use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
+use super::Server;
 use super::http::Call;
 use crate::config::{GIB, human_bytes, parse_bytes};
 
 /// Note on the lifetime of a quota that is set over HTTP.
-const LASTS: &str = "until the server stops; `lmc serve --quota SALT=SIZE` sets it at every start";
+pub(super) const LASTS: &str =
+    "until the server stops; `lmc serve --quota SALT=SIZE` sets it at every start";
 
-pub(super) fn command(url: impl Fn() -> Arg, json: impl Fn() -> Arg) -> Command {
-    let salt = || {
-        Arg::new("salt")
-            .required(true)
-            .help("The tenant's cache_salt; _default for none.")
-    };
-    Command::new("quota")
-        .about("Shows and sets how many bytes a tenant (cache_salt) may hold")
-        .after_help(format!("A quota that is set here lasts {LASTS}."))
-        .subcommand_required(true)
-        .subcommands([
-            Command::new("list")
-                .about("Lists every quota and its use")
-                .args([url(), json()]),
-            Command::new("get")
-                .about("Shows one quota and its use; exit code 1 when none is set")
-                .args([salt(), url(), json()]),
-            Command::new("set")
-                .about("Sets a quota, until the server stops")
-                .arg(salt())
-                .arg(
-                    Arg::new("size")
-                        .required(true)
-                        .help("Such as 20GiB; a bare number is GiB."),
-                )
-                .args([url(), json()]),
-            Command::new("delete")
-                .about("Removes a quota; exit code 1 when none is set")
-                .args([salt(), url(), json()]),
-        ])
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Lists every quota and its use
+    List(Server),
+    /// Shows one quota and its use; exit code 1 when none is set
+    Get(Tenant),
+    /// Sets a quota, until the server stops
+    Set {
+        #[command(flatten)]
+        tenant: Tenant,
+        /// Such as 20GiB; a bare number is GiB.
+        size: String,
+    },
+    /// Removes a quota; exit code 1 when none is set
+    Delete(Tenant),
 }
 
-pub(super) fn run(matches: &ArgMatches) -> Result<()> {
-    let (verb, matches) = matches.subcommand().context("quota needs a verb")?;
-    let salt = || matches.get_one::<String>("salt").expect("clap requires it");
-    let path = || format!("/quota/{}", salt());
-    let call = match verb {
-        "list" => Call::get("/quota"),
-        "get" => Call::get(&path()),
-        "delete" => Call::new("DELETE", &path(), None),
-        _ => {
-            let size = matches.get_one::<String>("size").expect("clap requires it");
+// A doc comment here would become the text of each command.
+#[derive(Debug, Args)]
+pub(crate) struct Tenant {
+    /// The tenant's cache_salt; _default for none.
+    salt: String,
+    #[command(flatten)]
+    server: Server,
+}
+
+pub(super) fn run(verb: &Verb) -> Result<()> {
+    let path = |tenant: &Tenant| format!("/quota/{}", tenant.salt);
+    let (server, salt, call) = match verb {
+        Verb::List(server) => (server, "", Call::get("/quota")),
+        Verb::Get(tenant) => (&tenant.server, &*tenant.salt, Call::get(&path(tenant))),
+        Verb::Delete(tenant) => {
+            let call = Call::new("DELETE", &path(tenant), None);
+            (&tenant.server, &*tenant.salt, call)
+        }
+        Verb::Set { tenant, size } => {
             let bytes = parse_bytes(size, GIB).map_err(|error| anyhow!("{size}: {error}"))?;
             let body = json!({"limit_gb": bytes as f64 / GIB as f64});
-            Call::new("PUT", &path(), Some(body))
+            let call = Call::new("PUT", &path(tenant), Some(body));
+            (&tenant.server, &*tenant.salt, call)
         }
     };
-    let url = matches.get_one::<String>("url").expect("it has a default");
-    let answer = call.send(url)?;
-    if matches.get_flag("json") {
+    let answer = call.send(&server.url)?;
+    if server.json {
         println!("{}", serde_json::to_string_pretty(&answer)?);
     }
-    let missing = answer["exists"] == false || answer["status"] == "not_found";
-    if missing {
-        bail!("no quota is set for {}", salt());
+    if answer["exists"] == false || answer["status"] == "not_found" {
+        bail!("no quota is set for {salt}");
     }
-    if matches.get_flag("json") {
+    if server.json {
         return Ok(());
     }
     match verb {
-        "list" => print!("{}", table(&answer["users"])),
-        "get" => println!("{}: {} of {}", salt(), used(&answer), limit(&answer)),
-        "set" => println!("quota of {}: {}, {LASTS}", salt(), limit(&answer)),
-        _ => println!("quota of {} removed", salt()),
+        Verb::List(_) => print!("{}", table(&answer["users"])),
+        Verb::Get(_) => println!("{salt}: {} of {}", used(&answer), limit(&answer)),
+        Verb::Set { .. } => println!("quota of {salt}: {}, {LASTS}", limit(&answer)),
+        Verb::Delete(_) => println!("quota of {salt} removed"),
     }
     Ok(())
 }
