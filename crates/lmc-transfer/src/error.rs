@@ -19,14 +19,6 @@ pub enum ConnectError {
         /// The peer that was connected to.
         peer: PeerId,
     },
-    /// The address is of a kind that this channel does not serve.
-    #[error("a {kind} channel cannot connect to {address}")]
-    Address {
-        /// The channel's kind.
-        kind: &'static str,
-        /// The address.
-        address: String,
-    },
     /// There is no shared key, and the address is neither loopback nor a Unix socket.
     #[error(
         "{address} is reached over a network, which requires a shared key: set `keys` on every \

@@ -56,14 +56,13 @@ pub(crate) enum Socket {
 }
 
 impl Socket {
-    /// Connects. `None` for an address that is no socket's.
-    pub(crate) async fn connect(address: &Address) -> Option<io::Result<Self>> {
+    /// Connects.
+    pub(crate) async fn connect(address: &Address) -> io::Result<Self> {
         match address {
             Address::Tcp { host, port } => {
-                let connected = TcpStream::connect((host.as_str(), *port)).await;
-                Some(connected.and_then(Self::tcp))
+                Self::tcp(TcpStream::connect((host.as_str(), *port)).await?)
             }
-            Address::Unix(path) => Some(Self::connect_unix(path).await),
+            Address::Unix(path) => Self::connect_unix(path).await,
         }
     }
 
@@ -263,11 +262,11 @@ enum Kind {
 }
 
 impl Listener {
-    /// Binds. `None` for an address that is no socket's. Call it within a tokio runtime.
-    pub(crate) fn bind(address: &Address) -> Option<io::Result<Self>> {
+    /// Binds. Call it within a tokio runtime.
+    pub(crate) fn bind(address: &Address) -> io::Result<Self> {
         match address {
-            Address::Tcp { host, port } => Some(Self::tcp(host, *port)),
-            Address::Unix(path) => Some(Self::unix(path)),
+            Address::Tcp { host, port } => Self::tcp(host, *port),
+            Address::Unix(path) => Self::unix(path),
         }
     }
 

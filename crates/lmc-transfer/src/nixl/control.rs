@@ -292,15 +292,7 @@ impl Host {
     ) -> Result<Option<Bytes>, ConnectError> {
         let intro = self.intro.get().ok_or_else(not_ready);
         let intro = intro.map_err(|failure| failure.into_connect_error(peer))?;
-        let socket = match Socket::connect(address).await {
-            Some(connected) => connected?,
-            None => {
-                return Err(ConnectError::Address {
-                    kind: "nixl",
-                    address: address.to_string(),
-                });
-            }
-        };
+        let socket = Socket::connect(address).await?;
         let connected = session::connect(&self.local, address, socket, peer, Vec::new()).await?;
         let (stream, remote, _) = connected;
         let introduced = self.introduce(intro, stream, remote, message).await;

@@ -122,8 +122,7 @@ impl NixlConfig {
     ///
     /// # Errors
     /// [`ConnectError::Library`] when there is no NIXL, with how to install it, or when it
-    /// refuses; [`ConnectError::Config`]; [`ConnectError::Address`] and [`ConnectError::Io`] for
-    /// the address.
+    /// refuses; [`ConnectError::Config`]; [`ConnectError::Io`] for the address.
     pub fn build(self) -> Result<NixlChannel, ConnectError> {
         NixlChannel::new(self)
     }
@@ -198,12 +197,8 @@ impl NixlChannel {
             .build()?;
         let listener = {
             let _entered = runtime.enter();
-            Listener::bind(&config.listen)
+            Listener::bind(&config.listen)?
         };
-        let listener = listener.ok_or_else(|| ConnectError::Address {
-            kind: "nixl",
-            address: config.listen.to_string(),
-        })??;
         let address = listener.address().clone();
         let reach = Reach::of_this_process();
         let host = Arc::new(Host {

@@ -44,9 +44,6 @@ pub struct SocketConfig {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SocketError {
-    /// The address is not a socket's.
-    #[error("cannot listen at {0}: expected tcp://HOST:PORT or unix:PATH")]
-    Address(Address),
     /// A setting is invalid.
     #[error(transparent)]
     Setting(#[from] ConfigError),

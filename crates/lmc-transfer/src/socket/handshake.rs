@@ -232,16 +232,6 @@ pub(super) async fn connect(
     connected.unwrap_or_else(|_| Err(ConnectError::Deadline { peer: peer.clone() }))
 }
 
-async fn open(address: &Address) -> Result<Socket, ConnectError> {
-    match Socket::connect(address).await {
-        Some(connected) => Ok(connected?),
-        None => Err(ConnectError::Address {
-            kind: "socket",
-            address: address.to_string(),
-        }),
-    }
-}
-
 async fn initiate(
     shared: &Arc<Shared>,
     peer: &PeerId,
@@ -250,7 +240,7 @@ async fn initiate(
 ) -> Result<Option<Bytes>, ConnectError> {
     let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
     let mine = encode(&side(shared, shared.config.streams, attempt));
-    let socket = open(address).await?;
+    let socket = Socket::connect(address).await?;
     let connected = session::connect(&shared.local, address, socket, peer, mine).await?;
     let (stream, found, payload) = connected;
     let rest = go_on(shared, address, message, stream, &found, &payload, attempt);
@@ -282,7 +272,7 @@ async fn go_on(
     for number in 1..streams {
         let (address, terms) = (address.clone(), terms.clone());
         joins.spawn(async move {
-            let socket = open(&address).await.map_err(io::Error::other)?;
+            let socket = Socket::connect(&address).await?;
             let joined = session::join(socket, terms.session, &terms.secret, number).await;
             joined.map(|stream| (number, stream))
         });

@@ -75,13 +75,10 @@ impl SocketChannel {
         let listen = config.listen.clone();
         let listener = {
             let _entered = threads.first().enter();
-            match Listener::bind(&listen) {
-                None => return Err(SocketError::Address(listen)),
-                Some(bound) => bound.map_err(|error| SocketError::Listen {
-                    address: listen,
-                    error,
-                })?,
-            }
+            Listener::bind(&listen).map_err(|error| SocketError::Listen {
+                address: listen,
+                error,
+            })?
         };
         let local = Local::new("socket", &config.channel).map_err(SocketError::Start)?;
         let protected = local.check_listener(&listener);
