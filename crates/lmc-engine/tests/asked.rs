@@ -17,11 +17,11 @@ use lmc_engine::{
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::{soon, until};
 
 const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);
 const OTHER: SpaceId = SpaceId::new([8; 16]);
-const DEADLINE: Duration = Duration::from_secs(20);
 
 fn hash(number: u64) -> ChunkHash {
     let mut rng = Rng::new(number);
@@ -43,10 +43,6 @@ fn key(space: SpaceId, kv_rank: u16, number: u64) -> ChunkKey {
 
 fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
     numbers.map(|number| key(SPACE, 0, number)).collect()
-}
-
-fn soon() -> Instant {
-    Instant::now() + DEADLINE
 }
 
 fn engine_with(
@@ -130,14 +126,6 @@ fn found(engine: &CacheEngine, numbers: Range<u64>) -> Found {
 
 fn status(engine: &CacheEngine, tier: usize) -> LowerStatus {
     engine.lower_status().swap_remove(tier)
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = soon();
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn settle(engine: &CacheEngine) {

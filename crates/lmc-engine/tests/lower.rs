@@ -14,10 +14,10 @@ use lmc_engine::{
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
+use lmc_testkit::{DEADLINE, until};
 
 const CHUNK: u64 = 4096;
 const TENANT: TenantId = TenantId(0);
-const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A map behind a gate.
 fn gated() -> Arc<Gated<MemoryBackend>> {
@@ -120,7 +120,7 @@ fn fetch(engine: &CacheEngine, owner: u64, keys: Vec<ChunkKey>) -> mpsc::Receive
 fn fetched(engine: &CacheEngine, numbers: Range<u64>) -> Leases {
     let keys = keys(numbers);
     let leases = fetch(engine, 2, keys.clone());
-    let leases = leases.recv_timeout(TIMEOUT).expect("in time");
+    let leases = leases.recv_timeout(DEADLINE).expect("in time");
     for (slot, key) in leases.iter().zip(&keys) {
         check_value(key, slot.bytes()).expect("the bytes that were stored");
     }
@@ -131,14 +131,6 @@ fn fetched(engine: &CacheEngine, numbers: Range<u64>) -> Leases {
 fn leading(engine: &CacheEngine, keys: &[ChunkKey]) -> usize {
     let there = |len: &usize| engine.acquire(OwnerId(99), &keys[..*len]).is_some();
     (0..=keys.len()).rev().find(there).unwrap_or(0)
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn status(engine: &CacheEngine) -> LowerStatus {
@@ -204,7 +196,7 @@ fn two_who_ask_for_the_same_read_it_once() {
     thread::sleep(Duration::from_millis(150));
     tier.open();
     for waits in [first, second] {
-        assert_eq!(waits.recv_timeout(TIMEOUT).expect("in time").len(), 16);
+        assert_eq!(waits.recv_timeout(DEADLINE).expect("in time").len(), 16);
     }
     assert_eq!(tier.loads(), 16);
     assert_idle(&engine);
@@ -225,7 +217,7 @@ fn an_uncommitted_store_delays_a_fetch_by_a_moment() {
     let asked = Instant::now();
     let both = [2, 3].map(|owner| fetch(&engine, owner, keys(0..8)));
     for waits in both {
-        assert_eq!(waits.recv_timeout(TIMEOUT).expect("in time").len(), 8);
+        assert_eq!(waits.recv_timeout(DEADLINE).expect("in time").len(), 8);
     }
     assert!(
         asked.elapsed() < Duration::from_secs(5),
@@ -251,7 +243,7 @@ fn a_cancelled_fetch_ends_and_another_one_of_the_same_chunks_goes_on() {
     let second = fetch(&engine, 3, keys(0..8));
     drop(first);
     tier.open();
-    assert_eq!(second.recv_timeout(TIMEOUT).expect("in time").len(), 8);
+    assert_eq!(second.recv_timeout(DEADLINE).expect("in time").len(), 8);
     assert_idle(&engine);
 }
 
@@ -330,7 +322,7 @@ fn clearing_forgets_what_is_above_below_and_on_its_way() {
     open.join().expect("it only waits");
     assert_eq!(cleared.dram, 4);
     assert!(cleared.complete && cleared.lower >= 8, "{cleared:?}");
-    assert_eq!(promoting.recv_timeout(TIMEOUT).expect("in time").len(), 0);
+    assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 0);
     settle(&engine);
     assert_eq!(leading(&engine, &keys(0..8)), 0);
     assert_eq!(
@@ -356,9 +348,9 @@ fn nothing_comes_up_while_all_is_being_forgotten() {
     let cleared = engine.clear(true);
     assert!(cleared.complete && cleared.lower == 8, "{cleared:?}");
     let after = fetch(&engine, 3, keys(0..8));
-    assert_eq!(after.recv_timeout(TIMEOUT).expect("in time").len(), 0);
+    assert_eq!(after.recv_timeout(DEADLINE).expect("in time").len(), 0);
     tier.open();
-    assert_eq!(promoting.recv_timeout(TIMEOUT).expect("in time").len(), 0);
+    assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 0);
     settle(&engine);
     assert_eq!(leading(&engine, &keys(0..8)), 0);
     assert_eq!(fetched(&engine, 20..24).len(), 0);
@@ -541,7 +533,7 @@ fn an_engine_that_goes_leaves_no_one_waiting() {
     drop(engine);
     assert!(begun.elapsed() < Duration::from_secs(5));
     let found = promoting
-        .recv_timeout(TIMEOUT)
+        .recv_timeout(DEADLINE)
         .expect("it is answered at once");
     assert_eq!(found.len(), 0);
 }
@@ -565,7 +557,7 @@ fn what_comes_up_while_it_is_removed_is_not_found_afterwards() {
     let promoting = fetch(&engine, 2, keys(0..1));
     thread::sleep(Duration::from_millis(100));
     tier.open();
-    let came_up = promoting.recv_timeout(TIMEOUT).expect("in time").len();
+    let came_up = promoting.recv_timeout(DEADLINE).expect("in time").len();
     removing.join().expect("it only waits");
     assert_eq!(
         (leading(&engine, &keys(0..1)), fetched(&engine, 0..1).len()),
@@ -592,7 +584,7 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
     thread::sleep(Duration::from_millis(100));
     tier.open();
     assert!(removing.join().expect("it only waits").complete);
-    assert_eq!(promoting.recv_timeout(TIMEOUT).expect("in time").len(), 8);
+    assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 8);
 }
 
 #[test]
@@ -625,7 +617,7 @@ fn everything_at_once_ends_and_serves_right_bytes() {
                         _ => {
                             let keys = keys(first..first + 6);
                             let leases = fetch(&engine, number, keys.clone());
-                            let leases = leases.recv_timeout(TIMEOUT).expect("in time");
+                            let leases = leases.recv_timeout(DEADLINE).expect("in time");
                             for (slot, key) in leases.iter().zip(&keys) {
                                 check_value(key, slot.bytes()).expect("its bytes");
                             }
@@ -636,7 +628,7 @@ fn everything_at_once_ends_and_serves_right_bytes() {
             });
         }
         for _ in 0..6 {
-            done.recv_timeout(TIMEOUT).expect("no deadlock");
+            done.recv_timeout(DEADLINE).expect("no deadlock");
         }
         until("all at rest", || engine.usage().leases == 0);
         assert_idle(&engine);
