@@ -33,7 +33,6 @@ crates/lmc-transfer/src/nixl/library.rs: dlopen, and variables that UCX reads
 crates/lmc-memory/examples/copy_speed.rs: memcpy to compare with
 crates/lmc-vllm-adapter/src/transport/pidfd.rs: pidfd_open, poll
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it
-crates/lmc-server/src/open_files.rs: getrlimit and setrlimit
 crates/lmc-server/src/pool_size.rs: sysconf and its friends
 crates/lmc-testkit/src/cpu.rs: the clock of a thread's CPU time
 crates/lmc-testkit/src/process.rs: signals to a program under test

@@ -4,27 +4,29 @@
 //! lmc; a load generator is the pool's guest, as an engine's worker is.
 
 use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::ptr::NonNull;
 
 use anyhow::{Context, Result, ensure};
 use lmc_memory::SharedName;
+use memmap2::{MmapOptions, MmapRaw};
 
 /// A mapping of a whole segment, removed from the system on drop where it is our own.
 #[derive(Debug)]
 pub(crate) struct Mapped {
-    base: NonNull<u8>,
-    len: usize,
-    own: Option<PathBuf>,
+    memory: MmapRaw,
+    _own: Option<Own>,
 }
 
-// SAFETY: the mapping is an address range of this process, not tied to a thread; it is written
-// through `&mut self` or, where several workers share a pool, through ranges that the server gave
-// to one of them.
-unsafe impl Send for Mapped {}
+/// A file that is removed on drop.
+#[derive(Debug)]
+struct Own(PathBuf);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
 
 impl Mapped {
     /// Maps the first `len` bytes of a segment that exists.
@@ -61,36 +63,17 @@ impl Mapped {
             .mode(0o600)
             .open(&path)
             .with_context(|| format!("cannot make {}", path.display()))?;
-        // From here on a failure removes the file again.
-        let mut own = Self {
-            base: NonNull::dangling(),
-            len: 0,
-            own: Some(path),
-        };
+        let own = Own(path);
         file.set_len(len as u64)?;
-        let mapped = Self::map(&file, len, own.own.take())?;
-        Ok(mapped)
+        Self::map(&file, len, Some(own))
     }
 
-    fn map(file: &File, len: usize, own: Option<PathBuf>) -> Result<Self> {
-        // SAFETY: a new mapping at an address of the system's choice; it aliases no Rust object.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        ensure!(
-            address != libc::MAP_FAILED,
-            "mmap of {len} bytes: {}",
-            io::Error::last_os_error()
-        );
-        let base = NonNull::new(address.cast()).context("mmap returned null")?;
-        Ok(Self { base, len, own })
+    fn map(file: &File, len: usize, own: Option<Own>) -> Result<Self> {
+        let memory = MmapOptions::new().len(len).map_raw(file);
+        Ok(Self {
+            memory: memory.with_context(|| format!("mmap of {len} bytes"))?,
+            _own: own,
+        })
     }
 
     /// Copies `bytes` to `offset`.
@@ -99,7 +82,11 @@ impl Mapped {
         // SAFETY: `check` proved the range inside the mapping; another process may write there,
         // which only shows as wrong bytes, since no reference to them exists.
         unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(at), bytes.len());
+            std::ptr::copy_nonoverlapping(
+                bytes.as_ptr(),
+                self.memory.as_mut_ptr().add(at),
+                bytes.len(),
+            );
         }
         Ok(())
     }
@@ -110,7 +97,7 @@ impl Mapped {
         // SAFETY: as in `write`, the other way round.
         unsafe {
             std::ptr::copy_nonoverlapping(
-                self.base.as_ptr().add(at),
+                self.memory.as_mut_ptr().add(at),
                 bytes.as_mut_ptr(),
                 bytes.len(),
             );
@@ -121,23 +108,11 @@ impl Mapped {
     fn check(&self, offset: u64, len: usize) -> Result<usize> {
         let end = offset.checked_add(len as u64);
         ensure!(
-            end.is_some_and(|end| end <= self.len as u64),
+            end.is_some_and(|end| end <= self.memory.len() as u64),
             "the server named bytes {offset}+{len}, outside the segment of {}",
-            self.len
+            self.memory.len()
         );
         Ok(offset as usize)
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: the range is the one that `map` made, and nothing refers to it any more.
-            unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
-        }
-        if let Some(path) = self.own.take() {
-            let _ = std::fs::remove_file(path);
-        }
     }
 }
 
