@@ -1,6 +1,7 @@
 //! Owners of leases and reservations, and how many each has.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sync::Mutex;
@@ -12,61 +13,95 @@ pub struct OwnerId(pub u64);
 
 const STRIPES: usize = 16;
 
-/// Counts of what each owner holds. An owner without anything costs nothing.
+/// Multiplier of Fibonacci hashing: 2^64 divided by the golden ratio.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Count and bytes that one owner holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Hashes owners. The engine numbers them, so no client can choose numbers that collide.
+#[derive(Debug, Default)]
+struct OwnerHasher(u64);
+
+impl Hasher for OwnerHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes
+            .iter()
+            .for_each(|&byte| self.write_u64(u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0.rotate_left(8) ^ number).wrapping_mul(SPREAD);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+type Stripe = HashMap<OwnerId, Held, BuildHasherDefault<OwnerHasher>>;
+
+/// Counts and bytes of what each owner holds. An owner without anything costs nothing.
 #[derive(Debug, Default)]
 pub(crate) struct Owners {
-    stripes: [Mutex<HashMap<OwnerId, u64>>; STRIPES],
+    stripes: [Mutex<Stripe>; STRIPES],
     total: AtomicU64,
 }
 
 impl Owners {
-    fn stripe(&self, owner: OwnerId) -> &Mutex<HashMap<OwnerId, u64>> {
-        let spread = owner.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
-        &self.stripes[spread as usize]
+    fn stripe(&self, owner: OwnerId) -> &Mutex<Stripe> {
+        &self.stripes[(owner.0.wrapping_mul(SPREAD) >> 60) as usize]
     }
 
-    /// An owner takes `n` more.
-    pub(crate) fn take(&self, owner: OwnerId, n: u64) {
-        if n == 0 {
+    /// An owner takes `count` more, which have `bytes` together.
+    pub(crate) fn take(&self, owner: OwnerId, count: u64, bytes: u64) {
+        if count == 0 {
             return;
         }
-        *self.stripe(owner).lock().entry(owner).or_default() += n;
-        self.total.fetch_add(n, Ordering::Relaxed);
+        let mut stripe = self.stripe(owner).lock();
+        let held = stripe.entry(owner).or_default();
+        held.count += count;
+        held.bytes += bytes;
+        drop(stripe);
+        self.total.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// An owner gives `n` back that it took before: callers are values that took them.
-    pub(crate) fn give(&self, owner: OwnerId, n: u64) {
-        if n == 0 {
+    /// An owner gives back what it took before: callers are values that took it.
+    pub(crate) fn give(&self, owner: OwnerId, count: u64, bytes: u64) {
+        if count == 0 {
             return;
         }
-        let mut held = self.stripe(owner).lock();
-        if let std::collections::hash_map::Entry::Occupied(mut count) = held.entry(owner) {
-            match count.get().checked_sub(n) {
-                Some(left) if left > 0 => *count.get_mut() = left,
-                _ => {
-                    count.remove();
-                }
+        let mut stripe = self.stripe(owner).lock();
+        if let Some(held) = stripe.get_mut(&owner) {
+            held.count = held.count.saturating_sub(count);
+            held.bytes = held.bytes.saturating_sub(bytes);
+            if held.count == 0 {
+                stripe.remove(&owner);
             }
         }
-        self.total.fetch_sub(n, Ordering::Relaxed);
+        drop(stripe);
+        self.total.fetch_sub(count, Ordering::Relaxed);
     }
 
-    pub(crate) fn of(&self, owner: OwnerId) -> u64 {
-        self.stripe(owner).lock().get(&owner).copied().unwrap_or(0)
+    pub(crate) fn of(&self, owner: OwnerId) -> Held {
+        let stripe = self.stripe(owner).lock();
+        stripe.get(&owner).copied().unwrap_or_default()
     }
 
     pub(crate) fn total(&self) -> u64 {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Everyone who holds something, with how much.
+    /// Returns everyone who holds something, with its count.
     pub(crate) fn all(&self) -> Vec<(OwnerId, u64)> {
-        let held = |stripe: &Mutex<HashMap<OwnerId, u64>>| {
-            stripe
-                .lock()
-                .iter()
-                .map(|(&owner, &n)| (owner, n))
-                .collect::<Vec<_>>()
+        let held = |stripe: &Mutex<Stripe>| {
+            let stripe = stripe.lock();
+            let counts = stripe.iter().map(|(&owner, held)| (owner, held.count));
+            counts.collect::<Vec<_>>()
         };
         self.stripes.iter().flat_map(held).collect()
     }

@@ -46,10 +46,8 @@ pub(crate) struct Inner {
     shards: Box<[Mutex<Shard>]>,
     shared: Arc<Class>,
     tenants: Tenants,
-    /// Leases by owner.
+    /// Leases by owner, and the bytes of their chunks, each counted for each lease.
     leases: Owners,
-    /// Bytes of leased chunks by owner, each counted for each lease.
-    lease_bytes: Owners,
     /// Bytes of leased or pinned chunks in each shard, each chunk counted once.
     held: Arc<[AtomicU64]>,
     /// Keys that each owner is writing.
@@ -95,7 +93,6 @@ impl LocalTier {
             shared,
             tenants: Tenants::new(config.shards),
             leases: Owners::default(),
-            lease_bytes: Owners::default(),
             held,
             writes: Owners::default(),
             clock: AtomicU64::new(1),
@@ -158,12 +155,12 @@ impl LocalTier {
 
     /// Leases that an owner holds.
     pub fn leases_of(&self, owner: OwnerId) -> u64 {
-        self.0.leases.of(owner)
+        self.0.leases.of(owner).count
     }
 
     /// Bytes of the pool under the chunks that an owner leases, each counted for each lease.
     pub fn lease_bytes_of(&self, owner: OwnerId) -> u64 {
-        self.0.lease_bytes.of(owner)
+        self.0.leases.of(owner).bytes
     }
 
     /// Bytes of the pool under chunks that are leased or pinned, each counted once: what cannot
@@ -175,7 +172,7 @@ impl LocalTier {
 
     /// Keys that an owner is writing.
     pub fn writes_of(&self, owner: OwnerId) -> u64 {
-        self.0.writes.of(owner)
+        self.0.writes.of(owner).count
     }
 
     /// Returns the owners of leases, with the number of each: to find a leak.

@@ -362,8 +362,7 @@ impl Inner {
             .into_iter()
             .map(|leased| self.taken(leased.slot.len()));
         let (count, bytes) = lens.fold((0, 0), |(count, bytes), len| (count + 1, bytes + len));
-        self.leases.take(owner, count);
-        self.lease_bytes.take(owner, bytes);
+        self.leases.take(owner, count, bytes);
         self.counters.leased.add(count);
     }
 
@@ -413,8 +412,7 @@ impl Inner {
         let count = items.len() as u64;
         let bytes = items.iter().map(|item| self.taken(item.slot.len())).sum();
         self.give_back(items);
-        self.leases.give(owner, count);
-        self.lease_bytes.give(owner, bytes);
+        self.leases.give(owner, count, bytes);
         self.counters.released.add(count);
     }
 

@@ -116,7 +116,7 @@ impl Drop for InFlight {
         shard.end_write(&self.key, self.number);
         drop(shard);
         self.tenant.end_write(self.len);
-        self.tier.writes.give(self.owner, 1);
+        self.tier.writes.give(self.owner, 1, 0);
     }
 }
 
@@ -198,7 +198,7 @@ impl LocalTier {
             return Ok(WriteStart::Busy);
         }
         let tenant = inner.tenants.get(tenant);
-        inner.writes.take(owner, 1);
+        inner.writes.take(owner, 1, 0);
         // From here on the mark goes with this value. It counts no bytes yet, so that the quota
         // is not asked for them twice.
         let mut mark = InFlight {
