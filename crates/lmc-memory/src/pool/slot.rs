@@ -149,6 +149,11 @@ impl WrittenSlot {
         unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
     }
 
+    /// Gives the bytes up: the slot may be written again.
+    pub fn into_reserved(self) -> ReservedSlot {
+        ReservedSlot(self.0)
+    }
+
     /// Makes the slot readable by many.
     pub fn seal(self) -> SealedSlot {
         SealedSlot(self.0)

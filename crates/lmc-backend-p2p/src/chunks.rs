@@ -1,0 +1,68 @@
+//! What the tier needs from above: the chunks of this daemon.
+
+use std::any::Any;
+use std::fmt;
+use std::time::Instant;
+
+use lmc_backend::{BoxFuture, Clear, ClearEpoch};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_memory::SealedSlot;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::message::{ChunkState, SpaceNote};
+
+/// The chunks of this daemon, which it lends to peers.
+///
+/// Nothing here asks peers in turn: what a peer is answered comes from this daemon's memory and
+/// disks, so that two daemons that ask each other end at once.
+pub trait Chunks: Send + Sync + 'static {
+    /// Returns the state of each chunk. [`ChunkState::Writing`] only for chunks that an engine of
+    /// this host writes. Never waits.
+    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState>;
+
+    /// Keeps chunks in memory and unchanged until what is returned is dropped: one answer for each
+    /// key. Chunks on disk are promoted first, if that is done by `promote_until`.
+    fn hold<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>>;
+
+    /// Returns the newest clear epoch of a space: that of its chunks that are found.
+    fn epoch(&self, space: SpaceId) -> ClearEpoch;
+
+    /// Returns the newest clears that this daemon knows.
+    fn clears(&self) -> Vec<Clear>;
+
+    /// Takes in clears that a peer knows: what they cover is not found afterwards.
+    fn learn(&self, clears: &[Clear]);
+
+    /// Returns the spaces that have chunks here, for people.
+    fn spaces(&self) -> Vec<SpaceNote>;
+}
+
+/// A chunk that stays in memory as it is.
+pub struct HeldChunk {
+    /// The bytes.
+    pub slot: SealedSlot,
+    /// [`lmc_memory::checksum`] of the bytes, as they were when the chunk was committed or first
+    /// copied.
+    pub checksum: u64,
+    /// Keeps the chunk from eviction.
+    pub hold: Box<dyn Any + Send>,
+}
+
+impl fmt::Debug for HeldChunk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeldChunk")
+            .field("slot", &self.slot)
+            .field("checksum", &self.checksum)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Returns what a peer compares after a read: the checksum of a chunk's bytes, mixed with its key,
+/// so that the right bytes of another chunk do not pass.
+pub fn chunk_digest(key: &ChunkKey, checksum: u64) -> u64 {
+    xxh3_64_with_seed(&key.to_bytes(), checksum)
+}

@@ -1,0 +1,28 @@
+//! The tier of peers: daemons find each other's chunks, and read them out of each other's memory.
+//!
+//! A [`Node`] is one daemon among its peers. It asks them which chunks they have
+//! ([`Node::locate`]), and reads chunks by a lease ([`Node::load`]): the owner keeps them in
+//! memory and unchanged, the reader fetches the bytes one-sided, gives the lease back, and learns
+//! from the owner whether it was held without a gap. Only then, and with the right digest, is a
+//! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
+//! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
+//!
+//! Nothing here opens a connection: a [`Link`] does, which is a channel of `lmc-transfer`, or a
+//! simulation with a virtual clock. [`message`] has the protocol as bytes.
+
+mod chunks;
+mod link;
+pub mod message;
+mod node;
+mod owner;
+mod peers;
+mod reading;
+mod recent;
+#[cfg(test)]
+mod sim;
+
+pub use chunks::{Chunks, HeldChunk, chunk_digest};
+pub use link::Link;
+pub use node::{HelloError, Node, NodeConfig};
+pub use owner::{Busy, Owner, OwnerLimits, Session};
+pub use peers::PeerCounters;

@@ -1,0 +1,56 @@
+//! What the tier needs from below: a channel to its peers.
+
+use std::time::Instant;
+
+use futures_util::FutureExt;
+use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_transfer::{BoxFuture, Filled, Index, PeerId, TransferError};
+
+/// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
+///
+/// A simulation with a virtual clock implements it beside the channels of `lmc-transfer`.
+pub trait Link: Send + Sync + 'static {
+    /// Keeps granted memory readable. Dropping it ends the access.
+    type Grant: Send + 'static;
+
+    /// Sends a request to a connected peer, and returns its reply.
+    ///
+    /// # Errors
+    /// [`TransferError`]; after [`TransferError::Deadline`] the peer may have handled it.
+    fn request<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        body: Vec<u8>,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>>;
+
+    /// Lets a connected peer read these slots. Returns where each lies.
+    ///
+    /// # Errors
+    /// [`TransferError`].
+    fn grant(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<(Vec<Index>, Self::Grant), TransferError>;
+
+    /// Reads from a peer's memory.
+    fn read<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        slots: Vec<ReservedSlot>,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled>;
+}
+
+/// Awaits `future` until the deadline, on the runtime's clock.
+pub(crate) async fn until<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
+    let deadline = tokio::time::Instant::from_std(deadline);
+    tokio::time::timeout_at(deadline, future).map(Result::ok).await
+}
+
+/// Returns the time of the runtime's clock, which tests turn by hand.
+pub(crate) fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}

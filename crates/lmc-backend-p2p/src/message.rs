@@ -1,0 +1,583 @@
+//! Messages of the peer protocol, as bytes. No IO.
+//!
+//! A frame is its kind (u16), the length of its body (u32), both little endian, and the body, a
+//! message as postcard. A request is one frame, and so is its reply, whose kind is that of the
+//! request with [`REPLY`] set.
+//!
+//! The protocol grows in two ways. A kind that a side does not know is answered
+//! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
+//! ignores what follows the fields that it knows. What changes otherwise is a new version.
+
+use lmc_backend::{Clear, ClearEpoch};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_transfer::Index;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use thiserror::Error;
+
+/// Newest version of the protocol that this crate speaks.
+pub const VERSION: u16 = 1;
+/// Oldest version of the protocol that this crate speaks.
+pub const OLDEST_VERSION: u16 = 1;
+/// Most keys of one message.
+pub const MAX_KEYS: usize = 1024;
+/// Most bytes of a body.
+pub const MAX_BODY: usize = 60 << 10;
+/// Most spaces that a [`Hello`] describes, and most clears of any message.
+pub const MAX_SPACES: usize = 64;
+/// Most holders that an owner without capacity names.
+pub const MAX_HOLDERS: usize = 4;
+/// Most bytes of a text: a name, an address, a reason.
+pub const MAX_TEXT: usize = 256;
+/// Set in the kind of a reply.
+pub const REPLY: u16 = 0x8000;
+
+/// Kind of [`Reply::Refused`].
+const REFUSED: u16 = 0xfffe;
+/// Kind of [`Reply::Unsupported`].
+const UNSUPPORTED: u16 = 0xffff;
+const HEADER: usize = 6;
+
+/// Bytes that are no frame of the protocol.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MessageError {
+    /// The bytes end before the frame does, or go on behind it.
+    #[error("a frame of {expected} bytes in {found}")]
+    Length {
+        /// Bytes of the frame.
+        expected: usize,
+        /// Bytes found.
+        found: usize,
+    },
+    /// The body is longer than [`MAX_BODY`].
+    #[error("a body of {0} bytes")]
+    TooLong(usize),
+    /// The kind is not one of this version.
+    #[error("kind {0:#x} is not known")]
+    Kind(u16),
+    /// The body is not one of its kind.
+    #[error("a body of kind {0:#x} that cannot be parsed")]
+    Body(u16),
+    /// A field is out of its bounds.
+    #[error("{0} is out of bounds")]
+    Bounds(&'static str),
+}
+
+/// Chunks of one prompt: keys that differ in their hashes only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyBatch {
+    space: [u8; 16],
+    kv_rank: u16,
+    group: u16,
+    /// Hashes of 32 bytes each, one behind the other.
+    hashes: Vec<u8>,
+}
+
+impl KeyBatch {
+    /// Returns the leading keys that fit into one batch: those that share space, rank and group
+    /// with the first, at most [`MAX_KEYS`]; and how many they are.
+    pub fn leading(keys: &[ChunkKey]) -> Option<(Self, usize)> {
+        let first = keys.first()?;
+        let place = |key: &ChunkKey| (key.space, key.kv_rank, key.group);
+        let fits = keys.iter().take(MAX_KEYS);
+        let fits: Vec<&ChunkKey> = fits.take_while(|key| place(key) == place(first)).collect();
+        let batch = Self {
+            space: *first.space.as_bytes(),
+            kv_rank: first.kv_rank,
+            group: first.group,
+            hashes: fits.iter().flat_map(|key| *key.hash.as_bytes()).collect(),
+        };
+        Some((batch, fits.len()))
+    }
+
+    /// Returns the keys.
+    pub fn keys(&self) -> Vec<ChunkKey> {
+        let (hashes, _) = self.hashes.as_chunks::<32>();
+        let key = |&hash: &[u8; 32]| ChunkKey {
+            space: SpaceId::new(self.space),
+            kv_rank: self.kv_rank,
+            group: self.group,
+            hash: ChunkHash::new(hash),
+        };
+        hashes.iter().map(key).collect()
+    }
+
+    /// Returns the number of keys.
+    pub fn len(&self) -> usize {
+        self.hashes.len() / 32
+    }
+
+    /// Returns true if there are no keys.
+    pub fn is_empty(&self) -> bool {
+        self.hashes.is_empty()
+    }
+
+    fn check(&self) -> Result<(), MessageError> {
+        let whole = self.hashes.len().is_multiple_of(32) && self.len() <= MAX_KEYS;
+        whole.then_some(()).ok_or(MessageError::Bounds("keys"))
+    }
+}
+
+/// A clear epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Epoch {
+    counter: u64,
+    origin: [u8; 16],
+}
+
+impl From<ClearEpoch> for Epoch {
+    fn from(epoch: ClearEpoch) -> Self {
+        Self {
+            counter: epoch.counter,
+            origin: epoch.origin,
+        }
+    }
+}
+
+impl From<Epoch> for ClearEpoch {
+    fn from(epoch: Epoch) -> Self {
+        Self {
+            counter: epoch.counter,
+            origin: epoch.origin,
+        }
+    }
+}
+
+/// The newest clear of a space, or of all spaces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClearNote {
+    space: Option<[u8; 16]>,
+    epoch: Epoch,
+}
+
+impl From<Clear> for ClearNote {
+    fn from(clear: Clear) -> Self {
+        Self {
+            space: clear.space.map(|space| *space.as_bytes()),
+            epoch: clear.epoch.into(),
+        }
+    }
+}
+
+impl From<ClearNote> for Clear {
+    fn from(note: ClearNote) -> Self {
+        Self {
+            space: note.space.map(SpaceId::new),
+            epoch: note.epoch.into(),
+        }
+    }
+}
+
+/// Description of a space for people: two peers with the same model and different spaces learn
+/// from it which fields differ.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpaceNote {
+    /// The space's id.
+    pub space: [u8; 16],
+    /// Name under which the engine serves its model.
+    pub model: String,
+    /// KV ranks that together hold a chunk.
+    pub world_size: u32,
+    /// Fingerprint of the chunks' layout.
+    pub layout: [u8; 16],
+    /// Element type.
+    pub dtype: String,
+    /// Digest of the tenant's salt under the shared key; zeroes without a salt.
+    pub salt: [u8; 16],
+    /// Text that the operator added to the identity.
+    pub identity: String,
+}
+
+/// First message of each side after its connect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Oldest version that the side speaks.
+    pub oldest: u16,
+    /// Newest version that the side speaks.
+    pub newest: u16,
+    /// Extensions that the side understands.
+    pub features: u64,
+    /// The side's name for people.
+    pub name: String,
+    /// Address at which the side listens for peers.
+    pub address: String,
+    /// Tokens in a chunk.
+    pub chunk_size: u32,
+    /// Name of the algorithm of prefix hashes.
+    pub algorithm: String,
+    /// Newest clears that the side knows.
+    pub clears: Vec<ClearNote>,
+    /// The spaces that the side holds chunks of.
+    pub spaces: Vec<SpaceNote>,
+}
+
+/// A question to a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// Introduces the side that connects.
+    Hello(Hello),
+    /// Asks which chunks the peer has.
+    Locate(Locate),
+    /// Asks for leases of chunks in the peer's memory.
+    Lease(Lease),
+    /// Extends a lease.
+    Renew(Renew),
+    /// Ends a lease, and asks whether it was held until now.
+    Release(Release),
+    /// Says that the asking side holds chunks now which it read from the peer.
+    Holds(KeyBatch),
+    /// Asks the peer to read chunks from the asking side, on an operator's order.
+    Copy(KeyBatch),
+    /// Passes clears on.
+    Clears(Vec<ClearNote>),
+}
+
+/// Fields of [`Request::Locate`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Locate {
+    /// The chunks.
+    pub keys: KeyBatch,
+    /// Newest clear epoch that the asking side knows of the chunks' space.
+    pub epoch: Epoch,
+}
+
+/// Fields of [`Request::Lease`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// The chunks.
+    pub keys: KeyBatch,
+    /// Duration of the lease in milliseconds, counted by the owner from its grant.
+    pub duration_ms: u32,
+    /// Time in milliseconds that the owner may spend on promoting chunks from its disk.
+    pub promote_ms: u32,
+}
+
+/// Fields of [`Request::Renew`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Renew {
+    /// Number of the lease.
+    pub lease: u64,
+    /// Duration in milliseconds, counted by the owner from its answer.
+    pub duration_ms: u32,
+}
+
+/// Fields of [`Request::Release`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Release {
+    /// Number of the lease.
+    pub lease: u64,
+}
+
+/// An answer of a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Reply {
+    /// Introduces the side that accepted.
+    Hello(Hello),
+    /// The state of each chunk.
+    Located(Located),
+    /// The leased chunks.
+    Leased(Leased),
+    /// True if the lease stood and goes on.
+    Renewed(bool),
+    /// For each chunk of the lease, true if it was leased without a gap until now.
+    Released(Vec<bool>),
+    /// The peer noted it.
+    Noted(()),
+    /// Number of chunks that the peer will read.
+    Copying(u32),
+    /// The clears of the answering side.
+    Cleared(Vec<ClearNote>),
+    /// The request was understood, and is not carried out.
+    Refused(Refusal),
+    /// The kind of the request is not known to the answering side.
+    Unsupported(u16),
+}
+
+/// The state of one chunk at a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ChunkState {
+    /// The peer does not have it.
+    Absent,
+    /// An engine of that host is writing it.
+    Writing,
+    /// It is in the peer's memory.
+    Memory {
+        /// Payload bytes.
+        len: u64,
+    },
+    /// It is on the peer's disk.
+    Disk {
+        /// Payload bytes.
+        len: u64,
+    },
+}
+
+impl ChunkState {
+    /// Returns the payload bytes of a chunk that is there.
+    pub fn len(self) -> Option<u64> {
+        match self {
+            Self::Memory { len } | Self::Disk { len } => Some(len),
+            Self::Absent | Self::Writing => None,
+        }
+    }
+}
+
+/// Fields of [`Reply::Located`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Located {
+    /// Clear epoch under which the chunks that are there were computed.
+    pub epoch: Epoch,
+    /// The state of each chunk, in the order of the keys.
+    pub states: Vec<ChunkState>,
+    /// Bytes that the owner has leased to peers, in parts of 255 of what it may lease.
+    pub load: u8,
+}
+
+/// The answer for one chunk of a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ChunkLease {
+    /// The peer does not have the chunk in memory.
+    Absent,
+    /// The peer may not lease more now.
+    Busy,
+    /// The chunk may be read.
+    Granted {
+        /// Where it lies.
+        index: Index,
+        /// Payload bytes.
+        len: u64,
+        /// [`chunk_digest`](crate::chunk_digest) of key and bytes.
+        digest: u64,
+    },
+}
+
+/// Fields of [`Reply::Leased`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leased {
+    /// Number of the lease; 0 if no chunk was granted.
+    pub lease: u64,
+    /// Duration in milliseconds, counted by the owner from now on.
+    pub duration_ms: u32,
+    /// Clear epoch under which the chunks were computed.
+    pub epoch: Epoch,
+    /// The answer for each chunk, in the order of the keys.
+    pub chunks: Vec<ChunkLease>,
+    /// Other peers that hold chunks for which this one is busy: their names on the channel.
+    pub holders: Vec<Holder>,
+}
+
+/// A peer that holds chunks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Address at which it listens.
+    pub address: String,
+}
+
+/// Reasons of a refusal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
+pub enum Refusal {
+    /// The two sides have no version of the protocol in common.
+    #[error("no common version of the peer protocol: this side speaks {oldest} to {newest}")]
+    Version {
+        /// Oldest version of the refusing side.
+        oldest: u16,
+        /// Newest version of the refusing side.
+        newest: u16,
+    },
+    /// The two sides cut prompts into chunks of different sizes.
+    #[error("chunks of this side have {0} tokens")]
+    ChunkSize(u32),
+    /// The two sides hash prompts differently.
+    #[error("prefix hashes of this side are {0}")]
+    Algorithm(String),
+    /// The asking side has sent no [`Hello`].
+    #[error("a hello is expected first")]
+    NoHello,
+    /// The request could not be parsed.
+    #[error("the request could not be parsed")]
+    Malformed,
+    /// The asking side sends more than the answering side takes.
+    #[error("too many requests under way")]
+    TooMany,
+    /// The answering side stops.
+    #[error("the peer stops")]
+    Closing,
+}
+
+macro_rules! kinds {
+    ($($number:literal $request:ident $asked:ty, $reply:ident $answered:ty;)*) => {
+        impl Request {
+            /// Returns the request's kind.
+            pub fn kind(&self) -> u16 {
+                match self {
+                    $(Self::$request(_) => $number,)*
+                }
+            }
+
+            /// Returns the frame of the request.
+            ///
+            /// # Errors
+            /// [`MessageError::TooLong`].
+            pub fn to_bytes(&self) -> Result<Vec<u8>, MessageError> {
+                match self {
+                    $(Self::$request(body) => frame($number, body),)*
+                }
+            }
+
+            /// Parses the frame of a request.
+            ///
+            /// # Errors
+            /// [`MessageError`].
+            pub fn from_bytes(bytes: &[u8]) -> Result<Self, MessageError> {
+                let (kind, body) = split(bytes)?;
+                let request = match kind {
+                    $($number => Self::$request(parse::<$asked>(kind, body)?),)*
+                    _ => return Err(MessageError::Kind(kind)),
+                };
+                request.check()?;
+                Ok(request)
+            }
+        }
+
+        impl Reply {
+            /// Returns the frame of the reply.
+            ///
+            /// # Errors
+            /// [`MessageError::TooLong`].
+            pub fn to_bytes(&self) -> Result<Vec<u8>, MessageError> {
+                match self {
+                    $(Self::$reply(body) => frame(REPLY | $number, body),)*
+                    Self::Refused(refusal) => frame(REFUSED, refusal),
+                    Self::Unsupported(kind) => frame(UNSUPPORTED, kind),
+                }
+            }
+
+            /// Parses the frame of a reply.
+            ///
+            /// # Errors
+            /// [`MessageError`].
+            pub fn from_bytes(bytes: &[u8]) -> Result<Self, MessageError> {
+                let (kind, body) = split(bytes)?;
+                let reply = match kind {
+                    $(_ if kind == REPLY | $number => Self::$reply(parse::<$answered>(kind, body)?),)*
+                    REFUSED => Self::Refused(parse(kind, body)?),
+                    UNSUPPORTED => Self::Unsupported(parse(kind, body)?),
+                    _ => return Err(MessageError::Kind(kind)),
+                };
+                reply.check()?;
+                Ok(reply)
+            }
+        }
+    };
+}
+
+kinds! {
+    1 Hello Hello, Hello Hello;
+    2 Locate Locate, Located Located;
+    3 Lease Lease, Leased Leased;
+    4 Renew Renew, Renewed bool;
+    5 Release Release, Released Vec<bool>;
+    6 Holds KeyBatch, Noted ();
+    7 Copy KeyBatch, Copying u32;
+    8 Clears Vec<ClearNote>, Cleared Vec<ClearNote>;
+}
+
+fn frame(kind: u16, body: &impl Serialize) -> Result<Vec<u8>, MessageError> {
+    let mut bytes = kind.to_le_bytes().to_vec();
+    bytes.extend([0; 4]);
+    let mut bytes = postcard::to_extend(body, bytes).map_err(|_| MessageError::Body(kind))?;
+    let len = bytes.len() - HEADER;
+    if len > MAX_BODY {
+        return Err(MessageError::TooLong(len));
+    }
+    bytes[2..HEADER].copy_from_slice(&(len as u32).to_le_bytes());
+    Ok(bytes)
+}
+
+fn split(bytes: &[u8]) -> Result<(u16, &[u8]), MessageError> {
+    let length = |expected| MessageError::Length {
+        expected,
+        found: bytes.len(),
+    };
+    let (header, body) = bytes
+        .split_first_chunk::<HEADER>()
+        .ok_or_else(|| length(HEADER))?;
+    let [k0, k1, l0, l1, l2, l3] = *header;
+    let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
+    if len > MAX_BODY {
+        return Err(MessageError::TooLong(len));
+    }
+    if body.len() != len {
+        return Err(length(HEADER + len));
+    }
+    Ok((u16::from_le_bytes([k0, k1]), body))
+}
+
+/// Parses a body; what follows its known fields is of a newer peer, and ignored.
+fn parse<T: DeserializeOwned>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
+    let parsed = postcard::take_from_bytes(body);
+    parsed
+        .map(|(message, _newer)| message)
+        .map_err(|_| MessageError::Body(kind))
+}
+
+fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
+    within.then_some(()).ok_or(MessageError::Bounds(field))
+}
+
+impl Hello {
+    fn check(&self) -> Result<(), MessageError> {
+        bound(self.oldest <= self.newest, "versions")?;
+        bound(self.clears.len() <= MAX_SPACES, "clears")?;
+        bound(self.spaces.len() <= MAX_SPACES, "spaces")?;
+        let texts = [&self.name, &self.address, &self.algorithm];
+        let described = self
+            .spaces
+            .iter()
+            .flat_map(|space| [&space.model, &space.dtype, &space.identity]);
+        let short = |text: &&String| text.len() <= MAX_TEXT;
+        bound(texts.into_iter().chain(described).all(|t| short(&t)), "text")
+    }
+
+    /// Returns the newest version that both sides speak.
+    ///
+    /// # Errors
+    /// [`Refusal::Version`] with the versions of this side.
+    pub fn common_version(&self, oldest: u16, newest: u16) -> Result<u16, Refusal> {
+        let common = self.newest.min(newest);
+        let refusal = Refusal::Version { oldest, newest };
+        (common >= self.oldest.max(oldest))
+            .then_some(common)
+            .ok_or(refusal)
+    }
+}
+
+impl Request {
+    fn check(&self) -> Result<(), MessageError> {
+        match self {
+            Self::Hello(hello) => hello.check(),
+            Self::Locate(Locate { keys, .. }) | Self::Lease(Lease { keys, .. }) => keys.check(),
+            Self::Holds(keys) | Self::Copy(keys) => keys.check(),
+            Self::Clears(clears) => bound(clears.len() <= MAX_SPACES, "clears"),
+            Self::Renew(_) | Self::Release(_) => Ok(()),
+        }
+    }
+}
+
+impl Reply {
+    fn check(&self) -> Result<(), MessageError> {
+        match self {
+            Self::Hello(hello) => hello.check(),
+            Self::Located(located) => bound(located.states.len() <= MAX_KEYS, "states"),
+            Self::Leased(leased) => {
+                bound(leased.chunks.len() <= MAX_KEYS, "chunks")?;
+                bound(leased.holders.len() <= MAX_HOLDERS, "holders")?;
+                let short = |holder: &Holder| holder.address.len() <= MAX_TEXT;
+                bound(leased.holders.iter().all(short), "text")
+            }
+            Self::Released(held) => bound(held.len() <= MAX_KEYS, "chunks"),
+            Self::Cleared(clears) => bound(clears.len() <= MAX_SPACES, "clears"),
+            Self::Refused(Refusal::Algorithm(text)) => bound(text.len() <= MAX_TEXT, "text"),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,544 @@
+//! [`Node`]: one daemon among its peers. This file: peers come and go, and their requests are
+//! served. What this daemon asks of them is in `reading`.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use lmc_backend::{Clear, ClearEpoch};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_transfer::PeerId;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::chunks::{Chunks, HeldChunk, chunk_digest};
+use crate::link::{Link, now, until};
+use crate::message::{
+    ChunkLease, ChunkState, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
+    MAX_SPACES, MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
+};
+use crate::owner::{Owner, OwnerLimits, Session};
+use crate::peers::{PeerCounters, Peers};
+use crate::reading::Routes;
+use crate::recent::Recent;
+
+/// Requests of one peer under way at a time, at most.
+const MAX_SERVING: usize = 64;
+/// Chunks of which other holders are known, at most.
+const HOLDERS: usize = 1 << 16;
+/// Time that a hello may take.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time that an owner spends on promoting chunks for a peer, at most.
+const MAX_PROMOTE: Duration = Duration::from_millis(500);
+
+/// Settings of a [`Node`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct NodeConfig {
+    /// This daemon's name for people.
+    pub name: String,
+    /// Address that peers connect to.
+    pub address: String,
+    /// Tokens in a chunk.
+    pub chunk_size: u32,
+    /// Name of the algorithm of prefix hashes.
+    pub algorithm: String,
+    /// Bounds of what peers may lease here.
+    pub limits: OwnerLimits,
+    /// Duration of the leases that this daemon asks for; renewed after a third of it. Default:
+    /// 2 s.
+    pub lease: Duration,
+    /// Oldest and newest version of the protocol to speak. Default: all that the crate knows.
+    pub versions: (u16, u16),
+}
+
+impl NodeConfig {
+    /// Returns the defaults for a pool of `pool` bytes.
+    pub fn new(name: impl Into<String>, address: impl Into<String>, pool: u64) -> Self {
+        Self {
+            name: name.into(),
+            address: address.into(),
+            chunk_size: 256,
+            algorithm: "blake3".to_owned(),
+            limits: OwnerLimits::for_pool(pool),
+            lease: Duration::from_secs(2),
+            versions: (OLDEST_VERSION, VERSION),
+        }
+    }
+}
+
+/// Chunks that a peer has leased. Dropping it ends the access, and lets them be evicted.
+#[derive(Debug)]
+pub(crate) struct Served<G> {
+    _grant: G,
+    _held: Vec<HeldChunk>,
+    space: SpaceId,
+    epoch: ClearEpoch,
+}
+
+/// One daemon among its peers: it lends them the chunks of its engine, and reads theirs.
+#[derive(Debug)]
+pub struct Node<L: Link, C> {
+    pub(crate) link: L,
+    pub(crate) chunks: C,
+    pub(crate) config: NodeConfig,
+    owner: Mutex<Owner<Served<L::Grant>>>,
+    /// Set when the next lease ends earlier than before.
+    expiry: Notify,
+    /// Peers that hold chunks which they read here.
+    holders: Mutex<Recent<Vec<Session>>>,
+    pub(crate) peers: Mutex<Peers>,
+    pub(crate) routes: Mutex<Routes>,
+}
+
+impl<L: Link, C: Chunks> Node<L, C> {
+    /// Returns a node without peers.
+    pub fn new(config: NodeConfig, link: L, chunks: C) -> Arc<Self> {
+        Arc::new(Self {
+            owner: Mutex::new(Owner::new(config.limits.clone())),
+            expiry: Notify::new(),
+            holders: Mutex::new(Recent::new(HOLDERS)),
+            peers: Mutex::default(),
+            routes: Mutex::default(),
+            link,
+            chunks,
+            config,
+        })
+    }
+
+    /// Notes that an incarnation of a peer is connected, and introduces this daemon to it. Returns
+    /// once the peer has answered, or could not.
+    ///
+    /// # Errors
+    /// Why the peer is not used.
+    pub async fn connected(&self, session: &Session) -> Result<(), HelloError> {
+        let replaced = self.peers.lock().connected(session);
+        if let Some(old) = replaced {
+            self.end(&old);
+        }
+        let hello = Request::Hello(self.hello());
+        let deadline = now() + HELLO_TIMEOUT;
+        let result = match self.ask(&session.peer, &hello, deadline).await {
+            Ok(Reply::Hello(theirs)) => self.introduced(session, theirs).map_err(HelloError::Here),
+            Ok(Reply::Refused(refusal)) => Err(HelloError::There(refusal)),
+            Ok(_) => Err(HelloError::NoAnswer("another reply than a hello".to_owned())),
+            Err(error) => Err(HelloError::NoAnswer(error)),
+        };
+        if let (Err(error), Some(peer)) = (&result, self.peers.lock().of_session(session)) {
+            peer.last_failure = Some(error.to_string());
+        }
+        result
+    }
+
+    /// Notes that an incarnation of a peer is gone: its leases end.
+    pub fn disconnected(&self, session: &Session) {
+        self.peers.lock().disconnected(session);
+        self.end(session);
+    }
+
+    fn end(&self, session: &Session) {
+        let ended = self.owner.lock().end_session(session);
+        drop(ended);
+        self.holders.lock().retain(|holders| {
+            holders.retain(|holder| holder != session);
+            !holders.is_empty()
+        });
+        self.routes.lock().end(&session.peer);
+    }
+
+    fn hello(&self) -> Hello {
+        let short = |text: &str| text.chars().take(MAX_TEXT / 4).collect::<String>();
+        let clears = self.chunks.clears().into_iter();
+        let mut spaces = self.chunks.spaces();
+        spaces.truncate(MAX_SPACES);
+        for space in &mut spaces {
+            for text in [&mut space.model, &mut space.dtype, &mut space.identity] {
+                *text = short(text);
+            }
+        }
+        Hello {
+            oldest: self.config.versions.0,
+            newest: self.config.versions.1,
+            features: 0,
+            name: short(&self.config.name),
+            address: short(&self.config.address),
+            chunk_size: self.config.chunk_size,
+            algorithm: short(&self.config.algorithm),
+            clears: clears.take(MAX_SPACES).map(Into::into).collect(),
+            spaces,
+        }
+    }
+
+    /// Takes in a peer's introduction.
+    fn introduced(&self, session: &Session, hello: Hello) -> Result<(), Refusal> {
+        let (oldest, newest) = self.config.versions;
+        hello.common_version(oldest, newest)?;
+        if hello.chunk_size != self.config.chunk_size {
+            return Err(Refusal::ChunkSize(self.config.chunk_size));
+        }
+        if hello.algorithm != self.config.algorithm {
+            return Err(Refusal::Algorithm(self.config.algorithm.clone()));
+        }
+        let clears: Vec<Clear> = hello.clears.iter().map(|&note| note.into()).collect();
+        self.chunks.learn(&clears);
+        if let Some(peer) = self.peers.lock().of_session(session) {
+            peer.hello = Some(hello);
+        }
+        Ok(())
+    }
+
+    /// Answers a request of a connected peer.
+    pub async fn serve(&self, session: &Session, request: &[u8]) -> Vec<u8> {
+        let reply = match Request::from_bytes(request) {
+            Err(MessageError::Kind(kind)) => Reply::Unsupported(kind),
+            Err(_) => {
+                self.count(session, |counters| counters.malformed += 1);
+                Reply::Refused(Refusal::Malformed)
+            }
+            Ok(request) => match self.begin(session, &request) {
+                Err(refusal) => Reply::Refused(refusal),
+                Ok(_serving) => self.answer(session, request).await,
+            },
+        };
+        if matches!(reply, Reply::Refused(_)) {
+            self.count(session, |counters| counters.refused += 1);
+        }
+        // Every field of a reply is bounded so that it fits.
+        let too_long = |_| Reply::Refused(Refusal::Malformed).to_bytes();
+        reply.to_bytes().or_else(too_long).unwrap_or_default()
+    }
+
+    fn begin(&self, session: &Session, request: &Request) -> Result<Serving<'_>, Refusal> {
+        let mut peers = self.peers.lock();
+        let known = peers.of_session(session);
+        let hello = matches!(request, Request::Hello(_));
+        if known.is_none() && hello {
+            let replaced = peers.connected(session);
+            drop(peers);
+            if let Some(old) = replaced {
+                self.end(&old);
+            }
+            peers = self.peers.lock();
+        }
+        let Some(peer) = peers.of_session(session) else {
+            return Err(Refusal::NoHello);
+        };
+        if peer.hello.is_none() && !hello {
+            return Err(Refusal::NoHello);
+        }
+        if peer.serving >= MAX_SERVING {
+            return Err(Refusal::TooMany);
+        }
+        peer.serving += 1;
+        Ok(Serving {
+            peers: &self.peers,
+            session: session.clone(),
+        })
+    }
+
+    async fn answer(&self, session: &Session, request: Request) -> Reply {
+        match request {
+            Request::Hello(hello) => match self.introduced(session, hello) {
+                Ok(()) => Reply::Hello(self.hello()),
+                Err(refusal) => Reply::Refused(refusal),
+            },
+            Request::Locate(locate) => Reply::Located(self.located(&locate)),
+            Request::Lease(lease) => Reply::Leased(self.lease(session, &lease).await),
+            Request::Renew(Renew { lease, duration_ms }) => {
+                let duration = Duration::from_millis(duration_ms.into());
+                let mut owner = self.owner.lock();
+                Reply::Renewed(owner.renew(session, lease, duration, now()))
+            }
+            Request::Release(release) => {
+                let released = self.owner.lock().release(session, release.lease, now());
+                let Some((served, keys)) = released else {
+                    return Reply::Released(Vec::new());
+                };
+                let valid = self.chunks.epoch(served.space) == served.epoch;
+                Reply::Released(vec![valid; keys.len()])
+            }
+            Request::Holds(keys) => {
+                let mut holders = self.holders.lock();
+                for key in keys.keys() {
+                    let of_key = holders.entry(key, Vec::new);
+                    of_key.retain(|holder| holder.peer != session.peer);
+                    of_key.push(session.clone());
+                    if of_key.len() > MAX_HOLDERS {
+                        of_key.remove(0);
+                    }
+                }
+                Reply::Noted(())
+            }
+            Request::Copy(_) => Reply::Unsupported(request.kind()),
+            Request::Clears(clears) => {
+                let clears: Vec<Clear> = clears.into_iter().map(Into::into).collect();
+                self.chunks.learn(&clears);
+                let ours = self.chunks.clears().into_iter().take(MAX_SPACES);
+                Reply::Cleared(ours.map(Into::into).collect())
+            }
+        }
+    }
+
+    fn located(&self, locate: &Locate) -> Located {
+        let keys = locate.keys.keys();
+        let Some(space) = keys.first().map(|key| key.space) else {
+            return Located {
+                epoch: ClearEpoch::default().into(),
+                states: Vec::new(),
+                load: self.owner.lock().load(),
+            };
+        };
+        self.learn_epoch(space, locate.epoch.into());
+        // The epoch first: a clear in between makes the states older than it, which is a miss.
+        let epoch = self.chunks.epoch(space);
+        Located {
+            epoch: epoch.into(),
+            states: self.chunks.states(&keys),
+            load: self.owner.lock().load(),
+        }
+    }
+
+    /// Takes in the epoch under which a peer computes chunks of a space.
+    pub(crate) fn learn_epoch(&self, space: SpaceId, theirs: ClearEpoch) {
+        let ours = self.chunks.epoch(space);
+        if ours.join(theirs) != ours {
+            self.chunks.learn(&[Clear::space(space, theirs)]);
+        }
+    }
+
+    async fn lease(&self, session: &Session, lease: &Lease) -> Leased {
+        let keys = lease.keys.keys();
+        let promote = Duration::from_millis(lease.promote_ms.into()).min(MAX_PROMOTE);
+        let Some(space) = keys.first().map(|key| key.space) else {
+            return not_leased(Vec::new(), ClearEpoch::default());
+        };
+        let epoch = self.chunks.epoch(space);
+        let states = self.chunks.states(&keys);
+        let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.len()?));
+        let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
+        let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
+        let (admitted, _) = self.owner.lock().admit(session, &lens, now());
+        let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
+        let until_promoted = now() + promote;
+        let held = self.chunks.hold(&allowed, until_promoted);
+        // A promotion that does not end in time is a miss of all.
+        let held = until(until_promoted + promote, held).await.unwrap_or_default();
+        let held = allowed.iter().copied().zip(held);
+        let mut held: Vec<(ChunkKey, HeldChunk)> =
+            held.filter_map(|(key, held)| Some((key, held?))).collect();
+        let duration = Duration::from_millis(lease.duration_ms.into());
+        let granted = self.grant(session, &mut held, (space, epoch), duration);
+        let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
+        let mut found = Vec::new();
+        if let Some((number, duration, chunks)) = granted {
+            leased.lease = number;
+            leased.duration_ms = u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+            found = chunks;
+        }
+        let mut found = found.into_iter().peekable();
+        let mut present = 0;
+        let mut busy = None;
+        for (key, state) in keys.iter().zip(&states) {
+            present += usize::from(state.len().is_some());
+            let chunk = match found.next_if(|(granted, _)| granted == key) {
+                Some((_, chunk)) => chunk,
+                // Admission stops at the first chunk that does not fit.
+                None if state.len().is_some() && present > admitted => {
+                    busy.get_or_insert(key);
+                    ChunkLease::Busy
+                }
+                None => ChunkLease::Absent,
+            };
+            leased.chunks.push(chunk);
+        }
+        if let Some(first) = busy {
+            leased.holders = self.other_holders(session, first);
+        }
+        leased
+    }
+
+    /// Grants as many of the leading chunks as may be leased by now.
+    #[allow(clippy::type_complexity, reason = "number, duration, and an answer for each chunk")]
+    fn grant(
+        &self,
+        session: &Session,
+        held: &mut Vec<(ChunkKey, HeldChunk)>,
+        (space, epoch): (SpaceId, ClearEpoch),
+        duration: Duration,
+    ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
+        let mut owner = self.owner.lock();
+        let lens: Vec<u64> = held.iter().map(|(_, chunk)| chunk.slot.len()).collect();
+        // Others may have leased while chunks were promoted.
+        let (allowed, _) = owner.admit(session, &lens, now());
+        held.truncate(allowed);
+        if held.is_empty() || self.peers.lock().of_session(session).is_none() {
+            return None;
+        }
+        let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
+        let (indices, grant) = self.link.grant(&session.peer, slots).ok()?;
+        let chunk = |((key, chunk), index): (&(ChunkKey, HeldChunk), _)| {
+            let granted = ChunkLease::Granted {
+                index,
+                len: chunk.slot.len(),
+                digest: chunk_digest(key, chunk.checksum),
+            };
+            (*key, granted)
+        };
+        let granted = held.iter().zip(indices).map(chunk).collect();
+        let chunks = held.iter().map(|(key, chunk)| (*key, chunk.slot.len()));
+        let chunks: Vec<(ChunkKey, u64)> = chunks.collect();
+        let bytes: u64 = chunks.iter().map(|(_, len)| len).sum();
+        let served = Served {
+            _grant: grant,
+            _held: held.drain(..).map(|(_, chunk)| chunk).collect(),
+            space,
+            epoch,
+        };
+        let count = chunks.len() as u64;
+        let (number, duration) = owner.grant(session.clone(), chunks, duration, served, now());
+        drop(owner);
+        self.expiry.notify_one();
+        self.count(session, |counters| {
+            counters.served += count;
+            counters.served_bytes += bytes;
+        });
+        Some((number, duration, granted))
+    }
+
+    fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
+        let holders = self.holders.lock();
+        let sessions = holders.get(key).into_iter().flatten().rev();
+        let others: Vec<&Session> = sessions.filter(|other| other.peer != session.peer).collect();
+        let peers = self.peers.lock();
+        let address = |other: &&Session| {
+            let hello = peers.get(&other.peer)?.hello.as_ref()?;
+            let address = hello.address.clone();
+            Some(Holder { address })
+        };
+        others.iter().filter_map(address).take(MAX_HOLDERS).collect()
+    }
+
+    /// Ends leases when their time is over. Runs until it is dropped.
+    pub async fn expire_leases(&self) {
+        loop {
+            let (over, next) = {
+                let mut owner = self.owner.lock();
+                (owner.expire(now()), owner.next_expiry())
+            };
+            drop(over);
+            let again = self.expiry.notified();
+            match next {
+                Some(at) => {
+                    let _ = until(at, again).await;
+                }
+                None => again.await,
+            }
+        }
+    }
+
+    /// Passes clears on to every connected peer, and takes in those that they know. Returns the
+    /// number of peers that answered.
+    pub async fn pass_on(&self, clears: &[Clear], deadline: Instant) -> usize {
+        let notes = clears.iter().take(MAX_SPACES).map(|&clear| clear.into());
+        let request = Request::Clears(notes.collect());
+        let peers = self.peers.lock().introduced();
+        let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
+        let mut answered = 0;
+        for answer in join_all(answers).await {
+            if let Ok(Reply::Cleared(theirs)) = answer {
+                answered += 1;
+                let theirs: Vec<Clear> = theirs.into_iter().map(Into::into).collect();
+                self.chunks.learn(&theirs);
+            }
+        }
+        answered
+    }
+
+    pub(crate) fn count(&self, session: &Session, change: impl FnOnce(&mut PeerCounters)) {
+        if let Some(peer) = self.peers.lock().of_session(session) {
+            change(&mut peer.counters);
+        }
+    }
+
+    /// Sends a request, and notes how long the peer took or that it failed.
+    ///
+    /// # Errors
+    /// The reason, for people.
+    pub(crate) async fn ask(
+        &self,
+        peer: &PeerId,
+        request: &Request,
+        deadline: Instant,
+    ) -> Result<Reply, String> {
+        let body = request.to_bytes().map_err(|error| error.to_string())?;
+        let sent = now();
+        let answer = until(deadline, self.link.request(peer, body, deadline)).await;
+        let reply = match answer {
+            None => Err("no answer by the deadline".to_owned()),
+            Some(Err(error)) => Err(error.to_string()),
+            Some(Ok(bytes)) => Reply::from_bytes(&bytes).map_err(|error| {
+                let mut peers = self.peers.lock();
+                if let Some(peer) = peers.get_mut(peer) {
+                    peer.counters.malformed += 1;
+                }
+                error.to_string()
+            }),
+        };
+        if let Some(peer) = self.peers.lock().get_mut(peer) {
+            match &reply {
+                Ok(_) => peer.answered(now().saturating_duration_since(sent)),
+                Err(reason) => peer.failed(reason.clone(), now()),
+            }
+        }
+        reply
+    }
+
+    /// Returns the counters of all peers together.
+    pub fn counters(&self) -> PeerCounters {
+        self.peers.lock().counters()
+    }
+
+    /// Returns the number of leases that peers have here, and their bytes.
+    pub fn leased(&self) -> (usize, u64) {
+        let owner = self.owner.lock();
+        (owner.len(), owner.bytes())
+    }
+}
+
+/// A request of a peer that is being served.
+struct Serving<'a> {
+    peers: &'a Mutex<Peers>,
+    session: Session,
+}
+
+impl Drop for Serving<'_> {
+    fn drop(&mut self) {
+        if let Some(peer) = self.peers.lock().of_session(&self.session) {
+            peer.serving -= 1;
+        }
+    }
+}
+
+/// Why a connected peer is not used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HelloError {
+    /// This side refuses the peer.
+    #[error("refused: {0}")]
+    Here(Refusal),
+    /// The peer refuses this side.
+    #[error("refused by the peer: {0}")]
+    There(Refusal),
+    /// The peer gave no answer.
+    #[error("no answer to a hello: {0}")]
+    NoAnswer(String),
+}
+
+fn not_leased(chunks: Vec<ChunkLease>, epoch: ClearEpoch) -> Leased {
+    Leased {
+        lease: 0,
+        duration_ms: 0,
+        epoch: epoch.into(),
+        chunks,
+        holders: Vec::new(),
+    }
+}

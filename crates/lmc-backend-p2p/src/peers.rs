@@ -1,0 +1,204 @@
+//! What this daemon knows of its peers: who is connected, how fast they answer, what failed. No
+//! IO and no clock.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use lmc_transfer::PeerId;
+
+use crate::message::Hello;
+use crate::owner::Session;
+
+/// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
+const ASSUMED_RATE: f64 = 1.25e9;
+/// Round trip that is assumed of a peer before the first one.
+const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
+/// Time for which a peer is not asked after its first failure in a row, and at most.
+const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// Weight of the newest measurement.
+const WEIGHT: f64 = 0.2;
+
+/// Counters of one peer since this daemon's start, both directions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PeerCounters {
+    /// Chunks read from the peer, verified.
+    pub read: u64,
+    /// Payload bytes of the chunks read from the peer.
+    pub read_bytes: u64,
+    /// Chunks leased to the peer.
+    pub served: u64,
+    /// Payload bytes of the chunks leased to the peer.
+    pub served_bytes: u64,
+    /// Chunks that the peer was said to have and did not lease.
+    pub missed: u64,
+    /// Chunks that the peer did not lease for lack of capacity.
+    pub busy: u64,
+    /// Chunks whose bytes were not those of their digest.
+    pub corrupt: u64,
+    /// Chunks whose lease had a gap, or whose release was not answered.
+    pub lapsed: u64,
+    /// Requests and reads that failed or came late.
+    pub failed: u64,
+    /// Frames of the peer that are not of the protocol.
+    pub malformed: u64,
+    /// Requests of the peer that were refused.
+    pub refused: u64,
+}
+
+impl PeerCounters {
+    fn add(&mut self, other: &Self) {
+        let pairs = [
+            (&mut self.read, other.read),
+            (&mut self.read_bytes, other.read_bytes),
+            (&mut self.served, other.served),
+            (&mut self.served_bytes, other.served_bytes),
+            (&mut self.missed, other.missed),
+            (&mut self.busy, other.busy),
+            (&mut self.corrupt, other.corrupt),
+            (&mut self.lapsed, other.lapsed),
+            (&mut self.failed, other.failed),
+            (&mut self.malformed, other.malformed),
+            (&mut self.refused, other.refused),
+        ];
+        for (sum, more) in pairs {
+            *sum += more;
+        }
+    }
+}
+
+/// One connected peer.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) session: Session,
+    /// The peer's introduction; `None` until it came, or where it was refused.
+    pub(crate) hello: Option<Hello>,
+    pub(crate) counters: PeerCounters,
+    /// Requests of the peer under way here.
+    pub(crate) serving: usize,
+    round_trip: f64,
+    /// Bytes a second.
+    rate: f64,
+    /// Share of what the peer may lease that it had leased when it last said so.
+    pub(crate) load: u8,
+    failures: u32,
+    asked_again: Option<Instant>,
+    pub(crate) last_failure: Option<String>,
+}
+
+impl Peer {
+    fn new(session: Session) -> Self {
+        Self {
+            session,
+            hello: None,
+            counters: PeerCounters::default(),
+            serving: 0,
+            round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
+            rate: ASSUMED_RATE,
+            load: 0,
+            failures: 0,
+            asked_again: None,
+            last_failure: None,
+        }
+    }
+
+    /// Returns the time that reading `bytes` bytes takes, as measured so far.
+    pub(crate) fn cost(&self, bytes: u64) -> Duration {
+        // A lease, a read, a release.
+        let seconds = 3.0 * self.round_trip + bytes as f64 / self.rate;
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
+
+    pub(crate) fn answered(&mut self, after: Duration) {
+        self.round_trip += WEIGHT * (after.as_secs_f64() - self.round_trip);
+        (self.failures, self.asked_again) = (0, None);
+    }
+
+    pub(crate) fn read(&mut self, bytes: u64, took: Duration) {
+        let rate = bytes as f64 / took.as_secs_f64().max(1e-9);
+        self.rate += WEIGHT * (rate - self.rate);
+    }
+
+    pub(crate) fn failed(&mut self, reason: String, now: Instant) {
+        self.counters.failed += 1;
+        let pause = BACK_OFF.0 * 2u32.saturating_pow(self.failures.min(16));
+        self.failures = self.failures.saturating_add(1);
+        self.asked_again = Some(now + pause.min(BACK_OFF.1));
+        self.last_failure = Some(reason);
+    }
+
+    pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
+        self.hello.is_some() && self.asked_again.is_none_or(|at| at <= now)
+    }
+}
+
+/// The peers that are connected, by their name on the channel.
+#[derive(Debug, Default)]
+pub(crate) struct Peers {
+    connected: HashMap<PeerId, Peer>,
+    /// Of peers that are gone.
+    gone: PeerCounters,
+}
+
+impl Peers {
+    /// Notes that an incarnation of a peer is connected. Returns the session that it replaces.
+    pub(crate) fn connected(&mut self, session: &Session) -> Option<Session> {
+        let peer = self.connected.get(&session.peer);
+        if peer.is_some_and(|peer| peer.session == *session) {
+            return None;
+        }
+        let new = Peer::new(session.clone());
+        let old = self.connected.insert(session.peer.clone(), new)?;
+        self.gone.add(&old.counters);
+        Some(old.session)
+    }
+
+    /// Notes that an incarnation of a peer is gone.
+    pub(crate) fn disconnected(&mut self, session: &Session) {
+        if self.of_session(session).is_some()
+            && let Some(peer) = self.connected.remove(&session.peer)
+        {
+            self.gone.add(&peer.counters);
+        }
+    }
+
+    pub(crate) fn get(&self, peer: &PeerId) -> Option<&Peer> {
+        self.connected.get(peer)
+    }
+
+    pub(crate) fn get_mut(&mut self, peer: &PeerId) -> Option<&mut Peer> {
+        self.connected.get_mut(peer)
+    }
+
+    pub(crate) fn of_session(&mut self, session: &Session) -> Option<&mut Peer> {
+        let peer = self.connected.get_mut(&session.peer);
+        peer.filter(|peer| peer.session == *session)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {
+        self.connected.values()
+    }
+
+    /// Returns the names of the peers that were introduced.
+    pub(crate) fn introduced(&self) -> Vec<PeerId> {
+        let known = self.iter().filter(|peer| peer.hello.is_some());
+        let mut names: Vec<PeerId> = known.map(|peer| peer.session.peer.clone()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Returns the names of the peers that can be asked now.
+    pub(crate) fn to_ask(&self, now: Instant) -> Vec<PeerId> {
+        let able = self.iter().filter(|peer| peer.can_be_asked(now));
+        let mut names: Vec<PeerId> = able.map(|peer| peer.session.peer.clone()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Returns the counters of all peers, those that are gone included.
+    pub(crate) fn counters(&self) -> PeerCounters {
+        let mut sum = self.gone;
+        self.iter().for_each(|peer| sum.add(&peer.counters));
+        sum
+    }
+}

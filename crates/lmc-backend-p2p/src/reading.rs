@@ -1,0 +1,593 @@
+//! Finding chunks at peers, and reading them out of the peers' memory.
+//!
+//! A chunk that is read is believed only if its lease was held without a gap from grant to
+//! release, and its bytes give the digest that came with the lease. The owner alone knows the
+//! first: it answers a release per chunk.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use futures_util::stream::{self, FuturesUnordered, StreamExt};
+use lmc_backend::{
+    Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, Located, Location, Medium,
+    Unavailable,
+};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_memory::{ReservedSlot, WrittenSlot, checksum};
+use lmc_transfer::{Filled, PeerId, Slot};
+
+use crate::chunks::{Chunks, chunk_digest};
+use crate::link::{Link, now, until};
+use crate::message::{
+    ChunkLease, ChunkState, KeyBatch, Lease, Leased, Locate, Located as LocatedMessage, Release,
+    Renew, Reply, Request,
+};
+use crate::node::Node;
+use crate::peers::Peer;
+use crate::recent::Recent;
+
+/// Chunks whose holders are remembered from a `locate` to its `load`, at most.
+const ROUTES: usize = 1 << 16;
+/// Holders that are remembered of one chunk, at most.
+const ROUTE_PEERS: usize = 4;
+/// Bytes of one lease, at most: one read, and one verification before the next.
+const LEASE_BYTES: u64 = 32 << 20;
+/// Part of a lease's duration that the reader counts on: clocks may differ in speed by less.
+const TRUSTED: f64 = 0.9;
+/// Time for a release's answer.
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time that a requester gives an owner to promote chunks from its disk.
+const PROMOTE: Duration = Duration::from_millis(200);
+
+/// Peers that can be asked for a chunk, the best first.
+type Route = Vec<PeerId>;
+
+/// Where chunks were found, from a `locate` to its `load`.
+#[derive(Debug)]
+pub(crate) struct Routes(Recent<Route>);
+
+impl Default for Routes {
+    fn default() -> Self {
+        Self(Recent::new(ROUTES))
+    }
+}
+
+impl Routes {
+    /// Forgets a peer.
+    pub(crate) fn end(&mut self, peer: &PeerId) {
+        self.0.retain(|route| {
+            route.retain(|one| one != peer);
+            !route.is_empty()
+        });
+    }
+}
+
+/// A load whose outcome is not known, and its position in the batch.
+type Item = (usize, LoadItem);
+
+/// What became of one chunk of a lease.
+enum Read {
+    Done(usize, Loaded),
+    /// The peer did not serve it; another may.
+    Elsewhere(Item, Option<BackendError>),
+}
+
+impl<L: Link, C: Chunks> Node<L, C> {
+    /// Asks all peers at once which chunks they have. A chunk that no peer has is absent only if
+    /// every peer answered.
+    ///
+    /// # Errors
+    /// [`BackendError`] for chunks that a peer which did not answer may have.
+    pub async fn locate(
+        &self,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Result<Located, BackendError>> {
+        let mut located = Vec::with_capacity(keys.len());
+        while let Some((batch, len)) = KeyBatch::leading(&keys[located.len()..]) {
+            let some = &keys[located.len()..located.len() + len];
+            located.extend(self.locate_batch(some, batch, deadline).await);
+        }
+        located
+    }
+
+    async fn locate_batch(
+        &self,
+        keys: &[ChunkKey],
+        batch: KeyBatch,
+        deadline: Instant,
+    ) -> Vec<Result<Located, BackendError>> {
+        let space = keys[0].space;
+        let epoch = self.chunks.epoch(space).into();
+        let request = Request::Locate(Locate { keys: batch, epoch });
+        let asked = self.peers.lock().to_ask(now());
+        let answers = asked.iter().map(|peer| self.ask(peer, &request, deadline));
+        let answers = join_all(answers).await;
+        let mut silent = None;
+        let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
+        for (peer, answer) in asked.iter().zip(answers) {
+            match answer {
+                Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
+                    self.learn_epoch(space, located.epoch.into());
+                    if let Some(peer) = self.peers.lock().get_mut(peer) {
+                        peer.load = located.load;
+                    }
+                    answered.push((peer, located));
+                }
+                Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
+                Err(reason) => silent = Some(format!("{peer}: {reason}")),
+            }
+        }
+        let epoch = self.chunks.epoch(space);
+        // What a peer computed before the last clear is gone.
+        answered.retain(|(_, located)| ClearEpoch::from(located.epoch).is_valid_at(epoch));
+        self.rank(keys, &mut answered);
+        let mut routes = self.routes.lock();
+        let peers = self.peers.lock();
+        let answer = |(index, key): (usize, &ChunkKey)| {
+            let holders = answered.iter().filter_map(|(peer, located)| {
+                let state = located.states[index];
+                Some((*peer, state, state.len()?))
+            });
+            let mut holders = holders.take(ROUTE_PEERS).peekable();
+            if let Some(&(best, state, len)) = holders.peek() {
+                // Holders that disagree about the length do not serve one slot.
+                let agree = holders.filter(|(_, _, other)| *other == len);
+                let route: Route = agree.map(|(peer, ..)| peer.clone()).collect();
+                *routes.0.entry(*key, Vec::new) = route;
+                let medium = match state {
+                    ChunkState::Disk { .. } => Medium::Disk,
+                    _ => Medium::Memory,
+                };
+                let cost = peers.get(best).map(|peer| peer.cost(len));
+                let location = Location::new(len, medium, epoch);
+                return Ok(Located::Present(location.with_cost(cost.unwrap_or_default())));
+            }
+            let mut states = answered.iter().map(|(_, located)| located.states[index]);
+            if states.any(|state| state == ChunkState::Writing) {
+                return Ok(Located::Pending);
+            }
+            match &silent {
+                None => Ok(Located::Absent),
+                Some(reason) => Err(Unavailable {
+                    reason: reason.clone(),
+                }
+                .into()),
+            }
+        };
+        keys.iter().enumerate().map(answer).collect()
+    }
+
+    /// Orders peers by what they have: the longest prefix first, and of those with as much, the
+    /// less loaded of two that the first key chooses, so that many readers of one prompt spread.
+    fn rank(&self, keys: &[ChunkKey], answered: &mut [(&PeerId, LocatedMessage)]) {
+        let peers = self.peers.lock();
+        let prefix = |located: &LocatedMessage| {
+            let states = located.states.iter();
+            states.take_while(|state| state.len().is_some()).count()
+        };
+        let rate = |peer: &PeerId| peers.get(peer).map_or(Duration::MAX, |peer| peer.cost(1 << 20));
+        answered.sort_by_key(|(peer, located)| (std::cmp::Reverse(prefix(located)), rate(peer)));
+        let best = answered.first().map_or(0, |(_, located)| prefix(located));
+        let equal = answered.iter().take_while(|(_, l)| prefix(l) == best).count();
+        if equal < 2 {
+            return;
+        }
+        let seed = keys[0].fold() ^ address_seed(&self.config.address);
+        let one = (seed % equal as u64) as usize;
+        let other = (one + 1 + ((seed >> 32) % (equal as u64 - 1)) as usize) % equal;
+        let chosen = match answered[one].1.load <= answered[other].1.load {
+            true => one,
+            false => other,
+        };
+        answered[..=chosen].rotate_right(1);
+    }
+
+    /// Reads chunks into the slots given, from the peers at which the last `locate` found them. A
+    /// chunk that was not located is a miss.
+    pub fn load(self: &Arc<Self>, items: Vec<LoadItem>, deadline: Instant) -> Answers<'static, Loaded> {
+        let mut groups: Vec<(PeerId, Vec<Item>, u64)> = Vec::new();
+        let mut misses = Vec::new();
+        {
+            let routes = self.routes.lock();
+            for item in items.into_iter().enumerate() {
+                let route = routes.0.get(&item.1.key);
+                let Some(peer) = route.and_then(|route| route.first()).cloned() else {
+                    misses.push((item.0, Loaded::Miss(item.1.slot)));
+                    continue;
+                };
+                let len = item.1.slot.len();
+                let group = groups.iter_mut().rev().find(|(one, ..)| *one == peer);
+                match group {
+                    Some((_, items, bytes)) if *bytes + len <= LEASE_BYTES => {
+                        items.push(item);
+                        *bytes += len;
+                    }
+                    _ => groups.push((peer, vec![item], len)),
+                }
+            }
+        }
+        let read = |(peer, items, _)| {
+            let this = Arc::clone(self);
+            async move { this.load_group(peer, items, deadline).await }
+        };
+        let groups: FuturesUnordered<_> = groups.into_iter().map(read).collect();
+        Box::pin(stream::iter(misses).chain(groups.flat_map(stream::iter)))
+    }
+
+    /// Reads chunks from one peer, and each that it does not serve from one other.
+    async fn load_group(
+        self: Arc<Self>,
+        peer: PeerId,
+        items: Vec<Item>,
+        deadline: Instant,
+    ) -> Vec<(usize, Loaded)> {
+        let mut done = Vec::with_capacity(items.len());
+        let mut others: BTreeMap<PeerId, Vec<Item>> = BTreeMap::new();
+        for read in self.read_from(&peer, items, deadline).await {
+            match read {
+                Read::Done(index, loaded) => done.push((index, loaded)),
+                Read::Elsewhere(item, error) => match self.route_after(&item.1.key, &peer) {
+                    Some(other) => others.entry(other).or_default().push(item),
+                    None => done.push((item.0, not_loaded(item.1.slot, error))),
+                },
+            }
+        }
+        let again = others.into_iter().map(|(peer, items)| {
+            let this = Arc::clone(&self);
+            async move { this.read_from(&peer, items, deadline).await }
+        });
+        let again = join_all(again).await.into_iter().flatten();
+        done.extend(again.map(|read| match read {
+            Read::Done(index, loaded) => (index, loaded),
+            Read::Elsewhere((index, item), error) => (index, not_loaded(item.slot, error)),
+        }));
+        done
+    }
+
+    /// Returns the holder of a chunk that is tried after `peer`.
+    fn route_after(&self, key: &ChunkKey, peer: &PeerId) -> Option<PeerId> {
+        let mut routes = self.routes.lock();
+        let route = routes.0.entry(*key, Vec::new);
+        route.retain(|one| one != peer);
+        route.first().cloned()
+    }
+
+    /// Leases chunks of one peer, reads them, and releases the lease.
+    async fn read_from(
+        self: &Arc<Self>,
+        peer: &PeerId,
+        items: Vec<Item>,
+        deadline: Instant,
+    ) -> Vec<Read> {
+        let mut reads = Vec::with_capacity(items.len());
+        let mut rest = items;
+        while !rest.is_empty() {
+            let keys: Vec<ChunkKey> = rest.iter().map(|(_, item)| item.key).collect();
+            let Some((batch, len)) = KeyBatch::leading(&keys) else {
+                break;
+            };
+            let later = rest.split_off(len);
+            reads.extend(self.read_batch(peer, batch, rest, deadline).await);
+            rest = later;
+        }
+        reads
+    }
+
+    async fn read_batch(
+        self: &Arc<Self>,
+        peer: &PeerId,
+        batch: KeyBatch,
+        items: Vec<Item>,
+        deadline: Instant,
+    ) -> Vec<Read> {
+        let space = items[0].1.key.space;
+        let duration_ms = u32::try_from(self.config.lease.as_millis()).unwrap_or(u32::MAX);
+        let request = Request::Lease(Lease {
+            keys: batch.clone(),
+            duration_ms,
+            promote_ms: PROMOTE.as_millis() as u32,
+        });
+        let sent = now();
+        let leased = match self.ask(peer, &request, deadline).await {
+            Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
+            answer => {
+                let error = || self.unavailable(peer, answer.as_ref().err());
+                let elsewhere = |item| Read::Elsewhere(item, Some(error()));
+                return items.into_iter().map(elsewhere).collect();
+            }
+        };
+        let epoch = ClearEpoch::from(leased.epoch);
+        self.learn_epoch(space, epoch);
+        let mut lease = Leasing {
+            node: Arc::clone(self),
+            peer: peer.clone(),
+            number: leased.lease,
+            duration: Duration::from_millis(leased.duration_ms.into()),
+            sent,
+        };
+        let (granted, mut reads) = self.sort_out(peer, leased, items);
+        if granted.is_empty() {
+            return reads;
+        }
+        let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
+        for (item, index, digest) in granted {
+            indices.push(index);
+            slots.push(item.1.slot);
+            named.push((item.0, item.1.key, digest));
+        }
+        let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
+        let begun = now();
+        let filled = lease.while_renewed(self.link.read(peer, slots, &indices, deadline));
+        let Filled { slots, error } = filled.await;
+        let took = now().saturating_duration_since(begun);
+        let held = lease.release().await;
+        if let Some(error) = &error
+            && let Some(peer) = self.peers.lock().get_mut(peer)
+        {
+            peer.failed(format!("a read: {error}"), now());
+        } else if let Some(peer) = self.peers.lock().get_mut(peer) {
+            peer.read(bytes, took);
+        }
+        let mut slots = slots.into_iter();
+        let mut good = Vec::new();
+        for (number, (index, key, digest)) in named.into_iter().enumerate() {
+            let loaded = match slots.next() {
+                Some(Slot::Written(slot)) if !held.get(number).is_some_and(|held| *held) => {
+                    self.count_of(peer, |peer| peer.counters.lapsed += 1);
+                    Loaded::Miss(slot.into_reserved())
+                }
+                Some(Slot::Written(slot)) => self.verified(peer, key, slot, digest, epoch),
+                Some(Slot::Idle(slot)) => Loaded::Failed {
+                    error: self.unavailable(peer, None),
+                    slot: FailedSlot::Released(slot),
+                },
+                Some(Slot::Quarantined) | None => Loaded::Failed {
+                    error: self.unavailable(peer, None),
+                    slot: FailedSlot::Quarantined,
+                },
+            };
+            if matches!(loaded, Loaded::Hit { .. }) {
+                good.push(key);
+            }
+            reads.push(Read::Done(index, loaded));
+        }
+        self.announce(peer, &good);
+        reads
+    }
+
+    /// Splits what a peer answered to a lease: chunks to read with where they lie and their
+    /// digests, and those that it does not serve.
+    #[allow(clippy::type_complexity, reason = "an item, its index, its digest")]
+    fn sort_out(
+        &self,
+        peer: &PeerId,
+        leased: Leased,
+        items: Vec<Item>,
+    ) -> (Vec<(Item, lmc_transfer::Index, u64)>, Vec<Read>) {
+        let (mut granted, mut reads) = (Vec::new(), Vec::new());
+        let (mut missed, mut busy) = (0, 0);
+        for (item, chunk) in items.into_iter().zip(leased.chunks) {
+            match chunk {
+                ChunkLease::Granted { index, len, digest } if len == item.1.slot.len() => {
+                    granted.push((item, index, digest));
+                }
+                ChunkLease::Granted { .. } | ChunkLease::Absent => {
+                    missed += 1;
+                    reads.push(Read::Elsewhere(item, None));
+                }
+                ChunkLease::Busy => {
+                    busy += 1;
+                    let full = BackendError::Full {
+                        needed: item.1.slot.len(),
+                    };
+                    reads.push(Read::Elsewhere(item, Some(full)));
+                }
+            }
+        }
+        let named = leased.holders.iter().map(|holder| holder.address.as_str());
+        let holders = self.peers_at(named);
+        let mut routes = self.routes.lock();
+        for read in &reads {
+            if let Read::Elsewhere((_, item), Some(BackendError::Full { .. })) = read {
+                let route = routes.0.entry(item.key, Vec::new);
+                let new = holders.iter().filter(|holder| *holder != peer);
+                let new: Vec<PeerId> = new.filter(|one| !route.contains(one)).cloned().collect();
+                route.extend(new);
+            }
+        }
+        drop(routes);
+        self.count_of(peer, |peer| {
+            peer.counters.missed += missed;
+            peer.counters.busy += busy;
+        });
+        (granted, reads)
+    }
+
+    /// Returns the connected peers that listen at these addresses.
+    fn peers_at<'a>(&self, addresses: impl Iterator<Item = &'a str>) -> Vec<PeerId> {
+        let peers = self.peers.lock();
+        let at = |address: &str| {
+            let listens = |peer: &&Peer| {
+                let hello = peer.hello.as_ref();
+                hello.is_some_and(|hello| hello.address == address)
+            };
+            Some(peers.iter().find(listens)?.session.peer.clone())
+        };
+        addresses.filter_map(at).collect()
+    }
+
+    fn verified(
+        &self,
+        peer: &PeerId,
+        key: ChunkKey,
+        slot: WrittenSlot,
+        digest: u64,
+        epoch: ClearEpoch,
+    ) -> Loaded {
+        if chunk_digest(&key, checksum(slot.bytes())) != digest {
+            self.count_of(peer, |peer| peer.counters.corrupt += 1);
+            tracing::warn!(%peer, %key, "a chunk that was read from a peer has a wrong checksum: it counts as a miss");
+            return Loaded::Miss(slot.into_reserved());
+        }
+        self.count_of(peer, |peer| {
+            peer.counters.read += 1;
+            peer.counters.read_bytes += slot.len();
+        });
+        Loaded::Hit { slot, epoch }
+    }
+
+    /// Tells the owner that this daemon holds the chunks too. Waits for nothing.
+    fn announce(self: &Arc<Self>, peer: &PeerId, keys: &[ChunkKey]) {
+        let Some((batch, _)) = KeyBatch::leading(keys) else {
+            return;
+        };
+        let (this, peer) = (Arc::clone(self), peer.clone());
+        tokio::spawn(async move {
+            let deadline = now() + RELEASE_TIMEOUT;
+            let _ = this.ask(&peer, &Request::Holds(batch), deadline).await;
+        });
+    }
+
+    fn count_of(&self, peer: &PeerId, change: impl FnOnce(&mut Peer)) {
+        if let Some(peer) = self.peers.lock().get_mut(peer) {
+            change(peer);
+        }
+    }
+
+    fn unavailable(&self, peer: &PeerId, reason: Option<&String>) -> BackendError {
+        let known = || {
+            let peers = self.peers.lock();
+            peers.get(peer).and_then(|peer| peer.last_failure.clone())
+        };
+        let reason = reason.cloned().or_else(known);
+        let reason = reason.unwrap_or_else(|| "it gave another answer than was asked for".into());
+        Unavailable {
+            reason: format!("{peer}: {reason}"),
+        }
+        .into()
+    }
+}
+
+fn not_loaded(slot: ReservedSlot, error: Option<BackendError>) -> Loaded {
+    match error {
+        None => Loaded::Miss(slot),
+        Some(error) => Loaded::Failed {
+            error,
+            slot: FailedSlot::Released(slot),
+        },
+    }
+}
+
+/// Spreads readers of one prompt over its holders: each reader begins elsewhere.
+fn address_seed(address: &str) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(address.as_bytes())
+}
+
+/// A lease that this daemon has of a peer. Dropping it gives it back.
+struct Leasing<L: Link, C: Chunks> {
+    node: Arc<Node<L, C>>,
+    peer: PeerId,
+    /// 0 once it is released, or where nothing was granted.
+    number: u64,
+    duration: Duration,
+    /// When the request was sent by which it was granted or last renewed: it began later.
+    sent: Instant,
+}
+
+impl<L: Link, C: Chunks> Leasing<L, C> {
+    /// Returns when the lease may be over for its owner.
+    fn trusted_until(&self) -> Instant {
+        self.sent + self.duration.mul_f64(TRUSTED)
+    }
+
+    /// Awaits a read, and renews the lease meanwhile. A lease that cannot be renewed is not given
+    /// up here: its owner says at the release whether it stood.
+    async fn while_renewed(&mut self, read: impl Future<Output = Filled>) -> Filled {
+        tokio::pin!(read);
+        let mut renew_at = self.sent + self.duration / 3;
+        loop {
+            match until(renew_at, &mut read).await {
+                Some(filled) => return filled,
+                None if now() >= self.trusted_until() => return read.await,
+                None => {}
+            }
+            let request = Request::Renew(Renew {
+                lease: self.number,
+                duration_ms: u32::try_from(self.duration.as_millis()).unwrap_or(u32::MAX),
+            });
+            let sent = now();
+            let (node, peer) = (Arc::clone(&self.node), self.peer.clone());
+            let renewal = node.ask(&peer, &request, self.trusted_until());
+            tokio::pin!(renewal);
+            tokio::select! {
+                filled = &mut read => return filled,
+                renewed = &mut renewal => {
+                    if matches!(renewed, Ok(Reply::Renewed(true))) {
+                        self.sent = sent;
+                    }
+                }
+            }
+            renew_at = (self.sent + self.duration / 3).max(now() + self.duration / 10);
+        }
+    }
+
+    /// Gives the lease back. Returns for each chunk whether it was leased without a gap; nothing if
+    /// the owner does not say so in time.
+    async fn release(mut self) -> Vec<bool> {
+        let request = Request::Release(Release {
+            lease: std::mem::take(&mut self.number),
+        });
+        let deadline = now() + RELEASE_TIMEOUT;
+        match self.node.ask(&self.peer, &request, deadline).await {
+            Ok(Reply::Released(held)) => held,
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl<L: Link, C: Chunks> Drop for Leasing<L, C> {
+    fn drop(&mut self) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        if self.number == 0 {
+            return;
+        }
+        let request = Request::Release(Release { lease: self.number });
+        let (node, peer) = (Arc::clone(&self.node), self.peer.clone());
+        runtime.spawn(async move {
+            let _ = node.ask(&peer, &request, now() + RELEASE_TIMEOUT).await;
+        });
+    }
+}
+
+/// Fields in which spaces of one model differ, for people.
+pub(crate) fn differing_fields(
+    ours: &[crate::message::SpaceNote],
+    theirs: &[crate::message::SpaceNote],
+) -> Vec<String> {
+    let mut differences = Vec::new();
+    for one in theirs {
+        let same = ours.iter().any(|space| space.space == one.space);
+        let Some(here) = ours.iter().find(|space| space.model == one.model).filter(|_| !same) else {
+            continue;
+        };
+        let text = |bytes: [u8; 16]| SpaceId::new(bytes).to_string();
+        let fields = [
+            ("world size", here.world_size.to_string(), one.world_size.to_string()),
+            ("layout", text(here.layout), text(one.layout)),
+            ("dtype", here.dtype.clone(), one.dtype.clone()),
+            ("salt", text(here.salt), text(one.salt)),
+            ("identity", here.identity.clone(), one.identity.clone()),
+        ];
+        let differ = fields.into_iter().filter(|(_, here, there)| here != there);
+        let named = differ.map(|(field, here, there)| {
+            format!("{}: {field} is {here} here and {there} there", one.model)
+        });
+        differences.extend(named);
+    }
+    differences
+}

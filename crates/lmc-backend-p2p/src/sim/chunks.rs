@@ -1,0 +1,214 @@
+//! The chunks of a simulated daemon: a real pool, and what an engine does with it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_backend::{BoxFuture, Clear, ClearEpoch};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
+use parking_lot::Mutex;
+
+use super::net::Memory;
+use super::{LEN, bytes, space};
+use crate::chunks::{Chunks, HeldChunk};
+use crate::link::now;
+use crate::message::{ChunkState, SpaceNote};
+
+/// Time that a simulated promotion from disk takes.
+const PROMOTION: std::time::Duration = std::time::Duration::from_millis(3);
+
+#[derive(Debug)]
+struct Entry {
+    slot: SealedSlot,
+    checksum: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    resident: BTreeMap<ChunkKey, Entry>,
+    /// Chunks on disk, with the counter of the epoch that they were computed under.
+    disk: BTreeMap<ChunkKey, u64>,
+    writing: BTreeSet<ChunkKey>,
+    epoch: ClearEpoch,
+    evictions: u64,
+}
+
+/// The chunks of one daemon.
+#[derive(Debug, Clone)]
+pub(super) struct SimChunks {
+    pub(super) pool: Pool,
+    memory: Memory,
+    state: Arc<Mutex<State>>,
+}
+
+impl SimChunks {
+    pub(super) fn new(slots: u64, memory: Memory) -> Self {
+        let arena = ArenaConfig::anonymous(slots as usize * 4096).build();
+        let arena = Arc::new(arena.expect("a test machine has some memory"));
+        let pool = Pool::new(arena, PoolConfig::default()).expect("the defaults are valid");
+        let state = State {
+            resident: BTreeMap::new(),
+            disk: BTreeMap::new(),
+            writing: BTreeSet::new(),
+            epoch: ClearEpoch::default(),
+            evictions: 0,
+        };
+        Self {
+            pool,
+            memory,
+            state: Arc::new(Mutex::new(state)),
+        }
+    }
+
+    pub(super) fn known_epoch(&self) -> ClearEpoch {
+        self.state.lock().epoch
+    }
+
+    pub(super) fn has(&self, key: &ChunkKey) -> bool {
+        self.state.lock().resident.contains_key(key)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.state.lock().resident.len()
+    }
+
+    /// Reserves a slot; evicts what nothing holds if there is none.
+    pub(super) fn reserve(&self, pick: u64) -> Option<ReservedSlot> {
+        if let Some(slot) = self.pool.reserve(LEN) {
+            return Some(slot);
+        }
+        self.evict(pick)?;
+        self.pool.reserve(LEN)
+    }
+
+    /// Evicts one chunk that nothing holds. Whatever reads the memory from outside sees it change
+    /// at once.
+    pub(super) fn evict(&self, pick: u64) -> Option<()> {
+        let mut state = self.state.lock();
+        let idle = state.resident.iter().filter(|(_, e)| e.slot.owners() == 1);
+        let idle: Vec<ChunkKey> = idle.map(|(key, _)| *key).collect();
+        let key = idle.get((pick % idle.len().max(1) as u64) as usize)?;
+        let entry = state.resident.remove(key)?;
+        state.evictions += 1;
+        self.memory.overwrite(entry.slot.offset(), &[0xee; LEN as usize]);
+        Some(())
+    }
+
+    /// Begins a store by an engine of this host.
+    pub(super) fn begin_store(&self, key: ChunkKey) {
+        self.state.lock().writing.insert(key);
+    }
+
+    /// Ends a store: the engine has computed the chunk under the present epoch.
+    pub(super) fn store(&self, key: ChunkKey, pick: u64) {
+        self.state.lock().writing.remove(&key);
+        if self.has(&key) {
+            return;
+        }
+        let Some(mut slot) = self.reserve(pick) else {
+            return;
+        };
+        let content = bytes(&key, self.known_epoch().counter);
+        slot.bytes_mut().copy_from_slice(&content);
+        self.memory.overwrite(slot.offset(), &content);
+        let epoch = self.known_epoch();
+        self.commit(key, slot.written(), epoch);
+    }
+
+    /// Puts a chunk on disk.
+    pub(super) fn store_on_disk(&self, key: ChunkKey) {
+        let mut state = self.state.lock();
+        let epoch = state.epoch.counter;
+        state.disk.insert(key, epoch);
+    }
+
+    /// Makes a chunk findable, if it is of the newest epoch.
+    pub(super) fn commit(&self, key: ChunkKey, slot: WrittenSlot, epoch: ClearEpoch) -> bool {
+        let mut state = self.state.lock();
+        if epoch != state.epoch {
+            return false;
+        }
+        let checksum = checksum(slot.bytes());
+        let slot = slot.seal();
+        state.resident.entry(key).or_insert(Entry { slot, checksum });
+        true
+    }
+
+    /// Clears all spaces, as an operator does.
+    pub(super) fn clear(&self) -> Clear {
+        let epoch = self.known_epoch().next();
+        self.learn(&[Clear::all(epoch)]);
+        Clear::all(epoch)
+    }
+}
+
+impl Chunks for SimChunks {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+        let state = self.state.lock();
+        let of = |key: &ChunkKey| match () {
+            () if state.resident.contains_key(key) => ChunkState::Memory { len: LEN },
+            () if state.disk.contains_key(key) => ChunkState::Disk { len: LEN },
+            () if state.writing.contains(key) => ChunkState::Writing,
+            () => ChunkState::Absent,
+        };
+        keys.iter().map(of).collect()
+    }
+
+    fn hold<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>> {
+        Box::pin(async move {
+            let on_disk = |key: &&ChunkKey| {
+                let state = self.state.lock();
+                !state.resident.contains_key(key) && state.disk.contains_key(key)
+            };
+            let promoted: Vec<ChunkKey> = keys.iter().filter(on_disk).copied().collect();
+            if !promoted.is_empty() && now() + PROMOTION < promote_until {
+                tokio::time::sleep(PROMOTION).await;
+                for key in promoted {
+                    let epoch = self.state.lock().disk.get(&key).copied();
+                    if epoch == Some(self.known_epoch().counter) {
+                        self.store(key, key.fold());
+                    }
+                }
+            }
+            let state = self.state.lock();
+            let hold = |key: &ChunkKey| {
+                let entry = state.resident.get(key)?;
+                Some(HeldChunk {
+                    slot: entry.slot.clone(),
+                    checksum: entry.checksum,
+                    hold: Box::new(()),
+                })
+            };
+            keys.iter().map(hold).collect()
+        })
+    }
+
+    fn epoch(&self, _: SpaceId) -> ClearEpoch {
+        self.known_epoch()
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        vec![Clear::all(self.known_epoch())]
+    }
+
+    fn learn(&self, clears: &[Clear]) {
+        let mut state = self.state.lock();
+        for clear in clears.iter().filter(|clear| clear.covers(space())) {
+            let joined = state.epoch.join(clear.epoch);
+            if joined != state.epoch {
+                state.epoch = joined;
+                state.resident.clear();
+                state.disk.clear();
+            }
+        }
+    }
+
+    fn spaces(&self) -> Vec<SpaceNote> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,75 @@
+//! Daemons in one process under a virtual clock: real nodes, a network that delays, loses and
+//! repeats messages, and memory that is read one-sided, piece by piece, whatever its owner does
+//! meanwhile. A schedule follows from its seed.
+
+mod chunks;
+mod net;
+mod schedules;
+
+use std::time::Duration;
+
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+
+/// A generator of numbers (SplitMix64): small, and the same everywhere.
+#[derive(Debug, Clone)]
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// Returns true once in `n` times.
+    fn once_in(&mut self, n: u64) -> bool {
+        n > 0 && self.below(n) == 0
+    }
+
+    /// Returns a time of up to `most`, short ones more often.
+    fn delay(&mut self, most: Duration) -> Duration {
+        most.mul_f64((self.below(1000) as f64 / 1000.0).powi(3))
+    }
+}
+
+/// Bytes of a chunk in the simulation.
+const LEN: u64 = 96;
+
+fn space() -> SpaceId {
+    SpaceId::new([7; 16])
+}
+
+/// Returns the key of a chunk of a prompt.
+fn key(prompt: u64, chunk: u64) -> ChunkKey {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&prompt.to_le_bytes());
+    hash[8..16].copy_from_slice(&chunk.to_le_bytes());
+    ChunkKey {
+        space: space(),
+        kv_rank: 0,
+        group: 0,
+        hash: ChunkHash::new(hash),
+    }
+}
+
+/// Returns the bytes that an engine computes for a chunk under a clear epoch.
+fn bytes(key: &ChunkKey, epoch: u64) -> Vec<u8> {
+    let mut rng = Rng(key.fold() ^ epoch.wrapping_mul(0x1234_5678_9abc_def1));
+    (0..LEN).map(|_| rng.next() as u8).collect()
+}
+
+/// Runs a future on a runtime whose clock stands still while anything can go on.
+fn run<T>(future: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime without IO can be built");
+    runtime.block_on(future)
+}

@@ -1,0 +1,459 @@
+//! The network of the simulation, and the memory that it reaches.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
+use parking_lot::Mutex;
+
+use super::chunks::SimChunks;
+use super::{LEN, Rng};
+use crate::link::{Link, now};
+use crate::node::{Node, NodeConfig};
+use crate::owner::Session;
+
+pub(super) type SimNode = Node<SimLink, SimChunks>;
+
+/// Bytes of a daemon's pool as a network card sees them, whoever owns them now.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Memory(Arc<Mutex<HashMap<u64, Vec<u8>>>>);
+
+impl Memory {
+    pub(super) fn overwrite(&self, offset: u64, bytes: &[u8]) {
+        self.0.lock().insert(offset, bytes.to_vec());
+    }
+
+    fn read(&self, offset: u64) -> Vec<u8> {
+        let memory = self.0.lock();
+        memory.get(&offset).cloned().unwrap_or_else(|| vec![0; LEN as usize])
+    }
+}
+
+/// Faults of a network: each happens once in so many messages; 0 is never.
+#[derive(Debug, Clone)]
+pub(super) struct Faults {
+    pub(super) lost: u64,
+    pub(super) repeated: u64,
+    /// Pieces of reads with a changed bit.
+    pub(super) corrupt: u64,
+    /// Longest delay of a message, and of a piece of a read.
+    pub(super) delay: (Duration, Duration),
+    /// True where an index that is not leased is refused, as sockets do.
+    pub(super) enforced: bool,
+}
+
+impl Faults {
+    pub(super) fn none() -> Self {
+        Self {
+            lost: 0,
+            repeated: 0,
+            corrupt: 0,
+            delay: (Duration::from_micros(100), Duration::from_micros(20)),
+            enforced: false,
+        }
+    }
+}
+
+/// A daemon as the network knows it.
+pub(super) struct Host {
+    pub(super) incarnation: u64,
+    pub(super) node: Arc<SimNode>,
+    pub(super) chunks: SimChunks,
+    memory: Memory,
+    pub(super) alive: bool,
+    frozen_until: Option<Instant>,
+    /// Offsets of the slots of each grant that stands.
+    grants: BTreeMap<u64, Vec<u64>>,
+    /// Ends the node's own task with it.
+    expiring: tokio::task::JoinHandle<()>,
+}
+
+pub(super) struct State {
+    pub(super) rng: Rng,
+    pub(super) faults: Faults,
+    pub(super) hosts: Vec<Host>,
+    /// Pairs of hosts between which nothing passes, the lower number first.
+    cut: BTreeSet<(usize, usize)>,
+    last_grant: u64,
+    last_incarnation: u64,
+}
+
+/// All daemons and what is between them.
+#[derive(Clone)]
+pub(super) struct Net(pub(super) Arc<Mutex<State>>);
+
+impl std::fmt::Debug for Net {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Net")
+    }
+}
+
+pub(super) fn name(host: usize) -> PeerId {
+    format!("host-{host}").parse().expect("a name")
+}
+
+fn number(peer: &PeerId) -> usize {
+    let number = peer.as_str().trim_start_matches("host-");
+    number.parse().expect("hosts are numbered")
+}
+
+impl Net {
+    pub(super) fn new(seed: u64, faults: Faults) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            rng: Rng(seed),
+            faults,
+            hosts: Vec::new(),
+            cut: BTreeSet::new(),
+            last_grant: 0,
+            last_incarnation: 0,
+        })))
+    }
+
+    /// Starts a daemon with a pool of `slots` chunks; again, if one of this number has ended.
+    pub(super) fn start(&self, host: usize, slots: u64, change: impl FnOnce(&mut NodeConfig)) {
+        let memory = Memory::default();
+        let chunks = SimChunks::new(slots, memory.clone());
+        let incarnation = {
+            let mut state = self.0.lock();
+            state.last_incarnation += 1;
+            state.last_incarnation
+        };
+        let link = SimLink {
+            net: Arc::downgrade(&self.0),
+            me: host,
+            incarnation,
+        };
+        let mut config = NodeConfig::new(format!("host-{host}"), format!("host-{host}:1"), 0);
+        config.limits.bytes = slots * LEN / 4;
+        config.limits.peer_bytes = slots * LEN / 8;
+        change(&mut config);
+        let node = Node::new(config, link, chunks.clone());
+        let expiring = tokio::spawn({
+            let (node, net) = (Arc::clone(&node), self.clone());
+            async move {
+                // A stopped process ends no lease either; it does so when it goes on.
+                loop {
+                    let frozen = net.0.lock().hosts.get(host).and_then(|h| h.frozen_until);
+                    match frozen {
+                        Some(until) if until > now() => {
+                            tokio::time::sleep_until(until.into()).await;
+                        }
+                        _ => {
+                            let a_while = Duration::from_millis(20);
+                            let _ = tokio::time::timeout(a_while, node.expire_leases()).await;
+                        }
+                    }
+                }
+            }
+        });
+        let new = Host {
+            incarnation,
+            node,
+            chunks,
+            memory,
+            alive: true,
+            frozen_until: None,
+            grants: BTreeMap::new(),
+            expiring,
+        };
+        let mut state = self.0.lock();
+        let old = match state.hosts.get_mut(host) {
+            Some(old) => Some(std::mem::replace(old, new)),
+            None => {
+                state.hosts.push(new);
+                None
+            }
+        };
+        drop(state);
+        // Its grants look for the network's lock.
+        drop(old);
+    }
+
+    pub(super) fn session(&self, host: usize) -> Session {
+        Session {
+            peer: name(host),
+            incarnation: self.0.lock().hosts[host].incarnation,
+        }
+    }
+
+    pub(super) fn node(&self, host: usize) -> Arc<SimNode> {
+        Arc::clone(&self.0.lock().hosts[host].node)
+    }
+
+    pub(super) fn chunks(&self, host: usize) -> SimChunks {
+        self.0.lock().hosts[host].chunks.clone()
+    }
+
+    pub(super) fn is_alive(&self, host: usize) -> bool {
+        self.0.lock().hosts[host].alive
+    }
+
+    pub(super) fn below(&self, n: u64) -> u64 {
+        self.0.lock().rng.below(n)
+    }
+
+    /// Connects two daemons.
+    pub(super) async fn connect(&self, a: usize, b: usize) -> bool {
+        let (at_a, at_b) = (self.session(b), self.session(a));
+        let (one, other) = (self.node(a), self.node(b));
+        let both = tokio::join!(one.connected(&at_a), other.connected(&at_b));
+        both.0.is_ok() && both.1.is_ok()
+    }
+
+    /// Kills a daemon at once. Others learn of it after `noticed`.
+    pub(super) fn kill(&self, host: usize, noticed: Duration) {
+        let session = self.session(host);
+        let others: Vec<Arc<SimNode>> = {
+            let mut state = self.0.lock();
+            let killed = &mut state.hosts[host];
+            killed.alive = false;
+            killed.expiring.abort();
+            killed.grants.clear();
+            state.hosts.iter().map(|h| Arc::clone(&h.node)).collect()
+        };
+        tokio::spawn(async move {
+            tokio::time::sleep(noticed).await;
+            others.iter().for_each(|node| node.disconnected(&session));
+        });
+    }
+
+    /// Cuts two daemons off from each other, or joins them again. A cut is noticed after
+    /// `noticed`, if it stands then.
+    pub(super) fn cut(&self, a: usize, b: usize, cut: bool, noticed: Duration) {
+        let pair = (a.min(b), a.max(b));
+        {
+            let mut state = self.0.lock();
+            match cut {
+                true => state.cut.insert(pair),
+                false => state.cut.remove(&pair),
+            };
+        }
+        let (net, ends) = (self.clone(), [(a, self.session(b)), (b, self.session(a))]);
+        tokio::spawn(async move {
+            tokio::time::sleep(noticed).await;
+            if cut && net.0.lock().cut.contains(&pair) {
+                for (host, session) in ends {
+                    net.node(host).disconnected(&session);
+                }
+            }
+        });
+    }
+
+    /// Stops a daemon for a while: it answers nothing and ends no lease, and its memory is read on.
+    pub(super) fn freeze(&self, host: usize, time: Duration) {
+        self.0.lock().hosts[host].frozen_until = Some(now() + time);
+    }
+
+    async fn thaw(&self, host: usize) {
+        let until = self.0.lock().hosts[host].frozen_until;
+        if let Some(until) = until {
+            tokio::time::sleep_until(until.into()).await;
+        }
+    }
+
+    /// Waits for a message's way; false if it is lost.
+    async fn travel(&self, from: usize, to: usize) -> bool {
+        let (delay, lost) = {
+            let State { rng, faults, .. } = &mut *self.0.lock();
+            (rng.delay(faults.delay.0), rng.once_in(faults.lost))
+        };
+        tokio::time::sleep(delay).await;
+        let state = self.0.lock();
+        let cut = state.cut.contains(&(from.min(to), from.max(to)));
+        !lost && !cut && state.hosts[from].alive && state.hosts[to].alive
+    }
+
+    /// Number of grants that stand at a daemon.
+    pub(super) fn grants(&self, host: usize) -> usize {
+        self.0.lock().hosts[host].grants.len()
+    }
+}
+
+/// The network, as one daemon reaches it.
+#[derive(Debug)]
+pub(super) struct SimLink {
+    net: Weak<Mutex<State>>,
+    me: usize,
+    incarnation: u64,
+}
+
+impl SimLink {
+    fn net(&self) -> Net {
+        Net(self.net.upgrade().expect("the network is there to the end"))
+    }
+
+    /// False once this daemon was killed, or another began in its place.
+    fn is_mine(&self, state: &State) -> bool {
+        let host = &state.hosts[self.me];
+        host.alive && host.incarnation == self.incarnation
+    }
+}
+
+/// Ends a grant when it is dropped.
+#[derive(Debug)]
+pub(super) struct SimGrant {
+    net: Weak<Mutex<State>>,
+    host: usize,
+    number: u64,
+    /// As the channel's lease does, it keeps the slots.
+    _slots: Vec<SealedSlot>,
+}
+
+impl Drop for SimGrant {
+    fn drop(&mut self) {
+        if let Some(state) = self.net.upgrade() {
+            state.lock().hosts[self.host].grants.remove(&self.number);
+        }
+    }
+}
+
+impl Link for SimLink {
+    type Grant = SimGrant;
+
+    fn request<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        body: Vec<u8>,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>> {
+        let (net, me, to) = (self.net(), self.me, number(peer));
+        let session = Session {
+            peer: name(me),
+            incarnation: self.incarnation,
+        };
+        Box::pin(async move {
+            if !self.is_mine(&net.0.lock()) {
+                return Err(TransferError::Closed);
+            }
+            let repeated = {
+                let State { rng, faults, .. } = &mut *net.0.lock();
+                rng.once_in(faults.repeated)
+            };
+            let (sender, mut replies) = tokio::sync::mpsc::unbounded_channel();
+            for _ in 0..1 + usize::from(repeated) {
+                let (net, session, body) = (net.clone(), session.clone(), body.clone());
+                let sender = sender.clone();
+                tokio::spawn(async move {
+                    if !net.travel(me, to).await {
+                        return;
+                    }
+                    net.thaw(to).await;
+                    let reply = net.node(to).serve(&session, &body).await;
+                    net.thaw(to).await;
+                    if net.travel(to, me).await {
+                        let _ = sender.send(reply);
+                    }
+                });
+            }
+            drop(sender);
+            let reply = crate::link::until(deadline, replies.recv()).await;
+            match reply {
+                Some(Some(reply)) => Ok(reply),
+                // Lost: nothing says so before the deadline.
+                Some(None) => {
+                    tokio::time::sleep_until(deadline.into()).await;
+                    Err(TransferError::Deadline)
+                }
+                None => Err(TransferError::Deadline),
+            }
+        })
+    }
+
+    fn grant(
+        &self,
+        _: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<(Vec<Index>, SimGrant), TransferError> {
+        let net = self.net();
+        let mut state = net.0.lock();
+        if !self.is_mine(&state) {
+            return Err(TransferError::Closed);
+        }
+        state.last_grant += 1;
+        let number = state.last_grant;
+        let offsets = slots.iter().map(SealedSlot::offset).collect();
+        state.hosts[self.me].grants.insert(number, offsets);
+        let index = |slot| Index::arena(self.incarnation, (number << 16) | slot);
+        let indices = (0..slots.len() as u64).map(index).collect();
+        let grant = SimGrant {
+            net: self.net.clone(),
+            host: self.me,
+            number,
+            _slots: slots,
+        };
+        Ok((indices, grant))
+    }
+
+    fn read<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        slots: Vec<ReservedSlot>,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        let (net, me, from) = (self.net(), self.me, number(peer));
+        Box::pin(async move {
+            // Where each slot lies is looked up at the begin only, as a network card does.
+            let offsets: Vec<Option<(u64, u64)>> = {
+                let state = net.0.lock();
+                let host = &state.hosts[from];
+                let offset = |index: &Index| {
+                    if index.incarnation() != host.incarnation {
+                        return None;
+                    }
+                    let unit = u64::from_le_bytes(index.to_bytes()[16..].try_into().ok()?);
+                    let (number, slot) = (unit >> 16, unit & 0xffff);
+                    Some((number, *host.grants.get(&number)?.get(slot as usize)?))
+                };
+                indices.iter().map(offset).collect()
+            };
+            let memory = net.0.lock().hosts[from].memory.clone();
+            let own = net.0.lock().hosts[me].memory.clone();
+            let incarnation = net.0.lock().hosts[from].incarnation;
+            let mut error = None;
+            let mut filled = Vec::with_capacity(slots.len());
+            for (mut slot, offset) in slots.into_iter().zip(offsets) {
+                let Some((grant, offset)) = offset.filter(|_| error.is_none()) else {
+                    error.get_or_insert(TransferError::UnknownPeer { peer: peer.clone() });
+                    filled.push(Slot::Idle(slot));
+                    continue;
+                };
+                let half = LEN as usize / 2;
+                let mut read = Vec::new();
+                for part in [0..half, half..LEN as usize] {
+                    let (delay, corrupt) = {
+                        let State { rng, faults, .. } = &mut *net.0.lock();
+                        (rng.delay(faults.delay.1), rng.once_in(faults.corrupt))
+                    };
+                    tokio::time::sleep(delay).await;
+                    let state = net.0.lock();
+                    let host = &state.hosts[from];
+                    let pair = (me.min(from), me.max(from));
+                    let there = host.alive && host.incarnation == incarnation;
+                    let leased = !state.faults.enforced || host.grants.contains_key(&grant);
+                    if !there || !leased || state.cut.contains(&pair) || now() >= deadline {
+                        error = Some(TransferError::Deadline);
+                        break;
+                    }
+                    drop(state);
+                    let mut bytes = memory.read(offset)[part].to_vec();
+                    bytes[0] ^= u8::from(corrupt);
+                    read.extend(bytes);
+                }
+                if error.is_some() {
+                    filled.push(Slot::Idle(slot));
+                    continue;
+                }
+                slot.bytes_mut().copy_from_slice(&read);
+                own.overwrite(slot.offset(), &read);
+                filled.push(Slot::Written(slot.written()));
+            }
+            Filled {
+                slots: filled,
+                error,
+            }
+        })
+    }
+}
