@@ -247,8 +247,9 @@ pub struct Lease {
     pub keys: KeyBatch,
     /// Duration of the lease in milliseconds, counted by the owner from its grant.
     pub duration_ms: u32,
-    /// Time in milliseconds that the owner may spend on promoting chunks from its disk.
-    pub promote_ms: u32,
+    /// Time in milliseconds for which the owner may wait until it can lend more, or has promoted
+    /// chunks from its disk.
+    pub wait_ms: u32,
 }
 
 /// Fields of [`Request::Renew`].

@@ -17,7 +17,7 @@ use crate::message::{
     ChunkLease, ChunkState, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
     MAX_SPACES, MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
 };
-use crate::owner::{Owner, OwnerLimits, Session};
+use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{PeerCounters, Peers};
 use crate::reading::Routes;
 use crate::recent::Recent;
@@ -28,8 +28,10 @@ const MAX_SERVING: usize = 64;
 const HOLDERS: usize = 1 << 16;
 /// Time that a hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time that an owner spends on promoting chunks for a peer, at most.
-const MAX_PROMOTE: Duration = Duration::from_millis(500);
+/// Time that an owner keeps a peer waiting for a lease, at most.
+const MAX_WAIT: Duration = Duration::from_millis(500);
+/// Pause of a request that waits for the rate at which peers may lease.
+const RATE_PAUSE: Duration = Duration::from_millis(5);
 
 /// Settings of a [`Node`].
 #[derive(Debug, Clone)]
@@ -48,6 +50,9 @@ pub struct NodeConfig {
     /// Duration of the leases that this daemon asks for; renewed after a third of it. Default:
     /// 2 s.
     pub lease: Duration,
+    /// Time for which a peer may keep this daemon waiting for a lease, because others have leased
+    /// all that it lends or because the chunks are on its disk. Default: 200 ms.
+    pub lease_wait: Duration,
     /// Oldest and newest version of the protocol to speak. Default: all that the crate knows.
     pub versions: (u16, u16),
 }
@@ -62,6 +67,7 @@ impl NodeConfig {
             algorithm: "blake3".to_owned(),
             limits: OwnerLimits::for_pool(pool),
             lease: Duration::from_secs(2),
+            lease_wait: Duration::from_millis(200),
             versions: (OLDEST_VERSION, VERSION),
         }
     }
@@ -85,6 +91,8 @@ pub struct Node<L: Link, C> {
     owner: Mutex<Owner<Served<L::Grant>>>,
     /// Set when the next lease ends earlier than before.
     expiry: Notify,
+    /// Set when a lease has ended: those that wait for capacity go on in their order.
+    freed: Notify,
     /// Peers that hold chunks which they read here.
     holders: Mutex<Recent<Vec<Session>>>,
     pub(crate) peers: Mutex<Peers>,
@@ -97,6 +105,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         Arc::new(Self {
             owner: Mutex::new(Owner::new(config.limits.clone())),
             expiry: Notify::new(),
+            freed: Notify::new(),
             holders: Mutex::new(Recent::new(HOLDERS)),
             peers: Mutex::default(),
             routes: Mutex::default(),
@@ -139,6 +148,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn end(&self, session: &Session) {
         let ended = self.owner.lock().end_session(session);
         drop(ended);
+        self.freed.notify_one();
         self.holders.lock().retain(|holders| {
             holders.retain(|holder| holder != session);
             !holders.is_empty()
@@ -208,7 +218,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         reply.to_bytes().or_else(too_long).unwrap_or_default()
     }
 
-    fn begin(&self, session: &Session, request: &Request) -> Result<Serving<'_>, Refusal> {
+    /// Begins to serve a request, which counts until what is returned is dropped.
+    fn begin(&self, session: &Session, request: &Request) -> Result<Arc<()>, Refusal> {
         let mut peers = self.peers.lock();
         let known = peers.of_session(session);
         let hello = matches!(request, Request::Hello(_));
@@ -226,14 +237,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if peer.hello.is_none() && !hello {
             return Err(Refusal::NoHello);
         }
-        if peer.serving >= MAX_SERVING {
+        if Arc::strong_count(&peer.serving) > MAX_SERVING {
             return Err(Refusal::TooMany);
         }
-        peer.serving += 1;
-        Ok(Serving {
-            peers: &self.peers,
-            session: session.clone(),
-        })
+        Ok(Arc::clone(&peer.serving))
     }
 
     async fn answer(&self, session: &Session, request: Request) -> Reply {
@@ -251,6 +258,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
             Request::Release(release) => {
                 let released = self.owner.lock().release(session, release.lease, now());
+                self.freed.notify_one();
                 let Some((served, keys)) = released else {
                     return Reply::Released(Vec::new());
                 };
@@ -308,7 +316,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     async fn lease(&self, session: &Session, lease: &Lease) -> Leased {
         let keys = lease.keys.keys();
-        let promote = Duration::from_millis(lease.promote_ms.into()).min(MAX_PROMOTE);
+        let wait = Duration::from_millis(lease.wait_ms.into()).min(MAX_WAIT);
+        let wait_until = now() + wait;
         let Some(space) = keys.first().map(|key| key.space) else {
             return not_leased(Vec::new(), ClearEpoch::default());
         };
@@ -317,12 +326,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.len()?));
         let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
         let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
-        let (admitted, _) = self.owner.lock().admit(session, &lens, now());
+        let admitted = self.admit(session, &lens, wait_until).await;
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
-        let until_promoted = now() + promote;
-        let held = self.chunks.hold(&allowed, until_promoted);
+        let held = self.chunks.hold(&allowed, wait_until);
         // A promotion that does not end in time is a miss of all.
-        let held = until(until_promoted + promote, held).await.unwrap_or_default();
+        let held = until(wait_until + MAX_WAIT, held).await.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
         let mut held: Vec<(ChunkKey, HeldChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
@@ -355,6 +363,29 @@ impl<L: Link, C: Chunks> Node<L, C> {
             leased.holders = self.other_holders(session, first);
         }
         leased
+    }
+
+    /// Waits until at least the first of these chunks may be leased to the peer. Returns how many
+    /// may be.
+    async fn admit(&self, session: &Session, lens: &[u64], wait_until: Instant) -> usize {
+        if lens.is_empty() {
+            return 0;
+        }
+        loop {
+            let freed = self.freed.notified();
+            tokio::pin!(freed);
+            // From here on no end of a lease is missed.
+            freed.as_mut().enable();
+            let (admitted, busy) = self.owner.lock().admit(session, lens, now());
+            if admitted > 0 || now() >= wait_until {
+                return admitted;
+            }
+            let pause = match busy {
+                Some(Busy::Rate) => wait_until.min(now() + RATE_PAUSE),
+                _ => wait_until,
+            };
+            let _ = until(pause, freed).await;
+        }
     }
 
     /// Grants as many of the leading chunks as may be leased by now.
@@ -398,6 +429,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let (number, duration) = owner.grant(session.clone(), chunks, duration, served, now());
         drop(owner);
         self.expiry.notify_one();
+        // There may be capacity for the next, too.
+        self.freed.notify_one();
         self.count(session, |counters| {
             counters.served += count;
             counters.served_bytes += bytes;
@@ -425,7 +458,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 let mut owner = self.owner.lock();
                 (owner.expire(now()), owner.next_expiry())
             };
-            drop(over);
+            if !over.is_empty() {
+                drop(over);
+                self.freed.notify_one();
+            }
             let again = self.expiry.notified();
             match next {
                 Some(at) => {
@@ -502,20 +538,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
     pub fn leased(&self) -> (usize, u64) {
         let owner = self.owner.lock();
         (owner.len(), owner.bytes())
-    }
-}
-
-/// A request of a peer that is being served.
-struct Serving<'a> {
-    peers: &'a Mutex<Peers>,
-    session: Session,
-}
-
-impl Drop for Serving<'_> {
-    fn drop(&mut self) {
-        if let Some(peer) = self.peers.lock().of_session(&self.session) {
-            peer.serving -= 1;
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 //! IO and no clock.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_transfer::PeerId;
@@ -74,8 +75,8 @@ pub(crate) struct Peer {
     /// The peer's introduction; `None` until it came, or where it was refused.
     pub(crate) hello: Option<Hello>,
     pub(crate) counters: PeerCounters,
-    /// Requests of the peer under way here.
-    pub(crate) serving: usize,
+    /// Cloned for each request of the peer under way here.
+    pub(crate) serving: Arc<()>,
     round_trip: f64,
     /// Bytes a second.
     rate: f64,
@@ -92,7 +93,7 @@ impl Peer {
             session,
             hello: None,
             counters: PeerCounters::default(),
-            serving: 0,
+            serving: Arc::new(()),
             round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
             rate: ASSUMED_RATE,
             load: 0,

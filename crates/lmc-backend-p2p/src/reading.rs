@@ -34,12 +34,12 @@ const ROUTES: usize = 1 << 16;
 const ROUTE_PEERS: usize = 4;
 /// Bytes of one lease, at most: one read, and one verification before the next.
 const LEASE_BYTES: u64 = 32 << 20;
+/// Peers that are tried for a chunk one after the other, at most.
+const MAX_ROUNDS: u32 = 8;
 /// Part of a lease's duration that the reader counts on: clocks may differ in speed by less.
 const TRUSTED: f64 = 0.9;
 /// Time for a release's answer.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Time that a requester gives an owner to promote chunks from its disk.
-const PROMOTE: Duration = Duration::from_millis(200);
 
 /// Peers that can be asked for a chunk, the best first.
 type Route = Vec<PeerId>;
@@ -217,7 +217,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         Box::pin(stream::iter(misses).chain(groups.flat_map(stream::iter)))
     }
 
-    /// Reads chunks from one peer, and each that it does not serve from one other.
+    /// Reads chunks from one peer, and those that it does not serve from others that have them.
     async fn load_group(
         self: Arc<Self>,
         peer: PeerId,
@@ -225,25 +225,37 @@ impl<L: Link, C: Chunks> Node<L, C> {
         deadline: Instant,
     ) -> Vec<(usize, Loaded)> {
         let mut done = Vec::with_capacity(items.len());
-        let mut others: BTreeMap<PeerId, Vec<Item>> = BTreeMap::new();
-        for read in self.read_from(&peer, items, deadline).await {
-            match read {
-                Read::Done(index, loaded) => done.push((index, loaded)),
-                Read::Elsewhere(item, error) => match self.route_after(&item.1.key, &peer) {
-                    Some(other) => others.entry(other).or_default().push(item),
-                    None => done.push((item.0, not_loaded(item.1.slot, error))),
-                },
+        let mut left = BTreeMap::from([(peer, items)]);
+        for round in 1.. {
+            let asked = std::mem::take(&mut left).into_iter().map(|(peer, items)| {
+                let this = Arc::clone(&self);
+                async move {
+                    let reads = this.read_from(&peer, items, deadline).await;
+                    (peer, reads)
+                }
+            });
+            for (peer, reads) in join_all(asked).await {
+                for read in reads {
+                    let ((index, item), error) = match read {
+                        Read::Done(index, loaded) => {
+                            done.push((index, loaded));
+                            continue;
+                        }
+                        Read::Elsewhere(item, error) => (item, error),
+                    };
+                    match self.route_after(&item.key, &peer) {
+                        Some(other) if round < MAX_ROUNDS => {
+                            let items: &mut Vec<Item> = left.entry(other).or_default();
+                            items.push((index, item));
+                        }
+                        _ => done.push((index, not_loaded(item.slot, error))),
+                    }
+                }
+            }
+            if left.is_empty() {
+                break;
             }
         }
-        let again = others.into_iter().map(|(peer, items)| {
-            let this = Arc::clone(&self);
-            async move { this.read_from(&peer, items, deadline).await }
-        });
-        let again = join_all(again).await.into_iter().flatten();
-        done.extend(again.map(|read| match read {
-            Read::Done(index, loaded) => (index, loaded),
-            Read::Elsewhere((index, item), error) => (index, not_loaded(item.slot, error)),
-        }));
         done
     }
 
@@ -284,13 +296,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
         deadline: Instant,
     ) -> Vec<Read> {
         let space = items[0].1.key.space;
-        let duration_ms = u32::try_from(self.config.lease.as_millis()).unwrap_or(u32::MAX);
-        let request = Request::Lease(Lease {
-            keys: batch.clone(),
-            duration_ms,
-            promote_ms: PROMOTE.as_millis() as u32,
-        });
+        // Where another has the chunks too, that one is asked before anything is waited for.
+        let other = {
+            let routes = self.routes.lock();
+            let route = routes.0.get(&items[0].1.key);
+            route.is_some_and(|route| route.iter().any(|one| one != peer))
+        };
         let sent = now();
+        let wait = match other {
+            true => Duration::ZERO,
+            false => deadline.saturating_duration_since(sent).min(self.config.lease_wait),
+        };
+        let request = Request::Lease(Lease {
+            keys: batch,
+            duration_ms: millis(self.config.lease),
+            wait_ms: millis(wait),
+        });
         let leased = match self.ask(peer, &request, deadline).await {
             Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
             answer => {
@@ -306,6 +327,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
             peer: peer.clone(),
             number: leased.lease,
             duration: Duration::from_millis(leased.duration_ms.into()),
+            // The owner may have waited: it counts from its answer at the latest, so this is
+            // earlier than the lease's begin.
             sent,
         };
         let (granted, mut reads) = self.sort_out(peer, leased, items);
@@ -471,6 +494,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 }
 
+fn millis(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}
+
 fn not_loaded(slot: ReservedSlot, error: Option<BackendError>) -> Loaded {
     match error {
         None => Loaded::Miss(slot),
@@ -516,7 +543,7 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
             }
             let request = Request::Renew(Renew {
                 lease: self.number,
-                duration_ms: u32::try_from(self.duration.as_millis()).unwrap_or(u32::MAX),
+                duration_ms: millis(self.duration),
             });
             let sent = now();
             let (node, peer) = (Arc::clone(&self.node), self.peer.clone());

@@ -4,9 +4,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use super::chunks::SimChunks;
 use super::{LEN, Rng};
@@ -64,6 +66,7 @@ pub(super) struct Host {
     memory: Memory,
     pub(super) alive: bool,
     frozen_until: Option<Instant>,
+    freezes: Arc<Notify>,
     /// Offsets of the slots of each grant that stands.
     grants: BTreeMap<u64, Vec<u64>>,
     /// Ends the node's own task with it.
@@ -78,6 +81,8 @@ pub(super) struct State {
     cut: BTreeSet<(usize, usize)>,
     last_grant: u64,
     last_incarnation: u64,
+    /// True once serving a request has panicked.
+    pub(super) panicked: bool,
 }
 
 /// All daemons and what is between them.
@@ -108,6 +113,7 @@ impl Net {
             cut: BTreeSet::new(),
             last_grant: 0,
             last_incarnation: 0,
+            panicked: false,
         })))
     }
 
@@ -130,20 +136,15 @@ impl Net {
         config.limits.peer_bytes = slots * LEN / 8;
         change(&mut config);
         let node = Node::new(config, link, chunks.clone());
+        let freezes = Arc::new(Notify::new());
         let expiring = tokio::spawn({
-            let (node, net) = (Arc::clone(&node), self.clone());
+            let (node, net, freezes) = (Arc::clone(&node), self.clone(), Arc::clone(&freezes));
             async move {
                 // A stopped process ends no lease either; it does so when it goes on.
                 loop {
-                    let frozen = net.0.lock().hosts.get(host).and_then(|h| h.frozen_until);
-                    match frozen {
-                        Some(until) if until > now() => {
-                            tokio::time::sleep_until(until.into()).await;
-                        }
-                        _ => {
-                            let a_while = Duration::from_millis(20);
-                            let _ = tokio::time::timeout(a_while, node.expire_leases()).await;
-                        }
+                    tokio::select! {
+                        () = freezes.notified() => net.thaw(host).await,
+                        () = node.expire_leases() => {}
                     }
                 }
             }
@@ -155,6 +156,7 @@ impl Net {
             memory,
             alive: true,
             frozen_until: None,
+            freezes,
             grants: BTreeMap::new(),
             expiring,
         };
@@ -184,10 +186,6 @@ impl Net {
 
     pub(super) fn chunks(&self, host: usize) -> SimChunks {
         self.0.lock().hosts[host].chunks.clone()
-    }
-
-    pub(super) fn is_alive(&self, host: usize) -> bool {
-        self.0.lock().hosts[host].alive
     }
 
     pub(super) fn below(&self, n: u64) -> u64 {
@@ -243,7 +241,9 @@ impl Net {
 
     /// Stops a daemon for a while: it answers nothing and ends no lease, and its memory is read on.
     pub(super) fn freeze(&self, host: usize, time: Duration) {
-        self.0.lock().hosts[host].frozen_until = Some(now() + time);
+        let frozen = &mut self.0.lock().hosts[host];
+        frozen.frozen_until = Some(now() + time);
+        frozen.freezes.notify_one();
     }
 
     async fn thaw(&self, host: usize) {
@@ -335,7 +335,8 @@ impl Link for SimLink {
             for _ in 0..1 + usize::from(repeated) {
                 let (net, session, body) = (net.clone(), session.clone(), body.clone());
                 let sender = sender.clone();
-                tokio::spawn(async move {
+                let watched = net.clone();
+                let delivery = async move {
                     if !net.travel(me, to).await {
                         return;
                     }
@@ -345,6 +346,10 @@ impl Link for SimLink {
                     if net.travel(to, me).await {
                         let _ = sender.send(reply);
                     }
+                };
+                tokio::spawn(async move {
+                    let delivery = std::panic::AssertUnwindSafe(delivery).catch_unwind();
+                    watched.0.lock().panicked |= delivery.await.is_err();
                 });
             }
             drop(sender);

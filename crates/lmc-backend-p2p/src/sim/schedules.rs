@@ -200,6 +200,7 @@ async fn schedule(seed: u64) -> Tally {
         })
         .await;
     drop(local);
+    assert!(!net.0.lock().panicked, "a request made its daemon panic");
     for host in 0..hosts {
         let (node, chunks) = (net.node(host), net.chunks(host));
         assert_eq!(node.leased(), (0, 0), "a lease was left");
@@ -228,4 +229,226 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
     println!("{sum:?}");
     assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0 && sum.pending > 0, "{sum:?}");
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
+}
+
+/// Faults of a network that only delays.
+fn slow(message: Duration, piece: Duration) -> Faults {
+    Faults {
+        delay: (message, piece),
+        ..Faults::none()
+    }
+}
+
+#[test]
+fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
+    const READERS: usize = 1000;
+    let tally = run(async {
+        let net = Net::new(1, slow(Duration::from_millis(2), Duration::from_micros(300)));
+        net.start(0, 256, |_| ());
+        let keys = prompt(0, 16);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        for reader in 1..=READERS {
+            net.start(reader, 32, |_| ());
+            assert!(net.connect(reader, 0).await);
+        }
+        let most = net.node(0);
+        let watch = tokio::spawn(async move {
+            let mut peak = 0;
+            loop {
+                peak = most.leased().1.max(peak);
+                assert!(peak <= most.config.limits.bytes, "{peak} bytes are leased");
+                tokio::time::sleep(Duration::from_micros(50)).await;
+                if peak > 0 && most.leased().0 == 0 {
+                    return peak;
+                }
+            }
+        });
+        let keys = &keys;
+        let readers = (1..=READERS).map(|reader| {
+            let net = net.clone();
+            async move { fetch(&net, reader, keys).await }
+        });
+        let mut sum = Tally::default();
+        for tally in futures_util::future::join_all(readers).await {
+            sum.add(tally);
+        }
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert!(watch.await.expect("no bound was broken") > 0);
+        assert_eq!(net.node(0).leased(), (0, 0));
+        sum.busy = net.node(0).counters().served;
+        sum
+    });
+    // Four at a time, for as long as they are ready to wait.
+    assert!(tally.hits >= 16 * 20 && tally.failed > 0, "{tally:?}");
+}
+
+#[test]
+fn an_owner_that_comes_back_and_evicts_gives_no_wrong_byte() {
+    run(async {
+        // A read of sixteen chunks takes longer than the lease that its stopped owner cannot renew.
+        let net = Net::new(3, slow(Duration::from_micros(200), Duration::from_millis(80)));
+        let lease = Duration::from_millis(60);
+        for host in 0..2 {
+            net.start(host, 64, |config| config.lease = lease);
+        }
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 8);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        let reading = {
+            let (net, keys) = (net.clone(), keys.clone());
+            tokio::spawn(async move { fetch(&net, 1, &keys).await })
+        };
+        while net.node(0).leased().0 == 0 {
+            tokio::time::sleep(Duration::from_micros(50)).await;
+        }
+        net.freeze(0, Duration::from_millis(100));
+        tokio::time::sleep(Duration::from_millis(130)).await;
+        assert_eq!(net.node(0).leased(), (0, 0), "the lease is over");
+        for pick in 0..8 {
+            net.chunks(0).evict(pick).expect("nothing keeps the chunks");
+        }
+        let tally = reading.await.expect("every byte was right");
+        assert_eq!((tally.hits, tally.misses), (0, 8), "{tally:?}");
+        assert_eq!(net.node(1).counters().lapsed, 8);
+    });
+}
+
+#[test]
+fn a_long_read_keeps_its_lease_by_renewing_it() {
+    run(async {
+        let net = Net::new(3, slow(Duration::from_micros(200), Duration::from_millis(40)));
+        for host in 0..2 {
+            net.start(host, 64, |config| config.lease = Duration::from_millis(30));
+        }
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 8);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        let begun = now();
+        let tally = fetch(&net, 1, &keys).await;
+        assert_eq!(tally.hits, 8, "{tally:?}");
+        assert!(now() - begun > Duration::from_millis(90), "three leases long");
+    });
+}
+
+#[test]
+fn what_was_cleared_at_one_side_of_a_cut_is_served_by_neither_afterwards() {
+    run(async {
+        let net = Net::new(5, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        for (a, b) in [(0, 1), (0, 2), (1, 2)] {
+            assert!(net.connect(a, b).await);
+        }
+        let keys = prompt(0, 4);
+        for host in 0..2 {
+            keys.iter().for_each(|&key| net.chunks(host).store(key, 0));
+        }
+        let noticed = Duration::from_millis(10);
+        net.cut(0, 1, true, noticed);
+        net.cut(0, 2, true, noticed);
+        tokio::time::sleep(noticed * 2).await;
+        let clear = net.chunks(0).clear();
+        let told = net.node(0).pass_on(&[clear], now() + LOCATE).await;
+        assert_eq!(told, 0, "both are cut off");
+        // Meanwhile the other side goes on with what it has.
+        assert_eq!(fetch(&net, 2, &keys).await.hits, 4);
+        net.cut(0, 1, false, noticed);
+        assert!(net.connect(0, 1).await);
+        assert_eq!((net.chunks(0).len(), net.chunks(1).len()), (0, 0));
+        // The third learns of it from the second, whom it asks.
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        let more = prompt(0, 5);
+        net.chunks(1).store(more[4], 0);
+        assert_eq!(fetch(&net, 2, &more).await.hits, 1);
+        assert_eq!(net.chunks(2).len(), 1, "its own were older, and are gone");
+        assert_eq!(fetch(&net, 2, &more).await.hits, 5);
+    });
+}
+
+#[test]
+fn two_daemons_that_ask_each_other_end_at_once() {
+    run(async {
+        let net = Net::new(7, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 4);
+        let (one, other) = tokio::join!(fetch(&net, 0, &keys), fetch(&net, 1, &keys));
+        assert_eq!((one.pending, other.pending, one.hits, other.hits), (0, 0, 0, 0));
+        assert!(now() < now() + LOCATE);
+        // What an engine writes is pending for the other, and for no one else.
+        net.chunks(0).begin_store(keys[0]);
+        let located = net.node(1).locate(&keys, now() + LOCATE).await;
+        assert!(matches!(located[0], Ok(Located::Pending)), "{located:?}");
+        assert!(matches!(located[1], Ok(Located::Absent)), "{located:?}");
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
+    });
+}
+
+#[test]
+fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
+    run(async {
+        let net = Net::new(9, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let keys = prompt(0, 1);
+        net.freeze(1, Duration::from_secs(5));
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(located[0].is_err(), "{located:?}");
+        // It is not asked again for a while: the other's answer counts.
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
+        net.chunks(2).store(keys[0], 0);
+        assert_eq!(fetch(&net, 0, &keys).await.hits, 1);
+    });
+}
+
+#[test]
+fn a_busy_owner_names_others_that_have_the_chunks() {
+    run(async {
+        let net = Net::new(11, slow(Duration::from_micros(100), Duration::from_millis(1)));
+        (0..4).for_each(|host| net.start(host, 64, |_| ()));
+        for a in 0..4 {
+            for b in 0..a {
+                assert!(net.connect(a, b).await);
+            }
+        }
+        let keys = prompt(0, 8);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        assert_eq!(fetch(&net, 1, &keys).await.hits, 8);
+        // Two readers take all that the owner may lease.
+        let located = net.node(3).locate(&keys, now() + LOCATE).await;
+        assert!(located.iter().all(|one| matches!(one, Ok(Located::Present(_)))));
+        net.chunks(1).evict(0);
+        let readers = (2..4).map(|reader| fetch(&net, reader, &keys));
+        let read = futures_util::future::join_all(readers).await;
+        assert!(read.iter().all(|tally| tally.hits == 8), "{read:?}");
+    });
+}
+
+#[test]
+fn peers_that_do_not_fit_are_refused_with_a_reason() {
+    use crate::message::Refusal;
+    use crate::node::{HelloError, NodeConfig};
+    type Change = fn(&mut NodeConfig);
+    let cases: [(Change, Refusal); 3] = [
+        (|c| c.versions = (2, 3), Refusal::Version { oldest: 1, newest: 1 }),
+        (|c| c.chunk_size = 16, Refusal::ChunkSize(256)),
+        (
+            |c| c.algorithm = "xxh3".into(),
+            Refusal::Algorithm("blake3".into()),
+        ),
+    ];
+    for (change, refusal) in cases {
+        run(async {
+            let net = Net::new(13, Faults::none());
+            net.start(0, 16, |_| ());
+            net.start(1, 16, change);
+            let found = net.node(1).connected(&net.session(0)).await;
+            assert_eq!(found, Err(HelloError::There(refusal)));
+            let keys = prompt(0, 1);
+            net.chunks(0).store(keys[0], 0);
+            let located = net.node(1).locate(&keys, now() + LOCATE).await;
+            assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
+        });
+    }
 }

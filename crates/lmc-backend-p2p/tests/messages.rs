@@ -1,0 +1,247 @@
+//! The peer protocol's bytes: committed ones stay readable, others are refused.
+
+use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend_p2p::message::{
+    ChunkLease, ChunkState, ClearNote, Hello, Holder, KeyBatch, Lease, Leased, Locate, Located,
+    MAX_BODY, MAX_KEYS, MessageError, Refusal, Release, Renew, Reply, Request, SpaceNote,
+};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_transfer::Index;
+use proptest::prelude::*;
+
+fn key(n: u8) -> ChunkKey {
+    ChunkKey {
+        space: SpaceId::new([9; 16]),
+        kv_rank: 1,
+        group: 2,
+        hash: ChunkHash::new([n; 32]),
+    }
+}
+
+fn batch() -> KeyBatch {
+    let (batch, len) = KeyBatch::leading(&[key(1), key(2)]).expect("there are keys");
+    assert_eq!(len, 2);
+    batch
+}
+
+fn epoch() -> ClearEpoch {
+    ClearEpoch {
+        counter: 3,
+        origin: [5; 16],
+    }
+}
+
+fn clears() -> Vec<ClearNote> {
+    let space = SpaceId::new([9; 16]);
+    vec![
+        Clear::all(epoch()).into(),
+        Clear::space(space, epoch()).into(),
+    ]
+}
+
+fn hello() -> Hello {
+    Hello {
+        oldest: 1,
+        newest: 1,
+        features: 0,
+        name: "a".into(),
+        address: "10.0.0.1:7700".into(),
+        chunk_size: 256,
+        algorithm: "blake3".into(),
+        clears: clears(),
+        spaces: vec![SpaceNote {
+            space: [9; 16],
+            model: "m".into(),
+            world_size: 2,
+            layout: [4; 16],
+            dtype: "bf16".into(),
+            salt: [0; 16],
+            identity: String::new(),
+        }],
+    }
+}
+
+fn requests() -> Vec<Request> {
+    vec![
+        Request::Hello(hello()),
+        Request::Locate(Locate {
+            keys: batch(),
+            epoch: epoch().into(),
+        }),
+        Request::Lease(Lease {
+            keys: batch(),
+            duration_ms: 2000,
+            wait_ms: 200,
+        }),
+        Request::Renew(Renew {
+            lease: 7,
+            duration_ms: 2000,
+        }),
+        Request::Release(Release { lease: 7 }),
+        Request::Holds(batch()),
+        Request::Copy(batch()),
+        Request::Clears(clears()),
+    ]
+}
+
+fn replies() -> Vec<Reply> {
+    vec![
+        Reply::Hello(hello()),
+        Reply::Located(Located {
+            epoch: epoch().into(),
+            states: vec![
+                ChunkState::Absent,
+                ChunkState::Writing,
+                ChunkState::Memory { len: 300 },
+                ChunkState::Disk { len: 5 },
+            ],
+            load: 17,
+        }),
+        Reply::Leased(Leased {
+            lease: 7,
+            duration_ms: 2000,
+            epoch: epoch().into(),
+            chunks: vec![
+                ChunkLease::Absent,
+                ChunkLease::Busy,
+                ChunkLease::Granted {
+                    index: Index::arena(11, 12),
+                    len: 300,
+                    digest: 0x0123_4567_89ab_cdef,
+                },
+            ],
+            holders: vec![Holder {
+                address: "10.0.0.2:7700".into(),
+            }],
+        }),
+        Reply::Renewed(true),
+        Reply::Released(vec![true, false]),
+        Reply::Noted(()),
+        Reply::Copying(2),
+        Reply::Cleared(clears()),
+        Reply::Refused(Refusal::Version {
+            oldest: 1,
+            newest: 2,
+        }),
+        Reply::Refused(Refusal::ChunkSize(256)),
+        Reply::Refused(Refusal::Algorithm("blake3".into())),
+        Reply::Refused(Refusal::NoHello),
+        Reply::Refused(Refusal::Malformed),
+        Reply::Refused(Refusal::TooMany),
+        Reply::Refused(Refusal::Closing),
+        Reply::Unsupported(99),
+    ]
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// One line for each message of version 1. A change of this file is a change of the protocol.
+#[test]
+fn the_bytes_of_version_1_stay_as_they_are() {
+    let requests = requests();
+    let replies = replies();
+    let asked = requests.iter().map(|m| m.to_bytes().expect("it fits"));
+    let answered = replies.iter().map(|m| m.to_bytes().expect("it fits"));
+    let lines: String = asked
+        .chain(answered)
+        .map(|bytes| hex(&bytes) + "\n")
+        .collect();
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/version-1.txt");
+    if std::env::var_os("LMC_WRITE_GOLDEN").is_some() {
+        std::fs::write(path, &lines).expect("the folder can be written");
+    }
+    let golden = std::fs::read_to_string(path).expect("the file is committed");
+    assert_eq!(lines, golden);
+    for request in requests {
+        let bytes = request.to_bytes().expect("it fits");
+        assert_eq!(Request::from_bytes(&bytes), Ok(request));
+    }
+    for reply in replies {
+        let bytes = reply.to_bytes().expect("it fits");
+        assert_eq!(Reply::from_bytes(&bytes), Ok(reply));
+    }
+}
+
+/// Returns the frame with more at the end of its body, as a newer peer would send it.
+fn longer(frame: &[u8], more: &[u8]) -> Vec<u8> {
+    let mut frame = [frame, more].concat();
+    let len = (frame.len() - 6) as u32;
+    frame[2..6].copy_from_slice(&len.to_le_bytes());
+    frame
+}
+
+#[test]
+fn what_a_newer_peer_adds_at_the_end_is_ignored() {
+    for request in requests() {
+        let bytes = request.to_bytes().expect("it fits");
+        let found = Request::from_bytes(&longer(&bytes, b"a field of version 2"));
+        assert_eq!(found, Ok(request));
+    }
+    for reply in replies() {
+        let bytes = reply.to_bytes().expect("it fits");
+        assert_eq!(Reply::from_bytes(&longer(&bytes, &[0xff; 9])), Ok(reply));
+    }
+}
+
+#[test]
+fn a_kind_of_a_newer_peer_is_named() {
+    let frame = [99, 0, 1, 0, 0, 0, 5];
+    assert_eq!(Request::from_bytes(&frame), Err(MessageError::Kind(99)));
+    // A reply is no request, and the other way round.
+    let reply = Reply::Renewed(true).to_bytes().expect("it fits");
+    assert!(matches!(Request::from_bytes(&reply), Err(MessageError::Kind(_))));
+    let request = Request::Release(Release { lease: 1 }).to_bytes();
+    let found = Reply::from_bytes(&request.expect("it fits"));
+    assert!(matches!(found, Err(MessageError::Kind(_))));
+}
+
+#[test]
+fn what_exceeds_a_bound_is_refused() {
+    let keys: Vec<ChunkKey> = (0..=MAX_KEYS).map(|n| key(n as u8)).collect();
+    let (batch, len) = KeyBatch::leading(&keys).expect("there are keys");
+    assert_eq!((batch.len(), len), (MAX_KEYS, MAX_KEYS));
+    let most = Request::Holds(batch.clone()).to_bytes().expect("it fits");
+    assert!(most.len() < MAX_BODY);
+    assert_eq!(Request::from_bytes(&most), Ok(Request::Holds(batch)));
+    let other = ChunkKey { group: 3, ..key(3) };
+    let (_, len) = KeyBatch::leading(&[key(1), other]).expect("there are keys");
+    assert_eq!(len, 1, "one batch has one group");
+    let states = vec![ChunkState::Absent; MAX_KEYS + 1];
+    let located = Located {
+        epoch: epoch().into(),
+        states,
+        load: 0,
+    };
+    let bytes = Reply::Located(located).to_bytes().expect("it fits");
+    assert_eq!(Reply::from_bytes(&bytes), Err(MessageError::Bounds("states")));
+    let mut long = hello();
+    long.name = "n".repeat(257);
+    let bytes = Request::Hello(long).to_bytes().expect("it fits");
+    assert_eq!(Request::from_bytes(&bytes), Err(MessageError::Bounds("text")));
+    let giant = [1, 0, 0xff, 0xff, 0xff, 0xff];
+    assert!(matches!(Request::from_bytes(&giant), Err(MessageError::TooLong(_))));
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_parsed_or_refused(
+        kind in 0u16..12,
+        reply in any::<bool>(),
+        body in proptest::collection::vec(any::<u8>(), 0..300),
+    ) {
+        let kind = if reply { kind | 0x8000 } else { kind };
+        let mut frame = kind.to_le_bytes().to_vec();
+        frame.extend((body.len() as u32).to_le_bytes());
+        frame.extend(body);
+        if let Ok(request) = Request::from_bytes(&frame) {
+            let again = Request::from_bytes(&request.to_bytes().expect("it fits"));
+            prop_assert_eq!(again, Ok(request));
+        }
+        if let Ok(reply) = Reply::from_bytes(&frame) {
+            let again = Reply::from_bytes(&reply.to_bytes().expect("it fits"));
+            prop_assert_eq!(again, Ok(reply));
+        }
+    }
+}
