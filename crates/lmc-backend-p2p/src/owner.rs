@@ -91,24 +91,27 @@ pub struct Owner<G> {
     rate: Option<Rate>,
 }
 
-/// A bound on bytes in time: a bucket that holds one second's worth.
+/// A bound on bytes in time: a bucket that holds one second's worth, and goes into debt for a lease
+/// that is larger than what is left.
 #[derive(Debug)]
 struct Rate {
     per_second: u64,
-    left: u64,
+    left: i128,
     at: Option<Instant>,
 }
 
 impl Rate {
     /// Refills the bucket, and returns the bytes that are left.
-    fn left(&mut self, now: Instant) -> u64 {
-        let passed = self.at.map_or(Duration::from_secs(1), |at| {
-            now.saturating_duration_since(at)
-        });
-        let nanos = passed.as_nanos().min(1_000_000_000);
-        let gained = (u128::from(self.per_second) * nanos / 1_000_000_000) as u64;
+    fn left(&mut self, now: Instant) -> i128 {
+        let most = i128::from(self.per_second);
+        let Some(at) = self.at else {
+            (self.left, self.at) = (most, Some(now));
+            return most;
+        };
+        let nanos = now.saturating_duration_since(at).as_nanos() as i128;
+        let gained = most * nanos / 1_000_000_000;
         if gained > 0 {
-            self.left = (self.left + gained).min(self.per_second);
+            self.left = (self.left + gained).min(most);
             self.at = Some(now);
         }
         self.left
@@ -157,7 +160,7 @@ impl<G> Owner<G> {
                 Busy::Pool
             } else if bytes + sum > self.limits.peer_bytes && bytes + index as u64 > 0 {
                 Busy::Peer
-            } else if rate.is_some_and(|left| left == 0 || (sum > left && index > 0)) {
+            } else if rate.is_some_and(|left| left <= 0 || (i128::from(sum) > left && index > 0)) {
                 Busy::Rate
             } else {
                 continue;
@@ -180,7 +183,7 @@ impl<G> Owner<G> {
         let duration = duration.min(self.limits.duration);
         let bytes = chunks.iter().map(|(_, len)| len).sum();
         if let Some(rate) = &mut self.rate {
-            rate.left = rate.left(now).saturating_sub(bytes);
+            rate.left = rate.left(now) - i128::from(bytes);
         }
         self.last += 1;
         let granted = Granted {

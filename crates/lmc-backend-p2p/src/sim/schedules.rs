@@ -452,3 +452,53 @@ fn peers_that_do_not_fit_are_refused_with_a_reason() {
         });
     }
 }
+
+/// Begins to read a prompt of eight chunks slowly from host 0 to host 1.
+async fn begin_to_read(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tally>) {
+    (0..2).for_each(|host| net.start(host, 64, |_| ()));
+    assert!(net.connect(0, 1).await);
+    let keys = prompt(0, 8);
+    keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+    let (reader, asked) = (net.clone(), keys.clone());
+    let reading = tokio::spawn(async move { fetch(&reader, 1, &asked).await });
+    while net.node(0).leased().0 == 0 {
+        tokio::time::sleep(Duration::from_micros(50)).await;
+    }
+    (keys, reading)
+}
+
+#[test]
+fn a_reader_that_leaves_gives_its_lease_back_at_once() {
+    run(async {
+        let net = Net::new(15, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let (_, reading) = begin_to_read(&net).await;
+        // By then it knows its lease.
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        reading.abort();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert_eq!(net.node(0).leased(), (0, 0));
+    });
+}
+
+#[test]
+fn the_leases_of_a_peer_that_is_gone_end_at_once() {
+    run(async {
+        let net = Net::new(17, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let (_, reading) = begin_to_read(&net).await;
+        net.kill(1, Duration::from_millis(3));
+        reading.abort();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!((net.node(0).leased(), net.grants(0)), ((0, 0), 0));
+    });
+}
+
+#[test]
+fn what_is_cleared_while_it_is_read_is_a_miss() {
+    run(async {
+        let net = Net::new(19, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let (_, reading) = begin_to_read(&net).await;
+        net.chunks(0).clear();
+        let tally = reading.await.expect("every byte was right");
+        assert_eq!((tally.hits, tally.misses), (0, 8), "{tally:?}");
+    });
+}
