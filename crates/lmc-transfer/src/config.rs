@@ -9,11 +9,15 @@ use bytes::Bytes;
 use lmc_memory::Arena;
 use thiserror::Error;
 
-use crate::{Identity, Keys, PeerId, PublicIdentity};
+use crate::{BoxFuture, Identity, Keys, PeerId, PublicIdentity};
 
 /// Answers the message that a peer sent when it connected. It may block; it runs on a thread of
 /// its own.
 pub type OnConnect = Arc<dyn Fn(&PeerId, Option<Bytes>) -> Option<Bytes> + Send + Sync>;
+
+/// Answers the questions that peers send at any time: name and incarnation of the peer, and the
+/// question. Calling it must not block; what it returns is polled on a thread that moves bytes.
+pub type OnAsk = Arc<dyn Fn(&PeerId, u64, Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
 
 /// Hears of peers that come and go. It must not block.
 pub type OnPeer = Arc<dyn Fn(&PeerId, PeerEvent) + Send + Sync>;
@@ -99,6 +103,8 @@ pub struct ChannelConfig {
     pub unit: u64,
     /// Answers the messages of peers that connect. Default: none.
     pub on_connect: Option<OnConnect>,
+    /// Answers the questions of connected peers ([`crate::SocketChannel::ask`]). Default: none.
+    pub on_ask: Option<OnAsk>,
     /// Hears of peers that come and go. Default: none.
     pub on_peer: Option<OnPeer>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
@@ -129,6 +135,7 @@ impl ChannelConfig {
             open_arena: false,
             unit: 4096,
             on_connect: None,
+            on_ask: None,
             on_peer: None,
             keys: None,
             identity: None,

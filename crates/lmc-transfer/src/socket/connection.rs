@@ -81,7 +81,7 @@ pub(super) struct Stream {
 /// A request of this side.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// The target of the data that is asked for; `None` for a write.
+    /// The target of the data that is asked for; `None` for a write or a question.
     pub(super) target: Option<Arc<Target>>,
     pub(super) reply: oneshot::Sender<Reply>,
     pub(super) permit: OwnedSemaphorePermit,
@@ -99,8 +99,10 @@ impl Pending {
 pub(super) enum Reply {
     /// The data of a read, except for ranges that arrived with a wrong checksum.
     Arrived { bad: Vec<u32>, aborted: bool },
-    /// Of a write, or of a read without data.
+    /// Of a write, of a read without data, or of a question that was refused.
     Outcome(Outcome),
+    /// The answer to a question.
+    Told(Vec<u8>),
 }
 
 /// Objects that this side offers.

@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::MAX_BATCH;
+use crate::{MAX_BATCH, MAX_MESSAGE};
 use crate::lease::{Range, Segment};
 use crate::session::{NoiseError, Opener, Sealer, sealed_len};
 
@@ -115,6 +115,16 @@ pub(super) enum Frame {
         id: u64,
         outcome: Outcome,
     },
+    /// A question of the embedder's.
+    Ask {
+        id: u64,
+        question: Vec<u8>,
+    },
+    /// Answers a question; one that was refused is answered by [`Frame::Answer`].
+    Told {
+        id: u64,
+        answer: Vec<u8>,
+    },
     /// Objects of these lengths, to be received under a tag.
     Offer {
         id: u64,
@@ -186,6 +196,11 @@ impl Frame {
                 }
                 _ => {}
             },
+            Self::Ask { question: body, .. } | Self::Told { answer: body, .. } => {
+                if body.len() > MAX_MESSAGE {
+                    return Err(FrameError::Length(body.len()));
+                }
+            }
             Self::Ping(_) | Self::Pong(_) | Self::Data { .. } | Self::Withdraw { .. } => {}
         }
         Ok(frame)

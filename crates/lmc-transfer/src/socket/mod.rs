@@ -27,6 +27,7 @@ use crate::{
     TransferChannel, TransferError, WriteLease, checks,
 };
 
+mod asking;
 mod budget;
 mod config;
 mod connection;
@@ -89,6 +90,41 @@ impl SocketChannel {
         let serve = session::serve(Arc::clone(&shared), listener);
         shared.threads.first().spawn(serve);
         Ok(Self { shared, address })
+    }
+
+    /// Sends a question to a connected peer, whose [`crate::ChannelConfig::on_ask`] answers it.
+    /// Questions to one peer are answered in any order.
+    ///
+    /// # Errors
+    /// [`TransferError::UnknownPeer`], [`TransferError::PeerGone`],
+    /// [`TransferError::Refused`] where the peer answers no questions or the question is longer
+    /// than [`MAX_MESSAGE`], [`TransferError::Closed`], and [`TransferError::Deadline`], after
+    /// which the peer may have seen the question.
+    pub fn ask<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        question: Bytes,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Bytes, TransferError>> {
+        Box::pin(self.shared.ask(peer, question, deadline))
+    }
+
+    /// Returns the name of the peer that listens at an address.
+    ///
+    /// # Errors
+    /// [`ConnectError`].
+    pub async fn identify(
+        &self,
+        address: &Address,
+        deadline: Instant,
+    ) -> Result<PeerId, ConnectError> {
+        let nobody: PeerId = "?".parse().expect("a printable character");
+        match self.connect(&nobody, address, None, deadline).await {
+            Err(ConnectError::WrongPeer { found, .. }) => Ok(found),
+            Err(error) => Err(error),
+            // Whoever chose that name has it.
+            Ok(_) => Ok(nobody),
+        }
     }
 
     /// Returns the counters.

@@ -19,7 +19,7 @@ use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
 use super::shared::Shared;
-use crate::Rights;
+use crate::{MAX_MESSAGE, Rights};
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};
 use crate::session::{Opener, sealed_len};
@@ -179,6 +179,20 @@ impl StreamReader {
                 self.answered(1);
                 pending.answer(Reply::Outcome(outcome));
             }
+            Frame::Ask { id, question } => {
+                let charge = self.admit(question.len().div_ceil(RANGE_BYTES))?;
+                self.tell(id, question, charge);
+            }
+            Frame::Told { id, answer } => {
+                let Some(pending) = self.stream().take(id) else {
+                    return Err(Gone::Broken("an answer without a question".into()));
+                };
+                if pending.target.is_some() {
+                    return Err(Gone::Broken("an answer to a read that is no data".into()));
+                }
+                self.answered(1);
+                pending.answer(Reply::Told(answer));
+            }
             Frame::Offer {
                 id,
                 tag,
@@ -238,6 +252,40 @@ impl StreamReader {
                 self.answer(id, outcome)
             }
         }
+    }
+
+    /// Answers a question when the embedder has.
+    fn tell(&self, id: u64, question: Vec<u8>, charge: Charge) {
+        let Some(on_ask) = &self.shared.config.channel.on_ask else {
+            let refused = Outcome::Refused("questions are not answered here".into());
+            self.stream().queue.push(self.answer(id, refused));
+            return;
+        };
+        let remote = &self.connection.remote;
+        let answering = on_ask(&remote.id, remote.incarnation, question.into());
+        let (connection, stream) = (Arc::clone(&self.connection), self.stream);
+        let answers = Arc::clone(&self.stream().unanswered);
+        tokio::spawn(async move {
+            let answer = tokio::select! {
+                answer = answering => answer,
+                _ = connection.ended() => return,
+            };
+            let frame = match answer.len() {
+                0..=MAX_MESSAGE => Frame::Told {
+                    id,
+                    answer: answer.into(),
+                },
+                _ => Frame::Answer {
+                    id,
+                    outcome: Outcome::Refused("the answer is too long".into()),
+                },
+            };
+            connection.streams[stream].queue.push(Outgoing {
+                answers: Some(answers),
+                _charge: Some(charge),
+                ..Outgoing::of(&frame)
+            });
+        });
     }
 
     /// Resolves the ranges of a read, if the peer may.

@@ -1,0 +1,51 @@
+//! Questions of the embedder's to a peer.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use tokio::sync::oneshot;
+
+use super::connection::{Outgoing, Pending, Reply};
+use super::frame::{Frame, Outcome};
+use super::shared::Shared;
+use crate::{MAX_MESSAGE, PeerId, TransferError};
+
+impl Shared {
+    pub(super) async fn ask(
+        &self,
+        peer: &PeerId,
+        question: Bytes,
+        deadline: Instant,
+    ) -> Result<Bytes, TransferError> {
+        if question.len() > MAX_MESSAGE {
+            let reason = format!("a question of {} bytes", question.len());
+            return Err(TransferError::Refused(reason));
+        }
+        let connection = self.connection(peer)?;
+        let asked = async {
+            let stream = &connection.streams[connection.next_stream(question.len() as u64)];
+            let permit = stream.acquire().await?;
+            let id = connection.next_id();
+            let (reply, replied) = oneshot::channel();
+            let pending = Pending {
+                target: None,
+                reply,
+                permit,
+            };
+            let frame = Frame::Ask {
+                id,
+                question: question.into(),
+            };
+            match stream.request(id, pending, Outgoing::of(&frame)) {
+                true => replied.await.ok(),
+                false => None,
+            }
+        };
+        match self.within(deadline, asked).await? {
+            Some(Reply::Told(answer)) => Ok(answer.into()),
+            Some(Reply::Outcome(Outcome::Refused(why))) => Err(TransferError::Refused(why)),
+            Some(_) => Err(TransferError::Refused("another answer than was asked for".into())),
+            None => Err(self.within(deadline, connection.gone()).await?.0),
+        }
+    }
+}
