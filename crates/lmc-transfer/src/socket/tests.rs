@@ -26,6 +26,7 @@ use crate::{
     TransferChannel, TransferError, block_on,
 };
 
+mod asking;
 mod hostile;
 mod inlining;
 mod liveness;
