@@ -7,9 +7,11 @@
 //! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
 //! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
 //!
-//! Nothing here opens a connection: a [`Link`] does, which is a channel of `lmc-transfer`, or a
-//! simulation with a virtual clock. [`message`] has the protocol as bytes.
+//! [`P2pBackend`] makes of it a tier of the engine, over a channel of sockets. A [`Link`] is what
+//! the node needs of a channel; a simulation with a virtual clock implements it, too. [`message`]
+//! has the protocol as bytes.
 
+mod backend;
 mod chunks;
 mod link;
 pub mod message;
@@ -21,6 +23,7 @@ mod recent;
 #[cfg(test)]
 mod sim;
 
+pub use backend::{P2pBackend, P2pConfig, SocketLink};
 pub use chunks::{Chunks, HeldChunk, chunk_digest};
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};

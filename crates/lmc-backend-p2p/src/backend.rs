@@ -1,0 +1,438 @@
+//! [`P2pBackend`]: peers as a tier of the engine, over a channel of sockets.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use lmc_backend::{
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
+    Page, Sharing, StoreItem, Stored, Usage, ready,
+};
+use lmc_key::ChunkKey;
+use lmc_memory::{ReservedSlot, SealedSlot};
+use lmc_transfer::{
+    Address, ConnectError, Filled, Index, PeerEvent, PeerId, ReadLease, SocketChannel,
+    SocketConfig, SocketError, TransferChannel, TransferError,
+};
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+
+use crate::chunks::Chunks;
+use crate::link::{Link, now};
+use crate::node::{Node, NodeConfig};
+use crate::owner::Session;
+
+/// Time between two resolutions of the peers' names.
+const RESOLVE_EVERY: Duration = Duration::from_secs(30);
+/// Time after which a peer that is not connected is tried again.
+const CONNECT_EVERY: Duration = Duration::from_secs(1);
+/// Time that a connect may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Addresses that the names of all peers may have together.
+const MAX_ADDRESSES: usize = 1024;
+
+/// Settings of a [`P2pBackend`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct P2pConfig {
+    /// Settings of this daemon among its peers. Its address is replaced by that of the channel
+    /// where it is empty.
+    pub node: NodeConfig,
+    /// Settings of the channel. What it answers to peers is set by the tier.
+    pub channel: SocketConfig,
+    /// Peers to connect to: `HOST:PORT`, `[IPv6]:PORT`. A name may have several addresses, each of
+    /// which is a peer; names are resolved again every 30 s.
+    pub peers: Vec<String>,
+}
+
+impl P2pConfig {
+    /// Returns the settings of a tier without peers.
+    pub fn new(node: NodeConfig, channel: SocketConfig) -> Self {
+        Self {
+            node,
+            channel,
+            peers: Vec::new(),
+        }
+    }
+}
+
+/// A channel over sockets, as the tier uses it.
+#[derive(Debug)]
+pub struct SocketLink(SocketChannel);
+
+impl Link for SocketLink {
+    type Grant = ReadLease;
+
+    fn request<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        body: Vec<u8>,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>> {
+        Box::pin(async move {
+            let answer = self.0.ask(peer, body.into(), deadline).await;
+            answer.map(Vec::from)
+        })
+    }
+
+    fn grant(
+        &self,
+        peer: &PeerId,
+        slots: Vec<SealedSlot>,
+    ) -> Result<(Vec<Index>, ReadLease), TransferError> {
+        let lease = self.0.grant_read(peer, slots)?;
+        Ok((lease.indices().to_vec(), lease))
+    }
+
+    fn read<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        slots: Vec<ReservedSlot>,
+        indices: &'a [Index],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Filled> {
+        self.0.read(slots, peer, indices, deadline)
+    }
+}
+
+type SocketNode<C> = Node<SocketLink, C>;
+
+/// The chunks of peers, as a tier of the engine.
+///
+/// It is read only: what this daemon computes, its peers read from its memory.
+pub struct P2pBackend<C: Chunks> {
+    node: Arc<SocketNode<C>>,
+    runtime: Handle,
+    /// Ends with the tier.
+    tasks: Mutex<Option<JoinSet<()>>>,
+    peers: usize,
+}
+
+impl<C: Chunks> P2pBackend<C> {
+    /// Starts to listen for peers, and to connect to those that are named.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn start(config: P2pConfig, chunks: C, runtime: Handle) -> Result<Self, SocketError> {
+        let P2pConfig {
+            mut node,
+            mut channel,
+            peers,
+        } = config;
+        // The channel's handlers know the node by this, once there is one.
+        let shared: Arc<Mutex<Weak<SocketNode<C>>>> = Arc::new(Mutex::new(Weak::new()));
+        let (at, on) = (Arc::clone(&shared), runtime.clone());
+        channel.channel.on_ask = Some(Arc::new(move |peer, incarnation, question| {
+            let session = Session {
+                peer: peer.clone(),
+                incarnation,
+            };
+            answer(at.lock().upgrade(), session, question, &on)
+        }));
+        let (at, on) = (Arc::clone(&shared), runtime.clone());
+        channel.channel.on_peer = Some(Arc::new(move |peer, event| {
+            if let Some(node) = at.lock().upgrade() {
+                note(node, peer, &event, &on);
+            }
+        }));
+        let channel = channel.build()?;
+        if node.address.is_empty() {
+            node.address = channel.address().to_string();
+        }
+        let node = Node::new(node, SocketLink(channel), chunks);
+        *shared.lock() = Arc::downgrade(&node);
+        let mut tasks = JoinSet::new();
+        let expiring = Arc::clone(&node);
+        tasks.spawn_on(async move { expiring.expire_leases().await }, &runtime);
+        let count = peers.len();
+        if count > 0 {
+            tasks.spawn_on(stay_connected(Arc::clone(&node), peers), &runtime);
+        }
+        Ok(Self {
+            node,
+            runtime,
+            tasks: Mutex::new(Some(tasks)),
+            peers: count,
+        })
+    }
+
+    /// Returns this daemon among its peers.
+    pub fn node(&self) -> &Arc<Node<SocketLink, C>> {
+        &self.node
+    }
+
+    /// Returns the address that peers connect to.
+    pub fn address(&self) -> &Address {
+        self.node.link.0.address()
+    }
+
+    fn closed(&self) -> Option<BackendError> {
+        let closed = self.tasks.lock().is_none();
+        closed.then_some(BackendError::Closed)
+    }
+}
+
+/// Answers a question of a peer, on the tier's runtime.
+fn answer<C: Chunks>(
+    node: Option<Arc<SocketNode<C>>>,
+    session: Session,
+    question: Bytes,
+    runtime: &Handle,
+) -> BoxFuture<'static, Bytes> {
+    let serving = runtime.spawn(async move {
+        match node {
+            Some(node) => node.serve(&session, &question).await,
+            None => Vec::new(),
+        }
+    });
+    let serving = tokio_util::task::AbortOnDropHandle::new(serving);
+    Box::pin(async move { serving.await.unwrap_or_default().into() })
+}
+
+/// Notes that a peer came or went.
+fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
+    let session = |incarnation: u64| Session {
+        peer: peer.clone(),
+        incarnation,
+    };
+    match event {
+        PeerEvent::Connected { incarnation } => {
+            let session = session(*incarnation);
+            on.spawn(async move {
+                if let Err(error) = node.connected(&session).await {
+                    let peer = &session.peer;
+                    tracing::warn!(%peer, %error, "a peer is not used");
+                }
+            });
+        }
+        PeerEvent::Gone {
+            incarnation,
+            reason,
+        } => {
+            tracing::info!(%peer, %reason, "a peer is gone");
+            node.disconnected(&session(*incarnation));
+        }
+        _ => {}
+    }
+}
+
+/// Keeps connections to the peers that are named. Runs until it is dropped.
+async fn stay_connected<C: Chunks>(node: Arc<SocketNode<C>>, names: Vec<String>) {
+    let mut addresses: BTreeSet<SocketAddr> = BTreeSet::new();
+    let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
+    let mut failures: HashMap<SocketAddr, String> = HashMap::new();
+    let mut resolved: Option<Instant> = None;
+    loop {
+        if resolved.is_none_or(|at| now() >= at + RESOLVE_EVERY) {
+            addresses = resolve(&names).await;
+            known.retain(|address, _| addresses.contains(address));
+            failures.retain(|address, _| addresses.contains(address));
+            resolved = Some(now());
+        }
+        let connects = addresses.iter().map(|&address| {
+            let (node, known) = (&node, known.get(&address).cloned());
+            async move { (address, connect(node, address, known).await) }
+        });
+        for (address, connected) in join_all(connects).await {
+            match connected {
+                Ok(peer) => {
+                    known.insert(address, peer);
+                    failures.remove(&address);
+                }
+                Err(error) => {
+                    // It may have started again, under another name.
+                    known.remove(&address);
+                    let error = error.to_string();
+                    if failures.get(&address) != Some(&error) {
+                        tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
+                        failures.insert(address, error);
+                    }
+                }
+            }
+        }
+        tokio::time::sleep(CONNECT_EVERY).await;
+    }
+}
+
+/// Resolves the peers' names.
+async fn resolve(names: &[String]) -> BTreeSet<SocketAddr> {
+    let mut addresses = BTreeSet::new();
+    for name in names {
+        match tokio::net::lookup_host(name).await {
+            Ok(found) => addresses.extend(found),
+            Err(error) => tracing::warn!(%name, %error, "the name of a peer cannot be resolved"),
+        }
+    }
+    while addresses.len() > MAX_ADDRESSES {
+        addresses.pop_last();
+    }
+    addresses
+}
+
+/// Connects to the peer at an address, unless it is connected or this daemon itself.
+async fn connect<C: Chunks>(
+    node: &SocketNode<C>,
+    address: SocketAddr,
+    known: Option<PeerId>,
+) -> Result<PeerId, ConnectError> {
+    let channel = &node.link.0;
+    if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
+        return Ok(peer);
+    }
+    let deadline = now() + CONNECT_TIMEOUT;
+    let at = Address::Tcp {
+        host: address.ip().to_string(),
+        port: address.port(),
+    };
+    let peer = channel.identify(&at, deadline).await?;
+    if peer != *channel.id() {
+        TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
+    }
+    Ok(peer)
+}
+
+impl<C: Chunks> fmt::Debug for P2pBackend<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("P2pBackend")
+            .field("address", self.address())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<C: Chunks> Backend for P2pBackend<C> {
+    fn name(&self) -> &str {
+        "peers"
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(async move {
+            if self.closed().is_some() {
+                return keys.iter().map(|_| Err(BackendError::Closed)).collect();
+            }
+            self.node.locate(keys, deadline).await
+        })
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        if self.closed().is_some() {
+            let closed = |item: LoadItem| Loaded::Failed {
+                error: BackendError::Closed,
+                slot: lmc_backend::FailedSlot::Released(item.slot),
+            };
+            return ready(items.into_iter().map(closed).collect::<Vec<_>>());
+        }
+        self.node.load(items, deadline)
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        _: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        let answer = |_| match self.closed() {
+            Some(closed) => Err(closed),
+            None => Ok(Stored::Declined),
+        };
+        ready(items.into_iter().map(answer).collect::<Vec<_>>())
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        _: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        let answer = |_| match self.closed() {
+            Some(closed) => Err(closed),
+            None => Ok(false),
+        };
+        Box::pin(std::future::ready(keys.iter().map(answer).collect()))
+    }
+
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        Box::pin(async move {
+            if let Some(closed) = self.closed() {
+                return Err(closed);
+            }
+            // A peer that does not answer learns of it with its next hello.
+            self.node.pass_on(&[clear], deadline).await;
+            Ok(0)
+        })
+    }
+
+    fn list(
+        &self,
+        _: Cursor,
+        _: usize,
+        _: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        Box::pin(std::future::ready(Ok(Page::default())))
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        None
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let counters = self.node.counters();
+        let (leases, leased_bytes) = self.node.leased();
+        vec![
+            ("read", counters.read),
+            ("read_bytes", counters.read_bytes),
+            ("served", counters.served),
+            ("served_bytes", counters.served_bytes),
+            ("missed", counters.missed),
+            ("busy", counters.busy),
+            ("corrupt", counters.corrupt),
+            ("lapsed", counters.lapsed),
+            ("failed", counters.failed),
+            ("malformed", counters.malformed),
+            ("refused", counters.refused),
+            ("leases", leases as u64),
+            ("leased_bytes", leased_bytes),
+        ]
+    }
+
+    fn health(&self) -> Health {
+        let connected = self.node.peers.lock().introduced().len();
+        match (connected, self.peers) {
+            (0, 1..) => Health::Degraded {
+                reason: "no peer is connected".to_owned(),
+            },
+            _ => Health::Ready,
+        }
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        Box::pin(async move {
+            let Some(mut tasks) = self.tasks.lock().take() else {
+                return Ok(());
+            };
+            tasks.abort_all();
+            let closed = self.node.link.0.close(deadline).await;
+            closed.map_err(|_| BackendError::Deadline)
+        })
+    }
+}
+
+impl<C: Chunks> Drop for P2pBackend<C> {
+    fn drop(&mut self) {
+        if let Some(tasks) = self.tasks.get_mut().take() {
+            // Tasks are dropped on their runtime.
+            let _entered = self.runtime.enter();
+            drop(tasks);
+        }
+    }
+}
