@@ -51,6 +51,26 @@ impl Epochs {
         Clear::all(known.all)
     }
 
+    /// Returns the newest clears: one of all spaces, and those of single spaces that are newer.
+    pub(crate) fn clears(&self) -> Vec<Clear> {
+        let known = self.0.read();
+        let spaces = known.spaces.iter();
+        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch.join(known.all)));
+        std::iter::once(Clear::all(known.all)).chain(spaces).collect()
+    }
+
+    /// Takes in a clear of all spaces that was made elsewhere. Returns the clear that follows from
+    /// it if it was not known.
+    pub(crate) fn learn_all(&self, epoch: ClearEpoch) -> Option<Clear> {
+        let known = &mut *self.0.write();
+        let joined = known.all.join(epoch);
+        if joined == known.all {
+            return None;
+        }
+        known.all = joined;
+        Some(Clear::all(joined))
+    }
+
     /// Takes in the epoch of a chunk that was found elsewhere. Returns the clear that follows from
     /// it if the epoch was not known: everything of the space that is here is older.
     pub(crate) fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> Option<Clear> {

@@ -45,6 +45,9 @@ mod epochs;
 
 mod events;
 
+mod lending;
+pub use lending::Held;
+
 mod lookup;
 pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank};
 

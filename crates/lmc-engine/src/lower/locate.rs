@@ -106,7 +106,7 @@ impl Tiers {
 
     /// Finds the source of each key in DRAM and in the tiers whose index is in this process, up to
     /// the first key that is being removed.
-    pub(super) fn sources_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
+    pub(crate) fn sources_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
         self.each_now(self.not_removing(keys))
     }
 

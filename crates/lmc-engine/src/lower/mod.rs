@@ -499,9 +499,55 @@ impl Tiers {
         epoch == self.epochs.of(space)
     }
 
+    /// Returns true if a prompt promotes the chunk now.
+    pub(crate) fn is_promoting(&self, key: &ChunkKey) -> bool {
+        self.promoting.lock().contains(key)
+    }
+
+    /// Returns the newest epoch of a space.
+    pub(crate) fn epoch(&self, space: SpaceId) -> ClearEpoch {
+        self.epochs.of(space)
+    }
+
+    /// Returns the newest clears that are known.
+    pub(crate) fn clears(&self) -> Vec<Clear> {
+        self.epochs.clears()
+    }
+
+    /// Takes in clears that were made elsewhere, and removes what they cover from DRAM and from
+    /// the queues of writes. Returns those that were not known.
+    pub(crate) fn learn_all(&self, clears: &[Clear]) -> Vec<Clear> {
+        let _alone = self.removal.write();
+        let mut learned = Vec::new();
+        for &clear in clears {
+            let new = match clear.space {
+                Some(space) => self.epochs.learn(space, clear.epoch),
+                None => self.epochs.learn_all(clear.epoch),
+            };
+            let Some(new) = new else {
+                continue;
+            };
+            match new.space {
+                Some(space) => {
+                    let spaces = HashSet::from([space]);
+                    self.drop_writes_of(&spaces);
+                    self.local.clear_spaces(&spaces);
+                }
+                None => {
+                    self.tiers.iter().for_each(|tier| {
+                        tier.queue.drop_queued();
+                    });
+                    self.local.clear(lmc_backend_local::Clear::All);
+                }
+            }
+            learned.push(new);
+        }
+        learned
+    }
+
     /// Passes a clear on to all tiers. One that cannot note it now answers with chunks of an older
     /// epoch, which count as absent.
-    async fn note_elsewhere(&self, clear: Clear) {
+    pub(crate) async fn note_elsewhere(&self, clear: Clear) {
         let deadline = Instant::now() + LEARN_TIMEOUT;
         let noted = self.tiers.iter().map(|tier| async move {
             // An error is seen in the tier's health.

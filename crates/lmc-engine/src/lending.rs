@@ -1,0 +1,134 @@
+//! The chunks of this engine that other processes may read: what its own tiers hold, never what
+//! it would have to ask others for.
+
+use std::time::Instant;
+
+use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend_local::{Leases, OwnerId, TenantId};
+use lmc_key::{ChunkKey, SpaceId};
+
+use crate::CacheEngine;
+use crate::lower::{Prompt, Source};
+
+/// Where this engine has a chunk by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Held {
+    /// In DRAM.
+    Dram {
+        /// Payload bytes.
+        len: u64,
+    },
+    /// In a lower tier whose index is in this process.
+    Lower {
+        /// Payload bytes.
+        len: u64,
+    },
+    /// A worker is writing it to DRAM.
+    Writing,
+    /// Nowhere, as far as this process knows.
+    Absent,
+}
+
+impl CacheEngine {
+    /// Returns where this engine has each chunk by itself. A chunk that is only being promoted is
+    /// absent, so that two engines that ask each other do not wait for each other. Asks no tier,
+    /// and never waits.
+    pub fn held(&self, keys: &[ChunkKey]) -> Vec<Held> {
+        if self.pool_is_lost() {
+            return vec![Held::Absent; keys.len()];
+        }
+        let local = self.local();
+        let resident = local.contains(keys);
+        let sources = match self.lower() {
+            Some(lower) => lower.tiers().sources_now(keys),
+            None => Vec::new(),
+        };
+        let mut sources = sources.into_iter();
+        let held = |(key, resident): (&ChunkKey, Option<u64>)| {
+            let source = sources.next().flatten();
+            match (resident, source) {
+                (Some(len), _) => Held::Dram { len },
+                (None, Some(Source::Tier { len, .. })) => Held::Lower { len },
+                _ if local.is_writing(key) && !self.is_promoting(key) => Held::Writing,
+                _ => Held::Absent,
+            }
+        };
+        keys.iter().zip(resident).map(held).collect()
+    }
+
+    fn is_promoting(&self, key: &ChunkKey) -> bool {
+        let lower = self.lower();
+        lower.is_some_and(|lower| lower.tiers().is_promoting(key))
+    }
+
+    /// Leases chunks of a prompt that this engine has by itself: one answer for each key, in
+    /// order. Those in lower tiers whose index is in this process are promoted first, as far as
+    /// that is done by the deadline. Counts neither as a lookup nor as a use.
+    pub async fn lease_held(
+        &self,
+        owner: OwnerId,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Option<Leases>> {
+        if self.pool_is_lost() {
+            return keys.iter().map(|_| None).collect();
+        }
+        let local = self.local();
+        // What is promoted stays until the others are leased.
+        let mut promoted = None;
+        if let Some(lower) = self.lower() {
+            let sources = lower.tiers().sources_now(keys);
+            let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
+            if sources.iter().any(|source| *source != Source::Dram) {
+                let prompt = Prompt {
+                    owner,
+                    tenant: TenantId::default(),
+                    keys: keys.to_vec(),
+                    sources,
+                    first: 0,
+                    deadline,
+                };
+                let none = local.lease_uncounted(owner, &[]);
+                promoted = Some(lower.tiers().promote(prompt, none).await);
+            }
+        }
+        let lease = |key: &ChunkKey| {
+            let leases = local.lease_uncounted(owner, &[*key]);
+            (!leases.is_empty()).then_some(leases)
+        };
+        let leases = keys.iter().map(lease).collect();
+        drop(promoted);
+        leases
+    }
+
+    /// Returns the newest clear epoch of a space: that of its chunks that are found.
+    pub fn clear_epoch(&self, space: SpaceId) -> ClearEpoch {
+        let lower = self.lower();
+        lower.map_or_else(ClearEpoch::default, |lower| lower.tiers().epoch(space))
+    }
+
+    /// Returns the newest clears that are known: one of all spaces, and later ones of single
+    /// spaces.
+    pub fn newest_clears(&self) -> Vec<Clear> {
+        let lower = self.lower();
+        lower.map_or_else(Vec::new, |lower| lower.tiers().clears())
+    }
+
+    /// Takes in clears that were made elsewhere: what they cover is not found from then on. Passes
+    /// them on to the lower tiers, in the background.
+    pub fn learn_clears(&self, clears: &[Clear]) {
+        let Some(lower) = self.lower() else {
+            return;
+        };
+        let learned = lower.tiers().learn_all(clears);
+        if learned.is_empty() {
+            return;
+        }
+        let tiers = std::sync::Arc::clone(lower.tiers());
+        lower.spawn(async move {
+            for clear in learned {
+                tiers.note_elsewhere(clear).await;
+            }
+        });
+    }
+}
