@@ -61,6 +61,18 @@ impl P2pConfig {
     }
 }
 
+/// Returns the name on the channel of a daemon that starts: another one at each start, so that
+/// none is taken for its predecessor.
+///
+/// # Errors
+/// The system has no random numbers, or the name is not valid in a [`PeerId`].
+pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random)?;
+    let id = format!("{name}-{:016x}", u64::from_le_bytes(random));
+    id.parse().map_err(std::io::Error::other)
+}
+
 /// A channel over sockets, as the tier uses it.
 #[derive(Debug)]
 pub struct SocketLink(SocketChannel);
@@ -311,6 +323,10 @@ impl<C: Chunks> Backend for P2pBackend<C> {
 
     fn sharing(&self) -> Sharing {
         Sharing::Shared
+    }
+
+    fn takes_writes(&self) -> bool {
+        false
     }
 
     fn locate<'a>(

@@ -23,7 +23,7 @@ mod recent;
 #[cfg(test)]
 mod sim;
 
-pub use backend::{P2pBackend, P2pConfig, SocketLink};
+pub use backend::{P2pBackend, P2pConfig, SocketLink, new_peer_id};
 pub use chunks::{Chunks, HeldChunk, chunk_digest};
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};

@@ -314,7 +314,7 @@ pub enum ChunkState {
 
 impl ChunkState {
     /// Returns the payload bytes of a chunk that is there.
-    pub fn len(self) -> Option<u64> {
+    pub fn bytes(self) -> Option<u64> {
         match self {
             Self::Memory { len } | Self::Disk { len } => Some(len),
             Self::Absent | Self::Writing => None,

@@ -323,7 +323,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         let epoch = self.chunks.epoch(space);
         let states = self.chunks.states(&keys);
-        let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.len()?));
+        let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.bytes()?));
         let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
         let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
         let admitted = self.admit(session, &lens, wait_until).await;
@@ -347,11 +347,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let mut present = 0;
         let mut busy = None;
         for (key, state) in keys.iter().zip(&states) {
-            present += usize::from(state.len().is_some());
+            present += usize::from(state.bytes().is_some());
             let chunk = match found.next_if(|(granted, _)| granted == key) {
                 Some((_, chunk)) => chunk,
                 // Admission stops at the first chunk that does not fit.
-                None if state.len().is_some() && present > admitted => {
+                None if state.bytes().is_some() && present > admitted => {
                     busy.get_or_insert(key);
                     ChunkLease::Busy
                 }

@@ -129,7 +129,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let answer = |(index, key): (usize, &ChunkKey)| {
             let holders = answered.iter().filter_map(|(peer, located)| {
                 let state = located.states[index];
-                Some((*peer, state, state.len()?))
+                Some((*peer, state, state.bytes()?))
             });
             let mut holders = holders.take(ROUTE_PEERS).peekable();
             if let Some(&(best, state, len)) = holders.peek() {
@@ -166,7 +166,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let peers = self.peers.lock();
         let prefix = |located: &LocatedMessage| {
             let states = located.states.iter();
-            states.take_while(|state| state.len().is_some()).count()
+            states.take_while(|state| state.bytes().is_some()).count()
         };
         let rate = |peer: &PeerId| peers.get(peer).map_or(Duration::MAX, |peer| peer.cost(1 << 20));
         answered.sort_by_key(|(peer, located)| (std::cmp::Reverse(prefix(located)), rate(peer)));

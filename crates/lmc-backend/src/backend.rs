@@ -50,6 +50,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Sharing::Private
     }
 
+    /// Returns false for a tier that keeps nothing it is given: nothing is offered to it. Default:
+    /// true.
+    fn takes_writes(&self) -> bool {
+        true
+    }
+
     /// Returns the tier's index if that is in this process, so that a lookup need not wait.
     /// Default: there is none, and [`Backend::locate`] has to be awaited.
     fn index(&self) -> Option<&dyn LocalIndex> {

@@ -134,7 +134,23 @@ impl Drop for Inner {
     }
 }
 
+/// A handle that does not keep the engine alive: for a tier that uses the engine above it.
+#[derive(Clone, Debug)]
+pub struct WeakEngine(Weak<Inner>);
+
+impl WeakEngine {
+    /// Returns the engine; `None` once it is gone.
+    pub fn upgrade(&self) -> Option<CacheEngine> {
+        self.0.upgrade().map(CacheEngine)
+    }
+}
+
 impl CacheEngine {
+    /// Returns a handle that does not keep the engine alive.
+    pub fn downgrade(&self) -> WeakEngine {
+        WeakEngine(Arc::downgrade(&self.0))
+    }
+
     /// Makes an engine whose DRAM tier is this arena.
     ///
     /// # Errors

@@ -7,8 +7,11 @@ use lmc_backend::{Clear, ClearEpoch};
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
 
-use crate::CacheEngine;
+use crate::engine::CacheEngine;
 use crate::lower::{Prompt, Source};
+
+/// Owner of the leases that are lent to other processes.
+pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
 
 /// Where this engine has a chunk by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,10 +69,10 @@ impl CacheEngine {
     /// that is done by the deadline. Counts neither as a lookup nor as a use.
     pub async fn lease_held(
         &self,
-        owner: OwnerId,
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Option<Leases>> {
+        let owner = PEERS;
         if self.pool_is_lost() {
             return keys.iter().map(|_| None).collect();
         }

@@ -39,7 +39,7 @@ mod config;
 pub use config::{EngineConfig, EngineError, WritePolicy};
 
 mod engine;
-pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth};
+pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth, WeakEngine};
 
 mod epochs;
 

@@ -17,10 +17,12 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::cli::error_text;
-use crate::config::{Loaded, LogFormat, ServeConfig, human_bytes, human_duration, policy_name};
+use crate::config::{
+    Loaded, LogFormat, ServeConfig, human_bytes, human_duration, is_loopback, policy_name,
+};
 use crate::http::{self, Http};
 use crate::signals::Signals;
-use crate::{disk, log, losses, occupant, pool, transfer_config};
+use crate::{disk, log, losses, occupant, peers, pool, transfer_config};
 
 /// Name of traffic without a salt in LMCache's tools.
 pub const DEFAULT_SALT: &str = "_default";
@@ -378,13 +380,6 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
     }
 }
 
-fn is_loopback(host: &str) -> bool {
-    host == "localhost"
-        || host
-            .parse::<std::net::IpAddr>()
-            .is_ok_and(|ip| ip.is_loopback())
-}
-
 fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     let mut engine = EngineConfig::default();
     engine.policy = config.eviction_policy;
@@ -401,11 +396,16 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
         (WritePolicy::Through, Admit::SecondTouch) => WritePolicy::ThroughAndOnHit,
         (policy, _) => policy,
     };
-    let lower = match config.disk.is_empty() {
-        true => Vec::new(),
-        false => vec![disk::open(config, arena)?],
-    };
+    engine.locate_timeout = config.p2p_locate_timeout;
+    engine.pending_timeout = config.p2p_pending_timeout;
+    let mut lower = Vec::new();
+    if !config.disk.is_empty() {
+        lower.push(disk::open(config, arena)?);
+    }
+    let lender = peers::Lender::default();
+    lower.extend(peers::open(config, arena, &lender)?);
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
+    lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
     for (salt, bytes) in &config.quotas {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };

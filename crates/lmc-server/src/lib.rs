@@ -15,6 +15,7 @@ mod losses;
 pub mod metrics;
 mod occupant;
 mod open_files;
+mod peers;
 mod pool;
 mod pool_size;
 mod signals;

@@ -213,8 +213,7 @@ async fn schedule(seed: u64) -> Tally {
         sum.corrupt += counters.corrupt;
         sum.busy += counters.busy;
     }
-    let sum = *sum.borrow();
-    sum
+    *sum.borrow()
 }
 
 #[test]

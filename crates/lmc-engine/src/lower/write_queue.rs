@@ -179,7 +179,7 @@ impl Tiers {
         for offer in offers {
             let epoch = self.epochs.of(offer.key.space);
             for (index, tier) in self.tiers.iter().enumerate() {
-                if offer.origin.is_tier(index) {
+                if offer.origin.is_tier(index) || !tier.backend.takes_writes() {
                     continue;
                 }
                 let mut item = StoreItem::new(offer.key, offer.slot.clone()).with_epoch(epoch);

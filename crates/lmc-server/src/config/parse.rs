@@ -1,6 +1,6 @@
 //! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -413,6 +413,92 @@ pub(crate) fn rate(raw: &Raw) -> Result<Option<usize>, String> {
     }
     let rate = count(raw, 1, 1_000_000_000);
     rate.map(Some).map_err(|error| format!("{error}, or none"))
+}
+
+/// A host and a port, as `HOST:PORT` or `[IPv6]:PORT`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostPort {
+    /// Name or address, without brackets.
+    pub host: String,
+    /// The port; 0 lets the system choose.
+    pub port: u16,
+}
+
+impl HostPort {
+    fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.trim().rsplit_once(':')?;
+        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let host = match bracketed {
+            Some(ip) => ip.parse::<std::net::Ipv6Addr>().ok()?.to_string(),
+            None => host.to_owned(),
+        };
+        let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        let valid = bracketed.is_some() || (!host.is_empty() && host.chars().all(named));
+        let port = port.parse().ok().filter(|_| valid)?;
+        Some(Self { host, port })
+    }
+}
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+const HOST_PORT: &str = "expected HOST:PORT, such as 10.0.0.1:7700 or [fd00::1]:7700";
+
+pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
+    match raw.text()? {
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        text => HostPort::parse(text)
+            .map(Some)
+            .ok_or_else(|| format!("{HOST_PORT}, or none")),
+    }
+}
+
+pub(crate) fn peers(raw: &Raw) -> Result<Vec<HostPort>, String> {
+    let text = raw.text()?;
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
+    let peer = |part: &str| {
+        let peer = HostPort::parse(part).filter(|peer| peer.port != 0);
+        peer.ok_or_else(|| format!("{HOST_PORT}, several with commas, or none"))
+    };
+    text.split(',').map(peer).collect()
+}
+
+pub(crate) fn optional_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
+    match raw.text()? {
+        "" => Err("expected a path, or none".to_owned()),
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        text => Ok(Some(text.into())),
+    }
+}
+
+pub(crate) fn peer_name(raw: &Raw) -> Result<Option<String>, String> {
+    let text = raw.text()?;
+    let valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    match text {
+        text if text.eq_ignore_ascii_case("auto") => Ok(None),
+        text if !text.is_empty() && text.len() <= 64 && text.chars().all(valid) => {
+            Ok(Some(text.to_owned()))
+        }
+        _ => Err("expected 1 to 64 letters, digits, dots, dashes and underscores, or auto".to_owned()),
+    }
+}
+
+pub(crate) fn serve_rate(raw: &Raw) -> Result<Option<u64>, String> {
+    match raw.text()? {
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        text => match size::parse_bytes(text, 1)? {
+            0 => Err("expected more than 0 bytes, or none".to_owned()),
+            bytes => Ok(Some(bytes)),
+        },
+    }
 }
 
 pub(crate) fn positive_duration(raw: &Raw) -> Result<Duration, String> {

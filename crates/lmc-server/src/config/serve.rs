@@ -106,6 +106,21 @@ impl ServeConfig {
                 ),
             );
         }
+        let wildcard = |host: &str| host == "0.0.0.0" || host == "::";
+        match &self.p2p_listen {
+            None if !self.p2p_peers.is_empty() => {
+                layers.refuse("p2p-peer", "requires --p2p-listen");
+            }
+            Some(at) if wildcard(&at.host) && self.p2p_advertise.is_none() => layers.refuse(
+                "p2p-advertise",
+                format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
+            ),
+            Some(at) if self.p2p_key.is_none() && !is_loopback(&at.host) => layers.refuse(
+                "p2p-key",
+                format!("expected a file with a key, because --p2p-listen {at} is not a loopback address: without a key any host could read every chunk; make one with: openssl rand -hex 32 > FILE"),
+            ),
+            _ => {}
+        }
         if self.eviction_ratio >= self.eviction_watermark {
             layers.refuse(
                 "eviction-ratio",
@@ -116,6 +131,14 @@ impl ServeConfig {
             );
         }
     }
+}
+
+/// Returns true if only this host reaches the address.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host == "localhost"
+        || host
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback())
 }
 
 fn same_address(a: &str, b: &str) -> bool {

@@ -19,6 +19,8 @@ pub enum Group {
     Eviction,
     /// The tier of chunks on drives.
     Disk,
+    /// The tier of peers.
+    Peers,
     /// Timeouts of leases, sessions and workers.
     Lifetimes,
     /// The stream of KV events.
@@ -37,6 +39,7 @@ impl Group {
             Self::Pool => "Pool",
             Self::Eviction => "Eviction",
             Self::Disk => "Disk",
+            Self::Peers => "Peers",
             Self::Lifetimes => "Lifetimes",
             Self::Events => "KV events",
             Self::Log => "Log",

@@ -14,7 +14,7 @@ use lmc_vllm_adapter::TrustedUsers;
 
 use super::layers::Layers;
 use super::log_level;
-use super::parse::{self, LogFormat, PoolSize, SegmentName, StateDir, TransferMode};
+use super::parse::{self, HostPort, LogFormat, PoolSize, SegmentName, StateDir, TransferMode};
 use super::setting::{Group, Info, Shape};
 
 /// Declares the settings: a field of [`ServeConfig`] and an entry of [`ALL`] for each.
@@ -135,6 +135,24 @@ settings! {
         disk_depth: u32 = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
         /// Folder, not on the drives, that remembers the last clear, so that drives restored from an older copy serve nothing that was cleared; auto takes the first writable of $XDG_STATE_HOME/lmc, /var/lib/lmc and ~/.local/state/lmc; none remembers nothing.
         state_dir: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
+    }
+    Peers {
+        /// Address and port at which peers connect, e.g. 10.0.0.1:7700; none lends nothing to other hosts and reads nothing from them.
+        p2p_listen: Option<HostPort> = "p2p-listen", Value "ADDR:PORT", "none", parse::listen_at;
+        /// Address and port under which peers reach this server; required where --p2p-listen is a wildcard (0.0.0.0, [::]).
+        p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::listen_at;
+        /// Peers to connect to, as HOST:PORT or [IPv6]:PORT, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
+        p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
+        /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). Whoever holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
+        p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;
+        /// Name of this server among its peers; auto is the name of the host.
+        p2p_name: Option<String> = "p2p-name", Value "NAME", "auto", parse::peer_name;
+        /// Time that peers have to say which chunks they hold: what a prompt that nobody has waits.
+        p2p_locate_timeout: Duration = "p2p-locate-timeout", Value "SECONDS", "5ms", parse::positive_duration;
+        /// Longest wait for chunks that an engine of a peer is writing.
+        p2p_pending_timeout: Duration = "p2p-pending-timeout", Value "SECONDS", "500ms", parse::duration;
+        /// Bytes that peers may read from this server in a second; none sets no bound.
+        p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::serve_rate;
     }
     Lifetimes {
         /// Time for which the chunks that a lookup found stay leased for its engine at most.

@@ -1,0 +1,156 @@
+//! The tier of peers as the configuration asks for it, and what this server lends to them.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow};
+use lmc_backend::{Backend, BoxFuture, Clear, ClearEpoch};
+use lmc_backend_p2p::message::{ChunkState, SpaceNote};
+use lmc_backend_p2p::{
+    Chunks, HeldChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
+};
+use lmc_engine::{CacheEngine, Held, WeakEngine};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_memory::{Arena, checksum};
+use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig};
+use tokio::runtime::Handle;
+use tracing::{info, warn};
+
+use crate::config::{HostPort, ServeConfig};
+
+/// Static peers above which a warning says that each prompt asks all of them.
+const MANY_PEERS: usize = 8;
+
+/// The engine whose chunks are lent; set once it is made, above the tier that lends them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lender(Arc<OnceLock<WeakEngine>>);
+
+impl Lender {
+    /// Lends the chunks of this engine from now on.
+    pub(crate) fn lend(&self, engine: &CacheEngine) {
+        // It is called once.
+        let _ = self.0.set(engine.downgrade());
+    }
+
+    fn engine(&self) -> Option<CacheEngine> {
+        self.0.get()?.upgrade()
+    }
+}
+
+impl Chunks for Lender {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+        let Some(engine) = self.engine() else {
+            return vec![ChunkState::Absent; keys.len()];
+        };
+        let state = |held| match held {
+            Held::Dram { len } => ChunkState::Memory { len },
+            Held::Lower { len } => ChunkState::Disk { len },
+            Held::Writing => ChunkState::Writing,
+            Held::Absent => ChunkState::Absent,
+        };
+        engine.held(keys).into_iter().map(state).collect()
+    }
+
+    fn hold<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>> {
+        Box::pin(async move {
+            let Some(engine) = self.engine() else {
+                return keys.iter().map(|_| None).collect();
+            };
+            let mut held = Vec::with_capacity(keys.len());
+            for leases in engine.lease_held(keys, promote_until).await {
+                let slot = leases.as_ref().and_then(|leases| leases.get(0)).cloned();
+                held.push(slot.zip(leases).map(|(slot, leases)| HeldChunk {
+                    checksum: checksum(slot.bytes()),
+                    slot,
+                    hold: Box::new(leases),
+                }));
+                // A chunk takes up to a millisecond.
+                tokio::task::yield_now().await;
+            }
+            if engine.pool_is_lost() {
+                held.iter_mut().for_each(|chunk| *chunk = None);
+            }
+            held
+        })
+    }
+
+    fn epoch(&self, space: SpaceId) -> ClearEpoch {
+        let engine = self.engine();
+        engine.map_or_else(ClearEpoch::default, |engine| engine.clear_epoch(space))
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        let engine = self.engine();
+        engine.map_or_else(Vec::new, |engine| engine.newest_clears())
+    }
+
+    fn learn(&self, clears: &[Clear]) {
+        if let Some(engine) = self.engine() {
+            engine.learn_clears(clears);
+        }
+    }
+
+    fn spaces(&self) -> Vec<SpaceNote> {
+        Vec::new()
+    }
+}
+
+/// Starts the tier, if the configuration has one.
+pub(crate) fn open(
+    config: &ServeConfig,
+    arena: &Arc<Arena>,
+    lender: &Lender,
+) -> Result<Option<Arc<dyn Backend>>> {
+    let Some(listen) = &config.p2p_listen else {
+        return Ok(None);
+    };
+    let name = config.p2p_name.clone().unwrap_or_else(host_name);
+    let id = new_peer_id(&name).context("no random number for --p2p-listen")?;
+    let mut channel = ChannelConfig::new(id, Arc::clone(arena));
+    if let Some(path) = &config.p2p_key {
+        channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
+    }
+    let channel = SocketConfig::new(channel, address(listen));
+    let pool = arena.len() as u64;
+    let advertised = config.p2p_advertise.as_ref().filter(|at| at.port != 0);
+    let advertised = advertised.map_or_else(String::new, HostPort::to_string);
+    let mut node = NodeConfig::new(name, advertised, pool);
+    node.chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
+    node.algorithm = config.hash_algorithm.name().to_owned();
+    node.limits = OwnerLimits::for_pool(pool);
+    node.limits.bytes_per_second = config.p2p_serve_rate;
+    let mut tier = P2pConfig::new(node, channel);
+    tier.peers = config.p2p_peers.iter().map(HostPort::to_string).collect();
+    if tier.peers.len() > MANY_PEERS {
+        warn!(
+            peers = tier.peers.len(),
+            "each prompt that is not here asks every peer: more than {MANY_PEERS} cost time"
+        );
+    }
+    let tier = P2pBackend::start(tier, lender.clone(), Handle::current())
+        .map_err(|error| anyhow!("--p2p-listen {listen}: {error}"))?;
+    info!("peers: listening on {}", tier.address());
+    Ok(Some(Arc::new(tier)))
+}
+
+fn address(at: &HostPort) -> Address {
+    Address::Tcp {
+        host: at.host.clone(),
+        port: at.port,
+    }
+}
+
+/// Returns the name of this host, as far as a peer's name may have its characters.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let valid = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    let name: String = name.trim().chars().filter(valid).take(64).collect();
+    match name.is_empty() {
+        true => "lmc".to_owned(),
+        false => name,
+    }
+}
