@@ -388,12 +388,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
         })
     }
 
-    fn list(
-        &self,
-        _: Cursor,
-        _: usize,
-        _: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+    fn list(&self, _: Cursor, _: usize, _: Instant) -> BoxFuture<'_, Result<Page, BackendError>> {
         Box::pin(std::future::ready(Ok(Page::default())))
     }
 
@@ -403,7 +398,6 @@ impl<C: Chunks> Backend for P2pBackend<C> {
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let counters = self.node.counters();
-        let (leases, leased_bytes) = self.node.leased();
         vec![
             ("read", counters.read),
             ("read_bytes", counters.read_bytes),
@@ -416,8 +410,6 @@ impl<C: Chunks> Backend for P2pBackend<C> {
             ("failed", counters.failed),
             ("malformed", counters.malformed),
             ("refused", counters.refused),
-            ("leases", leases as u64),
-            ("leased_bytes", leased_bytes),
         ]
     }
 

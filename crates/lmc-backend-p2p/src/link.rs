@@ -47,7 +47,9 @@ pub trait Link: Send + Sync + 'static {
 /// Awaits `future` until the deadline, on the runtime's clock.
 pub(crate) async fn until<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
     let deadline = tokio::time::Instant::from_std(deadline);
-    tokio::time::timeout_at(deadline, future).map(Result::ok).await
+    tokio::time::timeout_at(deadline, future)
+        .map(Result::ok)
+        .await
 }
 
 /// Returns the time of the runtime's clock, which tests turn by hand.

@@ -536,7 +536,10 @@ impl Hello {
             .iter()
             .flat_map(|space| [&space.model, &space.dtype, &space.identity]);
         let short = |text: &&String| text.len() <= MAX_TEXT;
-        bound(texts.into_iter().chain(described).all(|t| short(&t)), "text")
+        bound(
+            texts.into_iter().chain(described).all(|t| short(&t)),
+            "text",
+        )
     }
 
     /// Returns the newest version that both sides speak.

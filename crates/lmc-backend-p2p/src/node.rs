@@ -14,8 +14,8 @@ use tokio::sync::Notify;
 use crate::chunks::{Chunks, HeldChunk, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
-    MAX_SPACES, MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
+    ChunkLease, ChunkState, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS, MAX_SPACES,
+    MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{PeerCounters, Peers};
@@ -130,7 +130,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let result = match self.ask(&session.peer, &hello, deadline).await {
             Ok(Reply::Hello(theirs)) => self.introduced(session, theirs).map_err(HelloError::Here),
             Ok(Reply::Refused(refusal)) => Err(HelloError::There(refusal)),
-            Ok(_) => Err(HelloError::NoAnswer("another reply than a hello".to_owned())),
+            Ok(_) => Err(HelloError::NoAnswer(
+                "another reply than a hello".to_owned(),
+            )),
             Err(error) => Err(HelloError::NoAnswer(error)),
         };
         if let (Err(error), Some(peer)) = (&result, self.peers.lock().of_session(session)) {
@@ -389,7 +391,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     /// Grants as many of the leading chunks as may be leased by now.
-    #[allow(clippy::type_complexity, reason = "number, duration, and an answer for each chunk")]
+    #[allow(
+        clippy::type_complexity,
+        reason = "number, duration, and an answer for each chunk"
+    )]
     fn grant(
         &self,
         session: &Session,
@@ -441,14 +446,20 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
         let holders = self.holders.lock();
         let sessions = holders.get(key).into_iter().flatten().rev();
-        let others: Vec<&Session> = sessions.filter(|other| other.peer != session.peer).collect();
+        let others: Vec<&Session> = sessions
+            .filter(|other| other.peer != session.peer)
+            .collect();
         let peers = self.peers.lock();
         let address = |other: &&Session| {
             let hello = peers.get(&other.peer)?.hello.as_ref()?;
             let address = hello.address.clone();
             Some(Holder { address })
         };
-        others.iter().filter_map(address).take(MAX_HOLDERS).collect()
+        others
+            .iter()
+            .filter_map(address)
+            .take(MAX_HOLDERS)
+            .collect()
     }
 
     /// Ends leases when their time is over. Runs until it is dropped.

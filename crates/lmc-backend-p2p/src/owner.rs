@@ -204,9 +204,16 @@ impl<G> Owner<G> {
 
     /// Extends a lease of this session. Returns false if it does not stand any more: a lease that
     /// is over is never taken up again.
-    pub fn renew(&mut self, session: &Session, lease: u64, duration: Duration, now: Instant) -> bool {
+    pub fn renew(
+        &mut self,
+        session: &Session,
+        lease: u64,
+        duration: Duration,
+        now: Instant,
+    ) -> bool {
         let granted = self.leases.get_mut(&lease);
-        let granted = granted.filter(|granted| granted.session == *session && granted.expires > now);
+        let granted =
+            granted.filter(|granted| granted.session == *session && granted.expires > now);
         let Some(granted) = granted else {
             return false;
         };
@@ -218,7 +225,12 @@ impl<G> Owner<G> {
     }
 
     /// Ends a lease of this session. Returns the grant and its chunks if it stood until now.
-    pub fn release(&mut self, session: &Session, lease: u64, now: Instant) -> Option<(G, Vec<ChunkKey>)> {
+    pub fn release(
+        &mut self,
+        session: &Session,
+        lease: u64,
+        now: Instant,
+    ) -> Option<(G, Vec<ChunkKey>)> {
         let its = self.leases.get(&lease)?.session == *session;
         let granted = its.then(|| self.remove(lease))??;
         (granted.expires > now).then_some((granted.grant, granted.keys))
@@ -246,9 +258,8 @@ impl<G> Owner<G> {
         if !self.uses.contains_key(session) {
             return Vec::new();
         }
-        let its = |(lease, granted): (&u64, &Granted<G>)| {
-            (granted.session == *session).then_some(*lease)
-        };
+        let its =
+            |(lease, granted): (&u64, &Granted<G>)| (granted.session == *session).then_some(*lease);
         let leases: Vec<u64> = self.leases.iter().filter_map(its).collect();
         let ended = leases.into_iter().filter_map(|lease| self.remove(lease));
         ended.map(|granted| granted.grant).collect()
@@ -289,4 +300,3 @@ impl<G> Owner<G> {
         parts.min(255) as u8
     }
 }
-

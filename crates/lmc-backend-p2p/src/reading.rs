@@ -14,7 +14,7 @@ use lmc_backend::{
     Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, Located, Location, Medium,
     Unavailable,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, WrittenSlot, checksum};
 use lmc_transfer::{Filled, PeerId, Slot};
 
@@ -143,7 +143,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 };
                 let cost = peers.get(best).map(|peer| peer.cost(len));
                 let location = Location::new(len, medium, epoch);
-                return Ok(Located::Present(location.with_cost(cost.unwrap_or_default())));
+                return Ok(Located::Present(
+                    location.with_cost(cost.unwrap_or_default()),
+                ));
             }
             let mut states = answered.iter().map(|(_, located)| located.states[index]);
             if states.any(|state| state == ChunkState::Writing) {
@@ -168,10 +170,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
             let states = located.states.iter();
             states.take_while(|state| state.bytes().is_some()).count()
         };
-        let rate = |peer: &PeerId| peers.get(peer).map_or(Duration::MAX, |peer| peer.cost(1 << 20));
+        let rate = |peer: &PeerId| {
+            peers
+                .get(peer)
+                .map_or(Duration::MAX, |peer| peer.cost(1 << 20))
+        };
         answered.sort_by_key(|(peer, located)| (std::cmp::Reverse(prefix(located)), rate(peer)));
         let best = answered.first().map_or(0, |(_, located)| prefix(located));
-        let equal = answered.iter().take_while(|(_, l)| prefix(l) == best).count();
+        let equal = answered
+            .iter()
+            .take_while(|(_, l)| prefix(l) == best)
+            .count();
         if equal < 2 {
             return;
         }
@@ -187,7 +196,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     /// Reads chunks into the slots given, from the peers at which the last `locate` found them. A
     /// chunk that was not located is a miss.
-    pub fn load(self: &Arc<Self>, items: Vec<LoadItem>, deadline: Instant) -> Answers<'static, Loaded> {
+    pub fn load(
+        self: &Arc<Self>,
+        items: Vec<LoadItem>,
+        deadline: Instant,
+    ) -> Answers<'static, Loaded> {
         let mut groups: Vec<(PeerId, Vec<Item>, u64)> = Vec::new();
         let mut misses = Vec::new();
         {
@@ -305,7 +318,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let sent = now();
         let wait = match other {
             true => Duration::ZERO,
-            false => deadline.saturating_duration_since(sent).min(self.config.lease_wait),
+            false => deadline
+                .saturating_duration_since(sent)
+                .min(self.config.lease_wait),
         };
         let request = Request::Lease(Lease {
             keys: batch,
@@ -589,32 +604,4 @@ impl<L: Link, C: Chunks> Drop for Leasing<L, C> {
             let _ = node.ask(&peer, &request, now() + RELEASE_TIMEOUT).await;
         });
     }
-}
-
-/// Fields in which spaces of one model differ, for people.
-pub(crate) fn differing_fields(
-    ours: &[crate::message::SpaceNote],
-    theirs: &[crate::message::SpaceNote],
-) -> Vec<String> {
-    let mut differences = Vec::new();
-    for one in theirs {
-        let same = ours.iter().any(|space| space.space == one.space);
-        let Some(here) = ours.iter().find(|space| space.model == one.model).filter(|_| !same) else {
-            continue;
-        };
-        let text = |bytes: [u8; 16]| SpaceId::new(bytes).to_string();
-        let fields = [
-            ("world size", here.world_size.to_string(), one.world_size.to_string()),
-            ("layout", text(here.layout), text(one.layout)),
-            ("dtype", here.dtype.clone(), one.dtype.clone()),
-            ("salt", text(here.salt), text(one.salt)),
-            ("identity", here.identity.clone(), one.identity.clone()),
-        ];
-        let differ = fields.into_iter().filter(|(_, here, there)| here != there);
-        let named = differ.map(|(field, here, there)| {
-            format!("{}: {field} is {here} here and {there} there", one.model)
-        });
-        differences.extend(named);
-    }
-    differences
 }

@@ -191,7 +191,10 @@ fn a_kind_of_a_newer_peer_is_named() {
     assert_eq!(Request::from_bytes(&frame), Err(MessageError::Kind(99)));
     // A reply is no request, and the other way round.
     let reply = Reply::Renewed(true).to_bytes().expect("it fits");
-    assert!(matches!(Request::from_bytes(&reply), Err(MessageError::Kind(_))));
+    assert!(matches!(
+        Request::from_bytes(&reply),
+        Err(MessageError::Kind(_))
+    ));
     let request = Request::Release(Release { lease: 1 }).to_bytes();
     let found = Reply::from_bytes(&request.expect("it fits"));
     assert!(matches!(found, Err(MessageError::Kind(_))));
@@ -215,13 +218,22 @@ fn what_exceeds_a_bound_is_refused() {
         load: 0,
     };
     let bytes = Reply::Located(located).to_bytes().expect("it fits");
-    assert_eq!(Reply::from_bytes(&bytes), Err(MessageError::Bounds("states")));
+    assert_eq!(
+        Reply::from_bytes(&bytes),
+        Err(MessageError::Bounds("states"))
+    );
     let mut long = hello();
     long.name = "n".repeat(257);
     let bytes = Request::Hello(long).to_bytes().expect("it fits");
-    assert_eq!(Request::from_bytes(&bytes), Err(MessageError::Bounds("text")));
+    assert_eq!(
+        Request::from_bytes(&bytes),
+        Err(MessageError::Bounds("text"))
+    );
     let giant = [1, 0, 0xff, 0xff, 0xff, 0xff];
-    assert!(matches!(Request::from_bytes(&giant), Err(MessageError::TooLong(_))));
+    assert!(matches!(
+        Request::from_bytes(&giant),
+        Err(MessageError::TooLong(_))
+    ));
 }
 
 proptest! {

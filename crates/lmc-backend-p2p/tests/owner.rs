@@ -139,7 +139,10 @@ fn peers_lease_no_faster_than_they_may() {
     let (mut leased, mut now) = (0, begun);
     while now < begun + Duration::from_secs(10) {
         let (admitted, busy) = owner.admit(&session(0), &[CHUNK; 8], now);
-        assert!(admitted == 8 || busy == Some(Busy::Rate), "{admitted} {busy:?}");
+        assert!(
+            admitted == 8 || busy == Some(Busy::Rate),
+            "{admitted} {busy:?}"
+        );
         if admitted > 0 {
             let chunks = vec![(key(0), CHUNK); admitted];
             let (lease, _) = owner.grant(session(0), chunks, Duration::from_secs(1), (), now);
@@ -156,7 +159,10 @@ fn peers_lease_no_faster_than_they_may() {
 fn a_chunk_above_the_bound_is_leased_alone() {
     let mut owner: Owner<()> = Owner::new(OwnerLimits::for_pool(8));
     let now = Instant::now();
-    assert_eq!(owner.admit(&session(0), &[100, 1], now), (1, Some(Busy::Pool)));
+    assert_eq!(
+        owner.admit(&session(0), &[100, 1], now),
+        (1, Some(Busy::Pool))
+    );
     let second = Duration::from_secs(1);
     owner.grant(session(0), vec![(key(0), 100)], second, (), now);
     assert_eq!(owner.admit(&session(1), &[1], now), (0, Some(Busy::Pool)));

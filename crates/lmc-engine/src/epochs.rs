@@ -56,7 +56,9 @@ impl Epochs {
         let known = self.0.read();
         let spaces = known.spaces.iter();
         let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch.join(known.all)));
-        std::iter::once(Clear::all(known.all)).chain(spaces).collect()
+        std::iter::once(Clear::all(known.all))
+            .chain(spaces)
+            .collect()
     }
 
     /// Takes in a clear of all spaces that was made elsewhere. Returns the clear that follows from

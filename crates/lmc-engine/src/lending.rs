@@ -67,11 +67,7 @@ impl CacheEngine {
     /// Leases chunks of a prompt that this engine has by itself: one answer for each key, in
     /// order. Those in lower tiers whose index is in this process are promoted first, as far as
     /// that is done by the deadline. Counts neither as a lookup nor as a use.
-    pub async fn lease_held(
-        &self,
-        keys: &[ChunkKey],
-        deadline: Instant,
-    ) -> Vec<Option<Leases>> {
+    pub async fn lease_held(&self, keys: &[ChunkKey], deadline: Instant) -> Vec<Option<Leases>> {
         let owner = PEERS;
         if self.pool_is_lost() {
             return keys.iter().map(|_| None).collect();

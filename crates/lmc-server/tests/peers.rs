@@ -28,8 +28,9 @@ fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
 }
 
 fn tier_counter(server: &Server, name: &str) -> f64 {
-    let counter = format!("lmc_tier_counter{{tier=\"peers\",counter=\"{name}\"}}");
-    server.metric(&counter)
+    server.metric(&format!(
+        "lmc_tier_events_total{{tier=\"peers\",what=\"{name}\"}}"
+    ))
 }
 
 fn register(client: &mut Client) -> String {
@@ -177,7 +178,13 @@ fn a_daemon_reads_what_another_has_stored() {
 fn what_another_has_on_disk_is_promoted_there_and_read() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let (one, two) = (free_port(), free_port());
-    let disk = ["--disk-create", "--disk", folder.text(), "--disk-size", "512MiB"];
+    let disk = [
+        "--disk-create",
+        "--disk",
+        folder.text(),
+        "--disk-size",
+        "512MiB",
+    ];
     let flags = [&disk[..], &["--disk-keep-free", "0", "--state-dir", "none"]].concat();
     let first = start(one, &[], &flags);
     let (mut client, shm_name) = worker(&first);
@@ -200,7 +207,10 @@ fn peers_with_another_key_are_strangers() {
         std::fs::write(&path, key.repeat(8)).expect("the folder can be written");
         path.to_str().expect("text").to_owned()
     };
-    let (right, wrong) = (file("right", "0123456789abcdef"), file("wrong", "fedcba9876543210"));
+    let (right, wrong) = (
+        file("right", "0123456789abcdef"),
+        file("wrong", "fedcba9876543210"),
+    );
     let (one, two, three) = (free_port(), free_port(), free_port());
     let first = start(one, &[], &["--p2p-key", &right]);
     let (mut client, shm_name) = worker(&first);

@@ -91,7 +91,8 @@ impl SimChunks {
         let key = idle.get((pick % idle.len().max(1) as u64) as usize)?;
         let entry = state.resident.remove(key)?;
         state.evictions += 1;
-        self.memory.overwrite(entry.slot.offset(), &[0xee; LEN as usize]);
+        self.memory
+            .overwrite(entry.slot.offset(), &[0xee; LEN as usize]);
         Some(())
     }
 
@@ -131,7 +132,10 @@ impl SimChunks {
         }
         let checksum = checksum(slot.bytes());
         let slot = slot.seal();
-        state.resident.entry(key).or_insert(Entry { slot, checksum });
+        state
+            .resident
+            .entry(key)
+            .or_insert(Entry { slot, checksum });
         true
     }
 

@@ -29,7 +29,10 @@ impl Memory {
 
     fn read(&self, offset: u64) -> Vec<u8> {
         let memory = self.0.lock();
-        memory.get(&offset).cloned().unwrap_or_else(|| vec![0; LEN as usize])
+        memory
+            .get(&offset)
+            .cloned()
+            .unwrap_or_else(|| vec![0; LEN as usize])
     }
 }
 

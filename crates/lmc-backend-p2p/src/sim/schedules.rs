@@ -55,10 +55,15 @@ async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
         let begun = now();
         let answers = node.locate(some, begun + LOCATE).await;
         assert_eq!(answers.len(), some.len(), "one answer for each key");
-        assert!(now() <= begun + LOCATE + Duration::from_millis(1), "a locate was late");
+        assert!(
+            now() <= begun + LOCATE + Duration::from_millis(1),
+            "a locate was late"
+        );
         let pending = |answer: &Result<Located, _>| matches!(answer, Ok(Located::Pending));
         tally.pending += answers.iter().filter(|answer| pending(answer)).count() as u64;
-        let present = answers.into_iter().map_while(|answer| answer.ok()?.present());
+        let present = answers
+            .into_iter()
+            .map_while(|answer| answer.ok()?.present());
         let found = present.take_while(|one| one.epoch.is_valid_at(chunks.known_epoch()));
         let before = located.len();
         located.extend(found);
@@ -80,7 +85,10 @@ async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
     let mut answers = node.load(items, begun + LOAD);
     let mut answered = vec![false; count];
     while let Some((index, loaded)) = answers.next().await {
-        assert!(!std::mem::replace(&mut answered[index], true), "two answers for one key");
+        assert!(
+            !std::mem::replace(&mut answered[index], true),
+            "two answers for one key"
+        );
         match loaded {
             Loaded::Hit { slot, epoch } => {
                 let key = reserved[index];
@@ -92,8 +100,15 @@ async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
             Loaded::Failed { .. } => tally.failed += 1,
         }
     }
-    assert!(answered.into_iter().all(|answered| answered), "a key without an answer");
-    assert!(now() <= begun + LOAD + BEYOND, "a load was late: {:?}", now() - begun);
+    assert!(
+        answered.into_iter().all(|answered| answered),
+        "a key without an answer"
+    );
+    assert!(
+        now() <= begun + LOAD + BEYOND,
+        "a load was late: {:?}",
+        now() - begun
+    );
     tally
 }
 
@@ -226,7 +241,10 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
         sum.add(run(schedule(seed)));
     }
     println!("{sum:?}");
-    assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0 && sum.pending > 0, "{sum:?}");
+    assert!(
+        sum.hits > 0 && sum.misses > 0 && sum.failed > 0 && sum.pending > 0,
+        "{sum:?}"
+    );
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
 }
 
@@ -242,7 +260,10 @@ fn slow(message: Duration, piece: Duration) -> Faults {
 fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
     const READERS: usize = 1000;
     let tally = run(async {
-        let net = Net::new(1, slow(Duration::from_millis(2), Duration::from_micros(300)));
+        let net = Net::new(
+            1,
+            slow(Duration::from_millis(2), Duration::from_micros(300)),
+        );
         net.start(0, 256, |_| ());
         let keys = prompt(0, 16);
         keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
@@ -285,7 +306,10 @@ fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
 fn an_owner_that_comes_back_and_evicts_gives_no_wrong_byte() {
     run(async {
         // A read of sixteen chunks takes longer than the lease that its stopped owner cannot renew.
-        let net = Net::new(3, slow(Duration::from_micros(200), Duration::from_millis(80)));
+        let net = Net::new(
+            3,
+            slow(Duration::from_micros(200), Duration::from_millis(80)),
+        );
         let lease = Duration::from_millis(60);
         for host in 0..2 {
             net.start(host, 64, |config| config.lease = lease);
@@ -315,7 +339,10 @@ fn an_owner_that_comes_back_and_evicts_gives_no_wrong_byte() {
 #[test]
 fn a_long_read_keeps_its_lease_by_renewing_it() {
     run(async {
-        let net = Net::new(3, slow(Duration::from_micros(200), Duration::from_millis(40)));
+        let net = Net::new(
+            3,
+            slow(Duration::from_micros(200), Duration::from_millis(40)),
+        );
         for host in 0..2 {
             net.start(host, 64, |config| config.lease = Duration::from_millis(30));
         }
@@ -325,7 +352,10 @@ fn a_long_read_keeps_its_lease_by_renewing_it() {
         let begun = now();
         let tally = fetch(&net, 1, &keys).await;
         assert_eq!(tally.hits, 8, "{tally:?}");
-        assert!(now() - begun > Duration::from_millis(90), "three leases long");
+        assert!(
+            now() - begun > Duration::from_millis(90),
+            "three leases long"
+        );
     });
 }
 
@@ -371,7 +401,10 @@ fn two_daemons_that_ask_each_other_end_at_once() {
         assert!(net.connect(0, 1).await);
         let keys = prompt(0, 4);
         let (one, other) = tokio::join!(fetch(&net, 0, &keys), fetch(&net, 1, &keys));
-        assert_eq!((one.pending, other.pending, one.hits, other.hits), (0, 0, 0, 0));
+        assert_eq!(
+            (one.pending, other.pending, one.hits, other.hits),
+            (0, 0, 0, 0)
+        );
         assert!(now() < now() + LOCATE);
         // What an engine writes is pending for the other, and for no one else.
         net.chunks(0).begin_store(keys[0]);
@@ -404,7 +437,10 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
 #[test]
 fn a_busy_owner_names_others_that_have_the_chunks() {
     run(async {
-        let net = Net::new(11, slow(Duration::from_micros(100), Duration::from_millis(1)));
+        let net = Net::new(
+            11,
+            slow(Duration::from_micros(100), Duration::from_millis(1)),
+        );
         (0..4).for_each(|host| net.start(host, 64, |_| ()));
         for a in 0..4 {
             for b in 0..a {
@@ -416,7 +452,11 @@ fn a_busy_owner_names_others_that_have_the_chunks() {
         assert_eq!(fetch(&net, 1, &keys).await.hits, 8);
         // Two readers take all that the owner may lease.
         let located = net.node(3).locate(&keys, now() + LOCATE).await;
-        assert!(located.iter().all(|one| matches!(one, Ok(Located::Present(_)))));
+        assert!(
+            located
+                .iter()
+                .all(|one| matches!(one, Ok(Located::Present(_))))
+        );
         net.chunks(1).evict(0);
         let readers = (2..4).map(|reader| fetch(&net, reader, &keys));
         let read = futures_util::future::join_all(readers).await;
@@ -430,7 +470,13 @@ fn peers_that_do_not_fit_are_refused_with_a_reason() {
     use crate::node::{HelloError, NodeConfig};
     type Change = fn(&mut NodeConfig);
     let cases: [(Change, Refusal); 3] = [
-        (|c| c.versions = (2, 3), Refusal::Version { oldest: 1, newest: 1 }),
+        (
+            |c| c.versions = (2, 3),
+            Refusal::Version {
+                oldest: 1,
+                newest: 1,
+            },
+        ),
         (|c| c.chunk_size = 16, Refusal::ChunkSize(256)),
         (
             |c| c.algorithm = "xxh3".into(),
@@ -469,7 +515,10 @@ async fn begin_to_read(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tal
 #[test]
 fn a_reader_that_leaves_gives_its_lease_back_at_once() {
     run(async {
-        let net = Net::new(15, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let net = Net::new(
+            15,
+            slow(Duration::from_micros(200), Duration::from_millis(20)),
+        );
         let (_, reading) = begin_to_read(&net).await;
         // By then it knows its lease.
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -482,7 +531,10 @@ fn a_reader_that_leaves_gives_its_lease_back_at_once() {
 #[test]
 fn the_leases_of_a_peer_that_is_gone_end_at_once() {
     run(async {
-        let net = Net::new(17, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let net = Net::new(
+            17,
+            slow(Duration::from_micros(200), Duration::from_millis(20)),
+        );
         let (_, reading) = begin_to_read(&net).await;
         net.kill(1, Duration::from_millis(3));
         reading.abort();
@@ -494,7 +546,10 @@ fn the_leases_of_a_peer_that_is_gone_end_at_once() {
 #[test]
 fn what_is_cleared_while_it_is_read_is_a_miss() {
     run(async {
-        let net = Net::new(19, slow(Duration::from_micros(200), Duration::from_millis(20)));
+        let net = Net::new(
+            19,
+            slow(Duration::from_micros(200), Duration::from_millis(20)),
+        );
         let (_, reading) = begin_to_read(&net).await;
         net.chunks(0).clear();
         let tally = reading.await.expect("every byte was right");

@@ -1,6 +1,6 @@
 //! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
 
-use std::fmt::{self, Display};
+use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -427,7 +427,9 @@ pub struct HostPort {
 impl HostPort {
     fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.trim().rsplit_once(':')?;
-        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let bracketed = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
         let host = match bracketed {
             Some(ip) => ip.parse::<std::net::Ipv6Addr>().ok()?.to_string(),
             None => host.to_owned(),
@@ -439,8 +441,8 @@ impl HostPort {
     }
 }
 
-impl fmt::Display for HostPort {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Display for HostPort {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self.host.contains(':') {
             true => write!(f, "[{}]:{}", self.host, self.port),
             false => write!(f, "{}:{}", self.host, self.port),
@@ -487,7 +489,9 @@ pub(crate) fn peer_name(raw: &Raw) -> Result<Option<String>, String> {
         text if !text.is_empty() && text.len() <= 64 && text.chars().all(valid) => {
             Ok(Some(text.to_owned()))
         }
-        _ => Err("expected 1 to 64 letters, digits, dots, dashes and underscores, or auto".to_owned()),
+        _ => Err(
+            "expected 1 to 64 letters, digits, dots, dashes and underscores, or auto".to_owned(),
+        ),
     }
 }
 

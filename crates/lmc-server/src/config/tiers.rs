@@ -8,21 +8,36 @@ use super::suggest::nearest;
 type Key = (&'static str, &'static str);
 
 /// The kinds of tiers, each with the keys of its table.
-const KINDS: &[(&str, &[Key])] = &[(
-    "disk",
-    &[
-        ("url", "disk"),
-        ("create", "disk_create"),
-        ("size", "disk_size"),
-        ("keep_free", "disk_keep_free"),
-        ("write", "disk_write"),
-        ("admit", "disk_admit"),
-        ("timeout", "disk_read_timeout_seconds"),
-        ("io", "disk_io"),
-        ("depth", "disk_depth"),
-        ("state_dir", "state_dir"),
-    ],
-)];
+const KINDS: &[(&str, &[Key])] = &[
+    (
+        "peers",
+        &[
+            ("url", "p2p_peer"),
+            ("listen", "p2p_listen"),
+            ("advertise", "p2p_advertise"),
+            ("key", "p2p_key"),
+            ("name", "p2p_name"),
+            ("locate_timeout", "p2p_locate_timeout"),
+            ("pending_timeout", "p2p_pending_timeout"),
+            ("serve_rate", "p2p_serve_rate"),
+        ],
+    ),
+    (
+        "disk",
+        &[
+            ("url", "disk"),
+            ("create", "disk_create"),
+            ("size", "disk_size"),
+            ("keep_free", "disk_keep_free"),
+            ("write", "disk_write"),
+            ("admit", "disk_admit"),
+            ("timeout", "disk_read_timeout_seconds"),
+            ("io", "disk_io"),
+            ("depth", "disk_depth"),
+            ("state_dir", "state_dir"),
+        ],
+    ),
+];
 
 /// Keys that other kinds have, and why a kind without them does not.
 const FOREIGN: &[(&str, &str, &str)] = &[(

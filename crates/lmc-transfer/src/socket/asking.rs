@@ -44,8 +44,10 @@ impl Shared {
         match self.within(deadline, asked).await? {
             Some(Reply::Told(answer)) => Ok(answer.into()),
             Some(Reply::Outcome(Outcome::Refused(why))) => Err(TransferError::Refused(why)),
-            Some(_) => Err(TransferError::Refused("another answer than was asked for".into())),
-            None => Err(self.within(deadline, connection.gone()).await?.0),
+            Some(_) => Err(TransferError::Refused(
+                "another answer than was asked for".into(),
+            )),
+            None => Err(self.gone(&connection, deadline).await.0),
         }
     }
 }

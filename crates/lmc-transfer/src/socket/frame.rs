@@ -8,9 +8,9 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{MAX_BATCH, MAX_MESSAGE};
 use crate::lease::{Range, Segment};
 use crate::session::{NoiseError, Opener, Sealer, sealed_len};
+use crate::{MAX_BATCH, MAX_MESSAGE};
 
 /// Bytes of a header at most. Offers of [`MAX_BATCH`] objects fit, with lengths below 2^49.
 pub(super) const MAX_HEADER: usize = 512 << 10;

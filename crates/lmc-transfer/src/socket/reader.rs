@@ -19,10 +19,10 @@ use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
 use super::shared::Shared;
-use crate::{MAX_MESSAGE, Rights};
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};
 use crate::session::{Opener, sealed_len};
+use crate::{MAX_MESSAGE, Rights};
 
 /// Bytes that are read ahead at most, where frames or small pieces may follow.
 const STASH: usize = 16 << 10;

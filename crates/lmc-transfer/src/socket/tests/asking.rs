@@ -18,7 +18,9 @@ fn answering(answer: impl Fn(&PeerId, u64, Bytes) -> Bytes + Send + Sync + 'stat
 fn asker() -> SocketChannel {
     let arena = ArenaConfig::anonymous(1 << 20).build().expect("1 MiB");
     let channel = ChannelConfig::new(name("asker"), Arc::new(arena));
-    SocketConfig::new(channel, local(0)).build().expect("a free port")
+    SocketConfig::new(channel, local(0))
+        .build()
+        .expect("a free port")
 }
 
 fn connected(victim: &Victim) -> SocketChannel {
@@ -68,7 +70,10 @@ fn a_question_without_an_answer_ends_by_its_deadline_or_with_its_peer() {
         block_on(silent.channel.close(soon())).expect("it closes");
         asked.join().expect("no panic")
     });
-    assert!(matches!(gone, Err(TransferError::PeerGone { .. })), "{gone:?}");
+    assert!(
+        matches!(gone, Err(TransferError::PeerGone { .. })),
+        "{gone:?}"
+    );
     let unknown = block_on(asker.ask(&name("nobody"), Bytes::new(), soon()));
     assert!(matches!(unknown, Err(TransferError::UnknownPeer { .. })));
 }
@@ -79,16 +84,25 @@ fn questions_that_are_not_taken_are_refused() {
     let asker = connected(&deaf);
     let to = name("victim");
     let refused = block_on(asker.ask(&to, Bytes::new(), soon()));
-    assert!(matches!(refused, Err(TransferError::Refused(_))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(TransferError::Refused(_))),
+        "{refused:?}"
+    );
     let long = Bytes::from(vec![0; MAX_MESSAGE + 1]);
     let refused = block_on(asker.ask(&to, long, soon()));
-    assert!(matches!(refused, Err(TransferError::Refused(_))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(TransferError::Refused(_))),
+        "{refused:?}"
+    );
     drop(asker);
     deaf.ends();
     let verbose = answering(|_, _, _| vec![0; MAX_MESSAGE + 1].into());
     let asker = connected(&verbose);
     let refused = block_on(asker.ask(&to, Bytes::new(), soon()));
-    assert!(matches!(refused, Err(TransferError::Refused(_))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(TransferError::Refused(_))),
+        "{refused:?}"
+    );
 }
 
 #[test]
