@@ -1,4 +1,4 @@
-//! What the tier needs from above: the chunks of this daemon.
+//! The chunks of this daemon, as the tier needs them from above.
 
 use std::any::Any;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What the tier needs from below: a channel to its peers.
+//! A channel to peers, as the tier needs it from below.
 
 use std::time::Instant;
 

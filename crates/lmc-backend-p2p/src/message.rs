@@ -77,9 +77,11 @@ impl KeyBatch {
     /// with the first, at most [`MAX_KEYS`]; and how many they are.
     pub fn leading(keys: &[ChunkKey]) -> Option<(Self, usize)> {
         let first = keys.first()?;
-        let place = |key: &ChunkKey| (key.space, key.kv_rank, key.group);
+        let prompt = |key: &ChunkKey| (key.space, key.kv_rank, key.group);
         let fits = keys.iter().take(MAX_KEYS);
-        let fits: Vec<&ChunkKey> = fits.take_while(|key| place(key) == place(first)).collect();
+        let fits: Vec<&ChunkKey> = fits
+            .take_while(|key| prompt(key) == prompt(first))
+            .collect();
         let batch = Self {
             space: *first.space.as_bytes(),
             kv_rank: first.kv_rank,
@@ -300,12 +302,12 @@ pub enum ChunkState {
     Absent,
     /// An engine of that host is writing it.
     Writing,
-    /// It is in the peer's memory.
+    /// The peer has it in memory.
     Memory {
         /// Payload bytes.
         len: u64,
     },
-    /// It is on the peer's disk.
+    /// The peer has it on disk.
     Disk {
         /// Payload bytes.
         len: u64,
@@ -342,7 +344,7 @@ pub enum ChunkLease {
     Busy,
     /// The chunk may be read.
     Granted {
-        /// Where it lies.
+        /// Location in the peer's memory.
         index: Index,
         /// Payload bytes.
         len: u64,

@@ -46,7 +46,7 @@ pub struct Session {
     pub incarnation: u64,
 }
 
-/// What stands for the leased memory: dropping it ends the access, and unpins the slots.
+/// A lease that was granted. Dropping its grant ends the access, and unpins the slots.
 ///
 /// `G` is the channel's lease with the engine's; the simulation has one of its own.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! What this daemon knows of its peers: who is connected, how fast they answer, what failed. No
+//! Knowledge of this daemon about its peers: which are connected, how fast they are, what failed. No
 //! IO and no clock.
 
 use std::collections::HashMap;

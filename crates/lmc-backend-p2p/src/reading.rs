@@ -44,7 +44,7 @@ const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Peers that can be asked for a chunk, the best first.
 type Route = Vec<PeerId>;
 
-/// Where chunks were found, from a `locate` to its `load`.
+/// Peers at which chunks were found, from a `locate` to its `load`.
 #[derive(Debug)]
 pub(crate) struct Routes(Recent<Route>);
 
@@ -67,7 +67,7 @@ impl Routes {
 /// A load whose outcome is not known, and its position in the batch.
 type Item = (usize, LoadItem);
 
-/// What became of one chunk of a lease.
+/// Outcome of one chunk of a lease.
 enum Read {
     Done(usize, Loaded),
     /// The peer did not serve it; another may.

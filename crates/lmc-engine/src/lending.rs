@@ -13,7 +13,7 @@ use crate::lower::{Prompt, Source};
 /// Owner of the leases that are lent to other processes.
 pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
 
-/// Where this engine has a chunk by itself.
+/// Location of a chunk that this engine has by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Held {
     /// In DRAM.

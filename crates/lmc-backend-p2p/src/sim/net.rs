@@ -18,7 +18,7 @@ use crate::owner::Session;
 
 pub(super) type SimNode = Node<SimLink, SimChunks>;
 
-/// Bytes of a daemon's pool as a network card sees them, whoever owns them now.
+/// Bytes of a daemon's pool as a network card sees them, whichever chunk owns them now.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Memory(Arc<Mutex<HashMap<u64, Vec<u8>>>>);
 
@@ -287,7 +287,7 @@ impl SimLink {
         Net(self.net.upgrade().expect("the network is there to the end"))
     }
 
-    /// False once this daemon was killed, or another began in its place.
+    /// False once this daemon was killed, or another began under its number.
     fn is_mine(&self, state: &State) -> bool {
         let host = &state.hosts[self.me];
         host.alive && host.incarnation == self.incarnation

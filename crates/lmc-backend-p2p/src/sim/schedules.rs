@@ -17,7 +17,7 @@ const LOAD: Duration = Duration::from_millis(300);
 /// Time that a load may take beyond its deadline: the release of a lease.
 const BEYOND: Duration = Duration::from_millis(600);
 
-/// What happened in a schedule, so that a test can tell that it tested something.
+/// Counts of what happened in a schedule, so that a test can tell that it tested something.
 #[derive(Debug, Default, Clone, Copy)]
 struct Tally {
     hits: u64,
@@ -376,8 +376,8 @@ fn what_was_cleared_at_one_side_of_a_cut_is_served_by_neither_afterwards() {
         net.cut(0, 2, true, noticed);
         tokio::time::sleep(noticed * 2).await;
         let clear = net.chunks(0).clear();
-        let told = net.node(0).pass_on(&[clear], now() + LOCATE).await;
-        assert_eq!(told, 0, "both are cut off");
+        let reached = net.node(0).pass_on(&[clear], now() + LOCATE).await;
+        assert_eq!(reached, 0, "both are cut off");
         // Meanwhile the other side goes on with what it has.
         assert_eq!(fetch(&net, 2, &keys).await.hits, 4);
         net.cut(0, 1, false, noticed);

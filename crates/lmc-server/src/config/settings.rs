@@ -143,11 +143,11 @@ settings! {
         p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::listen_at;
         /// Peers to connect to, as HOST:PORT or [IPv6]:PORT, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
         p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
-        /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). Whoever holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
+        /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). A peer that holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
         p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;
         /// Name of this server among its peers; auto is the name of the host.
         p2p_name: Option<String> = "p2p-name", Value "NAME", "auto", parse::peer_name;
-        /// Time that peers have to say which chunks they hold: what a prompt that nobody has waits.
+        /// Time that peers have to say which chunks they hold: the delay of a prompt that no peer has.
         p2p_locate_timeout: Duration = "p2p-locate-timeout", Value "SECONDS", "5ms", parse::positive_duration;
         /// Longest wait for chunks that an engine of a peer is writing.
         p2p_pending_timeout: Duration = "p2p-pending-timeout", Value "SECONDS", "500ms", parse::duration;

@@ -42,7 +42,7 @@ impl Shared {
             }
         };
         match self.within(deadline, asked).await? {
-            Some(Reply::Told(answer)) => Ok(answer.into()),
+            Some(Reply::Message(answer)) => Ok(answer.into()),
             Some(Reply::Outcome(Outcome::Refused(why))) => Err(TransferError::Refused(why)),
             Some(_) => Err(TransferError::Refused(
                 "another answer than was asked for".into(),

@@ -102,7 +102,7 @@ pub(super) enum Reply {
     /// Of a write, of a read without data, or of a question that was refused.
     Outcome(Outcome),
     /// The answer to a question.
-    Told(Vec<u8>),
+    Message(Vec<u8>),
 }
 
 /// Objects that this side offers.

@@ -121,7 +121,7 @@ pub(super) enum Frame {
         question: Vec<u8>,
     },
     /// Answers a question; one that was refused is answered by [`Frame::Answer`].
-    Told {
+    Reply {
         id: u64,
         answer: Vec<u8>,
     },
@@ -196,7 +196,7 @@ impl Frame {
                 }
                 _ => {}
             },
-            Self::Ask { question: body, .. } | Self::Told { answer: body, .. } => {
+            Self::Ask { question: body, .. } | Self::Reply { answer: body, .. } => {
                 if body.len() > MAX_MESSAGE {
                     return Err(FrameError::Length(body.len()));
                 }

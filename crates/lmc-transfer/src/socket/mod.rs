@@ -118,12 +118,12 @@ impl SocketChannel {
         address: &Address,
         deadline: Instant,
     ) -> Result<PeerId, ConnectError> {
-        let nobody: PeerId = "?".parse().expect("a printable character");
-        match self.connect(&nobody, address, None, deadline).await {
+        let no_name: PeerId = "?".parse().expect("a printable character");
+        match self.connect(&no_name, address, None, deadline).await {
             Err(ConnectError::WrongPeer { found, .. }) => Ok(found),
             Err(error) => Err(error),
-            // Whoever chose that name has it.
-            Ok(_) => Ok(nobody),
+            // A peer may have chosen that name.
+            Ok(_) => Ok(no_name),
         }
     }
 

@@ -70,7 +70,7 @@ impl Tally {
                 Some(object) => TransferError::NotLeased { object },
                 None => invalid(),
             },
-            Reply::Told(_) => invalid(),
+            Reply::Message(_) => invalid(),
             Reply::Outcome(Outcome::ReadOnly) => TransferError::ReadOnly,
             Reply::Outcome(Outcome::Withdrawn) => {
                 self.withdrawn = true;

@@ -183,7 +183,7 @@ impl StreamReader {
                 let charge = self.admit(question.len().div_ceil(RANGE_BYTES))?;
                 self.tell(id, question, charge);
             }
-            Frame::Told { id, answer } => {
+            Frame::Reply { id, answer } => {
                 let Some(pending) = self.stream().take(id) else {
                     return Err(Gone::Broken("an answer without a question".into()));
                 };
@@ -191,7 +191,7 @@ impl StreamReader {
                     return Err(Gone::Broken("an answer to a read that is no data".into()));
                 }
                 self.answered(1);
-                pending.answer(Reply::Told(answer));
+                pending.answer(Reply::Message(answer));
             }
             Frame::Offer {
                 id,
@@ -271,7 +271,7 @@ impl StreamReader {
                 _ = connection.ended() => return,
             };
             let frame = match answer.len() {
-                0..=MAX_MESSAGE => Frame::Told {
+                0..=MAX_MESSAGE => Frame::Reply {
                     id,
                     answer: answer.into(),
                 },

@@ -74,7 +74,7 @@ fn a_question_without_an_answer_ends_by_its_deadline_or_with_its_peer() {
         matches!(gone, Err(TransferError::PeerGone { .. })),
         "{gone:?}"
     );
-    let unknown = block_on(asker.ask(&name("nobody"), Bytes::new(), soon()));
+    let unknown = block_on(asker.ask(&name("stranger"), Bytes::new(), soon()));
     assert!(matches!(unknown, Err(TransferError::UnknownPeer { .. })));
 }
 
@@ -109,7 +109,7 @@ fn questions_that_are_not_taken_are_refused() {
 fn an_answer_that_was_not_asked_for_ends_the_connection() {
     let victim = Victim::new(|_| {});
     for frame in [
-        Frame::Told {
+        Frame::Reply {
             id: 77,
             answer: vec![1],
         },
