@@ -32,9 +32,9 @@ const RESOLVE_EVERY: Duration = Duration::from_secs(30);
 /// Time after which a peer that is not connected is tried again.
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Addresses that the names of all peers may have together.
-const MAX_ADDRESSES: usize = 1024;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Addresses that one name may have.
+const MAX_ADDRESSES: usize = 64;
 
 /// Settings of a [`P2pBackend`].
 #[derive(Debug, Clone)]
@@ -79,6 +79,10 @@ pub struct SocketLink(SocketChannel);
 
 impl Link for SocketLink {
     type Grant = ReadLease;
+
+    fn is_current(&self, session: &Session) -> bool {
+        self.0.peer_incarnation(&session.peer) == Some(session.incarnation)
+    }
 
     fn request<'a>(
         &'a self,
@@ -161,6 +165,8 @@ impl<C: Chunks> P2pBackend<C> {
         let mut tasks = JoinSet::new();
         let expiring = Arc::clone(&node);
         tasks.spawn_on(async move { expiring.expire_leases().await }, &runtime);
+        let in_step = Arc::clone(&node);
+        tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
         let count = peers.len();
         if count > 0 {
             tasks.spawn_on(stay_connected(Arc::clone(&node), peers), &runtime);
@@ -218,7 +224,7 @@ fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, o
             on.spawn(async move {
                 if let Err(error) = node.connected(&session).await {
                     let peer = &session.peer;
-                    tracing::warn!(%peer, %error, "a peer is not used");
+                    tracing::warn!(%peer, %error, "peer not used; start both servers with the same settings, or releases that are one apart");
                 }
             });
         }
@@ -226,8 +232,12 @@ fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, o
             incarnation,
             reason,
         } => {
-            tracing::info!(%peer, %reason, "a peer is gone");
-            node.disconnected(&session(*incarnation));
+            let session = session(*incarnation);
+            // The same incarnation may be connected again.
+            if !node.link.is_current(&session) {
+                tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
+                node.disconnected(&session);
+            }
         }
         _ => {}
     }
@@ -239,9 +249,11 @@ async fn stay_connected<C: Chunks>(node: Arc<SocketNode<C>>, names: Vec<String>)
     let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
     let mut failures: HashMap<SocketAddr, String> = HashMap::new();
     let mut resolved: Option<Instant> = None;
+    let mut of_names: HashMap<String, Vec<SocketAddr>> = HashMap::new();
     loop {
-        if resolved.is_none_or(|at| now() >= at + RESOLVE_EVERY) {
-            addresses = resolve(&names).await;
+        if resolved.is_none_or(|at| now() >= at + RESOLVE_EVERY) || of_names.len() < names.len() {
+            resolve(&names, &mut of_names).await;
+            addresses = of_names.values().flatten().copied().collect();
             known.retain(|address, _| addresses.contains(address));
             failures.retain(|address, _| addresses.contains(address));
             resolved = Some(now());
@@ -271,19 +283,24 @@ async fn stay_connected<C: Chunks>(node: Arc<SocketNode<C>>, names: Vec<String>)
     }
 }
 
-/// Resolves the peers' names.
-async fn resolve(names: &[String]) -> BTreeSet<SocketAddr> {
-    let mut addresses = BTreeSet::new();
-    for name in names {
-        match tokio::net::lookup_host(name).await {
-            Ok(found) => addresses.extend(found),
-            Err(error) => tracing::warn!(%name, %error, "the name of a peer cannot be resolved"),
+/// Resolves the peers' names. One that cannot be resolved keeps the addresses that it had.
+async fn resolve(names: &[String], known: &mut HashMap<String, Vec<SocketAddr>>) {
+    let lookups = names.iter().map(|name| {
+        let lookup = tokio::net::lookup_host(name);
+        tokio::time::timeout(CONNECT_TIMEOUT, lookup)
+    });
+    for (name, found) in names.iter().zip(join_all(lookups).await) {
+        match found {
+            Ok(Ok(found)) => {
+                let found = found.take(MAX_ADDRESSES).collect();
+                known.insert(name.clone(), found);
+            }
+            Ok(Err(error)) => {
+                tracing::debug!(%name, %error, "the name of a peer cannot be resolved");
+            }
+            Err(_) => tracing::debug!(%name, "no answer about the name of a peer"),
         }
     }
-    while addresses.len() > MAX_ADDRESSES {
-        addresses.pop_last();
-    }
-    addresses
 }
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.

@@ -20,13 +20,14 @@ pub trait Chunks: Send + Sync + 'static {
     /// this host writes. Never waits.
     fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState>;
 
-    /// Keeps chunks in memory and unchanged until what is returned is dropped: one answer for each
-    /// key. Chunks on disk are promoted first, if that is done by `promote_until`.
+    /// Keeps chunks of one space in memory and unchanged until what is returned is dropped: one
+    /// answer for each key, and the clear epoch that all of them are of. Chunks on disk are
+    /// promoted first, if that is done by `promote_until`.
     fn hold<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>>;
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)>;
 
     /// Returns the newest clear epoch of a space: that of its chunks that are found.
     fn epoch(&self, space: SpaceId) -> ClearEpoch;

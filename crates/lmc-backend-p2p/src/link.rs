@@ -6,12 +6,17 @@ use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, TransferError};
 
+use crate::owner::Session;
+
 /// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
 ///
 /// A simulation with a virtual clock implements it beside the channels of `lmc-transfer`.
 pub trait Link: Send + Sync + 'static {
     /// Keeps granted memory readable. Dropping it ends the access.
     type Grant: Send + 'static;
+
+    /// Returns true if this incarnation of the peer is connected.
+    fn is_current(&self, session: &Session) -> bool;
 
     /// Sends a request to a connected peer, and returns its reply.
     ///

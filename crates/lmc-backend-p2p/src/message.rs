@@ -335,6 +335,14 @@ pub struct Located {
     pub load: u8,
 }
 
+impl Located {
+    /// Returns true if the peer has every chunk in memory.
+    pub fn has_all(&self) -> bool {
+        let in_memory = |state: &ChunkState| matches!(state, ChunkState::Memory { .. });
+        self.states.iter().all(in_memory)
+    }
+}
+
 /// The answer for one chunk of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ChunkLease {
@@ -523,6 +531,20 @@ fn parse<T: DeserializeOwned>(kind: u16, body: &[u8]) -> Result<T, MessageError>
         .map_err(|_| MessageError::Body(kind))
 }
 
+/// Counters of clear epochs from this on are refused: those after them could not be distinguished.
+const MAX_EPOCH: u64 = 1 << 48;
+
+impl Epoch {
+    fn check(&self) -> Result<(), MessageError> {
+        bound(self.counter < MAX_EPOCH, "epoch")
+    }
+}
+
+fn check_clears(clears: &[ClearNote]) -> Result<(), MessageError> {
+    bound(clears.len() <= MAX_SPACES, "clears")?;
+    clears.iter().try_for_each(|clear| clear.epoch.check())
+}
+
 fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
     within.then_some(()).ok_or(MessageError::Bounds(field))
 }
@@ -530,7 +552,7 @@ fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
 impl Hello {
     fn check(&self) -> Result<(), MessageError> {
         bound(self.oldest <= self.newest, "versions")?;
-        bound(self.clears.len() <= MAX_SPACES, "clears")?;
+        check_clears(&self.clears)?;
         bound(self.spaces.len() <= MAX_SPACES, "spaces")?;
         let texts = [&self.name, &self.address, &self.algorithm];
         let described = self
@@ -561,9 +583,13 @@ impl Request {
     fn check(&self) -> Result<(), MessageError> {
         match self {
             Self::Hello(hello) => hello.check(),
-            Self::Locate(Locate { keys, .. }) | Self::Lease(Lease { keys, .. }) => keys.check(),
+            Self::Locate(locate) => {
+                locate.epoch.check()?;
+                locate.keys.check()
+            }
+            Self::Lease(lease) => lease.keys.check(),
             Self::Holds(keys) | Self::Copy(keys) => keys.check(),
-            Self::Clears(clears) => bound(clears.len() <= MAX_SPACES, "clears"),
+            Self::Clears(clears) => check_clears(clears),
             Self::Renew(_) | Self::Release(_) => Ok(()),
         }
     }
@@ -573,15 +599,19 @@ impl Reply {
     fn check(&self) -> Result<(), MessageError> {
         match self {
             Self::Hello(hello) => hello.check(),
-            Self::Located(located) => bound(located.states.len() <= MAX_KEYS, "states"),
+            Self::Located(located) => {
+                located.epoch.check()?;
+                bound(located.states.len() <= MAX_KEYS, "states")
+            }
             Self::Leased(leased) => {
+                leased.epoch.check()?;
                 bound(leased.chunks.len() <= MAX_KEYS, "chunks")?;
                 bound(leased.holders.len() <= MAX_HOLDERS, "holders")?;
                 let short = |holder: &Holder| holder.address.len() <= MAX_TEXT;
                 bound(leased.holders.iter().all(short), "text")
             }
             Self::Released(held) => bound(held.len() <= MAX_KEYS, "chunks"),
-            Self::Cleared(clears) => bound(clears.len() <= MAX_SPACES, "clears"),
+            Self::Cleared(clears) => check_clears(clears),
             Self::Refused(Refusal::Algorithm(text)) => bound(text.len() <= MAX_TEXT, "text"),
             _ => Ok(()),
         }

@@ -26,10 +26,14 @@ use crate::recent::Recent;
 const MAX_SERVING: usize = 64;
 /// Chunks of which other holders are known, at most.
 const HOLDERS: usize = 1 << 16;
+/// Time between two exchanges of clears.
+const IN_STEP_EVERY: Duration = Duration::from_secs(5);
 /// Time that a hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that an owner keeps a peer waiting for a lease, at most.
 const MAX_WAIT: Duration = Duration::from_millis(500);
+/// Time beyond that for what is in memory to be leased and summed.
+const HOLD_MARGIN: Duration = Duration::from_millis(250);
 /// Pause of a request that waits for the rate at which peers may lease.
 const RATE_PAUSE: Duration = Duration::from_millis(5);
 
@@ -50,6 +54,9 @@ pub struct NodeConfig {
     /// Duration of the leases that this daemon asks for; renewed after a third of it. Default:
     /// 2 s.
     pub lease: Duration,
+    /// Payload bytes of a chunk, at most: a peer that claims to have a longer one does not have it.
+    /// Default: 1 GiB.
+    pub max_chunk: u64,
     /// Time for which a peer may keep this daemon waiting for a lease, because others have leased
     /// all that it lends or because the chunks are on its disk. Default: 200 ms.
     pub lease_wait: Duration,
@@ -67,6 +74,7 @@ impl NodeConfig {
             algorithm: "blake3".to_owned(),
             limits: OwnerLimits::for_pool(pool),
             lease: Duration::from_secs(2),
+            max_chunk: 1 << 30,
             lease_wait: Duration::from_millis(200),
             versions: (OLDEST_VERSION, VERSION),
         }
@@ -121,6 +129,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// # Errors
     /// Why the peer is not used.
     pub async fn connected(&self, session: &Session) -> Result<(), HelloError> {
+        if !self.link.is_current(session) {
+            return Err(HelloError::NoAnswer("it is gone already".to_owned()));
+        }
         let replaced = self.peers.lock().connected(session);
         if let Some(old) = replaced {
             self.end(&old);
@@ -138,6 +149,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if let (Err(error), Some(peer)) = (&result, self.peers.lock().of_session(session)) {
             peer.last_failure = Some(error.to_string());
         }
+        if !self.link.is_current(session) {
+            // It may have gone before it was noted.
+            self.disconnected(session);
+        } else if result.is_ok() {
+            // A clear since the hello was written.
+            let peer = std::slice::from_ref(&session.peer);
+            self.pass_on_to(peer, &self.chunks.clears(), deadline).await;
+        }
         result
     }
 
@@ -150,7 +169,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn end(&self, session: &Session) {
         let ended = self.owner.lock().end_session(session);
         drop(ended);
-        self.freed.notify_one();
+        self.freed.notify_waiters();
         self.holders.lock().retain(|holders| {
             holders.retain(|holder| holder != session);
             !holders.is_empty()
@@ -225,7 +244,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let mut peers = self.peers.lock();
         let known = peers.of_session(session);
         let hello = matches!(request, Request::Hello(_));
-        if known.is_none() && hello {
+        if known.is_none() && hello && self.link.is_current(session) {
             let replaced = peers.connected(session);
             drop(peers);
             if let Some(old) = replaced {
@@ -260,7 +279,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
             Request::Release(release) => {
                 let released = self.owner.lock().release(session, release.lease, now());
-                self.freed.notify_one();
+                self.freed.notify_waiters();
                 let Some((served, keys)) = released else {
                     return Reply::Released(Vec::new());
                 };
@@ -323,21 +342,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let Some(space) = keys.first().map(|key| key.space) else {
             return not_leased(Vec::new(), ClearEpoch::default());
         };
-        let epoch = self.chunks.epoch(space);
         let states = self.chunks.states(&keys);
         let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.bytes()?));
         let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
         let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
-        let admitted = self.admit(session, &lens, wait_until).await;
+        let reserved = self.admit(session, &lens, wait_until).await;
+        let admitted = reserved.chunks;
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
         let held = self.chunks.hold(&allowed, wait_until);
         // A promotion that does not end in time is a miss of all.
-        let held = until(wait_until + MAX_WAIT, held).await.unwrap_or_default();
+        let held = until(wait_until + HOLD_MARGIN, held).await;
+        let (epoch, held) = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
         let mut held: Vec<(ChunkKey, HeldChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
-        let granted = self.grant(session, &mut held, (space, epoch), duration);
+        let granted = self.grant(reserved, &mut held, (space, epoch), duration);
         let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
         let mut found = Vec::new();
         if let Some((number, duration, chunks)) = granted {
@@ -369,18 +389,35 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     /// Waits until at least the first of these chunks may be leased to the peer. Returns how many
     /// may be.
-    async fn admit(&self, session: &Session, lens: &[u64], wait_until: Instant) -> usize {
-        if lens.is_empty() {
-            return 0;
-        }
+    async fn admit(
+        &self,
+        session: &Session,
+        lens: &[u64],
+        wait_until: Instant,
+    ) -> Reservation<'_, L::Grant> {
+        let reservation = |chunks: usize, number| Reservation {
+            owner: &self.owner,
+            freed: &self.freed,
+            session: session.clone(),
+            chunks,
+            number,
+        };
         loop {
             let freed = self.freed.notified();
             tokio::pin!(freed);
             // From here on no end of a lease is missed.
             freed.as_mut().enable();
-            let (admitted, busy) = self.owner.lock().admit(session, lens, now());
-            if admitted > 0 || now() >= wait_until {
-                return admitted;
+            let busy = {
+                let mut owner = self.owner.lock();
+                let (admitted, busy) = owner.admit(session, lens, now());
+                if admitted > 0 {
+                    let bytes = lens[..admitted].iter().sum();
+                    return reservation(admitted, owner.reserve(session, bytes));
+                }
+                busy
+            };
+            if lens.is_empty() || now() >= wait_until {
+                return reservation(0, 0);
             }
             let pause = match busy {
                 Some(Busy::Rate) => wait_until.min(now() + RATE_PAUSE),
@@ -390,23 +427,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Grants as many of the leading chunks as may be leased by now.
+    /// Grants the chunks that were reserved, as far as they are there.
     #[allow(
         clippy::type_complexity,
         reason = "number, duration, and an answer for each chunk"
     )]
     fn grant(
         &self,
-        session: &Session,
+        reserved: Reservation<'_, L::Grant>,
         held: &mut Vec<(ChunkKey, HeldChunk)>,
         (space, epoch): (SpaceId, ClearEpoch),
         duration: Duration,
     ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
+        let session = reserved.session.clone();
+        drop(reserved);
+        let session = &session;
         let mut owner = self.owner.lock();
-        let lens: Vec<u64> = held.iter().map(|(_, chunk)| chunk.slot.len()).collect();
-        // Others may have leased while chunks were promoted.
-        let (allowed, _) = owner.admit(session, &lens, now());
-        held.truncate(allowed);
         if held.is_empty() || self.peers.lock().of_session(session).is_none() {
             return None;
         }
@@ -434,8 +470,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let (number, duration) = owner.grant(session.clone(), chunks, duration, served, now());
         drop(owner);
         self.expiry.notify_one();
-        // There may be capacity for the next, too.
-        self.freed.notify_one();
         self.count(session, |counters| {
             counters.served += count;
             counters.served_bytes += bytes;
@@ -471,7 +505,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             };
             if !over.is_empty() {
                 drop(over);
-                self.freed.notify_one();
+                self.freed.notify_waiters();
             }
             let again = self.expiry.notified();
             match next {
@@ -486,19 +520,41 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Passes clears on to every connected peer, and takes in those that they know. Returns the
     /// number of peers that answered.
     pub async fn pass_on(&self, clears: &[Clear], deadline: Instant) -> usize {
-        let notes = clears.iter().take(MAX_SPACES).map(|&clear| clear.into());
-        let request = Request::Clears(notes.collect());
         let peers = self.peers.lock().introduced();
-        let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
+        self.pass_on_to(&peers, clears, deadline).await
+    }
+
+    async fn pass_on_to(&self, peers: &[PeerId], clears: &[Clear], deadline: Instant) -> usize {
         let mut answered = 0;
-        for answer in join_all(answers).await {
-            if let Ok(Reply::Cleared(theirs)) = answer {
-                answered += 1;
-                let theirs: Vec<Clear> = theirs.into_iter().map(Into::into).collect();
-                self.chunks.learn(&theirs);
+        for clears in clears.chunks(MAX_SPACES) {
+            let notes = clears.iter().map(|&clear| clear.into());
+            let request = Request::Clears(notes.collect());
+            let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
+            answered = 0;
+            for answer in join_all(answers).await {
+                if let Ok(Reply::Cleared(theirs)) = answer {
+                    answered += 1;
+                    let theirs: Vec<Clear> = theirs.into_iter().map(Into::into).collect();
+                    self.chunks.learn(&theirs);
+                }
             }
         }
         answered
+    }
+
+    /// Passes all clears on from time to time, for peers that missed one, and introduces this
+    /// daemon again to peers that do not know it. Runs until it is dropped.
+    pub async fn stay_in_step(&self) {
+        loop {
+            tokio::time::sleep(IN_STEP_EVERY).await;
+            let deadline = now() + HELLO_TIMEOUT;
+            self.pass_on(&self.chunks.clears(), deadline).await;
+            let strangers = self.peers.lock().not_introduced();
+            for session in strangers {
+                // The peer's last failure has the reason.
+                let _ = self.connected(&session).await;
+            }
+        }
     }
 
     pub(crate) fn count(&self, session: &Session, change: impl FnOnce(&mut PeerCounters)) {
@@ -533,7 +589,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         if let Some(peer) = self.peers.lock().get_mut(peer) {
             match &reply {
-                Ok(_) => peer.answered(now().saturating_duration_since(sent)),
+                Ok(reply) => {
+                    peer.answered(now().saturating_duration_since(sent));
+                    if *reply == Reply::Refused(Refusal::NoHello) {
+                        // It has lost what it knew of this side.
+                        peer.hello = None;
+                    }
+                }
                 Err(reason) => peer.failed(reason.clone(), now()),
             }
         }
@@ -549,6 +611,23 @@ impl<L: Link, C: Chunks> Node<L, C> {
     pub fn leased(&self) -> (usize, u64) {
         let owner = self.owner.lock();
         (owner.len(), owner.bytes())
+    }
+}
+
+/// Bytes that a peer may lease, until the chunks are there.
+struct Reservation<'a, G> {
+    owner: &'a Mutex<Owner<Served<G>>>,
+    freed: &'a Notify,
+    session: Session,
+    /// Leading chunks that it is for.
+    chunks: usize,
+    number: u64,
+}
+
+impl<G> Drop for Reservation<'_, G> {
+    fn drop(&mut self) {
+        self.owner.lock().unreserve(&self.session, self.number);
+        self.freed.notify_waiters();
     }
 }
 

@@ -88,6 +88,8 @@ pub struct Owner<G> {
     bytes: u64,
     /// Number of the last lease; never used twice.
     last: u64,
+    /// Bytes of leases that are about to be granted, by their numbers.
+    reserved: HashMap<u64, u64>,
     rate: Option<Rate>,
 }
 
@@ -133,6 +135,7 @@ impl<G> Owner<G> {
             uses: HashMap::new(),
             bytes: 0,
             last: 0,
+            reserved: HashMap::new(),
             rate,
         }
     }
@@ -168,6 +171,36 @@ impl<G> Owner<G> {
             return (index, Some(busy));
         }
         (lens.len(), None)
+    }
+
+    /// Counts bytes as leased to a peer until [`Self::unreserve`], so that what several requests
+    /// are admitted for at once stays within the bounds. Returns the reservation's number.
+    pub fn reserve(&mut self, session: &Session, bytes: u64) -> u64 {
+        self.last += 1;
+        self.reserved.insert(self.last, bytes);
+        self.bytes += bytes;
+        let used = self.uses.entry(session.clone()).or_default();
+        used.bytes += bytes;
+        used.leases += 1;
+        self.last
+    }
+
+    /// Ends a reservation.
+    pub fn unreserve(&mut self, session: &Session, number: u64) {
+        if let Some(bytes) = self.reserved.remove(&number) {
+            self.give_back(session, bytes);
+        }
+    }
+
+    fn give_back(&mut self, session: &Session, bytes: u64) {
+        self.bytes -= bytes;
+        if let Some(used) = self.uses.get_mut(session) {
+            used.bytes -= bytes;
+            used.leases -= 1;
+            if used.leases == 0 {
+                self.uses.remove(session);
+            }
+        }
     }
 
     /// Notes a lease that was granted. Returns its number and its duration, which is not longer
@@ -268,14 +301,7 @@ impl<G> Owner<G> {
     fn remove(&mut self, lease: u64) -> Option<Granted<G>> {
         let granted = self.leases.remove(&lease)?;
         self.by_expiry.remove(&(granted.expires, lease));
-        self.bytes -= granted.bytes;
-        if let Some(used) = self.uses.get_mut(&granted.session) {
-            used.bytes -= granted.bytes;
-            used.leases -= 1;
-            if used.leases == 0 {
-                self.uses.remove(&granted.session);
-            }
-        }
+        self.give_back(&granted.session, granted.bytes);
         Some(granted)
     }
 

@@ -188,6 +188,12 @@ impl Peers {
         names
     }
 
+    /// Returns the sessions of the peers that were not introduced.
+    pub(crate) fn not_introduced(&self) -> Vec<Session> {
+        let strangers = self.iter().filter(|peer| peer.hello.is_none());
+        strangers.map(|peer| peer.session.clone()).collect()
+    }
+
     /// Returns the names of the peers that can be asked now.
     pub(crate) fn to_ask(&self, now: Instant) -> Vec<PeerId> {
         let able = self.iter().filter(|peer| peer.can_be_asked(now));

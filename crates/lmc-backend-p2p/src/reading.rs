@@ -103,11 +103,18 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let epoch = self.chunks.epoch(space).into();
         let request = Request::Locate(Locate { keys: batch, epoch });
         let asked = self.peers.lock().to_ask(now());
-        let answers = asked.iter().map(|peer| self.ask(peer, &request, deadline));
-        let answers = join_all(answers).await;
+        let request = &request;
+        let answers = asked.iter().map(|peer| async move {
+            let answer = self.ask(peer, request, deadline).await;
+            (peer, answer)
+        });
+        let mut answers: FuturesUnordered<_> = answers.collect();
         let mut silent = None;
         let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
-        for (peer, answer) in asked.iter().zip(answers) {
+        // The others are not waited for once one has all.
+        while !answered.iter().any(|(_, located)| located.has_all())
+            && let Some((peer, answer)) = answers.next().await
+        {
             match answer {
                 Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
                     self.learn_epoch(space, located.epoch.into());
@@ -129,7 +136,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let answer = |(index, key): (usize, &ChunkKey)| {
             let holders = answered.iter().filter_map(|(peer, located)| {
                 let state = located.states[index];
-                Some((*peer, state, state.bytes()?))
+                let len = state.bytes()?;
+                let sound = len > 0 && len <= self.config.max_chunk;
+                sound.then_some((*peer, state, len))
             });
             let mut holders = holders.take(ROUTE_PEERS).peekable();
             if let Some(&(best, state, len)) = holders.peek() {
@@ -318,9 +327,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let sent = now();
         let wait = match other {
             true => Duration::ZERO,
-            false => deadline
-                .saturating_duration_since(sent)
-                .min(self.config.lease_wait),
+            // The other half is for reading.
+            false => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
         };
         let request = Request::Lease(Lease {
             keys: batch,
@@ -373,11 +381,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let mut good = Vec::new();
         for (number, (index, key, digest)) in named.into_iter().enumerate() {
             let loaded = match slots.next() {
-                Some(Slot::Written(slot)) if !held.get(number).is_some_and(|held| *held) => {
-                    self.count_of(peer, |peer| peer.counters.lapsed += 1);
-                    Loaded::Miss(slot.into_reserved())
+                Some(Slot::Written(slot)) => {
+                    let held = held.get(number).is_some_and(|held| *held);
+                    match self.verified(peer, key, slot, digest, held) {
+                        Ok(slot) => Loaded::Hit { slot, epoch },
+                        Err(slot) => {
+                            let item = (index, LoadItem::new(key, slot));
+                            reads.push(Read::Elsewhere(item, None));
+                            continue;
+                        }
+                    }
                 }
-                Some(Slot::Written(slot)) => self.verified(peer, key, slot, digest, epoch),
                 Some(Slot::Idle(slot)) => Loaded::Failed {
                     error: self.unavailable(peer, None),
                     slot: FailedSlot::Released(slot),
@@ -457,24 +471,32 @@ impl<L: Link, C: Chunks> Node<L, C> {
         addresses.filter_map(at).collect()
     }
 
+    /// Returns the slot if its bytes are those of the chunk.
     fn verified(
         &self,
         peer: &PeerId,
         key: ChunkKey,
         slot: WrittenSlot,
         digest: u64,
-        epoch: ClearEpoch,
-    ) -> Loaded {
+        held: bool,
+    ) -> Result<WrittenSlot, ReservedSlot> {
+        if !held {
+            self.count_of(peer, |peer| peer.counters.lapsed += 1);
+            return Err(slot.into_reserved());
+        }
         if chunk_digest(&key, checksum(slot.bytes())) != digest {
-            self.count_of(peer, |peer| peer.counters.corrupt += 1);
+            self.count_of(peer, |peer| {
+                peer.counters.corrupt += 1;
+                peer.failed("a chunk with a wrong checksum".to_owned(), now());
+            });
             tracing::warn!(%peer, %key, "a chunk that was read from a peer has a wrong checksum: it counts as a miss");
-            return Loaded::Miss(slot.into_reserved());
+            return Err(slot.into_reserved());
         }
         self.count_of(peer, |peer| {
             peer.counters.read += 1;
             peer.counters.read_bytes += slot.len();
         });
-        Loaded::Hit { slot, epoch }
+        Ok(slot)
     }
 
     /// Tells the owner that this daemon holds the chunks too. Waits for nothing.
@@ -579,11 +601,12 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
     /// Gives the lease back. Returns for each chunk whether it was leased without a gap; nothing if
     /// the owner does not say so in time.
     async fn release(mut self) -> Vec<bool> {
-        let request = Request::Release(Release {
-            lease: std::mem::take(&mut self.number),
-        });
+        let request = Request::Release(Release { lease: self.number });
         let deadline = now() + RELEASE_TIMEOUT;
-        match self.node.ask(&self.peer, &request, deadline).await {
+        let released = self.node.ask(&self.peer, &request, deadline).await;
+        // Until here dropping this sends another release.
+        self.number = 0;
+        match released {
             Ok(Reply::Released(held)) => held,
             _ => Vec::new(),
         }

@@ -6,6 +6,9 @@ use lmc_backend::{Clear, ClearEpoch};
 use lmc_key::SpaceId;
 use parking_lot::RwLock;
 
+/// Spaces with an epoch of their own, at most. What others have of further ones counts as older.
+const MAX_SPACES: usize = 4096;
+
 /// The newest clear epoch of all spaces, and later ones of single spaces.
 #[derive(Debug, Default)]
 pub(crate) struct Epochs(RwLock<Known>);
@@ -82,7 +85,8 @@ impl Epochs {
         }
         let known = &mut *self.0.write();
         let joined = known.of(space).join(epoch);
-        if joined == known.of(space) {
+        let is_new = !known.spaces.contains_key(&space);
+        if joined == known.of(space) || (is_new && known.spaces.len() >= MAX_SPACES) {
             return None;
         }
         known.spaces.insert(space, joined);

@@ -65,12 +65,17 @@ impl CacheEngine {
     }
 
     /// Leases chunks of a prompt that this engine has by itself: one answer for each key, in
-    /// order. Those in lower tiers whose index is in this process are promoted first, as far as
-    /// that is done by the deadline. Counts neither as a lookup nor as a use.
-    pub async fn lease_held(&self, keys: &[ChunkKey], deadline: Instant) -> Vec<Option<Leases>> {
+    /// order, and the clear epoch that all of them are of. Those in lower tiers whose index is in
+    /// this process are promoted first, as far as that is done by the deadline. Counts neither as a
+    /// lookup nor as a use.
+    pub async fn lease_held(
+        &self,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> (ClearEpoch, Vec<Option<Leases>>) {
         let owner = PEERS;
         if self.pool_is_lost() {
-            return keys.iter().map(|_| None).collect();
+            return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
         }
         let local = self.local();
         // What is promoted stays until the others are leased.
@@ -95,9 +100,14 @@ impl CacheEngine {
             let leases = local.lease_uncounted(owner, &[*key]);
             (!leases.is_empty()).then_some(leases)
         };
+        // No clear comes between the epoch and the leases: what it removes is of an older one.
+        let tiers = self.lower().map(|lower| lower.tiers());
+        let removal = tiers.map(|tiers| tiers.block_removal());
+        let space = keys.first().map(|key| key.space);
+        let epoch = space.map_or_else(ClearEpoch::default, |space| self.clear_epoch(space));
         let leases = keys.iter().map(lease).collect();
-        drop(promoted);
-        leases
+        drop((removal, promoted));
+        (epoch, leases)
     }
 
     /// Returns the newest clear epoch of a space: that of its chunks that are found.

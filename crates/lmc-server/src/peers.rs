@@ -13,6 +13,7 @@ use lmc_engine::{CacheEngine, Held, WeakEngine};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, checksum};
 use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig};
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
 
@@ -23,17 +24,29 @@ const MANY_PEERS: usize = 8;
 
 /// The engine whose chunks are lent; set once it is made, above the tier that lends them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Lender(Arc<OnceLock<WeakEngine>>);
+pub(crate) struct Lender(Arc<Lent>);
+
+#[derive(Debug, Default)]
+struct Lent {
+    engine: OnceLock<WeakEngine>,
+    /// Clears that peers passed on before there was an engine.
+    early: Mutex<Vec<Clear>>,
+}
+
+/// Clears that are kept for the engine, at most: a peer sends them again.
+const MAX_EARLY: usize = 1024;
 
 impl Lender {
     /// Lends the chunks of this engine from now on.
     pub(crate) fn lend(&self, engine: &CacheEngine) {
+        let mut early = self.0.early.lock();
         // It is called once.
-        let _ = self.0.set(engine.downgrade());
+        let _ = self.0.engine.set(engine.downgrade());
+        engine.learn_clears(&std::mem::take(&mut *early));
     }
 
     fn engine(&self) -> Option<CacheEngine> {
-        self.0.get()?.upgrade()
+        self.0.engine.get()?.upgrade()
     }
 }
 
@@ -55,13 +68,14 @@ impl Chunks for Lender {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>> {
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)> {
         Box::pin(async move {
             let Some(engine) = self.engine() else {
-                return keys.iter().map(|_| None).collect();
+                return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
             };
             let mut held = Vec::with_capacity(keys.len());
-            for leases in engine.lease_held(keys, promote_until).await {
+            let (epoch, leased) = engine.lease_held(keys, promote_until).await;
+            for leases in leased {
                 let slot = leases.as_ref().and_then(|leases| leases.get(0)).cloned();
                 held.push(slot.zip(leases).map(|(slot, leases)| HeldChunk {
                     checksum: checksum(slot.bytes()),
@@ -74,7 +88,7 @@ impl Chunks for Lender {
             if engine.pool_is_lost() {
                 held.iter_mut().for_each(|chunk| *chunk = None);
             }
-            held
+            (epoch, held)
         })
     }
 
@@ -89,8 +103,16 @@ impl Chunks for Lender {
     }
 
     fn learn(&self, clears: &[Clear]) {
-        if let Some(engine) = self.engine() {
-            engine.learn_clears(clears);
+        let mut early = self.0.early.lock();
+        match self.engine() {
+            Some(engine) => {
+                drop(early);
+                engine.learn_clears(clears);
+            }
+            None => {
+                early.extend(clears);
+                early.truncate(MAX_EARLY);
+            }
         }
     }
 
@@ -122,6 +144,7 @@ pub(crate) fn open(
     node.chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
     node.algorithm = config.hash_algorithm.name().to_owned();
     node.limits = OwnerLimits::for_pool(pool);
+    node.max_chunk = pool / 16;
     node.limits.bytes_per_second = config.p2p_serve_rate;
     let mut tier = P2pConfig::new(node, channel);
     tier.peers = config.p2p_peers.iter().map(HostPort::to_string).collect();

@@ -163,7 +163,7 @@ impl Chunks for SimChunks {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, Vec<Option<HeldChunk>>> {
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)> {
         Box::pin(async move {
             let on_disk = |key: &&ChunkKey| {
                 let state = self.state.lock();
@@ -188,7 +188,7 @@ impl Chunks for SimChunks {
                     hold: Box::new(()),
                 })
             };
-            keys.iter().map(hold).collect()
+            (state.epoch, keys.iter().map(hold).collect())
         })
     }
 

@@ -74,6 +74,7 @@ pub(super) struct Host {
     grants: BTreeMap<u64, Vec<u64>>,
     /// Ends the node's own task with it.
     expiring: tokio::task::JoinHandle<()>,
+    in_step: tokio::task::JoinHandle<()>,
 }
 
 pub(super) struct State {
@@ -140,6 +141,10 @@ impl Net {
         change(&mut config);
         let node = Node::new(config, link, chunks.clone());
         let freezes = Arc::new(Notify::new());
+        let in_step = tokio::spawn({
+            let node = Arc::clone(&node);
+            async move { node.stay_in_step().await }
+        });
         let expiring = tokio::spawn({
             let (node, net, freezes) = (Arc::clone(&node), self.clone(), Arc::clone(&freezes));
             async move {
@@ -162,6 +167,7 @@ impl Net {
             freezes,
             grants: BTreeMap::new(),
             expiring,
+            in_step,
         };
         let mut state = self.0.lock();
         let old = match state.hosts.get_mut(host) {
@@ -211,6 +217,7 @@ impl Net {
             let killed = &mut state.hosts[host];
             killed.alive = false;
             killed.expiring.abort();
+            killed.in_step.abort();
             killed.grants.clear();
             state.hosts.iter().map(|h| Arc::clone(&h.node)).collect()
         };
@@ -314,6 +321,13 @@ impl Drop for SimGrant {
 
 impl Link for SimLink {
     type Grant = SimGrant;
+
+    fn is_current(&self, session: &Session) -> bool {
+        let net = self.net();
+        let state = net.0.lock();
+        let host = &state.hosts[number(&session.peer)];
+        host.alive && host.incarnation == session.incarnation
+    }
 
     fn request<'a>(
         &'a self,

@@ -331,8 +331,14 @@ fn an_owner_that_comes_back_and_evicts_gives_no_wrong_byte() {
             net.chunks(0).evict(pick).expect("nothing keeps the chunks");
         }
         let tally = reading.await.expect("every byte was right");
-        assert_eq!((tally.hits, tally.misses), (0, 8), "{tally:?}");
-        assert_eq!(net.node(1).counters().lapsed, 8);
+        // What had not arrived by the deadline failed; the rest was read beyond its lease.
+        assert_eq!(
+            (tally.hits, tally.misses + tally.failed),
+            (0, 8),
+            "{tally:?}"
+        );
+        assert_eq!(net.node(1).counters().lapsed, tally.misses);
+        assert!(tally.misses > 0, "{tally:?}");
     });
 }
 
@@ -400,12 +406,13 @@ fn two_daemons_that_ask_each_other_end_at_once() {
         (0..2).for_each(|host| net.start(host, 64, |_| ()));
         assert!(net.connect(0, 1).await);
         let keys = prompt(0, 4);
+        let begun = now();
         let (one, other) = tokio::join!(fetch(&net, 0, &keys), fetch(&net, 1, &keys));
         assert_eq!(
             (one.pending, other.pending, one.hits, other.hits),
             (0, 0, 0, 0)
         );
-        assert!(now() < now() + LOCATE);
+        assert!(now() < begun + LOCATE, "neither waits for the other");
         // What an engine writes is pending for the other, and for no one else.
         net.chunks(0).begin_store(keys[0]);
         let located = net.node(1).locate(&keys, now() + LOCATE).await;

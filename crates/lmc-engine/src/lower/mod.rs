@@ -519,6 +519,7 @@ impl Tiers {
     pub(crate) fn learn_all(&self, clears: &[Clear]) -> Vec<Clear> {
         let _alone = self.removal.write();
         let mut learned = Vec::new();
+        let mut spaces = HashSet::new();
         for &clear in clears {
             let new = match clear.space {
                 Some(space) => self.epochs.learn(space, clear.epoch),
@@ -528,11 +529,7 @@ impl Tiers {
                 continue;
             };
             match new.space {
-                Some(space) => {
-                    let spaces = HashSet::from([space]);
-                    self.drop_writes_of(&spaces);
-                    self.local.clear_spaces(&spaces);
-                }
+                Some(space) => drop(spaces.insert(space)),
                 None => {
                     self.tiers.iter().for_each(|tier| {
                         tier.queue.drop_queued();
@@ -541,6 +538,10 @@ impl Tiers {
                 }
             }
             learned.push(new);
+        }
+        if !spaces.is_empty() {
+            self.drop_writes_of(&spaces);
+            self.local.clear_spaces(&spaces);
         }
         learned
     }

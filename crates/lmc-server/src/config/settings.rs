@@ -139,9 +139,9 @@ settings! {
     Peers {
         /// Address and port at which peers connect, e.g. 10.0.0.1:7700; none lends nothing to other hosts and reads nothing from them.
         p2p_listen: Option<HostPort> = "p2p-listen", Value "ADDR:PORT", "none", parse::listen_at;
-        /// Address and port under which peers reach this server; required where --p2p-listen is a wildcard (0.0.0.0, [::]).
+        /// Address and port under which peers reach this server; required where --p2p-listen is a wildcard, such as 0.0.0.0.
         p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::listen_at;
-        /// Peers to connect to, as HOST:PORT or [IPv6]:PORT, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
+        /// Peers to connect to, as `HOST:PORT` or `[IPv6]:PORT`, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
         p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
         /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). A peer that holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
         p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;

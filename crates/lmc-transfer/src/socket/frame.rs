@@ -115,16 +115,6 @@ pub(super) enum Frame {
         id: u64,
         outcome: Outcome,
     },
-    /// A question of the embedder's.
-    Ask {
-        id: u64,
-        question: Vec<u8>,
-    },
-    /// Answers a question; one that was refused is answered by [`Frame::Answer`].
-    Reply {
-        id: u64,
-        answer: Vec<u8>,
-    },
     /// Objects of these lengths, to be received under a tag.
     Offer {
         id: u64,
@@ -143,6 +133,16 @@ pub(super) enum Frame {
         id: u64,
         done: u64,
         outcome: Outcome,
+    },
+    /// A question of the embedder's.
+    Ask {
+        id: u64,
+        question: Vec<u8>,
+    },
+    /// Answers a question; one that was refused is answered by [`Frame::Answer`].
+    Reply {
+        id: u64,
+        answer: Vec<u8>,
     },
 }
 
