@@ -222,9 +222,10 @@ fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, o
         PeerEvent::Connected { incarnation } => {
             let session = session(*incarnation);
             on.spawn(async move {
-                if let Err(error) = node.connected(&session).await {
-                    let peer = &session.peer;
-                    tracing::warn!(%peer, %error, "peer not used; start both servers with the same settings, or releases that are one apart");
+                let peer = &session.peer;
+                match node.connected(&session).await {
+                    Ok(()) => tracing::info!(%peer, "peer connected"),
+                    Err(error) => tracing::warn!(%peer, %error, "peer not used; start both servers with the same settings, or releases that are one apart"),
                 }
             });
         }

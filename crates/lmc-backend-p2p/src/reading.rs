@@ -38,6 +38,8 @@ const LEASE_BYTES: u64 = 32 << 20;
 const MAX_ROUNDS: u32 = 8;
 /// Part of a lease's duration that the reader counts on: clocks may differ in speed by less.
 const TRUSTED: f64 = 0.9;
+/// Least time that peers have to answer a `locate` after one that has all.
+const AS_LONG_AGAIN: Duration = Duration::from_micros(500);
 /// Time for a release's answer.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -111,12 +113,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let mut answers: FuturesUnordered<_> = answers.collect();
         let mut silent = None;
         let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
-        // The others are not waited for once one has all.
-        while !answered.iter().any(|(_, located)| located.has_all())
-            && let Some((peer, answer)) = answers.next().await
-        {
+        // Once one has all, the others have as long again: they may be less loaded, and are asked
+        // where the first does not lend.
+        let (begun, mut wait_until) = (now(), deadline);
+        while let Some(Some((peer, answer))) = until(wait_until, answers.next()).await {
             match answer {
                 Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
+                    if located.has_all() {
+                        let again =
+                            now() + now().saturating_duration_since(begun).max(AS_LONG_AGAIN);
+                        wait_until = wait_until.min(again);
+                    }
                     self.learn_epoch(space, located.epoch.into());
                     if let Some(peer) = self.peers.lock().get_mut(peer) {
                         peer.load = located.load;

@@ -442,32 +442,26 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
 }
 
 #[test]
-fn a_busy_owner_names_others_that_have_the_chunks() {
+fn chunks_that_an_owner_does_not_lend_are_read_from_another() {
     run(async {
-        let net = Net::new(
-            11,
-            slow(Duration::from_micros(100), Duration::from_millis(1)),
-        );
-        (0..4).for_each(|host| net.start(host, 64, |_| ()));
+        let delays = (Duration::from_micros(100), Duration::from_millis(20));
+        let net = Net::new(11, slow(delays.0, delays.1));
+        // Each of the first two lends four chunks to one peer at a time.
+        (0..4).for_each(|host| net.start(host, if host < 2 { 32 } else { 128 }, |_| ()));
         for a in 0..4 {
             for b in 0..a {
                 assert!(net.connect(a, b).await);
             }
         }
         let keys = prompt(0, 8);
-        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
-        assert_eq!(fetch(&net, 1, &keys).await.hits, 8);
-        // Two readers take all that the owner may lease.
-        let located = net.node(3).locate(&keys, now() + LOCATE).await;
-        assert!(
-            located
-                .iter()
-                .all(|one| matches!(one, Ok(Located::Present(_))))
-        );
-        net.chunks(1).evict(0);
-        let readers = (2..4).map(|reader| fetch(&net, reader, &keys));
-        let read = futures_util::future::join_all(readers).await;
-        assert!(read.iter().all(|tally| tally.hits == 8), "{read:?}");
+        for host in 0..2 {
+            keys.iter().for_each(|&key| net.chunks(host).store(key, 0));
+        }
+        let read = fetch(&net, 2, &keys).await;
+        assert_eq!(read.hits, 8, "{read:?}");
+        assert_eq!(net.node(2).counters().busy, 4);
+        let served = [0, 1].map(|host| net.node(host).counters().served);
+        assert_eq!(served, [4, 4]);
     });
 }
 
