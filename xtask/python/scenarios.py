@@ -485,6 +485,56 @@ def disk_restart(run):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def peers(run):
+    """Two servers that read each other's chunks, with an engine each; the owner is killed."""
+    if run.args.peer:
+        return
+    at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    owner = Server(run.args, "--p2p-listen", at[0])
+    reader = Server(run.args, "--p2p-listen", at[1], "--p2p-peer", at[0])
+
+    def counters(server):
+        url = f"http://127.0.0.1:{server.http}/status"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)["lmc"]["lower"][0]["counters"]
+
+    def connected():
+        with open(reader.child.log.name, errors="replace") as log:
+            return "peer connected" in log.read()
+
+    try:
+        owner.start()
+        reader.start()
+        first = run.engine("peers-first", port=owner.port)
+        second = run.engine("peers-second", port=reader.port, mode="lmcache_driven")
+        first.ready()
+        second.ready()
+        check("peers: the servers have met", eventually(connected))
+        run.cold_and_warm("peers, first engine", first, 3)
+        run.warm("peers, second engine", second, 3)
+        found = counters(reader)
+        check("peers: each chunk was read from the other server, once and whole",
+              found["read"] == 9 and not found["corrupt"] + found["lapsed"], str(found))
+        run.warm("peers, second engine again", second, 3)
+        check("peers: then it has them itself", counters(reader)["read"] == 9)
+        # Chunks on their way when their owner dies are misses, and the rest is computed.
+        first.generate(prompts(6, *LENGTHS))
+        second.submit(prompts(6, *LENGTHS))
+        owner.child.kill()
+        ids = [output["ids"] for output in second.answer(ANSWER_DEADLINE)["outputs"]]
+        check("peers: ids are those without a connector when the owner is killed",
+              ids == run.plain["float32", 6])
+        ids, _ = second.generate(prompts(7, *LENGTHS))
+        check("peers: so they are after it", ids == run.plain["float32", 7])
+        first.kill()
+        second.kill()
+        free = eventually(lambda: not any(reader.held().values()))
+        check("peers: nothing is held afterwards", free, str(reader.held()))
+    finally:
+        owner.discard()
+        reader.stop()
+
+
 def wrong_dtype(run):
     """An engine of the same model name in bfloat16 beside one in float32."""
     ids, _ = run.one.generate(prompts(1, *LENGTHS))
@@ -570,7 +620,7 @@ def tensor_parallel(run):
     run.nothing_held("tensor parallel")
 
 
-SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart,
+SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
              wrong_dtype, serve, tensor_parallel]
 
 
