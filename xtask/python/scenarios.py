@@ -506,7 +506,7 @@ def peers(run):
         owner.start()
         reader.start()
         first = run.engine("peers-first", port=owner.port)
-        second = run.engine("peers-second", port=reader.port, mode="lmcache_driven")
+        second = run.engine("peers-second", port=reader.port)
         first.ready()
         second.ready()
         check("peers: the servers have met", eventually(connected))
