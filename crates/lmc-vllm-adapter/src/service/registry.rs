@@ -59,12 +59,7 @@ impl Workers {
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
         let mut indices: HashMap<LayoutFingerprint, usize> = HashMap::new();
         for instance in self.instances.values().filter(of_model) {
-            // Most models have one layout, which needs no map.
-            let index = match found.first() {
-                None => 0,
-                Some(first) if first.instance.fingerprint == instance.fingerprint => 0,
-                Some(_) => *indices.entry(instance.fingerprint).or_insert(found.len()),
-            };
+            let index = *indices.entry(instance.fingerprint).or_insert(found.len());
             if index == found.len() {
                 found.push(LayoutOf::new(instance));
             }

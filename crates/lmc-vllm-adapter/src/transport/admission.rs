@@ -24,7 +24,6 @@ pub(super) struct Permit {
     /// Milliseconds from `began` to the last request.
     last_request: AtomicU64,
     is_streaming: AtomicBool,
-    must_close: AtomicBool,
     close: Notify,
 }
 
@@ -57,17 +56,6 @@ impl Permit {
     /// Returns the time of the last request, or of the start if there was none.
     fn idle_since(&self) -> Instant {
         self.began + Duration::from_millis(self.last_request.load(Ordering::Relaxed))
-    }
-
-    /// Asks the connection to close.
-    fn request_close(&self) {
-        self.must_close.store(true, Ordering::Relaxed);
-        self.close.notify_one();
-    }
-
-    /// Returns true if the connection must close to admit another one.
-    pub(super) fn must_close(&self) -> bool {
-        self.must_close.load(Ordering::Relaxed)
     }
 
     /// Waits until the connection must close to admit another one.
@@ -124,7 +112,6 @@ impl Admission {
             has_sent_request: AtomicBool::new(false),
             last_request: AtomicU64::new(0),
             is_streaming: AtomicBool::new(false),
-            must_close: AtomicBool::new(false),
             close: Notify::new(),
         });
         permits.granted.insert(client, Arc::clone(&permit));
@@ -168,7 +155,7 @@ impl Permits {
             // A connection that has sent a request since the scan may own something by now.
             let idle = permit.idle_since() == since && !permit.is_streaming();
             if idle && self.granted.remove(&permit.client).is_some() {
-                permit.request_close();
+                permit.close.notify_one();
                 return true;
             }
         }

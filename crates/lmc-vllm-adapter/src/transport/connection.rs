@@ -1,16 +1,13 @@
 //! One connection: decodes requests, passes them to the service, and sends the replies.
 
 use std::collections::HashMap;
-use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use tokio::io::{AsyncReadExt, Interest};
+use tokio::io::Interest;
 use tokio::sync::{mpsc, watch};
 use tracing::debug;
 
@@ -31,10 +28,6 @@ const GROW_CHUNK: usize = 1 << 20;
 /// A scheduler's lookup is two requests in a row, and waking an idle core takes tens of
 /// microseconds. Other connections are served between two polls.
 const BUSY_POLL: Duration = Duration::from_micros(50);
-/// Longest time between two polls in which no other connection can have been served.
-const ALONE: Duration = Duration::from_micros(5);
-/// Bytes of one read that does not ask the runtime.
-const DIRECT_READ: usize = 4 << 10;
 /// Longest time for which the requests of one connection are handled before other connections get
 /// their turn.
 const TIME_SLICE: Duration = Duration::from_micros(500);
@@ -102,8 +95,6 @@ pub(super) struct Connection {
     deferred: mpsc::UnboundedReceiver<DeferredReply>,
     streams: HashMap<Bytes, EventStream>,
     events: watch::Receiver<u64>,
-    /// Time at which the last event was handled, or at which the current time slice began.
-    now: Instant,
 }
 
 impl Connection {
@@ -136,14 +127,13 @@ impl Connection {
             deferred,
             streams: HashMap::new(),
             events,
-            now: Instant::now(),
         }
     }
 
     /// Serves until the client disconnects, breaks the protocol, stalls, sends no first request in
     /// time, is closed to admit another connection, or the server stops.
     pub(super) async fn run(mut self) {
-        let mut waiting_since = self.now;
+        let mut waiting_since = Instant::now();
         // Start of the deadlines for the rest of a message and for the acceptance of replies.
         let (mut input_since, mut output_since) = (waiting_since, waiting_since);
         let (mut owed_input, mut owed_output) = (true, false);
@@ -152,10 +142,9 @@ impl Connection {
             let Ok(progress) = self.make_progress() else {
                 return;
             };
-            let now = Instant::now();
             if progress.wrote {
-                waiting_since = now;
-                output_since = now;
+                waiting_since = Instant::now();
+                output_since = waiting_since;
             }
             let stopping = *self.stop.borrow();
             if stopping && self.in_flight == 0 && self.output.is_empty() {
@@ -171,11 +160,11 @@ impl Connection {
             let owes_input = may_read && owes_input;
             let owes = owes_output || owes_input;
             if owes_output && !owed_output {
-                output_since = now;
+                output_since = Instant::now();
             }
             // The deadline is for the whole message, not for each of its bytes.
             if owes_input && (!owed_input || progress.handled_message) {
-                input_since = now;
+                input_since = Instant::now();
             }
             (owed_input, owed_output) = (owes_input, owes_output);
             let interest = match (may_read, self.output.is_empty()) {
@@ -188,20 +177,8 @@ impl Connection {
             let streaming = !self.streams.is_empty();
             // Do not poll during a copy: its threads need the cores.
             let may_poll = interest.is_some() && self.in_flight == 0;
-            let poll_again = may_poll && now - waiting_since < BUSY_POLL;
-            // The usual state between two requests: only input can arrive, and no deadline runs.
-            let only_input = may_read && !owes && !silent && !streaming;
-            if poll_again && only_input && !self.permit.must_close() {
-                match self.poll_input(waiting_since).await {
-                    Ok(true) => {
-                        waiting_since = Instant::now();
-                        continue;
-                    }
-                    Ok(false) => {}
-                    Err(Ended) => return,
-                }
-            }
-            let poll_again = poll_again && !only_input || progress.has_more;
+            let poll_again = may_poll && waiting_since.elapsed() < BUSY_POLL;
+            let poll_again = poll_again || progress.has_more;
             let owed_since = match (owes_output, owes_input) {
                 (true, true) => input_since.min(output_since),
                 (true, false) => output_since,
@@ -212,7 +189,7 @@ impl Connection {
                 biased;
                 ready = self.stream.ready(interest.unwrap_or(Interest::WRITABLE)),
                     if interest.is_some() => match ready {
-                    Ok(ready) if ready.is_readable() && may_read => match self.read().await {
+                    Ok(ready) if ready.is_readable() && may_read => match self.read() {
                         Ok(true) => waiting_since = Instant::now(),
                         Ok(false) => {}
                         Err(Ended) => return,
@@ -227,12 +204,12 @@ impl Connection {
                 Ok(()) = self.events.changed(), if streaming => {}
                 _ = self.stop.changed(), if !stopping => {}
                 () = tokio::task::yield_now(), if poll_again => {}
-                () = sleep_until(first_request_by), if silent => {
+                () = tokio::time::sleep_until(first_request_by.into()), if silent => {
                     self.service.transport_counters().silent.fetch_add(1, Ordering::Relaxed);
                     debug!(client = %self.client, "connection closed: no first request");
                     return;
                 }
-                () = sleep_until(stalled), if owes => {
+                () = tokio::time::sleep_until(stalled.into()), if owes => {
                     self.service.transport_counters().stalled.fetch_add(1, Ordering::Relaxed);
                     let input = self.input.len() + self.decoder.message_bytes();
                     let buffered = input + self.output.len();
@@ -253,78 +230,26 @@ impl Connection {
         }
     }
 
-    /// Polls the socket until bytes arrive or [`BUSY_POLL`] is over, and serves other connections
-    /// between two polls. Returns false if no bytes arrived.
-    async fn poll_input(&mut self, waiting_since: Instant) -> Result<bool, Ended> {
-        let mut now = Instant::now();
-        loop {
-            if self.read().await? {
-                return Ok(true);
-            }
-            if now - waiting_since >= BUSY_POLL {
-                return Ok(false);
-            }
-            let before = now;
-            tokio::task::yield_now().await;
-            now = Instant::now();
-            if now - before < ALONE && self.read_past_driver()? {
-                return Ok(true);
-            }
-        }
-    }
-
-    /// Reads the bytes that have arrived, although the runtime has not seen them yet.
-    ///
-    /// While another thread sleeps in the runtime's `epoll_wait`, this thread's polls see no event,
-    /// and waking the other thread takes longer than the request.
-    fn read_past_driver(&mut self) -> Result<bool, Ended> {
-        let mut bytes = [0; DIRECT_READ];
-        let mut total = 0;
-        while total < READ_CHUNK {
-            match self.stream.read_directly(&mut bytes) {
-                Ok(0) => return Err(Ended),
-                Ok(read) => {
-                    self.input.extend_from_slice(&bytes[..read]);
-                    total += read;
-                    if read < DIRECT_READ {
-                        break;
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                Err(_) => return Err(Ended),
-            }
-        }
-        let counters = self.service.transport_counters();
-        counters.bytes_in.fetch_add(total as u64, Ordering::Relaxed);
-        Ok(total > 0)
-    }
-
     /// Does all work that needs no waiting, for at most one time slice.
     fn make_progress(&mut self) -> Result<Progress, Ended> {
         let began = Instant::now();
-        self.now = began;
         let mut progress = Progress::default();
         loop {
             while let Ok(deferred) = self.deferred.try_recv() {
                 self.in_flight -= 1;
                 self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
             }
-            if self.now - began >= TIME_SLICE {
+            if began.elapsed() >= TIME_SLICE {
                 progress.has_more = true;
                 break;
             }
             if !self.may_read() {
                 break;
             }
-            let before = self.now;
             match self.next_event()? {
                 None => break,
                 Some(Handled::Ping) => {}
                 Some(Handled::Message) => progress.handled_message = true,
-            }
-            // A request that was answered has read the clock already.
-            if self.now == before {
-                self.now = Instant::now();
             }
         }
         let waits = self.pump_streams();
@@ -395,7 +320,7 @@ impl Connection {
                 return;
             }
         };
-        let started = self.now;
+        let started = Instant::now();
         match decode_request(operation, payloads) {
             Err(error) => self.refuse(uid, operation, &error),
             Ok(request) => self.request(uid, operation, request, started),
@@ -423,8 +348,7 @@ impl Connection {
         match outcome {
             Outcome::Reply(reply) => {
                 self.answer(uid, operation, &reply);
-                self.now = Instant::now();
-                self.service.record(asked, &reply, self.now - started);
+                self.service.record(asked, &reply, started.elapsed());
                 if let Operation::PrepareStore | Operation::PrepareRetrieve = asked {
                     self.search
                         .begin_if_due(&self.service, self.client, started);
@@ -562,26 +486,22 @@ impl Connection {
         }
     }
 
-    /// Reads the bytes that have arrived, without waiting for any. Returns false if there were
-    /// none.
-    ///
-    /// A read that does not fill the buffer has emptied the socket. `read_buf` uses this: the next
-    /// read makes no system call until more has arrived.
-    async fn read(&mut self) -> Result<bool, Ended> {
+    /// Reads the bytes that have arrived. Returns false if there were none.
+    fn read(&mut self) -> Result<bool, Ended> {
         let missing = self
             .decoder
             .missing(&self.input)
             .clamp(READ_CHUNK, GROW_CHUNK);
         self.input.reserve(missing);
-        let mut read = pin!(self.stream.read_buf(&mut self.input));
-        match poll_fn(|context| Poll::Ready(read.as_mut().poll(context))).await {
-            Poll::Ready(Ok(0) | Err(_)) => Err(Ended),
-            Poll::Ready(Ok(read)) => {
+        match self.stream.try_read_buf(&mut self.input) {
+            Ok(0) => Err(Ended),
+            Ok(read) => {
                 let counters = self.service.transport_counters();
                 counters.bytes_in.fetch_add(read as u64, Ordering::Relaxed);
                 Ok(true)
             }
-            Poll::Pending => Ok(false),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(false),
+            Err(_) => Err(Ended),
         }
     }
 
@@ -612,10 +532,4 @@ impl Drop for Connection {
             self.service.forget_subscription(&stream.subscription);
         }
     }
-}
-
-/// Waits until a deadline. The timer is made when the future is polled first: a branch of `select!`
-/// that is switched off costs nothing.
-async fn sleep_until(deadline: Instant) {
-    tokio::time::sleep_until(deadline.into()).await;
 }

@@ -1,11 +1,10 @@
 //! TCP and Unix sockets as one type.
 
-use std::io::{self, Read};
-use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::io;
 
+use bytes::BytesMut;
 use socket2::{SockRef, TcpKeepalive};
-use tokio::io::{AsyncRead, Interest, ReadBuf, Ready};
+use tokio::io::{Interest, Ready};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::peer;
@@ -53,11 +52,10 @@ impl Stream {
         }
     }
 
-    /// Reads without asking the runtime whether bytes have arrived.
-    pub(super) fn read_directly(&self, into: &mut [u8]) -> io::Result<usize> {
+    pub(super) fn try_read_buf(&self, into: &mut BytesMut) -> io::Result<usize> {
         match self {
-            Self::Tcp(stream) => (&*SockRef::from(stream)).read(into),
-            Self::Unix(stream) => (&*SockRef::from(stream)).read(into),
+            Self::Tcp(stream) => stream.try_read_buf(into),
+            Self::Unix(stream) => stream.try_read_buf(into),
         }
     }
 
@@ -65,19 +63,6 @@ impl Stream {
         match self {
             Self::Tcp(stream) => stream.try_write(bytes),
             Self::Unix(stream) => stream.try_write(bytes),
-        }
-    }
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_read(context, into),
-            Self::Unix(stream) => Pin::new(stream).poll_read(context, into),
         }
     }
 }

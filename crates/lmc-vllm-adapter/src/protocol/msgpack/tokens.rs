@@ -10,7 +10,7 @@
 /// Number of chains that one long array is read with.
 const CHAINS: usize = 4;
 /// Shortest array, in numbers, that is read with several chains.
-const LONG: usize = 512;
+const LONG: usize = 2048;
 
 /// Number of bytes after each marker of an unsigned number of at most 32 bits; [`OTHER`] for any
 /// other marker.
