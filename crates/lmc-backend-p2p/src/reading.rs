@@ -111,12 +111,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
             (peer, answer)
         });
         let mut answers: FuturesUnordered<_> = answers.collect();
-        let mut silent = None;
+        let (mut heard, mut silent) = (0, None);
         let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
         // Once one has all, the others have as long again: they may be less loaded, and are asked
         // where the first does not lend.
         let (begun, mut wait_until) = (now(), deadline);
         while let Some(Some((peer, answer))) = until(wait_until, answers.next()).await {
+            heard += 1;
             match answer {
                 Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
                     if located.has_all() {
@@ -133,6 +134,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
                 Err(reason) => silent = Some(format!("{peer}: {reason}")),
             }
+        }
+        if heard < asked.len() {
+            silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
         let epoch = self.chunks.epoch(space);
         // What a peer computed before the last clear is gone.

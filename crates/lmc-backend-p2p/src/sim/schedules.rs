@@ -441,6 +441,23 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
     });
 }
 
+/// The first peer claims to have every chunk, so that the second is not waited for; but its claim
+/// is not believed.
+#[test]
+fn a_peer_that_was_not_waited_for_is_not_taken_for_one_without_the_chunk() {
+    run(async {
+        let net = Net::new(10, Faults::none());
+        net.start(0, 64, |config| config.max_chunk = LEN - 1);
+        (1..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let keys = prompt(0, 1);
+        net.chunks(1).store(keys[0], 0);
+        net.freeze(2, Duration::from_secs(5));
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(located[0].is_err(), "{located:?}");
+    });
+}
+
 #[test]
 fn chunks_that_an_owner_does_not_lend_are_read_from_another() {
     run(async {
