@@ -42,9 +42,10 @@ impl CacheEngine {
         }
         let local = self.local();
         let resident = local.contains(keys);
+        let all_resident = resident.iter().all(Option::is_some);
         let sources = match self.lower() {
-            Some(lower) => lower.tiers().sources_now(keys),
-            None => Vec::new(),
+            Some(lower) if !all_resident => lower.tiers().sources_now(keys),
+            _ => Vec::new(),
         };
         let mut sources = sources.into_iter();
         let held = |(key, resident): (&ChunkKey, Option<u64>)| {

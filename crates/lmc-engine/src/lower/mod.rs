@@ -476,24 +476,14 @@ impl Tiers {
     /// Takes in the epoch of a chunk that a tier has. If it is newer than any known, everything of
     /// the space that is here is older, and is removed. Returns true if the chunk is valid.
     async fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> bool {
-        let learned = {
-            let newest = self.epochs.of(space);
-            if newest == epoch {
-                return true;
-            }
-            if newest.counter > epoch.counter {
-                return false;
-            }
-            let _alone = self.removal.write();
-            let learned = self.epochs.learn(space, epoch);
-            if learned.is_some() {
-                let spaces = HashSet::from([space]);
-                self.drop_writes_of(&spaces);
-                self.local.clear_spaces(&spaces);
-            }
-            learned
-        };
-        if let Some(clear) = learned {
+        let newest = self.epochs.of(space);
+        if newest == epoch {
+            return true;
+        }
+        if newest.counter > epoch.counter {
+            return false;
+        }
+        for clear in self.learn_all(&[Clear::space(space, epoch)]) {
             self.note_elsewhere(clear).await;
         }
         epoch == self.epochs.of(space)
