@@ -400,7 +400,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
             if let Some(closed) = self.closed() {
                 return Err(closed);
             }
-            // A peer that does not answer learns of it with its next hello.
+            // A peer that does not answer is sent it again within seconds.
             self.node.pass_on(&[clear], deadline).await;
             Ok(0)
         })
@@ -415,20 +415,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let counters = self.node.counters();
-        vec![
-            ("read", counters.read),
-            ("read_bytes", counters.read_bytes),
-            ("served", counters.served),
-            ("served_bytes", counters.served_bytes),
-            ("missed", counters.missed),
-            ("busy", counters.busy),
-            ("corrupt", counters.corrupt),
-            ("lapsed", counters.lapsed),
-            ("failed", counters.failed),
-            ("malformed", counters.malformed),
-            ("refused", counters.refused),
-        ]
+        self.node.counters().named()
     }
 
     fn health(&self) -> Health {

@@ -14,8 +14,8 @@ use tokio::sync::Notify;
 use crate::chunks::{Chunks, HeldChunk, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS, MAX_SPACES,
-    MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
+    ChunkLease, ChunkState, ClearNote, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
+    MAX_SPACES, MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{PeerCounters, Peers};
@@ -132,10 +132,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if !self.link.is_current(session) {
             return Err(HelloError::NoAnswer("it is gone already".to_owned()));
         }
-        let replaced = self.peers.lock().connected(session);
-        if let Some(old) = replaced {
-            self.end(&old);
-        }
+        self.note_connected(session);
         let hello = Request::Hello(self.hello());
         let deadline = now() + HELLO_TIMEOUT;
         let result = match self.ask(&session.peer, &hello, deadline).await {
@@ -158,6 +155,18 @@ impl<L: Link, C: Chunks> Node<L, C> {
             self.pass_on_to(peer, &self.chunks.clears(), deadline).await;
         }
         result
+    }
+
+    fn note_connected(&self, session: &Session) {
+        let replaced = self.peers.lock().connected(session);
+        if let Some(old) = replaced {
+            self.end(&old);
+        }
+    }
+
+    fn learn(&self, clears: &[ClearNote]) {
+        let clears: Vec<Clear> = clears.iter().map(|&note| note.into()).collect();
+        self.chunks.learn(&clears);
     }
 
     /// Notes that an incarnation of a peer is gone: its leases end.
@@ -210,8 +219,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if hello.algorithm != self.config.algorithm {
             return Err(Refusal::Algorithm(self.config.algorithm.clone()));
         }
-        let clears: Vec<Clear> = hello.clears.iter().map(|&note| note.into()).collect();
-        self.chunks.learn(&clears);
+        self.learn(&hello.clears);
         if let Some(peer) = self.peers.lock().of_session(session) {
             peer.hello = Some(hello);
         }
@@ -241,17 +249,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     /// Begins to serve a request, which counts until what is returned is dropped.
     fn begin(&self, session: &Session, request: &Request) -> Result<Arc<()>, Refusal> {
-        let mut peers = self.peers.lock();
-        let known = peers.of_session(session);
         let hello = matches!(request, Request::Hello(_));
-        if known.is_none() && hello && self.link.is_current(session) {
-            let replaced = peers.connected(session);
-            drop(peers);
-            if let Some(old) = replaced {
-                self.end(&old);
-            }
-            peers = self.peers.lock();
+        if hello && self.link.is_current(session) {
+            self.note_connected(session);
         }
+        let mut peers = self.peers.lock();
         let Some(peer) = peers.of_session(session) else {
             return Err(Refusal::NoHello);
         };
@@ -300,8 +302,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
             Request::Copy(_) => Reply::Unsupported(request.kind()),
             Request::Clears(clears) => {
-                let clears: Vec<Clear> = clears.into_iter().map(Into::into).collect();
-                self.chunks.learn(&clears);
+                self.learn(&clears);
                 let ours = self.chunks.clears().into_iter().take(MAX_SPACES);
                 Reply::Cleared(ours.map(Into::into).collect())
             }
@@ -354,10 +355,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let held = until(wait_until + HOLD_MARGIN, held).await;
         let (epoch, held) = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
-        let mut held: Vec<(ChunkKey, HeldChunk)> =
+        let held: Vec<(ChunkKey, HeldChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
-        let granted = self.grant(reserved, &mut held, (space, epoch), duration);
+        let granted = self.grant(reserved, held, (space, epoch), duration);
         let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
         let mut found = Vec::new();
         if let Some((number, duration, chunks)) = granted {
@@ -435,7 +436,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn grant(
         &self,
         reserved: Reservation<'_, L::Grant>,
-        held: &mut Vec<(ChunkKey, HeldChunk)>,
+        held: Vec<(ChunkKey, HeldChunk)>,
         (space, epoch): (SpaceId, ClearEpoch),
         duration: Duration,
     ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
@@ -462,7 +463,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let bytes: u64 = chunks.iter().map(|(_, len)| len).sum();
         let served = Served {
             _grant: grant,
-            _held: held.drain(..).map(|(_, chunk)| chunk).collect(),
+            _held: held.into_iter().map(|(_, chunk)| chunk).collect(),
             space,
             epoch,
         };
@@ -534,8 +535,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             for answer in join_all(answers).await {
                 if let Ok(Reply::Cleared(theirs)) = answer {
                     answered += 1;
-                    let theirs: Vec<Clear> = theirs.into_iter().map(Into::into).collect();
-                    self.chunks.learn(&theirs);
+                    self.learn(&theirs);
                 }
             }
         }

@@ -19,53 +19,51 @@ const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::fr
 /// Weight of the newest measurement.
 const WEIGHT: f64 = 0.2;
 
-/// Counters of one peer since this daemon's start, both directions.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PeerCounters {
-    /// Chunks read from the peer, verified.
-    pub read: u64,
-    /// Payload bytes of the chunks read from the peer.
-    pub read_bytes: u64,
-    /// Chunks leased to the peer.
-    pub served: u64,
-    /// Payload bytes of the chunks leased to the peer.
-    pub served_bytes: u64,
-    /// Chunks that the peer was said to have and did not lease.
-    pub missed: u64,
-    /// Chunks that the peer did not lease for lack of capacity.
-    pub busy: u64,
-    /// Chunks whose bytes were not those of their digest.
-    pub corrupt: u64,
-    /// Chunks whose lease had a gap, or whose release was not answered.
-    pub lapsed: u64,
-    /// Requests and reads that failed or came late.
-    pub failed: u64,
-    /// Frames of the peer that are not of the protocol.
-    pub malformed: u64,
-    /// Requests of the peer that were refused.
-    pub refused: u64,
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Counters of one peer since this daemon's start, both directions.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct PeerCounters {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl PeerCounters {
+            fn add(&mut self, other: &Self) {
+                $(self.$name += other.$name;)*
+            }
+
+            /// Returns each counter with its name, which fits a metric's label.
+            pub(crate) fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
+        }
+    };
 }
 
-impl PeerCounters {
-    fn add(&mut self, other: &Self) {
-        let pairs = [
-            (&mut self.read, other.read),
-            (&mut self.read_bytes, other.read_bytes),
-            (&mut self.served, other.served),
-            (&mut self.served_bytes, other.served_bytes),
-            (&mut self.missed, other.missed),
-            (&mut self.busy, other.busy),
-            (&mut self.corrupt, other.corrupt),
-            (&mut self.lapsed, other.lapsed),
-            (&mut self.failed, other.failed),
-            (&mut self.malformed, other.malformed),
-            (&mut self.refused, other.refused),
-        ];
-        for (sum, more) in pairs {
-            *sum += more;
-        }
-    }
+counters! {
+    /// Chunks read from the peer, verified.
+    read,
+    /// Payload bytes of the chunks read from the peer.
+    read_bytes,
+    /// Chunks leased to the peer.
+    served,
+    /// Payload bytes of the chunks leased to the peer.
+    served_bytes,
+    /// Chunks that the peer was said to have and did not lease.
+    missed,
+    /// Chunks that the peer did not lease for lack of capacity.
+    busy,
+    /// Chunks whose bytes were not those of their digest.
+    corrupt,
+    /// Chunks whose lease had a gap, or whose release was not answered.
+    lapsed,
+    /// Requests and reads that failed or came late.
+    failed,
+    /// Frames of the peer that are not of the protocol.
+    malformed,
+    /// Requests of the peer that were refused.
+    refused,
 }
 
 /// One connected peer.

@@ -31,7 +31,6 @@ struct State {
     disk: BTreeMap<ChunkKey, u64>,
     writing: BTreeSet<ChunkKey>,
     epoch: ClearEpoch,
-    evictions: u64,
 }
 
 /// The chunks of one daemon.
@@ -52,7 +51,6 @@ impl SimChunks {
             disk: BTreeMap::new(),
             writing: BTreeSet::new(),
             epoch: ClearEpoch::default(),
-            evictions: 0,
         };
         Self {
             pool,
@@ -90,7 +88,6 @@ impl SimChunks {
         let idle: Vec<ChunkKey> = idle.map(|(key, _)| *key).collect();
         let key = idle.get((pick % idle.len().max(1) as u64) as usize)?;
         let entry = state.resident.remove(key)?;
-        state.evictions += 1;
         self.memory
             .overwrite(entry.slot.offset(), &[0xee; LEN as usize]);
         Some(())

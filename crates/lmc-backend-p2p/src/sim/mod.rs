@@ -8,34 +8,17 @@ mod schedules;
 
 use std::time::Duration;
 
+use lmc_backend::conformance::Rng;
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 
-/// A generator of numbers (SplitMix64): small, and the same everywhere.
-#[derive(Debug, Clone)]
-struct Rng(u64);
+/// Returns true once in `n` times; never for 0.
+fn once_in(rng: &mut Rng, n: u64) -> bool {
+    n > 0 && rng.below(n) == 0
+}
 
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    /// Returns true once in `n` times.
-    fn once_in(&mut self, n: u64) -> bool {
-        n > 0 && self.below(n) == 0
-    }
-
-    /// Returns a time of up to `most`, short ones more often.
-    fn delay(&mut self, most: Duration) -> Duration {
-        most.mul_f64((self.below(1000) as f64 / 1000.0).powi(3))
-    }
+/// Returns a time of up to `most`, short ones more often.
+fn delay(rng: &mut Rng, most: Duration) -> Duration {
+    most.mul_f64((rng.below(1000) as f64 / 1000.0).powi(3))
 }
 
 /// Bytes of a chunk in the simulation.
@@ -60,8 +43,8 @@ fn key(prompt: u64, chunk: u64) -> ChunkKey {
 
 /// Returns the bytes that an engine computes for a chunk under a clear epoch.
 fn bytes(key: &ChunkKey, epoch: u64) -> Vec<u8> {
-    let mut rng = Rng(key.fold() ^ epoch.wrapping_mul(0x1234_5678_9abc_def1));
-    (0..LEN).map(|_| rng.next() as u8).collect()
+    let mut rng = Rng::new(key.fold() ^ epoch.wrapping_mul(0x1234_5678_9abc_def1));
+    (0..LEN).map(|_| rng.next_u64() as u8).collect()
 }
 
 /// Runs a future on a runtime whose clock stands still while anything can go on.

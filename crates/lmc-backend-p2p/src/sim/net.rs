@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::chunks::SimChunks;
-use super::{LEN, Rng};
+use super::{LEN, Rng, delay, once_in};
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
@@ -111,7 +111,7 @@ fn number(peer: &PeerId) -> usize {
 impl Net {
     pub(super) fn new(seed: u64, faults: Faults) -> Self {
         Self(Arc::new(Mutex::new(State {
-            rng: Rng(seed),
+            rng: Rng::new(seed),
             faults,
             hosts: Vec::new(),
             cut: BTreeSet::new(),
@@ -267,7 +267,7 @@ impl Net {
     async fn travel(&self, from: usize, to: usize) -> bool {
         let (delay, lost) = {
             let State { rng, faults, .. } = &mut *self.0.lock();
-            (rng.delay(faults.delay.0), rng.once_in(faults.lost))
+            (delay(rng, faults.delay.0), once_in(rng, faults.lost))
         };
         tokio::time::sleep(delay).await;
         let state = self.0.lock();
@@ -346,7 +346,7 @@ impl Link for SimLink {
             }
             let repeated = {
                 let State { rng, faults, .. } = &mut *net.0.lock();
-                rng.once_in(faults.repeated)
+                once_in(rng, faults.repeated)
             };
             let (sender, mut replies) = tokio::sync::mpsc::unbounded_channel();
             for _ in 0..1 + usize::from(repeated) {
@@ -447,7 +447,7 @@ impl Link for SimLink {
                 for part in [0..half, half..LEN as usize] {
                     let (delay, corrupt) = {
                         let State { rng, faults, .. } = &mut *net.0.lock();
-                        (rng.delay(faults.delay.1), rng.once_in(faults.corrupt))
+                        (delay(rng, faults.delay.1), once_in(rng, faults.corrupt))
                     };
                     tokio::time::sleep(delay).await;
                     let state = net.0.lock();

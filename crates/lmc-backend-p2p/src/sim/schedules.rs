@@ -9,7 +9,7 @@ use lmc_backend::{LoadItem, Loaded, Located};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
-use super::{LEN, Rng, bytes, key, run};
+use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::link::now;
 
 const LOCATE: Duration = Duration::from_millis(20);
@@ -27,7 +27,6 @@ struct Tally {
     lapsed: u64,
     corrupt: u64,
     busy: u64,
-    elsewhere: u64,
 }
 
 impl Tally {
@@ -39,7 +38,6 @@ impl Tally {
         self.lapsed += other.lapsed;
         self.corrupt += other.corrupt;
         self.busy += other.busy;
-        self.elsewhere += other.elsewhere;
     }
 }
 
@@ -133,7 +131,7 @@ fn faults(rng: &mut Rng) -> Faults {
 /// Runs one schedule: some hosts, some prompts, everything that may go wrong. Returns what
 /// happened once every lease has ended.
 async fn schedule(seed: u64) -> Tally {
-    let mut rng = Rng(seed);
+    let mut rng = Rng::new(seed);
     let hosts = 2 + rng.below(4) as usize;
     let slots = 16 + rng.below(64);
     let faults = faults(&mut rng);
@@ -155,18 +153,18 @@ async fn schedule(seed: u64) -> Tally {
                 let other = (host + 1 + rng.below(hosts as u64 - 1) as usize) % hosts;
                 let chunks = net.chunks(host);
                 let keys = prompt(rng.below(4), 1 + rng.below(10));
-                let noticed = rng.delay(Duration::from_secs(2));
+                let noticed = delay(&mut rng, Duration::from_secs(2));
                 match rng.below(40) {
                     0 => {
                         net.kill(host, noticed);
-                        tokio::time::sleep(rng.delay(Duration::from_secs(1))).await;
+                        tokio::time::sleep(delay(&mut rng, Duration::from_secs(1))).await;
                         start(&net, host);
                         for peer in (0..hosts).filter(|&peer| peer != host) {
                             let net = net.clone();
                             tokio::task::spawn_local(async move { net.connect(host, peer).await });
                         }
                     }
-                    1 | 2 => net.freeze(host, rng.delay(Duration::from_secs(4))),
+                    1 | 2 => net.freeze(host, delay(&mut rng, Duration::from_secs(4))),
                     3 | 4 => net.cut(host, other, true, noticed),
                     5 | 6 => {
                         net.cut(host, other, false, noticed);
@@ -180,11 +178,13 @@ async fn schedule(seed: u64) -> Tally {
                             node.pass_on(&[clear], now() + LOCATE).await
                         });
                     }
-                    8..16 => keys.iter().for_each(|&key| chunks.store(key, rng.next())),
+                    8..16 => keys
+                        .iter()
+                        .for_each(|&key| chunks.store(key, rng.next_u64())),
                     16..18 => {
                         keys.iter().for_each(|&key| chunks.begin_store(key));
-                        let pick = rng.next();
-                        let after = rng.delay(Duration::from_millis(40));
+                        let pick = rng.next_u64();
+                        let after = delay(&mut rng, Duration::from_millis(40));
                         tokio::task::spawn_local(async move {
                             tokio::time::sleep(after).await;
                             keys.iter().for_each(|&key| chunks.store(key, pick));
@@ -193,12 +193,12 @@ async fn schedule(seed: u64) -> Tally {
                     18 => keys.iter().for_each(|&key| chunks.store_on_disk(key)),
                     19..24 => {
                         for _ in 0..rng.below(20) {
-                            chunks.evict(rng.next());
+                            chunks.evict(rng.next_u64());
                         }
                     }
                     _ => {
                         let (net, sum) = (net.clone(), Rc::clone(&sum));
-                        let leaves = rng.once_in(6).then(|| rng.delay(LOAD));
+                        let leaves = once_in(&mut rng, 6).then(|| delay(&mut rng, LOAD));
                         tokio::task::spawn_local(async move {
                             let fetched = fetch(&net, host, &keys);
                             let stays = leaves.unwrap_or(Duration::MAX);
@@ -208,7 +208,7 @@ async fn schedule(seed: u64) -> Tally {
                         });
                     }
                 }
-                tokio::time::sleep(rng.delay(Duration::from_millis(30))).await;
+                tokio::time::sleep(delay(&mut rng, Duration::from_millis(30))).await;
             }
             // All leases end by themselves, whatever became of their readers.
             tokio::time::sleep(Duration::from_secs(60)).await;
