@@ -79,7 +79,7 @@ impl<B: Backend> Delayed<B> {
 }
 
 impl<B: Backend> Backend for Delayed<B> {
-    crate::forward!(inner: name sharing remove clear clears list usage counters health close);
+    crate::forward!(inner: name sharing takes_writes remove clear clears list usage counters health close);
 
     fn locate<'a>(
         &'a self,

@@ -155,7 +155,7 @@ impl<B: Backend> LocalIndex for Faulty<B> {
 }
 
 impl<B: Backend> Backend for Faulty<B> {
-    crate::forward!(inner: name sharing clears usage counters health close);
+    crate::forward!(inner: name sharing takes_writes clears usage counters health close);
 
     fn index(&self) -> Option<&dyn LocalIndex> {
         self.inner.index().map(|_| self as &dyn LocalIndex)

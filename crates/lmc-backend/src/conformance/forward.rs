@@ -17,6 +17,11 @@ macro_rules! forward {
             self.$inner.sharing()
         }
     };
+    (@takes_writes $inner:tt) => {
+        fn takes_writes(&self) -> bool {
+            self.$inner.takes_writes()
+        }
+    };
     (@index $inner:tt) => {
         fn index(&self) -> Option<&dyn $crate::LocalIndex> {
             self.$inner.index()

@@ -94,7 +94,7 @@ impl<B: Backend> Gated<B> {
 }
 
 impl<B: Backend> Backend for Gated<B> {
-    crate::forward!(inner: name sharing index locate remove clears list usage counters close);
+    crate::forward!(inner: name sharing takes_writes index locate remove clears list usage counters close);
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
