@@ -169,30 +169,12 @@ impl StreamReader {
                 let outcome = self.write(&ranges).await?;
                 self.stream().queue.push(self.answer(id, outcome));
             }
-            Frame::Answer { id, outcome } => {
-                let Some(pending) = self.stream().take(id) else {
-                    return Err(Gone::Broken("an answer without a request".into()));
-                };
-                if pending.target.is_some() && outcome == Outcome::Done {
-                    return Err(Gone::Broken("a read that is done without data".into()));
-                }
-                self.answered(1);
-                pending.answer(Reply::Outcome(outcome));
-            }
+            Frame::Answer { id, outcome } => self.settle(id, Reply::Outcome(outcome))?,
             Frame::Ask { id, question } => {
                 let charge = self.admit(question.len().div_ceil(RANGE_BYTES))?;
-                self.tell(id, question, charge);
+                self.answer_question(id, question, charge);
             }
-            Frame::Reply { id, answer } => {
-                let Some(pending) = self.stream().take(id) else {
-                    return Err(Gone::Broken("an answer without a question".into()));
-                };
-                if pending.target.is_some() {
-                    return Err(Gone::Broken("an answer to a read that is no data".into()));
-                }
-                self.answered(1);
-                pending.answer(Reply::Message(answer));
-            }
+            Frame::Reply { id, answer } => self.settle(id, Reply::Message(answer))?,
             Frame::Offer {
                 id,
                 tag,
@@ -254,8 +236,22 @@ impl StreamReader {
         }
     }
 
+    /// Ends a request of this side that is answered without data.
+    fn settle(&self, id: u64, reply: Reply) -> Result<(), Gone> {
+        let Some(pending) = self.stream().take(id) else {
+            return Err(Gone::Broken("an answer without a request".into()));
+        };
+        let completes = matches!(reply, Reply::Message(_) | Reply::Outcome(Outcome::Done));
+        if pending.target.is_some() && completes {
+            return Err(Gone::Broken("a read that is done without data".into()));
+        }
+        self.answered(1);
+        pending.answer(reply);
+        Ok(())
+    }
+
     /// Answers a question when the embedder has.
-    fn tell(&self, id: u64, question: Vec<u8>, charge: Charge) {
+    fn answer_question(&self, id: u64, question: Vec<u8>, charge: Charge) {
         let Some(on_ask) = &self.shared.config.channel.on_ask else {
             let refused = Outcome::Refused("questions are not answered here".into());
             self.stream().queue.push(self.answer(id, refused));
