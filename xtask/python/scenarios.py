@@ -457,9 +457,7 @@ def disk_restart(run):
                     "--state-dir", os.path.join(folder, "state"))
 
     def disk():
-        url = f"http://127.0.0.1:{server.http}/status"
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return json.load(answer)["lmc"]["lower"][0]
+        return server.status()["lmc"]["lower"][0]
 
     try:
         server.start()
@@ -494,9 +492,7 @@ def peers(run):
     reader = Server(run.args, "--p2p-listen", at[1], "--p2p-peer", at[0])
 
     def counters(server):
-        url = f"http://127.0.0.1:{server.http}/status"
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return json.load(answer)["lmc"]["lower"][0]["counters"]
+        return server.status()["lmc"]["lower"][0]["counters"]
 
     def connected():
         with open(reader.child.log.name, errors="replace") as log:
