@@ -55,9 +55,9 @@ flags! {
     Refuse "run-script-api-enabled" ["no"]: "lmc never runs code that comes over HTTP.";
     Refuse "enable": "lmc has no experimental transfer modules.";
     Refuse "p2p-advertise-url" [""], "p2p-listen-url" [""]:
-        "lmc has no peer-to-peer tier yet; give each node a server of its own.";
+        "lmc has peers with flags of their own; use --p2p-listen, --p2p-advertise and --p2p-peer.";
     Ignore "p2p-lookup-timeout", "p2p-load-timeout", "p2p-transfer-engine":
-        "lmc has no peer-to-peer tier yet; give each node a server of its own.";
+        "lmc has peers with flags of their own; use --p2p-locate-timeout and --p2p-pending-timeout.";
     Refuse "l1-manager": "lmc has one pool, in memory; size it with --l1-size-gb.";
     Ignore "l1-use-lazy", "l1-init-size-gb":
         "lmc maps the whole pool at start and touches its pages in the background; use --prefault=false to leave even that to the first use.";

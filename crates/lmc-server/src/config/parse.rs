@@ -219,6 +219,12 @@ pub(crate) fn host(raw: &Raw) -> Result<String, String> {
         .to_owned())
 }
 
+/// Returns true for the characters of a host's name: letters, digits, dots, dashes, underscores.
+fn is_name(text: &str) -> bool {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    !text.is_empty() && text.chars().all(allowed)
+}
+
 pub(crate) fn host_names(raw: &Raw) -> Result<Vec<String>, String> {
     let text = raw.text()?;
     if text.is_empty() || text.eq_ignore_ascii_case("none") {
@@ -226,9 +232,7 @@ pub(crate) fn host_names(raw: &Raw) -> Result<Vec<String>, String> {
     }
     let name = |part: &str| {
         let name = part.trim();
-        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let is_name = !name.is_empty() && name.chars().all(allowed);
-        is_name.then(|| name.to_owned())
+        is_name(name).then(|| name.to_owned())
     };
     text.split(',')
         .map(name)
@@ -434,8 +438,7 @@ impl HostPort {
             Some(ip) => ip.parse::<std::net::Ipv6Addr>().ok()?.to_string(),
             None => host.to_owned(),
         };
-        let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let valid = bracketed.is_some() || (!host.is_empty() && host.chars().all(named));
+        let valid = bracketed.is_some() || is_name(&host);
         let port = port.parse().ok().filter(|_| valid)?;
         Some(Self { host, port })
     }
@@ -483,12 +486,9 @@ pub(crate) fn optional_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
 
 pub(crate) fn peer_name(raw: &Raw) -> Result<Option<String>, String> {
     let text = raw.text()?;
-    let valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     match text {
         text if text.eq_ignore_ascii_case("auto") => Ok(None),
-        text if !text.is_empty() && text.len() <= 64 && text.chars().all(valid) => {
-            Ok(Some(text.to_owned()))
-        }
+        text if is_name(text) && text.len() <= 64 => Ok(Some(text.to_owned())),
         _ => Err(
             "expected 1 to 64 letters, digits, dots, dashes and underscores, or auto".to_owned(),
         ),

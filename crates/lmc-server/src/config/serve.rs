@@ -106,12 +106,11 @@ impl ServeConfig {
                 ),
             );
         }
-        let wildcard = |host: &str| host == "0.0.0.0" || host == "::";
         match &self.p2p_listen {
             None if !self.p2p_peers.is_empty() => {
                 layers.refuse("p2p-peer", "requires --p2p-listen");
             }
-            Some(at) if wildcard(&at.host) && self.p2p_advertise.is_none() => layers.refuse(
+            Some(at) if is_wildcard(&at.host) && self.p2p_advertise.is_none() => layers.refuse(
                 "p2p-advertise",
                 format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
             ),
@@ -142,8 +141,12 @@ pub(crate) fn is_loopback(host: &str) -> bool {
 }
 
 fn same_address(a: &str, b: &str) -> bool {
-    let any = |host: &str| host == "0.0.0.0" || host == "::" || host == "*";
-    a == b || any(a) || any(b)
+    a == b || is_wildcard(a) || is_wildcard(b)
+}
+
+/// Returns true if the host stands for every address of this host.
+fn is_wildcard(host: &str) -> bool {
+    matches!(host, "0.0.0.0" | "::" | "*")
 }
 
 /// The configuration as a TOML file that can be read back, each line with the origin of its
