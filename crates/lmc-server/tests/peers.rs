@@ -257,6 +257,10 @@ fn flags_that_do_not_go_together_are_refused_with_what_to_do() {
         &["--p2p-listen", "0.0.0.0:7700", "--p2p-key", "/nowhere"],
         &["p2p-advertise", "wildcard"],
     );
+    refused(
+        &["--p2p-listen", "0.0.0.0:7700"],
+        &["p2p-advertise", "p2p-key"],
+    );
     refused(&["--p2p-peer", "host-b:7700"], &["requires --p2p-listen"]);
     refused(&["--p2p-listen", "10.0.0.1"], &["HOST:PORT"]);
     refused(

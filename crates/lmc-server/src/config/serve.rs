@@ -106,19 +106,22 @@ impl ServeConfig {
                 ),
             );
         }
-        match &self.p2p_listen {
-            None if !self.p2p_peers.is_empty() => {
-                layers.refuse("p2p-peer", "requires --p2p-listen");
+        if self.p2p_listen.is_none() && !self.p2p_peers.is_empty() {
+            layers.refuse("p2p-peer", "requires --p2p-listen");
+        }
+        if let Some(at) = &self.p2p_listen {
+            if is_wildcard(&at.host) && self.p2p_advertise.is_none() {
+                layers.refuse(
+                    "p2p-advertise",
+                    format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
+                );
             }
-            Some(at) if is_wildcard(&at.host) && self.p2p_advertise.is_none() => layers.refuse(
-                "p2p-advertise",
-                format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
-            ),
-            Some(at) if self.p2p_key.is_none() && !is_loopback(&at.host) => layers.refuse(
-                "p2p-key",
-                format!("expected a file with a key, because --p2p-listen {at} is not a loopback address: without a key any host could read every chunk; make one with: openssl rand -hex 32 > FILE"),
-            ),
-            _ => {}
+            if self.p2p_key.is_none() && !is_loopback(&at.host) {
+                layers.refuse(
+                    "p2p-key",
+                    format!("expected a file with a key, because --p2p-listen {at} is not a loopback address: without a key any host could read every chunk; make one with: openssl rand -hex 32 > FILE"),
+                );
+            }
         }
         if self.eviction_ratio >= self.eviction_watermark {
             layers.refuse(
