@@ -2,17 +2,11 @@
 
 mod common;
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
 use lmc_testkit::{Folder, free_port, until};
-use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
+use lmc_vllm_adapter::{Client, Request};
 
 use common::Server;
-
-const CHUNK: usize = 256;
-const CHUNKS: usize = 6;
+use common::prompt::{CHUNKS, register, retrieve, store};
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
 fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
@@ -33,115 +27,6 @@ fn tier_counter(server: &Server, name: &str) -> f64 {
     ))
 }
 
-fn register(client: &mut Client) -> String {
-    let reply = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
-        instance_id: 1,
-        model_name: "model".to_owned(),
-        world_size: 1,
-        block_size: 16,
-        num_layers: 2,
-        hidden_dim_size: 8,
-        dtype: "float32".to_owned(),
-        use_mla: false,
-        num_physical_slots: Some(CHUNK as u32),
-    }));
-    match reply.expect("an answer") {
-        Reply::Registered { shm_name, .. } => shm_name,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn key(request: &str) -> CacheKey {
-    CacheKey {
-        model_name: "model".to_owned(),
-        world_size: 1,
-        worker_id: Some(0),
-        token_ids: (0..(CHUNK * CHUNKS) as u32).collect(),
-        start: 0,
-        end: (CHUNK * CHUNKS) as u64,
-        request_id: request.to_owned(),
-        cache_salt: String::new(),
-        num_kv_readers: 1,
-        configs: Default::default(),
-    }
-}
-
-fn bytes_of(chunk: usize, len: u64) -> Vec<u8> {
-    (0..len)
-        .map(|at| (at as usize * 31 + chunk * 7) as u8)
-        .collect()
-}
-
-fn store(client: &mut Client, shm_name: &str) {
-    let request = Request::PrepareStore {
-        key: key("store"),
-        instance_id: 1,
-    };
-    let Reply::StoreSlots {
-        slots,
-        chunk_indices,
-    } = client.ask(&request).expect("an answer")
-    else {
-        panic!("no slots");
-    };
-    let pool = OpenOptions::new()
-        .write(true)
-        .open(Path::new("/dev/shm").join(shm_name))
-        .expect("the pool");
-    for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
-        let bytes = bytes_of(chunk as usize, slot.length);
-        pool.write_all_at(&bytes, slot.offset).expect("inside");
-    }
-    let commit = Request::CommitStore {
-        key: key("store"),
-        instance_id: 1,
-        pickled: 0,
-    };
-    assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
-}
-
-/// Looks up and reads back: the number of chunks that were there, each with its bytes.
-fn retrieve(client: &mut Client, shm_name: &str, request: &str) -> u64 {
-    let lookup = CacheKey {
-        worker_id: None,
-        ..key(request)
-    };
-    let reply = client.ask(&Request::Lookup(lookup)).expect("an answer");
-    assert_eq!(reply, Reply::None);
-    let wait = Request::WaitPrefetchStatus {
-        request_id: request.to_owned(),
-        timeout: 10.0,
-    };
-    let Reply::Int(hits) = client.ask(&wait).expect("an answer") else {
-        panic!("no answer to the lookup");
-    };
-    if hits == 0 {
-        return 0;
-    }
-    let range = CacheKey {
-        end: hits * CHUNK as u64,
-        ..key(request)
-    };
-    let prepare = Request::PrepareRetrieve {
-        key: range,
-        instance_id: 1,
-    };
-    let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
-        panic!("found and not there");
-    };
-    let pool = OpenOptions::new()
-        .read(true)
-        .open(Path::new("/dev/shm").join(shm_name))
-        .expect("the pool");
-    for (chunk, slot) in slots.iter().enumerate() {
-        let SlotDescriptor { offset, length, .. } = *slot;
-        let mut bytes = vec![0; length as usize];
-        pool.read_exact_at(&mut bytes, offset).expect("inside");
-        assert_eq!(bytes, bytes_of(chunk, length), "chunk {chunk}");
-    }
-    hits
-}
-
 /// Connects a client to a daemon, and registers a worker.
 fn worker(server: &Server) -> (Client, String) {
     let mut client = server.client();
@@ -159,14 +44,20 @@ fn until_found(server: &Server) {
     });
 }
 
-#[test]
-fn a_daemon_reads_what_another_has_stored() {
-    let (one, two) = (free_port(), free_port());
+/// Starts two daemons, of which the first has stored the prompt and the second has read it.
+fn two_daemons() -> (Server, Server) {
+    let one = free_port();
     let first = start(one, &[], &[]);
-    let second = start(two, &[one], &[]);
+    let second = start(free_port(), &[one], &[]);
     let (mut client, shm_name) = worker(&first);
     store(&mut client, &shm_name);
     until_found(&second);
+    (first, second)
+}
+
+#[test]
+fn a_daemon_reads_what_another_has_stored() {
+    let (first, second) = two_daemons();
     assert_eq!(tier_counter(&second, "read"), CHUNKS as f64);
     assert_eq!(tier_counter(&first, "served"), CHUNKS as f64);
     // From now on it has them itself.
@@ -225,14 +116,9 @@ fn peers_with_another_key_are_strangers() {
 
 #[test]
 fn a_clear_at_one_daemon_reaches_its_peers() {
-    let (one, two) = (free_port(), free_port());
-    let first = start(one, &[], &[]);
-    let second = start(two, &[one], &[]);
-    let (mut client, shm_name) = worker(&first);
-    store(&mut client, &shm_name);
-    until_found(&second);
+    let (first, second) = two_daemons();
     let clear = Request::Clear { force: true };
-    client.ask(&clear).expect("an answer");
+    first.client().ask(&clear).expect("an answer");
     let (mut client, shm_name) = worker(&second);
     let mut request = 0;
     until("the clear has reached the peer", || {

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "not every test binary uses all of it")]
 
+pub(crate) mod prompt;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Deref;
