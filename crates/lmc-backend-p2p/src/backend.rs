@@ -120,7 +120,7 @@ type SocketNode<C> = Node<SocketLink, C>;
 
 /// The chunks of peers, as a tier of the engine.
 ///
-/// It is read only: what this daemon computes, its peers read from its memory.
+/// Read only: peers read what this daemon computes from its memory.
 pub struct P2pBackend<C: Chunks> {
     node: Arc<SocketNode<C>>,
     runtime: Handle,
@@ -419,7 +419,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     }
 
     fn health(&self) -> Health {
-        let connected = self.node.peers.lock().introduced().len();
+        let connected = self.node.peers.lock().with_hello().len();
         match (connected, self.peers) {
             (0, 1..) => Health::Degraded {
                 reason: "no peer is connected".to_owned(),

@@ -23,11 +23,11 @@ pub trait Chunks: Send + Sync + 'static {
     /// Keeps chunks of one space in memory and unchanged until what is returned is dropped: one
     /// answer for each key, and the clear epoch that all of them are of. Chunks on disk are
     /// promoted first, if that is done by `promote_until`.
-    fn hold<'a>(
+    fn lease<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)>;
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)>;
 
     /// Returns the newest clear epoch of a space: that of its chunks that are found.
     fn epoch(&self, space: SpaceId) -> ClearEpoch;
@@ -43,19 +43,19 @@ pub trait Chunks: Send + Sync + 'static {
 }
 
 /// A chunk that stays in memory as it is.
-pub struct HeldChunk {
+pub struct LeasedChunk {
     /// The bytes.
     pub slot: SealedSlot,
     /// [`lmc_memory::checksum`] of the bytes, as they were when the chunk was committed or first
     /// copied.
     pub checksum: u64,
     /// Keeps the chunk from eviction.
-    pub hold: Box<dyn Any + Send>,
+    pub lease: Box<dyn Any + Send>,
 }
 
-impl fmt::Debug for HeldChunk {
+impl fmt::Debug for LeasedChunk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeldChunk")
+        f.debug_struct("LeasedChunk")
             .field("slot", &self.slot)
             .field("checksum", &self.checksum)
             .finish_non_exhaustive()

@@ -3,7 +3,7 @@
 //! A [`Node`] is one daemon among its peers. It asks them which chunks they have
 //! ([`Node::locate`]), and reads chunks by a lease ([`Node::load`]): the owner keeps them in
 //! memory and unchanged, the reader fetches the bytes one-sided, gives the lease back, and learns
-//! from the owner whether it was held without a gap. Only then, and with the right digest, is a
+//! from the owner whether it stood without a gap. Only then, and with the right digest, is a
 //! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
 //! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
 //!
@@ -24,7 +24,7 @@ mod recent;
 mod sim;
 
 pub use backend::{P2pBackend, P2pConfig, SocketLink, new_peer_id};
-pub use chunks::{Chunks, HeldChunk, chunk_digest};
+pub use chunks::{Chunks, LeasedChunk, chunk_digest};
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};

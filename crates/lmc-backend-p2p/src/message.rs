@@ -215,7 +215,7 @@ pub struct Hello {
 /// A question to a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Introduces the side that connects.
+    /// First message of the side that connects.
     Hello(Hello),
     /// Asks which chunks the peer has.
     Locate(Locate),
@@ -273,7 +273,7 @@ pub struct Release {
 /// An answer of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
-    /// Introduces the side that accepted.
+    /// First message of the side that accepted.
     Hello(Hello),
     /// The state of each chunk.
     Located(Located),

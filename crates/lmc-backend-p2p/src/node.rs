@@ -11,7 +11,7 @@ use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::chunks::{Chunks, HeldChunk, chunk_digest};
+use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, ClearNote, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
@@ -41,7 +41,7 @@ const RATE_PAUSE: Duration = Duration::from_millis(5);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NodeConfig {
-    /// This daemon's name for people.
+    /// Name of this daemon, for people.
     pub name: String,
     /// Address that peers connect to.
     pub address: String,
@@ -85,7 +85,7 @@ impl NodeConfig {
 #[derive(Debug)]
 pub(crate) struct Served<G> {
     _grant: G,
-    _held: Vec<HeldChunk>,
+    _leased: Vec<LeasedChunk>,
     space: SpaceId,
     epoch: ClearEpoch,
 }
@@ -123,20 +123,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
         })
     }
 
-    /// Notes that an incarnation of a peer is connected, and introduces this daemon to it. Returns
+    /// Notes that an incarnation of a peer is connected, and exchanges hellos with it. Returns
     /// once the peer has answered, or could not.
     ///
     /// # Errors
-    /// Why the peer is not used.
+    /// [`HelloError`].
     pub async fn connected(&self, session: &Session) -> Result<(), HelloError> {
         if !self.link.is_current(session) {
-            return Err(HelloError::NoAnswer("it is gone already".to_owned()));
+            return Err(HelloError::NoAnswer("the peer disconnected".to_owned()));
         }
         self.note_connected(session);
         let hello = Request::Hello(self.hello());
         let deadline = now() + HELLO_TIMEOUT;
         let result = match self.ask(&session.peer, &hello, deadline).await {
-            Ok(Reply::Hello(theirs)) => self.introduced(session, theirs).map_err(HelloError::Here),
+            Ok(Reply::Hello(theirs)) => {
+                self.accept_hello(session, theirs).map_err(HelloError::Here)
+            }
             Ok(Reply::Refused(refusal)) => Err(HelloError::There(refusal)),
             Ok(_) => Err(HelloError::NoAnswer(
                 "another reply than a hello".to_owned(),
@@ -209,8 +211,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Takes in a peer's introduction.
-    fn introduced(&self, session: &Session, hello: Hello) -> Result<(), Refusal> {
+    /// Accepts a peer's hello, if the two sides fit.
+    fn accept_hello(&self, session: &Session, hello: Hello) -> Result<(), Refusal> {
         let (oldest, newest) = self.config.versions;
         hello.common_version(oldest, newest)?;
         if hello.chunk_size != self.config.chunk_size {
@@ -268,7 +270,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     async fn answer(&self, session: &Session, request: Request) -> Reply {
         match request {
-            Request::Hello(hello) => match self.introduced(session, hello) {
+            Request::Hello(hello) => match self.accept_hello(session, hello) {
                 Ok(()) => Reply::Hello(self.hello()),
                 Err(refusal) => Reply::Refused(refusal),
             },
@@ -350,12 +352,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let reserved = self.admit(session, &lens, wait_until).await;
         let admitted = reserved.chunks;
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
-        let held = self.chunks.hold(&allowed, wait_until);
+        let held = self.chunks.lease(&allowed, wait_until);
         // A promotion that does not end in time is a miss of all.
         let held = until(wait_until + HOLD_MARGIN, held).await;
         let (epoch, held) = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
-        let held: Vec<(ChunkKey, HeldChunk)> =
+        let held: Vec<(ChunkKey, LeasedChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
         let granted = self.grant(reserved, held, (space, epoch), duration);
@@ -436,7 +438,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn grant(
         &self,
         reserved: Reservation<'_, L::Grant>,
-        held: Vec<(ChunkKey, HeldChunk)>,
+        held: Vec<(ChunkKey, LeasedChunk)>,
         (space, epoch): (SpaceId, ClearEpoch),
         duration: Duration,
     ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
@@ -449,7 +451,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
         let (indices, grant) = self.link.grant(&session.peer, slots).ok()?;
-        let chunk = |((key, chunk), index): (&(ChunkKey, HeldChunk), _)| {
+        let chunk = |((key, chunk), index): (&(ChunkKey, LeasedChunk), _)| {
             let granted = ChunkLease::Granted {
                 index,
                 len: chunk.slot.len(),
@@ -463,7 +465,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let bytes: u64 = chunks.iter().map(|(_, len)| len).sum();
         let served = Served {
             _grant: grant,
-            _held: held.into_iter().map(|(_, chunk)| chunk).collect(),
+            _leased: held.into_iter().map(|(_, chunk)| chunk).collect(),
             space,
             epoch,
         };
@@ -521,7 +523,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Passes clears on to every connected peer, and takes in those that they know. Returns the
     /// number of peers that answered.
     pub async fn pass_on(&self, clears: &[Clear], deadline: Instant) -> usize {
-        let peers = self.peers.lock().introduced();
+        let peers = self.peers.lock().with_hello();
         self.pass_on_to(&peers, clears, deadline).await
     }
 
@@ -542,14 +544,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
         answered
     }
 
-    /// Passes all clears on from time to time, for peers that missed one, and introduces this
-    /// daemon again to peers that do not know it. Runs until it is dropped.
+    /// Passes all clears on from time to time, for peers that missed one, and sends a
+    /// hello again to peers without one. Runs until it is dropped.
     pub async fn stay_in_step(&self) {
         loop {
             tokio::time::sleep(IN_STEP_EVERY).await;
             let deadline = now() + HELLO_TIMEOUT;
             self.pass_on(&self.chunks.clears(), deadline).await;
-            let strangers = self.peers.lock().not_introduced();
+            let strangers = self.peers.lock().without_hello();
             for session in strangers {
                 // The peer's last failure has the reason.
                 let _ = self.connected(&session).await;
@@ -631,10 +633,10 @@ impl<G> Drop for Reservation<'_, G> {
     }
 }
 
-/// Why a connected peer is not used.
+/// The reason for which a connected peer is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// This side refuses the peer.
+    /// Refused by this side.
     #[error("refused: {0}")]
     Here(Refusal),
     /// The peer refuses this side.

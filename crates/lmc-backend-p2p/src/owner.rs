@@ -59,7 +59,7 @@ struct Granted<G> {
 }
 
 #[derive(Debug, Default)]
-struct Use {
+struct SessionUse {
     bytes: u64,
     leases: usize,
 }
@@ -84,7 +84,7 @@ pub struct Owner<G> {
     limits: OwnerLimits,
     leases: HashMap<u64, Granted<G>>,
     by_expiry: BTreeSet<(Instant, u64)>,
-    uses: HashMap<Session, Use>,
+    uses: HashMap<Session, SessionUse>,
     bytes: u64,
     /// Number of the last lease; never used twice.
     last: u64,

@@ -70,7 +70,7 @@ counters! {
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) session: Session,
-    /// The peer's introduction; `None` until it came, or where it was refused.
+    /// The peer's hello; `None` until it came, or where it was refused.
     pub(crate) hello: Option<Hello>,
     pub(crate) counters: PeerCounters,
     /// Cloned for each request of the peer under way here.
@@ -178,16 +178,16 @@ impl Peers {
         self.connected.values()
     }
 
-    /// Returns the names of the peers that were introduced.
-    pub(crate) fn introduced(&self) -> Vec<PeerId> {
+    /// Returns the names of the peers whose hello was accepted.
+    pub(crate) fn with_hello(&self) -> Vec<PeerId> {
         let known = self.iter().filter(|peer| peer.hello.is_some());
         let mut names: Vec<PeerId> = known.map(|peer| peer.session.peer.clone()).collect();
         names.sort_unstable();
         names
     }
 
-    /// Returns the sessions of the peers that were not introduced.
-    pub(crate) fn not_introduced(&self) -> Vec<Session> {
+    /// Returns the sessions of the peers without an accepted hello.
+    pub(crate) fn without_hello(&self) -> Vec<Session> {
         let strangers = self.iter().filter(|peer| peer.hello.is_none());
         strangers.map(|peer| peer.session.clone()).collect()
     }

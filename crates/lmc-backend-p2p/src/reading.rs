@@ -1,6 +1,6 @@
 //! Finding chunks at peers, and reading them out of the peers' memory.
 //!
-//! A chunk that is read is believed only if its lease was held without a gap from grant to
+//! A chunk that is read is believed only if its lease stood without a gap from grant to
 //! release, and its bytes give the digest that came with the lease. The owner alone knows the
 //! first: it answers a release per chunk.
 
@@ -57,7 +57,7 @@ impl Default for Routes {
 }
 
 impl Routes {
-    /// Forgets a peer.
+    /// Removes a peer.
     pub(crate) fn end(&mut self, peer: &PeerId) {
         self.0.retain(|route| {
             route.retain(|one| one != peer);
@@ -67,13 +67,13 @@ impl Routes {
 }
 
 /// A load whose outcome is not known, and its position in the batch.
-type Item = (usize, LoadItem);
+type IndexedItem = (usize, LoadItem);
 
 /// Outcome of one chunk of a lease.
-enum Read {
+enum ChunkRead {
     Done(usize, Loaded),
     /// The peer did not serve it; another may.
-    Elsewhere(Item, Option<BackendError>),
+    Elsewhere(IndexedItem, Option<BackendError>),
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
@@ -221,7 +221,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         items: Vec<LoadItem>,
         deadline: Instant,
     ) -> Answers<'static, Loaded> {
-        let mut groups: Vec<(PeerId, Vec<Item>, u64)> = Vec::new();
+        let mut groups: Vec<(PeerId, Vec<IndexedItem>, u64)> = Vec::new();
         let mut misses = Vec::new();
         {
             let routes = self.routes.lock();
@@ -254,7 +254,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     async fn load_group(
         self: Arc<Self>,
         peer: PeerId,
-        items: Vec<Item>,
+        items: Vec<IndexedItem>,
         deadline: Instant,
     ) -> Vec<(usize, Loaded)> {
         let mut done = Vec::with_capacity(items.len());
@@ -270,15 +270,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
             for (peer, reads) in join_all(asked).await {
                 for read in reads {
                     let ((index, item), error) = match read {
-                        Read::Done(index, loaded) => {
+                        ChunkRead::Done(index, loaded) => {
                             done.push((index, loaded));
                             continue;
                         }
-                        Read::Elsewhere(item, error) => (item, error),
+                        ChunkRead::Elsewhere(item, error) => (item, error),
                     };
                     match self.route_after(&item.key, &peer) {
                         Some(other) if round < MAX_ROUNDS => {
-                            let items: &mut Vec<Item> = left.entry(other).or_default();
+                            let items: &mut Vec<IndexedItem> = left.entry(other).or_default();
                             items.push((index, item));
                         }
                         _ => done.push((index, not_loaded(item.slot, error))),
@@ -304,9 +304,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
     async fn read_from(
         self: &Arc<Self>,
         peer: &PeerId,
-        items: Vec<Item>,
+        items: Vec<IndexedItem>,
         deadline: Instant,
-    ) -> Vec<Read> {
+    ) -> Vec<ChunkRead> {
         let mut reads = Vec::with_capacity(items.len());
         let mut rest = items;
         while !rest.is_empty() {
@@ -325,9 +325,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         self: &Arc<Self>,
         peer: &PeerId,
         batch: KeyBatch,
-        items: Vec<Item>,
+        items: Vec<IndexedItem>,
         deadline: Instant,
-    ) -> Vec<Read> {
+    ) -> Vec<ChunkRead> {
         let space = items[0].1.key.space;
         // Where another has the chunks too, that one is asked before anything is waited for.
         let other = {
@@ -350,7 +350,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
             answer => {
                 let error = || self.unavailable(peer, answer.as_ref().err());
-                let elsewhere = |item| Read::Elsewhere(item, Some(error()));
+                let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
                 return items.into_iter().map(elsewhere).collect();
             }
         };
@@ -398,7 +398,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                         Ok(slot) => Loaded::Hit { slot, epoch },
                         Err(slot) => {
                             let item = (index, LoadItem::new(key, slot));
-                            reads.push(Read::Elsewhere(item, None));
+                            reads.push(ChunkRead::Elsewhere(item, None));
                             continue;
                         }
                     }
@@ -415,9 +415,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
             if matches!(loaded, Loaded::Hit { .. }) {
                 good.push(key);
             }
-            reads.push(Read::Done(index, loaded));
+            reads.push(ChunkRead::Done(index, loaded));
         }
-        self.announce(peer, &good);
+        self.send_holds(peer, &good);
         reads
     }
 
@@ -428,8 +428,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         &self,
         peer: &PeerId,
         leased: Leased,
-        items: Vec<Item>,
-    ) -> (Vec<(Item, lmc_transfer::Index, u64)>, Vec<Read>) {
+        items: Vec<IndexedItem>,
+    ) -> (Vec<(IndexedItem, lmc_transfer::Index, u64)>, Vec<ChunkRead>) {
         let (mut granted, mut reads) = (Vec::new(), Vec::new());
         let (mut missed, mut busy) = (0, 0);
         for (item, chunk) in items.into_iter().zip(leased.chunks) {
@@ -439,14 +439,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 }
                 ChunkLease::Granted { .. } | ChunkLease::Absent => {
                     missed += 1;
-                    reads.push(Read::Elsewhere(item, None));
+                    reads.push(ChunkRead::Elsewhere(item, None));
                 }
                 ChunkLease::Busy => {
                     busy += 1;
                     let full = BackendError::Full {
                         needed: item.1.slot.len(),
                     };
-                    reads.push(Read::Elsewhere(item, Some(full)));
+                    reads.push(ChunkRead::Elsewhere(item, Some(full)));
                 }
             }
         }
@@ -454,7 +454,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let holders = self.peers_at(named);
         let mut routes = self.routes.lock();
         for read in &reads {
-            if let Read::Elsewhere((_, item), Some(BackendError::Full { .. })) = read {
+            if let ChunkRead::Elsewhere((_, item), Some(BackendError::Full { .. })) = read {
                 let route = routes.0.entry(item.key, Vec::new);
                 let new = holders.iter().filter(|holder| *holder != peer);
                 let new: Vec<PeerId> = new.filter(|one| !route.contains(one)).cloned().collect();
@@ -510,8 +510,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         Ok(slot)
     }
 
-    /// Tells the owner that this daemon holds the chunks too. Waits for nothing.
-    fn announce(self: &Arc<Self>, peer: &PeerId, keys: &[ChunkKey]) {
+    /// Sends the owner a request that names this daemon as a further holder. Waits for nothing.
+    fn send_holds(self: &Arc<Self>, peer: &PeerId, keys: &[ChunkKey]) {
         let Some((batch, _)) = KeyBatch::leading(keys) else {
             return;
         };
@@ -568,7 +568,7 @@ struct Leasing<L: Link, C: Chunks> {
     /// 0 once it is released, or where nothing was granted.
     number: u64,
     duration: Duration,
-    /// When the request was sent by which it was granted or last renewed: it began later.
+    /// Sending of the request by which the lease was granted or last renewed: it began later.
     sent: Instant,
 }
 

@@ -1,4 +1,4 @@
-//! A bounded map that forgets what was inserted first.
+//! A bounded map that drops what was inserted first.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -15,7 +15,7 @@ pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
 
 /// Location of a chunk that this engine has by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Held {
+pub enum OwnChunk {
     /// In DRAM.
     Dram {
         /// Payload bytes.
@@ -36,9 +36,9 @@ impl CacheEngine {
     /// Returns where this engine has each chunk by itself. A chunk that is only being promoted is
     /// absent, so that two engines that ask each other do not wait for each other. Asks no tier,
     /// and never waits.
-    pub fn held(&self, keys: &[ChunkKey]) -> Vec<Held> {
+    pub fn own_chunks(&self, keys: &[ChunkKey]) -> Vec<OwnChunk> {
         if self.pool_is_lost() {
-            return vec![Held::Absent; keys.len()];
+            return vec![OwnChunk::Absent; keys.len()];
         }
         let local = self.local();
         let resident = local.contains(keys);
@@ -51,10 +51,10 @@ impl CacheEngine {
         let held = |(key, resident): (&ChunkKey, Option<u64>)| {
             let source = sources.next().flatten();
             match (resident, source) {
-                (Some(len), _) => Held::Dram { len },
-                (None, Some(Source::Tier { len, .. })) => Held::Lower { len },
-                _ if local.is_writing(key) && !self.is_promoting(key) => Held::Writing,
-                _ => Held::Absent,
+                (Some(len), _) => OwnChunk::Dram { len },
+                (None, Some(Source::Tier { len, .. })) => OwnChunk::Lower { len },
+                _ if local.is_writing(key) && !self.is_promoting(key) => OwnChunk::Writing,
+                _ => OwnChunk::Absent,
             }
         };
         keys.iter().zip(resident).map(held).collect()
@@ -69,7 +69,7 @@ impl CacheEngine {
     /// order, and the clear epoch that all of them are of. Those in lower tiers whose index is in
     /// this process are promoted first, as far as that is done by the deadline. Counts neither as a
     /// lookup nor as a use.
-    pub async fn lease_held(
+    pub async fn lease_own(
         &self,
         keys: &[ChunkKey],
         deadline: Instant,

@@ -46,7 +46,7 @@ mod epochs;
 mod events;
 
 mod lending;
-pub use lending::Held;
+pub use lending::OwnChunk;
 
 mod lookup;
 pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank};

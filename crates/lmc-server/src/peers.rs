@@ -7,9 +7,9 @@ use anyhow::{Context, Result, anyhow};
 use lmc_backend::{Backend, BoxFuture, Clear, ClearEpoch};
 use lmc_backend_p2p::message::{ChunkState, SpaceNote};
 use lmc_backend_p2p::{
-    Chunks, HeldChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
+    Chunks, LeasedChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
 };
-use lmc_engine::{CacheEngine, Held, WeakEngine};
+use lmc_engine::{CacheEngine, OwnChunk, WeakEngine};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, checksum};
 use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig};
@@ -56,31 +56,31 @@ impl Chunks for Lender {
             return vec![ChunkState::Absent; keys.len()];
         };
         let state = |held| match held {
-            Held::Dram { len } => ChunkState::Memory { len },
-            Held::Lower { len } => ChunkState::Disk { len },
-            Held::Writing => ChunkState::Writing,
-            Held::Absent => ChunkState::Absent,
+            OwnChunk::Dram { len } => ChunkState::Memory { len },
+            OwnChunk::Lower { len } => ChunkState::Disk { len },
+            OwnChunk::Writing => ChunkState::Writing,
+            OwnChunk::Absent => ChunkState::Absent,
         };
-        engine.held(keys).into_iter().map(state).collect()
+        engine.own_chunks(keys).into_iter().map(state).collect()
     }
 
-    fn hold<'a>(
+    fn lease<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)> {
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)> {
         Box::pin(async move {
             let Some(engine) = self.engine() else {
                 return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
             };
             let mut held = Vec::with_capacity(keys.len());
-            let (epoch, leased) = engine.lease_held(keys, promote_until).await;
+            let (epoch, leased) = engine.lease_own(keys, promote_until).await;
             for leases in leased {
                 let slot = leases.as_ref().and_then(|leases| leases.get(0)).cloned();
-                held.push(slot.zip(leases).map(|(slot, leases)| HeldChunk {
+                held.push(slot.zip(leases).map(|(slot, leases)| LeasedChunk {
                     checksum: checksum(slot.bytes()),
                     slot,
-                    hold: Box::new(leases),
+                    lease: Box::new(leases),
                 }));
                 // A chunk takes up to a millisecond.
                 tokio::task::yield_now().await;
@@ -151,7 +151,7 @@ pub(crate) fn open(
     if tier.peers.len() > MANY_PEERS {
         warn!(
             peers = tier.peers.len(),
-            "each prompt that is not here asks every peer: more than {MANY_PEERS} cost time"
+            "lookups slow down with more than {MANY_PEERS} peers, because each prompt that is not here asks all of them; name fewer in --p2p-peer"
         );
     }
     let tier = P2pBackend::start(tier, lender.clone(), Handle::current())

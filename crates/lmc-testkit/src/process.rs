@@ -73,7 +73,7 @@ impl Process {
     /// Takes the program's standard input and output, which the caller's command has piped.
     ///
     /// # Panics
-    /// When they were not piped, or are taken already.
+    /// Panics if they were not piped, or were taken before.
     pub fn pipes(&mut self) -> (ChildStdin, ChildStdout) {
         let stdin = self.child.stdin.take().expect("standard input is piped");
         let stdout = self.child.stdout.take().expect("standard output is piped");

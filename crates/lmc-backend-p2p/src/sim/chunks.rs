@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::net::Memory;
 use super::{LEN, bytes, space};
-use crate::chunks::{Chunks, HeldChunk};
+use crate::chunks::{Chunks, LeasedChunk};
 use crate::link::now;
 use crate::message::{ChunkState, SpaceNote};
 
@@ -156,11 +156,11 @@ impl Chunks for SimChunks {
         keys.iter().map(of).collect()
     }
 
-    fn hold<'a>(
+    fn lease<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<HeldChunk>>)> {
+    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)> {
         Box::pin(async move {
             let on_disk = |key: &&ChunkKey| {
                 let state = self.state.lock();
@@ -179,10 +179,10 @@ impl Chunks for SimChunks {
             let state = self.state.lock();
             let hold = |key: &ChunkKey| {
                 let entry = state.resident.get(key)?;
-                Some(HeldChunk {
+                Some(LeasedChunk {
                     slot: entry.slot.clone(),
                     checksum: entry.checksum,
-                    hold: Box::new(()),
+                    lease: Box::new(()),
                 })
             };
             (state.epoch, keys.iter().map(hold).collect())
