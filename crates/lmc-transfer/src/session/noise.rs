@@ -1,9 +1,9 @@
 //! The cryptography of a session, as bytes. No IO.
 //!
-//! A connection begins with `Noise_XXpsk0_25519_ChaChaPoly_BLAKE2s`: both sides prove the shared
+//! A connection begins with `Noise_XXpsk0_25519_AESGCM_BLAKE2s`: both sides prove the shared
 //! key and their own identity. Message 1 is encrypted under the shared key already, so an acceptor
 //! does not answer a stranger. Further streams of a connection use
-//! `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s` with a secret that the first stream carried.
+//! `Noise_NNpsk0_25519_AESGCM_BLAKE2s` with a secret that the first stream carried.
 //! The prologue holds the version, so that it cannot be changed on the way.
 //!
 //! Afterwards each direction is a sequence of [`Sealer`] and [`Opener`] calls with a counter as
@@ -18,7 +18,7 @@ use thiserror::Error;
 use super::keys::{Identity, Key, PublicIdentity};
 
 /// The version that this side speaks.
-pub(crate) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 3;
 /// Bytes before each handshake message: magic (8), version (u16), length (u32), little endian.
 pub(crate) const PREAMBLE: usize = 14;
 const MAGIC: [u8; 8] = *b"lmc-xfer";
@@ -29,8 +29,8 @@ const TAG: usize = 16;
 /// Plain bytes under one tag at most.
 const CHUNK: usize = 65_535 - TAG;
 
-const MAIN: &str = "Noise_XXpsk0_25519_ChaChaPoly_BLAKE2s";
-const JOIN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+const MAIN: &str = "Noise_XXpsk0_25519_AESGCM_BLAKE2s";
+const JOIN: &str = "Noise_NNpsk0_25519_AESGCM_BLAKE2s";
 
 /// Bytes that are no handshake, or of a stranger without the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
