@@ -24,7 +24,7 @@ const MANY_PEERS: usize = 8;
 
 /// The engine whose chunks are lent; set once it is made, above the tier that lends them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Lender(Arc<Lent>);
+pub struct Lender(Arc<Lent>);
 
 #[derive(Debug, Default)]
 struct Lent {
@@ -38,7 +38,7 @@ const MAX_EARLY: usize = 1024;
 
 impl Lender {
     /// Lends the chunks of this engine from now on.
-    pub(crate) fn lend(&self, engine: &CacheEngine) {
+    pub fn lend(&self, engine: &CacheEngine) {
         let mut early = self.0.early.lock();
         // It is called once.
         let _ = self.0.engine.set(engine.downgrade());

@@ -5,6 +5,7 @@ mod conditions;
 mod disk;
 mod figures;
 mod metrics;
+mod p2p;
 mod page;
 mod rounds;
 mod serve;
@@ -19,6 +20,7 @@ pub(crate) enum BenchAction {
     Serve(serve::ServeArgs),
     Disk(disk::DiskArgs),
     Transfer(transfer::TransferArgs),
+    P2p(p2p::P2pArgs),
 }
 
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
@@ -26,6 +28,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Serve(args) => serve::run(args),
         BenchAction::Disk(args) => disk::run(args),
         BenchAction::Transfer(args) => transfer::run(args),
+        BenchAction::P2p(args) => p2p::run(args),
     }
 }
 

@@ -12,7 +12,8 @@ use super::{check_amounts, conditions, page};
 use crate::packages;
 use crate::two_sides;
 use crate::ucx::Nixl;
-use player::{Player, Sample};
+use player::Sample;
+pub(super) use player::{Player, iperf};
 use report::{Report, Round};
 
 const SECTION: &str = "bench transfer";
@@ -23,17 +24,17 @@ const MIB: usize = 1 << 20;
 
 /// Objects of a batch, and bytes of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Batch {
-    count: usize,
-    len: usize,
+pub(super) struct Batch {
+    pub(super) count: usize,
+    pub(super) len: usize,
 }
 
 impl Batch {
-    const fn new(count: usize, len: usize) -> Self {
+    pub(super) const fn new(count: usize, len: usize) -> Self {
         Self { count, len }
     }
 
-    fn name(self) -> String {
+    pub(super) fn name(self) -> String {
         let len = match self.len {
             len if len < KIB => format!("{len} B"),
             len if len < MIB => format!("{} KiB", len / KIB),
@@ -270,7 +271,7 @@ fn play(
         for way in WAYS {
             let own = ours.measure(way, batch, asked.seconds)?;
             let other = match (pair.beside, &mut beside) {
-                (Beside::Iperf(streams), _) => player::iperf(streams, way, batch, asked.seconds)?,
+                (Beside::Iperf(streams), _) => iperf(streams, way, batch, asked.seconds)?,
                 (_, Some(player)) => player.measure(way, batch, asked.seconds)?,
                 (Beside::Player(who), None) => bail!("{who} was started above"),
             };

@@ -23,16 +23,21 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// One measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Sample {
-    pub(super) gib_per_s: f64,
+pub(in crate::bench) struct Sample {
+    pub(in crate::bench) gib_per_s: f64,
     /// Of the side that drives and of the other.
-    pub(super) cpu_s_per_gib: (f64, f64),
+    pub(in crate::bench) cpu_s_per_gib: (f64, f64),
     /// Seconds that a batch took; `None` where batches are not measured apart.
-    pub(super) p50: Option<f64>,
-    pub(super) p99: Option<f64>,
+    pub(in crate::bench) p50: Option<f64>,
+    pub(in crate::bench) p99: Option<f64>,
 }
 
 impl Sample {
+    /// Returns the speed in GB/s.
+    pub(in crate::bench) fn gb_per_s(&self) -> f64 {
+        self.gib_per_s * GIB / 1e9
+    }
+
     fn new(bytes: f64, seconds: f64, cpu: (f64, f64)) -> Self {
         let gib = bytes / GIB;
         Self {
@@ -45,7 +50,7 @@ impl Sample {
 }
 
 /// The example `transfer_speed` as one of its kinds, with its other process.
-pub(super) struct Player {
+pub(in crate::bench) struct Player {
     child: Child,
     /// None once it is to end.
     input: Option<ChildStdin>,
@@ -54,7 +59,11 @@ pub(super) struct Player {
 }
 
 impl Player {
-    pub(super) fn start(program: &Path, who: &str, variables: &[(String, String)]) -> Result<Self> {
+    pub(in crate::bench) fn start(
+        program: &Path,
+        who: &str,
+        variables: &[(String, String)],
+    ) -> Result<Self> {
         let mut command = Command::new(program);
         command.args(["drive", who]).stdin(Stdio::piped());
         command.stdout(Stdio::piped());
@@ -86,17 +95,22 @@ impl Player {
         serde_json::from_str(&line).with_context(|| format!("{} said {line:?}", self.who))
     }
 
-    /// Asks it to do something for so many seconds; what it found.
-    fn ask(&mut self, line: &str, seconds: f64) -> Result<Value> {
+    /// Asks it to do something that takes about so many seconds. Returns its answer.
+    pub(in crate::bench) fn ask(&mut self, line: &str, seconds: f64) -> Result<Value> {
         let input = self.input.as_mut().context("it was asked to end")?;
-        writeln!(input, "{line} {seconds}")?;
+        writeln!(input, "{line}")?;
         let answer = self.hear(seconds);
         answer.with_context(|| format!("{} was asked to {line}", self.who))
     }
 
-    pub(super) fn measure(&mut self, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
+    pub(in crate::bench) fn measure(
+        &mut self,
+        way: &str,
+        batch: Batch,
+        seconds: f64,
+    ) -> Result<Sample> {
         let Batch { count, len } = batch;
-        let found = self.ask(&format!("move {way} {count} {len}"), seconds)?;
+        let found = self.ask(&format!("move {way} {count} {len} {seconds}"), seconds)?;
         let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
         let cpu = (number("cpu_here")?, number("cpu_there")?);
         Ok(Sample {
@@ -107,8 +121,8 @@ impl Player {
     }
 
     /// The share of a core that each side uses while nothing is asked of it.
-    pub(super) fn idle(&mut self, seconds: f64) -> Result<(f64, f64)> {
-        let found = self.ask("idle", seconds)?;
+    pub(in crate::bench) fn idle(&mut self, seconds: f64) -> Result<(f64, f64)> {
+        let found = self.ask(&format!("idle {seconds}"), seconds)?;
         let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
         let seconds = number("seconds")?;
         Ok((
@@ -127,7 +141,11 @@ impl Drop for Player {
 }
 
 /// The environment of players over NIXL. UCX logs to files of this folder.
-pub(super) fn nixl_variables(nixl: &Nixl, tls: &str, logs: &Path) -> Vec<(String, String)> {
+pub(in crate::bench) fn nixl_variables(
+    nixl: &Nixl,
+    tls: &str,
+    logs: &Path,
+) -> Vec<(String, String)> {
     // `%p` is the number of the process to UCX.
     let mut variables = nixl.variables(tls, Some("lo"), logs, "%p");
     // The bare player has nothing that looks for the library.
@@ -137,7 +155,7 @@ pub(super) fn nixl_variables(nixl: &Nixl, tls: &str, logs: &Path) -> Vec<(String
 }
 
 /// Checks that UCX used the transport that was meant, by what it logged.
-pub(super) fn expect_transport(logs: &Path, transport: &str) -> Result<()> {
+pub(in crate::bench) fn expect_transport(logs: &Path, transport: &str) -> Result<()> {
     let mut said = 0;
     for entry in fs::read_dir(logs)? {
         let log = fs::read_to_string(entry?.path())?;
@@ -156,7 +174,12 @@ fn limit(seconds: f64) -> Duration {
 }
 
 /// iperf3 with so many streams, each write of it as long as an object, 1 MiB at most.
-pub(super) fn iperf(streams: u32, way: &str, batch: Batch, seconds: f64) -> Result<Sample> {
+pub(in crate::bench) fn iperf(
+    streams: u32,
+    way: &str,
+    batch: Batch,
+    seconds: f64,
+) -> Result<Sample> {
     let port = ports::free()?.to_string();
     let server = Command::new("iperf3")
         .args(["-s", "-1", "-p", &port])

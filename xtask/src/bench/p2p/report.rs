@@ -1,0 +1,159 @@
+//! The report, as a table and as JSON.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::{Batch, Reads};
+use crate::bench::rounds::{Rounds, shown};
+
+/// Kinds of reads, as the program names them.
+pub(super) const FIRST: &str = "first";
+pub(super) const LATER: &str = "later";
+pub(super) const BARE: &str = "bare";
+/// Names of the figures.
+const P50: &str = "p50_s";
+const P99: &str = "p99_s";
+const SPEED: &str = "gb_per_s";
+const CPU_READER: &str = "cpu_s_per_gb_reader";
+const CPU_OWNER: &str = "cpu_s_per_gb_owner";
+const MISSED: &str = "missed";
+
+const ABOUT: &str = "
+A prefix is timed from the engine's lookup until all its chunks are leased in the reader's pool: locate, lease, read, release, verify, commit.
+A *first* lease is one whose chunks have no checksum at the owner yet; a *later* one reads chunks whose checksum the owner knows.
+The *bare* channel reads the same slots of the owner into memory of the reader, in turn with the later leases, with a checksum for each piece of 256 KiB.
+GB/s are bytes over the p50; the p99 is that of one round, where a round has fewer than 100 reads the slowest.
+CPU is that of all threads of a process while a prefix is read, in seconds for each GB.
+
+";
+
+pub(super) struct Report {
+    conditions: Vec<(&'static str, String)>,
+    cells: Rounds,
+    ceilings: Rounds,
+}
+
+impl Report {
+    pub(super) fn new(conditions: Vec<(&'static str, String)>) -> Self {
+        Self {
+            conditions,
+            cells: Rounds::default(),
+            ceilings: Rounds::default(),
+        }
+    }
+
+    /// Adds a round of one kind of read.
+    pub(super) fn cell(&mut self, cell: Batch, kind: &str, reads: &Reads) {
+        let gb = (cell.count * cell.len) as f64 / 1e9;
+        let all = gb * reads.seconds.len() as f64;
+        let p50 = reads.at(0.5);
+        let figures = [
+            (P50, p50),
+            (P99, reads.at(0.99)),
+            (SPEED, gb / p50),
+            (CPU_READER, reads.cpu_reader / all),
+            (CPU_OWNER, reads.cpu_owner / all),
+        ];
+        println!(
+            "{}, {kind}: {:.2} ms, {:.2} GB/s",
+            cell.name(),
+            p50 * 1e3,
+            gb / p50
+        );
+        self.cells.add(&cell.name(), kind, &figures);
+    }
+
+    /// Adds the lookups of a cell that found less than all.
+    pub(super) fn missed(&mut self, cell: Batch, missed: f64) {
+        self.cells.add(&cell.name(), FIRST, &[(MISSED, missed)]);
+    }
+
+    pub(super) fn ceiling(&mut self, name: &str, gb_per_s: f64) {
+        self.ceilings.add(name, name, &[(SPEED, gb_per_s)]);
+    }
+
+    pub(super) fn text(&self, rounds: usize) -> String {
+        let mut text = format!(
+            "## Prefixes read from a peer\n\n`cargo xtask bench p2p`: medians of {rounds} round(s), \
+             the owner and the reader as two processes over loopback; all figures are in \
+             [p2p.json](benchmarks/p2p.json).\n\n"
+        );
+        for (what, value) in &self.conditions {
+            let _ = writeln!(text, "- {what}: {value}");
+        }
+        text.push_str(ABOUT);
+        text.push_str(
+            "| prefix | first lease: p50 / p99 | later lease: p50 / p99 | bare: p50 | GB/s: first / later / bare | later of bare | first beyond bare | CPU s/GB, reader + owner: first / later / bare |\n|---|---|---|---|---|---|---|---|\n",
+        );
+        for row in self.cells.rows() {
+            let _ = writeln!(text, "{}", self.row(row));
+        }
+        text.push_str("\n| what else the machine does | GB/s |\n|---|---|\n");
+        for row in self.ceilings.rows() {
+            let speed = self.ceilings.median(row, row, SPEED);
+            let _ = writeln!(text, "| {row} | {} |", shown(speed, |s| format!("{s:.2}")));
+        }
+        text
+    }
+
+    fn row(&self, row: &str) -> String {
+        let of = |kind: &str, what| self.cells.median(row, kind, what).unwrap_or(f64::NAN);
+        let ms = |kind: &str, what| format!("{:.2}", of(kind, what) * 1e3);
+        let times = |kind: &str| format!("{} / {} ms", ms(kind, P50), ms(kind, P99));
+        let kinds = [FIRST, LATER, BARE];
+        let speeds = kinds
+            .map(|kind| format!("{:.2}", of(kind, SPEED)))
+            .join(" / ");
+        let cpu = |kind| format!("{:.2} + {:.2}", of(kind, CPU_READER), of(kind, CPU_OWNER));
+        let cpu = kinds.map(cpu).join(" / ");
+        let share = self
+            .cells
+            .between(row, [LATER, BARE], SPEED, |later, bare| later / bare);
+        let beyond = self
+            .cells
+            .between(row, [FIRST, BARE], P50, |first, bare| first - bare);
+        format!(
+            "| {row} | {} | {} | {} ms | {speeds} | {} | {} | {cpu} |",
+            times(FIRST),
+            times(LATER),
+            ms(BARE, P50),
+            shown(share, |share| format!("{:.0} %", share * 100.0)),
+            shown(beyond, |beyond| format!("{:.2} ms", beyond * 1e3)),
+        )
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let conditions = self.conditions.iter();
+        json!({
+            "conditions": conditions.map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
+            "cells": self.cells.json(),
+            "ceilings": self.ceilings.json(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_has_each_figure_beside_the_bare_channel() {
+        let mut report = Report::new(Vec::new());
+        let cell = Batch::new(16, 1 << 20);
+        for (kind, seconds) in [(FIRST, 0.010), (LATER, 0.008), (BARE, 0.004)] {
+            let reads = Reads {
+                seconds: vec![seconds],
+                cpu_reader: 0.016_777_216,
+                cpu_owner: 0.0,
+            };
+            report.cell(cell, kind, &reads);
+        }
+        let row = report.row("16 × 1 MiB");
+        assert!(
+            row.contains("| 10.00 / 10.00 ms | 8.00 / 8.00 ms | 4.00 ms |"),
+            "{row}"
+        );
+        assert!(row.contains("| 50 % | 6.00 ms | 1.00 + 0.00 /"), "{row}");
+    }
+}
