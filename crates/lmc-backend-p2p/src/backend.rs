@@ -1,4 +1,4 @@
-//! [`P2pBackend`]: peers as a tier of the engine, over a channel of sockets.
+//! [`P2pBackend`]: peers as a tier of the engine, over sockets, and NIXL beside them.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -13,16 +13,15 @@ use lmc_backend::{
     Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 use lmc_key::ChunkKey;
-use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{
-    Address, ConnectError, Filled, Index, PeerEvent, PeerId, ReadLease, SocketChannel,
-    SocketConfig, SocketError, TransferChannel, TransferError,
+    Address, ConnectError, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel,
 };
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use crate::chunks::Chunks;
+use crate::daemon_link::DaemonLink;
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
@@ -48,6 +47,10 @@ pub struct P2pConfig {
     /// Peers to connect to: `HOST:PORT`, `[IPv6]:PORT`. A name may have several addresses, each of
     /// which is a peer; names are resolved again every 30 s.
     pub peers: Vec<String>,
+    /// NIXL channel for the bytes of chunks, over the arena, the name and the keys of the channel
+    /// of sockets. Peers without one, or whose memory is not registered yet, are read over
+    /// sockets. Default: none.
+    pub nixl: Option<Arc<dyn TransferChannel>>,
 }
 
 impl P2pConfig {
@@ -57,6 +60,7 @@ impl P2pConfig {
             node,
             channel,
             peers: Vec::new(),
+            nixl: None,
         }
     }
 }
@@ -73,56 +77,13 @@ pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
     id.parse().map_err(std::io::Error::other)
 }
 
-/// A channel over sockets, as the tier uses it.
-#[derive(Debug)]
-pub struct SocketLink(SocketChannel);
-
-impl Link for SocketLink {
-    type Grant = ReadLease;
-
-    fn is_current(&self, session: &Session) -> bool {
-        self.0.peer_incarnation(&session.peer) == Some(session.incarnation)
-    }
-
-    fn request<'a>(
-        &'a self,
-        peer: &'a PeerId,
-        body: Vec<u8>,
-        deadline: Instant,
-    ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>> {
-        Box::pin(async move {
-            let answer = self.0.ask(peer, body.into(), deadline).await;
-            answer.map(Vec::from)
-        })
-    }
-
-    fn grant(
-        &self,
-        peer: &PeerId,
-        slots: Vec<SealedSlot>,
-    ) -> Result<(Vec<Index>, ReadLease), TransferError> {
-        let lease = self.0.grant_read(peer, slots)?;
-        Ok((lease.indices().to_vec(), lease))
-    }
-
-    fn read<'a>(
-        &'a self,
-        peer: &'a PeerId,
-        slots: Vec<ReservedSlot>,
-        indices: &'a [Index],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Filled> {
-        self.0.read(slots, peer, indices, deadline)
-    }
-}
-
-type SocketNode<C> = Node<SocketLink, C>;
+type DaemonNode<C> = Node<DaemonLink, C>;
 
 /// The chunks of peers, as a tier of the engine.
 ///
 /// Read only: peers read what this daemon computes from its memory.
 pub struct P2pBackend<C: Chunks> {
-    node: Arc<SocketNode<C>>,
+    node: Arc<DaemonNode<C>>,
     runtime: Handle,
     /// Ends with the tier.
     tasks: Mutex<Option<JoinSet<()>>>,
@@ -139,9 +100,10 @@ impl<C: Chunks> P2pBackend<C> {
             mut node,
             mut channel,
             peers,
+            nixl,
         } = config;
         // The channel's handlers know the node by this, once there is one.
-        let shared: Arc<Mutex<Weak<SocketNode<C>>>> = Arc::new(Mutex::new(Weak::new()));
+        let shared: Arc<Mutex<Weak<DaemonNode<C>>>> = Arc::new(Mutex::new(Weak::new()));
         let (at, on) = (Arc::clone(&shared), runtime.clone());
         channel.channel.on_ask = Some(Arc::new(move |peer, incarnation, question| {
             let session = Session {
@@ -160,7 +122,7 @@ impl<C: Chunks> P2pBackend<C> {
         if node.address.is_empty() {
             node.address = channel.address().to_string();
         }
-        let node = Node::new(node, SocketLink(channel), chunks);
+        let node = Node::new(node, DaemonLink::new(channel, nixl), chunks);
         *shared.lock() = Arc::downgrade(&node);
         let mut tasks = JoinSet::new();
         let expiring = Arc::clone(&node);
@@ -180,13 +142,13 @@ impl<C: Chunks> P2pBackend<C> {
     }
 
     /// Returns this daemon among its peers.
-    pub fn node(&self) -> &Arc<Node<SocketLink, C>> {
+    pub fn node(&self) -> &Arc<DaemonNode<C>> {
         &self.node
     }
 
     /// Returns the address that peers connect to.
     pub fn address(&self) -> &Address {
-        self.node.link.0.address()
+        self.node.link.sockets.address()
     }
 
     fn closed(&self) -> Option<BackendError> {
@@ -197,7 +159,7 @@ impl<C: Chunks> P2pBackend<C> {
 
 /// Answers a question of a peer, on the tier's runtime.
 fn answer<C: Chunks>(
-    node: Option<Arc<SocketNode<C>>>,
+    node: Option<Arc<DaemonNode<C>>>,
     session: Session,
     question: Bytes,
     runtime: &Handle,
@@ -213,7 +175,7 @@ fn answer<C: Chunks>(
 }
 
 /// Notes that a peer came or went.
-fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
+fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
     let session = |incarnation: u64| Session {
         peer: peer.clone(),
         incarnation,
@@ -238,6 +200,7 @@ fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, o
             if !node.link.is_current(&session) {
                 tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
                 node.disconnected(&session);
+                on.spawn(async move { node.link.disconnect_nixl(&session.peer).await });
             }
         }
         _ => {}
@@ -245,10 +208,11 @@ fn note<C: Chunks>(node: Arc<SocketNode<C>>, peer: &PeerId, event: &PeerEvent, o
 }
 
 /// Keeps connections to the peers that are named. Runs until it is dropped.
-async fn stay_connected<C: Chunks>(node: Arc<SocketNode<C>>, names: Vec<String>) {
+async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, names: Vec<String>) {
     let mut addresses: BTreeSet<SocketAddr> = BTreeSet::new();
     let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
     let mut failures: HashMap<SocketAddr, String> = HashMap::new();
+    let mut nixl_failures: HashMap<SocketAddr, String> = HashMap::new();
     let mut resolved: Option<Instant> = None;
     let mut of_names: HashMap<String, Vec<SocketAddr>> = HashMap::new();
     loop {
@@ -257,13 +221,31 @@ async fn stay_connected<C: Chunks>(node: Arc<SocketNode<C>>, names: Vec<String>)
             addresses = of_names.values().flatten().copied().collect();
             known.retain(|address, _| addresses.contains(address));
             failures.retain(|address, _| addresses.contains(address));
+            nixl_failures.retain(|address, _| addresses.contains(address));
             resolved = Some(now());
         }
         let connects = addresses.iter().map(|&address| {
             let (node, known) = (&node, known.get(&address).cloned());
-            async move { (address, connect(node, address, known).await) }
+            async move {
+                let connected = connect(node, address, known).await;
+                let nixl = match &connected {
+                    Ok(peer) => connect_nixl(node, address, peer).await,
+                    Err(_) => Ok(()),
+                };
+                (address, connected, nixl)
+            }
         });
-        for (address, connected) in join_all(connects).await {
+        for (address, connected, nixl) in join_all(connects).await {
+            match nixl {
+                Ok(()) => drop(nixl_failures.remove(&address)),
+                Err(error) => {
+                    let error = error.to_string();
+                    if nixl_failures.get(&address) != Some(&error) {
+                        tracing::warn!(%address, %error, "a peer cannot be connected to over NIXL; it is read over sockets, and NIXL is tried again every second");
+                        nixl_failures.insert(address, error);
+                    }
+                }
+            }
             match connected {
                 Ok(peer) => {
                     known.insert(address, peer);
@@ -306,11 +288,11 @@ async fn resolve(names: &[String], known: &mut HashMap<String, Vec<SocketAddr>>)
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.
 async fn connect<C: Chunks>(
-    node: &SocketNode<C>,
+    node: &DaemonNode<C>,
     address: SocketAddr,
     known: Option<PeerId>,
 ) -> Result<PeerId, ConnectError> {
-    let channel = &node.link.0;
+    let channel = &node.link.sockets;
     if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
         return Ok(peer);
     }
@@ -324,6 +306,27 @@ async fn connect<C: Chunks>(
         TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
     }
     Ok(peer)
+}
+
+/// Connects to a connected peer over NIXL as well, once both sides have it and their memory is
+/// registered.
+async fn connect_nixl<C: Chunks>(
+    node: &DaemonNode<C>,
+    address: SocketAddr,
+    peer: &PeerId,
+) -> Result<(), ConnectError> {
+    let Some(nixl) = node.nixl_of(peer) else {
+        return Ok(());
+    };
+    let at = Address::Tcp {
+        host: address.ip().to_string(),
+        port: nixl.port,
+    };
+    let deadline = now() + CONNECT_TIMEOUT;
+    match node.link.connect_nixl(peer, nixl, &at, deadline).await {
+        Err(ConnectError::NotReady) => Ok(()),
+        connected => connected,
+    }
 }
 
 impl<C: Chunks> fmt::Debug for P2pBackend<C> {
@@ -434,7 +437,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
                 return Ok(());
             };
             tasks.abort_all();
-            let closed = self.node.link.0.close(deadline).await;
+            let closed = self.node.link.close(deadline).await;
             closed.map_err(|_| BackendError::Deadline)
         })
     }

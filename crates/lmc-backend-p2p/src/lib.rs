@@ -7,12 +7,13 @@
 //! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
 //! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
 //!
-//! [`P2pBackend`] makes of it a tier of the engine, over a channel of sockets. A [`Link`] is what
+//! [`P2pBackend`] makes of it a tier of the engine, over sockets, and NIXL beside them. A [`Link`] is what
 //! the node needs of a channel; a simulation with a virtual clock implements it, too. [`message`]
 //! has the protocol as bytes.
 
 mod backend;
 mod chunks;
+mod daemon_link;
 mod link;
 pub mod message;
 mod node;
@@ -23,8 +24,9 @@ mod recent;
 #[cfg(test)]
 mod sim;
 
-pub use backend::{P2pBackend, P2pConfig, SocketLink, new_peer_id};
+pub use backend::{P2pBackend, P2pConfig, new_peer_id};
 pub use chunks::{Chunks, LeasedChunk, chunk_digest};
+pub use daemon_link::DaemonLink;
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};

@@ -6,17 +6,26 @@ use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, TransferError};
 
+use crate::message::{NixlAddress, Transport};
 use crate::owner::Session;
 
 /// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
 ///
-/// A simulation with a virtual clock implements it beside the channels of `lmc-transfer`.
+/// Questions go over sockets. Bytes do so where both sides are not connected over NIXL, too. A
+/// simulation with a virtual clock implements this beside the channels of `lmc-transfer`.
 pub trait Link: Send + Sync + 'static {
     /// Keeps granted memory readable. Dropping it ends the access.
     type Grant: Send + 'static;
 
     /// Returns true if this incarnation of the peer is connected.
     fn is_current(&self, session: &Session) -> bool;
+
+    /// Returns this side's NIXL channel, as its hello names it.
+    fn nixl(&self) -> Option<NixlAddress>;
+
+    /// Returns true if this NIXL channel of the peer is connected: all memory of both sides is
+    /// registered then.
+    fn has_nixl(&self, peer: &PeerId, nixl: NixlAddress) -> bool;
 
     /// Sends a request to a connected peer, and returns its reply.
     ///
@@ -29,20 +38,23 @@ pub trait Link: Send + Sync + 'static {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>>;
 
-    /// Lets a connected peer read these slots. Returns where each lies.
+    /// Lets a peer that is connected by a transport read these slots by it. Returns where each
+    /// lies: indices of one transport name nothing for the other.
     ///
     /// # Errors
     /// [`TransferError`].
     fn grant(
         &self,
         peer: &PeerId,
+        by: Transport,
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, Self::Grant), TransferError>;
 
-    /// Reads from a peer's memory.
+    /// Reads from a peer's memory what was granted for this transport.
     fn read<'a>(
         &'a self,
         peer: &'a PeerId,
+        by: Transport,
         slots: Vec<ReservedSlot>,
         indices: &'a [Index],
         deadline: Instant,

@@ -11,8 +11,13 @@
 use lmc_backend::{Clear, ClearEpoch};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+mod grown;
+
+use grown::Body;
+pub use grown::{FEATURE_NIXL, NixlAddress, Transport};
 
 /// Newest version of the protocol that this crate speaks.
 pub const VERSION: u16 = 1;
@@ -210,6 +215,9 @@ pub struct Hello {
     pub clears: Vec<ClearNote>,
     /// The spaces that the side holds chunks of.
     pub spaces: Vec<SpaceNote>,
+    /// The side's NIXL channel; present with [`FEATURE_NIXL`].
+    #[serde(skip)]
+    pub nixl: Option<NixlAddress>,
 }
 
 /// A question to a peer.
@@ -252,6 +260,10 @@ pub struct Lease {
     /// Time in milliseconds for which the owner may wait until it can lend more, or has promoted
     /// chunks from its disk.
     pub wait_ms: u32,
+    /// Best transport by which the asking side can read from the owner now; the owner may choose
+    /// sockets instead.
+    #[serde(skip)]
+    pub transport: Transport,
 }
 
 /// Fields of [`Request::Renew`].
@@ -374,6 +386,9 @@ pub struct Leased {
     pub chunks: Vec<ChunkLease>,
     /// Other peers that hold chunks for which this one is busy: their names on the channel.
     pub holders: Vec<Holder>,
+    /// Transport by which the granted chunks can be read.
+    #[serde(skip)]
+    pub transport: Transport,
 }
 
 /// A peer that holds chunks.
@@ -492,10 +507,12 @@ kinds! {
     8 Clears Vec<ClearNote>, Cleared Vec<ClearNote>;
 }
 
-fn frame(kind: u16, body: &impl Serialize) -> Result<Vec<u8>, MessageError> {
+fn frame(kind: u16, body: &impl Body) -> Result<Vec<u8>, MessageError> {
     let mut bytes = kind.to_le_bytes().to_vec();
     bytes.extend([0; 4]);
-    let mut bytes = postcard::to_extend(body, bytes).map_err(|_| MessageError::Body(kind))?;
+    let bytes = postcard::to_extend(body, bytes);
+    let bytes = bytes.and_then(|bytes| body.write_tail(bytes));
+    let mut bytes = bytes.map_err(|_| MessageError::Body(kind))?;
     let len = bytes.len() - HEADER;
     if len > MAX_BODY {
         return Err(MessageError::TooLong(len));
@@ -524,11 +541,10 @@ fn split(bytes: &[u8]) -> Result<(u16, &[u8]), MessageError> {
 }
 
 /// Parses a body; what follows its known fields is of a newer peer, and ignored.
-fn parse<T: DeserializeOwned>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
-    let parsed = postcard::take_from_bytes(body);
-    parsed
-        .map(|(message, _newer)| message)
-        .map_err(|_| MessageError::Body(kind))
+fn parse<T: Body>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
+    let parsed = postcard::take_from_bytes::<T>(body);
+    let parsed = parsed.and_then(|(mut message, tail)| message.read_tail(tail).map(|()| message));
+    parsed.map_err(|_| MessageError::Body(kind))
 }
 
 /// Counters of clear epochs from this on are refused: those after them could not be distinguished.

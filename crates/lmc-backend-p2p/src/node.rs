@@ -14,11 +14,12 @@ use tokio::sync::Notify;
 use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, ClearNote, Hello, Holder, Lease, Leased, Locate, Located, MAX_HOLDERS,
-    MAX_SPACES, MAX_TEXT, MessageError, OLDEST_VERSION, Refusal, Renew, Reply, Request, VERSION,
+    ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
+    MAX_HOLDERS, MAX_SPACES, MAX_TEXT, MessageError, NixlAddress, OLDEST_VERSION, Refusal, Renew,
+    Reply, Request, Transport, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
-use crate::peers::{PeerCounters, Peers};
+use crate::peers::{Peer, PeerCounters, Peers};
 use crate::reading::Routes;
 use crate::recent::Recent;
 
@@ -198,16 +199,18 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 *text = short(text);
             }
         }
+        let nixl = self.link.nixl();
         Hello {
             oldest: self.config.versions.0,
             newest: self.config.versions.1,
-            features: 0,
+            features: nixl.map_or(0, |_| FEATURE_NIXL),
             name: short(&self.config.name),
             address: short(&self.config.address),
             chunk_size: self.config.chunk_size,
             algorithm: short(&self.config.algorithm),
             clears: clears.take(MAX_SPACES).map(Into::into).collect(),
             spaces,
+            nixl,
         }
     }
 
@@ -360,11 +363,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let held: Vec<(ChunkKey, LeasedChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
-        let granted = self.grant(reserved, held, (space, epoch), duration);
+        let granted = self.grant(reserved, held, (space, epoch), lease.transport, duration);
         let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
         let mut found = Vec::new();
-        if let Some((number, duration, chunks)) = granted {
+        if let Some((number, transport, duration, chunks)) = granted {
             leased.lease = number;
+            leased.transport = transport;
             leased.duration_ms = u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
             found = chunks;
         }
@@ -433,24 +437,32 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Grants the chunks that were reserved, as far as they are there.
     #[allow(
         clippy::type_complexity,
-        reason = "number, duration, and an answer for each chunk"
+        reason = "number, transport, duration, and an answer for each chunk"
     )]
     fn grant(
         &self,
         reserved: Reservation<'_, L::Grant>,
         held: Vec<(ChunkKey, LeasedChunk)>,
         (space, epoch): (SpaceId, ClearEpoch),
+        wanted: Transport,
         duration: Duration,
-    ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
+    ) -> Option<(u64, Transport, Duration, Vec<(ChunkKey, ChunkLease)>)> {
         let session = reserved.session.clone();
         drop(reserved);
         let session = &session;
         let mut owner = self.owner.lock();
-        if held.is_empty() || self.peers.lock().of_session(session).is_none() {
+        let connected = self.connected_by(self.peers.lock().of_session(session)?);
+        if held.is_empty() {
             return None;
         }
-        let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
-        let (indices, grant) = self.link.grant(&session.peer, slots).ok()?;
+        let grant = |by| {
+            let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
+            let (indices, grant) = self.link.grant(&session.peer, by, slots).ok()?;
+            Some((by, indices, grant))
+        };
+        let over_nixl = (wanted, connected) == (Transport::Nixl, Transport::Nixl);
+        let granted = over_nixl.then(|| grant(Transport::Nixl)).flatten();
+        let (by, indices, grant) = granted.or_else(|| grant(Transport::Sockets))?;
         let chunk = |((key, chunk), index): (&(ChunkKey, LeasedChunk), _)| {
             let granted = ChunkLease::Granted {
                 index,
@@ -477,7 +489,35 @@ impl<L: Link, C: Chunks> Node<L, C> {
             counters.served += count;
             counters.served_bytes += bytes;
         });
-        Some((number, duration, granted))
+        Some((number, by, duration, granted))
+    }
+
+    /// Returns the NIXL channel that a peer's hello named.
+    pub(crate) fn nixl_of(&self, peer: &PeerId) -> Option<NixlAddress> {
+        self.peers.lock().get(peer)?.nixl_address()
+    }
+
+    /// Returns the best transport by which a peer is connected.
+    fn connected_by(&self, peer: &Peer) -> Transport {
+        let nixl = peer.nixl_address();
+        let has = nixl.is_some_and(|nixl| self.link.has_nixl(&peer.session.peer, nixl));
+        match has {
+            true => Transport::Nixl,
+            false => Transport::Sockets,
+        }
+    }
+
+    /// Returns the transport by which chunks are read from a peer now; `None` for a peer that is
+    /// not connected.
+    pub fn transport(&self, peer: &PeerId) -> Option<Transport> {
+        let peers = self.peers.lock();
+        let peer = peers.get(peer)?;
+        // It has failed a moment ago.
+        let pauses = !peer.nixl.is_over(now());
+        Some(match pauses {
+            true => Transport::Sockets,
+            false => self.connected_by(peer),
+        })
     }
 
     fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
@@ -654,5 +694,6 @@ fn not_leased(chunks: Vec<ChunkLease>, epoch: ClearEpoch) -> Leased {
         epoch: epoch.into(),
         chunks,
         holders: Vec::new(),
+        transport: Transport::Sockets,
     }
 }

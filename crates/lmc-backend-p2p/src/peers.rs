@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use lmc_transfer::PeerId;
 
-use crate::message::Hello;
+use crate::message::{Hello, NixlAddress, Transport};
 use crate::owner::Session;
 
 /// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
@@ -16,6 +16,8 @@ const ASSUMED_RATE: f64 = 1.25e9;
 const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
 /// Time for which a peer is not asked after its first failure in a row, and at most.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// Time for which a peer is read over sockets after a first read over NIXL failed, and at most.
+const NIXL_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Weight of the newest measurement.
 const WEIGHT: f64 = 0.2;
 
@@ -46,6 +48,8 @@ counters! {
     read,
     /// Payload bytes of the chunks read from the peer.
     read_bytes,
+    /// Payload bytes of those that came over NIXL.
+    read_nixl_bytes,
     /// Chunks leased to the peer.
     served,
     /// Payload bytes of the chunks leased to the peer.
@@ -80,9 +84,42 @@ pub(crate) struct Peer {
     rate: f64,
     /// Share of what the peer may lease that it had leased when it last said so.
     pub(crate) load: u8,
-    failures: u32,
-    asked_again: Option<Instant>,
+    answers: BackOff,
+    /// Reads over NIXL.
+    pub(crate) nixl: BackOff,
     pub(crate) last_failure: Option<String>,
+}
+
+/// A pause after failures, which doubles with each.
+#[derive(Debug)]
+pub(crate) struct BackOff {
+    bounds: (Duration, Duration),
+    failures: u32,
+    until: Option<Instant>,
+}
+
+impl BackOff {
+    fn new(bounds: (Duration, Duration)) -> Self {
+        Self {
+            bounds,
+            failures: 0,
+            until: None,
+        }
+    }
+
+    pub(crate) fn failed(&mut self, now: Instant) {
+        let pause = self.bounds.0 * 2u32.saturating_pow(self.failures.min(16));
+        self.failures = self.failures.saturating_add(1);
+        self.until = Some(now + pause.min(self.bounds.1));
+    }
+
+    pub(crate) fn succeeded(&mut self) {
+        (self.failures, self.until) = (0, None);
+    }
+
+    pub(crate) fn is_over(&self, now: Instant) -> bool {
+        self.until.is_none_or(|until| until <= now)
+    }
 }
 
 impl Peer {
@@ -95,8 +132,8 @@ impl Peer {
             round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
             rate: ASSUMED_RATE,
             load: 0,
-            failures: 0,
-            asked_again: None,
+            answers: BackOff::new(BACK_OFF),
+            nixl: BackOff::new(NIXL_BACK_OFF),
             last_failure: None,
         }
     }
@@ -110,24 +147,43 @@ impl Peer {
 
     pub(crate) fn answered(&mut self, after: Duration) {
         self.round_trip += WEIGHT * (after.as_secs_f64() - self.round_trip);
-        (self.failures, self.asked_again) = (0, None);
+        self.answers.succeeded();
     }
 
-    pub(crate) fn read(&mut self, bytes: u64, took: Duration) {
+    pub(crate) fn read(&mut self, by: Transport, bytes: u64, took: Duration) {
+        if by == Transport::Nixl {
+            self.nixl.succeeded();
+        }
         let rate = bytes as f64 / took.as_secs_f64().max(1e-9);
         self.rate += WEIGHT * (rate - self.rate);
     }
 
     pub(crate) fn failed(&mut self, reason: String, now: Instant) {
         self.counters.failed += 1;
-        let pause = BACK_OFF.0 * 2u32.saturating_pow(self.failures.min(16));
-        self.failures = self.failures.saturating_add(1);
-        self.asked_again = Some(now + pause.min(BACK_OFF.1));
+        self.answers.failed(now);
         self.last_failure = Some(reason);
     }
 
+    /// Notes that a read by this transport failed. The peer is asked on where only NIXL did.
+    pub(crate) fn read_failed(&mut self, by: Transport, reason: &str, now: Instant) {
+        let reason = format!("a read over {}: {reason}", by.name());
+        match by {
+            Transport::Sockets => self.failed(reason, now),
+            Transport::Nixl => {
+                self.counters.failed += 1;
+                self.nixl.failed(now);
+                self.last_failure = Some(reason);
+            }
+        }
+    }
+
+    /// Returns the NIXL channel that the peer's hello named.
+    pub(crate) fn nixl_address(&self) -> Option<NixlAddress> {
+        self.hello.as_ref()?.nixl
+    }
+
     pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
-        self.hello.is_some() && self.asked_again.is_none_or(|at| at <= now)
+        self.hello.is_some() && self.answers.is_over(now)
     }
 }
 

@@ -22,7 +22,7 @@ use crate::chunks::{Chunks, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, Lease, Leased, Locate, Located as LocatedMessage, Release,
-    Renew, Reply, Request,
+    Renew, Reply, Request, Transport,
 };
 use crate::node::Node;
 use crate::peers::Peer;
@@ -315,19 +315,23 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 break;
             };
             let later = rest.split_off(len);
-            reads.extend(self.read_batch(peer, batch, rest, deadline).await);
-            rest = later;
+            let (read, again) = self.read_batch(peer, batch, rest, deadline).await;
+            reads.extend(read);
+            rest = again;
+            rest.extend(later);
         }
         reads
     }
 
+    /// Returns the outcomes, and the chunks that NIXL did not read: those are read again, over
+    /// sockets, because NIXL pauses after a failure.
     async fn read_batch(
         self: &Arc<Self>,
         peer: &PeerId,
         batch: KeyBatch,
         items: Vec<IndexedItem>,
         deadline: Instant,
-    ) -> Vec<ChunkRead> {
+    ) -> (Vec<ChunkRead>, Vec<IndexedItem>) {
         let space = items[0].1.key.space;
         // Where another has the chunks too, that one is asked before anything is waited for.
         let other = {
@@ -345,15 +349,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
             keys: batch,
             duration_ms: millis(self.config.lease),
             wait_ms: millis(wait),
+            transport: self.transport(peer).unwrap_or_default(),
         });
         let leased = match self.ask(peer, &request, deadline).await {
             Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
             answer => {
                 let error = || self.unavailable(peer, answer.as_ref().err());
                 let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-                return items.into_iter().map(elsewhere).collect();
+                return (items.into_iter().map(elsewhere).collect(), Vec::new());
             }
         };
+        let by = leased.transport;
         let epoch = ClearEpoch::from(leased.epoch);
         self.learn_epoch(space, epoch);
         let mut lease = Leasing {
@@ -367,7 +373,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         let (granted, mut reads) = self.sort_out(peer, leased, items);
         if granted.is_empty() {
-            return reads;
+            return (reads, Vec::new());
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
         for (item, index, digest) in granted {
@@ -377,24 +383,21 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
-        let filled = lease.while_renewed(self.link.read(peer, slots, &indices, deadline));
+        let filled = lease.while_renewed(self.link.read(peer, by, slots, &indices, deadline));
         let Filled { slots, error } = filled.await;
         let took = now().saturating_duration_since(begun);
         let held = lease.release().await;
-        if let Some(error) = &error
-            && let Some(peer) = self.peers.lock().get_mut(peer)
-        {
-            peer.failed(format!("a read: {error}"), now());
-        } else if let Some(peer) = self.peers.lock().get_mut(peer) {
-            peer.read(bytes, took);
-        }
+        self.count_of(peer, |peer| match &error {
+            Some(error) => peer.read_failed(by, &error.to_string(), now()),
+            None => peer.read(by, bytes, took),
+        });
         let mut slots = slots.into_iter();
-        let mut good = Vec::new();
+        let (mut good, mut again) = (Vec::new(), Vec::new());
         for (number, (index, key, digest)) in named.into_iter().enumerate() {
             let loaded = match slots.next() {
                 Some(Slot::Written(slot)) => {
                     let held = held.get(number).is_some_and(|held| *held);
-                    match self.verified(peer, key, slot, digest, held) {
+                    match self.verified((peer, by), key, slot, digest, held) {
                         Ok(slot) => Loaded::Hit { slot, epoch },
                         Err(slot) => {
                             let item = (index, LoadItem::new(key, slot));
@@ -402,6 +405,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
                             continue;
                         }
                     }
+                }
+                Some(Slot::Idle(slot)) if by == Transport::Nixl && error.is_some() => {
+                    again.push((index, LoadItem::new(key, slot)));
+                    continue;
                 }
                 Some(Slot::Idle(slot)) => Loaded::Failed {
                     error: self.unavailable(peer, None),
@@ -418,7 +425,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             reads.push(ChunkRead::Done(index, loaded));
         }
         self.send_holds(peer, &good);
-        reads
+        (reads, again)
     }
 
     /// Splits what a peer answered to a lease: chunks to read with where they lie and their
@@ -485,7 +492,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Returns the slot if its bytes are those of the chunk.
     fn verified(
         &self,
-        peer: &PeerId,
+        (peer, by): (&PeerId, Transport),
         key: ChunkKey,
         slot: WrittenSlot,
         digest: u64,
@@ -506,6 +513,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         self.count_of(peer, |peer| {
             peer.counters.read += 1;
             peer.counters.read_bytes += slot.len();
+            if by == Transport::Nixl {
+                peer.counters.read_nixl_bytes += slot.len();
+            }
         });
         Ok(slot)
     }

@@ -2,8 +2,9 @@
 
 use lmc_backend::{Clear, ClearEpoch};
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, ClearNote, Hello, Holder, KeyBatch, Lease, Leased, Locate, Located,
-    MAX_BODY, MAX_KEYS, MessageError, Refusal, Release, Renew, Reply, Request, SpaceNote,
+    ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease, Leased,
+    Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release, Renew, Reply,
+    Request, SpaceNote, Transport,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
@@ -58,6 +59,48 @@ fn hello() -> Hello {
             salt: [0; 16],
             identity: String::new(),
         }],
+        nixl: None,
+    }
+}
+
+fn hello_with_nixl() -> Hello {
+    Hello {
+        features: FEATURE_NIXL,
+        nixl: Some(NixlAddress {
+            port: 7701,
+            incarnation: 13,
+        }),
+        ..hello()
+    }
+}
+
+fn lease() -> Lease {
+    Lease {
+        keys: batch(),
+        duration_ms: 2000,
+        wait_ms: 200,
+        transport: Transport::Sockets,
+    }
+}
+
+fn leased() -> Leased {
+    Leased {
+        lease: 7,
+        duration_ms: 2000,
+        epoch: epoch().into(),
+        chunks: vec![
+            ChunkLease::Absent,
+            ChunkLease::Busy,
+            ChunkLease::Granted {
+                index: Index::arena(11, 12),
+                len: 300,
+                digest: 0x0123_4567_89ab_cdef,
+            },
+        ],
+        holders: vec![Holder {
+            address: "10.0.0.2:7700".into(),
+        }],
+        transport: Transport::Sockets,
     }
 }
 
@@ -68,11 +111,7 @@ fn requests() -> Vec<Request> {
             keys: batch(),
             epoch: epoch().into(),
         }),
-        Request::Lease(Lease {
-            keys: batch(),
-            duration_ms: 2000,
-            wait_ms: 200,
-        }),
+        Request::Lease(lease()),
         Request::Renew(Renew {
             lease: 7,
             duration_ms: 2000,
@@ -81,6 +120,11 @@ fn requests() -> Vec<Request> {
         Request::Holds(batch()),
         Request::Copy(batch()),
         Request::Clears(clears()),
+        Request::Hello(hello_with_nixl()),
+        Request::Lease(Lease {
+            transport: Transport::Nixl,
+            ..lease()
+        }),
     ]
 }
 
@@ -97,23 +141,7 @@ fn replies() -> Vec<Reply> {
             ],
             load: 17,
         }),
-        Reply::Leased(Leased {
-            lease: 7,
-            duration_ms: 2000,
-            epoch: epoch().into(),
-            chunks: vec![
-                ChunkLease::Absent,
-                ChunkLease::Busy,
-                ChunkLease::Granted {
-                    index: Index::arena(11, 12),
-                    len: 300,
-                    digest: 0x0123_4567_89ab_cdef,
-                },
-            ],
-            holders: vec![Holder {
-                address: "10.0.0.2:7700".into(),
-            }],
-        }),
+        Reply::Leased(leased()),
         Reply::Renewed(true),
         Reply::Released(vec![true, false]),
         Reply::Noted(()),
@@ -130,6 +158,11 @@ fn replies() -> Vec<Reply> {
         Reply::Refused(Refusal::TooMany),
         Reply::Refused(Refusal::Closing),
         Reply::Unsupported(99),
+        Reply::Hello(hello_with_nixl()),
+        Reply::Leased(Leased {
+            transport: Transport::Nixl,
+            ..leased()
+        }),
     ]
 }
 
@@ -183,6 +216,22 @@ fn what_a_newer_peer_adds_at_the_end_is_ignored() {
         let bytes = reply.to_bytes().expect("it fits");
         assert_eq!(Reply::from_bytes(&longer(&bytes, &[0xff; 9])), Ok(reply));
     }
+}
+
+#[test]
+fn a_transport_that_is_not_known_counts_as_sockets() {
+    let nixl = Lease {
+        transport: Transport::Nixl,
+        ..lease()
+    };
+    let mut bytes = Request::Lease(nixl).to_bytes().expect("it fits");
+    *bytes.last_mut().expect("the transport") = 2;
+    assert_eq!(Request::from_bytes(&bytes), Ok(Request::Lease(lease())));
+    // A hello that announces NIXL and does not say where is none.
+    let mut hello = hello();
+    hello.features = FEATURE_NIXL;
+    let bytes = Request::Hello(hello).to_bytes().expect("it fits");
+    assert_eq!(Request::from_bytes(&bytes), Err(MessageError::Body(1)));
 }
 
 #[test]

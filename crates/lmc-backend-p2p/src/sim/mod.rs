@@ -2,6 +2,7 @@
 //! repeats messages, and memory that is read one-sided, piece by piece, whatever its owner does
 //! meanwhile. A schedule follows from its seed.
 
+mod channels;
 mod chunks;
 mod net;
 mod schedules;

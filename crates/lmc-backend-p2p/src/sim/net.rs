@@ -13,6 +13,7 @@ use tokio::sync::Notify;
 use super::chunks::SimChunks;
 use super::{LEN, Rng, delay, once_in};
 use crate::link::{Link, now};
+use crate::message::{NixlAddress, Transport};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 
@@ -70,11 +71,19 @@ pub(super) struct Host {
     pub(super) alive: bool,
     frozen_until: Option<Instant>,
     freezes: Arc<Notify>,
-    /// Offsets of the slots of each grant that stands.
-    grants: BTreeMap<u64, Vec<u64>>,
+    /// The grants that stand, by their number.
+    grants: BTreeMap<u64, Granted>,
     /// Ends the node's own task with it.
     expiring: tokio::task::JoinHandle<()>,
     in_step: tokio::task::JoinHandle<()>,
+}
+
+/// Memory that a peer may read.
+struct Granted {
+    by: Transport,
+    reader: usize,
+    /// Offsets of the slots.
+    offsets: Vec<u64>,
 }
 
 pub(super) struct State {
@@ -83,6 +92,9 @@ pub(super) struct State {
     pub(super) hosts: Vec<Host>,
     /// Pairs of hosts between which nothing passes, the lower number first.
     cut: BTreeSet<(usize, usize)>,
+    /// NIXL sessions as each side sees them: of a host with another, and the incarnation of that
+    /// one's channel.
+    nixl: BTreeMap<(usize, usize), u64>,
     last_grant: u64,
     last_incarnation: u64,
     /// True once serving a request has panicked.
@@ -103,6 +115,14 @@ pub(super) fn name(host: usize) -> PeerId {
     format!("host-{host}").parse().expect("a name")
 }
 
+/// Returns the incarnation of a daemon's channel of one kind.
+fn incarnation_by(by: Transport, incarnation: u64) -> u64 {
+    match by {
+        Transport::Sockets => incarnation,
+        Transport::Nixl => incarnation | 1 << 32,
+    }
+}
+
 fn number(peer: &PeerId) -> usize {
     let number = peer.as_str().trim_start_matches("host-");
     number.parse().expect("hosts are numbered")
@@ -115,6 +135,7 @@ impl Net {
             faults,
             hosts: Vec::new(),
             cut: BTreeSet::new(),
+            nixl: BTreeMap::new(),
             last_grant: 0,
             last_incarnation: 0,
             panicked: false,
@@ -170,6 +191,7 @@ impl Net {
             in_step,
         };
         let mut state = self.0.lock();
+        state.nixl.retain(|(at, _), _| *at != host);
         let old = match state.hosts.get_mut(host) {
             Some(old) => Some(std::mem::replace(old, new)),
             None => {
@@ -209,6 +231,32 @@ impl Net {
         both.0.is_ok() && both.1.is_ok()
     }
 
+    /// Connects two daemons over NIXL, or ends that connection. The second notices `noticed` later
+    /// than the first.
+    pub(super) fn nixl(&self, a: usize, b: usize, connect: bool, noticed: Duration) {
+        self.set_nixl(a, b, connect);
+        let (net, incarnation) = (self.clone(), self.session(b).incarnation);
+        tokio::spawn(async move {
+            tokio::time::sleep(noticed).await;
+            if net.session(b).incarnation == incarnation {
+                net.set_nixl(b, a, connect);
+            }
+        });
+    }
+
+    fn set_nixl(&self, at: usize, peer: usize, connected: bool) {
+        let mut state = self.0.lock();
+        let theirs = incarnation_by(Transport::Nixl, state.hosts[peer].incarnation);
+        if connected && state.hosts[peer].alive {
+            state.nixl.insert((at, peer), theirs);
+        } else {
+            state.nixl.remove(&(at, peer));
+            // Its leases end with it.
+            let its = |granted: &Granted| (granted.by, granted.reader) == (Transport::Nixl, peer);
+            state.hosts[at].grants.retain(|_, granted| !its(granted));
+        }
+    }
+
     /// Kills a daemon at once. Others learn of it after `noticed`.
     pub(super) fn kill(&self, host: usize, noticed: Duration) {
         let session = self.session(host);
@@ -221,9 +269,13 @@ impl Net {
             killed.grants.clear();
             state.hosts.iter().map(|h| Arc::clone(&h.node)).collect()
         };
+        let net = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(noticed).await;
             others.iter().for_each(|node| node.disconnected(&session));
+            if net.session(host) == session {
+                (0..others.len()).for_each(|other| net.set_nixl(other, host, false));
+            }
         });
     }
 
@@ -244,6 +296,7 @@ impl Net {
             if cut && net.0.lock().cut.contains(&pair) {
                 for (host, session) in ends {
                     net.node(host).disconnected(&session);
+                    net.set_nixl(host, number(&session.peer), false);
                 }
             }
         });
@@ -383,9 +436,24 @@ impl Link for SimLink {
         })
     }
 
+    fn nixl(&self) -> Option<NixlAddress> {
+        Some(NixlAddress {
+            port: 2,
+            incarnation: incarnation_by(Transport::Nixl, self.incarnation),
+        })
+    }
+
+    fn has_nixl(&self, peer: &PeerId, nixl: NixlAddress) -> bool {
+        let net = self.net();
+        let state = net.0.lock();
+        let session = state.nixl.get(&(self.me, number(peer)));
+        self.is_mine(&state) && session == Some(&nixl.incarnation)
+    }
+
     fn grant(
         &self,
-        _: &PeerId,
+        peer: &PeerId,
+        by: Transport,
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, SimGrant), TransferError> {
         let net = self.net();
@@ -395,9 +463,18 @@ impl Link for SimLink {
         }
         state.last_grant += 1;
         let number = state.last_grant;
-        let offsets = slots.iter().map(SealedSlot::offset).collect();
-        state.hosts[self.me].grants.insert(number, offsets);
-        let index = |slot| Index::arena(self.incarnation, (number << 16) | slot);
+        let reader = self::number(peer);
+        if by == Transport::Nixl && !state.nixl.contains_key(&(self.me, reader)) {
+            return Err(TransferError::UnknownPeer { peer: peer.clone() });
+        }
+        let granted = Granted {
+            by,
+            reader,
+            offsets: slots.iter().map(SealedSlot::offset).collect(),
+        };
+        state.hosts[self.me].grants.insert(number, granted);
+        let incarnation = incarnation_by(by, self.incarnation);
+        let index = |slot| Index::arena(incarnation, (number << 16) | slot);
         let indices = (0..slots.len() as u64).map(index).collect();
         let grant = SimGrant {
             net: self.net.clone(),
@@ -411,6 +488,7 @@ impl Link for SimLink {
     fn read<'a>(
         &'a self,
         peer: &'a PeerId,
+        by: Transport,
         slots: Vec<ReservedSlot>,
         indices: &'a [Index],
         deadline: Instant,
@@ -422,12 +500,14 @@ impl Link for SimLink {
                 let state = net.0.lock();
                 let host = &state.hosts[from];
                 let offset = |index: &Index| {
-                    if index.incarnation() != host.incarnation {
+                    if index.incarnation() != incarnation_by(by, host.incarnation) {
                         return None;
                     }
                     let unit = u64::from_le_bytes(index.to_bytes()[16..].try_into().ok()?);
                     let (number, slot) = (unit >> 16, unit & 0xffff);
-                    Some((number, *host.grants.get(&number)?.get(slot as usize)?))
+                    let granted = host.grants.get(&number)?;
+                    assert_eq!((granted.by, granted.reader), (by, me), "another's memory");
+                    Some((number, *granted.offsets.get(slot as usize)?))
                 };
                 indices.iter().map(offset).collect()
             };
@@ -454,7 +534,13 @@ impl Link for SimLink {
                     let host = &state.hosts[from];
                     let pair = (me.min(from), me.max(from));
                     let there = host.alive && host.incarnation == incarnation;
-                    let leased = !state.faults.enforced || host.grants.contains_key(&grant);
+                    // A network card reads on when a lease has ended.
+                    let leased = match by {
+                        Transport::Sockets => {
+                            !state.faults.enforced || host.grants.contains_key(&grant)
+                        }
+                        Transport::Nixl => state.nixl.contains_key(&(me, from)),
+                    };
                     if !there || !leased || state.cut.contains(&pair) || now() >= deadline {
                         error = Some(TransferError::Deadline);
                         break;

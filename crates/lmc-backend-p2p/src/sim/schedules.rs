@@ -8,9 +8,10 @@ use futures_util::StreamExt;
 use lmc_backend::{LoadItem, Loaded, Located};
 use lmc_key::ChunkKey;
 
-use super::net::{Faults, Net};
+use super::net::{Faults, Net, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::link::now;
+use crate::message::Transport;
 
 const LOCATE: Duration = Duration::from_millis(20);
 const LOAD: Duration = Duration::from_millis(300);
@@ -27,6 +28,9 @@ struct Tally {
     lapsed: u64,
     corrupt: u64,
     busy: u64,
+    /// Bytes that were read over NIXL, and over sockets.
+    over_nixl: u64,
+    over_sockets: u64,
 }
 
 impl Tally {
@@ -38,6 +42,8 @@ impl Tally {
         self.lapsed += other.lapsed;
         self.corrupt += other.corrupt;
         self.busy += other.busy;
+        self.over_nixl += other.over_nixl;
+        self.over_sockets += other.over_sockets;
     }
 }
 
@@ -178,7 +184,9 @@ async fn schedule(seed: u64) -> Tally {
                             node.pass_on(&[clear], now() + LOCATE).await
                         });
                     }
-                    8..16 => keys
+                    8 => net.nixl(host, other, false, noticed),
+                    9 | 10 => net.nixl(host, other, true, noticed),
+                    11..16 => keys
                         .iter()
                         .for_each(|&key| chunks.store(key, rng.next_u64())),
                     16..18 => {
@@ -227,6 +235,8 @@ async fn schedule(seed: u64) -> Tally {
         sum.lapsed += counters.lapsed;
         sum.corrupt += counters.corrupt;
         sum.busy += counters.busy;
+        sum.over_nixl += counters.read_nixl_bytes;
+        sum.over_sockets += counters.read_bytes - counters.read_nixl_bytes;
     }
     *sum.borrow()
 }
@@ -246,6 +256,7 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
         "{sum:?}"
     );
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
+    assert!(sum.over_nixl > 0 && sum.over_sockets > 0, "{sum:?}");
 }
 
 /// Faults of a network that only delays.
@@ -520,6 +531,11 @@ fn peers_that_do_not_fit_are_refused_with_a_reason() {
 async fn begin_to_read(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tally>) {
     (0..2).for_each(|host| net.start(host, 64, |_| ()));
     assert!(net.connect(0, 1).await);
+    begin_to_read_again(net).await
+}
+
+/// Begins to read between hosts that are connected.
+async fn begin_to_read_again(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tally>) {
     let keys = prompt(0, 8);
     keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
     let (reader, asked) = (net.clone(), keys.clone());
@@ -528,6 +544,42 @@ async fn begin_to_read(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tal
         tokio::time::sleep(Duration::from_micros(50)).await;
     }
     (keys, reading)
+}
+
+#[test]
+fn a_read_that_nixl_does_not_finish_is_finished_over_sockets() {
+    run(async {
+        let net = Net::new(
+            21,
+            slow(Duration::from_micros(200), Duration::from_millis(20)),
+        );
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let by = || net.node(1).transport(&name(0));
+        assert_eq!(by(), Some(Transport::Sockets), "no NIXL session yet");
+        net.nixl(0, 1, true, Duration::ZERO);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(by(), Some(Transport::Nixl));
+        let (_, reading) = begin_to_read_again(&net).await;
+        // By then it reads.
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        net.nixl(1, 0, false, Duration::ZERO);
+        let tally = reading.await.expect("every byte was right");
+        assert_eq!((tally.hits, tally.failed), (8, 0), "{tally:?}");
+        let counters = net.node(1).counters();
+        assert!(
+            counters.read_nixl_bytes < counters.read_bytes,
+            "{counters:?}"
+        );
+        assert_eq!(counters.failed, 1);
+        // It comes back, and is used after a pause.
+        net.nixl(0, 1, true, Duration::ZERO);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(by(), Some(Transport::Sockets));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(by(), Some(Transport::Nixl));
+        assert_eq!(net.grants(0), 0);
+    });
 }
 
 #[test]

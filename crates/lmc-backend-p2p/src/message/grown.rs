@@ -1,0 +1,122 @@
+//! Fields that bodies have grown at their end since the first release.
+
+use postcard::{Result, take_from_bytes, to_extend};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::{ClearNote, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew};
+
+/// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
+/// transports other than sockets in leases.
+pub const FEATURE_NIXL: u64 = 1;
+
+/// The NIXL channel of a daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NixlAddress {
+    /// TCP port of its control connections, on the host of the daemon's address.
+    pub port: u16,
+    /// Incarnation of the channel.
+    pub incarnation: u64,
+}
+
+/// A transport of the bytes of leased chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Transport {
+    /// The connection that carries questions and answers.
+    #[default]
+    Sockets,
+    /// A NIXL channel beside it.
+    Nixl,
+}
+
+impl Transport {
+    /// Returns a short name for logs and for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sockets => "sockets",
+            Self::Nixl => "nixl",
+        }
+    }
+
+    /// Nothing is written for sockets, so that the bytes stay those of the first release.
+    fn write(self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match self {
+            Self::Sockets => Ok(bytes),
+            Self::Nixl => to_extend(&1u64, bytes),
+        }
+    }
+
+    /// Whatever is not known counts as sockets, which every side has.
+    fn read(tail: &[u8]) -> Self {
+        match take_from_bytes::<u64>(tail) {
+            Ok((1, _)) => Self::Nixl,
+            _ => Self::Sockets,
+        }
+    }
+}
+
+/// The body of a frame.
+pub(super) trait Body: Serialize + DeserializeOwned {
+    /// Appends the fields that the body has grown.
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        Ok(bytes)
+    }
+
+    /// Reads the fields that the body has grown, as far as they are there.
+    fn read_tail(&mut self, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Body for Hello {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match &self.nixl {
+            Some(nixl) => to_extend(nixl, bytes),
+            None => Ok(bytes),
+        }
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        if self.features & FEATURE_NIXL != 0 {
+            let (nixl, _newer) = take_from_bytes(tail)?;
+            self.nixl = Some(nixl);
+        }
+        Ok(())
+    }
+}
+
+impl Body for Lease {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.transport.write(bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.transport = Transport::read(tail);
+        Ok(())
+    }
+}
+
+impl Body for Leased {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.transport.write(bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.transport = Transport::read(tail);
+        Ok(())
+    }
+}
+
+macro_rules! not_grown {
+    ($($body:ty),*) => {$( impl Body for $body {} )*};
+}
+
+not_grown!(
+    Locate,
+    Located,
+    Renew,
+    Release,
+    KeyBatch,
+    Vec<ClearNote>,
+    Refusal
+);
+not_grown!(bool, Vec<bool>, (), u32, u16);

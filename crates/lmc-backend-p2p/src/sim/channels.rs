@@ -1,0 +1,227 @@
+//! Two daemons over real channels: sockets, and a second channel of sockets in place of NIXL,
+//! which takes one peer at a time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use lmc_backend::{LoadItem, Loaded};
+use lmc_transfer::{Address, ChannelConfig, PeerId, SocketChannel, SocketConfig, TransferChannel};
+use tokio::runtime::{Handle, Runtime};
+
+use super::chunks::SimChunks;
+use super::net::Memory;
+use super::{LEN, bytes, key};
+use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
+use crate::message::Transport;
+use crate::node::NodeConfig;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const CHUNKS: u64 = 8;
+
+struct Daemon {
+    tier: P2pBackend<SimChunks>,
+    chunks: SimChunks,
+    id: PeerId,
+    nixl: Option<Arc<SocketChannel>>,
+}
+
+fn loopback() -> Address {
+    "tcp://127.0.0.1:0".parse().expect("an address")
+}
+
+fn runtime() -> Runtime {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build();
+    runtime.expect("threads")
+}
+
+/// Starts a daemon that connects to the peer at an address.
+fn daemon(name: &str, peer: Option<&Daemon>, has_nixl: bool) -> Daemon {
+    let chunks = SimChunks::new(64, Memory::default());
+    let id = new_peer_id(name).expect("random bytes");
+    let channel = ChannelConfig::new(id.clone(), Arc::clone(chunks.pool.arena()));
+    let mut nixl = channel.clone();
+    nixl.max_peers = 1;
+    let nixl = has_nixl.then(|| {
+        let nixl = SocketConfig::new(nixl, loopback()).build();
+        Arc::new(nixl.expect("a port"))
+    });
+    let node = NodeConfig::new(name, "", 64 * 4096);
+    let mut config = P2pConfig::new(node, SocketConfig::new(channel, loopback()));
+    let at = |peer: &Daemon| peer.tier.address().to_string().replace("tcp://", "");
+    config.peers = peer.map(at).into_iter().collect();
+    config.nixl = nixl.clone().map(|nixl| nixl as Arc<dyn TransferChannel>);
+    let tier = P2pBackend::start(config, chunks.clone(), Handle::current());
+    Daemon {
+        tier: tier.expect("a port"),
+        chunks,
+        id,
+        nixl,
+    }
+}
+
+impl Daemon {
+    fn nixl(&self) -> &SocketChannel {
+        self.nixl.as_ref().expect("it has one")
+    }
+
+    fn store(&self) {
+        (0..CHUNKS).for_each(|chunk| self.chunks.store(key(0, chunk), 0));
+    }
+
+    /// Reads the prompt from a peer, and compares every byte. Returns the bytes that came over
+    /// NIXL, and those that came over sockets.
+    async fn read(&self) -> (u64, u64) {
+        let node = self.tier.node();
+        let before = node.counters();
+        let keys: Vec<_> = (0..CHUNKS).map(|chunk| key(0, chunk)).collect();
+        let deadline = Instant::now() + DEADLINE;
+        let located = node.locate(&keys, deadline).await;
+        let found = |located: &Result<lmc_backend::Located, _>| {
+            matches!(located, Ok(lmc_backend::Located::Present(_)))
+        };
+        assert!(located.iter().all(found), "{located:?}");
+        let slot = || self.chunks.pool.reserve(LEN).expect("a slot");
+        let items = keys.iter().map(|&key| LoadItem::new(key, slot())).collect();
+        let mut answers = node.load(items, deadline);
+        while let Some((index, loaded)) = answers.next().await {
+            let Loaded::Hit { slot, epoch } = loaded else {
+                panic!("chunk {index}: {loaded:?}");
+            };
+            assert_eq!(slot.bytes(), bytes(&keys[index], epoch.counter));
+        }
+        let after = node.counters();
+        let by_nixl = after.read_nixl_bytes - before.read_nixl_bytes;
+        (by_nixl, after.read_bytes - before.read_bytes - by_nixl)
+    }
+
+    /// Waits until a peer's hello was accepted, and it is read by this transport.
+    async fn until_read_by(&self, peer: &Self, by: Transport) {
+        let reads = || {
+            let known = self.tier.node().peers.lock().with_hello();
+            known.contains(&peer.id) && self.tier.node().transport(&peer.id) == Some(by)
+        };
+        let waits = async {
+            while !reads() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let waited = tokio::time::timeout(DEADLINE, waits).await;
+        waited.unwrap_or_else(|_| panic!("not read by {by:?}"));
+    }
+}
+
+/// The only peer that a NIXL channel takes, while it is connected.
+struct Stranger(SocketChannel);
+
+impl Stranger {
+    /// Connects to the NIXL channel of a daemon, in the stead of a peer.
+    async fn connect(to: &Daemon, instead_of: Option<&PeerId>) -> Self {
+        let chunks = SimChunks::new(1, Memory::default());
+        let id = "stranger".parse().expect("a name");
+        let channel = ChannelConfig::new(id, Arc::clone(chunks.pool.arena()));
+        let channel = SocketConfig::new(channel, loopback()).build();
+        let stranger = Self(channel.expect("a port"));
+        let nixl = to.nixl();
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(peer) = instead_of {
+                nixl.disconnect(peer, deadline).await.expect("in time");
+            }
+            let at = nixl.address();
+            match TransferChannel::connect(&stranger.0, &to.id, at, None, deadline).await {
+                Ok(_) => return stranger,
+                // That peer may have come back first.
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+        }
+    }
+
+    async fn leave(self, from: &Daemon) {
+        let left = self.0.disconnect(&from.id, Instant::now() + DEADLINE);
+        left.await.expect("in time");
+    }
+}
+
+const ALL: u64 = CHUNKS * LEN;
+
+#[test]
+fn bytes_go_over_sockets_until_both_sides_are_connected_over_nixl() {
+    runtime().block_on(async {
+        let owner = daemon("owner", None, true);
+        owner.store();
+        let stranger = Stranger::connect(&owner, None).await;
+        let reader = daemon("reader", Some(&owner), true);
+        reader.until_read_by(&owner, Transport::Sockets).await;
+        assert_eq!(reader.read().await, (0, ALL));
+        stranger.leave(&owner).await;
+        reader.until_read_by(&owner, Transport::Nixl).await;
+        // The owner may learn of it a moment later.
+        owner.until_read_by(&reader, Transport::Nixl).await;
+        assert_eq!(reader.read().await, (ALL, 0));
+    });
+}
+
+#[test]
+fn bytes_go_over_sockets_while_the_nixl_session_is_gone() {
+    runtime().block_on(async {
+        let owner = daemon("owner", None, true);
+        owner.store();
+        let reader = daemon("reader", Some(&owner), true);
+        reader.until_read_by(&owner, Transport::Nixl).await;
+        owner.until_read_by(&reader, Transport::Nixl).await;
+        assert_eq!(reader.read().await, (ALL, 0));
+        let stranger = Stranger::connect(&owner, Some(&reader.id)).await;
+        reader.until_read_by(&owner, Transport::Sockets).await;
+        assert_eq!(reader.read().await, (0, ALL));
+        stranger.leave(&owner).await;
+        reader.until_read_by(&owner, Transport::Nixl).await;
+        owner.until_read_by(&reader, Transport::Nixl).await;
+        assert_eq!(reader.read().await, (ALL, 0));
+    });
+}
+
+#[test]
+fn a_peer_without_nixl_is_read_over_sockets() {
+    runtime().block_on(async {
+        for (owner_has, reader_has) in [(false, true), (true, false)] {
+            let owner = daemon("owner", None, owner_has);
+            owner.store();
+            let reader = daemon("reader", Some(&owner), reader_has);
+            reader.until_read_by(&owner, Transport::Sockets).await;
+            assert_eq!(reader.read().await, (0, ALL));
+        }
+    });
+}
+
+#[test]
+fn the_nixl_session_ends_with_that_over_sockets() {
+    runtime().block_on(async {
+        let (owner, reader) = (daemon("owner", None, true), daemon("reader", None, true));
+        let deadline = Instant::now() + DEADLINE;
+        let link = &reader.tier.node().link;
+        let at = owner.tier.address();
+        let connected = TransferChannel::connect(&link.sockets, &owner.id, at, None, deadline);
+        connected.await.expect("it listens");
+        reader.until_read_by(&owner, Transport::Sockets).await;
+        let nixl = reader.tier.node().nixl_of(&owner.id).expect("its hello");
+        let at = owner.nixl().address();
+        let connected = link.connect_nixl(&owner.id, nixl, at, deadline);
+        connected.await.expect("it listens");
+        reader.until_read_by(&owner, Transport::Nixl).await;
+        owner.until_read_by(&reader, Transport::Nixl).await;
+        let ended = link.sockets.disconnect(&owner.id, deadline);
+        ended.await.expect("in time");
+        let gone = async {
+            while owner.nixl().is_connected(&reader.id) || reader.nixl().is_connected(&owner.id) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, gone)
+            .await
+            .expect("both end");
+    });
+}
