@@ -22,6 +22,10 @@ use crate::config::{HostPort, ServeConfig};
 /// Static peers above which a warning says that each prompt asks all of them.
 const MANY_PEERS: usize = 8;
 
+/// Nice value of the threads that move bytes between peers: where cores are short, the copies of
+/// local engines get three times as much of them.
+const SERVING_NICE: u8 = 5;
+
 /// The engine whose chunks are lent; set once it is made, above the tier that lends them.
 #[derive(Debug, Clone, Default)]
 pub struct Lender(Arc<Lent>);
@@ -136,7 +140,8 @@ pub(crate) fn open(
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
     }
-    let channel = SocketConfig::new(channel, address(listen));
+    let mut channel = SocketConfig::new(channel, address(listen));
+    channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
     let advertised = config.p2p_advertise.as_ref().filter(|at| at.port != 0);
     let advertised = advertised.map_or_else(String::new, HostPort::to_string);

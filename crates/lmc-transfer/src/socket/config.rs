@@ -38,6 +38,9 @@ pub struct SocketConfig {
     /// the arena; one peer may hold a quarter. A peer that exceeds this is disconnected. At least
     /// 8 MiB. Default: 64 MiB.
     pub peer_memory: usize,
+    /// Added to the nice value of the threads, 0 to 19: above 0 the other threads of this host go
+    /// first where there are not enough cores. Default: 0.
+    pub nice: u8,
 }
 
 /// A socket channel could not be built.
@@ -74,6 +77,7 @@ impl SocketConfig {
             threads: cores.min(4),
             keepalive: Duration::from_secs(5),
             peer_memory: 64 << 20,
+            nice: 0,
         }
     }
 
@@ -92,6 +96,7 @@ impl SocketConfig {
         check(keepalive, "keepalive", "10 ms to 1 min", &self.keepalive)?;
         let memory = self.peer_memory >= MIN_PEER_MEMORY;
         check(memory, "peer_memory", "8 MiB or more", &self.peer_memory)?;
+        check(self.nice <= 19, "nice", "0 to 19", &self.nice)?;
         SocketChannel::start(self)
     }
 }

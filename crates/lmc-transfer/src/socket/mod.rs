@@ -72,7 +72,7 @@ pub struct SocketChannel {
 
 impl SocketChannel {
     fn start(config: SocketConfig) -> Result<Self, SocketError> {
-        let threads = Threads::start(config.threads).map_err(SocketError::Start)?;
+        let threads = Threads::start(config.threads, config.nice).map_err(SocketError::Start)?;
         let listen = config.listen.clone();
         let listener = {
             let _entered = threads.first().enter();

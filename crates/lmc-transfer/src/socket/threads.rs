@@ -21,7 +21,8 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    pub(super) fn start(count: usize) -> io::Result<Self> {
+    /// Starts threads whose nice value is higher than that of this one by `nice`.
+    pub(super) fn start(count: usize, nice: u8) -> io::Result<Self> {
         let mut threads = Self {
             handles: Vec::with_capacity(count),
             next: AtomicUsize::new(0),
@@ -30,17 +31,19 @@ impl Threads {
             threads: Mutex::default(),
         };
         for _ in 0..count {
-            threads.add()?;
+            threads.add(nice)?;
         }
         Ok(threads)
     }
 
-    fn add(&mut self) -> io::Result<()> {
+    fn add(&mut self, nice: u8) -> io::Result<()> {
         let (begun, begins) = mpsc::channel();
         let running = Running::new(&self.running);
         let mut stop = self.stop.subscribe();
         let run = move || {
             let _running = running;
+            // Of this thread only; the system refuses lower values alone.
+            let _ = rustix::process::nice(nice.into());
             let runtime = Builder::new_current_thread()
                 .enable_io()
                 .enable_time()
@@ -130,7 +133,7 @@ mod tests {
     #[test]
     fn streams_and_the_first_of_each_connection_go_round_all_threads() {
         for count in [1, 2, 3, 4] {
-            let threads = Threads::start(count).expect("threads");
+            let threads = Threads::start(count, 0).expect("threads");
             for streams in [1, 4] {
                 let connections: Vec<_> = (0..count).map(|_| homes(&threads, streams)).collect();
                 let firsts: HashSet<_> = connections.iter().map(|homes| homes[0]).collect();
@@ -145,8 +148,20 @@ mod tests {
     }
 
     #[test]
+    fn they_alone_are_nicer() {
+        let nice = || rustix::process::getpriority_process(None).expect("its own nice value");
+        let (ours, threads) = (nice(), Threads::start(2, 3).expect("threads"));
+        for home in threads.for_streams(2) {
+            let (answer, answers) = mpsc::channel();
+            home.spawn(async move { answer.send(nice()) });
+            assert_eq!(answers.recv().ok(), Some((ours + 3).min(19)));
+        }
+        assert_eq!(nice(), ours);
+    }
+
+    #[test]
     fn their_end_waits_for_foreign_code_and_can_be_given_up() {
-        let threads = Threads::start(2).expect("threads");
+        let threads = Threads::start(2, 0).expect("threads");
         let (go, gone) = mpsc::channel::<()>();
         let foreign = threads.first().spawn_blocking(move || gone.recv());
         threads.stop();
@@ -165,7 +180,7 @@ mod tests {
     fn they_may_be_dropped_where_a_runtime_runs() {
         let runtime = Builder::new_current_thread().build().expect("a runtime");
         let mut running = runtime.block_on(async {
-            let threads = Threads::start(2).expect("threads");
+            let threads = Threads::start(2, 0).expect("threads");
             threads.running.subscribe()
         });
         // An error says that the last of them took the other end with it.
