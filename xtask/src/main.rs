@@ -61,7 +61,7 @@ enum Action {
         #[arg(long)]
         require: bool,
     },
-    /// Test channels between network namespaces; as root
+    /// Test channels and daemons between network namespaces; as root
     TestMultinode,
     TestRdma(rdma::RdmaArgs),
     Fuzz(fuzz::FuzzArgs),

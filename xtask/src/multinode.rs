@@ -1,4 +1,4 @@
-//! `cargo xtask test-multinode`: the channels between network namespaces, as between two hosts.
+//! `cargo xtask test-multinode`: channels and daemons between network namespaces, as between hosts.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,6 +20,8 @@ const RATE: (&str, f64) = ("1gbit", 125e6);
 const SLACK: f64 = 1.25;
 const COMMAND: Duration = Duration::from_secs(20);
 const LIMIT: Duration = Duration::from_secs(120);
+/// Time for the tests of daemons, with their build.
+const DAEMONS: Duration = Duration::from_secs(1800);
 
 pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
@@ -29,6 +31,11 @@ pub(crate) fn run() -> Result<bool> {
             let nixl = Nixl::find();
             let program = two_sides::build(nixl.is_ok())?;
             channels(&program, &nixl, &mut outcomes);
+            println!("\n==> daemons between namespaces");
+            match packages::install("python3", "python3") {
+                Ok(()) => outcomes.ran("daemons between namespaces", daemons()),
+                Err(why) => outcomes.skip("daemons between namespaces", &why),
+            }
         }
     }
     Ok(outcomes.finish())
@@ -49,6 +56,24 @@ pub(crate) fn prepare() -> Result<()> {
     Namespaces::lay(None)
         .context("no network namespaces here")
         .map(drop)
+}
+
+/// Runs the tests of daemons that are peers on several hosts.
+fn daemons() -> Result<String> {
+    let mut tests = Command::new("cargo");
+    tests
+        .args(["test", "--locked", "--package", "lmc-server"])
+        .args(["--test", "multinode", "--", "--ignored"])
+        // Most of them wait for a slow link or a silent peer.
+        .args(["--test-threads", "12"]);
+    let said = shown::output(&mut tests, DAEMONS)?;
+    let counts = said.lines().find_map(|line| {
+        let rest = line.strip_prefix("test result: ok. ")?;
+        rest.split(" passed").next()?.parse::<u32>().ok()
+    });
+    let passed = counts.context("cargo test shows no result")?;
+    ensure!(passed > 0, "no test of daemons ran");
+    Ok(format!("{passed} cases over sockets"))
 }
 
 /// The socket channel and NIXL over TCP, each on a quick and on a slowed link.

@@ -32,14 +32,17 @@ pub enum Guarantee {
     Lossy,
 }
 
+/// Number of different keys.
+const KEYS: u64 = 48;
+/// Bytes of the largest chunk.
+const MAX_LEN: u64 = 20_000;
+
 /// The kit. `Default:` values stand with each setter.
 #[derive(Clone, Debug)]
 pub struct Conformance {
     guarantee: Guarantee,
     seed: u64,
     operations: usize,
-    keys: u64,
-    max_len: u64,
     tolerance: Duration,
 }
 
@@ -82,8 +85,6 @@ impl Conformance {
             guarantee,
             seed: given.unwrap_or_else(fresh),
             operations: 500,
-            keys: 48,
-            max_len: 20_000,
             tolerance: Duration::from_secs(20),
         }
     }
@@ -100,18 +101,6 @@ impl Conformance {
         self
     }
 
-    /// Number of different keys, at least 1. Default: 48.
-    pub fn with_keys(mut self, keys: u64) -> Self {
-        self.keys = keys.max(1);
-        self
-    }
-
-    /// Bytes of the largest chunk, at least 1. Default: 20,000.
-    pub fn with_max_len(mut self, max_len: u64) -> Self {
-        self.max_len = max_len.max(1);
-        self
-    }
-
     /// Sets the time that slots of cancelled operations may stay away, and by which an operation may
     /// end after its deadline. Default: 20 s.
     pub fn with_tolerance(mut self, tolerance: Duration) -> Self {
@@ -121,7 +110,7 @@ impl Conformance {
 
     /// The most that the kit stores at one time, each chunk rounded up to 4,096 bytes.
     pub fn bytes_needed(&self) -> u64 {
-        self.keys * self.max_len.next_multiple_of(4096)
+        KEYS * MAX_LEN.next_multiple_of(4096)
     }
 
     /// Runs the operations, closes the tier, and checks that every slot came back.
@@ -156,15 +145,15 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(kit: &'a Conformance, backend: &'a dyn Backend) -> Self {
         let mut rng = Rng::new(kit.seed);
-        let keys: Vec<_> = (0..kit.keys).map(test_key).collect();
+        let keys: Vec<_> = (0..KEYS).map(test_key).collect();
         let len = |rng: &mut Rng| match rng.below(4) {
-            0 => kit.max_len,
-            1 => 1 + rng.below(kit.max_len.min(16)),
-            _ => 1 + rng.below(kit.max_len),
+            0 => MAX_LEN,
+            1 => 1 + rng.below(MAX_LEN.min(16)),
+            _ => 1 + rng.below(MAX_LEN),
         };
         let lens = keys.iter().map(|&key| (key, len(&mut rng))).collect();
         // A batch has at most 16 chunks, and a cancelled one may hold its slots for a while.
-        let bytes = kit.max_len.next_multiple_of(4096) * 16 * 4;
+        let bytes = MAX_LEN.next_multiple_of(4096) * 16 * 4;
         let arena = ArenaConfig::anonymous(bytes as usize).build();
         let arena = arena.expect("a test machine has the memory for a few batches");
         let pool = Pool::new(Arc::new(arena), PoolConfig::default());
@@ -197,7 +186,7 @@ impl<'a> Run<'a> {
             let run = self.keys.iter().cycle().skip(start).take(count);
             return run.copied().collect();
         }
-        let pick = |_| self.keys[self.rng.below(self.kit.keys) as usize];
+        let pick = |_| self.keys[self.rng.below(KEYS) as usize];
         (0..count).map(pick).collect()
     }
 

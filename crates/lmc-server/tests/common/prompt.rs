@@ -1,10 +1,10 @@
 //! One prompt of a worker that copies through shared memory: stored, looked up and read back.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request, SlotDescriptor};
+use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
 
 /// Tokens in a chunk.
 const CHUNK: usize = 256;
@@ -38,97 +38,152 @@ pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str
     }
 }
 
-pub(crate) fn key(request: &str) -> CacheKey {
-    CacheKey {
-        model_name: "model".to_owned(),
-        world_size: 1,
-        worker_id: Some(0),
-        token_ids: (0..(CHUNK * CHUNKS) as u32).collect(),
-        end: (CHUNK * CHUNKS) as u64,
-        request_id: request.to_owned(),
-        num_kv_readers: 1,
-        ..CacheKey::default()
-    }
-}
+/// A prompt by its number: another one has other tokens and other bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Prompt(pub(crate) u32);
 
-fn bytes_of(chunk: usize, len: u64) -> Vec<u8> {
-    (0..len)
-        .map(|at| (at as usize * 31 + chunk * 7) as u8)
-        .collect()
+pub(crate) fn key(request: &str) -> CacheKey {
+    Prompt::default().key(request)
 }
 
 pub(crate) fn store(client: &mut Client, shm_name: &str) {
-    let request = Request::PrepareStore {
-        key: key("store"),
-        instance_id: 1,
-    };
-    let reply = client.ask(&request).expect("an answer");
-    let Reply::StoreSlots {
-        slots,
-        chunk_indices,
-    } = reply
-    else {
-        panic!("{reply:?}");
-    };
-    assert_eq!(slots.len(), CHUNKS);
-    let pool = OpenOptions::new()
-        .write(true)
-        .open(Path::new("/dev/shm").join(shm_name));
-    let pool = pool.expect("the pool");
-    for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
-        let bytes = bytes_of(chunk as usize, slot.length);
-        pool.write_all_at(&bytes, slot.offset)
-            .expect("inside the pool");
-    }
-    let commit = Request::CommitStore {
-        key: key("store"),
-        instance_id: 1,
-        pickled: 0,
-    };
-    assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+    Prompt::default().store(client, shm_name);
 }
 
 /// Looks up and reads back: how many chunks were there, each with its bytes.
 pub(crate) fn retrieve(client: &mut Client, shm_name: &str, request: &str) -> u64 {
-    let lookup = CacheKey {
-        worker_id: None,
-        ..key(request)
-    };
-    let reply = client.ask(&Request::Lookup(lookup)).expect("an answer");
-    assert_eq!(reply, Reply::None);
+    Prompt::default().retrieve(client, shm_name, request)
+}
+
+/// Opens the pool of a server.
+fn pool(shm_name: &str) -> File {
+    let mut options = OpenOptions::new();
+    let pool = options.read(true).write(true);
+    pool.open(Path::new("/dev/shm").join(shm_name))
+        .expect("the pool")
+}
+
+impl Prompt {
+    fn key(self, request: &str) -> CacheKey {
+        let tokens = (CHUNK * CHUNKS) as u32;
+        CacheKey {
+            model_name: "model".to_owned(),
+            world_size: 1,
+            worker_id: Some(0),
+            token_ids: (0..tokens).map(|at| self.0 * tokens + at).collect(),
+            end: u64::from(tokens),
+            request_id: request.to_owned(),
+            num_kv_readers: 1,
+            ..CacheKey::default()
+        }
+    }
+
+    fn bytes_of(self, chunk: usize, len: u64) -> Vec<u8> {
+        let seed = chunk * 7 + self.0 as usize * 101;
+        (0..len)
+            .map(|at| (at as usize * 31 + (at >> 8) as usize + seed) as u8)
+            .collect()
+    }
+
+    pub(crate) fn store(self, client: &mut Client, shm_name: &str) {
+        assert!(self.try_store(client, shm_name), "the server takes nothing");
+    }
+
+    /// Stores all chunks. Returns false if the server takes none now.
+    pub(crate) fn try_store(self, client: &mut Client, shm_name: &str) -> bool {
+        let request = Request::PrepareStore {
+            key: self.key("store"),
+            instance_id: 1,
+        };
+        let reply = client.ask(&request).expect("an answer");
+        let Reply::StoreSlots {
+            slots,
+            chunk_indices,
+        } = reply
+        else {
+            panic!("{reply:?}");
+        };
+        if slots.is_empty() {
+            return false;
+        }
+        assert_eq!(slots.len(), CHUNKS);
+        let pool = pool(shm_name);
+        for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
+            let bytes = self.bytes_of(chunk as usize, slot.length);
+            pool.write_all_at(&bytes, slot.offset)
+                .expect("inside the pool");
+        }
+        let commit = Request::CommitStore {
+            key: self.key("store"),
+            instance_id: 1,
+            pickled: 0,
+        };
+        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        true
+    }
+
+    /// Looks up and reads back: how many chunks were there, each with its bytes.
+    pub(crate) fn retrieve(self, client: &mut Client, shm_name: &str, request: &str) -> u64 {
+        self.begin_lookup(client, request);
+        let hits = await_hits(client, request);
+        self.read_back(client, shm_name, request, hits);
+        hits
+    }
+
+    /// Sends a lookup. The server answers at once, and searches its tiers meanwhile.
+    pub(crate) fn begin_lookup(self, client: &mut Client, request: &str) {
+        let lookup = CacheKey {
+            worker_id: None,
+            ..self.key(request)
+        };
+        let reply = client.ask(&Request::Lookup(lookup)).expect("an answer");
+        assert_eq!(reply, Reply::None);
+    }
+
+    /// Reads the chunks that a lookup has found, compares every byte, and ends the request.
+    pub(crate) fn read_back(self, client: &mut Client, shm_name: &str, request: &str, hits: u64) {
+        if hits > 0 {
+            let range = CacheKey {
+                end: hits * CHUNK as u64,
+                ..self.key(request)
+            };
+            let prepare = Request::PrepareRetrieve {
+                key: range.clone(),
+                instance_id: 1,
+            };
+            let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
+                panic!("found and not there");
+            };
+            assert_eq!(slots.len() as u64, hits);
+            let pool = pool(shm_name);
+            for (chunk, slot) in slots.iter().enumerate() {
+                let mut bytes = vec![0; slot.length as usize];
+                pool.read_exact_at(&mut bytes, slot.offset)
+                    .expect("inside the pool");
+                let wanted = self.bytes_of(chunk, slot.length);
+                assert!(bytes == wanted, "chunk {chunk} of {self:?} has wrong bytes");
+            }
+            let commit = Request::CommitRetrieve {
+                key: range,
+                instance_id: 1,
+            };
+            assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        }
+        let end = Request::EndSession {
+            request_id: request.to_owned(),
+        };
+        client.ask(&end).expect("an answer");
+    }
+}
+
+/// Waits for the end of a lookup. Returns the number of leading chunks that are in memory.
+pub(crate) fn await_hits(client: &mut Client, request: &str) -> u64 {
     let wait = Request::WaitPrefetchStatus {
         request_id: request.to_owned(),
-        timeout: 10.0,
+        timeout: 15.0,
     };
     let Reply::Int(hits) = client.ask(&wait).expect("an answer") else {
         panic!("no answer to the lookup");
     };
-    if hits == 0 {
-        return 0;
-    }
-    let range = CacheKey {
-        end: hits * CHUNK as u64,
-        ..key(request)
-    };
-    let prepare = Request::PrepareRetrieve {
-        key: range,
-        instance_id: 1,
-    };
-    let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
-        panic!("found and not there");
-    };
-    let pool = OpenOptions::new()
-        .read(true)
-        .open(Path::new("/dev/shm").join(shm_name));
-    let pool = pool.expect("the pool");
-    let read = |slot: &SlotDescriptor| {
-        let mut bytes = vec![0; slot.length as usize];
-        pool.read_exact_at(&mut bytes, slot.offset)
-            .expect("inside the pool");
-        bytes
-    };
-    for (chunk, slot) in slots.iter().enumerate() {
-        assert_eq!(read(slot), bytes_of(chunk, slot.length), "chunk {chunk}");
-    }
     hits
 }
