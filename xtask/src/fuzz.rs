@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-const TARGETS: [&str; 4] = ["zmtp", "request", "service", "transfer"];
+const TARGETS: [&str; 5] = ["zmtp", "request", "service", "transfer", "peer"];
 /// Longest input in bytes; the seeds and the findings so far are far below.
 const MAX_LEN: u32 = 4096;
 
@@ -79,6 +79,7 @@ pub(crate) fn run(asked: &FuzzArgs) -> Result<bool> {
 fn mutator(target: &str, asked: &FuzzArgs) -> Command {
     let (package, example) = match target {
         "transfer" => ("lmc-transfer", "fuzz_transfer"),
+        "peer" => ("lmc-backend-p2p", "fuzz_peer"),
         _ => ("lmc-vllm-adapter", "fuzz"),
     };
     let mut command = Command::new("cargo");

@@ -14,6 +14,12 @@
 mod backend;
 mod chunks;
 mod daemon_link;
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(
+    test,
+    allow(unreachable_pub, reason = "public only for the fuzz targets")
+)]
+pub mod fuzzing;
 mod link;
 pub mod message;
 mod node;
