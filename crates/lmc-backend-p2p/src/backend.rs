@@ -51,6 +51,9 @@ pub struct P2pConfig {
     /// of sockets. Peers without one, or whose memory is not registered yet, are read over
     /// sockets. Default: none.
     pub nixl: Option<Arc<dyn TransferChannel>>,
+    /// Directories: `HOST:PORT`, the one that is asked first at the front. Chunks are
+    /// announced to all of them.
+    pub directories: Vec<String>,
 }
 
 impl P2pConfig {
@@ -61,6 +64,7 @@ impl P2pConfig {
             channel,
             peers: Vec::new(),
             nixl: None,
+            directories: Vec::new(),
         }
     }
 }
@@ -101,7 +105,9 @@ impl<C: Chunks> P2pBackend<C> {
             mut channel,
             peers,
             nixl,
+            directories,
         } = config;
+        node.uses_directories = !directories.is_empty();
         // The channel's handlers know the node by this, once there is one.
         let shared: Arc<Mutex<Weak<DaemonNode<C>>>> = Arc::new(Mutex::new(Weak::new()));
         let (at, on) = (Arc::clone(&shared), runtime.clone());
@@ -129,9 +135,16 @@ impl<C: Chunks> P2pBackend<C> {
         tasks.spawn_on(async move { expiring.expire_leases().await }, &runtime);
         let in_step = Arc::clone(&node);
         tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
-        let count = peers.len();
+        let count = peers.len() + directories.len();
+        if node.config.uses_directories {
+            let mut seed = [0; 8];
+            getrandom::fill(&mut seed).map_err(|error| SocketError::Start(error.into()))?;
+            let announcing = Arc::clone(&node).announce_chunks(u64::from_le_bytes(seed));
+            tasks.spawn_on(announcing, &runtime);
+        }
         if count > 0 {
-            tasks.spawn_on(stay_connected(Arc::clone(&node), peers), &runtime);
+            let named = Named { peers, directories };
+            tasks.spawn_on(stay_connected(Arc::clone(&node), named), &runtime);
         }
         Ok(Self {
             node,
@@ -207,12 +220,21 @@ fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, o
     }
 }
 
-/// Keeps connections to the peers that are named. Runs until it is dropped.
-async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, names: Vec<String>) {
+/// Names in the configuration.
+struct Named {
+    peers: Vec<String>,
+    directories: Vec<String>,
+}
+
+/// Keeps connections to the peers and directories that are named. Runs until it is dropped.
+async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
+    let Named { peers, directories } = named;
+    let names = [&peers[..], &directories[..]].concat();
     let mut addresses: BTreeSet<SocketAddr> = BTreeSet::new();
     let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
     let mut failures: HashMap<SocketAddr, String> = HashMap::new();
     let mut nixl_failures: HashMap<SocketAddr, String> = HashMap::new();
+    let mut strangers: BTreeSet<PeerId> = BTreeSet::new();
     let mut resolved: Option<Instant> = None;
     let mut of_names: HashMap<String, Vec<SocketAddr>> = HashMap::new();
     loop {
@@ -262,7 +284,32 @@ async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, names: Vec<String>)
                 }
             }
         }
+        let at = |names: &[String]| -> Vec<PeerId> {
+            let addresses = names.iter().filter_map(|name| of_names.get(name)).flatten();
+            addresses
+                .filter_map(|address| known.get(address))
+                .cloned()
+                .collect()
+        };
+        let directories = at(&directories);
+        warn_of_strangers(&node, &directories, &mut strangers);
+        node.set_contacts(at(&peers).into_iter().collect(), directories);
         tokio::time::sleep(CONNECT_EVERY).await;
+    }
+}
+
+/// Warns once of each daemon that is named as a directory and is none.
+fn warn_of_strangers<C: Chunks>(
+    node: &DaemonNode<C>,
+    directories: &[PeerId],
+    known: &mut BTreeSet<PeerId>,
+) {
+    let peers = node.peers.lock();
+    for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
+        let name = &peer.session.peer;
+        if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {
+            tracing::warn!(peer = %name, "no directory listens at an address of --p2p-directory; name the address of a server's --p2p-directory-listen");
+        }
     }
 }
 

@@ -29,6 +29,10 @@ pub trait Chunks: Send + Sync + 'static {
         promote_until: Instant,
     ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)>;
 
+    /// Returns some of the chunks that can be leased, and where to go on; `None` at the end. Begins
+    /// at 0. A chunk that is there all the time is listed.
+    fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)>;
+
     /// Returns the newest clear epoch of a space: that of its chunks that are found.
     fn epoch(&self, space: SpaceId) -> ClearEpoch;
 

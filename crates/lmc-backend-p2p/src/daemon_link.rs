@@ -80,6 +80,26 @@ impl DaemonLink {
 impl Link for DaemonLink {
     type Grant = ReadLease;
 
+    fn connect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        address: &'a str,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), String>> {
+        Box::pin(async move {
+            let bare = address.strip_prefix("tcp://").unwrap_or(address);
+            let at = format!("tcp://{bare}").parse::<Address>();
+            let at = at.map_err(|error| error.to_string())?;
+            let connected = self.sockets.connect(peer, &at, None, deadline).await;
+            connected.map(drop).map_err(|error| error.to_string())
+        })
+    }
+
+    fn disconnect<'a>(&'a self, peer: &'a PeerId, deadline: Instant) -> BoxFuture<'a, ()> {
+        // What has not ended by the deadline ends later.
+        Box::pin(async move { drop(self.sockets.disconnect(peer, deadline).await) })
+    }
+
     fn is_current(&self, session: &Session) -> bool {
         self.sockets.peer_incarnation(&session.peer) == Some(session.incarnation)
     }

@@ -199,6 +199,21 @@ impl Link for Wire {
         Some(NIXL)
     }
 
+    fn connect<'a>(
+        &'a self,
+        _: &'a PeerId,
+        _: &'a str,
+        _: Instant,
+    ) -> BoxFuture<'a, Result<(), String>> {
+        Box::pin(std::future::ready(
+            Err("peers connect by themselves".into()),
+        ))
+    }
+
+    fn disconnect<'a>(&'a self, _: &'a PeerId, _: Instant) -> BoxFuture<'a, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
     /// All peers have the same channel.
     fn has_nixl(&self, _: &PeerId, nixl: NixlAddress) -> bool {
         nixl == NIXL
@@ -327,6 +342,11 @@ impl Chunks for Shelf {
             };
             (state.epoch, keys.iter().map(lease).collect())
         })
+    }
+
+    fn list(&self, _: u128, _: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
+        let keys = self.state.lock().resident.keys().copied().collect();
+        Box::pin(std::future::ready((keys, None)))
     }
 
     fn epoch(&self, _: SpaceId) -> ClearEpoch {

@@ -14,6 +14,7 @@
 mod backend;
 mod chunks;
 mod daemon_link;
+pub mod directory;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(
     test,

@@ -27,6 +27,20 @@ pub trait Link: Send + Sync + 'static {
     /// registered then.
     fn has_nixl(&self, peer: &PeerId, nixl: NixlAddress) -> bool;
 
+    /// Connects to the peer that is said to listen at `HOST:PORT`.
+    ///
+    /// # Errors
+    /// The reason, for people; also where another peer listens there.
+    fn connect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        address: &'a str,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<(), String>>;
+
+    /// Ends the connections to a peer.
+    fn disconnect<'a>(&'a self, peer: &'a PeerId, deadline: Instant) -> BoxFuture<'a, ()>;
+
     /// Sends a request to a connected peer, and returns its reply.
     ///
     /// # Errors

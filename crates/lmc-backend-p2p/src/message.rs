@@ -14,6 +14,8 @@ use lmc_transfer::Index;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::directory::{Announce, Announced, Find, Found};
+
 mod grown;
 
 use grown::Body;
@@ -33,6 +35,8 @@ pub const MAX_SPACES: usize = 64;
 pub const MAX_HOLDERS: usize = 4;
 /// Most bytes of a text: a name, an address, a reason.
 pub const MAX_TEXT: usize = 256;
+/// Feature bit of a [`Hello`]: the side is a directory, and has no chunks.
+pub const FEATURE_DIRECTORY: u64 = 1 << 8;
 /// Set in the kind of a reply.
 pub const REPLY: u16 = 0x8000;
 
@@ -239,6 +243,10 @@ pub enum Request {
     Copy(KeyBatch),
     /// Passes clears on.
     Clears(Vec<ClearNote>),
+    /// Tells a directory which chunks the asking side can lend.
+    Announce(Announce),
+    /// Asks a directory which members have chunks.
+    Find(Find),
 }
 
 /// Fields of [`Request::Locate`].
@@ -301,6 +309,10 @@ pub enum Reply {
     Copying(u32),
     /// The clears of the answering side.
     Cleared(Vec<ClearNote>),
+    /// The directory's answer to an announcement.
+    Announced(Announced),
+    /// Members that may have the chunks.
+    Found(Found),
     /// The request was understood, and is not carried out.
     Refused(Refusal),
     /// The kind of the request is not known to the answering side.
@@ -505,6 +517,8 @@ kinds! {
     6 Holds KeyBatch, Noted ();
     7 Copy KeyBatch, Copying u32;
     8 Clears Vec<ClearNote>, Cleared Vec<ClearNote>;
+    9 Announce Announce, Announced Announced;
+    10 Find Find, Found Found;
 }
 
 fn frame(kind: u16, body: &impl Body) -> Result<Vec<u8>, MessageError> {
@@ -561,7 +575,7 @@ fn check_clears(clears: &[ClearNote]) -> Result<(), MessageError> {
     clears.iter().try_for_each(|clear| clear.epoch.check())
 }
 
-fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
+pub(crate) fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
     within.then_some(()).ok_or(MessageError::Bounds(field))
 }
 
@@ -606,6 +620,8 @@ impl Request {
             Self::Lease(lease) => lease.keys.check(),
             Self::Holds(keys) | Self::Copy(keys) => keys.check(),
             Self::Clears(clears) => check_clears(clears),
+            Self::Announce(announce) => announce.check(),
+            Self::Find(find) => find.check(),
             Self::Renew(_) | Self::Release(_) => Ok(()),
         }
     }
@@ -628,6 +644,8 @@ impl Reply {
             }
             Self::Released(held) => bound(held.len() <= MAX_KEYS, "chunks"),
             Self::Cleared(clears) => check_clears(clears),
+            Self::Announced(answer) => answer.check(),
+            Self::Found(found) => found.check(),
             Self::Refused(Refusal::Algorithm(text)) => bound(text.len() <= MAX_TEXT, "text"),
             _ => Ok(()),
         }

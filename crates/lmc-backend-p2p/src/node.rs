@@ -2,6 +2,7 @@
 //! served. What this daemon asks of them is in `reading`.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -12,6 +13,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
+use crate::directory::{ChangedKeys, Contacts, Dials};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
@@ -61,6 +63,9 @@ pub struct NodeConfig {
     /// Time for which a peer may keep this daemon waiting for a lease, because others have leased
     /// all that it lends or because the chunks are on its disk. Default: 200 ms.
     pub lease_wait: Duration,
+    /// True if directories are asked for the peers that have chunks; otherwise every connected
+    /// peer is asked. Default: false.
+    pub uses_directories: bool,
     /// Oldest and newest version of the protocol to speak. Default: all that the crate knows.
     pub versions: (u16, u16),
 }
@@ -77,6 +82,7 @@ impl NodeConfig {
             lease: Duration::from_secs(2),
             max_chunk: 1 << 30,
             lease_wait: Duration::from_millis(200),
+            uses_directories: false,
             versions: (OLDEST_VERSION, VERSION),
         }
     }
@@ -106,6 +112,13 @@ pub struct Node<L: Link, C> {
     holders: Mutex<Recent<Vec<Session>>>,
     pub(crate) peers: Mutex<Peers>,
     pub(crate) routes: Mutex<Routes>,
+    pub(crate) contacts: Mutex<Contacts>,
+    pub(crate) dials: Mutex<Dials>,
+    /// Set when a peer's hello was accepted.
+    pub(crate) hello_came: Notify,
+    pub(crate) changed: Arc<ChangedKeys>,
+    /// Number of chunks that are announced to directories.
+    pub(crate) announced: AtomicU64,
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
@@ -118,6 +131,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
             holders: Mutex::new(Recent::new(HOLDERS)),
             peers: Mutex::default(),
             routes: Mutex::default(),
+            contacts: Mutex::default(),
+            dials: Mutex::default(),
+            hello_came: Notify::new(),
+            changed: Arc::default(),
+            announced: AtomicU64::new(0),
             link,
             chunks,
             config,
@@ -175,6 +193,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Notes that an incarnation of a peer is gone: its leases end.
     pub fn disconnected(&self, session: &Session) {
         self.peers.lock().disconnected(session);
+        self.dials.lock().gone(&session.peer);
         self.end(session);
     }
 
@@ -228,6 +247,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if let Some(peer) = self.peers.lock().of_session(session) {
             peer.hello = Some(hello);
         }
+        self.hello_came.notify_waiters();
         Ok(())
     }
 
@@ -305,7 +325,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 }
                 Reply::Noted(())
             }
-            Request::Copy(_) => Reply::Unsupported(request.kind()),
+            Request::Copy(_) | Request::Announce(_) | Request::Find(_) => {
+                Reply::Unsupported(request.kind())
+            }
             Request::Clears(clears) => {
                 self.learn(&clears);
                 let ours = self.chunks.clears().into_iter().take(MAX_SPACES);
@@ -326,9 +348,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
         self.learn_epoch(space, locate.epoch.into());
         // The epoch first: a clear in between makes the states older than it, which is a miss.
         let epoch = self.chunks.epoch(space);
+        let states = self.chunks.states(&keys);
+        if self.config.uses_directories {
+            // A directory may have named this daemon for them.
+            let absent = keys.iter().zip(&states);
+            let absent = absent.filter(|(_, state)| state.bytes().is_none());
+            absent.for_each(|(key, _)| self.changed.note(key));
+        }
         Located {
             epoch: epoch.into(),
-            states: self.chunks.states(&keys),
+            states,
             load: self.owner.lock().load(),
         }
     }

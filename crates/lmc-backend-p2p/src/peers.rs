@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use lmc_transfer::PeerId;
 
-use crate::message::{Hello, NixlAddress, Transport};
+use crate::message::{FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
 use crate::owner::Session;
 
 /// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
@@ -182,6 +182,12 @@ impl Peer {
         self.hello.as_ref()?.nixl
     }
 
+    /// Returns true if the peer has said that it is a directory.
+    pub(crate) fn is_directory(&self) -> bool {
+        let hello = self.hello.as_ref();
+        hello.is_some_and(|hello| hello.features & FEATURE_DIRECTORY != 0)
+    }
+
     pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
         self.hello.is_some() && self.answers.is_over(now)
     }
@@ -248,9 +254,10 @@ impl Peers {
         strangers.map(|peer| peer.session.clone()).collect()
     }
 
-    /// Returns the names of the peers that can be asked now.
+    /// Returns the names of the peers that can be asked for chunks now.
     pub(crate) fn to_ask(&self, now: Instant) -> Vec<PeerId> {
-        let able = self.iter().filter(|peer| peer.can_be_asked(now));
+        let able = |peer: &&Peer| peer.can_be_asked(now) && !peer.is_directory();
+        let able = self.iter().filter(able);
         let mut names: Vec<PeerId> = able.map(|peer| peer.session.peer.clone()).collect();
         names.sort_unstable();
         names

@@ -77,13 +77,13 @@ enum ChunkRead {
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
-    /// Asks all peers at once which chunks they have. A chunk that no peer has is absent only if
-    /// every peer answered.
+    /// Asks all peers at once which chunks they have, or those that a directory names. A chunk that
+    /// no peer has is absent only if every one of them answered.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer which did not answer may have.
     pub async fn locate(
-        &self,
+        self: &Arc<Self>,
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
@@ -96,7 +96,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     async fn locate_batch(
-        &self,
+        self: &Arc<Self>,
         keys: &[ChunkKey],
         batch: KeyBatch,
         deadline: Instant,
@@ -104,14 +104,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let space = keys[0].space;
         let epoch = self.chunks.epoch(space).into();
         let request = Request::Locate(Locate { keys: batch, epoch });
-        let asked = self.peers.lock().to_ask(now());
+        let to_ask = self.to_ask(keys, deadline).await;
+        let asked = to_ask.peers;
         let request = &request;
         let answers = asked.iter().map(|peer| async move {
             let answer = self.ask(peer, request, deadline).await;
             (peer, answer)
         });
         let mut answers: FuturesUnordered<_> = answers.collect();
-        let (mut heard, mut silent) = (0, None);
+        let (mut heard, mut silent) = (0, to_ask.unknown);
         let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
         // Once one has all, the others have as long again: they may be less loaded, and are asked
         // where the first does not lend.

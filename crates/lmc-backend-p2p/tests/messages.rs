@@ -1,6 +1,9 @@
 //! The peer protocol's bytes: committed ones stay readable, others are refused.
 
 use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend_p2p::directory::{
+    Announce, Announced, Candidate, Find, Fingerprint, Found, MAX_ANNOUNCED, SetDigest,
+};
 use lmc_backend_p2p::message::{
     ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease, Leased,
     Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release, Renew, Reply,
@@ -104,6 +107,17 @@ fn leased() -> Leased {
     }
 }
 
+fn announce() -> Announce {
+    let fingerprint = |n| Fingerprint::of(&key(n));
+    Announce {
+        generation: 2,
+        sequence: 3,
+        added: [1, 2].map(fingerprint).into_iter().collect(),
+        removed: [3].map(fingerprint).into_iter().collect(),
+        digest: Some(SetDigest { count: 2, xor: 5 }),
+    }
+}
+
 fn requests() -> Vec<Request> {
     vec![
         Request::Hello(hello()),
@@ -124,6 +138,10 @@ fn requests() -> Vec<Request> {
         Request::Lease(Lease {
             transport: Transport::Nixl,
             ..lease()
+        }),
+        Request::Announce(announce()),
+        Request::Find(Find {
+            keys: announce().added,
         }),
     ]
 }
@@ -147,6 +165,17 @@ fn replies() -> Vec<Reply> {
         Reply::Noted(()),
         Reply::Copying(2),
         Reply::Cleared(clears()),
+        Reply::Announced(Announced::Applied),
+        Reply::Announced(Announced::Restart { known: 7 }),
+        Reply::Announced(Announced::Busy),
+        Reply::Announced(Announced::Full { limit: 300 }),
+        Reply::Found(Found {
+            settled: true,
+            candidates: vec![Candidate {
+                peer: "a-1".into(),
+                address: "10.0.0.1:7700".into(),
+            }],
+        }),
         Reply::Refused(Refusal::Version {
             oldest: 1,
             newest: 2,
@@ -278,6 +307,27 @@ fn what_exceeds_a_bound_is_refused() {
         Request::from_bytes(&bytes),
         Err(MessageError::Bounds("text"))
     );
+    let many = |n: usize| (0..n).map(|n| Fingerprint::of(&key(n as u8))).collect();
+    let most = Announce {
+        added: many(MAX_ANNOUNCED),
+        removed: many(MAX_ANNOUNCED),
+        ..announce()
+    };
+    let bytes = Request::Announce(most.clone()).to_bytes().expect("it fits");
+    assert_eq!(Request::from_bytes(&bytes), Ok(Request::Announce(most)));
+    for more in [
+        Request::Announce(Announce {
+            added: many(MAX_ANNOUNCED + 1),
+            ..announce()
+        }),
+        Request::Find(Find {
+            keys: many(MAX_KEYS + 1),
+        }),
+    ] {
+        let bytes = more.to_bytes().expect("it fits");
+        let refused = Err(MessageError::Bounds("fingerprints"));
+        assert_eq!(Request::from_bytes(&bytes), refused);
+    }
     let giant = [1, 0, 0xff, 0xff, 0xff, 0xff];
     assert!(matches!(
         Request::from_bytes(&giant),

@@ -232,6 +232,10 @@ impl CacheEngine {
         self.0.lower.as_ref()
     }
 
+    pub(crate) fn relay(&self) -> &Relay {
+        &self.0.relay
+    }
+
     pub(crate) fn local(&self) -> &LocalTier {
         &self.0.tier
     }

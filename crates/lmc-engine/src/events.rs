@@ -11,6 +11,8 @@ use crate::lower::{Offer, Tiers};
 #[derive(Debug, Default)]
 pub(crate) struct Relay {
     listener: OnceLock<Arc<dyn EventSink>>,
+    /// Listener of those who tell peers what is here.
+    announcer: OnceLock<Arc<dyn EventSink>>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
     lower: OnceLock<Weak<Tiers>>,
@@ -20,6 +22,11 @@ impl Relay {
     /// Sets the listener. Returns false if there is one already.
     pub(crate) fn set(&self, listener: Arc<dyn EventSink>) -> bool {
         self.listener.set(listener).is_ok()
+    }
+
+    /// Sets the second listener. Returns false if there is one already.
+    pub(crate) fn set_announcer(&self, announcer: Arc<dyn EventSink>) -> bool {
+        self.announcer.set(announcer).is_ok()
     }
 
     /// Offers what is evicted from now on.
@@ -33,6 +40,9 @@ impl EventSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
         if let Some(listener) = self.listener.get() {
             listener.on_stored(event);
+        }
+        if let Some(announcer) = self.announcer.get() {
+            announcer.on_stored(event);
         }
     }
 
@@ -48,6 +58,9 @@ impl EventSink for Relay {
         }
         if let Some(listener) = self.listener.get() {
             listener.on_removed(event);
+        }
+        if let Some(announcer) = self.announcer.get() {
+            announcer.on_removed(event);
         }
     }
 }

@@ -1,10 +1,11 @@
 //! The chunks of this engine that other processes may read: what its own tiers hold, never what
 //! it would have to ask others for.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_backend::{Clear, ClearEpoch};
-use lmc_backend_local::{Leases, OwnerId, TenantId};
+use lmc_backend_local::{EventSink, Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
 
 use crate::engine::CacheEngine;
@@ -12,6 +13,9 @@ use crate::lower::{Prompt, Source};
 
 /// Owner of the leases that are lent to other processes.
 pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
+
+/// Bits of a location in one tier, below the tier's number in a listing.
+const TIER_SHIFT: u32 = 120;
 
 /// Location of a chunk that this engine has by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +62,43 @@ impl CacheEngine {
             }
         };
         keys.iter().zip(resident).map(held).collect()
+    }
+
+    /// Returns some of the chunks that this engine has by itself, and where to go on; `None` at the
+    /// end. Begins at 0. A chunk that is there from the first call to the last is listed; one that
+    /// is in several tiers is listed for each.
+    pub async fn list_own(&self, from: u128, limit: usize) -> (Vec<ChunkKey>, Option<u128>) {
+        if self.pool_is_lost() {
+            return (Vec::new(), None);
+        }
+        // The tier, DRAM first, and the location in it.
+        let (tier, from) = (
+            (from >> TIER_SHIFT) as usize,
+            from & ((1 << TIER_SHIFT) - 1),
+        );
+        let (keys, next) = match tier.checked_sub(1) {
+            None => {
+                let (keys, next) = self.local().list(from as u64, limit);
+                (keys, next.map(u128::from))
+            }
+            Some(index) => match self.lower() {
+                Some(lower) => lower.tiers().list_now(index, from, limit).await,
+                None => (Vec::new(), None),
+            },
+        };
+        let tiers = self.lower().map_or(0, |lower| lower.tiers().len());
+        let next = match next {
+            Some(next) => Some((tier as u128) << TIER_SHIFT | next),
+            None => (tier < tiers).then_some((tier as u128 + 1) << TIER_SHIFT),
+        };
+        (keys, next)
+    }
+
+    /// Sets a listener for chunks that become findable and unfindable in DRAM, beside that of
+    /// [`Self::set_events`]: for telling peers what is here. Only the first is taken; returns false
+    /// for any other.
+    pub fn set_announcer(&self, announcer: Arc<dyn EventSink>) -> bool {
+        self.relay().set_announcer(announcer)
     }
 
     fn is_promoting(&self, key: &ChunkKey) -> bool {
@@ -134,7 +175,7 @@ impl CacheEngine {
         if learned.is_empty() {
             return;
         }
-        let tiers = std::sync::Arc::clone(lower.tiers());
+        let tiers = Arc::clone(lower.tiers());
         lower.spawn(async move {
             for clear in learned {
                 tiers.note_elsewhere(clear).await;

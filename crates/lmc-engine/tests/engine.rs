@@ -285,8 +285,11 @@ impl EventSink for Heard {
 fn one_listener_hears_of_all_that_comes_and_goes() {
     let engine = engine(4);
     let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
+    let announcer = Arc::new(Heard::default());
     assert!(engine.set_events(Arc::clone(&first) as _));
     assert!(!engine.set_events(Arc::clone(&second) as _));
+    assert!(engine.set_announcer(Arc::clone(&announcer) as _));
+    assert!(!engine.set_announcer(Arc::clone(&second) as _));
     write(&engine, &prompt(0..4));
     write(&engine, &prompt(100..101));
     engine.remove(&keys(0..1));
@@ -304,6 +307,7 @@ fn one_listener_hears_of_all_that_comes_and_goes() {
     assert_eq!(heard.len(), 10, "five came and went");
     assert!(there.is_empty());
     assert!(second.0.lock().is_empty());
+    assert_eq!(*announcer.0.lock(), *heard, "what the first hears");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, check_value, fill_value};
+use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, block_on, check_value, fill_value};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
     CacheEngine, EngineConfig, Inserted, Leases, Lookup, LookupRequest, LowerStatus, OwnerId, Rank,
@@ -166,6 +166,36 @@ fn what_left_dram_comes_up_again_with_its_bytes() {
     assert_eq!((status.promoted, status.promoted_bytes), (10, 10 * CHUNK));
     assert_eq!(status.written, 10, "what came up is not copied down again");
     assert_idle(&engine);
+}
+
+/// Returns all keys that the engine lists, some at a time.
+fn listed(engine: &CacheEngine, at_once: usize) -> Vec<ChunkKey> {
+    let (mut all, mut from) = (Vec::new(), Some(0));
+    while let Some(at) = from {
+        let (keys, next) = block_on(engine.list_own(at, at_once));
+        assert!(keys.len() <= at_once);
+        all.extend(keys);
+        from = next;
+    }
+    all
+}
+
+#[test]
+fn what_is_in_dram_and_in_lower_tiers_is_listed() {
+    let engine = engine(64, Arc::new(MemoryBackend::default()));
+    write(&engine, 0..12);
+    settle(&engine);
+    engine.clear_dram(true);
+    write(&engine, 20..30);
+    settle(&engine);
+    for at_once in [1, 3, 7, 1000] {
+        let listed = listed(&engine, at_once);
+        assert_eq!(listed.len(), 10 + 22, "DRAM, then the lower tier");
+        let there = |key: &ChunkKey| listed.contains(key);
+        assert!(keys(0..12).iter().chain(&keys(20..30)).all(there));
+    }
+    engine.clear(true);
+    assert_eq!(listed(&engine, 5), []);
 }
 
 #[test]

@@ -96,6 +96,15 @@ impl Chunks for Lender {
         })
     }
 
+    fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
+        Box::pin(async move {
+            match self.engine() {
+                Some(engine) => engine.list_own(from, limit).await,
+                None => (Vec::new(), None),
+            }
+        })
+    }
+
     fn epoch(&self, space: SpaceId) -> ClearEpoch {
         let engine = self.engine();
         engine.map_or_else(ClearEpoch::default, |engine| engine.clear_epoch(space))

@@ -13,6 +13,7 @@ use crate::lease::Leased;
 use crate::shard::Shown;
 use crate::shard::{Linked, WARM};
 use crate::slab::EntryRef;
+use crate::sync::Mutex;
 use crate::{Lease, Leases, OwnerId, Removal};
 
 /// Chunks that a walk over the index takes out under one lock.
@@ -266,9 +267,26 @@ impl LocalTier {
         removed
     }
 
+    /// Returns some of the chunks, and where to go on; `None` at the end. Begins at 0. A chunk that
+    /// is there from the first call to the last is listed exactly once.
+    pub fn list(&self, from: u64, limit: usize) -> (Vec<ChunkKey>, Option<u64>) {
+        let (mut shard, mut index) = ((from >> 32) as usize, from as u32);
+        let mut keys = Vec::new();
+        while let Some(locked) = self.0.shards.get(shard).map(Mutex::lock) {
+            let indices = locked.indices(index, limit.saturating_sub(keys.len()).min(AT_ONCE));
+            keys.extend(indices.iter().map(|&index| locked.key(index)));
+            match indices.last() {
+                None if keys.len() < limit => (shard, index) = (shard + 1, 0),
+                None => return (keys, Some((shard as u64) << 32 | u64::from(index))),
+                Some(last) => index = last + 1,
+            }
+        }
+        (keys, None)
+    }
+
     /// Every chunk, with what holds it.
     #[cfg(test)]
-    pub(crate) fn list(&self) -> Vec<Shown> {
+    pub(crate) fn list_shown(&self) -> Vec<Shown> {
         let shards = self.0.shards.iter();
         shards.flat_map(|shard| shard.lock().list()).collect()
     }

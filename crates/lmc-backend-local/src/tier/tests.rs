@@ -612,7 +612,7 @@ impl Rig {
             let held: usize = held.map(|(leases, _)| leases.len()).sum();
             assert_eq!(self.tier.leases_of(owner), held as u64);
         }
-        let listed = self.tier.list();
+        let listed = self.tier.list_shown();
         assert_eq!(listed.len(), self.resident.len());
         for item in listed {
             let chunk = &self.resident[&item.key];

@@ -3,6 +3,8 @@
 use postcard::{Result, take_from_bytes, to_extend};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::directory::{Announce, Announced, Find, Found};
+
 use super::{ClearNote, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew};
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
@@ -117,6 +119,10 @@ not_grown!(
     Release,
     KeyBatch,
     Vec<ClearNote>,
-    Refusal
+    Refusal,
+    Announce,
+    Announced,
+    Find,
+    Found
 );
 not_grown!(bool, Vec<bool>, (), u32, u16);

@@ -1,7 +1,7 @@
 //! The chunks of a simulated daemon: a real pool, and what an engine does with it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use lmc_backend::{BoxFuture, Clear, ClearEpoch};
@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use super::net::Memory;
 use super::{LEN, bytes, space};
 use crate::chunks::{Chunks, LeasedChunk};
+use crate::directory::ChangedKeys;
 use crate::link::now;
 use crate::message::{ChunkState, SpaceNote};
 
@@ -39,6 +40,8 @@ pub(super) struct SimChunks {
     pub(super) pool: Pool,
     memory: Memory,
     state: Arc<Mutex<State>>,
+    /// Set once there is a node.
+    pub(super) changed: Arc<OnceLock<Arc<ChangedKeys>>>,
 }
 
 impl SimChunks {
@@ -56,6 +59,13 @@ impl SimChunks {
             pool,
             memory,
             state: Arc::new(Mutex::new(state)),
+            changed: Arc::default(),
+        }
+    }
+
+    fn note(&self, key: &ChunkKey) {
+        if let Some(changed) = self.changed.get() {
+            changed.note(key);
         }
     }
 
@@ -87,6 +97,7 @@ impl SimChunks {
         let idle = state.resident.iter().filter(|(_, e)| e.slot.owners() == 1);
         let idle: Vec<ChunkKey> = idle.map(|(key, _)| *key).collect();
         let key = idle.get((pick % idle.len().max(1) as u64) as usize)?;
+        self.note(key);
         let entry = state.resident.remove(key)?;
         self.memory
             .overwrite(entry.slot.offset(), &[0xee; LEN as usize]);
@@ -119,6 +130,7 @@ impl SimChunks {
         let mut state = self.state.lock();
         let epoch = state.epoch.counter;
         state.disk.insert(key, epoch);
+        self.note(&key);
     }
 
     /// Makes a chunk findable, if it is of the newest epoch.
@@ -129,6 +141,7 @@ impl SimChunks {
         }
         let checksum = checksum(slot.bytes());
         let slot = slot.seal();
+        self.note(&key);
         state
             .resident
             .entry(key)
@@ -189,6 +202,13 @@ impl Chunks for SimChunks {
         })
     }
 
+    fn list(&self, _: u128, _: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
+        let state = self.state.lock();
+        let all = state.resident.keys().chain(state.disk.keys());
+        let all: BTreeSet<ChunkKey> = all.copied().collect();
+        Box::pin(std::future::ready((all.into_iter().collect(), None)))
+    }
+
     fn epoch(&self, _: SpaceId) -> ClearEpoch {
         self.known_epoch()
     }
@@ -203,6 +223,8 @@ impl Chunks for SimChunks {
             let joined = state.epoch.join(clear.epoch);
             if joined != state.epoch {
                 state.epoch = joined;
+                let all = state.resident.keys().chain(state.disk.keys());
+                all.for_each(|key| self.note(key));
                 state.resident.clear();
                 state.disk.clear();
             }

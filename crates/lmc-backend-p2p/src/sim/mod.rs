@@ -4,6 +4,7 @@
 
 mod channels;
 mod chunks;
+mod directory;
 mod net;
 mod schedules;
 

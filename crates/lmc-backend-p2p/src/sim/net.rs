@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 
 use super::chunks::SimChunks;
 use super::{LEN, Rng, delay, once_in};
+use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::{Link, now};
 use crate::message::{NixlAddress, Transport};
 use crate::node::{Node, NodeConfig};
@@ -73,9 +74,10 @@ pub(super) struct Host {
     freezes: Arc<Notify>,
     /// The grants that stand, by their number.
     grants: BTreeMap<u64, Granted>,
-    /// Ends the node's own task with it.
-    expiring: tokio::task::JoinHandle<()>,
-    in_step: tokio::task::JoinHandle<()>,
+    /// Tasks of the node's own, which end with it.
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+    /// Answers instead of the node.
+    pub(super) directory: Option<Arc<DirectoryHost>>,
 }
 
 /// Memory that a peer may read.
@@ -160,7 +162,10 @@ impl Net {
         config.limits.bytes = slots * LEN / 4;
         config.limits.peer_bytes = slots * LEN / 8;
         change(&mut config);
+        let announces = config.uses_directories;
         let node = Node::new(config, link, chunks.clone());
+        // It is set once.
+        let _ = chunks.changed.set(Arc::clone(node.changed()));
         let freezes = Arc::new(Notify::new());
         let in_step = tokio::spawn({
             let node = Arc::clone(&node);
@@ -178,6 +183,10 @@ impl Net {
                 }
             }
         });
+        let mut tasks = vec![expiring, in_step];
+        if announces {
+            tasks.push(tokio::spawn(Arc::clone(&node).announce_chunks(incarnation)));
+        }
         let new = Host {
             incarnation,
             node,
@@ -187,8 +196,8 @@ impl Net {
             frozen_until: None,
             freezes,
             grants: BTreeMap::new(),
-            expiring,
-            in_step,
+            tasks,
+            directory: None,
         };
         let mut state = self.0.lock();
         state.nixl.retain(|(at, _), _| *at != host);
@@ -202,6 +211,30 @@ impl Net {
         drop(state);
         // Its grants look for the network's lock.
         drop(old);
+    }
+
+    /// Starts a directory; again, if one of this number has ended.
+    pub(super) fn start_directory(&self, host: usize, limits: TableLimits) {
+        self.start(host, 1, |_| ());
+        let seed = self.below(u64::MAX);
+        let directory = DirectoryHost::new(format!("host-{host}"), limits, seed);
+        let house = Arc::clone(&directory);
+        let house = tokio::spawn(async move { house.keep_house().await });
+        let started = &mut self.0.lock().hosts[host];
+        started.directory = Some(directory);
+        started.tasks.push(house);
+    }
+
+    pub(super) fn directory(&self, host: usize) -> Option<Arc<DirectoryHost>> {
+        self.0.lock().hosts[host].directory.clone()
+    }
+
+    /// Notes at a daemon that another is not connected any more.
+    fn part(&self, host: usize, session: &Session) {
+        match self.directory(host) {
+            Some(directory) => directory.disconnected(session),
+            None => self.node(host).disconnected(session),
+        }
     }
 
     pub(super) fn session(&self, host: usize) -> Session {
@@ -226,9 +259,15 @@ impl Net {
     /// Connects two daemons.
     pub(super) async fn connect(&self, a: usize, b: usize) -> bool {
         let (at_a, at_b) = (self.session(b), self.session(a));
-        let (one, other) = (self.node(a), self.node(b));
-        let both = tokio::join!(one.connected(&at_a), other.connected(&at_b));
-        both.0.is_ok() && both.1.is_ok()
+        let connected = |host: usize, session: Session| async move {
+            // A directory asks nothing.
+            match self.directory(host) {
+                Some(_) => true,
+                None => self.node(host).connected(&session).await.is_ok(),
+            }
+        };
+        let both = tokio::join!(connected(a, at_a), connected(b, at_b));
+        both.0 && both.1
     }
 
     /// Connects two daemons over NIXL, or ends that connection. The second notices `noticed` later
@@ -260,21 +299,20 @@ impl Net {
     /// Kills a daemon at once. Others learn of it after `noticed`.
     pub(super) fn kill(&self, host: usize, noticed: Duration) {
         let session = self.session(host);
-        let others: Vec<Arc<SimNode>> = {
+        let others = {
             let mut state = self.0.lock();
             let killed = &mut state.hosts[host];
             killed.alive = false;
-            killed.expiring.abort();
-            killed.in_step.abort();
+            killed.tasks.iter().for_each(|task| task.abort());
             killed.grants.clear();
-            state.hosts.iter().map(|h| Arc::clone(&h.node)).collect()
+            state.hosts.len()
         };
         let net = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(noticed).await;
-            others.iter().for_each(|node| node.disconnected(&session));
+            (0..others).for_each(|other| net.part(other, &session));
             if net.session(host) == session {
-                (0..others.len()).for_each(|other| net.set_nixl(other, host, false));
+                (0..others).for_each(|other| net.set_nixl(other, host, false));
             }
         });
     }
@@ -295,7 +333,7 @@ impl Net {
             tokio::time::sleep(noticed).await;
             if cut && net.0.lock().cut.contains(&pair) {
                 for (host, session) in ends {
-                    net.node(host).disconnected(&session);
+                    net.part(host, &session);
                     net.set_nixl(host, number(&session.peer), false);
                 }
             }
@@ -382,6 +420,33 @@ impl Link for SimLink {
         host.alive && host.incarnation == session.incarnation
     }
 
+    fn connect<'a>(
+        &'a self,
+        peer: &'a PeerId,
+        address: &'a str,
+        _: Instant,
+    ) -> BoxFuture<'a, Result<(), String>> {
+        let (net, me, to) = (self.net(), self.me, number(peer));
+        Box::pin(async move {
+            if address != format!("{peer}:1") {
+                return Err("another peer listens there".to_owned());
+            }
+            if !net.travel(me, to).await {
+                return Err("no answer".to_owned());
+            }
+            tokio::spawn(async move { net.connect(me, to).await });
+            Ok(())
+        })
+    }
+
+    fn disconnect<'a>(&'a self, peer: &'a PeerId, _: Instant) -> BoxFuture<'a, ()> {
+        let (net, me, to) = (self.net(), self.me, number(peer));
+        let sessions = (net.session(me), net.session(to));
+        net.part(me, &sessions.1);
+        net.part(to, &sessions.0);
+        Box::pin(std::future::ready(()))
+    }
+
     fn request<'a>(
         &'a self,
         peer: &'a PeerId,
@@ -411,7 +476,10 @@ impl Link for SimLink {
                         return;
                     }
                     net.thaw(to).await;
-                    let reply = net.node(to).serve(&session, &body).await;
+                    let reply = match net.directory(to) {
+                        Some(directory) => directory.serve(&session, &body),
+                        None => net.node(to).serve(&session, &body).await,
+                    };
                     net.thaw(to).await;
                     if net.travel(to, me).await {
                         let _ = sender.send(reply);

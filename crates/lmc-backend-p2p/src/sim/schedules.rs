@@ -13,17 +13,17 @@ use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::link::now;
 use crate::message::Transport;
 
-const LOCATE: Duration = Duration::from_millis(20);
+pub(super) const LOCATE: Duration = Duration::from_millis(20);
 const LOAD: Duration = Duration::from_millis(300);
 /// Time that a load may take beyond its deadline: the release of a lease.
 const BEYOND: Duration = Duration::from_millis(600);
 
 /// Counts of what happened in a schedule, so that a test can tell that it tested something.
 #[derive(Debug, Default, Clone, Copy)]
-struct Tally {
-    hits: u64,
-    misses: u64,
-    failed: u64,
+pub(super) struct Tally {
+    pub(super) hits: u64,
+    pub(super) misses: u64,
+    pub(super) failed: u64,
     pending: u64,
     lapsed: u64,
     corrupt: u64,
@@ -34,7 +34,7 @@ struct Tally {
 }
 
 impl Tally {
-    fn add(&mut self, other: Self) {
+    pub(super) fn add(&mut self, other: Self) {
         self.hits += other.hits;
         self.misses += other.misses;
         self.failed += other.failed;
@@ -49,7 +49,7 @@ impl Tally {
 
 /// Does what an engine does for a prompt: locates its chunks, loads those that peers have, checks
 /// every byte, and commits them.
-async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
+pub(super) async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
     let mut tally = Tally::default();
     let (node, chunks) = (net.node(host), net.chunks(host));
     let missing = keys.iter().position(|key| !chunks.has(key));
@@ -116,11 +116,11 @@ async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
     tally
 }
 
-fn prompt(number: u64, len: u64) -> Vec<ChunkKey> {
+pub(super) fn prompt(number: u64, len: u64) -> Vec<ChunkKey> {
     (0..len).map(|chunk| key(number, chunk)).collect()
 }
 
-fn faults(rng: &mut Rng) -> Faults {
+pub(super) fn faults(rng: &mut Rng) -> Faults {
     let mut one_of = |choices: [u64; 4]| choices[rng.below(4) as usize];
     Faults {
         lost: one_of([0, 0, 50, 8]),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::{BackendError, ClearEpoch, Located, Location};
+use lmc_backend::{BackendError, ClearEpoch, Cursor, Located, Location};
 use lmc_key::ChunkKey;
 
 use super::{Tiers, count};
@@ -108,6 +108,33 @@ impl Tiers {
     /// the first key that is being removed.
     pub(crate) fn sources_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
         self.each_now(self.not_removing(keys))
+    }
+
+    /// Returns the number of tiers.
+    pub(crate) fn len(&self) -> usize {
+        self.tiers.len()
+    }
+
+    /// Lists some chunks of a tier whose index is in this process; none of any other.
+    pub(crate) async fn list_now(
+        &self,
+        tier: usize,
+        from: u128,
+        limit: usize,
+    ) -> (Vec<ChunkKey>, Option<u128>) {
+        let tier = self.tiers.get(tier);
+        let Some(tier) = tier.filter(|tier| tier.backend.index().is_some()) else {
+            return (Vec::new(), None);
+        };
+        let deadline = Instant::now() + self.limits.locate_timeout;
+        // A tier that cannot list its chunks now is asked with the next listing.
+        let page = tier
+            .backend
+            .list(Cursor::from_raw(from), limit, deadline)
+            .await;
+        let page = page.unwrap_or_default();
+        let keys = page.items.iter().map(|item| item.key).collect();
+        (keys, page.next.map(Cursor::raw))
     }
 
     fn each_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {

@@ -1,0 +1,397 @@
+//! [`DirectoryHost`]: the side of a directory that answers its members, without a channel;
+//! [`DirectoryServer`] gives it one.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{Clear, ClearEpoch};
+use lmc_key::SpaceId;
+use lmc_transfer::{Address, PeerEvent, SocketChannel, SocketConfig, SocketError, TransferChannel};
+use parking_lot::{Mutex, RwLock};
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+
+#[cfg(test)]
+use super::buckets::Fingerprint;
+use super::message::{Announce, Announced, Find, Found};
+use super::table::{Table, TableLimits};
+use crate::link::now;
+use crate::message::{
+    ClearNote, FEATURE_DIRECTORY, Hello, MAX_SPACES, MessageError, OLDEST_VERSION, Refusal, Reply,
+    Request, VERSION,
+};
+use crate::owner::Session;
+
+/// Time between two rounds of housekeeping.
+const HOUSEKEEPING: Duration = Duration::from_millis(100);
+/// Buckets that are swept under one lock.
+const SWEEP_AT_ONCE: usize = 1024;
+/// Part of the table that one round sweeps, at least.
+const SWEEP_PART: usize = 64;
+/// Time after the start in which a chunk that is not found may not have been announced yet.
+const SETTLING: Duration = Duration::from_secs(10);
+/// Spaces whose clears are kept, at most.
+const MAX_CLEARS: usize = 4096;
+/// Requests of one member in a second, and at once.
+const MEMBER_RATE: f64 = 2000.0;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Counters of a directory since its start.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct DirectoryCounters {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        #[derive(Debug, Default)]
+        struct Counters {
+            $($name: AtomicU64,)*
+        }
+
+        impl Counters {
+            fn read(&self) -> DirectoryCounters {
+                DirectoryCounters {
+                    $($name: self.$name.load(Ordering::Relaxed),)*
+                }
+            }
+        }
+
+        impl DirectoryCounters {
+            /// Returns each counter with its name, which fits a metric's label.
+            pub fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Announcements that were noted.
+    announced,
+    /// Announcements of which not every chunk was kept, because a limit is reached.
+    full,
+    /// Announcements after which the member announces everything again.
+    restarted,
+    /// Prompts whose holders were asked for.
+    asked,
+    /// Of those, prompts for which a member was named.
+    found,
+    /// Messages that are not of the protocol.
+    malformed,
+    /// Requests that were refused, malformed ones included.
+    refused,
+}
+
+/// Usage of a directory, and its counters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DirectoryStatus {
+    /// Members that are connected, or were within the last seconds.
+    pub members: usize,
+    /// Entries, one for each chunk of each member.
+    pub entries: usize,
+    /// Entries that fit.
+    pub limit: usize,
+    /// Bytes of memory that entries and members take.
+    pub bytes: usize,
+    /// Counters since the start.
+    pub counters: DirectoryCounters,
+}
+
+/// The newest clears that members know.
+#[derive(Debug, Default)]
+struct Clears {
+    all: ClearEpoch,
+    spaces: BTreeMap<SpaceId, ClearEpoch>,
+    /// Number of clears passed on: each answer goes on where the one before ended.
+    passed: usize,
+}
+
+impl Clears {
+    fn learn(&mut self, notes: &[ClearNote]) {
+        for Clear { space, epoch } in notes.iter().map(|&note| Clear::from(note)) {
+            let Some(space) = space else {
+                self.all = self.all.join(epoch);
+                continue;
+            };
+            if self.spaces.len() < MAX_CLEARS || self.spaces.contains_key(&space) {
+                let known = self.spaces.entry(space).or_default();
+                *known = known.join(epoch);
+            }
+        }
+    }
+
+    fn some(&mut self) -> Vec<ClearNote> {
+        let count = self.spaces.len().min(MAX_SPACES - 1);
+        let first = self.passed % self.spaces.len().max(1);
+        self.passed += count;
+        let spaces = self.spaces.iter().cycle().skip(first).take(count);
+        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch));
+        let all = std::iter::once(Clear::all(self.all));
+        all.chain(spaces).map(Into::into).collect()
+    }
+}
+
+/// Requests that a member may still send: a bucket that holds one second's worth.
+#[derive(Debug)]
+struct Meter {
+    left: f64,
+    at: Instant,
+}
+
+/// Answers the members of a directory.
+#[derive(Debug)]
+pub struct DirectoryHost {
+    name: String,
+    limits: TableLimits,
+    table: RwLock<Table>,
+    clears: Mutex<Clears>,
+    meters: Mutex<HashMap<Session, Meter>>,
+    counters: Counters,
+    started: Instant,
+}
+
+impl DirectoryHost {
+    /// Returns a directory without members. `name` is for people; `seed` is a random number.
+    pub fn new(name: String, limits: TableLimits, seed: u64) -> Arc<Self> {
+        Arc::new(Self {
+            name,
+            table: RwLock::new(Table::new(limits.clone(), seed)),
+            limits,
+            clears: Mutex::default(),
+            meters: Mutex::default(),
+            counters: Counters::default(),
+            started: now(),
+        })
+    }
+
+    /// Answers a request.
+    pub fn serve(&self, session: &Session, request: &[u8]) -> Vec<u8> {
+        let reply = match Request::from_bytes(request) {
+            Err(MessageError::Kind(kind)) => Reply::Unsupported(kind),
+            Err(_) => {
+                count(&self.counters.malformed);
+                Reply::Refused(Refusal::Malformed)
+            }
+            Ok(_) if !self.within_rate(session) => Reply::Refused(Refusal::TooMany),
+            Ok(request) => self.answer(session, request),
+        };
+        if matches!(reply, Reply::Refused(_)) {
+            count(&self.counters.refused);
+        }
+        // Every field of a reply is bounded so that it fits.
+        reply.to_bytes().unwrap_or_default()
+    }
+
+    fn within_rate(&self, session: &Session) -> bool {
+        let now = now();
+        let mut meters = self.meters.lock();
+        let meter = meters.entry(session.clone()).or_insert(Meter {
+            left: MEMBER_RATE,
+            at: now,
+        });
+        let gained = now.saturating_duration_since(meter.at).as_secs_f64() * MEMBER_RATE;
+        (meter.left, meter.at) = ((meter.left + gained).min(MEMBER_RATE), now);
+        let within = meter.left >= 1.0;
+        meter.left -= f64::from(u8::from(within));
+        within
+    }
+
+    fn answer(&self, session: &Session, request: Request) -> Reply {
+        match request {
+            Request::Hello(hello) => match self.join(session, hello) {
+                Ok(hello) => Reply::Hello(hello),
+                Err(refusal) => Reply::Refused(refusal),
+            },
+            Request::Announce(announce) => match self.announce(session, &announce) {
+                Some(answer) => Reply::Announced(answer),
+                None => Reply::Refused(Refusal::NoHello),
+            },
+            Request::Find(find) => Reply::Found(self.find(session, &find)),
+            Request::Clears(clears) => {
+                let mut known = self.clears.lock();
+                known.learn(&clears);
+                Reply::Cleared(known.some())
+            }
+            other => Reply::Unsupported(other.kind()),
+        }
+    }
+
+    /// Takes a member in. A directory has no chunks, so that every chunk size and algorithm fits.
+    fn join(&self, session: &Session, theirs: Hello) -> Result<Hello, Refusal> {
+        theirs.common_version(OLDEST_VERSION, VERSION)?;
+        let joined = self.table.write().join(session, &theirs.address, now());
+        if !joined {
+            return Err(Refusal::TooMany);
+        }
+        let mut clears = self.clears.lock();
+        clears.learn(&theirs.clears);
+        Ok(Hello {
+            oldest: OLDEST_VERSION,
+            newest: VERSION,
+            features: FEATURE_DIRECTORY,
+            name: self.name.clone(),
+            address: String::new(),
+            clears: clears.some(),
+            spaces: Vec::new(),
+            nixl: None,
+            ..theirs
+        })
+    }
+
+    /// Takes in an announcement. Returns `None` for one that has not joined.
+    pub fn announce(&self, session: &Session, announce: &Announce) -> Option<Announced> {
+        let answer = self.table.write().announce(session, announce, now())?;
+        count(match answer {
+            Announced::Applied => &self.counters.announced,
+            Announced::Full { .. } => &self.counters.full,
+            Announced::Restart { .. } | Announced::Busy => &self.counters.restarted,
+        });
+        Some(answer)
+    }
+
+    /// Returns the members that have leading chunks of a prompt.
+    pub fn find(&self, session: &Session, find: &Find) -> Found {
+        let turn = xxhash_rust::xxh3::xxh3_64(session.peer.as_str().as_bytes());
+        let candidates = self.table.read().find(find.keys.iter(), session, turn);
+        count(&self.counters.asked);
+        if !candidates.is_empty() {
+            count(&self.counters.found);
+        }
+        Found {
+            settled: now() >= self.started + SETTLING,
+            candidates,
+        }
+    }
+
+    /// Notes that a member is not connected any more.
+    pub fn disconnected(&self, session: &Session) {
+        self.table.write().disconnected(session);
+    }
+
+    /// Removes what members that are gone have announced. Runs until it is dropped.
+    pub async fn keep_house(&self) {
+        loop {
+            tokio::time::sleep(HOUSEKEEPING).await;
+            self.table.write().expire(now());
+            let second = now().checked_sub(Duration::from_secs(1));
+            let idle = |meter: &Meter| second.is_some_and(|second| meter.at < second);
+            self.meters.lock().retain(|_, meter| !idle(meter));
+            let mut left = self.table.read().buckets() / SWEEP_PART + SWEEP_AT_ONCE;
+            while left > 0 {
+                self.table.write().sweep(left.min(SWEEP_AT_ONCE));
+                left = left.saturating_sub(SWEEP_AT_ONCE);
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn entries_of(&self, session: &Session) -> std::collections::BTreeSet<Fingerprint> {
+        self.table.read().entries_of(session)
+    }
+
+    /// Returns the usage and the counters.
+    pub fn status(&self) -> DirectoryStatus {
+        let table = self.table.read();
+        DirectoryStatus {
+            members: table.members(),
+            entries: table.len(),
+            limit: self.limits.entries,
+            bytes: table.allocated(),
+            counters: self.counters.read(),
+        }
+    }
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A directory that listens on a channel of sockets.
+pub struct DirectoryServer {
+    host: Arc<DirectoryHost>,
+    channel: SocketChannel,
+    /// Ends with the server.
+    tasks: Option<JoinSet<()>>,
+    runtime: Handle,
+}
+
+impl DirectoryServer {
+    /// Starts to listen for members. What the channel answers is set here.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn start(
+        host: Arc<DirectoryHost>,
+        mut channel: SocketConfig,
+        runtime: Handle,
+    ) -> Result<Self, SocketError> {
+        // Members send little, and there are many of them.
+        channel.streams = 1;
+        channel.channel.max_peers = host.limits.members;
+        let (at, on) = (Arc::downgrade(&host), runtime.clone());
+        channel.channel.on_ask = Some(Arc::new(move |peer, incarnation, question| {
+            let session = Session {
+                peer: peer.clone(),
+                incarnation,
+            };
+            let host = at.upgrade();
+            let serving = on.spawn(async move {
+                let answer = host.map(|host| host.serve(&session, &question));
+                answer.unwrap_or_default()
+            });
+            let serving = tokio_util::task::AbortOnDropHandle::new(serving);
+            Box::pin(async move { serving.await.unwrap_or_default().into() })
+        }));
+        let at: Weak<DirectoryHost> = Arc::downgrade(&host);
+        channel.channel.on_peer = Some(Arc::new(move |peer, event| {
+            if let (Some(host), PeerEvent::Gone { incarnation, .. }) = (at.upgrade(), event) {
+                host.disconnected(&Session {
+                    peer: peer.clone(),
+                    incarnation,
+                });
+            }
+        }));
+        let channel = channel.build()?;
+        let mut tasks = JoinSet::new();
+        let house = Arc::clone(&host);
+        tasks.spawn_on(async move { house.keep_house().await }, &runtime);
+        Ok(Self {
+            host,
+            channel,
+            tasks: Some(tasks),
+            runtime,
+        })
+    }
+
+    /// Returns the directory.
+    pub fn host(&self) -> &Arc<DirectoryHost> {
+        &self.host
+    }
+
+    /// Returns the address that members connect to.
+    pub fn address(&self) -> &Address {
+        self.channel.address()
+    }
+}
+
+impl fmt::Debug for DirectoryServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DirectoryServer")
+            .field("address", self.address())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for DirectoryServer {
+    fn drop(&mut self) {
+        // Tasks are dropped on their runtime.
+        let _entered = self.runtime.enter();
+        drop(self.tasks.take());
+    }
+}
