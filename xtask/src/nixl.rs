@@ -1,4 +1,4 @@
-//! `cargo xtask test-nixl`: NIXL channels on the real library.
+//! `cargo xtask test-nixl`: NIXL channels, and daemons that read over them, on the real library.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -27,7 +27,15 @@ pub(crate) fn library() -> Result<PathBuf> {
     Ok(environment()?.join("libnixl_capi.so"))
 }
 
-/// Runs the tests of lmc-transfer with NIXL. Whether all passed, or could not be run here; with
+/// The tests with NIXL.
+const TESTS: [&str; 2] = [
+    "cargo test --locked --package lmc-transfer --features nixl,conformance --no-fail-fast -- \
+     --show-output",
+    "cargo test --locked --package lmc-server --features nixl --test nixl_peers --no-fail-fast -- \
+     --show-output",
+];
+
+/// Runs the tests of channels and of peers with NIXL. Whether all passed, or could not be run here; with
 /// `--require`, only the former.
 pub(crate) fn run(required: bool) -> Result<bool> {
     let folder = match build_tools().and_then(|()| environment()) {
@@ -39,23 +47,24 @@ pub(crate) fn run(required: bool) -> Result<bool> {
         }
         Err(fault) => return Err(fault),
     };
-    let line = "cargo test --locked --package lmc-transfer --features nixl,conformance --no-fail-fast \
-                -- --show-output";
     let library = folder.join("libnixl_capi.so");
     let python = folder.join("bin/python");
-    let typed: Vec<&str> = line.split_whitespace().collect();
-    println!(
-        "LMC_NIXL_LIBRARY={} LMC_NIXL_PYTHON={} {}",
-        library.display(),
-        python.display(),
-        typed.join(" ")
-    );
-    let status = Command::new(typed[0])
-        .args(&typed[1..])
-        .env("LMC_NIXL_LIBRARY", &library)
-        .env("LMC_NIXL_PYTHON", &python)
-        .stdin(Stdio::null())
-        .status()
-        .context("cannot run cargo")?;
-    Ok(status.success())
+    let mut passed = true;
+    for line in TESTS {
+        println!(
+            "LMC_NIXL_LIBRARY={} LMC_NIXL_PYTHON={} {line}",
+            library.display(),
+            python.display(),
+        );
+        let mut words = line.split_whitespace();
+        let status = Command::new(words.next().context("a command has a name")?)
+            .args(words)
+            .env("LMC_NIXL_LIBRARY", &library)
+            .env("LMC_NIXL_PYTHON", &python)
+            .stdin(Stdio::null())
+            .status()
+            .context("cannot run cargo")?;
+        passed &= status.success();
+    }
+    Ok(passed)
 }

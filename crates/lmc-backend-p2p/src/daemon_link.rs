@@ -46,6 +46,7 @@ impl DaemonLink {
             return Ok(());
         }
         channel.connect(peer, at, None, deadline).await?;
+        tracing::info!(%peer, "peer connected over NIXL");
         if !self.sockets.is_connected(peer) {
             // It went meanwhile.
             self.disconnect_nixl(peer).await;

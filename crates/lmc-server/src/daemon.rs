@@ -22,13 +22,14 @@ use crate::config::{
 };
 use crate::http::{self, Http};
 use crate::signals::Signals;
-use crate::{disk, log, losses, occupant, peers, pool, transfer_config};
+use crate::{disk, log, losses, nixl, occupant, peers, pool, transfer_config};
 
 /// Name of traffic without a salt in LMCache's tools.
 pub const DEFAULT_SALT: &str = "_default";
 
 /// Serves until a signal; the exit code of the process.
 pub fn run(loaded: &Loaded) -> ExitCode {
+    nixl::set_variables(&loaded.config);
     if let Err(error) = log::to_stderr(&loaded.config) {
         eprintln!("lmc serve: cannot start threads: {error}");
         return ExitCode::FAILURE;

@@ -13,6 +13,7 @@ pub mod http;
 mod log;
 mod losses;
 pub mod metrics;
+mod nixl;
 mod occupant;
 mod open_files;
 mod peers;

@@ -18,6 +18,7 @@ use tokio::runtime::Handle;
 use tracing::{info, warn};
 
 use crate::config::{HostPort, ServeConfig};
+use crate::nixl;
 
 /// Static peers above which a warning says that each prompt asks all of them.
 const MANY_PEERS: usize = 8;
@@ -149,6 +150,7 @@ pub(crate) fn open(
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
     }
+    let nixl = nixl::open(config, &channel, listen)?;
     let mut channel = SocketConfig::new(channel, address(listen));
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
@@ -161,6 +163,7 @@ pub(crate) fn open(
     node.max_chunk = pool / 16;
     node.limits.bytes_per_second = config.p2p_serve_rate;
     let mut tier = P2pConfig::new(node, channel);
+    tier.nixl = nixl;
     tier.peers = config.p2p_peers.iter().map(HostPort::to_string).collect();
     if tier.peers.len() > MANY_PEERS {
         warn!(

@@ -149,6 +149,9 @@ fn flags_that_do_not_go_together_are_refused_with_what_to_do() {
     );
     refused(&["--p2p-peer", "host-b:7700"], &["requires --p2p-listen"]);
     refused(&["--p2p-listen", "10.0.0.1"], &["HOST:PORT"]);
+    let listen = ["--p2p-listen", "127.0.0.1:0", "--p2p-transport", "nixl"];
+    refused(&listen, &["p2p-transport", "--p2p-key"]);
+    refused(&["--p2p-interfaces", "eth0;rm"], &["network devices"]);
     refused(
         &["--p2p-listen", "127.0.0.1:0", "--p2p-key", "/nowhere"],
         &["/nowhere"],

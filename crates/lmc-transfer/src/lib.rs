@@ -74,7 +74,7 @@ pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use lease::{Index, ReadLease, WriteLease};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
-pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads};
+pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads, has_rdma};
 pub use outcome::{Filled, Sent, Slot};
 pub use session::{Identity, Key, KeyError, Keys, MIN_KEY, PublicIdentity};
 pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};

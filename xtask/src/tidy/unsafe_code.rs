@@ -29,10 +29,11 @@ crates/lmc-transfer/examples/transfer_speed/stream.rs: options of a socket that 
 crates/lmc-transfer/src/net/raw.rs: system calls on sockets
 crates/lmc-transfer/src/socket/window.rs: sockets receive into the arena and send from it
 crates/lmc-transfer/src/nixl/agent.rs: the arena as NIXL asks for it
-crates/lmc-transfer/src/nixl/library.rs: dlopen, and variables that UCX reads
+crates/lmc-transfer/src/nixl/library.rs: dlopen
 crates/lmc-memory/examples/copy_speed.rs: memcpy to compare with
 crates/lmc-vllm-adapter/src/transport/pidfd.rs: pidfd_open, poll
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it
+crates/lmc-server/src/nixl.rs: variables that UCX reads, set before any thread starts
 crates/lmc-server/src/pool_size.rs: sysconf and its friends
 crates/lmc-testkit/src/cpu.rs: the clock of a thread's CPU time
 crates/lmc-testkit/src/process.rs: signals to a program under test

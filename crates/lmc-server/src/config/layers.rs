@@ -9,7 +9,13 @@ use super::settings::ALL;
 use super::suggest::nearest;
 
 /// Variables that begin with `LMC_` and are not settings of the server.
-const OTHER_VARIABLES: &[&str] = &["LMC_CONFIG", "LMC_URL", "LMC_WRITE_DOCS", "LMC_CACHE_DIR"];
+const OTHER_VARIABLES: &[&str] = &[
+    "LMC_CONFIG",
+    "LMC_URL",
+    "LMC_WRITE_DOCS",
+    "LMC_CACHE_DIR",
+    "LMC_NIXL_LIBRARY",
+];
 
 /// Prefixes of variables of other programs: our tests and benches, and the ones that
 /// Kubernetes sets in every pod for a Service named "lmc".

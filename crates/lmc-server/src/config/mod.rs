@@ -17,7 +17,9 @@ mod tiers;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use log_level::filter_of;
-pub use parse::{HostPort, LogFormat, PoolSize, SegmentName, StateDir, TransferMode, policy_name};
+pub use parse::{
+    HostPort, LogFormat, PeerTransport, PoolSize, SegmentName, StateDir, TransferMode, policy_name,
+};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};
 pub use setting::{Group, Info, Raw, Shape};

@@ -46,6 +46,17 @@ pub enum TransferMode {
     EngineDriven,
 }
 
+/// Transports of the bytes that peers read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeerTransport {
+    /// NIXL where this host has RDMA and the library, sockets otherwise.
+    Auto,
+    /// Sockets only.
+    Sockets,
+    /// NIXL, which must be there; sockets to peers without it.
+    Nixl,
+}
+
 /// The form of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
@@ -86,6 +97,11 @@ pub(crate) const IO_ENGINES: &Names<DiskIo> = &[
     (DiskIo::Auto, "auto", &[]),
     (DiskIo::Uring, "uring", &["io_uring"]),
     (DiskIo::Threads, "threads", &[]),
+];
+pub(crate) const PEER_TRANSPORTS: &Names<PeerTransport> = &[
+    (PeerTransport::Auto, "auto", &[]),
+    (PeerTransport::Sockets, "sockets", &["socket", "tcp"]),
+    (PeerTransport::Nixl, "nixl", &[]),
 ];
 pub(crate) const LOG_FORMATS: &Names<LogFormat> = &[
     (LogFormat::Text, "text", &[]),
@@ -474,6 +490,24 @@ pub(crate) fn peers(raw: &Raw) -> Result<Vec<HostPort>, String> {
         peer.ok_or_else(|| format!("{HOST_PORT}, several with commas, or none"))
     };
     text.split(',').map(peer).collect()
+}
+
+/// Returns names of network devices, one text as UCX takes it.
+pub(crate) fn interfaces(raw: &Raw) -> Result<Option<String>, String> {
+    let text = raw.text()?;
+    if text.eq_ignore_ascii_case("all") {
+        return Ok(None);
+    }
+    let valid = |c: char| c.is_ascii_alphanumeric() || "._-:".contains(c);
+    let is_name = |name: &str| !name.is_empty() && name.chars().all(valid);
+    let names: Vec<&str> = text.split(',').map(str::trim).collect();
+    match names.iter().all(|name| is_name(name)) {
+        true => Ok(Some(names.join(","))),
+        false => Err(
+            "expected network devices, separated by commas, such as mlx5_0:1,eth0, or all"
+                .to_owned(),
+        ),
+    }
 }
 
 pub(crate) fn optional_path(raw: &Raw) -> Result<Option<PathBuf>, String> {

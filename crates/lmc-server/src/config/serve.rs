@@ -6,7 +6,7 @@ use lmc_backend_disk::Admit;
 use lmc_engine::WritePolicy;
 
 use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{PoolSize, SegmentName, TransferMode};
+use super::parse::{PeerTransport, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
 use super::settings::ServeConfig;
 
@@ -114,6 +114,12 @@ impl ServeConfig {
                 layers.refuse(
                     "p2p-advertise",
                     format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
+                );
+            }
+            if self.p2p_key.is_none() && self.p2p_transport == PeerTransport::Nixl {
+                layers.refuse(
+                    "p2p-transport",
+                    "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
                 );
             }
             if self.p2p_key.is_none() && !is_loopback(&at.host) {

@@ -14,7 +14,9 @@ use lmc_vllm_adapter::TrustedUsers;
 
 use super::layers::Layers;
 use super::log_level;
-use super::parse::{self, HostPort, LogFormat, PoolSize, SegmentName, StateDir, TransferMode};
+use super::parse::{
+    self, HostPort, LogFormat, PeerTransport, PoolSize, SegmentName, StateDir, TransferMode,
+};
 use super::setting::{Group, Info, Shape};
 
 /// Declares the settings: a field of [`ServeConfig`] and an entry of [`ALL`] for each.
@@ -145,6 +147,12 @@ settings! {
         p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
         /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). A peer that holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
         p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;
+        /// Transport of the bytes that peers read from each other. auto: NIXL between hosts with RDMA that have NIXL's library, sockets between others. sockets: sockets only. nixl: NIXL wherever the peer has it, also over TCP and shared memory; the start fails without the library. Needs a build with the feature nixl and --p2p-key.
+        p2p_transport: PeerTransport = "p2p-transport", Value "NAME", "auto", |raw| parse::choice(raw, parse::PEER_TRANSPORTS);
+        /// TCP port of NIXL's control connections, on the host of --p2p-listen; 0 lets the system choose, and peers learn it over --p2p-listen.
+        p2p_nixl_port: u16 = "p2p-nixl-port", Value "PORT", "0", parse::port;
+        /// Network devices that NIXL may use, as UCX names them, separated by commas, such as mlx5_0:1,eth0; all leaves the choice to UCX. It is the variable UCX_NET_DEVICES.
+        p2p_interfaces: Option<String> = "p2p-interfaces", Value "DEVICES", "all", parse::interfaces;
         /// Name of this server among its peers; auto is the name of the host.
         p2p_name: Option<String> = "p2p-name", Value "NAME", "auto", parse::peer_name;
         /// Time that peers have to say which chunks they hold: the delay of a prompt that no peer has.

@@ -271,6 +271,7 @@ fn unknown_variables_are_warned_about_and_strangers_are_not() {
     check("LMC_SERVICE_HOST", &[]);
     check("LMC_PORT_5555_TCP_ADDR", &[]);
     check("LMC_URL", &[]);
+    check("LMC_NIXL_LIBRARY", &[]);
     check("LMCACHE_CHUNK_SIZE", &[]);
     check("HOME", &[]);
 }

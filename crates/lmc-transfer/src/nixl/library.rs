@@ -41,9 +41,9 @@ pub(super) fn load(configured: Option<&Path>) -> Result<(), ConnectError> {
 fn missing(faults: &[String]) -> String {
     format!(
         "NIXL's library {NAME} cannot be loaded ({}). Install it with `pip install \
-         nixl-cu12==1.5.1` (it needs no GPU), and name it: library = \
-         \"…/site-packages/.nixl_cu12.mesonpy.libs/{NAME}\" in the configuration of the channel, \
-         or {VARIABLE} in the environment",
+         nixl-cu12==1.5.1` (it needs no GPU), and name it: {VARIABLE}=\
+         …/site-packages/.nixl_cu12.mesonpy.libs/{NAME} in the environment, or library in \
+         NixlConfig",
         faults.join("; ")
     )
 }

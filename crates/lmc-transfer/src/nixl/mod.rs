@@ -37,7 +37,7 @@ mod transfers;
 mod wire;
 
 pub use agent::NixlMemory;
-pub use reach::NixlReads;
+pub use reach::{NixlReads, has_rdma};
 
 use agent::{Registered, Remote, Role, Setup};
 use control::{Exposures, Host, left};
@@ -412,7 +412,10 @@ impl Registering {
         }
         spawn("lmc-nixl-memory", move || {
             if let Err(fault) = self.finish() {
-                tracing::error!(fault, "the memory is not registered: no peer can connect");
+                tracing::error!(
+                    fault,
+                    "the memory is not registered with NIXL: no peer can connect over it; RDMA pins all of it, so raise the memlock limit (ulimit -l) if that is the reason"
+                );
             }
         });
         Ok(())

@@ -79,8 +79,8 @@ fn host() -> Option<String> {
     Some(format!("{}/{}/{user}", boot.trim(), space.display()))
 }
 
-/// Returns whether an RDMA device has a port that is up.
-fn has_rdma() -> bool {
+/// Returns whether an RDMA device of this host has a port that is up.
+pub fn has_rdma() -> bool {
     let entries = |path: std::path::PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
     entries("/sys/class/infiniband".into())
         .flat_map(|device| entries(device.path().join("ports")))

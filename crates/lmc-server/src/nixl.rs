@@ -1,0 +1,104 @@
+//! NIXL between peers: where it is used, and what it reads from the environment.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use lmc_transfer::{ChannelConfig, TransferChannel};
+
+use crate::config::{HostPort, PeerTransport, ServeConfig};
+
+/// Returns true if the configuration allows NIXL.
+fn is_allowed(config: &ServeConfig) -> bool {
+    config.p2p_listen.is_some() && config.p2p_transport != PeerTransport::Sockets
+}
+
+#[cfg(not(feature = "nixl"))]
+pub(crate) fn set_variables(_: &ServeConfig) {}
+
+/// Returns the NIXL channel of a build that has none.
+#[cfg(not(feature = "nixl"))]
+pub(crate) fn open(
+    config: &ServeConfig,
+    _: &ChannelConfig,
+    _: &HostPort,
+) -> Result<Option<Arc<dyn TransferChannel>>> {
+    anyhow::ensure!(
+        !is_allowed(config) || config.p2p_transport != PeerTransport::Nixl,
+        "--p2p-transport nixl: this build of lmc has no NIXL; build it with `--features nixl`, or \
+         choose sockets or auto"
+    );
+    Ok(None)
+}
+
+#[cfg(feature = "nixl")]
+pub(crate) use with_nixl::{open, set_variables};
+
+#[cfg(feature = "nixl")]
+mod with_nixl {
+    use anyhow::bail;
+    use lmc_transfer::{Address, NixlConfig, has_rdma};
+    use tracing::{info, warn};
+
+    use super::*;
+
+    /// Variables that UCX and NIXL read when they are loaded; see [`NixlConfig::build`].
+    const VARIABLES: [(&str, &str); 4] = [
+        ("UCX_MODULES", "^efa"),
+        ("UCX_LOG_FILE", "stderr"),
+        ("UCX_LOG_LEVEL", "error"),
+        ("NIXL_LOG_LEVEL", "ERROR"),
+    ];
+
+    /// Sets the variables of UCX and NIXL that are not set. Must be called before any thread
+    /// starts.
+    pub(crate) fn set_variables(config: &ServeConfig) {
+        if !is_allowed(config) {
+            return;
+        }
+        let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
+        let interfaces = config.p2p_interfaces.as_deref();
+        let interfaces = interfaces.map(|names| ("UCX_NET_DEVICES", names));
+        for (name, value) in VARIABLES.into_iter().filter(unset).chain(interfaces) {
+            // SAFETY: the process has one thread yet, so that no other reads the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
+
+    /// Returns the channel over NIXL, if it is used. Blocks for about half a second.
+    ///
+    /// # Errors
+    /// NIXL is demanded, and cannot be had.
+    pub(crate) fn open(
+        config: &ServeConfig,
+        channel: &ChannelConfig,
+        listen: &HostPort,
+    ) -> Result<Option<Arc<dyn TransferChannel>>> {
+        let demanded = config.p2p_transport == PeerTransport::Nixl;
+        let why_not = match () {
+            () if !is_allowed(config) => return Ok(None),
+            () if demanded => None,
+            () if !has_rdma() => Some("no RDMA port of this host is active"),
+            () if channel.keys.is_none() => Some("NIXL requires --p2p-key"),
+            () => None,
+        };
+        if let Some(why) = why_not {
+            info!("peers: bytes go over sockets: {why}");
+            return Ok(None);
+        }
+        let at = Address::Tcp {
+            host: listen.host.clone(),
+            port: config.p2p_nixl_port,
+        };
+        match NixlConfig::new(channel.clone(), at).build() {
+            Ok(channel) => {
+                info!("peers: NIXL control connections on {}", channel.address());
+                Ok(Some(Arc::new(channel)))
+            }
+            Err(error) if demanded => bail!("--p2p-transport nixl: {error}"),
+            Err(error) => {
+                warn!("peers: bytes go over sockets: {error}");
+                Ok(None)
+            }
+        }
+    }
+}
