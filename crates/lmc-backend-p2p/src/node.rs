@@ -36,7 +36,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that an owner keeps a peer waiting for a lease, at most.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 /// Time beyond that for what is in memory to be leased and summed.
-const HOLD_MARGIN: Duration = Duration::from_millis(250);
+pub(crate) const HOLD_MARGIN: Duration = Duration::from_millis(250);
 /// Pause of a request that waits for the rate at which peers may lease.
 const RATE_PAUSE: Duration = Duration::from_millis(5);
 
@@ -165,6 +165,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             Err(error) => Err(HelloError::NoAnswer(error)),
         };
         if let (Err(error), Some(peer)) = (&result, self.peers.lock().of_session(session)) {
+            peer.is_unfit = error.is_unfit();
             peer.last_failure = Some(error.to_string());
         }
         if !self.link.is_current(session) {
@@ -714,6 +715,20 @@ pub enum HelloError {
     /// The peer gave no answer.
     #[error("no answer to a hello: {0}")]
     NoAnswer(String),
+}
+
+impl HelloError {
+    /// Returns true if the two sides do not fit, for as long as they run.
+    fn is_unfit(&self) -> bool {
+        match self {
+            Self::Here(_) => true,
+            Self::There(refusal) => matches!(
+                refusal,
+                Refusal::Version { .. } | Refusal::ChunkSize(_) | Refusal::Algorithm(_)
+            ),
+            Self::NoAnswer(_) => false,
+        }
+    }
 }
 
 fn not_leased(chunks: Vec<ChunkLease>, epoch: ClearEpoch) -> Leased {

@@ -16,8 +16,9 @@ const ASSUMED_RATE: f64 = 1.25e9;
 const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
 /// Time for which a peer is not asked after its first failure in a row, and at most.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// Time for which a peer is read over sockets after a first read over NIXL failed, and at most.
-const NIXL_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Time for which a peer is not read after a first lease or read failed, and at most. Where only
+/// NIXL failed, it is read over sockets for this time.
+const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Weight of the newest measurement.
 const WEIGHT: f64 = 0.2;
 
@@ -76,6 +77,8 @@ pub(crate) struct Peer {
     pub(crate) session: Session,
     /// The peer's hello; `None` until it came, or where it was refused.
     pub(crate) hello: Option<Hello>,
+    /// True once one side refused the other for its settings.
+    pub(crate) is_unfit: bool,
     pub(crate) counters: PeerCounters,
     /// Cloned for each request of the peer under way here.
     pub(crate) serving: Arc<()>,
@@ -85,6 +88,8 @@ pub(crate) struct Peer {
     /// Share of what the peer may lease that it had leased when it last said so.
     pub(crate) load: u8,
     answers: BackOff,
+    /// Leases, and reads by any transport.
+    lending: BackOff,
     /// Reads over NIXL.
     pub(crate) nixl: BackOff,
     pub(crate) last_failure: Option<String>,
@@ -107,10 +112,16 @@ impl BackOff {
         }
     }
 
-    pub(crate) fn failed(&mut self, now: Instant) {
+    /// Begins a pause, unless one runs: requests that were sent before it fail together. Returns
+    /// true if it began one.
+    pub(crate) fn failed(&mut self, now: Instant) -> bool {
+        if !self.is_over(now) {
+            return false;
+        }
         let pause = self.bounds.0 * 2u32.saturating_pow(self.failures.min(16));
         self.failures = self.failures.saturating_add(1);
         self.until = Some(now + pause.min(self.bounds.1));
+        true
     }
 
     pub(crate) fn succeeded(&mut self) {
@@ -127,13 +138,15 @@ impl Peer {
         Self {
             session,
             hello: None,
+            is_unfit: false,
             counters: PeerCounters::default(),
             serving: Arc::new(()),
             round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
             rate: ASSUMED_RATE,
             load: 0,
             answers: BackOff::new(BACK_OFF),
-            nixl: BackOff::new(NIXL_BACK_OFF),
+            lending: BackOff::new(READ_BACK_OFF),
+            nixl: BackOff::new(READ_BACK_OFF),
             last_failure: None,
         }
     }
@@ -168,12 +181,30 @@ impl Peer {
     pub(crate) fn read_failed(&mut self, by: Transport, reason: &str, now: Instant) {
         let reason = format!("a read over {}: {reason}", by.name());
         match by {
-            Transport::Sockets => self.failed(reason, now),
+            Transport::Sockets => {
+                self.lent_badly(reason, now);
+            }
             Transport::Nixl => {
                 self.counters.failed += 1;
                 self.nixl.failed(now);
                 self.last_failure = Some(reason);
             }
+        }
+    }
+
+    /// Notes that the peer lent nothing, or not what it had said. It is not asked for a while.
+    /// Returns true if that pause begins now.
+    pub(crate) fn lent_badly(&mut self, reason: String, now: Instant) -> bool {
+        self.counters.failed += 1;
+        self.last_failure = Some(reason);
+        self.lending.failed(now)
+    }
+
+    /// Notes that a chunk of the peer was read and verified. Ends no pause: other chunks of the
+    /// same lease may have begun it.
+    pub(crate) fn lent(&mut self, now: Instant) {
+        if self.lending.is_over(now) {
+            self.lending.succeeded();
         }
     }
 
@@ -188,8 +219,13 @@ impl Peer {
         hello.is_some_and(|hello| hello.features & FEATURE_DIRECTORY != 0)
     }
 
+    /// Returns false while no lease is asked of the peer, because one or a read failed.
+    pub(crate) fn lends(&self, now: Instant) -> bool {
+        self.lending.is_over(now)
+    }
+
     pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
-        self.hello.is_some() && self.answers.is_over(now)
+        self.hello.is_some() && self.answers.is_over(now) && self.lends(now)
     }
 }
 
@@ -254,13 +290,20 @@ impl Peers {
         strangers.map(|peer| peer.session.clone()).collect()
     }
 
-    /// Returns the names of the peers that can be asked for chunks now.
-    pub(crate) fn to_ask(&self, now: Instant) -> Vec<PeerId> {
-        let able = |peer: &&Peer| peer.can_be_asked(now) && !peer.is_directory();
-        let able = self.iter().filter(able);
-        let mut names: Vec<PeerId> = able.map(|peer| peer.session.peer.clone()).collect();
-        names.sort_unstable();
-        names
+    /// Returns the names of the peers that can be asked for chunks now, and of those that may have
+    /// some and are not asked: they failed a moment ago, or have sent no hello yet.
+    pub(crate) fn to_ask(&self, now: Instant) -> (Vec<PeerId>, Vec<PeerId>) {
+        let may_have = |peer: &&Peer| !peer.is_directory() && !peer.is_unfit;
+        let (able, left_out): (Vec<&Peer>, Vec<&Peer>) = self
+            .iter()
+            .filter(may_have)
+            .partition(|peer| peer.can_be_asked(now));
+        let names = |peers: Vec<&Peer>| {
+            let mut names: Vec<PeerId> = peers.iter().map(|p| p.session.peer.clone()).collect();
+            names.sort_unstable();
+            names
+        };
+        (names(able), names(left_out))
     }
 
     /// Returns the counters of all peers, those that are gone included.

@@ -16,15 +16,15 @@ use lmc_backend::{
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, WrittenSlot, checksum};
-use lmc_transfer::{Filled, PeerId, Slot};
+use lmc_transfer::{Filled, PeerId, Slot, TransferError};
 
 use crate::chunks::{Chunks, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, KeyBatch, Lease, Leased, Locate, Located as LocatedMessage, Release,
-    Renew, Reply, Request, Transport,
+    ChunkLease, ChunkState, KeyBatch, Lease, Leased, Locate, Located as LocatedMessage, Refusal,
+    Release, Renew, Reply, Request, Transport,
 };
-use crate::node::Node;
+use crate::node::{HOLD_MARGIN, Node};
 use crate::peers::Peer;
 use crate::recent::Recent;
 
@@ -40,6 +40,10 @@ const MAX_ROUNDS: u32 = 8;
 const TRUSTED: f64 = 0.9;
 /// Least time that peers have to answer a `locate` after one that has all.
 const AS_LONG_AGAIN: Duration = Duration::from_micros(500);
+/// Time for a lease's answer, beyond that which the owner may take for it.
+const ANSWER_MARGIN: Duration = Duration::from_millis(250);
+/// Time after a lease's end at which a read that goes on is given up.
+const READ_MARGIN: Duration = Duration::from_millis(500);
 /// Time for a release's answer.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -81,7 +85,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// no peer has is absent only if every one of them answered.
     ///
     /// # Errors
-    /// [`BackendError`] for chunks that a peer which did not answer may have.
+    /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
+    /// because it failed a moment ago.
     pub async fn locate(
         self: &Arc<Self>,
         keys: &[ChunkKey],
@@ -278,7 +283,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                         ChunkRead::Elsewhere(item, error) => (item, error),
                     };
                     match self.route_after(&item.key, &peer) {
-                        Some(other) if round < MAX_ROUNDS => {
+                        Some(other) if round < MAX_ROUNDS && now() < deadline => {
                             let items: &mut Vec<IndexedItem> = left.entry(other).or_default();
                             items.push((index, item));
                         }
@@ -334,6 +339,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         deadline: Instant,
     ) -> (Vec<ChunkRead>, Vec<IndexedItem>) {
         let space = items[0].1.key.space;
+        let paused = {
+            let peers = self.peers.lock();
+            peers.get(peer).is_none_or(|peer| !peer.lends(now()))
+        };
+        if paused {
+            let error = || self.unavailable(peer, None);
+            let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
+            return (items.into_iter().map(elsewhere).collect(), Vec::new());
+        }
         // Where another has the chunks too, that one is asked before anything is waited for.
         let other = {
             let routes = self.routes.lock();
@@ -352,9 +366,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
             wait_ms: millis(wait),
             transport: self.transport(peer).unwrap_or_default(),
         });
-        let leased = match self.ask(peer, &request, deadline).await {
+        let answer_by = deadline.min(sent + wait + HOLD_MARGIN + ANSWER_MARGIN);
+        let leased = match self.ask(peer, &request, answer_by).await {
             Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
             answer => {
+                if answer != Ok(Reply::Refused(Refusal::TooMany)) {
+                    let reason = "a lease was not answered".to_owned();
+                    self.count_of(peer, |peer| _ = peer.lent_badly(reason, now()));
+                }
                 let error = || self.unavailable(peer, answer.as_ref().err());
                 let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
                 return (items.into_iter().map(elsewhere).collect(), Vec::new());
@@ -377,27 +396,42 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return (reads, Vec::new());
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
-        for (item, index, digest) in granted {
+        for (ordinal, item, index, digest) in granted {
             indices.push(index);
             slots.push(item.1.slot);
-            named.push((item.0, item.1.key, digest));
+            named.push((ordinal, item.0, item.1.key, digest));
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
         let filled = lease.while_renewed(self.link.read(peer, by, slots, &indices, deadline));
-        let Filled { slots, error } = filled.await;
+        let filled = filled.await;
         let took = now().saturating_duration_since(begun);
-        let held = lease.release().await;
-        self.count_of(peer, |peer| match &error {
-            Some(error) => peer.read_failed(by, &error.to_string(), now()),
-            None => peer.read(by, bytes, took),
+        self.count_of(peer, |peer| match &filled {
+            Some(Filled { error: None, .. }) => peer.read(by, bytes, took),
+            Some(Filled {
+                error: Some(error), ..
+            }) => {
+                peer.read_failed(by, &error.to_string(), now());
+            }
+            None => {
+                let reason = "a lease was not renewed in time, and a read given up";
+                peer.lent_badly(reason.to_owned(), now());
+            }
         });
+        let (slots, error, held) = match filled {
+            Some(Filled { slots, error }) => (slots, error, lease.release().await),
+            // The channel returns the slots to their pool.
+            None => {
+                drop(lease);
+                (Vec::new(), Some(TransferError::Deadline), Vec::new())
+            }
+        };
         let mut slots = slots.into_iter();
         let (mut good, mut again) = (Vec::new(), Vec::new());
-        for (number, (index, key, digest)) in named.into_iter().enumerate() {
+        for (ordinal, index, key, digest) in named {
             let loaded = match slots.next() {
                 Some(Slot::Written(slot)) => {
-                    let held = held.get(number).is_some_and(|held| *held);
+                    let held = held.get(ordinal).is_some_and(|held| *held);
                     match self.verified((peer, by), key, slot, digest, held) {
                         Ok(slot) => Loaded::Hit { slot, epoch },
                         Err(slot) => {
@@ -411,10 +445,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     again.push((index, LoadItem::new(key, slot)));
                     continue;
                 }
-                Some(Slot::Idle(slot)) => Loaded::Failed {
-                    error: self.unavailable(peer, None),
-                    slot: FailedSlot::Released(slot),
-                },
+                Some(Slot::Idle(slot)) => {
+                    let item = (index, LoadItem::new(key, slot));
+                    reads.push(ChunkRead::Elsewhere(
+                        item,
+                        Some(self.unavailable(peer, None)),
+                    ));
+                    continue;
+                }
                 Some(Slot::Quarantined) | None => Loaded::Failed {
                     error: self.unavailable(peer, None),
                     slot: FailedSlot::Quarantined,
@@ -429,23 +467,36 @@ impl<L: Link, C: Chunks> Node<L, C> {
         (reads, again)
     }
 
-    /// Splits what a peer answered to a lease: chunks to read with where they lie and their
-    /// digests, and those that it does not serve.
-    #[allow(clippy::type_complexity, reason = "an item, its index, its digest")]
+    /// Splits what a peer answered to a lease: chunks to read, each with its number among those
+    /// granted, where it lies and its digest; and those that it does not serve.
+    #[allow(
+        clippy::type_complexity,
+        reason = "a number, an item, its index, its digest"
+    )]
     fn sort_out(
         &self,
         peer: &PeerId,
         leased: Leased,
         items: Vec<IndexedItem>,
-    ) -> (Vec<(IndexedItem, lmc_transfer::Index, u64)>, Vec<ChunkRead>) {
+    ) -> (
+        Vec<(usize, IndexedItem, lmc_transfer::Index, u64)>,
+        Vec<ChunkRead>,
+    ) {
         let (mut granted, mut reads) = (Vec::new(), Vec::new());
-        let (mut missed, mut busy) = (0, 0);
+        let (mut grants, mut wrong, mut missed, mut busy) = (0, 0, 0, 0);
         for (item, chunk) in items.into_iter().zip(leased.chunks) {
             match chunk {
-                ChunkLease::Granted { index, len, digest } if len == item.1.slot.len() => {
-                    granted.push((item, index, digest));
+                ChunkLease::Granted { index, len, digest } => {
+                    let ordinal = grants;
+                    grants += 1;
+                    if len == item.1.slot.len() {
+                        granted.push((ordinal, item, index, digest));
+                    } else {
+                        wrong += 1;
+                        reads.push(ChunkRead::Elsewhere(item, None));
+                    }
                 }
-                ChunkLease::Granted { .. } | ChunkLease::Absent => {
+                ChunkLease::Absent => {
                     missed += 1;
                     reads.push(ChunkRead::Elsewhere(item, None));
                 }
@@ -471,7 +522,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         drop(routes);
         self.count_of(peer, |peer| {
-            peer.counters.missed += missed;
+            peer.counters.missed += missed + wrong;
+            if wrong > 0 {
+                let reason = "it lent chunks of another length than it had said";
+                peer.lent_badly(reason.to_owned(), now());
+            }
             peer.counters.busy += busy;
         });
         (granted, reads)
@@ -504,14 +559,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return Err(slot.into_reserved());
         }
         if chunk_digest(&key, checksum(slot.bytes())) != digest {
-            self.count_of(peer, |peer| {
-                peer.counters.corrupt += 1;
-                peer.failed("a chunk with a wrong checksum".to_owned(), now());
+            self.count_of(peer, |known| {
+                known.counters.corrupt += 1;
+                // One line for each pause.
+                if known.lent_badly("a chunk with a wrong checksum".to_owned(), now()) {
+                    tracing::warn!(%peer, %key, "a chunk that was read from a peer has a wrong checksum: it counts as a miss, and the peer is not asked for a while");
+                }
             });
-            tracing::warn!(%peer, %key, "a chunk that was read from a peer has a wrong checksum: it counts as a miss");
             return Err(slot.into_reserved());
         }
         self.count_of(peer, |peer| {
+            peer.lent(now());
             peer.counters.read += 1;
             peer.counters.read_bytes += slot.len();
             if by == Transport::Nixl {
@@ -589,15 +647,18 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
         self.sent + self.duration.mul_f64(TRUSTED)
     }
 
-    /// Awaits a read, and renews the lease meanwhile. A lease that cannot be renewed is not given
-    /// up here: its owner says at the release whether it stood.
-    async fn while_renewed(&mut self, read: impl Future<Output = Filled>) -> Filled {
+    /// Awaits a read, and renews the lease meanwhile. A read that goes on soon after the end of a
+    /// lease that could not be renewed is given up: `None`. Of one that ends before, the owner says
+    /// at the release whether the lease stood.
+    async fn while_renewed<T>(&mut self, read: impl Future<Output = T>) -> Option<T> {
         tokio::pin!(read);
         let mut renew_at = self.sent + self.duration / 3;
         loop {
             match until(renew_at, &mut read).await {
-                Some(filled) => return filled,
-                None if now() >= self.trusted_until() => return read.await,
+                Some(read) => return Some(read),
+                None if now() >= self.trusted_until() => {
+                    return until(self.sent + self.duration + READ_MARGIN, read).await;
+                }
                 None => {}
             }
             let request = Request::Renew(Renew {
@@ -609,7 +670,7 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
             let renewal = node.ask(&peer, &request, self.trusted_until());
             tokio::pin!(renewal);
             tokio::select! {
-                filled = &mut read => return filled,
+                read = &mut read => return Some(read),
                 renewed = &mut renewal => {
                     if matches!(renewed, Ok(Reply::Renewed(true))) {
                         self.sent = sent;

@@ -312,11 +312,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Returns the peers to ask for chunks of a prompt: those that a directory names and those that
     /// the configuration names, or all where there are no directories.
     pub(crate) async fn to_ask(self: &Arc<Self>, keys: &[ChunkKey], deadline: Instant) -> ToAsk {
-        let all = self.peers.lock().to_ask(now());
+        let (all, left_out) = self.peers.lock().to_ask(now());
+        let not_asked = |peer: &PeerId| format!("{peer} is not asked now");
         if !self.config.uses_directories {
             return ToAsk {
                 peers: all,
-                unknown: None,
+                unknown: left_out.first().map(not_asked),
             };
         }
         let named = &self.contacts.lock().named.clone();
@@ -329,9 +330,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return ToAsk { peers, unknown };
         };
         let mut unknown = (!found.settled).then(|| "the directory has just started".to_owned());
+        let named_one = left_out.iter().find(|peer| named.contains(*peer));
+        unknown = unknown.or_else(|| named_one.map(not_asked));
         let candidates = self.connected_of(found.candidates, deadline).await;
         for (peer, connected) in candidates {
             match connected {
+                true if left_out.contains(&peer) => unknown = Some(not_asked(&peer)),
                 true if !peers.contains(&peer) => peers.push(peer),
                 true => {}
                 false => unknown = Some(format!("{peer} is not connected yet")),

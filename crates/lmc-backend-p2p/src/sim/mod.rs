@@ -6,6 +6,7 @@ mod channels;
 mod chunks;
 mod directory;
 mod net;
+mod owners;
 mod schedules;
 
 use std::time::Duration;

@@ -14,7 +14,7 @@ use super::chunks::SimChunks;
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::{Link, now};
-use crate::message::{NixlAddress, Transport};
+use crate::message::{NixlAddress, Reply, Request, Transport};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 
@@ -63,6 +63,9 @@ impl Faults {
     }
 }
 
+/// Changes a daemon's reply to a request on its way; `None` loses it.
+pub(super) type Forgery = Arc<dyn Fn(&Request, Reply) -> Option<Reply> + Send + Sync>;
+
 /// A daemon as the network knows it.
 pub(super) struct Host {
     pub(super) incarnation: u64,
@@ -71,6 +74,7 @@ pub(super) struct Host {
     memory: Memory,
     pub(super) alive: bool,
     frozen_until: Option<Instant>,
+    forgery: Option<Forgery>,
     freezes: Arc<Notify>,
     /// The grants that stand, by their number.
     grants: BTreeMap<u64, Granted>,
@@ -194,6 +198,7 @@ impl Net {
             memory,
             alive: true,
             frozen_until: None,
+            forgery: None,
             freezes,
             grants: BTreeMap::new(),
             tasks,
@@ -347,6 +352,25 @@ impl Net {
         frozen.freezes.notify_one();
     }
 
+    /// Lets a daemon reply otherwise than it would.
+    pub(super) fn forge(
+        &self,
+        host: usize,
+        forgery: impl Fn(&Request, Reply) -> Option<Reply> + Send + Sync + 'static,
+    ) {
+        self.0.lock().hosts[host].forgery = Some(Arc::new(forgery));
+    }
+
+    fn forged(&self, host: usize, request: &[u8], reply: Vec<u8>) -> Option<Vec<u8>> {
+        let Some(forgery) = self.0.lock().hosts[host].forgery.clone() else {
+            return Some(reply);
+        };
+        let request = Request::from_bytes(request).expect("nodes send requests");
+        let reply = Reply::from_bytes(&reply).expect("nodes send replies");
+        let reply = forgery(&request, reply)?;
+        Some(reply.to_bytes().expect("it is as long as before"))
+    }
+
     async fn thaw(&self, host: usize) {
         let until = self.0.lock().hosts[host].frozen_until;
         if let Some(until) = until {
@@ -481,6 +505,9 @@ impl Link for SimLink {
                         None => net.node(to).serve(&session, &body).await,
                     };
                     net.thaw(to).await;
+                    let Some(reply) = net.forged(to, &body, reply) else {
+                        return;
+                    };
                     if net.travel(to, me).await {
                         let _ = sender.send(reply);
                     }

@@ -127,7 +127,7 @@ settings! {
         disk_write: WritePolicy = "disk-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
         /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life; not with --disk-write back.
         disk_admit: Admit = "disk-admit", Value "WHICH", "always", |raw| parse::choice(raw, parse::ADMISSIONS);
-        /// Timeout of reads from disk. A chunk that is later is a miss, and the engine computes it.
+        /// Timeout of reads from disk and from peers. A chunk that is later is a miss, and the engine computes it.
         disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
         /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.
         recompute_rate: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;

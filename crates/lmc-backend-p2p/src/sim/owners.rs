@@ -1,0 +1,183 @@
+//! Owners that stop, or answer otherwise than they do.
+
+use std::time::Duration;
+
+use lmc_backend::Located;
+use lmc_key::ChunkKey;
+
+use super::net::{Faults, Net};
+use super::run;
+use super::schedules::{LOCATE, Tally, fetch, load, prompt, slow};
+use crate::link::now;
+use crate::message::{ChunkLease, Reply, Request};
+
+/// Time that a load may take, much longer than any owner is waited for.
+const LONG: Duration = Duration::from_secs(30);
+
+async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<bool> {
+    let located = net.node(host).locate(keys, now() + LOCATE).await;
+    let is_present = |one: Result<Located, _>| matches!(one, Ok(Located::Present(_)));
+    located.into_iter().map(is_present).collect()
+}
+
+/// An owner that stops after a lookup was once waited for until the load's deadline.
+#[test]
+fn an_owner_that_stops_before_the_lease_costs_part_of_the_deadline() {
+    run(async {
+        let net = Net::new(31, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let keys = prompt(0, 8);
+        for (owner, count) in [(1, 8), (2, 7)] {
+            keys[..count]
+                .iter()
+                .for_each(|&key| net.chunks(owner).store(key, 0));
+        }
+        // The first of them has the longer prefix: it is asked first.
+        assert_eq!(locate(&net, 0, &keys).await, [true; 8]);
+        net.freeze(1, LONG * 2);
+        let begun = now();
+        let tally = load(&net, 0, &keys, LONG).await;
+        assert_eq!((tally.hits, tally.failed), (7, 1), "{tally:?}");
+        assert!(
+            now() < begun + Duration::from_secs(1),
+            "{:?}",
+            now() - begun
+        );
+    });
+}
+
+/// Begins to load eight chunks of host 0 at host 1, piece by piece of up to this time.
+async fn begin_to_load(
+    net: &Net,
+    lease: Duration,
+    piece: Duration,
+) -> tokio::task::JoinHandle<Tally> {
+    for host in 0..2 {
+        net.start(host, 64, |config| config.lease = lease);
+    }
+    assert!(net.connect(0, 1).await);
+    let keys = prompt(0, 8);
+    keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+    assert_eq!(locate(net, 1, &keys).await, [true; 8]);
+    net.0.lock().faults.delay.1 = piece;
+    let reader = net.clone();
+    let reading = tokio::spawn(async move { load(&reader, 1, &keys, LONG).await });
+    while net.node(0).leased().0 == 0 {
+        tokio::time::sleep(Duration::from_micros(50)).await;
+    }
+    reading
+}
+
+/// So was an owner that stops while it is read.
+#[test]
+fn a_read_is_given_up_soon_after_its_lease() {
+    run(async {
+        let net = Net::new(33, slow(Duration::from_micros(200), Duration::ZERO));
+        let hours = Duration::from_secs(1 << 16);
+        let reading = begin_to_load(&net, Duration::from_secs(2), hours).await;
+        let begun = now();
+        net.freeze(0, LONG * 2);
+        let tally = reading.await.expect("every byte was right");
+        assert_eq!((tally.hits, tally.failed), (0, 8), "{tally:?}");
+        assert!(
+            now() < begun + Duration::from_secs(3),
+            "{:?}",
+            now() - begun
+        );
+        assert_eq!(net.chunks(1).pool.usage().slots, 0, "a slot was left");
+    });
+}
+
+#[test]
+fn a_read_goes_on_for_as_long_as_its_lease_is_renewed() {
+    run(async {
+        let net = Net::new(35, slow(Duration::from_micros(200), Duration::ZERO));
+        let (lease, piece) = (Duration::from_millis(30), Duration::from_secs(1));
+        let reading = begin_to_load(&net, lease, piece).await;
+        let begun = now();
+        let tally = reading.await.expect("every byte was right");
+        assert_eq!(tally.hits, 8, "{tally:?}");
+        assert!(
+            now() > begun + Duration::from_secs(2),
+            "{:?}",
+            now() - begun
+        );
+    });
+}
+
+/// Each answer to a `locate` once ended the pause of a peer that lends nothing.
+#[test]
+fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
+    run(async {
+        let net = Net::new(37, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 4);
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        net.forge(1, |request, reply| {
+            (!matches!(request, Request::Lease(_))).then_some(reply)
+        });
+        let begun = now();
+        for _ in 0..20 {
+            if locate(&net, 0, &keys).await[0] {
+                assert_eq!(load(&net, 0, &keys, LONG).await.hits, 0);
+            }
+        }
+        assert!(
+            now() < begun + Duration::from_secs(2),
+            "{:?}",
+            now() - begun
+        );
+        // What it has meanwhile is not known, and it is asked again later.
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(located[0].is_err(), "{located:?}");
+        net.forge(1, |_, reply| Some(reply));
+        tokio::time::sleep(Duration::from_secs(61)).await;
+        assert_eq!(fetch(&net, 0, &keys).await.hits, 4);
+    });
+}
+
+/// Eight requests that failed together once doubled the pause eight times.
+#[test]
+fn requests_that_fail_together_make_one_pause() {
+    run(async {
+        let net = Net::new(39, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 1);
+        net.chunks(1).store(keys[0], 0);
+        net.freeze(1, LOCATE * 2);
+        let locates = (0..8).map(|_| locate(&net, 0, &keys));
+        assert_eq!(futures_util::future::join_all(locates).await, [[false]; 8]);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(locate(&net, 0, &keys).await, [true]);
+    });
+}
+
+/// A chunk of another length than was located once shifted the answers to a release by one.
+#[test]
+fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
+    run(async {
+        let net = Net::new(41, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 8);
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        net.forge(1, |_, mut reply| {
+            match &mut reply {
+                Reply::Leased(leased) => match &mut leased.chunks[0] {
+                    ChunkLease::Granted { len, .. } => *len += 1,
+                    other => panic!("not granted: {other:?}"),
+                },
+                Reply::Released(held) => held[0] = false,
+                _ => {}
+            }
+            Some(reply)
+        });
+        let tally = fetch(&net, 0, &keys).await;
+        assert_eq!((tally.hits, tally.misses), (7, 1), "{tally:?}");
+        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        assert!(located[0].is_err(), "{located:?}");
+    });
+}
