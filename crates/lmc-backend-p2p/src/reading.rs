@@ -360,15 +360,20 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // The other half is for reading.
             false => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
         };
+        let best = self.transport(peer).unwrap_or_default();
         let request = Request::Lease(Lease {
             keys: batch,
             duration_ms: millis(self.config.lease),
             wait_ms: millis(wait),
-            transport: self.transport(peer).unwrap_or_default(),
+            transport: best,
         });
+        let answers = |leased: &Leased| {
+            let offered = [best, Transport::Sockets].contains(&leased.transport);
+            offered && leased.chunks.len() == items.len()
+        };
         let answer_by = deadline.min(sent + wait + HOLD_MARGIN + ANSWER_MARGIN);
         let leased = match self.ask(peer, &request, answer_by).await {
-            Ok(Reply::Leased(leased)) if leased.chunks.len() == items.len() => leased,
+            Ok(Reply::Leased(leased)) if answers(&leased) => leased,
             answer => {
                 if answer != Ok(Reply::Refused(Refusal::TooMany)) {
                     let reason = "a lease was not answered".to_owned();

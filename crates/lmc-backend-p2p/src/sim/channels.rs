@@ -2,18 +2,24 @@
 //! which takes one peer at a time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{LoadItem, Loaded};
-use lmc_transfer::{Address, ChannelConfig, PeerId, SocketChannel, SocketConfig, TransferChannel};
+use lmc_backend::{ClearEpoch, LoadItem, Loaded, Located};
+use lmc_transfer::{
+    Address, ChannelConfig, Index, PeerId, SocketChannel, SocketConfig, TransferChannel,
+};
 use tokio::runtime::{Handle, Runtime};
 
 use super::chunks::SimChunks;
 use super::net::Memory;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
-use crate::message::Transport;
+use crate::message::{
+    ChunkLease, ChunkState, Lease, Leased, Locate, Located as LocatedMessage, Reply, Request,
+    Transport,
+};
 use crate::node::NodeConfig;
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -39,7 +45,7 @@ fn runtime() -> Runtime {
 }
 
 /// Starts a daemon that connects to the peer at an address.
-fn daemon(name: &str, peer: Option<&Daemon>, has_nixl: bool) -> Daemon {
+fn daemon(name: &str, peer: Option<&Address>, has_nixl: bool) -> Daemon {
     let chunks = SimChunks::new(64, Memory::default());
     let id = new_peer_id(name).expect("random bytes");
     let channel = ChannelConfig::new(id.clone(), Arc::clone(chunks.pool.arena()));
@@ -51,7 +57,7 @@ fn daemon(name: &str, peer: Option<&Daemon>, has_nixl: bool) -> Daemon {
     });
     let node = NodeConfig::new(name, "", 64 * 4096);
     let mut config = P2pConfig::new(node, SocketConfig::new(channel, loopback()));
-    let at = |peer: &Daemon| peer.tier.address().to_string().replace("tcp://", "");
+    let at = |peer: &Address| peer.to_string().replace("tcp://", "");
     config.peers = peer.map(at).into_iter().collect();
     config.nixl = nixl.clone().map(|nixl| nixl as Arc<dyn TransferChannel>);
     let tier = P2pBackend::start(config, chunks.clone(), Handle::current());
@@ -80,9 +86,7 @@ impl Daemon {
         let keys: Vec<_> = (0..CHUNKS).map(|chunk| key(0, chunk)).collect();
         let deadline = Instant::now() + DEADLINE;
         let located = node.locate(&keys, deadline).await;
-        let found = |located: &Result<lmc_backend::Located, _>| {
-            matches!(located, Ok(lmc_backend::Located::Present(_)))
-        };
+        let found = |located: &Result<Located, _>| matches!(located, Ok(Located::Present(_)));
         assert!(located.iter().all(found), "{located:?}");
         let slot = || self.chunks.pool.reserve(LEN).expect("a slot");
         let items = keys.iter().map(|&key| LoadItem::new(key, slot())).collect();
@@ -99,10 +103,10 @@ impl Daemon {
     }
 
     /// Waits until a peer's hello was accepted, and it is read by this transport.
-    async fn until_read_by(&self, peer: &Self, by: Transport) {
+    async fn until_read_by(&self, peer: &PeerId, by: Transport) {
         let reads = || {
             let known = self.tier.node().peers.lock().with_hello();
-            known.contains(&peer.id) && self.tier.node().transport(&peer.id) == Some(by)
+            known.contains(peer) && self.tier.node().transport(peer) == Some(by)
         };
         let waits = async {
             while !reads() {
@@ -154,13 +158,13 @@ fn bytes_go_over_sockets_until_both_sides_are_connected_over_nixl() {
         let owner = daemon("owner", None, true);
         owner.store();
         let stranger = Stranger::connect(&owner, None).await;
-        let reader = daemon("reader", Some(&owner), true);
-        reader.until_read_by(&owner, Transport::Sockets).await;
+        let reader = daemon("reader", Some(owner.tier.address()), true);
+        reader.until_read_by(&owner.id, Transport::Sockets).await;
         assert_eq!(reader.read().await, (0, ALL));
         stranger.leave(&owner).await;
-        reader.until_read_by(&owner, Transport::Nixl).await;
+        reader.until_read_by(&owner.id, Transport::Nixl).await;
         // The owner may learn of it a moment later.
-        owner.until_read_by(&reader, Transport::Nixl).await;
+        owner.until_read_by(&reader.id, Transport::Nixl).await;
         assert_eq!(reader.read().await, (ALL, 0));
     });
 }
@@ -170,16 +174,16 @@ fn bytes_go_over_sockets_while_the_nixl_session_is_gone() {
     runtime().block_on(async {
         let owner = daemon("owner", None, true);
         owner.store();
-        let reader = daemon("reader", Some(&owner), true);
-        reader.until_read_by(&owner, Transport::Nixl).await;
-        owner.until_read_by(&reader, Transport::Nixl).await;
+        let reader = daemon("reader", Some(owner.tier.address()), true);
+        reader.until_read_by(&owner.id, Transport::Nixl).await;
+        owner.until_read_by(&reader.id, Transport::Nixl).await;
         assert_eq!(reader.read().await, (ALL, 0));
         let stranger = Stranger::connect(&owner, Some(&reader.id)).await;
-        reader.until_read_by(&owner, Transport::Sockets).await;
+        reader.until_read_by(&owner.id, Transport::Sockets).await;
         assert_eq!(reader.read().await, (0, ALL));
         stranger.leave(&owner).await;
-        reader.until_read_by(&owner, Transport::Nixl).await;
-        owner.until_read_by(&reader, Transport::Nixl).await;
+        reader.until_read_by(&owner.id, Transport::Nixl).await;
+        owner.until_read_by(&reader.id, Transport::Nixl).await;
         assert_eq!(reader.read().await, (ALL, 0));
     });
 }
@@ -190,8 +194,8 @@ fn a_peer_without_nixl_is_read_over_sockets() {
         for (owner_has, reader_has) in [(false, true), (true, false)] {
             let owner = daemon("owner", None, owner_has);
             owner.store();
-            let reader = daemon("reader", Some(&owner), reader_has);
-            reader.until_read_by(&owner, Transport::Sockets).await;
+            let reader = daemon("reader", Some(owner.tier.address()), reader_has);
+            reader.until_read_by(&owner.id, Transport::Sockets).await;
             assert_eq!(reader.read().await, (0, ALL));
         }
     });
@@ -206,13 +210,13 @@ fn the_nixl_session_ends_with_that_over_sockets() {
         let at = owner.tier.address();
         let connected = TransferChannel::connect(&link.sockets, &owner.id, at, None, deadline);
         connected.await.expect("it listens");
-        reader.until_read_by(&owner, Transport::Sockets).await;
+        reader.until_read_by(&owner.id, Transport::Sockets).await;
         let nixl = reader.tier.node().nixl_of(&owner.id).expect("its hello");
         let at = owner.nixl().address();
         let connected = link.connect_nixl(&owner.id, nixl, at, deadline);
         connected.await.expect("it listens");
-        reader.until_read_by(&owner, Transport::Nixl).await;
-        owner.until_read_by(&reader, Transport::Nixl).await;
+        reader.until_read_by(&owner.id, Transport::Nixl).await;
+        owner.until_read_by(&reader.id, Transport::Nixl).await;
         let ended = link.sockets.disconnect(&owner.id, deadline);
         ended.await.expect("in time");
         let gone = async {
@@ -223,5 +227,68 @@ fn the_nixl_session_ends_with_that_over_sockets() {
         tokio::time::timeout(DEADLINE, gone)
             .await
             .expect("both end");
+    });
+}
+
+/// Starts a channel that answers as a daemon does, and leases every chunk over NIXL, also to a
+/// peer that cannot read by it. Counts the leases.
+fn one_who_insists_on_nixl(leases: &Arc<AtomicUsize>) -> SocketChannel {
+    let chunks = SimChunks::new(1, Memory::default());
+    let id = "insists".parse().expect("a name");
+    let mut channel = ChannelConfig::new(id, Arc::clone(chunks.pool.arena()));
+    let leases = Arc::clone(leases);
+    let answer = move |question: &[u8]| match Request::from_bytes(question) {
+        Ok(Request::Hello(hello)) => Reply::Hello(hello),
+        Ok(Request::Locate(Locate { keys, epoch })) => Reply::Located(LocatedMessage {
+            epoch,
+            states: vec![ChunkState::Memory { len: LEN }; keys.len()],
+            load: 0,
+        }),
+        Ok(Request::Lease(Lease { keys, .. })) => {
+            leases.fetch_add(1, Ordering::Relaxed);
+            let granted = ChunkLease::Granted {
+                index: Index::arena(1, 1),
+                len: LEN,
+                digest: 0,
+            };
+            Reply::Leased(Leased {
+                lease: 1,
+                duration_ms: 1000,
+                epoch: ClearEpoch::default().into(),
+                chunks: vec![granted; keys.len()],
+                holders: Vec::new(),
+                transport: Transport::Nixl,
+            })
+        }
+        Ok(Request::Release(_)) => Reply::Released(Vec::new()),
+        _ => Reply::Cleared(Vec::new()),
+    };
+    channel.on_ask = Some(Arc::new(move |_, _, question| {
+        let reply = answer(&question).to_bytes().expect("it fits");
+        Box::pin(std::future::ready(reply.into()))
+    }));
+    let channel = SocketConfig::new(channel, loopback()).build();
+    channel.expect("a port")
+}
+
+#[test]
+fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
+    runtime().block_on(async {
+        let leases = Arc::default();
+        let owner = one_who_insists_on_nixl(&leases);
+        let reader = daemon("reader", Some(owner.address()), false);
+        reader.until_read_by(owner.id(), Transport::Sockets).await;
+        let node = reader.tier.node();
+        let located = node.locate(&[key(0, 0)], Instant::now() + DEADLINE).await;
+        assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
+        let slot = reader.chunks.pool.reserve(LEN).expect("a slot");
+        let items = vec![LoadItem::new(key(0, 0), slot)];
+        let mut answers = node.load(items, Instant::now() + Duration::from_secs(2));
+        let answer = answers.next().await;
+        assert!(
+            matches!(answer, Some((0, Loaded::Failed { .. }))),
+            "{answer:?}"
+        );
+        assert_eq!(leases.load(Ordering::Relaxed), 1);
     });
 }
