@@ -25,8 +25,8 @@ use crate::peers::{Peer, PeerCounters, Peers};
 use crate::reading::Routes;
 use crate::recent::Recent;
 
-/// Requests of one peer under way at a time, at most.
-const MAX_SERVING: usize = 64;
+/// Requests of one peer under way at a time, at most, of the kinds that take time.
+pub(crate) const MAX_SERVING: usize = 64;
 /// Chunks of which other holders are known, at most.
 const HOLDERS: usize = 1 << 16;
 /// Time between two exchanges of clears.
@@ -273,12 +273,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
         reply.to_bytes().or_else(too_long).unwrap_or_default()
     }
 
-    /// Begins to serve a request, which counts until what is returned is dropped.
-    fn begin(&self, session: &Session, request: &Request) -> Result<Arc<()>, Refusal> {
+    /// Begins to serve a request, which counts until what is returned is dropped. `None` for one
+    /// that is answered at once and is never one too many: renewals and releases are what gives
+    /// capacity back.
+    fn begin(&self, session: &Session, request: &Request) -> Result<Option<Arc<()>>, Refusal> {
         let hello = matches!(request, Request::Hello(_));
         if hello && self.link.is_current(session) {
             self.note_connected(session);
+            if !self.link.is_current(session) {
+                // It may have gone before it was noted.
+                self.disconnected(session);
+            }
         }
+        let is_brief = matches!(
+            request,
+            Request::Hello(_) | Request::Renew(_) | Request::Release(_) | Request::Clears(_)
+        );
         let mut peers = self.peers.lock();
         let Some(peer) = peers.of_session(session) else {
             return Err(Refusal::NoHello);
@@ -286,10 +296,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if peer.hello.is_none() && !hello {
             return Err(Refusal::NoHello);
         }
+        if is_brief {
+            return Ok(None);
+        }
         if Arc::strong_count(&peer.serving) > MAX_SERVING {
             return Err(Refusal::TooMany);
         }
-        Ok(Arc::clone(&peer.serving))
+        Ok(Some(Arc::clone(&peer.serving)))
     }
 
     async fn answer(&self, session: &Session, request: Request) -> Reply {
@@ -477,10 +490,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         wanted: Transport,
         duration: Duration,
     ) -> Option<(u64, Transport, Duration, Vec<(ChunkKey, ChunkLease)>)> {
-        let session = reserved.session.clone();
-        drop(reserved);
-        let session = &session;
+        let session = &reserved.session;
         let mut owner = self.owner.lock();
+        // Under the same lock as the grant: nothing is admitted in between.
+        owner.unreserve(session, reserved.number);
         let connected = self.connected_by(self.peers.lock().of_session(session)?);
         if held.is_empty() {
             return None;

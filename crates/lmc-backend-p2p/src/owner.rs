@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 use lmc_key::ChunkKey;
 use lmc_transfer::PeerId;
 
+/// Bytes of one lease, at most: those of one request, and of one read.
+pub(crate) const LEASE_BYTES: u64 = 32 << 20;
+
 /// Bounds of what peers may lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -17,8 +20,12 @@ pub struct OwnerLimits {
     pub peer_bytes: u64,
     /// Leases of one peer, at most.
     pub peer_leases: usize,
+    /// Bytes of one lease, at most, unless it has one chunk.
+    pub lease_bytes: u64,
     /// Duration of a lease, at most.
     pub duration: Duration,
+    /// Time from a lease's grant to its end, at most, however often it is renewed.
+    pub age: Duration,
     /// Bytes that peers may lease in a second; `None` for no bound.
     pub bytes_per_second: Option<u64>,
 }
@@ -31,7 +38,9 @@ impl OwnerLimits {
             bytes: pool / 4,
             peer_bytes: pool / 8,
             peer_leases: 256,
+            lease_bytes: LEASE_BYTES,
             duration: Duration::from_secs(30),
+            age: Duration::from_secs(60),
             bytes_per_second: None,
         }
     }
@@ -55,6 +64,8 @@ struct Granted<G> {
     keys: Vec<ChunkKey>,
     bytes: u64,
     expires: Instant,
+    /// End of the last renewal.
+    latest: Instant,
     grant: G,
 }
 
@@ -69,7 +80,7 @@ struct SessionUse {
 pub enum Busy {
     /// Leases to all peers hold as much as they may.
     Pool,
-    /// Leases to this peer hold as much as they may.
+    /// Leases to this peer hold as much as they may, or this one.
     Peer,
     /// Peers lease faster than they may.
     Rate,
@@ -161,7 +172,9 @@ impl<G> Owner<G> {
             sum += len;
             let busy = if self.bytes + sum > self.limits.bytes && self.bytes + index as u64 > 0 {
                 Busy::Pool
-            } else if bytes + sum > self.limits.peer_bytes && bytes + index as u64 > 0 {
+            } else if (bytes + sum > self.limits.peer_bytes && bytes + index as u64 > 0)
+                || (sum > self.limits.lease_bytes && index > 0)
+            {
                 Busy::Peer
             } else if rate.is_some_and(|left| left <= 0 || (i128::from(sum) > left && index > 0)) {
                 Busy::Rate
@@ -213,7 +226,7 @@ impl<G> Owner<G> {
         grant: G,
         now: Instant,
     ) -> (u64, Duration) {
-        let duration = duration.min(self.limits.duration);
+        let duration = duration.min(self.limits.duration).min(self.limits.age);
         let bytes = chunks.iter().map(|(_, len)| len).sum();
         if let Some(rate) = &mut self.rate {
             rate.left = rate.left(now) - i128::from(bytes);
@@ -224,6 +237,7 @@ impl<G> Owner<G> {
             keys: chunks.into_iter().map(|(key, _)| key).collect(),
             bytes,
             expires: now + duration,
+            latest: now + self.limits.age,
             grant,
         };
         self.by_expiry.insert((granted.expires, self.last));
@@ -235,8 +249,8 @@ impl<G> Owner<G> {
         (self.last, duration)
     }
 
-    /// Extends a lease of this session. Returns false if it does not stand any more: a lease that
-    /// is over is never taken up again.
+    /// Extends a lease of this session. Returns false if it does not stand any more, because a
+    /// lease that is over is never taken up again, or if it would stand for too long.
     pub fn renew(
         &mut self,
         session: &Session,
@@ -245,13 +259,14 @@ impl<G> Owner<G> {
         now: Instant,
     ) -> bool {
         let granted = self.leases.get_mut(&lease);
-        let granted =
-            granted.filter(|granted| granted.session == *session && granted.expires > now);
+        let renewed = now + duration.min(self.limits.duration);
+        let granted = granted.filter(|granted| {
+            granted.session == *session && granted.expires > now && renewed <= granted.latest
+        });
         let Some(granted) = granted else {
             return false;
         };
         self.by_expiry.remove(&(granted.expires, lease));
-        let renewed = now + duration.min(self.limits.duration);
         granted.expires = granted.expires.max(renewed);
         self.by_expiry.insert((granted.expires, lease));
         true

@@ -25,6 +25,7 @@ use crate::message::{
     Release, Renew, Reply, Request, Transport,
 };
 use crate::node::{HOLD_MARGIN, Node};
+use crate::owner::LEASE_BYTES;
 use crate::peers::Peer;
 use crate::recent::Recent;
 
@@ -32,8 +33,6 @@ use crate::recent::Recent;
 const ROUTES: usize = 1 << 16;
 /// Holders that are remembered of one chunk, at most.
 const ROUTE_PEERS: usize = 4;
-/// Bytes of one lease, at most: one read, and one verification before the next.
-const LEASE_BYTES: u64 = 32 << 20;
 /// Peers that are tried for a chunk one after the other, at most.
 const MAX_ROUNDS: u32 = 8;
 /// Part of a lease's duration that the reader counts on: clocks may differ in speed by less.

@@ -38,7 +38,7 @@ fn op() -> impl Strategy<Value = Op> {
     let session = 0u64..4;
     let lease = 1u64..12;
     prop_oneof![
-        4 => (session.clone(), 1u8..5, 1u64..200).prop_map(|(session, chunks, ms)| Op::Lease { session, chunks, ms }),
+        4 => (session.clone(), 1u8..6, 1u64..200).prop_map(|(session, chunks, ms)| Op::Lease { session, chunks, ms }),
         2 => (session.clone(), lease.clone(), 1u64..200).prop_map(|(session, lease, ms)| Op::Renew { session, lease, ms }),
         3 => (session.clone(), lease).prop_map(|(session, lease)| Op::Release { session, lease }),
         1 => session.prop_map(|session| Op::EndSession { session }),
@@ -54,6 +54,7 @@ struct Model {
     session: u64,
     chunks: u64,
     until: Instant,
+    latest: Instant,
 }
 
 proptest! {
@@ -63,6 +64,7 @@ proptest! {
     fn leases_are_those_of_a_model(ops in proptest::collection::vec(op(), 1..60)) {
         let mut limits = OwnerLimits::for_pool(0);
         (limits.bytes, limits.peer_bytes, limits.peer_leases) = (12 * CHUNK, 6 * CHUNK, 3);
+        (limits.lease_bytes, limits.age) = (4 * CHUNK, Duration::from_millis(180));
         limits.duration = Duration::from_millis(100);
         let mut owner: Owner<u64> = Owner::new(limits);
         let mut now = Instant::now();
@@ -79,7 +81,7 @@ proptest! {
                     );
                     let left = match its.count() {
                         3 => 0,
-                        _ => (12 - all).min(6 - own),
+                        _ => (12 - all).min(6 - own).min(4),
                     };
                     prop_assert_eq!(admitted as u64, left.min(chunks.into()));
                     prop_assert_eq!(busy.is_some(), left < chunks.into());
@@ -91,15 +93,16 @@ proptest! {
                     let (number, given) = owner.grant(session(n), granted, duration, ms, now);
                     prop_assert_eq!(given, duration.min(Duration::from_millis(100)));
                     prop_assert!(model.iter().all(|lease| lease.number < number));
-                    model.push(Model { number, session: n, chunks: admitted as u64, until: now + given });
+                    model.push(Model { number, session: n, chunks: admitted as u64, until: now + given, latest: now + Duration::from_millis(180) });
                 }
                 Op::Renew { session: n, lease, ms } => {
                     let renewed = owner.renew(&session(n), lease, Duration::from_millis(ms), now);
                     let known = model.iter_mut().find(|one| one.number == lease && one.session == n);
-                    let standing = known.filter(|one| one.until > now);
+                    let until = now + Duration::from_millis(ms.min(100));
+                    let standing = known.filter(|one| one.until > now && until <= one.latest);
                     prop_assert_eq!(renewed, standing.is_some());
                     if let Some(lease) = standing {
-                        lease.until = lease.until.max(now + Duration::from_millis(ms.min(100)));
+                        lease.until = lease.until.max(until);
                     }
                 }
                 Op::Release { session: n, lease } => {

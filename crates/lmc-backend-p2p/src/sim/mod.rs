@@ -8,6 +8,7 @@ mod directory;
 mod net;
 mod owners;
 mod schedules;
+mod serving;
 
 use std::time::Duration;
 

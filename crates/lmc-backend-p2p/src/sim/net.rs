@@ -103,6 +103,8 @@ pub(super) struct State {
     nixl: BTreeMap<(usize, usize), u64>,
     last_grant: u64,
     last_incarnation: u64,
+    /// Host that ends just after a daemon has looked whether it is connected.
+    pub(super) leaving: Option<usize>,
     /// True once serving a request has panicked.
     pub(super) panicked: bool,
 }
@@ -144,6 +146,7 @@ impl Net {
             nixl: BTreeMap::new(),
             last_grant: 0,
             last_incarnation: 0,
+            leaving: None,
             panicked: false,
         })))
     }
@@ -439,9 +442,13 @@ impl Link for SimLink {
 
     fn is_current(&self, session: &Session) -> bool {
         let net = self.net();
-        let state = net.0.lock();
-        let host = &state.hosts[number(&session.peer)];
-        host.alive && host.incarnation == session.incarnation
+        let mut state = net.0.lock();
+        let number = number(&session.peer);
+        let leaves = state.leaving == Some(number);
+        let host = &mut state.hosts[number];
+        let is_current = host.alive && host.incarnation == session.incarnation;
+        host.alive &= !leaves;
+        is_current
     }
 
     fn connect<'a>(
