@@ -25,15 +25,12 @@ use crate::daemon_link::DaemonLink;
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
+use crate::resolve::Names;
 
-/// Time between two resolutions of the peers' names.
-const RESOLVE_EVERY: Duration = Duration::from_secs(30);
 /// Time after which a peer that is not connected is tried again.
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Addresses that one name may have.
-const MAX_ADDRESSES: usize = 64;
 
 /// Settings of a [`P2pBackend`].
 #[derive(Debug, Clone)]
@@ -229,22 +226,18 @@ struct Named {
 /// Keeps connections to the peers and directories that are named. Runs until it is dropped.
 async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
     let Named { peers, directories } = named;
-    let names = [&peers[..], &directories[..]].concat();
+    let mut names = Names::new(peers.iter().chain(&directories));
     let mut addresses: BTreeSet<SocketAddr> = BTreeSet::new();
     let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
     let mut failures: HashMap<SocketAddr, String> = HashMap::new();
     let mut nixl_failures: HashMap<SocketAddr, String> = HashMap::new();
     let mut strangers: BTreeSet<PeerId> = BTreeSet::new();
-    let mut resolved: Option<Instant> = None;
-    let mut of_names: HashMap<String, Vec<SocketAddr>> = HashMap::new();
     loop {
-        if resolved.is_none_or(|at| now() >= at + RESOLVE_EVERY) || of_names.len() < names.len() {
-            resolve(&names, &mut of_names).await;
-            addresses = of_names.values().flatten().copied().collect();
+        if names.resolve(lookup).await {
+            addresses = names.addresses().collect();
             known.retain(|address, _| addresses.contains(address));
             failures.retain(|address, _| addresses.contains(address));
             nixl_failures.retain(|address, _| addresses.contains(address));
-            resolved = Some(now());
         }
         let connects = addresses.iter().map(|&address| {
             let (node, known) = (&node, known.get(&address).cloned());
@@ -284,8 +277,8 @@ async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
                 }
             }
         }
-        let at = |names: &[String]| -> Vec<PeerId> {
-            let addresses = names.iter().filter_map(|name| of_names.get(name)).flatten();
+        let at = |of: &[String]| -> Vec<PeerId> {
+            let addresses = of.iter().filter_map(|name| names.get(name)).flatten();
             addresses
                 .filter_map(|address| known.get(address))
                 .cloned()
@@ -313,24 +306,8 @@ fn warn_of_strangers<C: Chunks>(
     }
 }
 
-/// Resolves the peers' names. One that cannot be resolved keeps the addresses that it had.
-async fn resolve(names: &[String], known: &mut HashMap<String, Vec<SocketAddr>>) {
-    let lookups = names.iter().map(|name| {
-        let lookup = tokio::net::lookup_host(name);
-        tokio::time::timeout(CONNECT_TIMEOUT, lookup)
-    });
-    for (name, found) in names.iter().zip(join_all(lookups).await) {
-        match found {
-            Ok(Ok(found)) => {
-                let found = found.take(MAX_ADDRESSES).collect();
-                known.insert(name.clone(), found);
-            }
-            Ok(Err(error)) => {
-                tracing::debug!(%name, %error, "the name of a peer cannot be resolved");
-            }
-            Err(_) => tracing::debug!(%name, "no answer about the name of a peer"),
-        }
-    }
+async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
+    tokio::net::lookup_host(name).await.map(Iterator::collect)
 }
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.

@@ -28,6 +28,7 @@ mod owner;
 mod peers;
 mod reading;
 mod recent;
+mod resolve;
 #[cfg(test)]
 mod sim;
 

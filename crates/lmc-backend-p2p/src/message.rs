@@ -396,7 +396,7 @@ pub struct Leased {
     pub epoch: Epoch,
     /// The answer for each chunk, in the order of the keys.
     pub chunks: Vec<ChunkLease>,
-    /// Other peers that hold chunks for which this one is busy: their names on the channel.
+    /// Other peers that hold chunks for which this one is busy: the addresses at which they listen.
     pub holders: Vec<Holder>,
     /// Transport by which the granted chunks can be read.
     #[serde(skip)]

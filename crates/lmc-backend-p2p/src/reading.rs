@@ -583,7 +583,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         Ok(slot)
     }
 
-    /// Sends the owner a request that names this daemon as a further holder. Waits for nothing.
+    /// Sends the owner a request that names this daemon as a further holder of chunks that were
+    /// verified. Waits for nothing, nor for their commit: a holder is advice, and one that did not
+    /// commit costs another reader a request.
     fn send_holds(self: &Arc<Self>, peer: &PeerId, keys: &[ChunkKey]) {
         let Some((batch, _)) = KeyBatch::leading(keys) else {
             return;

@@ -95,7 +95,7 @@ impl<T> Wake for Eager<T> {
     }
 }
 
-/// What a lease had reserved was free for a moment before it was granted.
+/// The bytes of a reservation were once free for a moment before their lease was granted.
 #[test]
 fn a_lease_that_waits_takes_nothing_of_one_that_is_being_granted() {
     run(async {

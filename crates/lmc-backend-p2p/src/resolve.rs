@@ -1,0 +1,135 @@
+//! Addresses of the peers' names, resolved again from time to time.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use tokio::task::JoinHandle;
+
+use crate::link::{now, until};
+
+/// Time between two resolutions of a name.
+const RESOLVE_EVERY: Duration = Duration::from_secs(30);
+/// Time after which a name that could not be resolved is tried again.
+const RETRY_AFTER: Duration = Duration::from_secs(5);
+/// Time for which a look-up is waited for. It goes on afterwards, because a call of the system
+/// that has begun cannot be ended.
+const LOOKUP_WAIT: Duration = Duration::from_secs(2);
+/// Addresses that one name may have.
+const MAX_ADDRESSES: usize = 64;
+
+/// One name.
+#[derive(Debug, Default)]
+struct Name {
+    /// Addresses that the last look-up found, unless it failed.
+    addresses: Vec<SocketAddr>,
+    /// The look-up under way.
+    lookup: Option<JoinHandle<io::Result<Vec<SocketAddr>>>>,
+    /// Time of the next look-up; `None` before the first.
+    next: Option<Instant>,
+}
+
+/// Names with their addresses. Each has one look-up under way at most.
+#[derive(Debug)]
+pub(crate) struct Names(BTreeMap<String, Name>);
+
+impl Names {
+    pub(crate) fn new<'a>(names: impl IntoIterator<Item = &'a String>) -> Self {
+        let names = names.into_iter();
+        Self(names.map(|name| (name.clone(), Name::default())).collect())
+    }
+
+    /// Resolves the names whose time has come. One that cannot be resolved keeps the addresses
+    /// that it had. Returns true if addresses may have changed.
+    pub(crate) async fn resolve<F>(&mut self, lookup: impl Fn(String) -> F) -> bool
+    where
+        F: Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'static,
+    {
+        let due = |name: &Name| name.lookup.is_none() && name.next.is_none_or(|at| at <= now());
+        let mut begun = Vec::new();
+        for (text, name) in self.0.iter_mut().filter(|(_, name)| due(name)) {
+            begun.push(text.clone());
+            name.lookup = Some(tokio::spawn(lookup(text.clone())));
+        }
+        let wait_until = now() + LOOKUP_WAIT;
+        let ends = self.0.iter_mut().filter_map(|(text, name)| {
+            let ended = name.lookup.as_ref().is_some_and(JoinHandle::is_finished);
+            let waited_for = ended || begun.contains(text);
+            waited_for.then_some(async move {
+                let found = until(wait_until, name.lookup.as_mut()?).await?;
+                name.lookup = None;
+                let found = found.unwrap_or_else(|error| Err(io::Error::other(error)));
+                let pause = match found {
+                    Ok(mut found) => {
+                        found.truncate(MAX_ADDRESSES);
+                        name.addresses = found;
+                        RESOLVE_EVERY
+                    }
+                    Err(error) => {
+                        tracing::debug!(name = %text, %error, "the name of a peer cannot be resolved");
+                        RETRY_AFTER
+                    }
+                };
+                name.next = Some(now() + pause);
+                Some(())
+            })
+        });
+        join_all(ends).await.contains(&Some(()))
+    }
+
+    /// Returns the addresses of a name.
+    pub(crate) fn get(&self, name: &String) -> Option<&[SocketAddr]> {
+        self.0.get(name).map(|name| &name.addresses[..])
+    }
+
+    /// Returns the addresses of all names.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        self.0
+            .values()
+            .flat_map(|name| name.addresses.iter().copied())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// One name that could not be resolved once caused a look-up of every name in each second.
+    #[tokio::test(start_paused = true)]
+    async fn each_name_is_looked_up_in_its_own_time() {
+        let asked = Arc::new(Mutex::new(BTreeMap::new()));
+        let names = ["good", "bad", "hangs", "good"].map(str::to_owned);
+        let mut names = Names::new(&names);
+        let begun = now();
+        while now() < begun + Duration::from_secs(28) {
+            let resolved = names.resolve(|name| {
+                *asked.lock().entry(name.clone()).or_insert(0) += 1;
+                async move {
+                    match &name[..] {
+                        "good" => Ok(vec![SocketAddr::from(([10, 0, 0, 1], 7700))]),
+                        "bad" => Err(io::ErrorKind::NotFound.into()),
+                        _ => std::future::pending().await,
+                    }
+                }
+            });
+            resolved.await;
+            assert_eq!(names.addresses().count(), 1);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let asked = asked.lock().clone();
+        let expected = [("bad", 6), ("good", 1), ("hangs", 1)];
+        assert!(
+            asked
+                .iter()
+                .map(|(name, count)| (&name[..], *count))
+                .eq(expected),
+            "{asked:?}"
+        );
+    }
+}
