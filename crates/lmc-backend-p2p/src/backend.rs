@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,7 @@ use tokio::task::JoinSet;
 
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
+use crate::directory::random;
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
@@ -134,9 +136,7 @@ impl<C: Chunks> P2pBackend<C> {
         tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
         let count = peers.len() + directories.len();
         if node.config.uses_directories {
-            let mut seed = [0; 8];
-            getrandom::fill(&mut seed).map_err(|error| SocketError::Start(error.into()))?;
-            let announcing = Arc::clone(&node).announce_chunks(u64::from_le_bytes(seed));
+            let announcing = Arc::clone(&node).announce_chunks(random()?);
             tasks.spawn_on(announcing, &runtime);
         }
         if count > 0 {
@@ -244,7 +244,7 @@ async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
             async move {
                 let connected = connect(node, address, known).await;
                 let nixl = match &connected {
-                    Ok(peer) => connect_nixl(node, address, peer).await,
+                    Ok(peer) => connect_nixl(node, address.ip().to_string(), peer).await,
                     Err(_) => Ok(()),
                 };
                 (address, connected, nixl)
@@ -284,6 +284,15 @@ async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
                 .cloned()
                 .collect()
         };
+        let dialed = node.dialed().into_iter().map(|(peer, host)| {
+            let node = &node;
+            async move {
+                if let Err(error) = connect_nixl(node, host, &peer).await {
+                    tracing::debug!(%peer, %error, "no NIXL session; the peer is read over sockets");
+                }
+            }
+        });
+        join_all(dialed).await;
         let directories = at(&directories);
         warn_of_strangers(&node, &directories, &mut strangers);
         node.set_contacts(at(&peers).into_iter().collect(), directories);
@@ -336,14 +345,14 @@ async fn connect<C: Chunks>(
 /// registered.
 async fn connect_nixl<C: Chunks>(
     node: &DaemonNode<C>,
-    address: SocketAddr,
+    host: String,
     peer: &PeerId,
 ) -> Result<(), ConnectError> {
     let Some(nixl) = node.nixl_of(peer) else {
         return Ok(());
     };
     let at = Address::Tcp {
-        host: address.ip().to_string(),
+        host,
         port: nixl.port,
     };
     let deadline = now() + CONNECT_TIMEOUT;
@@ -442,7 +451,14 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.node.counters().named()
+        let mut counters = self.node.counters().named();
+        if self.node.config.uses_directories {
+            let finds = &self.node.finds;
+            counters.push(("directory_asked", finds.asked.load(Ordering::Relaxed)));
+            counters.push(("directory_failed", finds.failed.load(Ordering::Relaxed)));
+            counters.push(("directory_full", finds.full.load(Ordering::Relaxed)));
+        }
+        counters
     }
 
     fn health(&self) -> Health {

@@ -2,7 +2,6 @@
 //! served. What this daemon asks of them is in `reading`.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -13,7 +12,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
-use crate::directory::{ChangedKeys, Contacts, Dials};
+use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
@@ -117,8 +116,7 @@ pub struct Node<L: Link, C> {
     /// Set when a peer's hello was accepted.
     pub(crate) hello_came: Notify,
     pub(crate) changed: Arc<ChangedKeys>,
-    /// Number of chunks that are announced to directories.
-    pub(crate) announced: AtomicU64,
+    pub(crate) finds: Finds,
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
@@ -135,7 +133,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             dials: Mutex::default(),
             hello_came: Notify::new(),
             changed: Arc::default(),
-            announced: AtomicU64::new(0),
+            finds: Finds::default(),
             link,
             chunks,
             config,

@@ -97,6 +97,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
     let arena = Arc::new(pool::make(config, cores)?);
+    // Members of it may be among this server's own peers.
+    let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
     let prepared = prepare(config, &arena, &mut signals).await;
     let service = match prepared.inspect_err(|_| arena.unlink())? {
         Ok(service) => service,
@@ -138,7 +140,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     }
     let (stop, stopped) = watch::channel(false);
-    let http = Http::new(service.clone(), address, loaded);
+    let mut http = Http::new(service.clone(), address, loaded);
+    http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
@@ -200,6 +203,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         Stop::Clean if arena.is_lost() => Stop::PoolLost,
         stop => stop,
     };
+    drop(directory);
     arena.unlink();
     info!(
         "stopped after {:.1} s of service",

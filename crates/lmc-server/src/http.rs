@@ -17,6 +17,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
+use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -46,6 +47,8 @@ pub struct Http {
     policy: &'static str,
     watermark: f64,
     ratio: f64,
+    /// The directory that this server hosts.
+    pub(crate) directory: Option<Arc<DirectoryHost>>,
 }
 
 impl Http {
@@ -61,6 +64,7 @@ impl Http {
             policy: policy_name(loaded.config.eviction_policy),
             watermark: loaded.config.eviction_watermark,
             ratio: loaded.config.eviction_ratio,
+            directory: None,
         }
     }
 }
@@ -156,7 +160,8 @@ async fn health(State(http): Shared) -> Response {
 async fn metrics_page(State(http): Shared) -> Response {
     match http.probe.status().await {
         Ok(status) => {
-            let text = metrics::page(&status);
+            let directory = http.directory.as_ref().map(|host| host.status());
+            let text = metrics::page(&status, directory);
             ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
         }
         Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),

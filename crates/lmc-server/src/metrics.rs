@@ -7,6 +7,7 @@
 
 use std::fmt::Write;
 
+use lmc_backend_p2p::directory::DirectoryStatus;
 use lmc_engine::LowerStatus;
 use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
 
@@ -163,6 +164,23 @@ const TIER_EVENTS: (&str, &str) = (
     "What a tier itself counted, such as damaged chunks and failed reads.",
 );
 
+/// Name, help and value of a metric of a directory.
+type DirectoryMetric = (&'static str, &'static str, fn(&DirectoryStatus) -> usize);
+
+/// Gauges of the directory that this server hosts.
+#[rustfmt::skip]
+const DIRECTORY_METRICS: &[DirectoryMetric] = &[
+    ("lmc_directory_members", "Members of the directory that this server hosts.", |d| d.members),
+    ("lmc_directory_entries", "Entries of the directory, one for each chunk of each member.", |d| d.entries),
+    ("lmc_directory_entries_limit", "Entries that the directory keeps at most.", |d| d.limit),
+    ("lmc_directory_bytes", "Bytes of memory that the directory takes.", |d| d.bytes),
+];
+/// Counters of the directory, with the label `what`.
+const DIRECTORY_EVENTS: (&str, &str) = (
+    "lmc_directory_events_total",
+    "Announcements and questions that the directory answered, and how.",
+);
+
 /// The build, with the labels `version` and `commit`.
 const BUILD_INFO: (&str, &str) = (
     "lmc_build_info",
@@ -174,7 +192,7 @@ const OPERATION_SECONDS: &str = "lmc_operation_seconds";
 const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
 
 /// The page for one moment.
-pub fn page(status: &ServiceStatus) -> String {
+pub fn page(status: &ServiceStatus, directory: Option<DirectoryStatus>) -> String {
     let mut out = String::with_capacity(16 << 10);
     let (name, help) = BUILD_INFO;
     head(&mut out, name, "gauge", help);
@@ -197,6 +215,9 @@ pub fn page(status: &ServiceStatus) -> String {
         let _ = writeln!(out, "{name} {value}");
     }
     tiers(&mut out, &status.lower);
+    if let Some(status) = directory {
+        directory_metrics(&mut out, &status);
+    }
     head(
         &mut out,
         OPERATION_SECONDS,
@@ -236,6 +257,18 @@ fn tiers(out: &mut String, tiers: &[LowerStatus]) {
             let tier = &tier.tier;
             let _ = writeln!(out, "{name}{{tier=\"{tier}\",what=\"{what}\"}} {count}");
         }
+    }
+}
+
+fn directory_metrics(out: &mut String, status: &DirectoryStatus) {
+    for (name, help, value) in DIRECTORY_METRICS {
+        head(out, name, "gauge", help);
+        let _ = writeln!(out, "{name} {}", value(status));
+    }
+    let (name, help) = DIRECTORY_EVENTS;
+    head(out, name, "counter", help);
+    for (what, count) in status.counters.named() {
+        let _ = writeln!(out, "{name}{{what=\"{what}\"}} {count}");
     }
 }
 
@@ -305,6 +338,11 @@ pub fn documentation() -> String {
     );
     let (name, help) = TIER_EVENTS;
     let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
+    for (name, help, _) in DIRECTORY_METRICS {
+        let _ = writeln!(out, "| `{name}` | gauge | {help} |");
+    }
+    let (name, help) = DIRECTORY_EVENTS;
+    let _ = writeln!(out, "| `{name}` | counter, by `what` | {help} |");
     let _ = writeln!(
         out,
         "| `{OPERATION_SECONDS}` | histogram, by `operation` | Time from the last byte of a request to its answer. |\n\

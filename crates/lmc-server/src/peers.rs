@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use lmc_backend::{Backend, BoxFuture, Clear, ClearEpoch};
+use lmc_backend_p2p::directory::{ChangedKeys, DirectoryHost, DirectoryServer, TableLimits};
 use lmc_backend_p2p::message::{ChunkState, SpaceNote};
 use lmc_backend_p2p::{
     Chunks, LeasedChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
 };
-use lmc_engine::{CacheEngine, OwnChunk, WeakEngine};
+use lmc_engine::{CacheEngine, EventSink, OwnChunk, RemovedEvent, StoredEvent, WeakEngine};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, checksum};
 use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig};
@@ -36,6 +37,8 @@ struct Lent {
     engine: OnceLock<WeakEngine>,
     /// Clears that peers passed on before there was an engine.
     early: Mutex<Vec<Clear>>,
+    /// List of the engine's changes; set where there are directories.
+    announced: OnceLock<Arc<ChangedKeys>>,
 }
 
 /// Clears that are kept for the engine, at most: a peer sends them again.
@@ -48,6 +51,15 @@ impl Lender {
         // It is called once.
         let _ = self.0.engine.set(engine.downgrade());
         engine.learn_clears(&std::mem::take(&mut *early));
+        if let Some(changed) = self.0.announced.get() {
+            engine.set_announcer(Arc::new(Announcer(Arc::clone(changed))));
+        }
+    }
+
+    /// Notes the chunks that come and go in the engine that is lent from afterwards.
+    fn announce_to(&self, changed: &Arc<ChangedKeys>) {
+        // It is called once.
+        let _ = self.0.announced.set(Arc::clone(changed));
     }
 
     fn engine(&self) -> Option<CacheEngine> {
@@ -135,6 +147,53 @@ impl Chunks for Lender {
     }
 }
 
+/// Notes the chunks that come and go in DRAM, for directories.
+#[derive(Debug)]
+struct Announcer(Arc<ChangedKeys>);
+
+impl EventSink for Announcer {
+    fn on_stored(&self, event: StoredEvent<'_>) {
+        self.0.note(event.key);
+    }
+
+    fn on_removed(&self, event: RemovedEvent<'_>) {
+        self.0.note(event.key);
+    }
+}
+
+/// Starts the directory that this server hosts, if the configuration has one.
+pub(crate) fn host_directory(
+    config: &ServeConfig,
+    arena: &Arc<Arena>,
+) -> Result<Option<DirectoryServer>> {
+    let Some(listen) = &config.p2p_directory_listen else {
+        return Ok(None);
+    };
+    let name = config.p2p_name.clone().unwrap_or_else(host_name);
+    let channel = channel(config, arena, &format!("{name}-directory"), listen)?;
+    let limits = TableLimits::for_entries(config.p2p_directory_entries);
+    let directory = DirectoryHost::new(name, limits)
+        .and_then(|host| DirectoryServer::start(host, channel, Handle::current()))
+        .map_err(|error| anyhow!("--p2p-directory-listen {listen}: {error}"))?;
+    info!("directory: listening on {}", directory.address());
+    Ok(Some(directory))
+}
+
+/// Returns the settings of a channel to other daemons.
+fn channel(
+    config: &ServeConfig,
+    arena: &Arc<Arena>,
+    name: &str,
+    listen: &HostPort,
+) -> Result<SocketConfig> {
+    let id = new_peer_id(name).with_context(|| format!("no random number for {listen}"))?;
+    let mut channel = ChannelConfig::new(id, Arc::clone(arena));
+    if let Some(path) = &config.p2p_key {
+        channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
+    }
+    Ok(SocketConfig::new(channel, address(listen)))
+}
+
 /// Starts the tier, if the configuration has one.
 pub(crate) fn open(
     config: &ServeConfig,
@@ -145,13 +204,8 @@ pub(crate) fn open(
         return Ok(None);
     };
     let name = config.p2p_name.clone().unwrap_or_else(host_name);
-    let id = new_peer_id(&name).context("no random number for --p2p-listen")?;
-    let mut channel = ChannelConfig::new(id, Arc::clone(arena));
-    if let Some(path) = &config.p2p_key {
-        channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
-    }
-    let nixl = nixl::open(config, &channel, listen)?;
-    let mut channel = SocketConfig::new(channel, address(listen));
+    let mut channel = channel(config, arena, &name, listen)?;
+    let nixl = nixl::open(config, &channel.channel, listen)?;
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
     let advertised = config.p2p_advertise.as_ref().filter(|at| at.port != 0);
@@ -165,15 +219,20 @@ pub(crate) fn open(
     let mut tier = P2pConfig::new(node, channel);
     tier.nixl = nixl;
     tier.peers = config.p2p_peers.iter().map(HostPort::to_string).collect();
+    let directories = config.p2p_directories.iter().map(HostPort::to_string);
+    tier.directories = directories.collect();
     if tier.peers.len() > MANY_PEERS {
         warn!(
             peers = tier.peers.len(),
-            "lookups slow down with more than {MANY_PEERS} peers, because each prompt that is not here asks all of them; name fewer in --p2p-peer"
+            "lookups slow down with more than {MANY_PEERS} peers, because each prompt that is not here asks all of them; name fewer in --p2p-peer, or use --p2p-directory"
         );
     }
     let tier = P2pBackend::start(tier, lender.clone(), Handle::current())
         .map_err(|error| anyhow!("--p2p-listen {listen}: {error}"))?;
     info!("peers: listening on {}", tier.address());
+    if !config.p2p_directories.is_empty() {
+        lender.announce_to(tier.node().changed());
+    }
     Ok(Some(Arc::new(tier)))
 }
 

@@ -152,8 +152,73 @@ fn flags_that_do_not_go_together_are_refused_with_what_to_do() {
     let listen = ["--p2p-listen", "127.0.0.1:0", "--p2p-transport", "nixl"];
     refused(&listen, &["p2p-transport", "--p2p-key"]);
     refused(&["--p2p-interfaces", "eth0;rm"], &["network devices"]);
+    let directory = ["--p2p-directory", "lmc://host-b:7800"];
+    refused(&directory, &["p2p-directory", "requires --p2p-listen"]);
+    refused(&["--p2p-directory", "host-b:7800"], &["lmc://HOST:PORT"]);
+    refused(
+        &["--p2p-directory-listen", "10.0.0.1:7800"],
+        &["p2p-key", "--p2p-directory-listen", "openssl"],
+    );
     refused(
         &["--p2p-listen", "127.0.0.1:0", "--p2p-key", "/nowhere"],
         &["/nowhere"],
     );
+}
+
+/// Starts a daemon that announces to directories, and finds peers through them alone.
+fn member(directories: &str) -> Server {
+    let port = free_port();
+    // A loaded machine answers late.
+    let timeout = ["--p2p-locate-timeout", "200ms"];
+    start(
+        port,
+        &[],
+        &[&timeout[..], &["--p2p-directory", directories]].concat(),
+    )
+}
+
+#[test]
+fn daemons_find_each_other_through_directories_that_come_and_go() {
+    let ports = [free_port(), free_port()];
+    let at = ports.map(|port| format!("127.0.0.1:{port}"));
+    let host = |at: &str| Server::start(&["--l1-size-gb", "64MiB", "--p2p-directory-listen", at]);
+    let directories = at.each_ref().map(|at| format!("lmc://{at}")).join(",");
+    let first = host(&at[0]);
+    // The second hosts a directory and is a member itself.
+    let port = free_port();
+    let listen = format!("127.0.0.1:{port}");
+    let second = Server::start(&[
+        "--l1-size-gb",
+        "64MiB",
+        "--p2p-listen",
+        &listen,
+        "--p2p-directory",
+        &directories,
+        "--p2p-directory-listen",
+        &at[1],
+    ]);
+    let (mut client, shm_name) = worker(&second);
+    store(&mut client, &shm_name);
+    let entries = |server: &Server| server.metric("lmc_directory_entries");
+    until("both directories know the chunks", || {
+        entries(&first) == CHUNKS as f64 && entries(&second) == CHUNKS as f64
+    });
+    let third = member(&directories);
+    until_found(&third);
+    assert_eq!(tier_counter(&third, "read"), CHUNKS as f64);
+    until("both know that the third has them, too", || {
+        entries(&first) == 2.0 * CHUNKS as f64 && entries(&second) == 2.0 * CHUNKS as f64
+    });
+    // The first directory is killed: the second answers.
+    drop(first);
+    let fourth = member(&directories);
+    until_found(&fourth);
+    // It comes back with nothing, and its members announce everything again.
+    let first = host(&at[0]);
+    until("the directory knows everything again", || {
+        entries(&first) == 3.0 * CHUNKS as f64
+    });
+    // A member that is killed is not named any more: the others have its chunks.
+    drop((client, second));
+    until_found(&member(&format!("lmc://{}", at[0])));
 }

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -152,6 +152,17 @@ struct Announcing {
     again: Option<Instant>,
 }
 
+/// Counters of the member's side.
+#[derive(Debug, Default)]
+pub(crate) struct Finds {
+    /// Questions that a directory answered.
+    pub(crate) asked: AtomicU64,
+    /// Questions that no directory answered.
+    pub(crate) failed: AtomicU64,
+    /// Announcements of which a directory did not keep everything.
+    pub(crate) full: AtomicU64,
+}
+
 /// Peers to send a `locate` to.
 pub(crate) struct ToAsk {
     pub(crate) peers: Vec<PeerId>,
@@ -169,6 +180,20 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Returns the list of chunks that may have come or gone here.
     pub fn changed(&self) -> &Arc<ChangedKeys> {
         &self.changed
+    }
+
+    /// Returns the peers that are connected because a directory named them, each with its host.
+    pub(crate) fn dialed(&self) -> Vec<(PeerId, String)> {
+        let dialed: Vec<PeerId> = self.dials.lock().dialed.keys().cloned().collect();
+        let peers = self.peers.lock();
+        let host = |peer: PeerId| {
+            let address = peers.get(&peer)?.hello.as_ref()?.address.clone();
+            let address = address.strip_prefix("tcp://").unwrap_or(&address);
+            let (host, _) = address.rsplit_once(':')?;
+            let host = host.trim_matches(['[', ']']).to_owned();
+            Some((peer, host))
+        };
+        dialed.into_iter().filter_map(host).collect()
     }
 
     fn directory(self: &Arc<Self>, peer: &PeerId) -> HostedDirectory<L, C> {
@@ -238,8 +263,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     (peer, answer)
                 });
             }
-            self.announced
-                .store(lendable.len() as u64, Ordering::Relaxed);
         }
     }
 
@@ -299,6 +322,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
             Ok(Announced::Applied | Announced::Full { .. }) => now + FLUSH_EVERY,
             Ok(Announced::Busy) | Err(_) => now + FAILED_PAUSE,
         };
+        if matches!(answer, Ok(Announced::Full { .. })) {
+            self.finds.full.fetch_add(1, Ordering::Relaxed);
+        }
         match answer {
             Ok(Announced::Full { limit }) if state.again.is_none() => {
                 state.again = Some(now + FULL_PAUSE);
@@ -325,7 +351,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
             .into_iter()
             .filter(|peer| named.contains(peer))
             .collect();
-        let Some(found) = self.find(keys, deadline).await else {
+        let found = self.find(keys, deadline).await;
+        let counter = match &found {
+            Some(_) => &self.finds.asked,
+            None => &self.finds.failed,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+        let Some(found) = found else {
             let unknown = Some("no directory has answered".to_owned());
             return ToAsk { peers, unknown };
         };

@@ -156,8 +156,15 @@ pub struct DirectoryHost {
 }
 
 impl DirectoryHost {
-    /// Returns a directory without members. `name` is for people; `seed` is a random number.
-    pub fn new(name: String, limits: TableLimits, seed: u64) -> Arc<Self> {
+    /// Returns a directory without members. `name` is for people.
+    ///
+    /// # Errors
+    /// [`SocketError::Start`]: the system has no random numbers.
+    pub fn new(name: String, limits: TableLimits) -> Result<Arc<Self>, SocketError> {
+        Ok(Self::with_seed(name, limits, random()?))
+    }
+
+    pub(crate) fn with_seed(name: String, limits: TableLimits, seed: u64) -> Arc<Self> {
         Arc::new(Self {
             name,
             table: RwLock::new(Table::new(limits.clone(), seed)),
@@ -306,6 +313,13 @@ impl DirectoryHost {
             counters: self.counters.read(),
         }
     }
+}
+
+/// Returns a random number of the system.
+pub(crate) fn random() -> Result<u64, SocketError> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(|error| SocketError::Start(error.into()))?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 fn count(counter: &AtomicU64) {

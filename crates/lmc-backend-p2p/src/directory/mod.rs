@@ -18,7 +18,8 @@ mod table;
 
 pub use buckets::{Fingerprint, SetDigest};
 pub use client::{ChangedKeys, Directory};
-pub(crate) use client::{Contacts, Dials};
+pub(crate) use client::{Contacts, Dials, Finds};
+pub(crate) use host::random;
 pub use host::{DirectoryCounters, DirectoryHost, DirectoryServer, DirectoryStatus};
 pub use message::{
     Announce, Announced, Candidate, Find, Fingerprints, Found, MAX_ANNOUNCED, MAX_CANDIDATES,

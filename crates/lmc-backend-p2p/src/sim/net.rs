@@ -225,7 +225,7 @@ impl Net {
     pub(super) fn start_directory(&self, host: usize, limits: TableLimits) {
         self.start(host, 1, |_| ());
         let seed = self.below(u64::MAX);
-        let directory = DirectoryHost::new(format!("host-{host}"), limits, seed);
+        let directory = DirectoryHost::with_seed(format!("host-{host}"), limits, seed);
         let house = Arc::clone(&directory);
         let house = tokio::spawn(async move { house.keep_house().await });
         let started = &mut self.0.lock().hosts[host];

@@ -510,6 +510,22 @@ pub(crate) fn interfaces(raw: &Raw) -> Result<Option<String>, String> {
     }
 }
 
+pub(crate) fn directories(raw: &Raw) -> Result<Vec<HostPort>, String> {
+    let text = raw.text()?;
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
+    let directory = |part: &str| {
+        let at = part.trim().strip_prefix("lmc://").and_then(HostPort::parse);
+        let at = at.filter(|at| at.port != 0);
+        at.ok_or(
+            "expected lmc://HOST:PORT, such as lmc://10.0.0.8:7800, several with commas, or none"
+                .to_owned(),
+        )
+    };
+    text.split(',').map(directory).collect()
+}
+
 pub(crate) fn optional_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
     match raw.text()? {
         "" => Err("expected a path, or none".to_owned()),

@@ -109,25 +109,44 @@ impl ServeConfig {
         if self.p2p_listen.is_none() && !self.p2p_peers.is_empty() {
             layers.refuse("p2p-peer", "requires --p2p-listen");
         }
-        if let Some(at) = &self.p2p_listen {
-            if is_wildcard(&at.host) && self.p2p_advertise.is_none() {
-                layers.refuse(
-                    "p2p-advertise",
-                    format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
-                );
-            }
-            if self.p2p_key.is_none() && self.p2p_transport == PeerTransport::Nixl {
-                layers.refuse(
-                    "p2p-transport",
-                    "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
-                );
-            }
-            if self.p2p_key.is_none() && !is_loopback(&at.host) {
-                layers.refuse(
-                    "p2p-key",
-                    format!("expected a file with a key, because --p2p-listen {at} is not a loopback address: without a key any host could read every chunk; make one with: openssl rand -hex 32 > FILE"),
-                );
-            }
+        if self.p2p_listen.is_none() && !self.p2p_directories.is_empty() {
+            layers.refuse("p2p-directory", "requires --p2p-listen");
+        }
+        if let Some(at) = &self.p2p_listen
+            && is_wildcard(&at.host)
+            && self.p2p_advertise.is_none()
+        {
+            layers.refuse(
+                "p2p-advertise",
+                format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
+            );
+        }
+        if self.p2p_listen.is_some()
+            && self.p2p_key.is_none()
+            && self.p2p_transport == PeerTransport::Nixl
+        {
+            layers.refuse(
+                "p2p-transport",
+                "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
+            );
+        }
+        let listeners = [
+            ("--p2p-listen", &self.p2p_listen, "read every chunk"),
+            (
+                "--p2p-directory-listen",
+                &self.p2p_directory_listen,
+                "announce chunks",
+            ),
+        ];
+        let open = listeners.into_iter().find_map(|(flag, at, harm)| {
+            let at = at.as_ref().filter(|at| !is_loopback(&at.host))?;
+            Some((flag, at, harm))
+        });
+        if let (None, Some((flag, at, harm))) = (&self.p2p_key, open) {
+            layers.refuse(
+                "p2p-key",
+                format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; make one with: openssl rand -hex 32 > FILE"),
+            );
         }
         if self.eviction_ratio >= self.eviction_watermark {
             layers.refuse(

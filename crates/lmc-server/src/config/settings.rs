@@ -145,7 +145,13 @@ settings! {
         p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::listen_at;
         /// Peers to connect to, as `HOST:PORT` or `[IPv6]:PORT`, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
         p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
-        /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). A peer that holds the key can read every tenant's chunks. Required where --p2p-listen is not a loopback address.
+        /// Directories, which know what daemons that are not named here have: `lmc://HOST:PORT`, separated by commas. Chunks are announced to all of them, and the first that answers is asked. Requires --p2p-listen.
+        p2p_directories: Vec<HostPort> = "p2p-directory", Value "DIRECTORIES", "none", parse::directories;
+        /// Address and port at which this server hosts a directory, e.g. 0.0.0.0:7800; none hosts no directory.
+        p2p_directory_listen: Option<HostPort> = "p2p-directory-listen", Value "ADDR:PORT", "none", parse::listen_at;
+        /// Entries that the directory of this server keeps at most, one for each chunk of each member; 100 million take about 1 GB.
+        p2p_directory_entries: usize = "p2p-directory-entries", Value "N", "64000000", |raw| parse::count(raw, 1000, 4_000_000_000);
+        /// File with the key that all peers share: one line of 32 or more random characters, or two lines while the key is changed (the first is used, both are accepted). A peer that holds the key can read every tenant's chunks. Required where --p2p-listen or --p2p-directory-listen is not a loopback address.
         p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;
         /// Transport of the bytes that peers read from each other. auto: NIXL between hosts with RDMA that have NIXL's library, sockets between others. sockets: sockets only. nixl: NIXL wherever the peer has it, also over TCP and shared memory; the start fails without the library. Needs a build with the feature nixl and --p2p-key.
         p2p_transport: PeerTransport = "p2p-transport", Value "NAME", "auto", |raw| parse::choice(raw, parse::PEER_TRANSPORTS);

@@ -15,6 +15,7 @@ const KINDS: &[(&str, &[Key])] = &[
             ("url", "p2p_peer"),
             ("listen", "p2p_listen"),
             ("advertise", "p2p_advertise"),
+            ("directory", "p2p_directory"),
             ("key", "p2p_key"),
             ("transport", "p2p_transport"),
             ("nixl_port", "p2p_nixl_port"),
