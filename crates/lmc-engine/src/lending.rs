@@ -122,7 +122,7 @@ impl CacheEngine {
         let local = self.local();
         // What is promoted stays until the others are leased.
         let mut promoted = None;
-        if let Some(lower) = self.lower() {
+        if let Some(lower) = self.lower().filter(|_| Instant::now() < deadline) {
             let sources = lower.tiers().sources_now(keys);
             let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
             if sources.iter().any(|source| *source != Source::Dram) {

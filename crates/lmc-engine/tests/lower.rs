@@ -299,6 +299,26 @@ fn a_stalled_tier_is_a_miss_after_the_deadline() {
     assert_idle(&engine);
 }
 
+/// A peer that does not wait once had local chunks evicted for what it could not get.
+#[test]
+fn nothing_is_promoted_for_a_peer_after_its_deadline() {
+    let engine = engine(8, Arc::new(MemoryBackend::default()));
+    write(&engine, 0..8);
+    settle(&engine);
+    write(&engine, 8..16);
+    settle(&engine);
+    assert_eq!(leading(&engine, &keys(8..16)), 8);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build();
+    let runtime = runtime.expect("a runtime");
+    let lease = |deadline| runtime.block_on(engine.lease_own(&keys(0..2), deadline)).1;
+    assert!(lease(Instant::now()).iter().all(Option::is_none));
+    assert_eq!(leading(&engine, &keys(8..16)), 8, "nothing was evicted");
+    assert!(lease(Instant::now() + DEADLINE).iter().any(Option::is_some));
+    assert_idle(&engine);
+}
+
 #[test]
 fn a_full_queue_drops_copies_and_never_a_store() {
     let tier = gated();

@@ -69,6 +69,12 @@ impl Promoting {
         }
         added
     }
+
+    /// Removes a chunk that was added.
+    fn remove(&mut self, key: &ChunkKey) {
+        self.tiers.promoting.lock().remove(key);
+        self.keys.retain(|added| added != key);
+    }
 }
 
 impl Drop for Promoting {
@@ -202,12 +208,16 @@ impl Tiers {
                     .push(self.local.lease_uncounted(prompt.owner, &[key]));
                 continue;
             };
-            match self
+            // Before its slot is reserved: what is promoted is never taken for what a worker writes.
+            let added = window.promoting.add(key);
+            let started = self
                 .local
-                .begin_write(prompt.owner, prompt.tenant, key, len)
-            {
+                .begin_write(prompt.owner, prompt.tenant, key, len);
+            if added && !matches!(started, Ok(WriteStart::Reserved(_))) {
+                window.promoting.remove(&key);
+            }
+            match started {
                 Ok(WriteStart::Reserved(new)) => {
-                    window.promoting.add(key);
                     window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
                 }
                 Ok(WriteStart::Present) => {}
