@@ -208,7 +208,7 @@ pub(crate) fn open(
     let nixl = nixl::open(config, &channel.channel, listen)?;
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
-    let advertised = config.p2p_advertise.as_ref().filter(|at| at.port != 0);
+    let advertised = config.p2p_advertise.as_ref();
     let advertised = advertised.map_or_else(String::new, HostPort::to_string);
     let mut node = NodeConfig::new(name, advertised, pool);
     node.chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;

@@ -480,6 +480,16 @@ pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     }
 }
 
+/// Returns an address that others connect to.
+pub(crate) fn reached_at(raw: &Raw) -> Result<Option<HostPort>, String> {
+    match listen_at(raw)? {
+        Some(at) if at.port == 0 || super::serve::is_wildcard(&at.host) => Err(
+            "expected an address and a port that peers can connect to; port 0 and a wildcard are none".to_owned(),
+        ),
+        at => Ok(at),
+    }
+}
+
 pub(crate) fn peers(raw: &Raw) -> Result<Vec<HostPort>, String> {
     let text = raw.text()?;
     if text.is_empty() || text.eq_ignore_ascii_case("none") {

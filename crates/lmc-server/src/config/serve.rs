@@ -173,7 +173,7 @@ fn same_address(a: &str, b: &str) -> bool {
 }
 
 /// Returns true if the host stands for every address of this host.
-fn is_wildcard(host: &str) -> bool {
+pub(super) fn is_wildcard(host: &str) -> bool {
     matches!(host, "0.0.0.0" | "::" | "*")
 }
 

@@ -142,7 +142,7 @@ settings! {
         /// Address and port at which peers connect, e.g. 10.0.0.1:7700; none lends nothing to other hosts and reads nothing from them.
         p2p_listen: Option<HostPort> = "p2p-listen", Value "ADDR:PORT", "none", parse::listen_at;
         /// Address and port under which peers reach this server; required where --p2p-listen is a wildcard, such as 0.0.0.0.
-        p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::listen_at;
+        p2p_advertise: Option<HostPort> = "p2p-advertise", Value "ADDR:PORT", "none", parse::reached_at;
         /// Peers to connect to, as `HOST:PORT` or `[IPv6]:PORT`, separated by commas. A name may have several addresses, each of which is a peer; names are resolved again every 30 s, and a server that finds itself among them ignores that. For up to about 8 peers: each prompt that is not here asks all of them.
         p2p_peers: Vec<HostPort> = "p2p-peer", Value "PEERS", "none", parse::peers;
         /// Directories, which know what daemons that are not named here have: `lmc://HOST:PORT`, separated by commas. Chunks are announced to all of them, and the first that answers is asked. Requires --p2p-listen.

@@ -229,6 +229,13 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
            \"lmc\": rename the Service, or set enableServiceLinks: false in the pod",
         ],
     );
+    // Peers would be sent to an address where nothing listens.
+    for at in ["10.0.0.1:0", "0.0.0.0:7700", "[::]:7700"] {
+        let want = format!(
+            "--p2p-advertise {at}: expected an address and a port that peers can connect to; port 0 and a wildcard are none"
+        );
+        check(&[("p2p-advertise", at)], &[], "", &[&want]);
+    }
     // All problems at once, not only the first.
     check(
         &[("chunk-size", "0")],
