@@ -50,7 +50,7 @@ impl Member {
             address: "10.0.0.1:7700".to_owned(),
             chunk_size: 256,
             algorithm: "blake3".to_owned(),
-            clears: Vec::new(),
+            clears: lmc_backend_p2p::Clears::default(),
             spaces: Vec::new(),
             nixl: None,
         };

@@ -33,6 +33,8 @@ use crate::resolve::Names;
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time that a clear waits for peers: those that are slower learn of it afterwards.
+const CLEAR_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Settings of a [`P2pBackend`].
 #[derive(Debug, Clone)]
@@ -431,13 +433,15 @@ impl<C: Chunks> Backend for P2pBackend<C> {
         Box::pin(std::future::ready(keys.iter().map(answer).collect()))
     }
 
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(&self, _: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
         Box::pin(async move {
             if let Some(closed) = self.closed() {
                 return Err(closed);
             }
-            // A peer that does not answer is sent it again within seconds.
-            self.node.pass_on(&[clear], deadline).await;
+            // The engine has it already. A peer that does not answer is sent it again within
+            // seconds.
+            let deadline = deadline.min(now() + CLEAR_TIMEOUT);
+            self.node.exchange_clears(deadline).await;
             Ok(0)
         })
     }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::time::Instant;
 
-use lmc_backend::{BoxFuture, Clear, ClearEpoch};
+use lmc_backend::{BoxFuture, ClearEpoch};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::SealedSlot;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -36,11 +36,12 @@ pub trait Chunks: Send + Sync + 'static {
     /// Returns the newest clear epoch of a space: that of its chunks that are found.
     fn epoch(&self, space: SpaceId) -> ClearEpoch;
 
-    /// Returns the newest clears that this daemon knows.
-    fn clears(&self) -> Vec<Clear>;
+    /// Returns the epoch of the newest clear of all spaces.
+    fn cleared(&self) -> ClearEpoch;
 
-    /// Takes in clears that a peer knows: what they cover is not found afterwards.
-    fn learn(&self, clears: &[Clear]);
+    /// Takes in the epoch of clears that were made elsewhere: chunks of an older one are not found
+    /// afterwards.
+    fn learn(&self, epoch: ClearEpoch);
 
     /// Returns the spaces that have chunks here, for people.
     fn spaces(&self) -> Vec<SpaceNote>;

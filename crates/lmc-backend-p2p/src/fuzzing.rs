@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{BoxFuture, Clear, ClearEpoch, LoadItem};
+use lmc_backend::{BoxFuture, ClearEpoch, LoadItem};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 use lmc_transfer::{Filled, Index, PeerId, Slot, TransferError};
@@ -353,19 +353,14 @@ impl Chunks for Shelf {
         self.state.lock().epoch
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        vec![Clear::all(self.state.lock().epoch)]
+    fn cleared(&self) -> ClearEpoch {
+        self.state.lock().epoch
     }
 
-    fn learn(&self, clears: &[Clear]) {
+    fn learn(&self, epoch: ClearEpoch) {
         let mut state = self.state.lock();
-        for clear in clears {
-            let joined = state.epoch.join(clear.epoch);
-            if joined != state.epoch {
-                state.epoch = joined;
-                state.resident.clear();
-            }
-        }
+        state.epoch = epoch;
+        state.resident.clear();
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {

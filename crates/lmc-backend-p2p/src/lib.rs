@@ -13,6 +13,7 @@
 
 mod backend;
 mod chunks;
+mod clears;
 mod daemon_link;
 pub mod directory;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -34,6 +35,7 @@ mod sim;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
 pub use chunks::{Chunks, LeasedChunk, chunk_digest};
+pub use clears::{Clears, NamedClear};
 pub use daemon_link::DaemonLink;
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};

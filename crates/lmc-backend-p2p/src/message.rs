@@ -8,7 +8,7 @@
 //! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
 //! ignores what follows the fields that it knows. What changes otherwise is a new version.
 
-use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend::ClearEpoch;
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
 use serde::{Deserialize, Serialize};
@@ -18,6 +18,7 @@ use crate::directory::{Announce, Announced, Find, Found};
 
 mod grown;
 
+use crate::clears::Clears;
 use grown::Body;
 pub use grown::{FEATURE_NIXL, NixlAddress, Transport};
 
@@ -29,7 +30,7 @@ pub const OLDEST_VERSION: u16 = 1;
 pub const MAX_KEYS: usize = 1024;
 /// Most bytes of a body.
 pub const MAX_BODY: usize = 60 << 10;
-/// Most spaces that a [`Hello`] describes, and most clears of any message.
+/// Most spaces that a [`Hello`] describes.
 pub const MAX_SPACES: usize = 64;
 /// Most holders that an owner without capacity names.
 pub const MAX_HOLDERS: usize = 4;
@@ -135,6 +136,12 @@ pub struct Epoch {
     origin: [u8; 16],
 }
 
+impl Epoch {
+    pub(crate) fn counter(&self) -> u64 {
+        self.counter
+    }
+}
+
 impl From<ClearEpoch> for Epoch {
     fn from(epoch: ClearEpoch) -> Self {
         Self {
@@ -149,31 +156,6 @@ impl From<Epoch> for ClearEpoch {
         Self {
             counter: epoch.counter,
             origin: epoch.origin,
-        }
-    }
-}
-
-/// The newest clear of a space, or of all spaces.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ClearNote {
-    space: Option<[u8; 16]>,
-    epoch: Epoch,
-}
-
-impl From<Clear> for ClearNote {
-    fn from(clear: Clear) -> Self {
-        Self {
-            space: clear.space.map(|space| *space.as_bytes()),
-            epoch: clear.epoch.into(),
-        }
-    }
-}
-
-impl From<ClearNote> for Clear {
-    fn from(note: ClearNote) -> Self {
-        Self {
-            space: note.space.map(SpaceId::new),
-            epoch: note.epoch.into(),
         }
     }
 }
@@ -215,8 +197,8 @@ pub struct Hello {
     pub chunk_size: u32,
     /// Name of the algorithm of prefix hashes.
     pub algorithm: String,
-    /// Newest clears that the side knows.
-    pub clears: Vec<ClearNote>,
+    /// Clears that the side knows.
+    pub clears: Clears,
     /// The spaces that the side holds chunks of.
     pub spaces: Vec<SpaceNote>,
     /// The side's NIXL channel; present with [`FEATURE_NIXL`].
@@ -242,7 +224,7 @@ pub enum Request {
     /// Asks the peer to read chunks from the asking side, on an operator's order.
     Copy(KeyBatch),
     /// Passes clears on.
-    Clears(Vec<ClearNote>),
+    Clears(Clears),
     /// Tells a directory which chunks the asking side can lend.
     Announce(Announce),
     /// Asks a directory which members have chunks.
@@ -308,7 +290,7 @@ pub enum Reply {
     /// Number of chunks that the peer will read.
     Copying(u32),
     /// The clears of the answering side.
-    Cleared(Vec<ClearNote>),
+    Cleared(Clears),
     /// The directory's answer to an announcement.
     Announced(Announced),
     /// Members that may have the chunks.
@@ -516,7 +498,7 @@ kinds! {
     5 Release Release, Released Vec<bool>;
     6 Holds KeyBatch, Noted ();
     7 Copy KeyBatch, Copying u32;
-    8 Clears Vec<ClearNote>, Cleared Vec<ClearNote>;
+    8 Clears Clears, Cleared Clears;
     9 Announce Announce, Announced Announced;
     10 Find Find, Found Found;
 }
@@ -561,18 +543,14 @@ fn parse<T: Body>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
     parsed.map_err(|_| MessageError::Body(kind))
 }
 
-/// Counters of clear epochs from this on are refused: those after them could not be distinguished.
-const MAX_EPOCH: u64 = 1 << 48;
-
 impl Epoch {
     fn check(&self) -> Result<(), MessageError> {
-        bound(self.counter < MAX_EPOCH, "epoch")
+        bound(self.counter < ClearEpoch::MAX_COUNTER, "epoch")
     }
 }
 
-fn check_clears(clears: &[ClearNote]) -> Result<(), MessageError> {
-    bound(clears.len() <= MAX_SPACES, "clears")?;
-    clears.iter().try_for_each(|clear| clear.epoch.check())
+fn check_clears(clears: &Clears) -> Result<(), MessageError> {
+    bound(clears.is_sound(), "clears")
 }
 
 pub(crate) fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {

@@ -4,18 +4,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
-use lmc_backend::{Clear, ClearEpoch};
+use futures_util::future::{join, join_all};
+use lmc_backend::ClearEpoch;
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_transfer::PeerId;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
+use crate::clears::Clears;
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
+    ChunkLease, ChunkState, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
     MAX_HOLDERS, MAX_SPACES, MAX_TEXT, MessageError, NixlAddress, OLDEST_VERSION, Refusal, Renew,
     Reply, Request, Transport, VERSION,
 };
@@ -30,6 +31,10 @@ pub(crate) const MAX_SERVING: usize = 64;
 const HOLDERS: usize = 1 << 16;
 /// Time between two exchanges of clears.
 const IN_STEP_EVERY: Duration = Duration::from_secs(5);
+/// Time that peers have to answer in one: a slow one does not delay the next of the others.
+const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
+/// Pause between two exchanges that peers at another clear epoch cause.
+const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
 /// Time that a hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that an owner keeps a peer waiting for a lease, at most.
@@ -109,6 +114,9 @@ pub struct Node<L: Link, C> {
     freed: Notify,
     /// Peers that hold chunks which they read here.
     holders: Mutex<Recent<Vec<Session>>>,
+    clears: Mutex<Clears>,
+    /// Set when a peer is seen at another clear epoch.
+    out_of_step: Notify,
     pub(crate) peers: Mutex<Peers>,
     pub(crate) routes: Mutex<Routes>,
     pub(crate) contacts: Mutex<Contacts>,
@@ -127,6 +135,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
             expiry: Notify::new(),
             freed: Notify::new(),
             holders: Mutex::new(Recent::new(HOLDERS)),
+            clears: Mutex::default(),
+            out_of_step: Notify::new(),
             peers: Mutex::default(),
             routes: Mutex::default(),
             contacts: Mutex::default(),
@@ -172,7 +182,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         } else if result.is_ok() {
             // A clear since the hello was written.
             let peer = std::slice::from_ref(&session.peer);
-            self.pass_on_to(peer, &self.chunks.clears(), deadline).await;
+            self.exchange_clears_with(peer, deadline).await;
         }
         result
     }
@@ -184,9 +194,28 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    fn learn(&self, clears: &[ClearNote]) {
-        let clears: Vec<Clear> = clears.iter().map(|&note| note.into()).collect();
-        self.chunks.learn(&clears);
+    /// Returns the clears that this daemon knows, those of its own engine included.
+    fn known_clears(&self) -> MutexGuard<'_, Clears> {
+        let mut known = self.clears.lock();
+        known.observe(self.chunks.cleared());
+        known
+    }
+
+    fn learn(&self, theirs: &Clears) {
+        let mut known = self.known_clears();
+        if known.merge(theirs) {
+            self.chunks.learn(known.epoch());
+        }
+    }
+
+    /// Returns true if a peer's chunks of a space are of the epoch of this daemon's. If not, one of
+    /// the two missed a clear, and they compare what they know.
+    pub(crate) fn is_in_step(&self, space: SpaceId, theirs: ClearEpoch) -> bool {
+        let same = self.chunks.epoch(space) == theirs;
+        if !same {
+            self.out_of_step.notify_one();
+        }
+        same
     }
 
     /// Notes that an incarnation of a peer is gone: its leases end.
@@ -209,7 +238,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     fn hello(&self) -> Hello {
         let short = |text: &str| text.chars().take(MAX_TEXT / 4).collect::<String>();
-        let clears = self.chunks.clears().into_iter();
         let mut spaces = self.chunks.spaces();
         spaces.truncate(MAX_SPACES);
         for space in &mut spaces {
@@ -226,7 +254,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             address: short(&self.config.address),
             chunk_size: self.config.chunk_size,
             algorithm: short(&self.config.algorithm),
-            clears: clears.take(MAX_SPACES).map(Into::into).collect(),
+            clears: self.known_clears().clone(),
             spaces,
             nixl,
         }
@@ -342,8 +370,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
             Request::Clears(clears) => {
                 self.learn(&clears);
-                let ours = self.chunks.clears().into_iter().take(MAX_SPACES);
-                Reply::Cleared(ours.map(Into::into).collect())
+                Reply::Cleared(self.known_clears().clone())
             }
         }
     }
@@ -357,7 +384,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 load: self.owner.lock().load(),
             };
         };
-        self.learn_epoch(space, locate.epoch.into());
+        self.is_in_step(space, locate.epoch.into());
         // The epoch first: a clear in between makes the states older than it, which is a miss.
         let epoch = self.chunks.epoch(space);
         let states = self.chunks.states(&keys);
@@ -371,14 +398,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
             epoch: epoch.into(),
             states,
             load: self.owner.lock().load(),
-        }
-    }
-
-    /// Takes in the epoch under which a peer computes chunks of a space.
-    pub(crate) fn learn_epoch(&self, space: SpaceId, theirs: ClearEpoch) {
-        let ours = self.chunks.epoch(space);
-        if ours.join(theirs) != ours {
-            self.chunks.learn(&[Clear::space(space, theirs)]);
         }
     }
 
@@ -601,42 +620,38 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Passes clears on to every connected peer, and takes in those that they know. Returns the
-    /// number of peers that answered.
-    pub async fn pass_on(&self, clears: &[Clear], deadline: Instant) -> usize {
+    /// Passes the clears that this daemon knows on to every connected peer, and takes in those
+    /// that they know. Returns the number of peers that answered.
+    pub async fn exchange_clears(&self, deadline: Instant) -> usize {
         let peers = self.peers.lock().with_hello();
-        self.pass_on_to(&peers, clears, deadline).await
+        self.exchange_clears_with(&peers, deadline).await
     }
 
-    async fn pass_on_to(&self, peers: &[PeerId], clears: &[Clear], deadline: Instant) -> usize {
+    async fn exchange_clears_with(&self, peers: &[PeerId], deadline: Instant) -> usize {
+        let request = Request::Clears(self.known_clears().clone());
+        let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
         let mut answered = 0;
-        for clears in clears.chunks(MAX_SPACES) {
-            let notes = clears.iter().map(|&clear| clear.into());
-            let request = Request::Clears(notes.collect());
-            let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
-            answered = 0;
-            for answer in join_all(answers).await {
-                if let Ok(Reply::Cleared(theirs)) = answer {
-                    answered += 1;
-                    self.learn(&theirs);
-                }
+        for answer in join_all(answers).await {
+            if let Ok(Reply::Cleared(theirs)) = answer {
+                answered += 1;
+                self.learn(&theirs);
             }
         }
         answered
     }
 
-    /// Passes all clears on from time to time, for peers that missed one, and sends a
-    /// hello again to peers without one. Runs until it is dropped.
+    /// Exchanges clears with all peers from time to time, and at once with peers at another epoch;
+    /// sends a hello again to peers without one. Runs until it is dropped.
     pub async fn stay_in_step(&self) {
         loop {
-            tokio::time::sleep(IN_STEP_EVERY).await;
-            let deadline = now() + HELLO_TIMEOUT;
-            self.pass_on(&self.chunks.clears(), deadline).await;
+            let _ = until(now() + IN_STEP_EVERY, self.out_of_step.notified()).await;
+            let deadline = now() + IN_STEP_TIMEOUT;
             let strangers = self.peers.lock().without_hello();
-            for session in strangers {
-                // The peer's last failure has the reason.
-                let _ = self.connected(&session).await;
-            }
+            // The peer's last failure has the reason.
+            let hellos = strangers.iter().map(|session| self.connected(session));
+            let hellos = until(deadline, join_all(hellos));
+            join(self.exchange_clears(deadline), hellos).await;
+            tokio::time::sleep(IN_STEP_PAUSE).await;
         }
     }
 

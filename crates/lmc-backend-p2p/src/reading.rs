@@ -130,7 +130,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
                             now() + now().saturating_duration_since(begun).max(AS_LONG_AGAIN);
                         wait_until = wait_until.min(again);
                     }
-                    self.learn_epoch(space, located.epoch.into());
                     if let Some(peer) = self.peers.lock().get_mut(peer) {
                         peer.load = located.load;
                     }
@@ -144,8 +143,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
             silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
         let epoch = self.chunks.epoch(space);
-        // What a peer computed before the last clear is gone.
-        answered.retain(|(_, located)| ClearEpoch::from(located.epoch).is_valid_at(epoch));
+        // What a peer computed before the last clear is gone; what it computed after one that is
+        // not known here is found once it is.
+        answered.retain(|(_, located)| self.is_in_step(space, located.epoch.into()));
         self.rank(keys, &mut answered);
         let mut routes = self.routes.lock();
         let peers = self.peers.lock();
@@ -385,7 +385,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         let by = leased.transport;
         let epoch = ClearEpoch::from(leased.epoch);
-        self.learn_epoch(space, epoch);
         let mut lease = Leasing {
             node: Arc::clone(self),
             peer: peer.clone(),
@@ -395,6 +394,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // earlier than the lease's begin.
             sent,
         };
+        if !self.is_in_step(space, epoch) {
+            let elsewhere = |item| ChunkRead::Elsewhere(item, None);
+            return (items.into_iter().map(elsewhere).collect(), Vec::new());
+        }
         let (granted, mut reads) = self.sort_out(peer, leased, items);
         if granted.is_empty() {
             return (reads, Vec::new());

@@ -1,13 +1,14 @@
 //! The peer protocol's bytes: committed ones stay readable, others are refused.
 
-use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend::ClearEpoch;
+use lmc_backend_p2p::Clears;
 use lmc_backend_p2p::directory::{
     Announce, Announced, Candidate, Find, Fingerprint, Found, MAX_ANNOUNCED, SetDigest,
 };
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, ClearNote, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease, Leased,
-    Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release, Renew, Reply,
-    Request, SpaceNote, Transport,
+    ChunkLease, ChunkState, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease, Leased, Locate, Located,
+    MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release, Renew, Reply, Request,
+    SpaceNote, Transport,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
@@ -35,12 +36,15 @@ fn epoch() -> ClearEpoch {
     }
 }
 
-fn clears() -> Vec<ClearNote> {
-    let space = SpaceId::new([9; 16]);
-    vec![
-        Clear::all(epoch()).into(),
-        Clear::space(space, epoch()).into(),
-    ]
+fn clears() -> Clears {
+    let mut clears = Clears::default();
+    let first = ClearEpoch {
+        counter: 1,
+        origin: [7; 16],
+    };
+    clears.observe(first);
+    clears.observe(epoch());
+    clears
 }
 
 fn hello() -> Hello {

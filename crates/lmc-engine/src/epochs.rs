@@ -54,14 +54,9 @@ impl Epochs {
         Clear::all(known.all)
     }
 
-    /// Returns the newest clears: one of all spaces, and those of single spaces that are newer.
-    pub(crate) fn clears(&self) -> Vec<Clear> {
-        let known = self.0.read();
-        let spaces = known.spaces.iter();
-        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch.join(known.all)));
-        std::iter::once(Clear::all(known.all))
-            .chain(spaces)
-            .collect()
+    /// Returns the epoch of the newest clear of all spaces.
+    pub(crate) fn of_all(&self) -> ClearEpoch {
+        self.0.read().all
     }
 
     /// Takes in a clear of all spaces that was made elsewhere. Returns the clear that follows from

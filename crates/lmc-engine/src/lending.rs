@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{Clear, ClearEpoch};
+use lmc_backend::ClearEpoch;
 use lmc_backend_local::{EventSink, Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
 
@@ -158,28 +158,21 @@ impl CacheEngine {
         lower.map_or_else(ClearEpoch::default, |lower| lower.tiers().epoch(space))
     }
 
-    /// Returns the newest clears that are known: one of all spaces, and later ones of single
-    /// spaces.
-    pub fn newest_clears(&self) -> Vec<Clear> {
+    /// Returns the epoch of the newest clear of all spaces.
+    pub fn newest_clear(&self) -> ClearEpoch {
         let lower = self.lower();
-        lower.map_or_else(Vec::new, |lower| lower.tiers().clears())
+        lower.map_or_else(ClearEpoch::default, |lower| lower.tiers().newest_clear())
     }
 
-    /// Takes in clears that were made elsewhere: what they cover is not found from then on. Passes
-    /// them on to the lower tiers, in the background.
-    pub fn learn_clears(&self, clears: &[Clear]) {
+    /// Takes in the epoch of a clear of all spaces that was made elsewhere: older chunks are not
+    /// found from then on. Passes it on to the lower tiers, in the background.
+    pub fn learn_clear(&self, epoch: ClearEpoch) {
         let Some(lower) = self.lower() else {
             return;
         };
-        let learned = lower.tiers().learn_all(clears);
-        if learned.is_empty() {
-            return;
-        }
         let tiers = Arc::clone(lower.tiers());
-        lower.spawn(async move {
-            for clear in learned {
-                tiers.note_elsewhere(clear).await;
-            }
-        });
+        if tiers.learn_clear(epoch) {
+            lower.spawn(async move { tiers.note_learned().await });
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
-use lmc_backend::{Backend, BoxFuture, Clear, ClearEpoch};
+use lmc_backend::{Backend, BoxFuture, ClearEpoch};
 use lmc_backend_p2p::directory::{ChangedKeys, DirectoryHost, DirectoryServer, TableLimits};
 use lmc_backend_p2p::message::{ChunkState, SpaceNote};
 use lmc_backend_p2p::{
@@ -35,22 +35,19 @@ pub struct Lender(Arc<Lent>);
 #[derive(Debug, Default)]
 struct Lent {
     engine: OnceLock<WeakEngine>,
-    /// Clears that peers passed on before there was an engine.
-    early: Mutex<Vec<Clear>>,
+    /// Epoch of the clears that peers passed on before there was an engine.
+    early: Mutex<ClearEpoch>,
     /// List of the engine's changes; set where there are directories.
     announced: OnceLock<Arc<ChangedKeys>>,
 }
 
-/// Clears that are kept for the engine, at most: a peer sends them again.
-const MAX_EARLY: usize = 1024;
-
 impl Lender {
     /// Lends the chunks of this engine from now on.
     pub fn lend(&self, engine: &CacheEngine) {
-        let mut early = self.0.early.lock();
+        let early = self.0.early.lock();
         // It is called once.
         let _ = self.0.engine.set(engine.downgrade());
-        engine.learn_clears(&std::mem::take(&mut *early));
+        engine.learn_clear(*early);
         if let Some(changed) = self.0.announced.get() {
             engine.set_announcer(Arc::new(Announcer(Arc::clone(changed))));
         }
@@ -123,22 +120,18 @@ impl Chunks for Lender {
         engine.map_or_else(ClearEpoch::default, |engine| engine.clear_epoch(space))
     }
 
-    fn clears(&self) -> Vec<Clear> {
+    fn cleared(&self) -> ClearEpoch {
+        let early = self.0.early.lock();
         let engine = self.engine();
-        engine.map_or_else(Vec::new, |engine| engine.newest_clears())
+        engine.map_or(*early, |engine| engine.newest_clear())
     }
 
-    fn learn(&self, clears: &[Clear]) {
+    fn learn(&self, epoch: ClearEpoch) {
         let mut early = self.0.early.lock();
-        match self.engine() {
-            Some(engine) => {
-                drop(early);
-                engine.learn_clears(clears);
-            }
-            None => {
-                early.extend(clears);
-                early.truncate(MAX_EARLY);
-            }
+        *early = epoch;
+        if let Some(engine) = self.engine() {
+            drop(early);
+            engine.learn_clear(epoch);
         }
     }
 

@@ -1,14 +1,12 @@
 //! [`DirectoryHost`]: the side of a directory that answers its members, without a channel;
 //! [`DirectoryServer`] gives it one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Clear, ClearEpoch};
-use lmc_key::SpaceId;
 use lmc_transfer::{Address, PeerEvent, SocketChannel, SocketConfig, SocketError, TransferChannel};
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
@@ -18,10 +16,10 @@ use tokio::task::JoinSet;
 use super::buckets::Fingerprint;
 use super::message::{Announce, Announced, Find, Found};
 use super::table::{Table, TableLimits};
+use crate::clears::Clears;
 use crate::link::now;
 use crate::message::{
-    ClearNote, FEATURE_DIRECTORY, Hello, MAX_SPACES, MessageError, OLDEST_VERSION, Refusal, Reply,
-    Request, VERSION,
+    FEATURE_DIRECTORY, Hello, MessageError, OLDEST_VERSION, Refusal, Reply, Request, VERSION,
 };
 use crate::owner::Session;
 
@@ -33,8 +31,6 @@ const SWEEP_AT_ONCE: usize = 1024;
 const SWEEP_PART: usize = 64;
 /// Time after the start in which a chunk that is not found may not have been announced yet.
 const SETTLING: Duration = Duration::from_secs(10);
-/// Spaces whose clears are kept, at most.
-const MAX_CLEARS: usize = 4096;
 /// Requests of one member in a second, and at once.
 const MEMBER_RATE: f64 = 2000.0;
 
@@ -100,40 +96,6 @@ pub struct DirectoryStatus {
     pub bytes: usize,
     /// Counters since the start.
     pub counters: DirectoryCounters,
-}
-
-/// The newest clears that members know.
-#[derive(Debug, Default)]
-struct Clears {
-    all: ClearEpoch,
-    spaces: BTreeMap<SpaceId, ClearEpoch>,
-    /// Number of clears passed on: each answer goes on where the one before ended.
-    passed: usize,
-}
-
-impl Clears {
-    fn learn(&mut self, notes: &[ClearNote]) {
-        for Clear { space, epoch } in notes.iter().map(|&note| Clear::from(note)) {
-            let Some(space) = space else {
-                self.all = self.all.join(epoch);
-                continue;
-            };
-            if self.spaces.len() < MAX_CLEARS || self.spaces.contains_key(&space) {
-                let known = self.spaces.entry(space).or_default();
-                *known = known.join(epoch);
-            }
-        }
-    }
-
-    fn some(&mut self) -> Vec<ClearNote> {
-        let count = self.spaces.len().min(MAX_SPACES - 1);
-        let first = self.passed % self.spaces.len().max(1);
-        self.passed += count;
-        let spaces = self.spaces.iter().cycle().skip(first).take(count);
-        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch));
-        let all = std::iter::once(Clear::all(self.all));
-        all.chain(spaces).map(Into::into).collect()
-    }
 }
 
 /// Requests that a member may still send: a bucket that holds one second's worth.
@@ -221,8 +183,8 @@ impl DirectoryHost {
             Request::Find(find) => Reply::Found(self.find(session, &find)),
             Request::Clears(clears) => {
                 let mut known = self.clears.lock();
-                known.learn(&clears);
-                Reply::Cleared(known.some())
+                known.merge(&clears);
+                Reply::Cleared(known.clone())
             }
             other => Reply::Unsupported(other.kind()),
         }
@@ -236,14 +198,14 @@ impl DirectoryHost {
             return Err(Refusal::TooMany);
         }
         let mut clears = self.clears.lock();
-        clears.learn(&theirs.clears);
+        clears.merge(&theirs.clears);
         Ok(Hello {
             oldest: OLDEST_VERSION,
             newest: VERSION,
             features: FEATURE_DIRECTORY,
             name: self.name.clone(),
             address: String::new(),
-            clears: clears.some(),
+            clears: clears.clone(),
             spaces: Vec::new(),
             nixl: None,
             ..theirs

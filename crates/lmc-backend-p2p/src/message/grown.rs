@@ -3,9 +3,10 @@
 use postcard::{Result, take_from_bytes, to_extend};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Found};
 
-use super::{ClearNote, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew};
+use super::{Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew};
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
 /// transports other than sockets in leases.
@@ -113,16 +114,6 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Locate,
-    Located,
-    Renew,
-    Release,
-    KeyBatch,
-    Vec<ClearNote>,
-    Refusal,
-    Announce,
-    Announced,
-    Find,
-    Found
+    Locate, Located, Renew, Release, KeyBatch, Clears, Refusal, Announce, Announced, Find, Found
 );
 not_grown!(bool, Vec<bool>, (), u32, u16);

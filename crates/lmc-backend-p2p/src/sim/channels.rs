@@ -261,7 +261,7 @@ fn one_who_insists_on_nixl(leases: &Arc<AtomicUsize>) -> SocketChannel {
             })
         }
         Ok(Request::Release(_)) => Reply::Released(Vec::new()),
-        _ => Reply::Cleared(Vec::new()),
+        _ => Reply::Cleared(crate::clears::Clears::default()),
     };
     channel.on_ask = Some(Arc::new(move |_, _, question| {
         let reply = answer(&question).to_bytes().expect("it fits");

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use lmc_backend::{BoxFuture, Clear, ClearEpoch};
+use lmc_backend::{BoxFuture, ClearEpoch};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
 use parking_lot::Mutex;
 
 use super::net::Memory;
-use super::{LEN, bytes, space};
+use super::{LEN, bytes};
 use crate::chunks::{Chunks, LeasedChunk};
 use crate::directory::ChangedKeys;
 use crate::link::now;
@@ -150,10 +150,8 @@ impl SimChunks {
     }
 
     /// Clears all spaces, as an operator does.
-    pub(super) fn clear(&self) -> Clear {
-        let epoch = self.known_epoch().next();
-        self.learn(&[Clear::all(epoch)]);
-        Clear::all(epoch)
+    pub(super) fn clear(&self) {
+        self.learn(self.known_epoch().next());
     }
 }
 
@@ -213,22 +211,18 @@ impl Chunks for SimChunks {
         self.known_epoch()
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        vec![Clear::all(self.known_epoch())]
+    fn cleared(&self) -> ClearEpoch {
+        self.known_epoch()
     }
 
-    fn learn(&self, clears: &[Clear]) {
+    fn learn(&self, epoch: ClearEpoch) {
         let mut state = self.state.lock();
-        for clear in clears.iter().filter(|clear| clear.covers(space())) {
-            let joined = state.epoch.join(clear.epoch);
-            if joined != state.epoch {
-                state.epoch = joined;
-                let all = state.resident.keys().chain(state.disk.keys());
-                all.for_each(|key| self.note(key));
-                state.resident.clear();
-                state.disk.clear();
-            }
-        }
+        assert!(epoch.counter > state.epoch.counter, "not newer");
+        state.epoch = epoch;
+        let all = state.resident.keys().chain(state.disk.keys());
+        all.for_each(|key| self.note(key));
+        state.resident.clear();
+        state.disk.clear();
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {

@@ -12,6 +12,7 @@ use super::net::{Faults, Net, name};
 use super::schedules::{LOCATE, Tally, faults, fetch, prompt};
 use super::{Rng, delay, key, run};
 use crate::chunks::Chunks;
+use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
 use crate::link::{Link, now};
 use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, VERSION};
@@ -159,8 +160,8 @@ fn a_clear_reaches_daemons_that_never_met_through_the_directory() {
         let noticed = Duration::from_millis(10);
         net.cut(0, 2, true, noticed);
         tokio::time::sleep(noticed * 2).await;
-        let clear = net.chunks(1).clear();
-        net.node(1).pass_on(&[clear], now() + LOCATE).await;
+        net.chunks(1).clear();
+        net.node(1).exchange_clears(now() + LOCATE).await;
         assert_eq!((net.chunks(1).len(), net.chunks(2).len()), (0, 4));
         // Meanwhile the directory starts again, and has to learn of the clear from the first.
         net.kill(0, noticed);
@@ -231,7 +232,7 @@ fn a_hostile_member_is_bounded_and_counted() {
             address: "host-1:1".into(),
             chunk_size: 16,
             algorithm: "xxh3".into(),
-            clears: Vec::new(),
+            clears: Clears::default(),
             spaces: Vec::new(),
             nixl: None,
         };

@@ -137,7 +137,7 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
             address: "host-1:1".to_owned(),
             chunk_size: 256,
             algorithm: "blake3".to_owned(),
-            clears: Vec::new(),
+            clears: crate::clears::Clears::default(),
             spaces: Vec::new(),
             nixl: None,
         });

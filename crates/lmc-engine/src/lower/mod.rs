@@ -136,6 +136,15 @@ pub(crate) struct Tiers {
     removal: RwLock<()>,
     /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
+    learned: Mutex<Learned>,
+}
+
+/// A clear that was made elsewhere, and has to be passed on to the tiers.
+#[derive(Debug, Default)]
+struct Learned {
+    newest: Option<Clear>,
+    /// True while a task passes them on.
+    is_noted: bool,
 }
 
 /// Chunks that were not written to a tier.
@@ -196,6 +205,7 @@ impl LowerTiers {
             promoting: Mutex::default(),
             removal: RwLock::new(()),
             removing: Mutex::default(),
+            learned: Mutex::default(),
         });
         let runtime = match &config.runtime {
             Some(_) => None,
@@ -483,7 +493,7 @@ impl Tiers {
         if newest.counter > epoch.counter {
             return false;
         }
-        for clear in self.learn_all(&[Clear::space(space, epoch)]) {
+        if let Some(clear) = self.learn_space(space, epoch) {
             self.note_elsewhere(clear).await;
         }
         epoch == self.epochs.of(space)
@@ -499,41 +509,50 @@ impl Tiers {
         self.epochs.of(space)
     }
 
-    /// Returns the newest clears that are known.
-    pub(crate) fn clears(&self) -> Vec<Clear> {
-        self.epochs.clears()
+    /// Returns the epoch of the newest clear of all spaces.
+    pub(crate) fn newest_clear(&self) -> ClearEpoch {
+        self.epochs.of_all()
     }
 
-    /// Takes in clears that were made elsewhere, and removes what they cover from DRAM and from
-    /// the queues of writes. Returns those that were not known.
-    pub(crate) fn learn_all(&self, clears: &[Clear]) -> Vec<Clear> {
+    /// Takes in the epoch of a clear of all spaces that was made elsewhere: what is in DRAM and in
+    /// the queues of writes goes. Returns true if [`Self::note_learned`] has to be run for it.
+    pub(crate) fn learn_clear(&self, epoch: ClearEpoch) -> bool {
         let _alone = self.removal.write();
-        let mut learned = Vec::new();
-        let mut spaces = HashSet::new();
-        for &clear in clears {
-            let new = match clear.space {
-                Some(space) => self.epochs.learn(space, clear.epoch),
-                None => self.epochs.learn_all(clear.epoch),
-            };
-            let Some(new) = new else {
-                continue;
-            };
-            match new.space {
-                Some(space) => drop(spaces.insert(space)),
-                None => {
-                    self.tiers.iter().for_each(|tier| {
-                        tier.queue.drop_queued();
-                    });
-                    self.local.clear(lmc_backend_local::Clear::All);
-                }
-            }
-            learned.push(new);
+        let Some(clear) = self.epochs.learn_all(epoch) else {
+            return false;
+        };
+        for tier in &self.tiers {
+            tier.queue.drop_queued();
         }
-        if !spaces.is_empty() {
-            self.drop_writes_of(&spaces);
-            self.local.clear_spaces(&spaces);
+        self.local.clear(lmc_backend_local::Clear::All);
+        let mut learned = self.learned.lock();
+        learned.newest = Some(clear);
+        !std::mem::replace(&mut learned.is_noted, true)
+    }
+
+    /// Passes clears that were learned on to all tiers, until there is no newer one. Many that come
+    /// together are one.
+    pub(crate) async fn note_learned(&self) {
+        loop {
+            let clear = {
+                let mut learned = self.learned.lock();
+                let Some(clear) = learned.newest.take() else {
+                    learned.is_noted = false;
+                    return;
+                };
+                clear
+            };
+            self.note_elsewhere(clear).await;
         }
-        learned
+    }
+
+    fn learn_space(&self, space: SpaceId, epoch: ClearEpoch) -> Option<Clear> {
+        let _alone = self.removal.write();
+        let clear = self.epochs.learn(space, epoch)?;
+        let spaces = HashSet::from([space]);
+        self.drop_writes_of(&spaces);
+        self.local.clear_spaces(&spaces);
+        Some(clear)
     }
 
     /// Passes a clear on to all tiers. One that cannot note it now answers with chunks of an older
