@@ -455,7 +455,10 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
+        let channel = self.node.link.sockets.stats();
         let mut counters = self.node.counters().named();
+        counters.push(("refused_handshakes", channel.refused_handshakes));
+        counters.push(("broken", channel.broken));
         if self.node.config.uses_directories {
             let finds = &self.node.finds;
             counters.push(("directory_asked", finds.asked.load(Ordering::Relaxed)));

@@ -108,6 +108,9 @@ fn peers_with_another_key_are_strangers() {
     store(&mut client, &shm_name);
     let stranger = start(two, &[one], &["--p2p-key", &wrong]);
     stranger.line("a peer cannot be connected to");
+    until("the stranger is counted", || {
+        tier_counter(&first, "refused_handshakes") > 0.0
+    });
     let (mut client, shm_name) = worker(&stranger);
     assert_eq!(retrieve(&mut client, &shm_name, "request"), 0);
     let friend = start(three, &[one], &["--p2p-key", &right]);

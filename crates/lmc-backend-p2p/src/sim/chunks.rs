@@ -10,7 +10,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, Writte
 use parking_lot::Mutex;
 
 use super::net::Memory;
-use super::{LEN, bytes};
+use super::{LEN, Rng, bytes, once_in};
 use crate::chunks::{Chunks, LeasedChunk};
 use crate::directory::ChangedKeys;
 use crate::link::now;
@@ -42,6 +42,9 @@ pub(super) struct SimChunks {
     state: Arc<Mutex<State>>,
     /// Set once there is a node.
     pub(super) changed: Arc<OnceLock<Arc<ChangedKeys>>>,
+    /// Random numbers, and the calls of the node of which one, on average, finds the chunks
+    /// cleared and computed again.
+    clears: Arc<Mutex<(Rng, u64)>>,
 }
 
 impl SimChunks {
@@ -60,12 +63,28 @@ impl SimChunks {
             memory,
             state: Arc::new(Mutex::new(state)),
             changed: Arc::default(),
+            clears: Arc::new(Mutex::new((Rng::new(0), 0))),
         }
     }
 
     fn note(&self, key: &ChunkKey) {
         if let Some(changed) = self.changed.get() {
             changed.note(key);
+        }
+    }
+
+    /// Clears the chunks at any moment from now on: right before one call of `calls`.
+    pub(super) fn clear_at_any_moment(&self, seed: u64, calls: u64) {
+        *self.clears.lock() = (Rng::new(seed), calls);
+    }
+
+    /// Lets another thread clear the chunks, whose engine computes them again at once.
+    fn any_moment(&self) {
+        let (rng, calls) = &mut *self.clears.lock();
+        if once_in(rng, *calls) {
+            let keys: Vec<ChunkKey> = self.state.lock().resident.keys().copied().collect();
+            self.clear();
+            keys.iter().for_each(|&key| self.store(key, key.fold()));
         }
     }
 
@@ -157,6 +176,7 @@ impl SimChunks {
 
 impl Chunks for SimChunks {
     fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+        self.any_moment();
         let state = self.state.lock();
         let of = |key: &ChunkKey| match () {
             () if state.resident.contains_key(key) => ChunkState::Memory { len: LEN },
@@ -187,6 +207,7 @@ impl Chunks for SimChunks {
                     }
                 }
             }
+            self.any_moment();
             let state = self.state.lock();
             let hold = |key: &ChunkKey| {
                 let entry = state.resident.get(key)?;
@@ -208,10 +229,12 @@ impl Chunks for SimChunks {
     }
 
     fn epoch(&self, _: SpaceId) -> ClearEpoch {
+        self.any_moment();
         self.known_epoch()
     }
 
     fn cleared(&self) -> ClearEpoch {
+        self.any_moment();
         self.known_epoch()
     }
 

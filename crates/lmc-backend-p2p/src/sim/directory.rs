@@ -14,7 +14,7 @@ use super::{Rng, delay, key, run};
 use crate::chunks::Chunks;
 use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
-use crate::link::{Link, now};
+use crate::link::now;
 use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, VERSION};
 
 /// Time after which members and directories know everything of each other.
@@ -32,7 +32,7 @@ fn start_member(net: &Net, host: usize, slots: u64, directories: &[usize], named
             for &directory in &directories {
                 let session = net.session(directory);
                 let connected = node.peers.lock().of_session(&session).is_some();
-                if !connected && net.node(host).link.is_current(&session) {
+                if !connected {
                     net.connect(host, directory).await;
                 }
             }
@@ -42,6 +42,14 @@ fn start_member(net: &Net, host: usize, slots: u64, directories: &[usize], named
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     });
+}
+
+/// Leaves clears out that would go on to the end of a schedule.
+fn settling(faults: Faults) -> Faults {
+    Faults {
+        clears: 0,
+        ..faults
+    }
 }
 
 /// Returns a network of directories and members of all of them, which have met.
@@ -329,7 +337,7 @@ fn a_full_directory_refuses_with_its_limit_and_serves_what_it_has() {
 async fn schedule(seed: u64) -> Tally {
     let mut rng = Rng::new(seed);
     let (directories, members) = (1 + rng.below(2) as usize, 2 + rng.below(3) as usize);
-    let mut faults = faults(&mut rng);
+    let mut faults = settling(faults(&mut rng));
     faults.delay.0 = faults.delay.0.min(Duration::from_millis(3));
     let net = started(seed ^ 0xd1, faults, directories, members).await;
     let all: Vec<usize> = (0..directories).collect();

@@ -9,6 +9,7 @@ mod net;
 mod owners;
 mod schedules;
 mod serving;
+mod versions;
 
 use std::time::Duration;
 

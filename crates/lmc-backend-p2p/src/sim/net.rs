@@ -49,6 +49,12 @@ pub(super) struct Faults {
     pub(super) delay: (Duration, Duration),
     /// True where an index that is not leased is refused, as sockets do.
     pub(super) enforced: bool,
+    /// Slots of reads that fail which something may write to for a while.
+    pub(super) quarantined: u64,
+    /// Longest time until a daemon hears that a peer is connected or gone.
+    pub(super) events: Duration,
+    /// Calls of a daemon's chunks right before which they are cleared.
+    pub(super) clears: u64,
 }
 
 impl Faults {
@@ -59,6 +65,9 @@ impl Faults {
             corrupt: 0,
             delay: (Duration::from_micros(100), Duration::from_micros(20)),
             enforced: false,
+            quarantined: 0,
+            events: Duration::ZERO,
+            clears: 0,
         }
     }
 }
@@ -98,6 +107,8 @@ pub(super) struct State {
     pub(super) hosts: Vec<Host>,
     /// Pairs of hosts between which nothing passes, the lower number first.
     cut: BTreeSet<(usize, usize)>,
+    /// Pairs of hosts that are connected, the lower number first.
+    linked: BTreeSet<(usize, usize)>,
     /// NIXL sessions as each side sees them: of a host with another, and the incarnation of that
     /// one's channel.
     nixl: BTreeMap<(usize, usize), u64>,
@@ -143,6 +154,7 @@ impl Net {
             faults,
             hosts: Vec::new(),
             cut: BTreeSet::new(),
+            linked: BTreeSet::new(),
             nixl: BTreeMap::new(),
             last_grant: 0,
             last_incarnation: 0,
@@ -157,6 +169,8 @@ impl Net {
         let chunks = SimChunks::new(slots, memory.clone());
         let incarnation = {
             let mut state = self.0.lock();
+            let seed = state.rng.next_u64();
+            chunks.clear_at_any_moment(seed, state.faults.clears);
             state.last_incarnation += 1;
             state.last_incarnation
         };
@@ -209,6 +223,7 @@ impl Net {
         };
         let mut state = self.0.lock();
         state.nixl.retain(|(at, _), _| *at != host);
+        state.linked.retain(|(a, b)| *a != host && *b != host);
         let old = match state.hosts.get_mut(host) {
             Some(old) => Some(std::mem::replace(old, new)),
             None => {
@@ -237,12 +252,19 @@ impl Net {
         self.0.lock().hosts[host].directory.clone()
     }
 
-    /// Notes at a daemon that another is not connected any more.
+    /// Lets a daemon hear that another is not connected any more, at some time.
     fn part(&self, host: usize, session: &Session) {
-        match self.directory(host) {
-            Some(directory) => directory.disconnected(session),
-            None => self.node(host).disconnected(session),
-        }
+        let (net, session) = (self.clone(), session.clone());
+        let (directory, node) = (self.directory(host), self.node(host));
+        tokio::spawn(async move {
+            net.event().await;
+            match directory {
+                Some(directory) => directory.disconnected(&session),
+                // As the tier does: the same incarnation may be connected again.
+                None if !node.link.is_current(&session) => node.disconnected(&session),
+                None => {}
+            }
+        });
     }
 
     pub(super) fn session(&self, host: usize) -> Session {
@@ -264,18 +286,65 @@ impl Net {
         self.0.lock().rng.below(n)
     }
 
-    /// Connects two daemons.
+    /// Connects two daemons, which have not heard of it yet. Returns false if one is gone, or they
+    /// are cut off from each other.
+    pub(super) fn link(&self, a: usize, b: usize) -> bool {
+        let mut state = self.0.lock();
+        let pair = (a.min(b), a.max(b));
+        let alive = state.hosts[a].alive && state.hosts[b].alive;
+        if !alive || state.cut.contains(&pair) {
+            return false;
+        }
+        state.linked.insert(pair);
+        true
+    }
+
+    /// Connects two daemons. Each of them hears of it at some time.
     pub(super) async fn connect(&self, a: usize, b: usize) -> bool {
-        let (at_a, at_b) = (self.session(b), self.session(a));
-        let connected = |host: usize, session: Session| async move {
-            // A directory asks nothing.
-            match self.directory(host) {
-                Some(_) => true,
-                None => self.node(host).connected(&session).await.is_ok(),
-            }
-        };
-        let both = tokio::join!(connected(a, at_a), connected(b, at_b));
+        if !self.link(a, b) {
+            return false;
+        }
+        let both = tokio::join!(
+            self.hears_of(a, self.session(b)),
+            self.hears_of(b, self.session(a))
+        );
         both.0 && both.1
+    }
+
+    async fn hears_of(&self, host: usize, session: Session) -> bool {
+        self.event().await;
+        // A directory asks nothing.
+        match self.directory(host) {
+            Some(_) => true,
+            None => self.node(host).connected(&session).await.is_ok(),
+        }
+    }
+
+    /// Waits until an event is heard of.
+    async fn event(&self) {
+        let after = {
+            let State { rng, faults, .. } = &mut *self.0.lock();
+            delay(rng, faults.events)
+        };
+        tokio::time::sleep(after).await;
+    }
+
+    /// Returns the peers that are connected to a daemon, and those that the daemon knows.
+    pub(super) fn connected(&self, host: usize) -> (Vec<PeerId>, Vec<PeerId>) {
+        let node = self.node(host);
+        let state = self.0.lock();
+        let others = (0..state.hosts.len()).filter(|&other| {
+            let pair = (host.min(other), host.max(other));
+            other != host && state.linked.contains(&pair)
+        });
+        let peers = node.peers.lock();
+        let current = |peer: &&crate::peers::Peer| {
+            let session = &peer.session;
+            state.hosts[number(&session.peer)].incarnation == session.incarnation
+        };
+        assert!(peers.iter().all(|peer| current(&peer)), "an old session");
+        assert!(peers.without_hello().is_empty(), "a peer without a hello");
+        (others.map(name).collect(), peers.with_hello())
     }
 
     /// Connects two daemons over NIXL, or ends that connection. The second notices `noticed` later
@@ -318,10 +387,13 @@ impl Net {
         let net = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(noticed).await;
-            (0..others).for_each(|other| net.part(other, &session));
             if net.session(host) == session {
+                let mut state = net.0.lock();
+                state.linked.retain(|(a, b)| *a != host && *b != host);
+                drop(state);
                 (0..others).for_each(|other| net.set_nixl(other, host, false));
             }
+            (0..others).for_each(|other| net.part(other, &session));
         });
     }
 
@@ -340,6 +412,7 @@ impl Net {
         tokio::spawn(async move {
             tokio::time::sleep(noticed).await;
             if cut && net.0.lock().cut.contains(&pair) {
+                net.0.lock().linked.remove(&pair);
                 for (host, session) in ends {
                     net.part(host, &session);
                     net.set_nixl(host, number(&session.peer), false);
@@ -393,6 +466,21 @@ impl Net {
         !lost && !cut && state.hosts[from].alive && state.hosts[to].alive
     }
 
+    /// Returns a slot whose read has failed. Some are written to for a while, as by a network card
+    /// that was not stopped in time.
+    fn unwritten(&self, slot: ReservedSlot, own: &Memory) -> Slot {
+        let State { rng, faults, .. } = &mut *self.0.lock();
+        if !once_in(rng, faults.quarantined) {
+            return Slot::Idle(slot);
+        }
+        let (after, own) = (delay(rng, Duration::from_secs(5)), own.clone());
+        tokio::spawn(async move {
+            tokio::time::sleep(after).await;
+            own.overwrite(slot.offset(), &[0xdd; LEN as usize]);
+        });
+        Slot::Quarantined
+    }
+
     /// Number of grants that stand at a daemon.
     pub(super) fn grants(&self, host: usize) -> usize {
         self.0.lock().hosts[host].grants.len()
@@ -443,10 +531,13 @@ impl Link for SimLink {
     fn is_current(&self, session: &Session) -> bool {
         let net = self.net();
         let mut state = net.0.lock();
-        let number = number(&session.peer);
-        let leaves = state.leaving == Some(number);
-        let host = &mut state.hosts[number];
-        let is_current = host.alive && host.incarnation == session.incarnation;
+        let state = &mut *state;
+        let other = number(&session.peer);
+        let leaves = state.leaving == Some(other);
+        let host = &mut state.hosts[other];
+        let pair = (self.me.min(other), self.me.max(other));
+        let is_current =
+            host.alive && host.incarnation == session.incarnation && state.linked.contains(&pair);
         host.alive &= !leaves;
         is_current
     }
@@ -473,6 +564,7 @@ impl Link for SimLink {
     fn disconnect<'a>(&'a self, peer: &'a PeerId, _: Instant) -> BoxFuture<'a, ()> {
         let (net, me, to) = (self.net(), self.me, number(peer));
         let sessions = (net.session(me), net.session(to));
+        net.0.lock().linked.remove(&(me.min(to), me.max(to)));
         net.part(me, &sessions.1);
         net.part(to, &sessions.0);
         Box::pin(std::future::ready(()))
@@ -621,7 +713,7 @@ impl Link for SimLink {
             for (mut slot, offset) in slots.into_iter().zip(offsets) {
                 let Some((grant, offset)) = offset.filter(|_| error.is_none()) else {
                     error.get_or_insert(TransferError::UnknownPeer { peer: peer.clone() });
-                    filled.push(Slot::Idle(slot));
+                    filled.push(net.unwritten(slot, &own));
                     continue;
                 };
                 let half = LEN as usize / 2;
@@ -653,7 +745,7 @@ impl Link for SimLink {
                     read.extend(bytes);
                 }
                 if error.is_some() {
-                    filled.push(Slot::Idle(slot));
+                    filled.push(net.unwritten(slot, &own));
                     continue;
                 }
                 slot.bytes_mut().copy_from_slice(&read);

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lmc_backend::{LoadItem, Loaded, Located};
+use lmc_backend::{FailedSlot, LoadItem, Loaded, Located};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net, name};
@@ -28,6 +28,7 @@ pub(super) struct Tally {
     lapsed: u64,
     corrupt: u64,
     busy: u64,
+    quarantined: u64,
     /// Bytes that were read over NIXL, and over sockets.
     over_nixl: u64,
     over_sockets: u64,
@@ -42,6 +43,7 @@ impl Tally {
         self.lapsed += other.lapsed;
         self.corrupt += other.corrupt;
         self.busy += other.busy;
+        self.quarantined += other.quarantined;
         self.over_nixl += other.over_nixl;
         self.over_sockets += other.over_sockets;
     }
@@ -109,7 +111,10 @@ pub(super) async fn load(net: &Net, host: usize, keys: &[ChunkKey], within: Dura
                 chunks.commit(key, slot, epoch);
             }
             Loaded::Miss(_) => tally.misses += 1,
-            Loaded::Failed { .. } => tally.failed += 1,
+            Loaded::Failed { slot, .. } => {
+                tally.failed += 1;
+                tally.quarantined += u64::from(matches!(slot, FailedSlot::Quarantined));
+            }
         }
     }
     assert!(
@@ -139,6 +144,9 @@ pub(super) fn faults(rng: &mut Rng) -> Faults {
             Duration::from_micros(one_of([5, 100, 2_000, 60_000])),
         ),
         enforced: one_of([0, 0, 1, 1]) == 1,
+        quarantined: one_of([0, 0, 4, 1]),
+        events: Duration::from_millis(one_of([0, 1, 50, 2_000])),
+        clears: one_of([0, 0, 300, 30]),
     }
 }
 
@@ -149,6 +157,7 @@ async fn schedule(seed: u64) -> Tally {
     let hosts = 2 + rng.below(4) as usize;
     let slots = 16 + rng.below(64);
     let faults = faults(&mut rng);
+    let corrupts = faults.corrupt > 0;
     let net = Net::new(seed ^ 0x5eed, faults);
     let lease = Duration::from_millis([20, 100, 2_000][rng.below(3) as usize]);
     let start = |net: &Net, host| net.start(host, slots, |config| config.lease = lease);
@@ -238,7 +247,10 @@ async fn schedule(seed: u64) -> Tally {
         assert_eq!(net.grants(host), 0, "a grant was left");
         let slots = chunks.pool.usage().slots;
         assert_eq!(slots, chunks.len() as u64, "a slot was left");
+        let (connected, known) = net.connected(host);
+        assert_eq!(connected, known, "peers of host {host}");
         let counters = node.counters();
+        assert!(corrupts || counters.corrupt == 0, "bytes without a lease");
         let mut sum = sum.borrow_mut();
         sum.lapsed += counters.lapsed;
         sum.corrupt += counters.corrupt;
@@ -264,6 +276,7 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
         "{sum:?}"
     );
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
+    assert!(sum.quarantined > 0, "{sum:?}");
     assert!(sum.over_nixl > 0 && sum.over_sockets > 0, "{sum:?}");
 }
 
@@ -563,6 +576,7 @@ fn peers_that_do_not_fit_are_refused_with_a_reason() {
             let net = Net::new(13, Faults::none());
             net.start(0, 16, |_| ());
             net.start(1, 16, change);
+            assert!(net.link(0, 1));
             let found = net.node(1).connected(&net.session(0)).await;
             assert_eq!(found, Err(HelloError::There(refusal)));
             let keys = prompt(0, 1);

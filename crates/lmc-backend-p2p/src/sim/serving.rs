@@ -141,6 +141,7 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
             spaces: Vec::new(),
             nixl: None,
         });
+        assert!(net.link(0, 1));
         net.0.lock().leaving = Some(1);
         serve(net.clone(), 1, hello).await;
         assert_eq!(net.node(0).peers.lock().iter().count(), 0);
