@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, Listed, LoadItem,
-    Loaded, LocalIndex, Located, Location, Medium, Page, StoreItem, Stored, Usage, ready,
+    Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, StoreItem, Stored, Usage,
+    ready,
 };
 use lmc_key::ChunkKey;
 
@@ -339,6 +340,7 @@ impl Backend for DiskBackend {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        _: &'a LocateHint,
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(std::future::ready(self.locate_now(keys)))

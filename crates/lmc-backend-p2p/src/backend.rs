@@ -1,38 +1,30 @@
 //! [`P2pBackend`]: peers as a tier of the engine, over sockets, and NIXL beside them.
 
-use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::future::join_all;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
-    Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocateHint,
+    Located, Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 use lmc_key::ChunkKey;
-use lmc_transfer::{
-    Address, ConnectError, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel,
-};
+use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
+use crate::dial::{Named, stay_connected};
 use crate::directory::random;
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
-use crate::resolve::Names;
+use crate::status::PeersStatus;
 
-/// Time after which a peer that is not connected is tried again.
-const CONNECT_EVERY: Duration = Duration::from_secs(1);
-/// Time that a connect may take.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time that a clear waits for peers: those that are slower learn of it afterwards.
 const CLEAR_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -82,7 +74,7 @@ pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
     id.parse().map_err(std::io::Error::other)
 }
 
-type DaemonNode<C> = Node<DaemonLink, C>;
+pub(crate) type DaemonNode<C> = Node<DaemonLink, C>;
 
 /// The chunks of peers, as a tier of the engine.
 ///
@@ -92,7 +84,7 @@ pub struct P2pBackend<C: Chunks> {
     runtime: Handle,
     /// Ends with the tier.
     tasks: Mutex<Option<JoinSet<()>>>,
-    peers: usize,
+    named: Named,
 }
 
 impl<C: Chunks> P2pBackend<C> {
@@ -127,7 +119,9 @@ impl<C: Chunks> P2pBackend<C> {
         }));
         let channel = channel.build()?;
         if node.address.is_empty() {
-            node.address = channel.address().to_string();
+            // As settings name peers.
+            let address = channel.address().to_string();
+            node.address = address.trim_start_matches("tcp://").to_owned();
         }
         let node = Node::new(node, DaemonLink::new(channel, nixl), chunks);
         *shared.lock() = Arc::downgrade(&node);
@@ -136,20 +130,21 @@ impl<C: Chunks> P2pBackend<C> {
         tasks.spawn_on(async move { expiring.expire_leases().await }, &runtime);
         let in_step = Arc::clone(&node);
         tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
-        let count = peers.len() + directories.len();
+        let has_names = !(peers.is_empty() && directories.is_empty());
         if node.config.uses_directories {
             let announcing = Arc::clone(&node).announce_chunks(random()?);
             tasks.spawn_on(announcing, &runtime);
         }
-        if count > 0 {
-            let named = Named { peers, directories };
-            tasks.spawn_on(stay_connected(Arc::clone(&node), named), &runtime);
+        let named = Named::default();
+        if has_names {
+            let dialing = stay_connected(Arc::clone(&node), peers, directories, Arc::clone(&named));
+            tasks.spawn_on(dialing, &runtime);
         }
         Ok(Self {
             node,
             runtime,
             tasks: Mutex::new(Some(tasks)),
-            peers: count,
+            named,
         })
     }
 
@@ -161,6 +156,15 @@ impl<C: Chunks> P2pBackend<C> {
     /// Returns the address that peers connect to.
     pub fn address(&self) -> &Address {
         self.node.link.sockets.address()
+    }
+
+    /// Returns the state of every peer that is known, for people.
+    pub fn status(&self) -> PeersStatus {
+        PeersStatus {
+            id: self.node.link.sockets.id().to_string(),
+            node: self.node.status(),
+            named: self.named.lock().clone(),
+        }
     }
 
     fn closed(&self) -> Option<BackendError> {
@@ -211,156 +215,11 @@ fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, o
             // The same incarnation may be connected again.
             if !node.link.is_current(&session) {
                 tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
-                node.disconnected(&session);
+                node.disconnected(&session, &reason.to_string());
                 on.spawn(async move { node.link.disconnect_nixl(&session.peer).await });
             }
         }
         _ => {}
-    }
-}
-
-/// Names in the configuration.
-struct Named {
-    peers: Vec<String>,
-    directories: Vec<String>,
-}
-
-/// Keeps connections to the peers and directories that are named. Runs until it is dropped.
-async fn stay_connected<C: Chunks>(node: Arc<DaemonNode<C>>, named: Named) {
-    let Named { peers, directories } = named;
-    let mut names = Names::new(peers.iter().chain(&directories));
-    let mut addresses: BTreeSet<SocketAddr> = BTreeSet::new();
-    let mut known: HashMap<SocketAddr, PeerId> = HashMap::new();
-    let mut failures: HashMap<SocketAddr, String> = HashMap::new();
-    let mut nixl_failures: HashMap<SocketAddr, String> = HashMap::new();
-    let mut strangers: BTreeSet<PeerId> = BTreeSet::new();
-    loop {
-        if names.resolve(lookup).await {
-            addresses = names.addresses().collect();
-            known.retain(|address, _| addresses.contains(address));
-            failures.retain(|address, _| addresses.contains(address));
-            nixl_failures.retain(|address, _| addresses.contains(address));
-        }
-        let connects = addresses.iter().map(|&address| {
-            let (node, known) = (&node, known.get(&address).cloned());
-            async move {
-                let connected = connect(node, address, known).await;
-                let nixl = match &connected {
-                    Ok(peer) => connect_nixl(node, address.ip().to_string(), peer).await,
-                    Err(_) => Ok(()),
-                };
-                (address, connected, nixl)
-            }
-        });
-        for (address, connected, nixl) in join_all(connects).await {
-            match nixl {
-                Ok(()) => drop(nixl_failures.remove(&address)),
-                Err(error) => {
-                    let error = error.to_string();
-                    if nixl_failures.get(&address) != Some(&error) {
-                        tracing::warn!(%address, %error, "a peer cannot be connected to over NIXL; it is read over sockets, and NIXL is tried again every second");
-                        nixl_failures.insert(address, error);
-                    }
-                }
-            }
-            match connected {
-                Ok(peer) => {
-                    known.insert(address, peer);
-                    failures.remove(&address);
-                }
-                Err(error) => {
-                    // It may have started again, under another name.
-                    known.remove(&address);
-                    let error = error.to_string();
-                    if failures.get(&address) != Some(&error) {
-                        tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
-                        failures.insert(address, error);
-                    }
-                }
-            }
-        }
-        let at = |of: &[String]| -> Vec<PeerId> {
-            let addresses = of.iter().filter_map(|name| names.get(name)).flatten();
-            addresses
-                .filter_map(|address| known.get(address))
-                .cloned()
-                .collect()
-        };
-        let dialed = node.dialed().into_iter().map(|(peer, host)| {
-            let node = &node;
-            async move {
-                if let Err(error) = connect_nixl(node, host, &peer).await {
-                    tracing::debug!(%peer, %error, "no NIXL session; the peer is read over sockets");
-                }
-            }
-        });
-        join_all(dialed).await;
-        let directories = at(&directories);
-        warn_of_strangers(&node, &directories, &mut strangers);
-        node.set_contacts(at(&peers).into_iter().collect(), directories);
-        tokio::time::sleep(CONNECT_EVERY).await;
-    }
-}
-
-/// Warns once of each daemon that is named as a directory and is none.
-fn warn_of_strangers<C: Chunks>(
-    node: &DaemonNode<C>,
-    directories: &[PeerId],
-    known: &mut BTreeSet<PeerId>,
-) {
-    let peers = node.peers.lock();
-    for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
-        let name = &peer.session.peer;
-        if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {
-            tracing::warn!(peer = %name, "no directory listens at an address of --p2p-directory; name the address of a server's --p2p-directory-listen");
-        }
-    }
-}
-
-async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
-    tokio::net::lookup_host(name).await.map(Iterator::collect)
-}
-
-/// Connects to the peer at an address, unless it is connected or this daemon itself.
-async fn connect<C: Chunks>(
-    node: &DaemonNode<C>,
-    address: SocketAddr,
-    known: Option<PeerId>,
-) -> Result<PeerId, ConnectError> {
-    let channel = &node.link.sockets;
-    if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
-        return Ok(peer);
-    }
-    let deadline = now() + CONNECT_TIMEOUT;
-    let at = Address::Tcp {
-        host: address.ip().to_string(),
-        port: address.port(),
-    };
-    let peer = channel.identify(&at, deadline).await?;
-    if peer != *channel.id() {
-        TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
-    }
-    Ok(peer)
-}
-
-/// Connects to a connected peer over NIXL as well, once both sides have it and their memory is
-/// registered.
-async fn connect_nixl<C: Chunks>(
-    node: &DaemonNode<C>,
-    host: String,
-    peer: &PeerId,
-) -> Result<(), ConnectError> {
-    let Some(nixl) = node.nixl_of(peer) else {
-        return Ok(());
-    };
-    let at = Address::Tcp {
-        host,
-        port: nixl.port,
-    };
-    let deadline = now() + CONNECT_TIMEOUT;
-    match node.link.connect_nixl(peer, nixl, &at, deadline).await {
-        Err(ConnectError::NotReady) => Ok(()),
-        connected => connected,
     }
 }
 
@@ -388,13 +247,14 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(async move {
             if self.closed().is_some() {
                 return keys.iter().map(|_| Err(BackendError::Closed)).collect();
             }
-            self.node.locate(keys, deadline).await
+            self.node.locate(keys, hint, deadline).await
         })
     }
 
@@ -470,11 +330,12 @@ impl<C: Chunks> Backend for P2pBackend<C> {
 
     fn health(&self) -> Health {
         let connected = self.node.peers.lock().with_hello().len();
-        match (connected, self.peers) {
-            (0, 1..) => Health::Degraded {
-                reason: "no peer is connected".to_owned(),
+        let named = self.named.lock();
+        match connected == 0 && named.iter().any(|peer| !peer.itself) {
+            true => Health::Degraded {
+                reason: "no peer is connected; `lmc peers` names the reasons".to_owned(),
             },
-            _ => Health::Ready,
+            false => Health::Ready,
         }
     }
 

@@ -4,9 +4,10 @@ use std::any::Any;
 use std::fmt;
 use std::time::Instant;
 
-use lmc_backend::{BoxFuture, ClearEpoch};
+use lmc_backend::{BoxFuture, ClearEpoch, Usage};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::SealedSlot;
+use lmc_transfer::PeerId;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::message::{ChunkState, SpaceNote};
@@ -33,6 +34,10 @@ pub trait Chunks: Send + Sync + 'static {
     /// at 0. A chunk that is there all the time is listed.
     fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)>;
 
+    /// Reads chunks of one prompt from a peer into memory, as a lookup of this host's engines would
+    /// and within the same bounds. Ends when that is done.
+    fn fetch<'a>(&'a self, keys: &'a [ChunkKey], from: &'a PeerId) -> BoxFuture<'a, ()>;
+
     /// Returns the newest clear epoch of a space: that of its chunks that are found.
     fn epoch(&self, space: SpaceId) -> ClearEpoch;
 
@@ -43,8 +48,12 @@ pub trait Chunks: Send + Sync + 'static {
     /// afterwards.
     fn learn(&self, epoch: ClearEpoch);
 
-    /// Returns the spaces that have chunks here, for people.
+    /// Returns the live spaces for people, the most important first: those that engines of this
+    /// host use or have chunks in.
     fn spaces(&self) -> Vec<SpaceNote>;
+
+    /// Returns what is in memory, and the bytes that may be.
+    fn usage(&self) -> Usage;
 }
 
 /// A chunk that stays in memory as it is.

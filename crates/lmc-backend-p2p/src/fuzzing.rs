@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{BoxFuture, ClearEpoch, LoadItem};
+use lmc_backend::{BoxFuture, ClearEpoch, LoadItem, LocateHint, Usage};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 use lmc_transfer::{Filled, Index, PeerId, Slot, TransferError};
@@ -75,12 +75,13 @@ async fn run(data: &[u8]) {
             }
             6 => {
                 state.lock().disconnect(&session);
-                node.disconnected(&session);
+                node.disconnected(&session, "it went");
             }
             _ => read(&node, &chunks).await,
         }
         let pause = PAUSES[usize::from(choice >> 5)];
         tokio::time::sleep(Duration::from_millis(pause)).await;
+        assert!(node.status().peers.len() <= 2);
         let (leases, bytes) = node.leased();
         assert!(bytes <= LIMITS.0, "{bytes} bytes are leased");
         assert!(leases <= 4 * PEER_LEASES, "{leases} leases");
@@ -89,7 +90,7 @@ async fn run(data: &[u8]) {
     for (peer, incarnation) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         let session = session(peer, incarnation);
         state.lock().disconnect(&session);
-        node.disconnected(&session);
+        node.disconnected(&session, "it went");
     }
     assert_eq!(node.leased().0, 0, "leases outlive their session");
     // Requests under way end by their deadlines.
@@ -128,7 +129,8 @@ fn parse(frame: &[u8]) {
 async fn read(node: &Arc<Node<Wire, Shelf>>, chunks: &Shelf) {
     let keys: Vec<ChunkKey> = (1..=4).map(key).collect();
     let deadline = || Instant::from(tokio::time::Instant::now()) + Duration::from_millis(100);
-    let located = node.locate(&keys, deadline()).await;
+    node.describe_peers(deadline()).await;
+    let located = node.locate(&keys, LocateHint::none(), deadline()).await;
     assert_eq!(located.len(), keys.len());
     let slot = |key: &ChunkKey| Some(LoadItem::new(*key, chunks.pool.reserve(LEN)?));
     let items: Vec<LoadItem> = keys.iter().filter_map(slot).collect();
@@ -363,8 +365,16 @@ impl Chunks for Shelf {
         state.resident.clear();
     }
 
+    fn fetch<'a>(&'a self, _: &'a [ChunkKey], _: &'a PeerId) -> BoxFuture<'a, ()> {
+        Box::pin(tokio::time::sleep(Duration::from_millis(5)))
+    }
+
     fn spaces(&self) -> Vec<SpaceNote> {
         Vec::new()
+    }
+
+    fn usage(&self) -> Usage {
+        Usage::default()
     }
 }
 

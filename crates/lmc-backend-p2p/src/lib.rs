@@ -7,6 +7,9 @@
 //! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
 //! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
 //!
+//! LMCache's `batched_async_contains` is [`Node::locate`] here, and its `batched_get_non_blocking`
+//! is [`Node::load`]; the README has the mapping, and a program with two nodes.
+//!
 //! [`P2pBackend`] makes of it a tier of the engine, over sockets, and NIXL beside them. A [`Link`] is what
 //! the node needs of a channel; a simulation with a virtual clock implements it, too. [`message`]
 //! has the protocol as bytes.
@@ -14,7 +17,9 @@
 mod backend;
 mod chunks;
 mod clears;
+mod copying;
 mod daemon_link;
+mod dial;
 pub mod directory;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(
@@ -32,12 +37,25 @@ mod recent;
 mod resolve;
 #[cfg(test)]
 mod sim;
+mod spaces;
+mod status;
+mod unfit;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
 pub use chunks::{Chunks, LeasedChunk, chunk_digest};
 pub use clears::{Clears, NamedClear};
+pub use copying::CopyError;
 pub use daemon_link::DaemonLink;
+pub use dial::NamedPeer;
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};
-pub use peers::PeerCounters;
+pub use peers::{Failure, GonePeer, PeerCounters};
+pub use spaces::{Difference, Mismatch};
+pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use unfit::Unfit;
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

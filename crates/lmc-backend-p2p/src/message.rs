@@ -161,7 +161,7 @@ impl From<Epoch> for ClearEpoch {
 }
 
 /// Description of a space for people: two peers with the same model and different spaces learn
-/// from it which fields differ.
+/// from it which fields differ. Texts are cut to [`MAX_TEXT`] bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpaceNote {
     /// The space's id.
@@ -199,7 +199,7 @@ pub struct Hello {
     pub algorithm: String,
     /// Clears that the side knows.
     pub clears: Clears,
-    /// The spaces that the side holds chunks of.
+    /// The live spaces of the side.
     pub spaces: Vec<SpaceNote>,
     /// The side's NIXL channel; present with [`FEATURE_NIXL`].
     #[serde(skip)]
@@ -229,6 +229,8 @@ pub enum Request {
     Announce(Announce),
     /// Asks a directory which members have chunks.
     Find(Find),
+    /// Asks what the peer holds.
+    Describe(Describe),
 }
 
 /// Fields of [`Request::Locate`].
@@ -272,6 +274,13 @@ pub struct Release {
     pub lease: u64,
 }
 
+/// Fields of [`Request::Describe`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Describe {
+    /// [`Described::digest`] of the spaces that the asking side knows; 0 if it knows none.
+    pub digest: u64,
+}
+
 /// An answer of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
@@ -287,7 +296,7 @@ pub enum Reply {
     Released(Vec<bool>),
     /// The peer noted it.
     Noted(()),
-    /// Number of chunks that the peer will read.
+    /// Number of the chunks that the peer has in memory, once it has read what it could.
     Copying(u32),
     /// The clears of the answering side.
     Cleared(Clears),
@@ -295,6 +304,8 @@ pub enum Reply {
     Announced(Announced),
     /// Members that may have the chunks.
     Found(Found),
+    /// Content of the answering side, for people.
+    Described(Described),
     /// The request was understood, and is not carried out.
     Refused(Refusal),
     /// The kind of the request is not known to the answering side.
@@ -383,6 +394,21 @@ pub struct Leased {
     /// Transport by which the granted chunks can be read.
     #[serde(skip)]
     pub transport: Transport,
+}
+
+/// Fields of [`Reply::Described`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Described {
+    /// Changes with the spaces; never 0.
+    pub digest: u64,
+    /// Chunks in memory.
+    pub chunks: u64,
+    /// Payload bytes of the chunks in memory.
+    pub bytes: u64,
+    /// Bytes of memory for chunks.
+    pub pool: u64,
+    /// The live spaces; none if the asking side knows them by their digest.
+    pub spaces: Vec<SpaceNote>,
 }
 
 /// A peer that holds chunks.
@@ -501,6 +527,7 @@ kinds! {
     8 Clears Clears, Cleared Clears;
     9 Announce Announce, Announced Announced;
     10 Find Find, Found Found;
+    11 Describe Describe, Described Described;
 }
 
 fn frame(kind: u16, body: &impl Body) -> Result<Vec<u8>, MessageError> {
@@ -553,6 +580,17 @@ fn check_clears(clears: &Clears) -> Result<(), MessageError> {
     bound(clears.is_sound(), "clears")
 }
 
+fn check_spaces(spaces: &[SpaceNote]) -> Result<(), MessageError> {
+    bound(spaces.len() <= MAX_SPACES, "spaces")?;
+    let texts = |space: &SpaceNote| check_texts([&space.model, &space.dtype, &space.identity]);
+    spaces.iter().try_for_each(texts)
+}
+
+fn check_texts(texts: [&String; 3]) -> Result<(), MessageError> {
+    let short = |text: &String| text.len() <= MAX_TEXT;
+    bound(texts.into_iter().all(short), "text")
+}
+
 pub(crate) fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
     within.then_some(()).ok_or(MessageError::Bounds(field))
 }
@@ -561,29 +599,14 @@ impl Hello {
     fn check(&self) -> Result<(), MessageError> {
         bound(self.oldest <= self.newest, "versions")?;
         check_clears(&self.clears)?;
-        bound(self.spaces.len() <= MAX_SPACES, "spaces")?;
-        let texts = [&self.name, &self.address, &self.algorithm];
-        let described = self
-            .spaces
-            .iter()
-            .flat_map(|space| [&space.model, &space.dtype, &space.identity]);
-        let short = |text: &&String| text.len() <= MAX_TEXT;
-        bound(
-            texts.into_iter().chain(described).all(|t| short(&t)),
-            "text",
-        )
+        check_spaces(&self.spaces)?;
+        check_texts([&self.name, &self.address, &self.algorithm])
     }
 
-    /// Returns the newest version that both sides speak.
-    ///
-    /// # Errors
-    /// [`Refusal::Version`] with the versions of this side.
-    pub fn common_version(&self, oldest: u16, newest: u16) -> Result<u16, Refusal> {
+    /// Returns the newest version that both sides speak; `None` if there is none.
+    pub fn common_version(&self, oldest: u16, newest: u16) -> Option<u16> {
         let common = self.newest.min(newest);
-        let refusal = Refusal::Version { oldest, newest };
-        (common >= self.oldest.max(oldest))
-            .then_some(common)
-            .ok_or(refusal)
+        (common >= self.oldest.max(oldest)).then_some(common)
     }
 }
 
@@ -600,7 +623,7 @@ impl Request {
             Self::Clears(clears) => check_clears(clears),
             Self::Announce(announce) => announce.check(),
             Self::Find(find) => find.check(),
-            Self::Renew(_) | Self::Release(_) => Ok(()),
+            Self::Renew(_) | Self::Release(_) | Self::Describe(_) => Ok(()),
         }
     }
 }
@@ -624,6 +647,7 @@ impl Reply {
             Self::Cleared(clears) => check_clears(clears),
             Self::Announced(answer) => answer.check(),
             Self::Found(found) => found.check(),
+            Self::Described(described) => check_spaces(&described.spaces),
             Self::Refused(Refusal::Algorithm(text)) => bound(text.len() <= MAX_TEXT, "text"),
             _ => Ok(()),
         }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::{join, join_all};
+use futures_util::future::join_all;
 use lmc_backend::ClearEpoch;
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_transfer::PeerId;
@@ -17,19 +17,21 @@ use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
-    MAX_HOLDERS, MAX_SPACES, MAX_TEXT, MessageError, NixlAddress, OLDEST_VERSION, Refusal, Renew,
-    Reply, Request, Transport, VERSION,
+    MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION, Refusal, Renew, Reply, Request,
+    Transport, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
-use crate::peers::{Peer, PeerCounters, Peers};
+use crate::peers::{Failure, Peer, PeerCounters, Peers};
 use crate::reading::Routes;
 use crate::recent::Recent;
+use crate::spaces::{OwnSpaces, cut};
+use crate::unfit::Unfit;
 
 /// Requests of one peer under way at a time, at most, of the kinds that take time.
 pub(crate) const MAX_SERVING: usize = 64;
 /// Chunks of which other holders are known, at most.
 const HOLDERS: usize = 1 << 16;
-/// Time between two exchanges of clears.
+/// Time between two exchanges of clears and of what each side holds.
 const IN_STEP_EVERY: Duration = Duration::from_secs(5);
 /// Time that peers have to answer in one: a slow one does not delay the next of the others.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -107,7 +109,7 @@ pub struct Node<L: Link, C> {
     pub(crate) link: L,
     pub(crate) chunks: C,
     pub(crate) config: NodeConfig,
-    owner: Mutex<Owner<Served<L::Grant>>>,
+    pub(crate) owner: Mutex<Owner<Served<L::Grant>>>,
     /// Set when the next lease ends earlier than before.
     expiry: Notify,
     /// Set when a lease has ended: those that wait for capacity go on in their order.
@@ -125,6 +127,7 @@ pub struct Node<L: Link, C> {
     pub(crate) hello_came: Notify,
     pub(crate) changed: Arc<ChangedKeys>,
     pub(crate) finds: Finds,
+    pub(crate) own_spaces: Mutex<Option<OwnSpaces>>,
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
@@ -144,6 +147,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             hello_came: Notify::new(),
             changed: Arc::default(),
             finds: Finds::default(),
+            own_spaces: Mutex::default(),
             link,
             chunks,
             config,
@@ -164,9 +168,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let deadline = now() + HELLO_TIMEOUT;
         let result = match self.ask(&session.peer, &hello, deadline).await {
             Ok(Reply::Hello(theirs)) => {
-                self.accept_hello(session, theirs).map_err(HelloError::Here)
+                let accepted = self.accept_hello(session, theirs);
+                accepted.map_err(HelloError::Unfit)
             }
-            Ok(Reply::Refused(refusal)) => Err(HelloError::There(refusal)),
+            Ok(Reply::Refused(refusal)) => Err(match Unfit::refused(&self.config, &refusal) {
+                Some(unfit) => HelloError::Unfit(unfit),
+                None => HelloError::Refused(refusal),
+            }),
             Ok(_) => Err(HelloError::NoAnswer(
                 "another reply than a hello".to_owned(),
             )),
@@ -174,11 +182,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         if let (Err(error), Some(peer)) = (&result, self.peers.lock().of_session(session)) {
             peer.is_unfit = error.is_unfit();
-            peer.last_failure = Some(error.to_string());
+            peer.last_failure = Some(Failure::new(error.to_string(), now()));
         }
         if !self.link.is_current(session) {
             // It may have gone before it was noted.
-            self.disconnected(session);
+            self.disconnected(session, "the peer disconnected");
         } else if result.is_ok() {
             // A clear since the hello was written.
             let peer = std::slice::from_ref(&session.peer);
@@ -188,7 +196,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     fn note_connected(&self, session: &Session) {
-        let replaced = self.peers.lock().connected(session);
+        let replaced = self.peers.lock().connected(session, now());
         if let Some(old) = replaced {
             self.end(&old);
         }
@@ -218,9 +226,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         same
     }
 
-    /// Notes that an incarnation of a peer is gone: its leases end.
-    pub fn disconnected(&self, session: &Session) {
-        self.peers.lock().disconnected(session);
+    /// Notes that an incarnation of a peer is gone, for this reason: its leases end.
+    pub fn disconnected(&self, session: &Session, reason: &str) {
+        let failure = Failure::new(reason.to_owned(), now());
+        self.peers.lock().disconnected(session, failure);
         self.dials.lock().gone(&session.peer);
         self.end(session);
     }
@@ -237,14 +246,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     fn hello(&self) -> Hello {
-        let short = |text: &str| text.chars().take(MAX_TEXT / 4).collect::<String>();
-        let mut spaces = self.chunks.spaces();
-        spaces.truncate(MAX_SPACES);
-        for space in &mut spaces {
-            for text in [&mut space.model, &mut space.dtype, &mut space.identity] {
-                *text = short(text);
-            }
-        }
+        let short = |text: &String| {
+            let mut text = text.clone();
+            cut(&mut text);
+            text
+        };
         let nixl = self.link.nixl();
         Hello {
             oldest: self.config.versions.0,
@@ -255,25 +261,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
             chunk_size: self.config.chunk_size,
             algorithm: short(&self.config.algorithm),
             clears: self.known_clears().clone(),
-            spaces,
+            spaces: self.own_spaces().spaces.to_vec(),
             nixl,
         }
     }
 
     /// Accepts a peer's hello, if the two sides fit.
-    fn accept_hello(&self, session: &Session, hello: Hello) -> Result<(), Refusal> {
-        let (oldest, newest) = self.config.versions;
-        hello.common_version(oldest, newest)?;
-        if hello.chunk_size != self.config.chunk_size {
-            return Err(Refusal::ChunkSize(self.config.chunk_size));
-        }
-        if hello.algorithm != self.config.algorithm {
-            return Err(Refusal::Algorithm(self.config.algorithm.clone()));
-        }
+    fn accept_hello(&self, session: &Session, hello: Hello) -> Result<(), Unfit> {
+        Unfit::check(&self.config, &hello)?;
         self.learn(&hello.clears);
-        if let Some(peer) = self.peers.lock().of_session(session) {
-            peer.hello = Some(hello);
-        }
+        self.peers.lock().accept(session, hello);
         self.hello_came.notify_waiters();
         Ok(())
     }
@@ -308,7 +305,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             self.note_connected(session);
             if !self.link.is_current(session) {
                 // It may have gone before it was noted.
-                self.disconnected(session);
+                self.disconnected(session, "the peer disconnected");
             }
         }
         let is_brief = matches!(
@@ -335,7 +332,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         match request {
             Request::Hello(hello) => match self.accept_hello(session, hello) {
                 Ok(()) => Reply::Hello(self.hello()),
-                Err(refusal) => Reply::Refused(refusal),
+                Err(unfit) => Reply::Refused(unfit.refusal()),
             },
             Request::Locate(locate) => Reply::Located(self.located(&locate)),
             Request::Lease(lease) => Reply::Leased(self.lease(session, &lease).await),
@@ -365,9 +362,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 }
                 Reply::Noted(())
             }
-            Request::Copy(_) | Request::Announce(_) | Request::Find(_) => {
-                Reply::Unsupported(request.kind())
-            }
+            Request::Announce(_) | Request::Find(_) => Reply::Unsupported(request.kind()),
+            Request::Copy(keys) => self.read_for(session, &keys).await,
+            Request::Describe(asked) => Reply::Described(self.described(asked)),
             Request::Clears(clears) => {
                 self.learn(&clears);
                 Reply::Cleared(self.known_clears().clone())
@@ -571,13 +568,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// not connected.
     pub fn transport(&self, peer: &PeerId) -> Option<Transport> {
         let peers = self.peers.lock();
-        let peer = peers.get(peer)?;
+        Some(self.transport_of(peers.get(peer)?))
+    }
+
+    pub(crate) fn transport_of(&self, peer: &Peer) -> Transport {
         // It has failed a moment ago.
         let pauses = !peer.nixl.is_over(now());
-        Some(match pauses {
+        match pauses {
             true => Transport::Sockets,
             false => self.connected_by(peer),
-        })
+        }
     }
 
     fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
@@ -641,7 +641,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     /// Exchanges clears with all peers from time to time, and at once with peers at another epoch;
-    /// sends a hello again to peers without one. Runs until it is dropped.
+    /// asks them what they
+    /// hold, and sends a hello again to peers without one. Runs until it is dropped.
     pub async fn stay_in_step(&self) {
         loop {
             let _ = until(now() + IN_STEP_EVERY, self.out_of_step.notified()).await;
@@ -650,7 +651,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // The peer's last failure has the reason.
             let hellos = strangers.iter().map(|session| self.connected(session));
             let hellos = until(deadline, join_all(hellos));
-            join(self.exchange_clears(deadline), hellos).await;
+            let exchange = self.exchange_clears(deadline);
+            tokio::join!(exchange, hellos, self.describe_peers(deadline));
             tokio::time::sleep(IN_STEP_PAUSE).await;
         }
     }
@@ -687,6 +689,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         if let Some(peer) = self.peers.lock().get_mut(peer) {
             match &reply {
+                // The answer comes when the peer has read.
+                Ok(Reply::Copying(_)) => {}
                 Ok(reply) => {
                     peer.answered(now().saturating_duration_since(sent));
                     if *reply == Reply::Refused(Refusal::NoHello) {
@@ -732,12 +736,12 @@ impl<G> Drop for Reservation<'_, G> {
 /// The reason for which a connected peer is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// Refused by this side.
-    #[error("refused: {0}")]
-    Here(Refusal),
+    /// The two sides do not fit, as this side or the peer found.
+    #[error("{0}")]
+    Unfit(Unfit),
     /// The peer refuses this side.
     #[error("refused by the peer: {0}")]
-    There(Refusal),
+    Refused(Refusal),
     /// The peer gave no answer.
     #[error("no answer to a hello: {0}")]
     NoAnswer(String),
@@ -746,14 +750,7 @@ pub enum HelloError {
 impl HelloError {
     /// Returns true if the two sides do not fit, for as long as they run.
     fn is_unfit(&self) -> bool {
-        match self {
-            Self::Here(_) => true,
-            Self::There(refusal) => matches!(
-                refusal,
-                Refusal::Version { .. } | Refusal::ChunkSize(_) | Refusal::Algorithm(_)
-            ),
-            Self::NoAnswer(_) => false,
-        }
+        matches!(self, Self::Unfit(_))
     }
 }
 

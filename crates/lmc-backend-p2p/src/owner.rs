@@ -335,6 +335,13 @@ impl<G> Owner<G> {
         self.bytes
     }
 
+    /// Returns the number of leases of each session that has any, and their bytes.
+    pub fn by_session(&self) -> HashMap<Session, (usize, u64)> {
+        let uses = self.uses.iter();
+        let used = uses.map(|(session, used)| (session.clone(), (used.leases, used.bytes)));
+        used.collect()
+    }
+
     /// Returns the bytes leased, in parts of 255 of what may be.
     pub fn load(&self) -> u8 {
         let parts = u128::from(self.bytes) * 255 / u128::from(self.limits.bytes.max(1));

@@ -1,13 +1,15 @@
 //! Knowledge of this daemon about its peers: which are connected, how fast they are, what failed. No
 //! IO and no clock.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_transfer::PeerId;
+use serde::{Serialize, Serializer};
 
-use crate::message::{FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
+use crate::link::now;
+use crate::message::{Described, FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
 use crate::owner::Session;
 
 /// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
@@ -19,6 +21,8 @@ const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::fr
 /// Time for which a peer is not read after a first lease or read failed, and at most. Where only
 /// NIXL failed, it is read over sockets for this time.
 const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Peers that are remembered after they went.
+const MAX_GONE: usize = 16;
 /// Weight of the newest measurement.
 const WEIGHT: f64 = 0.2;
 
@@ -71,20 +75,65 @@ counters! {
     refused,
 }
 
+/// A failure, and when it was.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct Failure {
+    /// The reason, for people.
+    pub reason: String,
+    #[serde(rename = "seconds_ago", serialize_with = "seconds_since")]
+    at: Instant,
+}
+
+impl Failure {
+    pub(crate) fn new(reason: String, at: Instant) -> Self {
+        Self { reason, at }
+    }
+}
+
+fn seconds_since<S: Serializer>(at: &Instant, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(now().saturating_duration_since(*at).as_secs_f64())
+}
+
+/// A peer that disconnected.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct GonePeer {
+    /// Name on the channel.
+    pub id: String,
+    /// Name for people; none where no hello was accepted.
+    pub name: Option<String>,
+    /// Address at which the peer listened; none where no hello was accepted.
+    pub address: Option<String>,
+    /// Reason of the disconnect.
+    pub failure: Failure,
+    /// Counters of the peer, from its connect to its end.
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
 /// One connected peer.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) session: Session,
+    pub(crate) since: Instant,
     /// The peer's hello; `None` until it came, or where it was refused.
     pub(crate) hello: Option<Hello>,
     /// True once one side refused the other for its settings.
     pub(crate) is_unfit: bool,
+    /// Content of the peer, as it described that last; its digest is 0 until it said more than its hello.
+    pub(crate) holds: Described,
+    /// Models that it serves in another space, of which the log has warned.
+    pub(crate) warned: BTreeSet<String>,
     pub(crate) counters: PeerCounters,
     /// Cloned for each request of the peer under way here.
     pub(crate) serving: Arc<()>,
+    /// Cloned while chunks are read on an order of the peer.
+    copying: Arc<()>,
     round_trip: f64,
+    replies: u64,
     /// Bytes a second.
     rate: f64,
+    reads: u64,
     /// Share of what the peer may lease that it had leased when it last said so.
     pub(crate) load: u8,
     answers: BackOff,
@@ -92,7 +141,7 @@ pub(crate) struct Peer {
     lending: BackOff,
     /// Reads over NIXL.
     pub(crate) nixl: BackOff,
-    pub(crate) last_failure: Option<String>,
+    pub(crate) last_failure: Option<Failure>,
 }
 
 /// A pause after failures, which doubles with each.
@@ -134,15 +183,21 @@ impl BackOff {
 }
 
 impl Peer {
-    fn new(session: Session) -> Self {
+    fn new(session: Session, since: Instant) -> Self {
         Self {
             session,
+            since,
             hello: None,
             is_unfit: false,
+            holds: Described::default(),
+            warned: BTreeSet::new(),
             counters: PeerCounters::default(),
             serving: Arc::new(()),
+            copying: Arc::new(()),
             round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
+            replies: 0,
             rate: ASSUMED_RATE,
+            reads: 0,
             load: 0,
             answers: BackOff::new(BACK_OFF),
             lending: BackOff::new(READ_BACK_OFF),
@@ -160,7 +215,24 @@ impl Peer {
 
     pub(crate) fn answered(&mut self, after: Duration) {
         self.round_trip += WEIGHT * (after.as_secs_f64() - self.round_trip);
+        self.replies += 1;
         self.answers.succeeded();
+    }
+
+    /// Returns the measured seconds from a request to its answer.
+    pub(crate) fn round_trip(&self) -> Option<f64> {
+        (self.replies > 0).then_some(self.round_trip)
+    }
+
+    /// Returns the measured bytes a second of reads.
+    pub(crate) fn read_rate(&self) -> Option<f64> {
+        (self.reads > 0).then_some(self.rate)
+    }
+
+    /// Returns the time for which the peer is not asked.
+    pub(crate) fn paused(&self, now: Instant) -> Option<Duration> {
+        let left = self.answers.until?.saturating_duration_since(now);
+        (!left.is_zero()).then_some(left)
     }
 
     pub(crate) fn read(&mut self, by: Transport, bytes: u64, took: Duration) {
@@ -169,12 +241,13 @@ impl Peer {
         }
         let rate = bytes as f64 / took.as_secs_f64().max(1e-9);
         self.rate += WEIGHT * (rate - self.rate);
+        self.reads += 1;
     }
 
     pub(crate) fn failed(&mut self, reason: String, now: Instant) {
         self.counters.failed += 1;
         self.answers.failed(now);
-        self.last_failure = Some(reason);
+        self.last_failure = Some(Failure::new(reason, now));
     }
 
     /// Notes that a read by this transport failed. The peer is asked on where only NIXL did.
@@ -187,7 +260,7 @@ impl Peer {
             Transport::Nixl => {
                 self.counters.failed += 1;
                 self.nixl.failed(now);
-                self.last_failure = Some(reason);
+                self.last_failure = Some(Failure::new(reason, now));
             }
         }
     }
@@ -196,7 +269,7 @@ impl Peer {
     /// Returns true if that pause begins now.
     pub(crate) fn lent_badly(&mut self, reason: String, now: Instant) -> bool {
         self.counters.failed += 1;
-        self.last_failure = Some(reason);
+        self.last_failure = Some(Failure::new(reason, now));
         self.lending.failed(now)
     }
 
@@ -224,6 +297,23 @@ impl Peer {
         self.lending.is_over(now)
     }
 
+    /// Begins to read on an order of the peer, until what is returned is dropped; `None` while
+    /// another is carried out.
+    pub(crate) fn begin_copy(&self) -> Option<Arc<()>> {
+        let is_idle = Arc::strong_count(&self.copying) == 1;
+        is_idle.then(|| Arc::clone(&self.copying))
+    }
+
+    /// Returns true if one of these is the peer's name, its address or its name on the channel.
+    pub(crate) fn is_one_of(&self, names: &[String]) -> bool {
+        let hello = self.hello.as_ref();
+        let own = hello.map_or([""; 2], |hello| [&hello.name, &hello.address]);
+        let is_own = |name: &String| !name.is_empty() && own.contains(&name.as_str());
+        names
+            .iter()
+            .any(|name| is_own(name) || name == self.session.peer.as_str())
+    }
+
     pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
         self.hello.is_some() && self.answers.is_over(now) && self.lends(now)
     }
@@ -233,30 +323,57 @@ impl Peer {
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
     connected: HashMap<PeerId, Peer>,
-    /// Of peers that are gone.
-    gone: PeerCounters,
+    /// Counters of all peers that are gone.
+    past: PeerCounters,
+    /// The peers that went last, the last first.
+    gone: VecDeque<GonePeer>,
 }
 
 impl Peers {
     /// Notes that an incarnation of a peer is connected. Returns the session that it replaces.
-    pub(crate) fn connected(&mut self, session: &Session) -> Option<Session> {
+    pub(crate) fn connected(&mut self, session: &Session, now: Instant) -> Option<Session> {
         let peer = self.connected.get(&session.peer);
         if peer.is_some_and(|peer| peer.session == *session) {
             return None;
         }
-        let new = Peer::new(session.clone());
+        let new = Peer::new(session.clone(), now);
         let old = self.connected.insert(session.peer.clone(), new)?;
-        self.gone.add(&old.counters);
+        self.past.add(&old.counters);
         Some(old.session)
     }
 
     /// Notes that an incarnation of a peer is gone.
-    pub(crate) fn disconnected(&mut self, session: &Session) {
+    pub(crate) fn disconnected(&mut self, session: &Session, failure: Failure) {
         if self.of_session(session).is_some()
             && let Some(peer) = self.connected.remove(&session.peer)
         {
-            self.gone.add(&peer.counters);
+            self.past.add(&peer.counters);
+            let hello = peer.hello.as_ref();
+            self.gone.push_front(GonePeer {
+                id: session.peer.to_string(),
+                name: hello.map(|hello| hello.name.clone()),
+                address: hello.map(|hello| hello.address.clone()),
+                failure,
+                counters: peer.counters.named().into_iter().collect(),
+            });
+            self.gone.truncate(MAX_GONE);
         }
+    }
+
+    /// Takes a peer's hello. The peer that was at its address before is not missed any more.
+    pub(crate) fn accept(&mut self, session: &Session, mut hello: Hello) {
+        let address = Some(&hello.address);
+        self.gone.retain(|gone| gone.address.as_ref() != address);
+        if let Some(peer) = self.of_session(session) {
+            peer.holds.spaces = std::mem::take(&mut hello.spaces);
+            peer.holds.digest = 0;
+            peer.hello = Some(hello);
+        }
+    }
+
+    /// Returns the peers that went last and did not come back, the last first.
+    pub(crate) fn gone(&self) -> impl Iterator<Item = &GonePeer> {
+        self.gone.iter()
     }
 
     pub(crate) fn get(&self, peer: &PeerId) -> Option<&Peer> {
@@ -306,9 +423,18 @@ impl Peers {
         (names(able), names(left_out))
     }
 
+    /// Returns the names of those of them that one of these names or addresses means.
+    pub(crate) fn to_ask_first(&self, names: &[String], now: Instant) -> Vec<PeerId> {
+        let is_meant = |peer: &PeerId| {
+            let peer = self.get(peer);
+            peer.is_some_and(|peer| peer.is_one_of(names) && peer.lends(now))
+        };
+        self.to_ask(now).0.into_iter().filter(is_meant).collect()
+    }
+
     /// Returns the counters of all peers, those that are gone included.
     pub(crate) fn counters(&self) -> PeerCounters {
-        let mut sum = self.gone;
+        let mut sum = self.past;
         self.iter().for_each(|peer| sum.add(&peer.counters));
         sum
     }

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
-    Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, Located, Location, Medium,
-    Unavailable,
+    Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, LocateHint, Located, Location,
+    Medium, Unavailable,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ReservedSlot, WrittenSlot, checksum};
 use lmc_transfer::{Filled, PeerId, Slot, TransferError};
 
@@ -80,8 +80,10 @@ enum ChunkRead {
 }
 
 impl<L: Link, C: Chunks> Node<L, C> {
-    /// Asks all peers at once which chunks they have, or those that a directory names. A chunk that
-    /// no peer has is absent only if every one of them answered.
+    /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
+    /// the hint names are asked before, and the others only where these do not have every chunk,
+    /// or after half of the time. A chunk that no peer has is absent only if every one of them
+    /// answered.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
@@ -89,12 +91,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
     pub async fn locate(
         self: &Arc<Self>,
         keys: &[ChunkKey],
+        hint: &LocateHint,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
         let mut located = Vec::with_capacity(keys.len());
         while let Some((batch, len)) = KeyBatch::leading(&keys[located.len()..]) {
             let some = &keys[located.len()..located.len() + len];
-            located.extend(self.locate_batch(some, batch, deadline).await);
+            located.extend(self.locate_batch(some, batch, hint, deadline).await);
         }
         located
     }
@@ -103,58 +106,87 @@ impl<L: Link, C: Chunks> Node<L, C> {
         self: &Arc<Self>,
         keys: &[ChunkKey],
         batch: KeyBatch,
+        hint: &LocateHint,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
         let space = keys[0].space;
         let epoch = self.chunks.epoch(space).into();
         let request = Request::Locate(Locate { keys: batch, epoch });
-        let to_ask = self.to_ask(keys, deadline).await;
-        let asked = to_ask.peers;
+        let begun = now();
+        let hinted = match hint.sources.is_empty() {
+            true => Vec::new(),
+            false => self.peers.lock().to_ask_first(&hint.sources, begun),
+        };
         let request = &request;
-        let answers = asked.iter().map(|peer| async move {
-            let answer = self.ask(peer, request, deadline).await;
+        let ask = |peer: PeerId| async move {
+            let answer = self.ask(&peer, request, deadline).await;
             (peer, answer)
-        });
-        let mut answers: FuturesUnordered<_> = answers.collect();
-        let (mut heard, mut silent) = (0, to_ask.unknown);
-        let mut answered: Vec<(&PeerId, LocatedMessage)> = Vec::new();
-        // Once one has all, the others have as long again: they may be less loaded, and are asked
-        // where the first does not lend.
-        let (begun, mut wait_until) = (now(), deadline);
-        while let Some(Some((peer, answer))) = until(wait_until, answers.next()).await {
+        };
+        let mut answers = FuturesUnordered::new();
+        let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
+        answers.extend(hinted.iter().cloned().map(ask));
+        let mut answered: Vec<(PeerId, LocatedMessage)> = Vec::new();
+        let (mut asks_others, mut wait_until) = (true, begun);
+        if !hinted.is_empty() {
+            wait_until += deadline.saturating_duration_since(begun) / 2;
+        }
+        loop {
+            let answer = match asked {
+                0 => None,
+                _ => until(wait_until, answers.next()).await.flatten(),
+            };
+            let Some((peer, answer)) = answer else {
+                if !std::mem::take(&mut asks_others) {
+                    break;
+                }
+                let to_ask = self.to_ask(keys, deadline).await;
+                silent = silent.or(to_ask.unknown);
+                let others = to_ask.peers.into_iter();
+                let others: Vec<PeerId> = others.filter(|peer| !hinted.contains(peer)).collect();
+                asked += others.len();
+                answers.extend(others.into_iter().map(ask));
+                wait_until = deadline;
+                continue;
+            };
             heard += 1;
             match answer {
                 Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
+                    // Once one has all, the others have as long again: they may be less loaded,
+                    // and are asked where the first does not lend.
                     if located.has_all() {
                         let again =
                             now() + now().saturating_duration_since(begun).max(AS_LONG_AGAIN);
                         wait_until = wait_until.min(again);
                     }
-                    if let Some(peer) = self.peers.lock().get_mut(peer) {
+                    if let Some(peer) = self.peers.lock().get_mut(&peer) {
                         peer.load = located.load;
                     }
+                    let is_complete = hinted.contains(&peer) && self.is_complete(space, &located);
                     answered.push((peer, located));
+                    if is_complete {
+                        // Nothing is absent, whatever the others have.
+                        asked = heard;
+                        break;
+                    }
                 }
                 Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
                 Err(reason) => silent = Some(format!("{peer}: {reason}")),
             }
         }
-        if heard < asked.len() {
+        if heard < asked {
             silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
         let epoch = self.chunks.epoch(space);
         // What a peer computed before the last clear is gone; what it computed after one that is
         // not known here is found once it is.
         answered.retain(|(_, located)| self.is_in_step(space, located.epoch.into()));
-        self.rank(keys, &mut answered);
+        self.rank(keys, &hinted, &mut answered);
         let mut routes = self.routes.lock();
         let peers = self.peers.lock();
         let answer = |(index, key): (usize, &ChunkKey)| {
             let holders = answered.iter().filter_map(|(peer, located)| {
                 let state = located.states[index];
-                let len = state.bytes()?;
-                let sound = len > 0 && len <= self.config.max_chunk;
-                sound.then_some((*peer, state, len))
+                Some((peer, state, self.sound(state)?))
             });
             let mut holders = holders.take(ROUTE_PEERS).peekable();
             if let Some(&(best, state, len)) = holders.peek() {
@@ -187,9 +219,28 @@ impl<L: Link, C: Chunks> Node<L, C> {
         keys.iter().enumerate().map(answer).collect()
     }
 
-    /// Orders peers by what they have: the longest prefix first, and of those with as much, the
-    /// less loaded of two that the first key chooses, so that many readers of one prompt spread.
-    fn rank(&self, keys: &[ChunkKey], answered: &mut [(&PeerId, LocatedMessage)]) {
+    /// Returns the payload bytes of a chunk that a peer has, unless there is no such chunk.
+    fn sound(&self, state: ChunkState) -> Option<u64> {
+        let len = state.bytes()?;
+        (len > 0 && len <= self.config.max_chunk).then_some(len)
+    }
+
+    /// Returns true if a peer has every chunk now, or is writing it.
+    fn is_complete(&self, space: SpaceId, located: &LocatedMessage) -> bool {
+        let there =
+            |&state: &ChunkState| state == ChunkState::Writing || self.sound(state).is_some();
+        self.is_in_step(space, located.epoch.into()) && located.states.iter().all(there)
+    }
+
+    /// Orders peers by what they have: those that were hinted at first, as far as they have the
+    /// first chunk; then the longest prefix first, and of those with as much, the less loaded of
+    /// two that the first key chooses, so that many readers of one prompt spread.
+    fn rank(
+        &self,
+        keys: &[ChunkKey],
+        hinted: &[PeerId],
+        answered: &mut [(PeerId, LocatedMessage)],
+    ) {
         let peers = self.peers.lock();
         let prefix = |located: &LocatedMessage| {
             let states = located.states.iter();
@@ -206,17 +257,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
             .iter()
             .take_while(|(_, l)| prefix(l) == best)
             .count();
-        if equal < 2 {
-            return;
+        if equal >= 2 {
+            let seed = keys[0].fold() ^ address_seed(&self.config.address);
+            let one = (seed % equal as u64) as usize;
+            let other = (one + 1 + ((seed >> 32) % (equal as u64 - 1)) as usize) % equal;
+            let chosen = match answered[one].1.load <= answered[other].1.load {
+                true => one,
+                false => other,
+            };
+            answered[..=chosen].rotate_right(1);
         }
-        let seed = keys[0].fold() ^ address_seed(&self.config.address);
-        let one = (seed % equal as u64) as usize;
-        let other = (one + 1 + ((seed >> 32) % (equal as u64 - 1)) as usize) % equal;
-        let chosen = match answered[one].1.load <= answered[other].1.load {
-            true => one,
-            false => other,
-        };
-        answered[..=chosen].rotate_right(1);
+        answered.sort_by_key(|(peer, located)| !hinted.contains(peer) || prefix(located) == 0);
     }
 
     /// Reads chunks into the slots given, from the peers at which the last `locate` found them. A
@@ -609,7 +660,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn unavailable(&self, peer: &PeerId, reason: Option<&String>) -> BackendError {
         let known = || {
             let peers = self.peers.lock();
-            peers.get(peer).and_then(|peer| peer.last_failure.clone())
+            let failure = peers.get(peer)?.last_failure.as_ref();
+            failure.map(|failure| failure.reason.clone())
         };
         let reason = reason.cloned().or_else(known);
         let reason = reason.unwrap_or_else(|| "it gave another answer than was asked for".into());

@@ -9,6 +9,7 @@ use futures_util::future::join_all;
 use tokio::task::JoinHandle;
 
 use crate::link::{now, until};
+use crate::peers::Failure;
 
 /// Time between two resolutions of a name.
 const RESOLVE_EVERY: Duration = Duration::from_secs(30);
@@ -25,6 +26,8 @@ const MAX_ADDRESSES: usize = 64;
 struct Name {
     /// Addresses that the last look-up found, unless it failed.
     addresses: Vec<SocketAddr>,
+    /// Reason why the last look-up failed.
+    failure: Option<Failure>,
     /// The look-up under way.
     lookup: Option<JoinHandle<io::Result<Vec<SocketAddr>>>>,
     /// Time of the next look-up; `None` before the first.
@@ -65,10 +68,15 @@ impl Names {
                     Ok(mut found) => {
                         found.truncate(MAX_ADDRESSES);
                         name.addresses = found;
+                        name.failure = None;
                         RESOLVE_EVERY
                     }
                     Err(error) => {
-                        tracing::debug!(name = %text, %error, "the name of a peer cannot be resolved");
+                        let failure = Failure::new(error.to_string(), now());
+                        let before = name.failure.replace(failure);
+                        if before.is_none_or(|before| before.reason != error.to_string()) {
+                            tracing::warn!(name = %text, %error, "the name of a peer cannot be resolved; it is tried again every 5 s");
+                        }
                         RETRY_AFTER
                     }
                 };
@@ -82,6 +90,13 @@ impl Names {
     /// Returns the addresses of a name.
     pub(crate) fn get(&self, name: &String) -> Option<&[SocketAddr]> {
         self.0.get(name).map(|name| &name.addresses[..])
+    }
+
+    /// Returns the names with their addresses, and the reason why the last look-up failed.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&String, &[SocketAddr], Option<&Failure>)> {
+        self.0
+            .iter()
+            .map(|(text, name)| (text, &name.addresses[..], name.failure.as_ref()))
     }
 
     /// Returns the addresses of all names.

@@ -6,9 +6,9 @@ use lmc_backend_p2p::directory::{
     Announce, Announced, Candidate, Find, Fingerprint, Found, MAX_ANNOUNCED, SetDigest,
 };
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease, Leased, Locate, Located,
-    MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release, Renew, Reply, Request,
-    SpaceNote, Transport,
+    ChunkLease, ChunkState, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease,
+    Leased, Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release,
+    Renew, Reply, Request, SpaceNote, Transport,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
@@ -147,6 +147,7 @@ fn requests() -> Vec<Request> {
         Request::Find(Find {
             keys: announce().added,
         }),
+        Request::Describe(Describe { digest: 300 }),
     ]
 }
 
@@ -179,6 +180,13 @@ fn replies() -> Vec<Reply> {
                 peer: "a-1".into(),
                 address: "10.0.0.1:7700".into(),
             }],
+        }),
+        Reply::Described(Described {
+            digest: 300,
+            chunks: 5,
+            bytes: 301,
+            pool: 302,
+            spaces: hello().spaces,
         }),
         Reply::Refused(Refusal::Version {
             oldest: 1,

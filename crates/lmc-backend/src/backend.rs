@@ -7,8 +7,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, BackendError, Clear, Cursor, Health, LoadItem, Loaded, Located, Page, Sharing,
-    StoreItem, Stored, Usage,
+    Answers, BackendError, Clear, Cursor, Health, LoadItem, Loaded, LocateHint, Located, Page,
+    Sharing, StoreItem, Stored, Usage,
 };
 
 /// A boxed future that may move between threads.
@@ -70,6 +70,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>>;
 

@@ -58,7 +58,7 @@ pub use item::{
 };
 
 mod locate;
-pub use locate::{Located, Location, Medium, Sharing};
+pub use locate::{LocateHint, Located, Location, Medium, Sharing};
 
 mod memory;
 pub use memory::MemoryBackend;

@@ -1,8 +1,41 @@
 //! Answers to "does this tier have the chunk, and what would it cost to load it?".
 
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use crate::ClearEpoch;
+
+/// Advice for a lookup. A tier may ignore it, and finds the same chunks with and without it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LocateHint {
+    /// Sources to ask first, for a tier that has several: names or addresses as an operator knows
+    /// them. Unknown ones are ignored. Default: none.
+    pub sources: Arc<[String]>,
+}
+
+impl LocateHint {
+    /// No advice.
+    pub fn none() -> &'static Self {
+        static NONE: LazyLock<LocateHint> = LazyLock::new(LocateHint::default);
+        &NONE
+    }
+
+    /// Sets the sources to ask first.
+    #[must_use]
+    pub fn with_sources(mut self, sources: Arc<[String]>) -> Self {
+        self.sources = sources;
+        self
+    }
+}
+
+impl Default for LocateHint {
+    fn default() -> Self {
+        Self {
+            sources: Arc::new([]),
+        }
+    }
+}
 
 /// The state of one key in a tier.
 ///

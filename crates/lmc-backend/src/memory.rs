@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
-    Listed, LoadItem, Loaded, LocalIndex, Located, Location, Medium, Page, Sharing, StoreItem,
-    Stored, Usage, ready,
+    Listed, LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, Sharing,
+    StoreItem, Stored, Usage, ready,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -189,6 +189,7 @@ impl Backend for MemoryBackend {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        _: &'a LocateHint,
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(done(self.locate_now(keys)))

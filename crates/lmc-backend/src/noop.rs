@@ -6,8 +6,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, Located,
-    Page, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocateHint,
+    Located, Page, StoreItem, Stored, Usage, ready,
 };
 
 /// Declines every chunk and never finds one.
@@ -22,6 +22,7 @@ impl Backend for NoopBackend {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        _: &'a LocateHint,
         _deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         let absent = keys.iter().map(|_| Ok(Located::Absent));

@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use lmc_backend::conformance::{Conformance, Delayed, Faults, Faulty, Gated, Guarantee};
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, LoadItem,
-    Loaded, Located, MemoryBackend, NoopBackend, Page,
+    Loaded, LocateHint, Located, MemoryBackend, NoopBackend, Page,
 };
 use lmc_key::ChunkKey;
 
@@ -105,10 +105,11 @@ impl Backend for Liar {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(async move {
-            let mut located = self.0.locate(keys, deadline).await;
+            let mut located = self.0.locate(keys, hint, deadline).await;
             for located in &mut located {
                 if let (Lie::Longer, Ok(Located::Present(location))) = (self.1, located) {
                     location.len += 1;
@@ -159,7 +160,7 @@ impl Backend for Liar {
             if self.1 != Lie::Keeps {
                 return self.0.remove(keys, deadline).await;
             }
-            let found = self.0.locate(keys, deadline).await;
+            let found = self.0.locate(keys, LocateHint::none(), deadline).await;
             let is_there = |found| Ok(matches!(found, Ok(Located::Present(_))));
             found.into_iter().map(is_there).collect()
         })

@@ -1,14 +1,16 @@
 //! The chunks of this engine that other processes may read: what its own tiers hold, never what
 //! it would have to ask others for.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::ClearEpoch;
+use lmc_backend::{ClearEpoch, LocateHint};
 use lmc_backend_local::{EventSink, Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
 
 use crate::engine::CacheEngine;
+use crate::lookup::{LookupRequest, Rank};
 use crate::lower::{Prompt, Source};
 
 /// Owner of the leases that are lent to other processes.
@@ -108,10 +110,11 @@ impl CacheEngine {
 
     /// Leases chunks of a prompt that this engine has by itself: one answer for each key, in
     /// order, and the clear epoch that all of them are of. Those in lower tiers whose index is in
-    /// this process are promoted first, as far as that is done by the deadline. Counts neither as a
-    /// lookup nor as a use.
+    /// this process are promoted first, as far as that is done by the deadline, and count against
+    /// the tenant's quota. Counts neither as a lookup nor as a use.
     pub async fn lease_own(
         &self,
+        tenant: TenantId,
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> (ClearEpoch, Vec<Option<Leases>>) {
@@ -128,7 +131,7 @@ impl CacheEngine {
             if sources.iter().any(|source| *source != Source::Dram) {
                 let prompt = Prompt {
                     owner,
-                    tenant: TenantId::default(),
+                    tenant,
                     keys: keys.to_vec(),
                     sources,
                     first: 0,
@@ -150,6 +153,52 @@ impl CacheEngine {
         let leases = keys.iter().map(lease).collect();
         drop((removal, promoted));
         (epoch, leases)
+    }
+
+    /// Promotes the leading chunks of a prompt, as a lookup would, and leases none. Counts for a
+    /// tenant's quota.
+    pub async fn promote_for_peer(&self, tenant: TenantId, keys: &[ChunkKey], hint: LocateHint) {
+        let Some(first) = keys.first() else {
+            return;
+        };
+        let rank = Rank {
+            space: first.space,
+            kv_rank: first.kv_rank,
+        };
+        let hashes = keys.iter().map(|key| key.hash).collect();
+        let request = LookupRequest::new(PEERS, hashes, vec![rank]);
+        let lookup = self.lookup(request.with_tenant(tenant).with_hint(hint));
+        drop(lookup.wait().await);
+    }
+
+    /// Returns chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:
+    /// of all that are wanted, the heads of prompts first, as far as `limit` bytes go.
+    pub fn dram_runs(
+        &self,
+        limit: u64,
+        wanted: impl Fn(&ChunkKey) -> bool,
+    ) -> Vec<Vec<(ChunkKey, u64)>> {
+        let mut runs: Vec<Vec<(ChunkKey, u64)>> = Vec::new();
+        // The run that a chunk is the last one of.
+        let mut ends: HashMap<ChunkKey, usize> = HashMap::new();
+        let mut left = limit;
+        for chunk in self.local().list_heads_first() {
+            if !wanted(&chunk.key) {
+                continue;
+            }
+            let Some(rest) = left.checked_sub(chunk.len) else {
+                break;
+            };
+            left = rest;
+            let follows = chunk.parent.and_then(|parent| ends.remove(&parent));
+            let run = follows.unwrap_or_else(|| {
+                runs.push(Vec::new());
+                runs.len() - 1
+            });
+            runs[run].push((chunk.key, chunk.len));
+            ends.insert(chunk.key, run);
+        }
+        runs
     }
 
     /// Returns the newest clear epoch of a space: that of its chunks that are found.

@@ -61,6 +61,8 @@ mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
+pub use lmc_backend::LocateHint;
+#[doc(no_inline)]
 pub use lmc_backend_local::{
     EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,
     TenantId,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use lmc_backend::LocateHint;
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use pollster::block_on;
@@ -42,6 +43,8 @@ pub struct LookupRequest {
     pub hashes: Vec<ChunkHash>,
     /// The ranks; a chunk counts as found if every rank has it.
     pub ranks: Vec<Rank>,
+    /// Advice for tiers that have to be asked.
+    pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
 }
 
@@ -53,6 +56,7 @@ impl LookupRequest {
             tenant: TenantId::default(),
             hashes,
             ranks,
+            hint: LocateHint::default(),
             limit: None,
         }
     }
@@ -61,6 +65,13 @@ impl LookupRequest {
     #[must_use]
     pub fn with_tenant(mut self, tenant: TenantId) -> Self {
         self.tenant = tenant;
+        self
+    }
+
+    /// Sets the advice for tiers that have to be asked. Default: none.
+    #[must_use]
+    pub fn with_hint(mut self, hint: LocateHint) -> Self {
+        self.hint = hint;
         self
     }
 
@@ -340,7 +351,8 @@ async fn promote(
     let deadline = Instant::now() + tiers.promotion_timeout();
     let asked = known.iter_mut().map(|rank| async {
         let rest = &rank.keys[rank.leases.len()..];
-        let found = tiers.locate(rest, std::mem::take(&mut rank.sources)).await;
+        let known = std::mem::take(&mut rank.sources);
+        let found = tiers.locate(rest, known, &request.hint).await;
         rank.sources = Sources {
             found,
             is_final: true,

@@ -1,15 +1,15 @@
 //! Tiers that have to be asked, clear epochs, ranks, origins, and the limits of promotion.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Delayed, Gated, Rng, block_on, check_value, fill_value, lens_of};
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Clear, ClearEpoch, Located, MemoryBackend, Sharing,
-    StoreItem, Stored,
+    Backend, BackendError, BoxFuture, Clear, ClearEpoch, LocateHint, Located, MemoryBackend,
+    Sharing, StoreItem, Stored,
 };
 use lmc_engine::{
     CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, OwnerId, PolicyKind,
@@ -153,6 +153,8 @@ struct Scripted {
     cost: Duration,
     /// Epoch that lookups name.
     epoch: Option<ClearEpoch>,
+    /// Sources that lookups were advised to ask first.
+    hinted: Mutex<Vec<String>>,
 }
 
 impl Scripted {
@@ -164,6 +166,7 @@ impl Scripted {
             longer_by: 0,
             cost: Duration::ZERO,
             epoch: None,
+            hinted: Mutex::default(),
         }
     }
 }
@@ -182,14 +185,17 @@ impl Backend for Scripted {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         self.asked.fetch_add(keys.len() as u64, Ordering::Relaxed);
+        let mut hinted = self.hinted.lock().expect("no test panics with it");
+        hinted.extend(hint.sources.iter().cloned());
         let take = |left: usize| left.checked_sub(1);
         let order = Ordering::Relaxed;
         let is_pending = self.pending.fetch_update(order, order, take).is_ok();
         Box::pin(async move {
-            let mut located = self.inner.locate(keys, deadline).await;
+            let mut located = self.inner.locate(keys, hint, deadline).await;
             for one in &mut located {
                 match one {
                     Ok(one) if is_pending => *one = Located::Pending,
@@ -219,6 +225,19 @@ fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
     assert_eq!(self::found(&engine, 0..12).resident, 8, "in DRAM now");
     assert_eq!(status(&engine, 0).promoted, 8);
     assert_idle(&engine);
+}
+
+#[test]
+fn the_advice_of_a_lookup_reaches_the_tiers_that_are_asked() {
+    let tier = Arc::new(Scripted::new());
+    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    let hint = LocateHint::default().with_sources(Arc::new(["host-b".to_owned()]));
+    let found = engine.lookup(request(&[RANK], 0..4).with_hint(hint));
+    assert_eq!(found.wait_blocking().hits, 4);
+    // The first chunk, and then the others.
+    let hinted = tier.hinted.lock().expect("no test panics with it");
+    assert_eq!(*hinted, ["host-b", "host-b"]);
 }
 
 #[test]
@@ -590,4 +609,62 @@ fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
     settle(&a);
     assert_eq!(found(&b, 4..8).hits, 4);
     assert_eq!(found(&b, 0..4).hits, 0, "cleared by the other");
+}
+
+#[test]
+fn what_is_promoted_for_others_counts_for_its_tenant() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![disk]);
+    let (tenant, keys) = (TenantId(3), (0..4).map(|number| key(SPACE, 0, number)));
+    let keys: Vec<ChunkKey> = keys.collect();
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let (_, leased) = runtime.block_on(engine.lease_own(tenant, &keys, soon()));
+    assert!(leased.iter().all(Option::is_some));
+    assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
+    assert_eq!(engine.tenant(TenantId::default()).bytes, 0);
+}
+
+#[test]
+fn runs_of_prompts_in_dram_are_listed_heads_first_within_a_limit() {
+    let engine = engine(64, Vec::new());
+    let store = |space, prompt: u64, parent: Option<u64>, numbers: Range<u64>| {
+        let mut parent = parent.map(|number| key(space, 0, number));
+        for number in numbers {
+            let key = key(space, 0, prompt * 100 + number);
+            let request = StoreRequest {
+                key,
+                parent,
+                tenant: TenantId::default(),
+                len: CHUNK,
+            };
+            let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[request]).pop()
+            else {
+                panic!("there is memory");
+            };
+            engine.commit(vec![ticket]);
+            parent = Some(key);
+        }
+    };
+    store(SPACE, 1, None, 0..4);
+    store(SPACE, 2, None, 0..2);
+    // Branches off the first prompt after two chunks.
+    store(SPACE, 3, Some(101), 0..2);
+    store(OTHER, 4, None, 0..1);
+    let listed = |limit: u64| {
+        let runs = engine.dram_runs(limit * CHUNK, |key| key.space == SPACE);
+        assert!(runs.iter().flatten().all(|(_, len)| *len == CHUNK));
+        let mut lens: Vec<usize> = runs.iter().map(Vec::len).collect();
+        lens.sort_unstable();
+        (runs, lens)
+    };
+    let (runs, lens) = listed(64);
+    assert_eq!(lens.iter().sum::<usize>(), 8);
+    // The branch is a run of its own, or the rest of the prompt is.
+    assert_eq!(lens, [2, 2, 4]);
+    let prompts = runs.iter().filter(|run| run.len() == 2 || run.len() == 4);
+    assert_eq!(prompts.count(), 3);
+    let (runs, lens) = listed(2);
+    assert_eq!(lens, [1, 1], "both heads: {runs:?}");
+    assert_eq!(listed(0).1, [0; 0]);
 }

@@ -312,7 +312,11 @@ fn nothing_is_promoted_for_a_peer_after_its_deadline() {
         .enable_time()
         .build();
     let runtime = runtime.expect("a runtime");
-    let lease = |deadline| runtime.block_on(engine.lease_own(&keys(0..2), deadline)).1;
+    let lease = |deadline| {
+        runtime
+            .block_on(engine.lease_own(TENANT, &keys(0..2), deadline))
+            .1
+    };
     assert!(lease(Instant::now()).iter().all(Option::is_none));
     assert_eq!(leading(&engine, &keys(8..16)), 8, "nothing was evicted");
     assert!(lease(Instant::now() + DEADLINE).iter().any(Option::is_some));

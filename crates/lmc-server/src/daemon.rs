@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use lmc_backend::Backend;
 use lmc_backend_disk::Admit;
 use lmc_engine::{CacheEngine, EngineConfig, WritePolicy};
 use lmc_key::{ChunkHasher, Salt};
@@ -21,6 +22,7 @@ use crate::config::{
     Loaded, LogFormat, ServeConfig, human_bytes, human_duration, is_loopback, policy_name,
 };
 use crate::http::{self, Http};
+use crate::peers::Peers;
 use crate::signals::Signals;
 use crate::{disk, log, losses, nixl, occupant, peers, pool, transfer_config};
 
@@ -100,8 +102,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     // Members of it may be among this server's own peers.
     let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
     let prepared = prepare(config, &arena, &mut signals).await;
-    let service = match prepared.inspect_err(|_| arena.unlink())? {
-        Ok(service) => service,
+    let Opened { service, peers } = match prepared.inspect_err(|_| arena.unlink())? {
+        Ok(opened) => opened,
         Err(stop) => {
             arena.unlink();
             return Ok(stop);
@@ -140,7 +142,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     }
     let (stop, stopped) = watch::channel(false);
-    let mut http = Http::new(service.clone(), address, loaded);
+    let mut http = Http::new(service.clone(), address, loaded).with_peers(peers);
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
@@ -233,7 +235,7 @@ async fn prepare(
     config: &ServeConfig,
     arena: &Arc<Arena>,
     signals: &mut Signals,
-) -> Result<Result<Service, Stop>> {
+) -> Result<Result<Opened, Stop>> {
     let mut made = {
         let (config, arena) = (config.clone(), Arc::clone(arena));
         tokio::task::spawn_blocking(move || make_service(&config, &arena))
@@ -266,7 +268,7 @@ async fn prepare(
     let deadline = Instant::now() + timeout;
     tokio::select! {
         made = &mut made => {
-            close_tiers(&made.context(failed)??, deadline).await;
+            close_tiers(&made.context(failed)??.service, deadline).await;
             Ok(Err(Stop::Clean))
         }
         _ = signals.second() => Ok(Err(Stop::Forced)),
@@ -385,7 +387,13 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
     }
 }
 
-fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
+/// The service, and the tiers that the operator asks about.
+struct Opened {
+    service: Service,
+    peers: Option<Peers>,
+}
+
+fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let mut engine = EngineConfig::default();
     engine.policy = config.eviction_policy;
     engine.align = usize::try_from(config.align_bytes).context("--l1-align-bytes")?;
@@ -403,15 +411,17 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
     };
     engine.locate_timeout = config.p2p_locate_timeout;
     engine.pending_timeout = config.p2p_pending_timeout;
-    let mut lower = Vec::new();
+    let mut lower: Vec<Arc<dyn Backend>> = Vec::new();
     if !config.disk.is_empty() {
         lower.push(disk::open(config, arena)?);
     }
     let lender = peers::Lender::default();
-    lower.extend(peers::open(config, arena, &lender)?);
+    let peers = peers::open(config, arena, &lender)?;
+    lower.extend(peers.clone().map(|tier| tier as Arc<dyn Backend>));
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
+    lender.describe(&service);
     for (salt, bytes) in &config.quotas {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
         let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
@@ -419,7 +429,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Service> {
             .engine()
             .set_quota(service.tenant(&salt), Some(*bytes));
     }
-    Ok(service)
+    Ok(Opened { service, peers })
 }
 
 fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {

@@ -3,6 +3,7 @@
 mod connections;
 mod guard;
 mod lmcache;
+mod peers;
 mod probe;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ use tower_http::compression::CompressionLayer;
 
 use crate::config::{Loaded, policy_name};
 use crate::metrics;
+use crate::peers::Peers;
 use guard::{ConnectionUser, Guard};
 use probe::Probe;
 
@@ -42,6 +44,8 @@ pub struct Http {
     trusted_users: TrustedUsers,
     probe: Probe,
     config: serde_json::Value,
+    peers: Option<Peers>,
+    copy: peers::LastCopy,
     /// Lets one request at a time read an engine's memory.
     inspections: Arc<Semaphore>,
     policy: &'static str,
@@ -60,12 +64,23 @@ impl Http {
             probe: Probe::new(service.clone(), engines),
             config: lmcache::config(&service, loaded),
             service,
+            peers: None,
+            copy: peers::LastCopy::default(),
             inspections: Arc::new(Semaphore::new(1)),
             policy: policy_name(loaded.config.eviction_policy),
             watermark: loaded.config.eviction_watermark,
             ratio: loaded.config.eviction_ratio,
             directory: None,
         }
+    }
+}
+
+impl Http {
+    /// Answers about these peers, too. Default: there are none.
+    #[must_use]
+    pub(crate) fn with_peers(mut self, peers: Option<Peers>) -> Self {
+        self.peers = peers;
+        self
     }
 }
 
@@ -82,6 +97,7 @@ fn router(http: Arc<Http>) -> Router {
     Router::new()
         .route("/healthz", get(health))
         .route("/metrics", get(metrics_page))
+        .merge(peers::routes())
         .merge(lmcache::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(unknown_method)
@@ -124,8 +140,8 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
-        "{} is not served here; there are /healthz, /metrics, /status, /config, /cache/clear, \
-         /quota and /healthcheck",
+        "{} is not served here; there are /healthz, /metrics, /status, /peers, /config, \
+         /cache/clear, /quota and /healthcheck",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)

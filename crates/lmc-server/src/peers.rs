@@ -1,19 +1,23 @@
 //! The tier of peers as the configuration asks for it, and what this server lends to them.
 
+use std::cmp::Reverse;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
-use lmc_backend::{Backend, BoxFuture, ClearEpoch};
+use lmc_backend::{BoxFuture, ClearEpoch, LocateHint, Usage};
 use lmc_backend_p2p::directory::{ChangedKeys, DirectoryHost, DirectoryServer, TableLimits};
-use lmc_backend_p2p::message::{ChunkState, SpaceNote};
+use lmc_backend_p2p::message::{ChunkState, MAX_SPACES, SpaceNote};
 use lmc_backend_p2p::{
     Chunks, LeasedChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
 };
-use lmc_engine::{CacheEngine, EventSink, OwnChunk, RemovedEvent, StoredEvent, WeakEngine};
+use lmc_engine::{
+    CacheEngine, EventSink, OwnChunk, RemovedEvent, StoredEvent, TenantId, WeakEngine,
+};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, checksum};
-use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig};
+use lmc_transfer::{Address, ChannelConfig, Keys, PeerId, SocketConfig};
+use lmc_vllm_adapter::{Service, SpaceStatus, WeakService};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
@@ -39,6 +43,9 @@ struct Lent {
     early: Mutex<ClearEpoch>,
     /// List of the engine's changes; set where there are directories.
     announced: OnceLock<Arc<ChangedKeys>>,
+    service: OnceLock<WeakService>,
+    /// The keys under which tenants' salts are described.
+    keys: OnceLock<Keys>,
 }
 
 impl Lender {
@@ -57,6 +64,39 @@ impl Lender {
     fn announce_to(&self, changed: &Arc<ChangedKeys>) {
         // It is called once.
         let _ = self.0.announced.set(Arc::clone(changed));
+    }
+
+    /// Describes the spaces of this service's engines from now on.
+    pub(crate) fn describe(&self, service: &Service) {
+        // It is called once.
+        let _ = self.0.service.set(service.downgrade());
+    }
+
+    fn service(&self) -> Option<Service> {
+        self.0.service.get()?.upgrade()
+    }
+
+    /// Returns the tenant of a prompt's chunks.
+    fn tenant(&self, keys: &[ChunkKey]) -> TenantId {
+        let tenant = keys.first().zip(self.service());
+        tenant.map_or_else(TenantId::default, |(key, service)| {
+            service.tenant_of(key.space)
+        })
+    }
+
+    fn note(&self, space: &SpaceStatus) -> SpaceNote {
+        let described = &space.description;
+        let salt = described.salt.as_str().as_bytes();
+        let keys = self.0.keys.get().filter(|_| !salt.is_empty());
+        SpaceNote {
+            space: *space.id.as_bytes(),
+            model: described.model.as_str().to_owned(),
+            world_size: described.world_size,
+            layout: *described.layout.as_bytes(),
+            dtype: described.dtype.as_str().to_owned(),
+            salt: keys.map_or([0; 16], |keys| keys.digest(salt)),
+            identity: described.identity.as_str().to_owned(),
+        }
     }
 
     fn engine(&self) -> Option<CacheEngine> {
@@ -88,7 +128,8 @@ impl Chunks for Lender {
                 return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
             };
             let mut held = Vec::with_capacity(keys.len());
-            let (epoch, leased) = engine.lease_own(keys, promote_until).await;
+            let tenant = self.tenant(keys);
+            let (epoch, leased) = engine.lease_own(tenant, keys, promote_until).await;
             for leases in leased {
                 let slot = leases.as_ref().and_then(|leases| leases.get(0)).cloned();
                 held.push(slot.zip(leases).map(|(slot, leases)| LeasedChunk {
@@ -115,6 +156,15 @@ impl Chunks for Lender {
         })
     }
 
+    fn fetch<'a>(&'a self, keys: &'a [ChunkKey], from: &'a PeerId) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            if let Some(engine) = self.engine() {
+                let hint = LocateHint::default().with_sources(Arc::new([from.to_string()]));
+                engine.promote_for_peer(self.tenant(keys), keys, hint).await;
+            }
+        })
+    }
+
     fn epoch(&self, space: SpaceId) -> ClearEpoch {
         let engine = self.engine();
         engine.map_or_else(ClearEpoch::default, |engine| engine.clear_epoch(space))
@@ -136,7 +186,21 @@ impl Chunks for Lender {
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {
-        Vec::new()
+        let Some(service) = self.service() else {
+            return Vec::new();
+        };
+        let mut spaces = service.spaces();
+        spaces.sort_by_key(|space| (Reverse((space.registered, space.chunks)), space.id));
+        spaces.truncate(MAX_SPACES);
+        spaces.iter().map(|space| self.note(space)).collect()
+    }
+
+    fn usage(&self) -> Usage {
+        let engine = self.engine();
+        engine.map_or_else(Usage::default, |engine| {
+            let usage = engine.usage();
+            Usage::new(usage.chunks, usage.chunk_bytes).with_capacity(usage.pool_bytes)
+        })
     }
 }
 
@@ -187,18 +251,25 @@ fn channel(
     Ok(SocketConfig::new(channel, address(listen)))
 }
 
+/// The tier of peers that lends the chunks of this server's engine.
+pub(crate) type Peers = Arc<P2pBackend<Lender>>;
+
 /// Starts the tier, if the configuration has one.
 pub(crate) fn open(
     config: &ServeConfig,
     arena: &Arc<Arena>,
     lender: &Lender,
-) -> Result<Option<Arc<dyn Backend>>> {
+) -> Result<Option<Peers>> {
     let Some(listen) = &config.p2p_listen else {
         return Ok(None);
     };
     let name = config.p2p_name.clone().unwrap_or_else(host_name);
     let mut channel = channel(config, arena, &name, listen)?;
     let nixl = nixl::open(config, &channel.channel, listen)?;
+    if let Some(keys) = &channel.channel.keys {
+        // It is called once.
+        let _ = lender.0.keys.set(keys.clone());
+    }
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
     let advertised = config.p2p_advertise.as_ref();

@@ -1,13 +1,16 @@
-//! Commands that talk to a server or look into its folder: `lmc status`, `lmc clear`, `lmc quota`,
-//! `lmc disk`.
+//! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
+//! `lmc quota`, `lmc disk`.
 
 mod disk;
+mod format;
 pub(crate) mod http;
+mod peers;
 mod quota;
 mod status;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
 use self::http::{Call, DEFAULT_URL};
@@ -16,6 +19,9 @@ use self::http::{Call, DEFAULT_URL};
 pub(crate) enum Tool {
     /// Shows a server's hits, memory, disk, workers and latencies
     Status(Server),
+    /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
+    #[command(after_help = peers::HELP)]
+    Peers(peers::Arguments),
     /// Empties the cache of a server, in memory and on disk
     Clear {
         #[command(flatten)]
@@ -46,6 +52,10 @@ pub(crate) struct Server {
 pub(crate) fn run(tool: &Tool) -> Result<()> {
     let (server, call) = match tool {
         Tool::Status(server) => (server, Call::get("/status")),
+        Tool::Peers(arguments) => match &arguments.verb {
+            Some(peers::Verb::Copy(order)) => return peers::copy(order),
+            None => (&arguments.server, Call::get("/peers")),
+        },
         Tool::Clear { server, force } => {
             let body = json!({"tier": "all", "force": force});
             (server, Call::new("POST", "/cache/clear", Some(body)))
@@ -56,12 +66,23 @@ pub(crate) fn run(tool: &Tool) -> Result<()> {
     let answer = call.send(&server.url)?;
     if server.json {
         println!("{}", serde_json::to_string_pretty(&answer)?);
-    } else if matches!(tool, Tool::Status(_)) {
-        print!("{}", status::table(&server.url, &answer));
-    } else {
-        println!("{}", cleared(&answer["cleared"]));
+        return Ok(());
+    }
+    match tool {
+        Tool::Status(_) => print!("{}", status::table(&server.url, &answer)),
+        Tool::Peers(_) => print!("{}", peers::table(&answer)),
+        _ => println!("{}", cleared(&answer["cleared"])),
     }
     Ok(())
+}
+
+/// Returns a bar that counts chunks.
+fn progress_bar(length: u64, what: &'static str) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} chunks, {per_sec}, {eta} left");
+    let bar = ProgressBar::new(length).with_message(what);
+    bar.set_style(style.expect("a constant template that a test draws"));
+    bar
 }
 
 /// Formats the result of `lmc clear` as a sentence.

@@ -3,10 +3,10 @@
 mod common;
 
 use lmc_testkit::{Folder, free_port, until};
-use lmc_vllm_adapter::{Client, Request};
+use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
 use common::Server;
-use common::prompt::{CHUNKS, register, retrieve, store};
+use common::prompt::{CHUNKS, look_up, read_found, register, register_wide, retrieve, store};
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
 fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
@@ -128,6 +128,193 @@ fn a_clear_at_one_daemon_reaches_its_peers() {
         request += 1;
         retrieve(&mut client, &shm_name, &format!("after-{request}")) == 0
     });
+}
+
+#[test]
+fn a_peer_with_another_layout_serves_nothing_and_is_warned_about() {
+    let one = free_port();
+    let first = start(one, &[], &[]);
+    let second = start(free_port(), &[one], &[]);
+    // Engines register later than their servers meet.
+    second.line("peer connected");
+    let (mut client, shm_name) = worker(&first);
+    store(&mut client, &shm_name);
+    let mut other = second.client();
+    let shm_name = register_wide(&mut other, 16);
+    let line = second.line("serves this model in another space");
+    assert!(line.contains("layout"), "{line}");
+    let shown = lmc_peers(&second, &[]);
+    assert!(
+        shown.contains("shares nothing of model, as these differ: layout"),
+        "{shown}"
+    );
+    assert_eq!(retrieve(&mut other, &shm_name, "request"), 0);
+    drop(client);
+}
+
+/// Runs `lmc peers` for a server. Returns its output, or what it says to standard error.
+fn run_peers(server: &Server, args: &[&str]) -> Result<String, String> {
+    let url = format!("127.0.0.1:{}", server.http);
+    let out = common::lmc()
+        .arg("peers")
+        .args(args)
+        .args(["--url", &url])
+        .output();
+    let out = out.expect("the binary runs");
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    match out.status.success() {
+        true => Ok(text(out.stdout)),
+        false => Err(text(out.stderr)),
+    }
+}
+
+/// Returns what `lmc peers` prints about a server.
+fn lmc_peers(server: &Server, args: &[&str]) -> String {
+    run_peers(server, args).expect("the command succeeds")
+}
+
+#[test]
+fn lmc_peers_shows_who_is_there_and_why_others_are_not() {
+    let (one, absent) = (free_port(), free_port());
+    let first = start(one, &[], &["--p2p-name", "alpha"]);
+    let second = start(free_port(), &[one, absent], &[]);
+    let (mut client, shm_name) = worker(&first);
+    store(&mut client, &shm_name);
+    until_found(&second);
+    let shown = lmc_peers(&second, &[]);
+    let row = shown.lines().find(|line| line.starts_with("alpha"));
+    let row = row.unwrap_or_else(|| panic!("no line of alpha in {shown}"));
+    let address = format!("127.0.0.1:{one}");
+    let bytes = CHUNKS as u64 * 256 * 2 * 2 * 8 * 4;
+    let moved = format!("{CHUNKS} ({} KiB)", bytes / 1024);
+    assert!(row.contains(&address) && row.contains(&moved), "{shown}");
+    let missing = format!("127.0.0.1:{absent}: the connection failed");
+    assert!(shown.contains(&missing), "{shown}");
+    let json: serde_json::Value = lmc_peers(&second, &["--json"]).parse().expect("JSON");
+    let peer = &json["peers"][0];
+    assert_eq!(peer["counters"]["read"], CHUNKS);
+    assert_eq!(peer["counters"]["read_bytes"], bytes);
+    assert_eq!(json["named"].as_array().map(Vec::len), Some(2));
+    assert_eq!(json["named"][0]["id"], peer["id"]);
+    let served: serde_json::Value = lmc_peers(&first, &["--json"]).parse().expect("JSON");
+    assert_eq!(served["peers"][0]["counters"]["served"], CHUNKS);
+    // One that disconnects is named until it is back.
+    drop(first);
+    until("the peer is gone", || {
+        lmc_peers(&second, &[]).contains(&format!("alpha at {address}: disconnected"))
+    });
+    let first = start(one, &[], &["--p2p-name", "alpha"]);
+    until("the peer is back", || {
+        let shown = lmc_peers(&second, &[]);
+        shown.lines().any(|line| line.starts_with("alpha")) && !shown.contains("disconnected")
+    });
+    drop(first);
+}
+
+/// Returns the settings of a request that names peers.
+fn named(sources: &str) -> RequestConfigs {
+    let mut configs = RequestConfigs::default();
+    configs.sources = Sources::parse(sources);
+    configs
+}
+
+#[test]
+fn a_request_is_read_from_the_peer_that_it_names() {
+    let owners = [free_port(), free_port()];
+    let names = ["alpha", "beta"];
+    let owners: Vec<(Server, u16)> = (owners.into_iter().zip(names))
+        .map(|(port, name)| (start(port, &[], &["--p2p-name", name]), port))
+        .collect();
+    for (owner, _) in &owners {
+        let (mut client, shm_name) = worker(owner);
+        store(&mut client, &shm_name);
+    }
+    let ports: Vec<u16> = owners.iter().map(|(_, port)| *port).collect();
+    let by_address = format!("stranger,127.0.0.1:{}", ports[0]);
+    for (sources, owner) in [("alpha", 0), ("beta", 1), (&*by_address, 0)] {
+        // On a loaded machine an answer takes longer than half of the default.
+        let reader = start(free_port(), &ports, &["--p2p-locate-timeout", "10s"]);
+        until("both owners are connected", || {
+            let status: serde_json::Value = lmc_peers(&reader, &["--json"]).parse().expect("JSON");
+            let peers = status["peers"].as_array().expect("a list");
+            peers.iter().filter(|peer| peer["version"] == 1).count() == 2
+        });
+        let before: Vec<f64> = (owners.iter())
+            .map(|(owner, _)| tier_counter(owner, "served"))
+            .collect();
+        let (mut client, shm_name) = worker(&reader);
+        let reply = look_up(&mut client, "request", named(sources));
+        assert_eq!(reply.expect("an answer"), Reply::None);
+        let found = read_found(&mut client, &shm_name, "request");
+        assert_eq!(found, CHUNKS as u64, "{sources}");
+        for (number, (server, _)) in owners.iter().enumerate() {
+            let served = tier_counter(server, "served") - before[number];
+            let expected = if number == owner { CHUNKS as f64 } else { 0.0 };
+            assert_eq!(served, expected, "{sources}: {}", names[number]);
+        }
+    }
+}
+
+#[test]
+fn a_lookup_that_names_peers_in_a_wrong_way_is_refused_with_the_reason() {
+    let server = start(free_port(), &[], &[]);
+    let (mut client, shm_name) = worker(&server);
+    store(&mut client, &shm_name);
+    // It is sent as an empty text.
+    let reply = look_up(&mut client, "request", named("a,,b"));
+    let refusal = reply.expect_err("a refusal").to_string();
+    assert!(refusal.contains("lmcache.p2p.source"), "{refusal}");
+    assert_eq!(read_found(&mut client, &shm_name, "request"), 0);
+    server.line("lookup of request refused");
+    assert_eq!(retrieve(&mut client, &shm_name, "other"), CHUNKS as u64);
+}
+
+#[test]
+fn a_peer_reads_on_order_what_a_daemon_has_in_memory() {
+    let one = free_port();
+    let first = start(one, &[], &[]);
+    let second = start(free_port(), &[one], &["--p2p-name", "beta"]);
+    let (mut client, shm_name) = worker(&first);
+    store(&mut client, &shm_name);
+    let unknown = run_peers(&first, &["copy", "gamma"]).expect_err("no such peer");
+    assert!(
+        unknown.contains("no connected peer is \"gamma\""),
+        "{unknown}"
+    );
+    until("the peer is connected", || {
+        lmc_peers(&first, &[]).contains("\nbeta ")
+    });
+    let other =
+        run_peers(&first, &["copy", "beta", "--model", "other"]).expect_err("no such model");
+    assert!(other.contains("no live space"), "{other}");
+    let two = format!("{}", 2 * 256 * 2 * 2 * 8 * 4);
+    let copied = lmc_peers(&first, &["copy", "beta", "--limit", &two]);
+    assert!(copied.starts_with("beta has 2 of 2 chunks"), "{copied}");
+    let copied = lmc_peers(&first, &["copy", "beta", "--model", "model"]);
+    let all = format!("beta has {CHUNKS} of {CHUNKS} chunks");
+    assert!(copied.starts_with(&all), "{copied}");
+    // Those that were there were not read again.
+    assert_eq!(tier_counter(&second, "read"), CHUNKS as f64);
+    drop(first);
+    until_found(&second);
+}
+
+#[test]
+fn peers_with_another_chunk_size_name_both_sides() {
+    let (one, two) = (free_port(), free_port());
+    let first = start(one, &[], &[]);
+    let second = start(two, &[one], &["--chunk-size", "512"]);
+    let (of_first, of_second) = (
+        "this side has 256 tokens, the peer 512",
+        "this side has 512 tokens, the peer 256",
+    );
+    first.line(of_first);
+    second.line(of_second);
+    let shown = lmc_peers(&second, &[]);
+    assert!(
+        shown.contains("NOT USED") && shown.contains(of_second),
+        "{shown}"
+    );
 }
 
 #[test]

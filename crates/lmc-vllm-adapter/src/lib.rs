@@ -25,12 +25,12 @@ pub use client::{Client, ClientError, encode_request_frames};
 pub use protocol::{
     BlockAllocation, CacheKey, CpuShm, DecodeError, DescriptorError, EngineDrivenContext,
     EngineGroup, KvDescriptor, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache,
-    Reply, Request, RequestConfigs, SlotDescriptor, TensorMeta, ValueError,
+    Reply, Request, RequestConfigs, SlotDescriptor, Sources, TensorMeta, ValueError,
 };
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
     InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
-    ServiceStatus, SessionStatus, TransferStatus, TransportCounts,
+    ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts, WeakService,
 };
 pub use transport::{
     BindError, Keepalive, Limits, TrustedUsers, Untrusted, ZmqConfig, ZmqServer, ZmtpError,

@@ -192,7 +192,11 @@ impl DirectoryHost {
 
     /// Takes a member in. A directory has no chunks, so that every chunk size and algorithm fits.
     fn join(&self, session: &Session, theirs: Hello) -> Result<Hello, Refusal> {
-        theirs.common_version(OLDEST_VERSION, VERSION)?;
+        let common = theirs.common_version(OLDEST_VERSION, VERSION);
+        common.ok_or(Refusal::Version {
+            oldest: OLDEST_VERSION,
+            newest: VERSION,
+        })?;
         let joined = self.table.write().join(session, &theirs.address, now());
         if !joined {
             return Err(Refusal::TooMany);

@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Found};
 
-use super::{Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew};
+use super::{
+    Describe, Described, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew,
+};
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
 /// transports other than sockets in leases.
@@ -114,6 +116,7 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Locate, Located, Renew, Release, KeyBatch, Clears, Refusal, Announce, Announced, Find, Found
+    Locate, Located, Renew, Release, KeyBatch, Clears, Refusal, Announce, Announced, Find, Found,
+    Describe, Described
 );
 not_grown!(bool, Vec<bool>, (), u32, u16);

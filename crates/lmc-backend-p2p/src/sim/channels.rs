@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{ClearEpoch, LoadItem, Loaded, Located};
+use lmc_backend::{ClearEpoch, LoadItem, Loaded, LocateHint, Located};
 use lmc_transfer::{
     Address, ChannelConfig, Index, PeerId, SocketChannel, SocketConfig, TransferChannel,
 };
@@ -85,7 +85,7 @@ impl Daemon {
         let before = node.counters();
         let keys: Vec<_> = (0..CHUNKS).map(|chunk| key(0, chunk)).collect();
         let deadline = Instant::now() + DEADLINE;
-        let located = node.locate(&keys, deadline).await;
+        let located = node.locate(&keys, LocateHint::none(), deadline).await;
         let found = |located: &Result<Located, _>| matches!(located, Ok(Located::Present(_)));
         assert!(located.iter().all(found), "{located:?}");
         let slot = || self.chunks.pool.reserve(LEN).expect("a slot");
@@ -279,7 +279,9 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
         let reader = daemon("reader", Some(owner.address()), false);
         reader.until_read_by(owner.id(), Transport::Sockets).await;
         let node = reader.tier.node();
-        let located = node.locate(&[key(0, 0)], Instant::now() + DEADLINE).await;
+        let located = node
+            .locate(&[key(0, 0)], LocateHint::none(), Instant::now() + DEADLINE)
+            .await;
         assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
         let slot = reader.chunks.pool.reserve(LEN).expect("a slot");
         let items = vec![LoadItem::new(key(0, 0), slot)];

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use lmc_backend::{BoxFuture, ClearEpoch};
+use lmc_backend::{BoxFuture, ClearEpoch, Usage};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
+use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 
 use super::net::Memory;
@@ -32,6 +33,7 @@ struct State {
     disk: BTreeMap<ChunkKey, u64>,
     writing: BTreeSet<ChunkKey>,
     epoch: ClearEpoch,
+    spaces: Vec<SpaceNote>,
 }
 
 /// The chunks of one daemon.
@@ -57,6 +59,7 @@ impl SimChunks {
             disk: BTreeMap::new(),
             writing: BTreeSet::new(),
             epoch: ClearEpoch::default(),
+            spaces: Vec::new(),
         };
         Self {
             pool,
@@ -168,6 +171,11 @@ impl SimChunks {
         true
     }
 
+    /// Registers an engine, as far as peers learn of it.
+    pub(super) fn add_space(&self, space: SpaceNote) {
+        self.state.lock().spaces.push(space);
+    }
+
     /// Clears all spaces, as an operator does.
     pub(super) fn clear(&self) {
         self.learn(self.known_epoch().next());
@@ -228,6 +236,15 @@ impl Chunks for SimChunks {
         Box::pin(std::future::ready((all.into_iter().collect(), None)))
     }
 
+    fn fetch<'a>(&'a self, keys: &'a [ChunkKey], _: &'a PeerId) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            for key in keys {
+                tokio::time::sleep(PROMOTION).await;
+                self.store(*key, key.fold());
+            }
+        })
+    }
+
     fn epoch(&self, _: SpaceId) -> ClearEpoch {
         self.any_moment();
         self.known_epoch()
@@ -249,6 +266,11 @@ impl Chunks for SimChunks {
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {
-        Vec::new()
+        self.state.lock().spaces.clone()
+    }
+
+    fn usage(&self) -> Usage {
+        let chunks = self.len() as u64;
+        Usage::new(chunks, chunks * LEN).with_capacity(self.pool.arena().len() as u64)
     }
 }

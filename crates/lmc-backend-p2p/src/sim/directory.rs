@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::rc::Rc;
 use std::time::Duration;
 
-use lmc_backend::Located;
+use lmc_backend::{LocateHint, Located};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net, name};
@@ -92,7 +92,10 @@ fn what_one_has_is_found_by_another_that_does_not_name_it() {
         // Now two have it, and the third asks no more of them than it needs.
         announced().await;
         assert_eq!(fetch(&net, 3, &keys).await.hits, 8);
-        let located = net.node(3).locate(&prompt(1, 1), now() + LOCATE).await;
+        let located = net
+            .node(3)
+            .locate(&prompt(1, 1), LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
     });
 }
@@ -144,7 +147,10 @@ fn without_a_directory_chunks_are_unknown_and_static_peers_are_asked() {
         net.kill(0, Duration::ZERO);
         tokio::time::sleep(Duration::from_secs(1)).await;
         let other = prompt(1, 1);
-        let located = net.node(3).locate(&other, now() + LOCATE).await;
+        let located = net
+            .node(3)
+            .locate(&other, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
         start_member(&net, 3, 64, &[0, 1], &[2]);
         assert!(net.connect(3, 2).await);

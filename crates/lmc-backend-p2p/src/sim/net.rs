@@ -253,7 +253,7 @@ impl Net {
     }
 
     /// Lets a daemon hear that another is not connected any more, at some time.
-    fn part(&self, host: usize, session: &Session) {
+    fn part(&self, host: usize, session: &Session, reason: &'static str) {
         let (net, session) = (self.clone(), session.clone());
         let (directory, node) = (self.directory(host), self.node(host));
         tokio::spawn(async move {
@@ -261,7 +261,7 @@ impl Net {
             match directory {
                 Some(directory) => directory.disconnected(&session),
                 // As the tier does: the same incarnation may be connected again.
-                None if !node.link.is_current(&session) => node.disconnected(&session),
+                None if !node.link.is_current(&session) => node.disconnected(&session, reason),
                 None => {}
             }
         });
@@ -393,7 +393,7 @@ impl Net {
                 drop(state);
                 (0..others).for_each(|other| net.set_nixl(other, host, false));
             }
-            (0..others).for_each(|other| net.part(other, &session));
+            (0..others).for_each(|other| net.part(other, &session, "killed"));
         });
     }
 
@@ -414,7 +414,7 @@ impl Net {
             if cut && net.0.lock().cut.contains(&pair) {
                 net.0.lock().linked.remove(&pair);
                 for (host, session) in ends {
-                    net.part(host, &session);
+                    net.part(host, &session, "cut off");
                     net.set_nixl(host, number(&session.peer), false);
                 }
             }
@@ -565,8 +565,8 @@ impl Link for SimLink {
         let (net, me, to) = (self.net(), self.me, number(peer));
         let sessions = (net.session(me), net.session(to));
         net.0.lock().linked.remove(&(me.min(to), me.max(to)));
-        net.part(me, &sessions.1);
-        net.part(to, &sessions.0);
+        net.part(me, &sessions.1, "hung up");
+        net.part(to, &sessions.0, "hung up");
         Box::pin(std::future::ready(()))
     }
 

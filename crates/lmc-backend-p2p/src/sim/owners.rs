@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lmc_backend::Located;
+use lmc_backend::{LocateHint, Located};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
@@ -15,7 +15,10 @@ use crate::message::{ChunkLease, Reply, Request};
 const LONG: Duration = Duration::from_secs(30);
 
 async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<bool> {
-    let located = net.node(host).locate(keys, now() + LOCATE).await;
+    let located = net
+        .node(host)
+        .locate(keys, LocateHint::none(), now() + LOCATE)
+        .await;
     let is_present = |one: Result<Located, _>| matches!(one, Ok(Located::Present(_)));
     located.into_iter().map(is_present).collect()
 }
@@ -130,7 +133,10 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
             now() - begun
         );
         // What it has meanwhile is not known, and it is asked again later.
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
         net.forge(1, |_, reply| Some(reply));
         tokio::time::sleep(Duration::from_secs(61)).await;
@@ -177,7 +183,10 @@ fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
         });
         let tally = fetch(&net, 0, &keys).await;
         assert_eq!((tally.hits, tally.misses), (7, 1), "{tally:?}");
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
     });
 }

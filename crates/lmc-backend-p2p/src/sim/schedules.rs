@@ -2,10 +2,11 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lmc_backend::{FailedSlot, LoadItem, Loaded, Located};
+use lmc_backend::{FailedSlot, LoadItem, Loaded, LocateHint, Located};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net, name};
@@ -52,6 +53,11 @@ impl Tally {
 /// Does what an engine does for a prompt: locates its chunks, loads those that peers have, checks
 /// every byte, and commits them.
 pub(super) async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
+    fetch_from(net, host, keys, LocateHint::none()).await
+}
+
+/// As [`fetch`], with advice for the lookup.
+async fn fetch_from(net: &Net, host: usize, keys: &[ChunkKey], hint: &LocateHint) -> Tally {
     let mut tally = Tally::default();
     let (node, chunks) = (net.node(host), net.chunks(host));
     let missing = keys.iter().position(|key| !chunks.has(key));
@@ -59,7 +65,7 @@ pub(super) async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
     let mut located = Vec::new();
     for some in [keys.get(..1), keys.get(1..)].into_iter().flatten() {
         let begun = now();
-        let answers = node.locate(some, begun + LOCATE).await;
+        let answers = node.locate(some, hint, begun + LOCATE).await;
         assert_eq!(answers.len(), some.len(), "one answer for each key");
         assert!(
             now() <= begun + LOCATE + Duration::from_millis(1),
@@ -481,10 +487,16 @@ fn two_daemons_that_ask_each_other_end_at_once() {
         assert!(now() < begun + LOCATE, "neither waits for the other");
         // What an engine writes is pending for the other, and for no one else.
         net.chunks(0).begin_store(keys[0]);
-        let located = net.node(1).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(1)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(matches!(located[0], Ok(Located::Pending)), "{located:?}");
         assert!(matches!(located[1], Ok(Located::Absent)), "{located:?}");
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
     });
 }
@@ -497,11 +509,17 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
         assert!(net.connect(0, 1).await && net.connect(0, 2).await);
         let keys = prompt(0, 1);
         net.freeze(1, Duration::from_secs(5));
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
         // It is not asked again for a while, and what it has is not known.
         let begun = now();
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
         assert!(now() < begun + LOCATE, "it is not waited for");
         net.chunks(2).store(keys[0], 0);
@@ -521,7 +539,10 @@ fn a_peer_that_was_not_waited_for_is_not_taken_for_one_without_the_chunk() {
         let keys = prompt(0, 1);
         net.chunks(1).store(keys[0], 0);
         net.freeze(2, Duration::from_secs(5));
-        let located = net.node(0).locate(&keys, now() + LOCATE).await;
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), now() + LOCATE)
+            .await;
         assert!(located[0].is_err(), "{located:?}");
     });
 }
@@ -554,34 +575,50 @@ fn chunks_that_an_owner_does_not_lend_are_read_from_another() {
 
 #[test]
 fn peers_that_do_not_fit_are_refused_with_a_reason() {
-    use crate::message::Refusal;
     use crate::node::{HelloError, NodeConfig};
+    use crate::unfit::Unfit;
     type Change = fn(&mut NodeConfig);
-    let cases: [(Change, Refusal); 3] = [
+    let cases: [(Change, Unfit); 3] = [
         (
             |c| c.versions = (2, 3),
-            Refusal::Version {
-                oldest: 1,
-                newest: 1,
+            Unfit::Version {
+                here: (2, 3),
+                there: (1, 1),
             },
         ),
-        (|c| c.chunk_size = 16, Refusal::ChunkSize(256)),
+        (
+            |c| c.chunk_size = 16,
+            Unfit::ChunkSize {
+                here: 16,
+                there: 256,
+            },
+        ),
         (
             |c| c.algorithm = "xxh3".into(),
-            Refusal::Algorithm("blake3".into()),
+            Unfit::Algorithm {
+                here: "xxh3".into(),
+                there: "blake3".into(),
+            },
         ),
     ];
-    for (change, refusal) in cases {
+    for (change, unfit) in cases {
         run(async {
             let net = Net::new(13, Faults::none());
             net.start(0, 16, |_| ());
             net.start(1, 16, change);
             assert!(net.link(0, 1));
             let found = net.node(1).connected(&net.session(0)).await;
-            assert_eq!(found, Err(HelloError::There(refusal)));
+            assert_eq!(found, Err(HelloError::Unfit(unfit.clone())));
+            let status = net.node(1).status();
+            let failure = status.peers[0].last_failure.as_ref();
+            assert_eq!(failure.map(|one| &one.reason), Some(&unfit.to_string()));
+            assert_eq!(status.peers[0].version, None);
             let keys = prompt(0, 1);
             net.chunks(0).store(keys[0], 0);
-            let located = net.node(1).locate(&keys, now() + LOCATE).await;
+            let located = net
+                .node(1)
+                .locate(&keys, LocateHint::none(), now() + LOCATE)
+                .await;
             assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
         });
     }
@@ -684,5 +721,165 @@ fn what_is_cleared_while_it_is_read_is_a_miss() {
         net.chunks(0).clear();
         let tally = reading.await.expect("every byte was right");
         assert_eq!((tally.hits, tally.misses), (0, 8), "{tally:?}");
+    });
+}
+
+#[test]
+fn hinted_peers_are_asked_alone_and_others_where_they_do_not_have_all() {
+    run(async {
+        let net = Net::new(25, Faults::none());
+        (0..4).for_each(|host| net.start(host, 64, |_| ()));
+        for peer in 1..4 {
+            assert!(net.connect(0, peer).await);
+        }
+        let hint = |name: &str| LocateHint::default().with_sources(Arc::new([name.to_owned()]));
+        let served = |net: &Net| [1, 2, 3].map(|host| net.node(host).counters().served);
+        let all = [1, 2, 3];
+        let cases: [(&str, &[usize], [u64; 3]); 4] = [
+            ("host-2", &all, [0, 4, 0]),
+            // By its address.
+            ("host-3:1", &all, [0, 0, 4]),
+            // What it lacks is read from others.
+            ("host-2", &[3], [0, 0, 4]),
+            // Unknown names are ignored.
+            ("stranger", &[1], [4, 0, 0]),
+        ];
+        for (number, (name, owners, expected)) in cases.into_iter().enumerate() {
+            let keys = prompt(number as u64, 4);
+            for &owner in owners {
+                keys.iter().for_each(|&key| net.chunks(owner).store(key, 0));
+            }
+            let before = served(&net);
+            let tally = fetch_from(&net, 0, &keys, &hint(name)).await;
+            assert_eq!(tally.hits, 4, "{name}: {tally:?}");
+            let after = served(&net);
+            let read = [0, 1, 2].map(|one| after[one] - before[one]);
+            assert_eq!(read, expected, "{name}");
+        }
+        // One that has all is not waited with for others.
+        let keys = prompt(9, 4);
+        for owner in all {
+            keys.iter().for_each(|&key| net.chunks(owner).store(key, 0));
+        }
+        net.freeze(3, Duration::from_millis(100));
+        let begun = now();
+        let located = net
+            .node(0)
+            .locate(&keys, &hint("host-1"), begun + LOCATE)
+            .await;
+        assert!(located.iter().all(Result::is_ok), "{located:?}");
+        assert!(now() - begun < LOCATE / 4);
+        // One that does not answer costs half of the time, and no chunk.
+        let located = net
+            .node(0)
+            .locate(&keys, &hint("host-3"), begun + LOCATE)
+            .await;
+        let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
+        assert!(located.iter().all(present), "{located:?}");
+    });
+}
+
+#[test]
+fn a_peer_reads_on_order_one_batch_after_the_other() {
+    use crate::copying::CopyError;
+    run(async {
+        let net = Net::new(27, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let chunks: Vec<_> = prompt(0, 8).into_iter().map(|key| (key, LEN)).collect();
+        let node = net.node(0);
+        assert_eq!(node.peers_named("stranger"), []);
+        let named = [node.peers_named("host-1"), node.peers_named("host-1:1")];
+        assert_eq!(named[0], named[1]);
+        let peer = &named[0][0];
+        let both = tokio::join!(
+            node.copy_to(peer, &chunks),
+            node.copy_to(peer, &chunks[..4])
+        );
+        assert_eq!(both, (Ok(8), Err(CopyError::Busy)));
+        assert!(chunks.iter().all(|(key, _)| net.chunks(1).has(key)));
+        let round_trip = net.node(0).status().peers[0].round_trip_seconds;
+        let round_trip = round_trip.expect("there were hellos");
+        assert!(round_trip < 0.005, "reading is no round trip: {round_trip}");
+        // A chunk of more than a batch goes alone.
+        let large: Vec<_> = prompt(1, 3)
+            .into_iter()
+            .map(|key| (key, 40 << 20))
+            .collect();
+        assert_eq!(node.copy_to(peer, &large).await, Ok(3));
+        net.kill(1, Duration::from_millis(1));
+        let found = node.copy_to(peer, &chunks).await;
+        assert!(matches!(found, Err(CopyError::NoAnswer(_))), "{found:?}");
+    });
+}
+
+#[test]
+fn the_status_names_peers_that_went_until_they_are_back() {
+    run(async {
+        let net = Net::new(23, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let keys = prompt(0, 3);
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        fetch(&net, 0, &keys).await;
+        let status = net.node(0).status();
+        let ids: Vec<&str> = status.peers.iter().map(|peer| peer.id.as_str()).collect();
+        assert_eq!(ids, ["host-1", "host-2"]);
+        let counters = &status.peers[0].counters;
+        assert_eq!((counters["read"], counters["read_bytes"]), (3, 3 * LEN));
+        assert!(status.peers[0].round_trip_seconds.is_some());
+        assert_eq!(net.node(1).status().peers[0].counters["served"], 3);
+        net.kill(1, Duration::from_millis(1));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        let status = net.node(0).status();
+        assert_eq!((status.peers.len(), status.gone.len()), (1, 1));
+        let gone = &status.gone[0];
+        assert_eq!(
+            (gone.name.as_deref(), gone.counters["read"]),
+            (Some("host-1"), 3)
+        );
+        assert_eq!(gone.failure.reason, "killed");
+        assert_eq!(status.counters["read"], 3);
+        net.start(1, 64, |_| ());
+        assert!(net.connect(0, 1).await);
+        let status = net.node(0).status();
+        assert_eq!((status.peers.len(), status.gone.len()), (2, 0));
+    });
+}
+
+#[test]
+fn spaces_that_appear_after_the_connect_are_described() {
+    use crate::message::SpaceNote;
+    let note = |layout: u8| SpaceNote {
+        space: [layout; 16],
+        model: "m".into(),
+        world_size: 1,
+        layout: [layout; 16],
+        dtype: "bfloat16".into(),
+        salt: [0; 16],
+        identity: String::new(),
+    };
+    run(async {
+        let net = Net::new(21, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let holds = |net: &Net| {
+            let (node, peer) = (net.node(1), net.session(0));
+            let mut peers = node.peers.lock();
+            peers.of_session(&peer).expect("connected").holds.clone()
+        };
+        assert_eq!(holds(&net).spaces, []);
+        net.chunks(0).add_space(note(1));
+        net.chunks(1).add_space(note(2));
+        net.chunks(0).store(key(0, 0), 0);
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        assert_eq!((holds(&net).chunks, holds(&net).bytes), (1, LEN));
+        assert_eq!(holds(&net).spaces, [note(1)]);
+        // Neither is lost while nothing changes, nor kept when it does.
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        assert_eq!(holds(&net).spaces, [note(1)]);
+        net.chunks(0).add_space(note(2));
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        assert_eq!(holds(&net).spaces, [note(1), note(2)]);
     });
 }

@@ -6,8 +6,8 @@ use lmc_key::{ChunkKey, SpaceId};
 
 use super::block_on;
 use crate::{
-    Answers, Backend, BackendError, Clear, ClearEpoch, LoadItem, Loaded, Located, StoreItem,
-    Stored, in_order,
+    Answers, Backend, BackendError, Clear, ClearEpoch, LoadItem, Loaded, LocateHint, Located,
+    StoreItem, Stored, in_order,
 };
 
 fn wait<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
@@ -53,7 +53,7 @@ pub fn lens_of(
     deadline: Instant,
 ) -> Vec<Result<Option<u64>, BackendError>> {
     let len = |located: Located| located.present().map(|location| location.len);
-    let located = block_on(backend.locate(keys, deadline)).into_iter();
+    let located = block_on(backend.locate(keys, LocateHint::none(), deadline)).into_iter();
     located.map(|located| located.map(len)).collect()
 }
 

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 
 use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, LoadItem, Loaded, Located, StoreItem, Stored, ready,
+    Answers, Backend, BackendError, BoxFuture, LoadItem, Loaded, LocateHint, Located, StoreItem,
+    Stored, ready,
 };
 
 /// Waits until a moment, on a thread of its own.
@@ -84,6 +85,7 @@ impl<B: Backend> Backend for Delayed<B> {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(async move {
@@ -91,7 +93,7 @@ impl<B: Backend> Backend for Delayed<B> {
                 return Vec::new();
             }
             match self.delay(deadline).await {
-                true => self.inner.locate(keys, deadline).await,
+                true => self.inner.locate(keys, hint, deadline).await,
                 false => keys.iter().map(|_| Err(BackendError::Deadline)).collect(),
             }
         })

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::Rng;
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, LoadItem, Loaded,
-    LocalIndex, Located, Page, StoreItem, Stored, Unavailable, in_order,
+    LocalIndex, LocateHint, Located, Page, StoreItem, Stored, Unavailable, in_order,
 };
 
 /// Frequency of each fault, in thousandths of the keys.
@@ -164,11 +164,12 @@ impl<B: Backend> Backend for Faulty<B> {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         Box::pin(async move {
             self.delay().await;
-            let located = self.inner.locate(keys, deadline).await;
+            let located = self.inner.locate(keys, hint, deadline).await;
             located.into_iter().map(|one| self.distort(one)).collect()
         })
     }

@@ -46,18 +46,22 @@ macro_rules! forward {
         }
     };
     (@locate $inner:tt) => {
-        $crate::forward!(@keys locate $inner $crate::Located);
+        fn locate<'a>(
+            &'a self,
+            keys: &'a [::lmc_key::ChunkKey],
+            hint: &'a $crate::LocateHint,
+            deadline: ::std::time::Instant,
+        ) -> $crate::BoxFuture<'a, Vec<Result<$crate::Located, $crate::BackendError>>> {
+            self.$inner.locate(keys, hint, deadline)
+        }
     };
     (@remove $inner:tt) => {
-        $crate::forward!(@keys remove $inner bool);
-    };
-    (@keys $method:ident $inner:tt $answer:ty) => {
-        fn $method<'a>(
+        fn remove<'a>(
             &'a self,
             keys: &'a [::lmc_key::ChunkKey],
             deadline: ::std::time::Instant,
-        ) -> $crate::BoxFuture<'a, Vec<Result<$answer, $crate::BackendError>>> {
-            self.$inner.$method(keys, deadline)
+        ) -> $crate::BoxFuture<'a, Vec<Result<bool, $crate::BackendError>>> {
+            self.$inner.remove(keys, deadline)
         }
     };
     (@clear $inner:tt) => {

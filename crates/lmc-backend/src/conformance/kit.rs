@@ -17,7 +17,7 @@ use lmc_key::SpaceId;
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
     Answers, Backend, BackendError, Clear, ClearEpoch, Cursor, FailedSlot, Health, LoadItem,
-    Loaded, Located, Sharing, StoreItem, Stored,
+    Loaded, LocateHint, Located, Sharing, StoreItem, Stored,
 };
 
 /// The promise of the tier under test.
@@ -213,7 +213,12 @@ impl<'a> Run<'a> {
 
     async fn empty_batches(&mut self) {
         let deadline = self.deadline();
-        assert!(self.backend.locate(&[], deadline).await.is_empty());
+        assert!(
+            self.backend
+                .locate(&[], LocateHint::none(), deadline)
+                .await
+                .is_empty()
+        );
         assert!(self.backend.load(vec![], deadline).next().await.is_none());
         assert!(self.backend.store(vec![], deadline).next().await.is_none());
         assert!(self.backend.remove(&[], deadline).await.is_empty());
@@ -365,7 +370,10 @@ impl<'a> Run<'a> {
 
     async fn locate(&mut self) {
         let keys = self.some_keys();
-        let located = self.backend.locate(&keys, self.deadline()).await;
+        let located = self
+            .backend
+            .locate(&keys, LocateHint::none(), self.deadline())
+            .await;
         self.check_located(&keys, located);
         if let Some(index) = self.backend.index() {
             self.check_located(&keys, index.locate_now(&keys));
@@ -400,7 +408,10 @@ impl<'a> Run<'a> {
         let items = self.items_to_load();
         let len = items.len();
         let deadline = Instant::now() + Duration::from_millis(1);
-        let located = self.backend.locate(&keys, deadline).await;
+        let located = self
+            .backend
+            .locate(&keys, LocateHint::none(), deadline)
+            .await;
         assert_eq!(located.len(), keys.len(), "one answer for each key");
         let loaded = self.backend.load(items, deadline);
         drop(self.answers(loaded, len).await);
@@ -629,7 +640,10 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "storing into a closed tier: {stored:?}"
         );
-        let found = self.backend.locate(&[key], deadline).await;
+        let found = self
+            .backend
+            .locate(&[key], LocateHint::none(), deadline)
+            .await;
         let ok = matches!(found[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::{BackendError, ClearEpoch, Cursor, Located, Location};
+use lmc_backend::{BackendError, ClearEpoch, Cursor, LocateHint, Located, Location};
 use lmc_key::ChunkKey;
 
 use super::{Tiers, count};
@@ -167,14 +167,19 @@ impl Tiers {
     /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
     /// about the first key that no index in this process has: if no tier has it, the rest is not
     /// asked for.
-    pub(crate) async fn locate(&self, keys: &[ChunkKey], known: Sources) -> Vec<Source> {
+    pub(crate) async fn locate(
+        &self,
+        keys: &[ChunkKey],
+        known: Sources,
+        hint: &LocateHint,
+    ) -> Vec<Source> {
         let mut found = known.found;
         if known.is_final || found.len() >= keys.len() {
             return found;
         }
         let pending_until = Instant::now() + self.limits.pending_timeout;
         let rest = &keys[found.len()..];
-        let first = self.ask_until_known(&rest[..1], pending_until).await;
+        let first = self.ask_until_known(&rest[..1], hint, pending_until).await;
         let [Some(first)] = first[..] else {
             return found;
         };
@@ -185,7 +190,7 @@ impl Tiers {
             .filter(|&n| sources[n].is_none())
             .collect();
         let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
-        let answers = self.ask_until_known(&asked_keys, pending_until).await;
+        let answers = self.ask_until_known(&asked_keys, hint, pending_until).await;
         for (n, answer) in asked.into_iter().zip(answers) {
             sources[n] = answer;
         }
@@ -197,9 +202,10 @@ impl Tiers {
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
+        hint: &LocateHint,
         pending_until: Instant,
     ) -> Vec<Option<Source>> {
-        let mut answers: Vec<Answer> = self.ask(keys).await;
+        let mut answers: Vec<Answer> = self.ask(keys, hint).await;
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -215,7 +221,8 @@ impl Tiers {
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
-            for ((n, answer), local) in pending.into_iter().zip(self.ask(&asked).await).zip(local) {
+            let again = self.ask(&asked, hint).await;
+            for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
                 answers[n] = match local {
                     Some(_) => Answer::Found(Source::Dram),
                     None => answer,
@@ -235,7 +242,7 @@ impl Tiers {
 
     /// Asks all tiers that have no index in this process at once, under one deadline. A tier that
     /// is late or fails is counted, and cannot be used for this prompt.
-    async fn ask(&self, keys: &[ChunkKey]) -> Vec<Answer> {
+    async fn ask(&self, keys: &[ChunkKey], hint: &LocateHint) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
         if keys.is_empty() {
             return answers;
@@ -245,7 +252,7 @@ impl Tiers {
         let asked = self.tiers.iter().enumerate();
         let asked = asked.filter(|(_, tier)| tier.backend.index().is_none());
         let located = asked.map(|(index, tier)| async move {
-            let located = tier.backend.locate(keys, deadline);
+            let located = tier.backend.locate(keys, hint, deadline);
             // A tier that breaks its contract must not hold the prompt up.
             let located = tokio::time::timeout(timeout, located).await;
             let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();

@@ -493,7 +493,7 @@ fn pages_of_other_sites_change_nothing_and_learn_nothing() {
     refused(clear, &same, force, 403);
     refused("PUT /quota/a", &same, "{\"limit_gb\": 0}", 403);
     for path in [
-        "/", "/status", "/config", "/quota", "/metrics", "/healthz", "/nothing",
+        "/", "/status", "/peers", "/config", "/quota", "/metrics", "/healthz", "/nothing",
     ] {
         refused(&format!("GET {path}"), &[&rebound], "", 403);
         refused(&format!("GET {path}"), &[&own, &rebound], "", 403);

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
-use indicatif::{ProgressBar, ProgressStyle};
 use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, in_order};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus, SetMember, SpaceUsage};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde_json::json;
 
+use super::progress_bar;
 use crate::config::human_bytes;
 
 /// Time for each chunk, or page of a listing.
@@ -282,14 +282,6 @@ fn as_json(drive: &DriveStatus) -> serde_json::Value {
     })
 }
 
-fn bar(length: u64, what: &'static str) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} chunks, {per_sec}, {eta} left");
-    let bar = ProgressBar::new(length).with_message(what);
-    bar.set_style(style.expect("a constant template that a test draws"));
-    bar
-}
-
 fn list(tier: &DiskBackend) -> Result<Vec<Listed>> {
     let (mut found, mut cursor) = (Vec::new(), Cursor::START);
     loop {
@@ -312,7 +304,7 @@ fn pool(largest: u64) -> Result<Pool> {
 fn verify(tier: &DiskBackend) -> Result<Answer> {
     let chunks = list(tier)?;
     let pool = pool(chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0))?;
-    let bar = bar(chunks.len() as u64, "verifying");
+    let bar = progress_bar(chunks.len() as u64, "verifying");
     let (mut whole, mut damaged, mut unread, mut bytes) = (0u64, 0u64, 0u64, 0u64);
     let mut rest = &chunks[..];
     while !rest.is_empty() {
@@ -356,7 +348,7 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
 fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
     let chunks = list(tier)?;
     let pool = pool(chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0))?;
-    let bar = bar(chunks.len() as u64, "compacting");
+    let bar = progress_bar(chunks.len() as u64, "compacting");
     let done = wait(tier.compact(&pool, below, TIMEOUT, |done, of| {
         bar.set_length(of);
         bar.set_position(done);

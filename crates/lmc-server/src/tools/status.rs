@@ -2,43 +2,9 @@
 
 use std::fmt::Write;
 
-use lmc_key::Printable;
 use serde_json::Value;
 
-use crate::config::human_bytes;
-
-fn number(value: &Value) -> f64 {
-    value.as_f64().unwrap_or(0.0)
-}
-
-fn bytes(value: &Value) -> String {
-    human_bytes(value.as_u64().unwrap_or(0))
-}
-
-fn text(value: &Value) -> String {
-    // A model's name is what an engine says it is.
-    value
-        .as_str()
-        .map_or_else(|| value.to_string(), |text| Printable(text).to_string())
-}
-
-fn percent(part: f64, whole: f64) -> String {
-    if whole > 0.0 {
-        format!("{:.1} %", 100.0 * part / whole)
-    } else {
-        "-".to_owned()
-    }
-}
-
-fn duration(seconds: f64) -> String {
-    match seconds {
-        s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
-        s if s < 1.0 => format!("{:.1} ms", s * 1e3),
-        s if s < 120.0 => format!("{s:.0} s"),
-        s if s < 7200.0 => format!("{:.0} min", s / 60.0),
-        s => format!("{:.1} h", s / 3600.0),
-    }
-}
+use super::format::{bytes, duration, number, percent, text};
 
 pub(super) fn table(url: &str, answer: &Value) -> String {
     let status = &answer["lmc"];

@@ -4,7 +4,9 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request, RequestConfigs,
+};
 
 /// Tokens in a chunk.
 const CHUNK: usize = 256;
@@ -53,6 +55,27 @@ pub(crate) fn store(client: &mut Client, shm_name: &str) {
 /// Looks up and reads back: how many chunks were there, each with its bytes.
 pub(crate) fn retrieve(client: &mut Client, shm_name: &str, request: &str) -> u64 {
     Prompt::default().retrieve(client, shm_name, request)
+}
+
+/// Begins a lookup with settings of the request.
+pub(crate) fn look_up(
+    client: &mut Client,
+    request: &str,
+    configs: RequestConfigs,
+) -> Result<Reply, ClientError> {
+    let lookup = CacheKey {
+        worker_id: None,
+        configs,
+        ..Prompt::default().key(request)
+    };
+    client.ask(&Request::Lookup(lookup))
+}
+
+/// Waits for a lookup and reads back: how many chunks were there, each with its bytes.
+pub(crate) fn read_found(client: &mut Client, shm_name: &str, request: &str) -> u64 {
+    let hits = await_hits(client, request);
+    Prompt::default().read_back(client, shm_name, request, hits);
+    hits
 }
 
 /// Opens the pool of a server.

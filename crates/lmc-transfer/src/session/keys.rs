@@ -9,7 +9,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
-use snow::params::DHChoice;
+use snow::params::{DHChoice, HashChoice};
 use snow::resolvers::{CryptoResolver, DefaultResolver};
 use thiserror::Error;
 
@@ -120,6 +120,19 @@ impl Keys {
     pub fn read(path: &Path) -> Result<Self, KeyError> {
         let text = fs::read_to_string(path).map_err(|error| file_error(path, error))?;
         text.parse()
+    }
+
+    /// Returns a digest of a text under the first key: the same on every side with that key, and of
+    /// no use for guessing the text without it.
+    pub fn digest(&self, text: &[u8]) -> [u8; 16] {
+        let key = Key::derive(b"lmc-transfer digest", self.first.bytes());
+        let hash = DefaultResolver.resolve_hash(&HashChoice::Blake2s);
+        let mut hash = hash.expect("snow is built with BLAKE2s");
+        let mut digest = [0; 32];
+        hash.hmac(key.bytes(), text, &mut digest);
+        *digest
+            .first_chunk()
+            .expect("a digest has more than 16 bytes")
     }
 
     /// The key that this side connects with.
@@ -294,6 +307,16 @@ mod tests {
             let error = text.parse::<Keys>().expect_err("no or three keys");
             assert!(matches!(error, KeyError::Count { found: n } if n == found));
         }
+    }
+
+    #[test]
+    fn a_digest_is_that_of_the_first_key_and_its_text() {
+        let (a, b) = ("a".repeat(32), "b".repeat(32));
+        let keys = |text: &str| text.parse::<Keys>().expect("one or two keys");
+        let digest = keys(&a).digest(b"tenant");
+        assert_eq!(digest, keys(&format!("{a}\n{b}")).digest(b"tenant"));
+        assert_ne!(digest, keys(&format!("{b}\n{a}")).digest(b"tenant"));
+        assert_ne!(digest, keys(&a).digest(b"tenant-b"));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, 
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
     KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
+    Sources,
 };
 
 /// Most tokens that one prompt may have.
@@ -20,6 +21,8 @@ pub(crate) const MAX_TOKENS: usize = 4 << 20;
 pub(crate) const MAX_NAME: usize = 1024;
 /// Most bytes that a request id may have; one longer than [`MAX_NAME`] is shortened.
 const MAX_REQUEST_ID: usize = 1 << 20;
+/// Most bytes of the peers that a request names.
+const MAX_SOURCES: usize = 4096;
 /// Most entries that `request_configs` may have.
 const MAX_CONFIGS: usize = 256;
 /// Most characters that a cache salt may have; LMCache's own limit.
@@ -411,7 +414,8 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
 }
 
 /// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
-/// type, because users of the engine choose both.
+/// type, because users of the engine choose both. Peers that are named in a wrong way are an error
+/// of the lookup only: a refused store could end the engine.
 fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
     let mut configs = RequestConfigs::default();
     if reader.nil()? {
@@ -424,10 +428,24 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 Some(skip) => configs.skip_save = skip,
                 None => reader.skip()?,
             },
+            "lmcache.p2p.source" => configs.sources = sources(reader)?,
             _ => reader.skip()?,
         }
     }
     Ok(configs)
+}
+
+fn sources(reader: &mut Reader<'_>) -> Result<Sources, ValueError> {
+    if reader.nil()? {
+        return Ok(Sources::default());
+    }
+    let before = reader.clone();
+    if let Ok(text) = reader.str("lmcache.p2p.source", MAX_SOURCES) {
+        return Ok(Sources::parse(text));
+    }
+    *reader = before;
+    reader.skip()?;
+    Ok(Sources::NO_TEXT)
 }
 
 fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {

@@ -12,4 +12,5 @@ pub use msgpack::ValueError;
 pub use operation::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
     KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
+    Sources,
 };

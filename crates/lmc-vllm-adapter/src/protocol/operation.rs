@@ -1,6 +1,7 @@
 //! Requests of clients and replies of the server, independent of any encoding.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::protocol::KvDescriptor;
 
@@ -162,6 +163,54 @@ pub struct CacheKey {
 pub struct RequestConfigs {
     /// True if chunks of this request must not be stored (`lmcache.skip_save`).
     pub skip_save: bool,
+    /// Peers to ask first for chunks of this request (`lmcache.p2p.source`).
+    pub sources: Sources,
+}
+
+/// Peers that a request names: `lmcache.p2p.source`, names or addresses with commas between them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Sources {
+    /// The peers; none where the request names none.
+    Named(Arc<[String]>),
+    /// Reason why the value means no peers. A lookup is refused with it.
+    Malformed(&'static str),
+}
+
+impl Default for Sources {
+    fn default() -> Self {
+        Self::Named(Arc::new([]))
+    }
+}
+
+/// Peers that one request may name.
+const MAX_SOURCES: usize = 8;
+/// Bytes that one name may have.
+const MAX_SOURCE: usize = 256;
+
+impl Sources {
+    /// Reason why a value that is no text is malformed.
+    pub(crate) const NO_TEXT: Self = Self::Malformed(
+        "lmcache.p2p.source must be a text of at most 4096 bytes: names or addresses of peers, with \
+         commas between them",
+    );
+
+    /// Parses the value of `lmcache.p2p.source`.
+    pub fn parse(text: &str) -> Self {
+        let names: Vec<&str> = text.split(',').map(str::trim).collect();
+        let valid = |name: &&str| {
+            let is_short = (1..=MAX_SOURCE).contains(&name.len());
+            is_short && !name.contains(|c: char| c.is_control() || c.is_whitespace())
+        };
+        if names.len() > MAX_SOURCES {
+            return Self::Malformed("lmcache.p2p.source may name at most 8 peers");
+        }
+        if !names.iter().all(valid) {
+            return Self::Malformed(
+                "each name in lmcache.p2p.source must have 1 to 256 bytes, without white space",
+            );
+        }
+        Self::Named(names.into_iter().map(str::to_owned).collect())
+    }
 }
 
 /// KV group of an engine: layers that share block ids and a shape.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
@@ -21,7 +21,7 @@ use crate::service::peer::{Peer, Witness};
 use crate::service::registry::Registry;
 use crate::service::session::Wait;
 use crate::service::stats::{TransportCounters, add};
-use crate::service::status::ServiceStatus;
+use crate::service::status::{ServiceStatus, SpaceStatus};
 use crate::service::transfers::Transfers;
 use crate::service::{ClientId, Outcome};
 
@@ -34,6 +34,17 @@ const KV_EVENT_STREAM: &str = "kv_event_stream";
 /// which are taken in the order of the fields here from the last to the first.
 #[derive(Clone, Debug)]
 pub struct Service(pub(super) Arc<Parts>);
+
+/// A handle that does not keep the service alive: for a tier that the service's engine uses.
+#[derive(Clone, Debug)]
+pub struct WeakService(Weak<Parts>);
+
+impl WeakService {
+    /// Returns the service; `None` once it is gone.
+    pub fn upgrade(&self) -> Option<Service> {
+        self.0.upgrade().map(Service)
+    }
+}
 
 /// The parts of a service.
 pub(super) struct Parts {
@@ -93,6 +104,11 @@ impl Service {
             copy_threads,
             clears,
         })))
+    }
+
+    /// Returns a handle that does not keep the service alive.
+    pub fn downgrade(&self) -> WeakService {
+        WeakService(Arc::downgrade(&self.0))
     }
 
     /// Returns the settings that the service runs with.
@@ -360,6 +376,19 @@ impl Service {
             parts.transfers.held_status(now),
             now,
         )
+    }
+
+    /// Returns the spaces that have chunks in DRAM or belong to a registered worker's layout, as far
+    /// as engines have named them since the start.
+    pub fn spaces(&self) -> Vec<SpaceStatus> {
+        let layouts = self.0.registry.registered_layouts();
+        self.0.context.spaces.live(&layouts)
+    }
+
+    /// Returns the tenant of a space; the common one where no engine has named the space.
+    pub fn tenant_of(&self, space: lmc_key::SpaceId) -> lmc_engine::TenantId {
+        let context = &self.0.context;
+        context.spaces.tenant_of(space, &context.engine)
     }
 
     /// Returns the tenants that were ever named, with their numbers in the engine.

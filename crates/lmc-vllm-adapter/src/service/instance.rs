@@ -14,6 +14,7 @@ use lmc_memory::{
 use thiserror::Error;
 
 use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
+use crate::service::context::Context;
 use crate::service::gate::Gate;
 use crate::service::generation::Opaque;
 use crate::service::{ClientId, ServiceConfig};
@@ -236,7 +237,7 @@ impl Instance {
     }
 
     /// Returns the space of this worker's chunks under a tenant's salt.
-    pub(crate) fn space(&self, config: &ServiceConfig, salt: &Salt) -> SpaceId {
+    pub(super) fn space(&self, context: &Context, salt: &Salt) -> SpaceId {
         let mut spaces = self.spaces.borrow_mut();
         if let Some(&space) = spaces.get(salt) {
             return space;
@@ -244,7 +245,16 @@ impl Instance {
         if spaces.len() >= MAX_SPACES {
             spaces.clear();
         }
-        let space = KeySpace {
+        let space = self.key_space(&context.config, salt);
+        let id = space.id();
+        context.spaces.describe(id, space, true);
+        spaces.insert(salt.clone(), id);
+        id
+    }
+
+    /// Returns all that the space of this worker's chunks under a tenant's salt is made of.
+    pub(super) fn key_space(&self, config: &ServiceConfig, salt: &Salt) -> KeySpace {
+        KeySpace {
             algorithm: config.hasher.algorithm(),
             chunk_size: config.hasher.chunk_size(),
             model: self.model.clone(),
@@ -253,8 +263,7 @@ impl Instance {
             dtype: dtype_name(self.dtype),
             salt: salt.clone(),
             identity: config.identity.clone(),
-        };
-        *spaces.entry(salt.clone()).or_insert(space.id())
+        }
     }
 
     /// Returns true if requests about it may come on this connection: its own, or any when its own is

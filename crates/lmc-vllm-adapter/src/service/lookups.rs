@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use lmc_engine::{Found, FoundRank, LookupRequest, OwnerId, Rank, TenantId};
+use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, TenantId};
 use lmc_key::SpaceId;
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Reply};
+use crate::protocol::{CacheKey, Reply, Sources};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
@@ -94,6 +94,15 @@ impl Lookups {
                  upgrade the lmcache client to 0.5.6",
             );
         }
+        let sources = match &key.configs.sources {
+            Sources::Named(sources) => Arc::clone(sources),
+            Sources::Malformed(reason) => {
+                // The engine drops the text of a refused lookup.
+                let request = &key.request_id;
+                context.warn_throttled(&format!("lookup of {request} refused: {reason}"));
+                return refuse(reason);
+            }
+        };
         let hashed = match context.hash(key) {
             Ok(hashed) => hashed,
             Err(refusal) => return refusal,
@@ -129,6 +138,7 @@ impl Lookups {
         };
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
+            .with_hint(LocateHint::default().with_sources(sources))
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
         let chunk = u64::from(context.config.hasher.chunk_size());

@@ -35,14 +35,16 @@ pub use copies::InspectError;
 pub use ends::HeldStatus;
 pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
-pub use handle::Service;
+pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
 pub use peer::Peer;
 pub(crate) use peer::{Life, Witness};
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };
-pub use status::{EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus};
+pub use status::{
+    EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, SpaceStatus, TransferStatus,
+};
 pub(crate) use throttle::Throttle;
 
 /// A connection, for as long as the process runs.

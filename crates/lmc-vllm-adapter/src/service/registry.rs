@@ -237,6 +237,8 @@ impl Registry {
                 instance.ranks.clone_from(&known.ranks);
             }
         }
+        let space = instance.key_space(&self.context.config, &Salt::default());
+        self.context.spaces.describe(space.id(), space, false);
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
         let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
@@ -333,6 +335,13 @@ impl Registry {
         Reply::Bool(!first)
     }
 
+    /// Returns the layouts of the registered workers.
+    pub(super) fn registered_layouts(&self) -> HashSet<LayoutFingerprint> {
+        let workers = self.workers.lock();
+        let instances = workers.instances.values();
+        instances.map(|instance| instance.fingerprint).collect()
+    }
+
     /// The layouts in which a lookup must find a chunk for it to count.
     ///
     /// A scheduler names its model, not its layout. Where workers of one model differ in layout
@@ -360,7 +369,7 @@ impl Registry {
             return Vec::new();
         }
         let candidate = |layout: LayoutOf<'_>| Candidate {
-            space: layout.instance.space(&self.context.config, salt),
+            space: layout.instance.space(&self.context, salt),
             ranks: layout.ranks,
             unknown_rank: layout.unknown_rank,
         };

@@ -4,10 +4,11 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use lmc_engine::{CacheEngine, EventSink, RemovedEvent, StoredEvent, TenantId};
-use lmc_key::{LayoutFingerprint, Salt, SpaceId};
+use lmc_key::{KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
+use crate::service::status::SpaceStatus;
 
 /// Names of spaces, and of tenants, above which those without chunks are forgotten.
 const PURGE_ABOVE: usize = 65_536;
@@ -15,6 +16,10 @@ const PURGE_ABOVE: usize = 65_536;
 #[derive(Debug)]
 struct Space {
     model: Arc<str>,
+    /// Everything that the space is made of; `None` where only its id was known.
+    description: Option<KeySpace>,
+    /// True once a request named it: a registration alone names no salt.
+    requested: bool,
     /// The generation that it is of, see `generation`.
     generation: Option<LayoutFingerprint>,
     chunks: u64,
@@ -41,6 +46,23 @@ impl Default for Table {
     }
 }
 
+impl Table {
+    /// Returns a space's entry, added if it was not there.
+    fn entry(&mut self, space: SpaceId, model: &str) -> &mut Space {
+        if self.spaces.len() > self.purge_spaces_above {
+            self.spaces.retain(|_, space| space.chunks > 0);
+            self.purge_spaces_above = PURGE_ABOVE.max(2 * self.spaces.len());
+        }
+        self.spaces.entry(space).or_insert_with(|| Space {
+            model: model.into(),
+            description: None,
+            requested: false,
+            generation: None,
+            chunks: 0,
+        })
+    }
+}
+
 /// Names of spaces and tenants. Hears from the cache what was stored and removed, and passes
 /// removals on to the event log.
 #[derive(Debug)]
@@ -59,17 +81,50 @@ impl Spaces {
 
     /// Remembers the model of a space that is about to be stored into.
     pub(crate) fn name(&self, space: SpaceId, model: &str) -> Arc<str> {
+        Arc::clone(&self.table.lock().entry(space, model).model)
+    }
+
+    /// Remembers what a space is made of. `requested` is false where a worker registered, and no
+    /// request has named a salt yet.
+    pub(crate) fn describe(&self, space: SpaceId, description: KeySpace, requested: bool) {
         let mut table = self.table.lock();
-        if table.spaces.len() > table.purge_spaces_above {
-            table.spaces.retain(|_, space| space.chunks > 0);
-            table.purge_spaces_above = PURGE_ABOVE.max(2 * table.spaces.len());
-        }
-        let entry = table.spaces.entry(space).or_insert_with(|| Space {
-            model: model.into(),
-            generation: None,
-            chunks: 0,
+        let entry = table.entry(space, description.model.as_str());
+        entry.description = Some(description);
+        entry.requested |= requested;
+    }
+
+    /// Returns the spaces that have chunks in DRAM, and those of these layouts of registered
+    /// workers: the ones that requests named, or else the one without a salt.
+    pub(crate) fn live(&self, registered: &HashSet<LayoutFingerprint>) -> Vec<SpaceStatus> {
+        let table = self.table.lock();
+        let requested: HashSet<LayoutFingerprint> = (table.spaces.values())
+            .filter(|space| space.requested)
+            .filter_map(|space| Some(space.description.as_ref()?.layout))
+            .collect();
+        let live = table.spaces.iter().filter_map(|(&id, space)| {
+            let description = space.description.as_ref()?;
+            let layout = description.layout;
+            let named = space.requested || !requested.contains(&layout);
+            let registered = named && registered.contains(&layout);
+            (registered || space.chunks > 0).then(|| SpaceStatus {
+                id,
+                description: description.clone(),
+                chunks: space.chunks,
+                registered,
+            })
         });
-        Arc::clone(&entry.model)
+        live.collect()
+    }
+
+    /// Returns the tenant of a space; the common one where the space is not known.
+    pub(crate) fn tenant_of(&self, space: SpaceId, engine: &CacheEngine) -> TenantId {
+        let salt = {
+            let table = self.table.lock();
+            let space = table.spaces.get(&space);
+            let description = space.and_then(|space| space.description.as_ref());
+            description.map(|description| description.salt.clone())
+        };
+        self.tenant(&salt.unwrap_or_default(), engine)
     }
 
     /// Remembers that a named space is of a generation.

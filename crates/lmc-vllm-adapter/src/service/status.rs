@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
-use lmc_key::MemoStats;
+use lmc_key::{KeySpace, MemoStats, SpaceId};
 use serde::{Serialize, Serializer};
 
 use crate::service::context::Context;
@@ -44,6 +44,20 @@ pub struct InstanceStatus {
     pub pids: Vec<u32>,
     /// Transfers that it has prepared and not committed.
     pub transfers: usize,
+}
+
+/// A space that has chunks in DRAM, or whose layout a registered worker has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpaceStatus {
+    /// Id of the space.
+    pub id: SpaceId,
+    /// Fields of the space.
+    pub description: KeySpace,
+    /// Number of the space's chunks in DRAM.
+    pub chunks: u64,
+    /// True if a worker with the space's layout is registered.
+    pub registered: bool,
 }
 
 /// The requests that are under way.

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, MemoryBackend};
-use lmc_engine::{CacheEngine, EngineConfig};
-use lmc_key::{ChunkHasher, HashAlgorithm};
+use lmc_engine::{CacheEngine, EngineConfig, TenantId};
+use lmc_key::{ChunkHasher, HashAlgorithm, Salt, SpaceId};
 use lmc_memory::ArenaConfig;
 
 use super::jobs::Lane;
@@ -897,4 +897,36 @@ fn a_registration_maps_each_segment_once_and_not_too_many() {
     assert!(matches!(refused, Reply::Error(_)), "{refused:?}");
     registration.kv_caches.pop();
     assert_eq!(reply(&service, 1, layers(&mut registration)), Reply::None);
+}
+
+#[test]
+fn spaces_are_described_from_the_registration_on_and_have_their_tenants() {
+    let service = service(|_| ());
+    assert_eq!(service.spaces(), []);
+    let memory = Memory::new();
+    memory.register(&service);
+    let salts = |service: &Service| {
+        let spaces = service.spaces().into_iter();
+        let salts = spaces.map(|space| space.description.salt.as_str().to_owned());
+        salts.collect::<Vec<_>>()
+    };
+    // No request has named a tenant yet.
+    assert_eq!(salts(&service), [""]);
+    let lookup = CacheKey {
+        cache_salt: "tenant".to_owned(),
+        worker_id: None,
+        ..key("request", 2)
+    };
+    assert_eq!(reply(&service, 1, Request::Lookup(lookup)), Reply::None);
+    assert_eq!(salts(&service), ["tenant"]);
+    let space = service.spaces().remove(0);
+    assert_eq!((space.chunks, space.registered), (0, true));
+    let salt: Salt = "tenant".parse().expect("a valid salt");
+    let tenant = service.tenant(&salt);
+    assert_ne!(tenant, TenantId::default());
+    assert_eq!(service.tenant_of(space.id), tenant);
+    assert_eq!(
+        service.tenant_of(SpaceId::new([1; 16])),
+        TenantId::default()
+    );
 }

@@ -131,7 +131,7 @@ impl Transfers {
             let fingerprint = instance.fingerprint;
             let worker = Worker {
                 owner: instance.owner,
-                space: instance.space(&self.context.config, &hashed.salt),
+                space: instance.space(&self.context, &hashed.salt),
                 model: instance.model.clone(),
                 layout: fingerprint,
                 kv_rank: rank,

@@ -7,7 +7,7 @@ use crate::protocol::codec::{MAX_GROUPS, MAX_NAME, decode_operation};
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
-    KvEventKind, Operation, Reply, Request, SlotDescriptor,
+    KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -106,6 +106,26 @@ record!(BlockAllocation, |record|
     "new_token_ids": vec![0_u32; record.tokens],
 );
 
+impl Encode for RequestConfigs {
+    fn encode(&self, out: &mut Writer) {
+        let named = match &self.sources {
+            Sources::Named(names) => names.join(","),
+            Sources::Malformed(_) => String::new(),
+        };
+        let mut entries: Vec<(&'static str, &dyn Encode)> = Vec::new();
+        if self.skip_save {
+            entries.push(("lmcache.skip_save", &true));
+        }
+        if self.sources != Sources::default() {
+            entries.push(("lmcache.p2p.source", &named));
+        }
+        match entries.is_empty() {
+            true => out.nil(),
+            false => Record(&entries).encode(out),
+        }
+    }
+}
+
 record!(CacheKey, |key|
     "model_name": key.model_name,
     "world_size": key.world_size,
@@ -115,7 +135,7 @@ record!(CacheKey, |key|
     "end": key.end,
     "request_id": key.request_id,
     "cache_salt": key.cache_salt,
-    "request_configs": key.configs.skip_save.then_some(Record(&[("lmcache.skip_save", &true)])),
+    "request_configs": key.configs,
     "num_kv_readers": key.num_kv_readers,
 );
 

@@ -273,6 +273,47 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
 }
 
 #[test]
+fn peers_that_a_request_names_are_read_or_malformed() {
+    let with = |write: &dyn Fn(&mut Writer)| {
+        let mut w = Writer::new();
+        w.map(2);
+        w.str("lmcache.p2p.source");
+        write(&mut w);
+        w.str("lmcache.skip_save");
+        w.bool(true);
+        let bytes = w.into_bytes();
+        let configs = request_configs(&mut Reader::new(&bytes)).expect("never the decoder's error");
+        assert!(configs.skip_save, "what follows is read");
+        configs.sources
+    };
+    let named = |names: &[&str]| {
+        let names = names.iter().map(|name| (*name).to_owned());
+        Sources::Named(names.collect())
+    };
+    assert_eq!(with(&|w| w.nil()), Sources::default());
+    let two = with(&|w| w.str("host-a , [fd00::3]:7700"));
+    assert_eq!(two, named(&["host-a", "[fd00::3]:7700"]));
+    let malformed = |sources| matches!(sources, Sources::Malformed(_));
+    for text in [
+        "",
+        "a,,b",
+        "a b",
+        "a\u{7}",
+        &"a,".repeat(9),
+        &"a".repeat(257),
+        &"a".repeat(5000),
+    ] {
+        assert!(malformed(with(&|w| w.str(text))), "{text:?}");
+    }
+    assert_eq!(with(&|w| w.uint(5)), Sources::NO_TEXT);
+    let list = |w: &mut Writer| {
+        w.array(1);
+        w.str("host-a");
+    };
+    assert_eq!(with(&list), Sources::NO_TEXT);
+}
+
+#[test]
 fn settings_of_a_request_are_read_and_others_ignored() {
     let with = |write: &dyn Fn(&mut Writer)| {
         let mut w = Writer::new();
@@ -307,7 +348,10 @@ fn settings_of_a_request_are_read_and_others_ignored() {
     let many = with(&|w| w.map(1_000_000));
     assert!(many.is_err());
     let asked = Request::Lookup(CacheKey {
-        configs: RequestConfigs { skip_save: true },
+        configs: RequestConfigs {
+            skip_save: true,
+            sources: Sources::parse("host-a, 10.0.0.1:7700"),
+        },
         ..key()
     });
     let frames = encode_request(1, &asked);

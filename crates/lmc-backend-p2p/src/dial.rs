@@ -1,0 +1,255 @@
+//! Connections to the peers that the settings name, and why some are not there.
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lmc_transfer::{Address, ConnectError, PeerId, TransferChannel};
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::backend::DaemonNode;
+use crate::chunks::Chunks;
+use crate::link::now;
+use crate::peers::Failure;
+use crate::resolve::Names;
+
+/// Time after which a peer that is not connected is tried again.
+const CONNECT_EVERY: Duration = Duration::from_secs(1);
+/// Time that a connect may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// A peer that the settings name, at one of its addresses.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct NamedPeer {
+    /// The name with its port, as the settings have it.
+    pub name: String,
+    /// One of the name's addresses; none where the name is not resolved.
+    pub address: Option<String>,
+    /// Name of the peer on the channel; none while it is not connected.
+    pub id: Option<String>,
+    /// True for the address of this daemon itself, which is ignored.
+    pub itself: bool,
+    /// Reason why the name is not resolved, or the peer not connected.
+    pub failure: Option<Failure>,
+    /// Reason why the peer is not connected over NIXL, where both sides have it.
+    pub nixl_failure: Option<Failure>,
+}
+
+/// The peers that the settings name, as they are shown to people.
+pub(crate) type Named = Arc<Mutex<Vec<NamedPeer>>>;
+
+/// Names, addresses and connections of the named peers.
+#[derive(Debug)]
+struct Dialer {
+    names: Names,
+    connected: HashMap<SocketAddr, PeerId>,
+    failures: HashMap<SocketAddr, Failure>,
+    nixl_failures: HashMap<SocketAddr, Failure>,
+}
+
+/// Keeps connections to the peers that are named. Runs until it is dropped.
+pub(crate) async fn stay_connected<C: Chunks>(
+    node: Arc<DaemonNode<C>>,
+    peers: Vec<String>,
+    directories: Vec<String>,
+    named: Named,
+) {
+    let mut dialer = Dialer {
+        names: Names::new(peers.iter().chain(&directories)),
+        connected: HashMap::new(),
+        failures: HashMap::new(),
+        nixl_failures: HashMap::new(),
+    };
+    let mut strangers = BTreeSet::new();
+    let own = node.link.sockets.id().clone();
+    *named.lock() = dialer.named(&own);
+    loop {
+        dialer.resolve().await;
+        dialer.connect(&node).await;
+        connect_dialed(&node).await;
+        *named.lock() = dialer.named(&own);
+        let directories = dialer.connected_of(&directories);
+        warn_of_strangers(&node, &directories, &mut strangers);
+        node.set_contacts(
+            dialer.connected_of(&peers).into_iter().collect(),
+            directories,
+        );
+        tokio::time::sleep(CONNECT_EVERY).await;
+    }
+}
+
+impl Dialer {
+    /// Resolves the names whose time has come.
+    async fn resolve(&mut self) {
+        if !self.names.resolve(lookup).await {
+            return;
+        }
+        let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
+        let named = |address: &SocketAddr| addresses.contains(address);
+        self.connected.retain(|address, _| named(address));
+        self.failures.retain(|address, _| named(address));
+        self.nixl_failures.retain(|address, _| named(address));
+    }
+
+    /// Connects to each address whose peer is not connected.
+    async fn connect<C: Chunks>(&mut self, node: &DaemonNode<C>) {
+        let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
+        let connects = addresses.into_iter().map(|address| {
+            let known = self.connected.get(&address).cloned();
+            async move {
+                let connected = connect(node, address, known).await;
+                let nixl = match &connected {
+                    Ok(peer) => connect_nixl(node, address.ip().to_string(), peer).await,
+                    Err(_) => Ok(()),
+                };
+                (address, connected, nixl)
+            }
+        });
+        for (address, connected, nixl) in join_all(connects).await {
+            match nixl {
+                Ok(()) => drop(self.nixl_failures.remove(&address)),
+                Err(error) => {
+                    let error = error.to_string();
+                    if note(&mut self.nixl_failures, address, &error) {
+                        tracing::warn!(%address, %error, "a peer cannot be connected to over NIXL; it is read over sockets, and NIXL is tried again every second");
+                    }
+                }
+            }
+            match connected {
+                Ok(peer) => {
+                    self.connected.insert(address, peer);
+                    self.failures.remove(&address);
+                }
+                Err(error) => {
+                    // It may have started again, under another name.
+                    self.connected.remove(&address);
+                    let error = error.to_string();
+                    if note(&mut self.failures, address, &error) {
+                        tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Returns the connected peers of these names.
+    fn connected_of(&self, names: &[String]) -> Vec<PeerId> {
+        let addresses = names.iter().filter_map(|name| self.names.get(name));
+        let peers = addresses
+            .flatten()
+            .filter_map(|address| self.connected.get(address));
+        peers.cloned().collect()
+    }
+
+    /// Returns the named peers for people.
+    fn named(&self, own: &PeerId) -> Vec<NamedPeer> {
+        let mut named = Vec::new();
+        for (name, addresses, failure) in self.names.iter() {
+            for address in addresses {
+                let id = self.connected.get(address);
+                named.push(NamedPeer {
+                    name: name.clone(),
+                    address: Some(address.to_string()),
+                    id: id.map(PeerId::to_string),
+                    itself: id == Some(own),
+                    failure: self.failures.get(address).cloned(),
+                    nixl_failure: self.nixl_failures.get(address).cloned(),
+                });
+            }
+            if addresses.is_empty() {
+                named.push(NamedPeer {
+                    name: name.clone(),
+                    address: None,
+                    id: None,
+                    itself: false,
+                    failure: failure.cloned(),
+                    nixl_failure: None,
+                });
+            }
+        }
+        named
+    }
+}
+
+/// Connects over NIXL as well to peers that a directory named.
+async fn connect_dialed<C: Chunks>(node: &DaemonNode<C>) {
+    let dialed = node.dialed().into_iter().map(|(peer, host)| async move {
+        if let Err(error) = connect_nixl(node, host, &peer).await {
+            tracing::debug!(%peer, %error, "no NIXL session; the peer is read over sockets");
+        }
+    });
+    join_all(dialed).await;
+}
+
+async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
+    tokio::net::lookup_host(name).await.map(Iterator::collect)
+}
+
+/// Connects to the peer at an address, unless it is connected or this daemon itself.
+async fn connect<C: Chunks>(
+    node: &DaemonNode<C>,
+    address: SocketAddr,
+    known: Option<PeerId>,
+) -> Result<PeerId, ConnectError> {
+    let channel = &node.link.sockets;
+    if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
+        return Ok(peer);
+    }
+    let deadline = now() + CONNECT_TIMEOUT;
+    let at = Address::Tcp {
+        host: address.ip().to_string(),
+        port: address.port(),
+    };
+    let peer = channel.identify(&at, deadline).await?;
+    if peer != *channel.id() {
+        TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
+    }
+    Ok(peer)
+}
+
+/// Connects to a connected peer over NIXL as well, once both sides have it and their memory is
+/// registered.
+async fn connect_nixl<C: Chunks>(
+    node: &DaemonNode<C>,
+    host: String,
+    peer: &PeerId,
+) -> Result<(), ConnectError> {
+    let Some(nixl) = node.nixl_of(peer) else {
+        return Ok(());
+    };
+    let at = Address::Tcp {
+        host,
+        port: nixl.port,
+    };
+    let deadline = now() + CONNECT_TIMEOUT;
+    match node.link.connect_nixl(peer, nixl, &at, deadline).await {
+        Err(ConnectError::NotReady) => Ok(()),
+        connected => connected,
+    }
+}
+
+/// Notes a failure. Returns true if it is not the last one again.
+fn note<K: Eq + Hash>(failures: &mut HashMap<K, Failure>, key: K, error: &str) -> bool {
+    let new = Failure::new(error.to_owned(), now());
+    let old = failures.insert(key, new);
+    old.is_none_or(|old| old.reason != error)
+}
+
+/// Warns once of each daemon that is named as a directory and is none.
+fn warn_of_strangers<C: Chunks>(
+    node: &DaemonNode<C>,
+    directories: &[PeerId],
+    known: &mut BTreeSet<PeerId>,
+) {
+    let peers = node.peers.lock();
+    for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
+        let name = &peer.session.peer;
+        if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {
+            tracing::warn!(peer = %name, "no directory listens at an address of --p2p-directory; name the address of a server's --p2p-directory-listen");
+        }
+    }
+}

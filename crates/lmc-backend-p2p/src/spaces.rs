@@ -1,0 +1,268 @@
+//! Descriptions for people of what this daemon and its peers hold: the live spaces, and the fields
+//! in which two daemons with one model differ.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use lmc_key::Printable;
+use serde::Serialize;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::chunks::Chunks;
+use crate::link::{Link, now};
+use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, Reply, Request, SpaceNote};
+use crate::node::Node;
+
+/// Time for which a description of the own spaces is used again.
+const DESCRIBED_FOR: Duration = Duration::from_secs(1);
+
+/// The own spaces as they were described last.
+#[derive(Debug, Clone)]
+pub(crate) struct OwnSpaces {
+    at: Instant,
+    digest: u64,
+    pub(crate) spaces: Arc<[SpaceNote]>,
+}
+
+/// A field in which two spaces of one model differ.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Difference {
+    /// Name of the field.
+    pub field: &'static str,
+    /// Value at this daemon.
+    pub here: String,
+    /// Value at the peer.
+    pub there: String,
+}
+
+/// A model that this daemon and a peer serve in no common space: neither finds a chunk of it at the
+/// other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Mismatch {
+    /// Name of the model.
+    pub model: String,
+    /// The fields that differ, of the two spaces that differ the least.
+    pub differences: Vec<Difference>,
+}
+
+/// Returns the models that both sides serve in no common space.
+pub(crate) fn mismatches(ours: &[SpaceNote], theirs: &[SpaceNote]) -> Vec<Mismatch> {
+    let models: BTreeSet<&str> = ours.iter().map(|space| space.model.as_str()).collect();
+    let mismatch = |model: &str| {
+        let of_model = |space: &&SpaceNote| space.model == model;
+        let pairs = ours.iter().filter(of_model).flat_map(|our| {
+            let theirs = theirs.iter().filter(of_model);
+            theirs.map(move |their| (our, their))
+        });
+        let (our, their) = pairs.min_by_key(|(our, their)| match our.space == their.space {
+            true => 0,
+            false => 1 + differing(our, their).len(),
+        })?;
+        (our.space != their.space).then(|| Mismatch {
+            model: model.to_owned(),
+            differences: differing(our, their),
+        })
+    };
+    models.into_iter().filter_map(mismatch).collect()
+}
+
+/// Returns the fields in which two spaces of one model differ; at least one.
+fn differing(our: &SpaceNote, their: &SpaceNote) -> Vec<Difference> {
+    let salt = |space: &SpaceNote| match space.salt {
+        // Also one that a side without a key does not describe.
+        [0, ..] if space.salt == [0; 16] => "none".to_owned(),
+        _ => format!("digest {}", &hex(&space.salt)[..8]),
+    };
+    let difference = |field, [here, there]: [String; 2]| Difference { field, here, there };
+    let both = |value: &dyn Fn(&SpaceNote) -> String| [our, their].map(value);
+    let fields = [
+        difference("world_size", both(&|space| space.world_size.to_string())),
+        difference("dtype", both(&|space| space.dtype.clone())),
+        difference("layout", both(&|space| hex(&space.layout)[..8].to_owned())),
+        difference("identity", both(&|space| space.identity.clone())),
+        difference("salt", both(&salt)),
+    ];
+    let (mut differ, mut agree): (Vec<Difference>, Vec<Difference>) =
+        fields.into_iter().partition(|one| one.here != one.there);
+    if differ.is_empty() {
+        // All others are shown whole.
+        differ.extend(agree.pop());
+    }
+    differ
+}
+
+pub(crate) fn hex(bytes: &[u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(*bytes))
+}
+
+/// Cuts a text to what a message may hold.
+pub(crate) fn cut(text: &mut String) {
+    let mut end = text.len().min(MAX_TEXT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text.truncate(end);
+}
+
+impl<L: Link, C: Chunks> Node<L, C> {
+    /// Returns the own live spaces as peers see them, at most a second old.
+    pub(crate) fn own_spaces(&self) -> OwnSpaces {
+        let mut known = self.own_spaces.lock();
+        if let Some(known) = &*known
+            && now() < known.at + DESCRIBED_FOR
+        {
+            return known.clone();
+        }
+        let mut spaces = self.chunks.spaces();
+        spaces.truncate(MAX_SPACES);
+        let mut bytes = Vec::new();
+        for space in &mut spaces {
+            for text in [&mut space.model, &mut space.dtype, &mut space.identity] {
+                cut(text);
+            }
+            // An id decides all other fields.
+            bytes.extend(space.space);
+        }
+        known
+            .insert(OwnSpaces {
+                at: now(),
+                digest: xxh3_64(&bytes).max(1),
+                spaces: spaces.into(),
+            })
+            .clone()
+    }
+
+    pub(crate) fn described(&self, asked: Describe) -> Described {
+        let own = self.own_spaces();
+        let usage = self.chunks.usage();
+        let spaces = match own.digest == asked.digest {
+            true => Vec::new(),
+            false => own.spaces.to_vec(),
+        };
+        Described {
+            digest: own.digest,
+            chunks: usage.chunks,
+            bytes: usage.bytes,
+            pool: usage.capacity.unwrap_or(0),
+            spaces,
+        }
+    }
+
+    /// Asks all peers what they hold, and warns of models in which they share nothing with this
+    /// daemon.
+    pub(crate) async fn describe_peers(&self, deadline: Instant) {
+        let asked: Vec<_> = {
+            let peers = self.peers.lock();
+            let asked = peers
+                .iter()
+                .filter(|peer| peer.hello.is_some() && !peer.is_directory());
+            let asked = asked.map(|peer| (peer.session.clone(), peer.holds.digest));
+            asked.collect()
+        };
+        let own = self.own_spaces();
+        let answers = asked.iter().map(|(session, digest)| async move {
+            let request = Request::Describe(Describe { digest: *digest });
+            (session, self.ask(&session.peer, &request, deadline).await)
+        });
+        for (session, answer) in join_all(answers).await {
+            let mut peers = self.peers.lock();
+            let Some(peer) = peers.of_session(session) else {
+                continue;
+            };
+            // A peer of an earlier release described its spaces in its hello only.
+            if let Ok(Reply::Described(mut described)) = answer {
+                if described.digest == peer.holds.digest {
+                    described.spaces = std::mem::take(&mut peer.holds.spaces);
+                }
+                peer.holds = described;
+            }
+            for mismatch in mismatches(&own.spaces, &peer.holds.spaces) {
+                let fields = mismatch.differences.iter().map(|one| one.field);
+                let fields: Vec<&str> = fields.collect();
+                // Tenants are meant to be apart.
+                let expected = fields == ["salt"];
+                if !expected && peer.warned.insert(mismatch.model.clone()) {
+                    tracing::warn!(
+                        peer = %session.peer,
+                        model = %Printable(&mismatch.model),
+                        ?fields,
+                        "a peer serves this model in another space, so neither side finds the \
+                         other's chunks of it; `lmc peers` shows both values of these fields"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note(id: u8) -> SpaceNote {
+        SpaceNote {
+            space: [id; 16],
+            model: "m".into(),
+            world_size: 1,
+            layout: [4; 16],
+            dtype: "bfloat16".into(),
+            salt: [0; 16],
+            identity: String::new(),
+        }
+    }
+
+    fn fields(ours: &[SpaceNote], theirs: &[SpaceNote]) -> Vec<Vec<&'static str>> {
+        let found = mismatches(ours, theirs).into_iter();
+        let names = |one: Mismatch| one.differences.iter().map(|d| d.field).collect();
+        found.map(names).collect()
+    }
+
+    #[test]
+    fn models_in_no_common_space_are_named_with_the_fields_that_differ_least() {
+        let (a, b) = ([note(1)], note(2));
+        let wide = SpaceNote {
+            world_size: 2,
+            layout: [5; 16],
+            ..b.clone()
+        };
+        assert_eq!(fields(&a, &[note(1), wide.clone()]).len(), 0);
+        assert_eq!(
+            fields(&a, std::slice::from_ref(&wide)),
+            [["world_size", "layout"]]
+        );
+        let other = SpaceNote {
+            dtype: "half".into(),
+            ..note(3)
+        };
+        let found = mismatches(&a, &[wide, other]);
+        let dtype = Difference {
+            field: "dtype",
+            here: "bfloat16".into(),
+            there: "half".into(),
+        };
+        assert_eq!(found[0].differences, [dtype]);
+        let tenant = SpaceNote {
+            salt: [7; 16],
+            ..note(4)
+        };
+        assert_eq!(fields(&a, &[tenant]), [["salt"]]);
+        // A side without a key does not describe its salts.
+        assert_eq!(fields(&a, &[b]), [["salt"]]);
+        let unknown = SpaceNote {
+            model: "n".into(),
+            ..note(5)
+        };
+        assert_eq!(fields(&a, &[unknown]).len(), 0);
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        let mut text = "é".repeat(MAX_TEXT);
+        cut(&mut text);
+        assert_eq!(text, "é".repeat(MAX_TEXT / 2));
+    }
+}

@@ -1,0 +1,213 @@
+//! State of this daemon among its peers, for people and for machines.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::chunks::Chunks;
+use crate::dial::NamedPeer;
+use crate::link::{Link, now};
+use crate::message::SpaceNote;
+use crate::node::Node;
+use crate::peers::{Failure, GonePeer, Peer, PeerCounters};
+use crate::spaces::{Mismatch, hex, mismatches};
+
+/// State of a [`P2pBackend`](crate::P2pBackend) and of every peer that it knows.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct PeersStatus {
+    /// Name of this daemon on the channel, another one at each start.
+    pub id: String,
+    /// State of the node.
+    #[serde(flatten)]
+    pub node: NodeStatus,
+    /// The peers that the settings name, each at each of its addresses.
+    pub named: Vec<NamedPeer>,
+}
+
+/// State of a [`Node`].
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct NodeStatus {
+    /// Name of this daemon, for people.
+    pub name: String,
+    /// Address that peers connect to.
+    pub address: String,
+    /// Oldest and newest version of the protocol that this daemon speaks.
+    pub versions: (u16, u16),
+    /// Tokens in a chunk.
+    pub chunk_size: u32,
+    /// Name of the algorithm of prefix hashes.
+    pub algorithm: String,
+    /// Leases that peers have here.
+    pub leases: usize,
+    /// Payload bytes leased to peers.
+    pub leased_bytes: u64,
+    /// Payload bytes that may be leased to all peers together.
+    pub leasable_bytes: u64,
+    /// The own live spaces.
+    pub spaces: Vec<SpaceView>,
+    /// The connected peers.
+    pub peers: Vec<PeerStatus>,
+    /// Peers that disconnected and did not come back, the last first.
+    pub gone: Vec<GonePeer>,
+    /// Counters of all peers since this daemon's start.
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
+/// A space, with digests in hexadecimal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct SpaceView {
+    /// The space's id.
+    pub id: String,
+    /// Name under which the engine serves its model.
+    pub model: String,
+    /// KV ranks that together hold a chunk.
+    pub world_size: u32,
+    /// Element type.
+    pub dtype: String,
+    /// Fingerprint of the chunks' layout.
+    pub layout: String,
+    /// Text that the operator added to the identity.
+    pub identity: String,
+    /// Digest of the tenant's salt under the shared key; none without a salt or without a key.
+    pub salt: Option<String>,
+}
+
+impl From<&SpaceNote> for SpaceView {
+    fn from(note: &SpaceNote) -> Self {
+        Self {
+            id: hex(&note.space),
+            model: note.model.clone(),
+            world_size: note.world_size,
+            dtype: note.dtype.clone(),
+            layout: hex(&note.layout),
+            identity: note.identity.clone(),
+            salt: (note.salt != [0; 16]).then(|| hex(&note.salt)),
+        }
+    }
+}
+
+/// Content of a peer's memory, as the peer described it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Holding {
+    /// Chunks in memory.
+    pub chunks: u64,
+    /// Payload bytes of the chunks in memory.
+    pub bytes: u64,
+    /// Bytes of memory for chunks.
+    pub pool: u64,
+}
+
+/// State of one connected peer. Texts are as the peer sent them: escape them before they are shown.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct PeerStatus {
+    /// Name on the channel, another one at each start of the peer.
+    pub id: String,
+    /// Name for people; none before the hello.
+    pub name: Option<String>,
+    /// Address at which the peer listens; none before the hello.
+    pub address: Option<String>,
+    /// Version of the protocol that both sides speak; none while no hello is accepted, and the peer
+    /// is not used.
+    pub version: Option<u16>,
+    /// Seconds since the connect.
+    pub connected_seconds: f64,
+    /// Transport by which chunks are read from it now.
+    pub transport: &'static str,
+    /// Last failure since the connect.
+    pub last_failure: Option<Failure>,
+    /// Seconds for which the peer is not asked because of failures.
+    pub paused_seconds: Option<f64>,
+    /// Measured time from a request to its answer; none before the first.
+    pub round_trip_seconds: Option<f64>,
+    /// Measured rate of reads; none before the first.
+    pub read_bytes_per_second: Option<f64>,
+    /// Share of what the peer may lease that it had leased when it last said so, 0 to 1.
+    pub load: f64,
+    /// Content of the peer's memory; none where the peer does not say.
+    pub holds: Option<Holding>,
+    /// Leases that the peer has here.
+    pub leases: usize,
+    /// Payload bytes leased to the peer here.
+    pub leased_bytes: u64,
+    /// The peer's live spaces.
+    pub spaces: Vec<SpaceView>,
+    /// Models that both sides serve in no common space.
+    pub mismatches: Vec<Mismatch>,
+    /// Counters of the peer since the connect.
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
+impl<L: Link, C: Chunks> Node<L, C> {
+    /// Returns the state of this daemon among its peers.
+    pub fn status(&self) -> NodeStatus {
+        let own = self.own_spaces();
+        let (leases, leased_bytes) = self.leased();
+        // Not while the peers are locked: grants lock them the other way round.
+        let leased = self.owner.lock().by_session();
+        let peers = self.peers.lock();
+        let status = |peer: &Peer| {
+            let leased = leased.get(&peer.session).copied();
+            self.peer_status(peer, leased.unwrap_or_default(), &own.spaces)
+        };
+        let mut connected: Vec<PeerStatus> = peers.iter().map(status).collect();
+        connected.sort_by(|a, b| (&a.name, &a.id).cmp(&(&b.name, &b.id)));
+        NodeStatus {
+            name: self.config.name.clone(),
+            address: self.config.address.clone(),
+            versions: self.config.versions,
+            chunk_size: self.config.chunk_size,
+            algorithm: self.config.algorithm.clone(),
+            leases,
+            leased_bytes,
+            leasable_bytes: self.config.limits.bytes,
+            spaces: own.spaces.iter().map(SpaceView::from).collect(),
+            peers: connected,
+            gone: peers.gone().cloned().collect(),
+            counters: counters(&peers.counters()),
+        }
+    }
+
+    fn peer_status(
+        &self,
+        peer: &Peer,
+        (leases, leased_bytes): (usize, u64),
+        own: &[SpaceNote],
+    ) -> PeerStatus {
+        let (oldest, newest) = self.config.versions;
+        let hello = peer.hello.as_ref();
+        let version = hello.and_then(|hello| hello.common_version(oldest, newest));
+        let holds = (peer.holds.digest != 0).then_some(Holding {
+            chunks: peer.holds.chunks,
+            bytes: peer.holds.bytes,
+            pool: peer.holds.pool,
+        });
+        PeerStatus {
+            id: peer.session.peer.to_string(),
+            name: hello.map(|hello| hello.name.clone()),
+            address: hello.map(|hello| hello.address.clone()),
+            version,
+            connected_seconds: (now().saturating_duration_since(peer.since)).as_secs_f64(),
+            transport: self.transport_of(peer).name(),
+            last_failure: peer.last_failure.clone(),
+            paused_seconds: peer.paused(now()).map(|pause| pause.as_secs_f64()),
+            round_trip_seconds: peer.round_trip(),
+            read_bytes_per_second: peer.read_rate(),
+            load: f64::from(peer.load) / 255.0,
+            holds,
+            leases,
+            leased_bytes,
+            spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
+            mismatches: mismatches(own, &peer.holds.spaces),
+            counters: counters(&peer.counters),
+        }
+    }
+}
+
+pub(crate) fn counters(counters: &PeerCounters) -> BTreeMap<&'static str, u64> {
+    counters.named().into_iter().collect()
+}
