@@ -1,6 +1,6 @@
 """One vLLM engine, driven by JSON lines: commands on stdin, answers on stdout.
 
-  {"op": "generate", "prompts": [{"ids": [...], "salt": "..."}], "max_tokens": 16}
+  {"op": "generate", "prompts": [{"ids": [...], "salt": "...", "transfer": {...}}], "max_tokens": 16}
       -> {"outputs": [{"ids": [...], "cached": 512, "finish": "length"}]}
   {"op": "quit"}
 
@@ -70,15 +70,17 @@ def main():
         command = json.loads(line)
         if command["op"] == "quit":
             break
-        prompts = []
+        prompts, params = [], []
         for prompt in command["prompts"]:
             request = {"prompt_token_ids": prompt["ids"]}
             if prompt.get("salt"):
                 request["cache_salt"] = prompt["salt"]
             prompts.append(request)
-        params = SamplingParams(
-            max_tokens=command["max_tokens"], temperature=0, ignore_eos=True, detokenize=False
-        )
+            extra = {"kv_transfer_params": prompt["transfer"]} if "transfer" in prompt else None
+            params.append(SamplingParams(
+                max_tokens=command["max_tokens"], temperature=0, ignore_eos=True,
+                detokenize=False, extra_args=extra
+            ))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answer = [
             {

@@ -104,3 +104,35 @@ class Proxy:
     def stop(self):
         self.listener.close()
         self.cut()
+
+
+class CutShort(Proxy):
+    """Forwards bytes as they are. Once `left` is a number, forwards that many bytes of the
+    upstream's, calls `strike`, and keeps no connection."""
+
+    def __init__(self, port, upstream, strike):
+        self.left = None
+        self.lock = threading.Lock()
+        super().__init__(port, upstream, strike)
+
+    def requests(self, client, server):
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                server.sendall(data)
+        self.close(client, server)
+
+    def replies(self, client, server):
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 12):
+                with self.lock:
+                    if self.struck:
+                        break
+                    if self.left is not None:
+                        self.left -= len(data)
+                        if self.left < 0:
+                            self.strike()
+                            self.struck = True
+                            self.cut()
+                            break
+                client.sendall(data)
+        self.close(client, server)

@@ -27,7 +27,7 @@ import urllib.request
 
 import checks
 from checks import check, free_port
-from proxy import Proxy
+from proxy import CutShort, Proxy
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHUNK = 256
@@ -281,7 +281,7 @@ class Run:
         }
         for dtype, engine in engines.items():
             engine.ready()
-            wanted = {seed: prompts(seed, *LENGTHS) for seed in range(1, 8)}
+            wanted = {seed: prompts(seed, *LENGTHS) for seed in range(1, 9)}
             for mode_seed in (1, 2):
                 wanted["shared", mode_seed] = shared_prefix(mode_seed)
             # One prompt at a time: bfloat16 ids depend on what shares the batch.
@@ -483,52 +483,108 @@ def disk_restart(run):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def peers(run):
-    """Two servers that read each other's chunks, with an engine each; the owner is killed."""
-    if run.args.peer:
-        return
-    at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    owner = Server(run.args, "--p2p-listen", at[0])
-    reader = Server(run.args, "--p2p-listen", at[1], "--p2p-peer", at[0])
+class Peers:
+    """Two servers that read each other's chunks, with an engine each. What the reader reads passes
+    a proxy that can kill the owner in the middle of it."""
 
-    def counters(server):
-        return server.status()["lmc"]["lower"][0]["counters"]
+    def __init__(self, run, policy):
+        self.run = run
+        self.name = f"peers, policy {policy}"
+        at = [f"127.0.0.1:{free_port()}" for _ in range(3)]
+        self.owner = Server(run.args, "--p2p-listen", at[0])
+        # Five milliseconds are too few for a proxy in Python on a busy machine.
+        self.reader = Server(run.args, "--p2p-listen", at[1], "--p2p-peer", at[2],
+                             "--p2p-locate-timeout", "5s")
+        self.owner.start()
+        ports = [int(address.split(":")[1]) for address in at]
+        self.proxy = CutShort(ports[2], ports[0], self.owner.child.kill)
+        self.reader.start()
+        self.first = run.engine("peers-first", port=self.owner.port)
+        self.second = run.engine("peers-second", port=self.reader.port, policy=policy)
 
-    def connected():
-        with open(reader.child.log.name, errors="replace") as log:
+    def counters(self):
+        return self.reader.status()["lmc"]["lower"][0]["counters"]
+
+    def connected(self):
+        with open(self.reader.child.log.name, errors="replace") as log:
             return "peer connected" in log.read()
 
-    try:
-        owner.start()
-        reader.start()
-        first = run.engine("peers-first", port=owner.port)
-        second = run.engine("peers-second", port=reader.port)
-        first.ready()
-        second.ready()
-        check("peers: the servers have met", eventually(connected))
-        run.cold_and_warm("peers, first engine", first, 3)
-        run.warm("peers, second engine", second, 3)
-        found = counters(reader)
-        check("peers: each chunk was read from the other server, once and whole",
+    def ready(self):
+        self.first.ready()
+        self.second.ready()
+        check(f"{self.name}: the servers have met", eventually(self.connected))
+
+    def share(self):
+        run, name = self.run, self.name
+        run.cold_and_warm(f"{name}, first engine", self.first, 3)
+        run.warm(f"{name}, second engine", self.second, 3)
+        found = self.counters()
+        check(f"{name}: each chunk was read from the other server, once and whole",
               found["read"] == 9 and not found["corrupt"] + found["lapsed"], str(found))
-        run.warm("peers, second engine again", second, 3)
-        check("peers: then it has them itself", counters(reader)["read"] == 9)
-        # Chunks on their way when their owner dies are misses, and the rest is computed.
-        first.generate(prompts(6, *LENGTHS))
-        second.submit(prompts(6, *LENGTHS))
-        owner.child.kill()
-        ids = [output["ids"] for output in second.answer(ANSWER_DEADLINE)["outputs"]]
-        check("peers: ids are those without a connector when the owner is killed",
-              ids == run.plain["float32", 6])
-        ids, _ = second.generate(prompts(7, *LENGTHS))
-        check("peers: so they are after it", ids == run.plain["float32", 7])
-        first.kill()
-        second.kill()
-        free = eventually(lambda: not any(reader.held().values()))
-        check("peers: nothing is held afterwards", free, str(reader.held()))
+        run.warm(f"{name}, second engine again", self.second, 3)
+        check(f"{name}: then it has them itself", self.counters()["read"] == 9)
+
+    def die_in_mid_read(self):
+        """Chunks on their way when their owner dies are misses, and the rest is computed."""
+        run, name = self.run, self.name
+        self.first.generate(prompts(6, *LENGTHS))
+        usage = self.owner.status()["lmc"]["usage"]
+        # One chunk and a half have arrived then, of nine.
+        self.proxy.left = usage["chunk_bytes"] // usage["chunks"] * 3 // 2
+        outputs = self.second.outputs(prompts(6, *LENGTHS))
+        check(f"{name}: the owner died while its chunks were read",
+              self.proxy.struck and self.owner.child.process.poll() is not None)
+        check(f"{name}: ids are those without a connector when the owner dies in mid-read",
+              [output["ids"] for output in outputs] == run.plain["float32", 6])
+        check(f"{name}: and no request fails",
+              all(output["finish"] == "length" for output in outputs), str(outputs))
+        ids, _ = self.second.generate(prompts(7, *LENGTHS))
+        check(f"{name}: so they are after it", ids == run.plain["float32", 7])
+        self.first.kill()
+        self.second.kill()
+        free = eventually(lambda: not any(self.reader.held().values()))
+        check(f"{name}: nothing is held afterwards", free, str(self.reader.held()))
+
+    def end(self):
+        self.proxy.stop()
+        self.owner.discard()
+        self.reader.stop()
+
+
+def peers(run):
+    """Two servers that read each other's chunks, under both of vLLM's policies; the owner dies."""
+    if run.args.peer:
+        return
+    pairs = []
+    try:
+        for policy in ("recompute", "fail"):
+            pairs.append(Peers(run, policy))
+        for pair in pairs:
+            pair.ready()
+        pairs[0].share()
+        for pair in pairs:
+            pair.die_in_mid_read()
     finally:
-        owner.discard()
-        reader.stop()
+        for pair in pairs:
+            pair.end()
+
+
+def skip_save(run):
+    """A request that says lmcache.skip_save stores nothing; the same one without it does."""
+    if run.args.peer:
+        return
+    engine = run.engine("skip-save").ready()
+    batch = prompts(8, *LENGTHS)
+    skips = [{"ids": ids, "transfer": {"lmcache.skip_save": True}} for ids in batch]
+    for time_of in ("first", "second"):
+        ids, cached = engine.generate(skips)
+        check(f"skip_save: ids of the {time_of} request are those without a connector",
+              ids == run.plain["float32", 8])
+        check(f"skip_save: nothing is cached at the {time_of} request",
+              cached == [0] * len(batch), str(cached))
+    run.cold_and_warm("skip_save, then without it", engine, 8)
+    engine.kill()
+    run.nothing_held("skip_save")
 
 
 def wrong_dtype(run):
@@ -617,7 +673,7 @@ def tensor_parallel(run):
 
 
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
-             wrong_dtype, serve, tensor_parallel]
+             skip_save, wrong_dtype, serve, tensor_parallel]
 
 
 def main():
