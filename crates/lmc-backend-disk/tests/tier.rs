@@ -342,6 +342,37 @@ fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
     }
 }
 
+/// Peers and disk compare a chunk with the same sum: the first of them computes it.
+#[test]
+fn a_checksum_is_computed_once_for_all_tiers() {
+    let (folder, pool) = (new_folder(), pool(8 * MIB));
+    let tier = config_of(&folder, 64 * MIB).open().unwrap();
+    let write = |n, note: Option<u64>| {
+        let mut slot = pool.reserve(CHUNK).expect("space in the pool");
+        fill_value(&test_key(n), slot.bytes_mut());
+        let slot = slot.written();
+        let slot = match note {
+            Some(sum) => slot.with_checksum(sum).seal(),
+            None => slot.seal(),
+        };
+        let item = StoreItem::new(test_key(n), slot.clone());
+        store_batch(&tier, vec![item], soon());
+        slot.known_checksum()
+    };
+    let read = |n| {
+        let slot = pool.reserve(CHUNK).expect("space in the pool");
+        let mut loaded = load_batch(&tier, vec![LoadItem::new(test_key(n), slot)], soon());
+        let slot = loaded.pop().and_then(Loaded::hit)?;
+        slot.known_checksum()
+    };
+    let sum = write(0, None);
+    assert!(sum.is_some(), "the copy to the drive computes it");
+    assert_eq!(read(0), sum, "and the copy from the drive brings it");
+    // A wrong one shows that it is not computed again.
+    assert_eq!((write(1, Some(7)), read(1)), (Some(7), None));
+    assert_eq!(tier.stats().bad_payloads, 1);
+}
+
 #[test]
 fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));

@@ -136,6 +136,12 @@ pub enum AtomicU32 {
     Scheduled(shuttle::sync::atomic::AtomicU32),
 }
 
+impl Default for AtomicU32 {
+    fn default() -> Self {
+        Self::new(0)
+    }
+}
+
 impl AtomicU32 {
     /// Makes a count, which is scheduled when it is made inside of [`explore`].
     pub fn new(value: u32) -> Self {

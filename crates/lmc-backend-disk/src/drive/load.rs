@@ -247,7 +247,7 @@ impl Shared {
                 if sum == found.payload_sum {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
-                    let (slot, epoch) = (slot.written(), epoch);
+                    let slot = slot.written().with_checksum(sum);
                     return batch.answer(*index, Loaded::Hit { slot, epoch });
                 }
                 &self.counters.bad_payloads

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::{Change, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
 use crate::counters::count;
-use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
+use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
 
@@ -121,7 +121,7 @@ impl Shared {
             }]);
         };
         write(at + BLOCK, len, payload);
-        let sum = sum.unwrap_or_else(|| payload_sum(slot.bytes()));
+        let sum = sum.unwrap_or_else(|| slot.checksum());
         {
             let mut writes = writes.lock();
             writes.ready.put.payload_sum = sum;

@@ -1,22 +1,24 @@
 //! Slots of an arena.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+#[cfg(not(test))]
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(test)]
-use lmc_testkit::interleave::Mutex;
+use lmc_testkit::interleave::{AtomicU32, Mutex};
 #[cfg(not(test))]
 use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::Arena;
 
-mod counts;
+mod per_slot;
 mod segregated_fit;
 mod slot;
 mod slot_bytes;
 
-use counts::Counts;
+use per_slot::PerSlot;
 use segregated_fit::SegregatedFit;
 use slot::Handle;
 pub use slot::{QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot};
@@ -99,7 +101,10 @@ struct Inner {
     arena: Arc<Arena>,
     align_bits: u32,
     units: u32,
-    counts: Counts,
+    /// Owners of each slot.
+    counts: PerSlot<AtomicU32>,
+    /// Checksums of slots, 0 where none is known: then it is computed again.
+    sums: PerSlot<AtomicU64>,
     state: Mutex<State>,
 }
 
@@ -145,7 +150,8 @@ impl Pool {
             arena,
             align_bits: align.ilog2(),
             units,
-            counts: Counts::default(),
+            counts: PerSlot::default(),
+            sums: PerSlot::default(),
             state: Mutex::new(state),
         };
         Ok(Self {
@@ -174,6 +180,7 @@ impl Pool {
         let (node, unit) = (0..WITHHELD_PER_RESERVE).find_map(take)??;
         // No other thread knows the node yet; the mutex that hands it on orders this store.
         self.inner.counts.at(node).store(1, Ordering::Relaxed);
+        self.inner.forget_sum(node);
         Some(ReservedSlot(Handle {
             pool: Arc::clone(&self.inner),
             node,
@@ -253,6 +260,13 @@ impl Pool {
 }
 
 impl Inner {
+    /// Notes that the bytes of a slot are about to change.
+    fn forget_sum(&self, node: u32) {
+        if let Some(sum) = self.sums.get(node) {
+            sum.store(0, Ordering::Relaxed);
+        }
+    }
+
     fn ensure(&self, unit: u32, units: u32) -> Result<(), String> {
         let bytes = |units: u32| u64::from(units) << self.align_bits;
         self.arena.ensure(bytes(unit), bytes(units))

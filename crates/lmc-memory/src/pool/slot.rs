@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::{Inner, slot_bytes};
-use crate::Arena;
+use crate::{Arena, checksum};
 
 /// An owner of a slot. The last one gives it back.
 #[derive(Debug)]
@@ -21,6 +21,26 @@ pub(super) struct Handle {
 impl Handle {
     fn offset(&self) -> u64 {
         u64::from(self.unit) << self.pool.align_bits
+    }
+
+    /// Relaxed everywhere: all owners that write a sum write the same one, and a slot gets its
+    /// next content only after its last owner is gone.
+    fn known_checksum(&self) -> Option<u64> {
+        let sum = self.pool.sums.get(self.node)?.load(Ordering::Relaxed);
+        (sum != 0).then_some(sum)
+    }
+
+    fn checksum(&self, bytes: &[u8]) -> u64 {
+        if let Some(sum) = self.known_checksum() {
+            return sum;
+        }
+        let sum = checksum(bytes);
+        self.note_checksum(sum);
+        sum
+    }
+
+    fn note_checksum(&self, sum: u64) {
+        self.pool.sums.at(self.node).store(sum, Ordering::Relaxed);
     }
 }
 
@@ -149,9 +169,29 @@ impl WrittenSlot {
         unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
     }
 
+    /// Returns the [`checksum`](crate::checksum()) of the bytes. The first call for a chunk computes
+    /// it, on the caller's thread; it is kept until the slot has other bytes.
+    pub fn checksum(&self) -> u64 {
+        self.0.checksum(self.bytes())
+    }
+
+    /// Returns the checksum if it was computed or noted before.
+    pub fn known_checksum(&self) -> Option<u64> {
+        self.0.known_checksum()
+    }
+
     /// Gives the bytes up: the slot may be written again.
     pub fn into_reserved(self) -> ReservedSlot {
+        self.0.pool.forget_sum(self.0.node);
         ReservedSlot(self.0)
+    }
+
+    /// Notes the [`checksum`](crate::checksum()) of the bytes, where that is known: they were
+    /// compared with it.
+    #[must_use = "the slot is what is returned"]
+    pub fn with_checksum(self, sum: u64) -> Self {
+        self.0.note_checksum(sum);
+        self
     }
 
     /// Makes the slot readable by many.
@@ -170,6 +210,17 @@ impl SealedSlot {
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: sealed slots are never written, and this owner keeps the range taken.
         unsafe { slot_bytes::shared(&self.0.pool.arena, self.0.offset(), self.0.len) }
+    }
+
+    /// Returns the [`checksum`](crate::checksum()) of the bytes. The first call for a chunk computes
+    /// it, on the caller's thread; it is kept until the slot has other bytes.
+    pub fn checksum(&self) -> u64 {
+        self.0.checksum(self.bytes())
+    }
+
+    /// Returns the checksum if it was computed or noted before.
+    pub fn known_checksum(&self) -> Option<u64> {
+        self.0.known_checksum()
     }
 
     /// First byte, for devices that are handed an address. It may be read for

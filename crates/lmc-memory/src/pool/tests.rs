@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::*;
-use crate::ArenaConfig;
+use crate::{ArenaConfig, checksum};
 
 fn pool(bytes: usize) -> Pool {
     let arena = ArenaConfig::anonymous(bytes)
@@ -127,7 +127,8 @@ fn an_index_can_hold_millions() {
     for _ in 0..slots {
         fit.take(5).unwrap();
     }
-    // The owners' counter adds at most 8 bytes to these 24.
+    // The owners' counter adds at most 8 bytes to these 24, and the checksum, once one is known, at
+    // most 16.
     assert!(
         fit.heap_bytes() <= slots * 24 + 40_000,
         "{}",
@@ -161,4 +162,31 @@ fn threads_share_a_pool() {
         }
     });
     assert_eq!((pool.usage().used, pool.usage().slots), (0, 0));
+}
+
+#[test]
+fn a_checksum_is_computed_once_and_ends_with_the_bytes() {
+    let pool = pool(1 << 20);
+    let filled = |byte: u8| {
+        let mut slot = pool.reserve(4096).expect("it is free");
+        slot.bytes_mut().fill(byte);
+        slot.written()
+    };
+    let slot = filled(1).seal();
+    let clone = slot.clone();
+    assert_eq!(clone.known_checksum(), None);
+    assert_eq!(slot.checksum(), checksum(slot.bytes()));
+    assert_eq!(clone.known_checksum(), Some(slot.checksum()));
+    let offset = slot.offset();
+    drop((slot, clone));
+    // The next chunk at the same index of the pool.
+    let next = filled(2).seal();
+    assert_eq!((next.offset(), next.known_checksum()), (offset, None));
+    assert_eq!(next.checksum(), checksum(next.bytes()));
+    // A sum that was noted is not computed again.
+    let noted = filled(3).with_checksum(77);
+    assert_eq!(noted.checksum(), 77);
+    let again = noted.into_reserved().written();
+    assert_eq!(again.known_checksum(), None, "its bytes may be others");
+    assert_eq!(again.with_checksum(78).seal().checksum(), 78);
 }
