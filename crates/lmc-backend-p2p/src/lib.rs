@@ -39,6 +39,7 @@ mod resolve;
 mod sim;
 mod spaces;
 mod status;
+mod summing;
 mod unfit;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use lmc_key::ChunkKey;
 use lmc_transfer::PeerId;
 
-/// Bytes of one lease, at most: those of one request, and of one read.
-pub(crate) const LEASE_BYTES: u64 = 32 << 20;
+/// Bytes of one lease, at most: those of one request, and of one read. One is read while the owner
+/// sums the next, where its chunks have no checksum yet.
+pub(crate) const LEASE_BYTES: u64 = 16 << 20;
 
 /// Bounds of what peers may lease.
 #[derive(Debug, Clone, PartialEq, Eq)]

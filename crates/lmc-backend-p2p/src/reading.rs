@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
     Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, LocateHint, Located, Location,
     Medium, Unavailable,
 };
 use lmc_key::{ChunkKey, SpaceId};
-use lmc_memory::{ReservedSlot, WrittenSlot, checksum};
+use lmc_memory::{ReservedSlot, WrittenSlot};
 use lmc_transfer::{Filled, PeerId, Slot, TransferError};
 
 use crate::chunks::{Chunks, chunk_digest};
@@ -28,6 +28,7 @@ use crate::node::{HOLD_MARGIN, Node};
 use crate::owner::LEASE_BYTES;
 use crate::peers::Peer;
 use crate::recent::Recent;
+use crate::summing::sum;
 
 /// Chunks whose holders are remembered from a `locate` to its `load`, at most.
 const ROUTES: usize = 1 << 16;
@@ -477,7 +478,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
         });
         let (slots, error, held) = match filled {
-            Some(Filled { slots, error }) => (slots, error, lease.release().await),
+            Some(Filled { slots, error }) => {
+                // What has no checksum yet is summed while the owner answers.
+                let (held, slots) = join(lease.release(), sum(slots)).await;
+                (slots, error, held)
+            }
             // The channel returns the slots to their pool.
             None => {
                 drop(lease);
@@ -616,7 +621,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             self.count_of(peer, |peer| peer.counters.lapsed += 1);
             return Err(slot.into_reserved());
         }
-        if chunk_digest(&key, checksum(slot.bytes())) != digest {
+        if chunk_digest(&key, slot.checksum()) != digest {
             self.count_of(peer, |known| {
                 known.counters.corrupt += 1;
                 // One line for each pause.

@@ -12,10 +12,10 @@ use lmc_backend_p2p::{
     Chunks, LeasedChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
 };
 use lmc_engine::{
-    CacheEngine, EventSink, OwnChunk, RemovedEvent, StoredEvent, TenantId, WeakEngine,
+    CacheEngine, EventSink, Leases, OwnChunk, RemovedEvent, StoredEvent, TenantId, WeakEngine,
 };
 use lmc_key::{ChunkKey, SpaceId};
-use lmc_memory::{Arena, checksum};
+use lmc_memory::{Arena, SealedSlot};
 use lmc_transfer::{Address, ChannelConfig, Keys, PeerId, SocketConfig};
 use lmc_vllm_adapter::{Service, SpaceStatus, WeakService};
 use parking_lot::Mutex;
@@ -46,7 +46,14 @@ struct Lent {
     service: OnceLock<WeakService>,
     /// The keys under which tenants' salts are described.
     keys: OnceLock<Keys>,
+    /// Held while chunks of a request are summed: one request at a time, in order, so that the
+    /// first can be read while the others are summed.
+    summing: tokio::sync::Mutex<()>,
 }
+
+/// Bytes that are summed on another thread before the request is looked at again, about: it may
+/// have ended.
+const SUMMED_AT_ONCE: u64 = 8 << 20;
 
 impl Lender {
     /// Lends the chunks of this engine from now on.
@@ -104,6 +111,35 @@ impl Lender {
     }
 }
 
+impl Lender {
+    /// Computes the checksums of chunks that have none yet, off the runtime's threads. They stay
+    /// with the chunks.
+    async fn sum(&self, mut slots: Vec<SealedSlot>) {
+        slots.retain(|slot| slot.known_checksum().is_none());
+        if slots.is_empty() {
+            return;
+        }
+        let _summing = self.0.summing.lock().await;
+        while !slots.is_empty() {
+            let mut bytes = 0;
+            let fits = |slot: &&SealedSlot| {
+                bytes += slot.len();
+                bytes <= SUMMED_AT_ONCE
+            };
+            let count = slots.iter().take_while(fits).count().max(1);
+            let rest = slots.split_off(count);
+            let now = std::mem::replace(&mut slots, rest);
+            let summing = tokio::task::spawn_blocking(move || {
+                for slot in now {
+                    slot.checksum();
+                }
+            });
+            // A thread that cannot be had leaves the sums to the caller.
+            let _ = summing.await;
+        }
+    }
+}
+
 impl Chunks for Lender {
     fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
         let Some(engine) = self.engine() else {
@@ -127,19 +163,20 @@ impl Chunks for Lender {
             let Some(engine) = self.engine() else {
                 return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
             };
-            let mut held = Vec::with_capacity(keys.len());
             let tenant = self.tenant(keys);
             let (epoch, leased) = engine.lease_own(tenant, keys, promote_until).await;
-            for leases in leased {
-                let slot = leases.as_ref().and_then(|leases| leases.get(0)).cloned();
-                held.push(slot.zip(leases).map(|(slot, leases)| LeasedChunk {
-                    checksum: checksum(slot.bytes()),
+            let slots = leased.iter().flatten().flat_map(Leases::iter);
+            self.sum(slots.cloned().collect()).await;
+            let chunk = |leases: Option<Leases>| {
+                let leases = leases?;
+                let slot = leases.get(0)?.clone();
+                Some(LeasedChunk {
+                    checksum: slot.checksum(),
                     slot,
                     lease: Box::new(leases),
-                }));
-                // A chunk takes up to a millisecond.
-                tokio::task::yield_now().await;
-            }
+                })
+            };
+            let mut held: Vec<_> = leased.into_iter().map(chunk).collect();
             if engine.pool_is_lost() {
                 held.iter_mut().for_each(|chunk| *chunk = None);
             }
@@ -315,5 +352,60 @@ fn host_name() -> String {
     match name.is_empty() {
         true => "lmc".to_owned(),
         false => name,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_backend::conformance::{fill_value, test_key};
+    use lmc_engine::{EngineConfig, OwnerId, StoreRequest, StoreStart, TenantId};
+    use lmc_memory::{ArenaConfig, checksum};
+    use lmc_testkit::soon;
+
+    use super::*;
+
+    /// Bytes of a chunk of which two are summed apart.
+    const LEN: u64 = SUMMED_AT_ONCE / 2 + 4096;
+
+    #[tokio::test]
+    async fn the_first_lease_sums_a_chunk_and_later_ones_do_not() {
+        let arena = ArenaConfig::anonymous(64 << 20).build().expect("64 MiB");
+        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
+        let engine = engine.expect("an engine");
+        let lender = Lender::default();
+        lender.lend(&engine);
+        let keys = [0, 12, 24].map(test_key);
+        let request = |key| StoreRequest {
+            key,
+            parent: None,
+            tenant: TenantId(0),
+            len: LEN,
+        };
+        let starts = engine.store(OwnerId(1), &keys.map(request));
+        let ticket = |start| match start {
+            StoreStart::Reserved(ticket) => ticket,
+            other => panic!("{other:?}"),
+        };
+        let mut tickets: Vec<_> = starts.into_iter().map(ticket).collect();
+        for (key, ticket) in keys.iter().zip(&mut tickets) {
+            fill_value(key, ticket.bytes_mut());
+        }
+        engine.commit(tickets);
+        let known = || {
+            let leases = engine.acquire(OwnerId(1), &keys).expect("they are there");
+            let known = leases.iter().map(SealedSlot::known_checksum);
+            known.collect::<Vec<_>>()
+        };
+        assert_eq!(known(), [None; 3], "a store sums nothing");
+        for _ in 0..2 {
+            let (_, leased) = lender.lease(&keys, soon()).await;
+            let leased: Vec<LeasedChunk> = leased.into_iter().flatten().collect();
+            let sums = leased.iter().map(|chunk| Some(chunk.checksum));
+            assert_eq!(sums.collect::<Vec<_>>(), known());
+            for chunk in &leased {
+                assert_eq!(chunk.checksum, checksum(chunk.slot.bytes()));
+            }
+            assert_eq!(leased.len(), 3);
+        }
     }
 }

@@ -119,6 +119,11 @@ pub struct ChannelConfig {
     /// Encrypts and authenticates objects on their way, like everything else is in
     /// any case. For sockets; NIXL cannot. Default: `false`.
     pub encrypt_objects: bool,
+    /// Sends each piece of an object with a checksum, and compares it. Where neither side wants that,
+    /// nothing here notices bytes that changed on their way: for embedders that compare objects with
+    /// digests of their own. The slots of a read then have their checksum already, unless the object
+    /// was spread over several streams. For sockets. Default: `true`.
+    pub object_checksums: bool,
     /// Time that a handshake may take, of either side; above 0. Default: 5 s.
     pub handshake_timeout: Duration,
     /// Peers at a time, at least one. Default: 1024.
@@ -141,6 +146,7 @@ impl ChannelConfig {
             identity: None,
             known_peers: HashMap::new(),
             encrypt_objects: false,
+            object_checksums: true,
             handshake_timeout: Duration::from_secs(5),
             max_peers: 1024,
         }

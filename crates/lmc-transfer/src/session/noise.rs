@@ -18,7 +18,7 @@ use thiserror::Error;
 use super::keys::{Identity, Key, PublicIdentity};
 
 /// The version that this side speaks.
-pub(crate) const VERSION: u16 = 3;
+pub(crate) const VERSION: u16 = 4;
 /// Bytes before each handshake message: magic (8), version (u16), length (u32), little endian.
 pub(crate) const PREAMBLE: usize = 14;
 const MAGIC: [u8; 8] = *b"lmc-xfer";

@@ -38,8 +38,19 @@ pub(super) struct Remote {
     pub(super) attempt: u64,
     /// Time between two signs of life, of either side.
     pub(super) keepalive: Duration,
-    /// True if pieces of objects are sealed.
-    pub(super) sealed: bool,
+    /// Form of pieces of objects, both ways.
+    pub(super) form: PieceForm,
+}
+
+/// Form of a piece of an object on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PieceForm {
+    /// Encrypted and authenticated.
+    Sealed,
+    /// With a checksum.
+    Summed,
+    /// Neither: the embedder compares objects with digests of its own.
+    Plain,
 }
 
 #[derive(Debug)]
@@ -95,10 +106,21 @@ impl Pending {
     }
 }
 
+/// The outcome of receiving a payload.
+#[derive(Debug, Default)]
+pub(super) struct Arrival {
+    /// Ranges with a wrong checksum.
+    pub(super) bad: Vec<u32>,
+    /// True if the sender broke it off, or some of it was not wanted any more.
+    pub(super) aborted: bool,
+    /// Checksums of ranges of a read that came without, as far as they were computed.
+    pub(super) sums: Vec<(u32, u64)>,
+}
+
 #[derive(Debug)]
 pub(super) enum Reply {
-    /// The data of a read, except for ranges that arrived with a wrong checksum.
-    Arrived { bad: Vec<u32>, aborted: bool },
+    /// The data of a read.
+    Arrived(Arrival),
     /// Of a write, of a read without data, or of a question that was refused.
     Outcome(Outcome),
     /// The answer to a question.
@@ -291,9 +313,9 @@ impl Connection {
         incoming: Arc<Offers>,
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
         let mut queues = Vec::with_capacity(sealers.len());
-        let sealed = remote.sealed;
+        let form = remote.form;
         let stream = |(stream, sealer)| {
-            let (queue, receiver) = SendQueue::new(shared, sockets, stream, sealer, sealed);
+            let (queue, receiver) = SendQueue::new(shared, sockets, stream, sealer, form);
             queues.push(receiver);
             Stream {
                 queue,

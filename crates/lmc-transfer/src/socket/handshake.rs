@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Duration, timeout};
 
 use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
-use super::connection::Remote;
+use super::connection::{PieceForm, Remote};
 use super::shared::{NotInstalled, Shared};
 use crate::checks::PeerMemory;
 use crate::net::Socket;
@@ -34,6 +34,8 @@ pub(super) struct Side {
     pub(super) keepalive: u32,
     /// True if it wants pieces of objects to be sealed.
     pub(super) sealed: bool,
+    /// True if it wants a checksum for each piece of an object.
+    pub(super) summed: bool,
 }
 
 /// The acceptor's payload: itself, and how further streams join.
@@ -189,6 +191,7 @@ fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
         streams: streams as u16,
         keepalive: shared.config.keepalive.as_millis() as u32,
         sealed: config.encrypt_objects,
+        summed: config.object_checksums,
     }
 }
 
@@ -204,6 +207,14 @@ fn remote(
         return Err(Failure::refused("invalid settings of the other side"));
     }
     let keepalive = Duration::from_millis(theirs.keepalive.into());
+    let config = &shared.config.channel;
+    let form = if theirs.sealed || config.encrypt_objects {
+        PieceForm::Sealed
+    } else if theirs.summed || config.object_checksums {
+        PieceForm::Summed
+    } else {
+        PieceForm::Plain
+    };
     Ok(Remote {
         id: peer.id.clone(),
         incarnation: peer.incarnation,
@@ -216,7 +227,7 @@ fn remote(
         incoming,
         attempt: theirs.attempt,
         keepalive: keepalive.min(MAX_KEEPALIVE).max(shared.config.keepalive),
-        sealed: theirs.sealed || shared.config.channel.encrypt_objects,
+        form,
     })
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Outgoing, Pending, Progress, Reply, Run, Source};
+use super::connection::{Arrival, Connection, Outgoing, Pending, Progress, Reply, Run, Source};
 use super::frame::{Frame, Outcome};
 use super::landing::Landing;
 use super::shared::{Shared, Stop};
@@ -27,6 +27,8 @@ struct Tally {
     error: Option<TransferError>,
     /// True if the peer said that the offer was withdrawn before all of it was read.
     withdrawn: bool,
+    /// For each object the checksum of a part of it, and the bytes of that part.
+    sums: Vec<Option<(u64, u64)>>,
 }
 
 impl Tally {
@@ -39,6 +41,7 @@ impl Tally {
             left,
             error: None,
             withdrawn: false,
+            sums: vec![None; objects],
         }
     }
 
@@ -51,8 +54,13 @@ impl Tally {
                 self.arrived(portions, &[]);
                 return;
             }
-            Reply::Arrived { bad, aborted } => {
+            Reply::Arrived(Arrival { bad, aborted, sums }) => {
                 if !aborted {
+                    for (number, sum) in sums {
+                        if let Some(portion) = portions.get(number as usize) {
+                            self.sums[portion.object] = Some((portion.local.len, sum));
+                        }
+                    }
                     self.arrived(portions, &bad);
                 }
                 match bad.first().and_then(|bad| object(*bad)) {
@@ -108,6 +116,8 @@ pub(super) struct Fetched {
     pub(super) whole: Vec<bool>,
     pub(super) error: Option<TransferError>,
     pub(super) withdrawn: bool,
+    /// For each object the checksum of a part of it, and the bytes of that part.
+    sums: Vec<Option<(u64, u64)>>,
 }
 
 impl Fetched {
@@ -117,12 +127,22 @@ impl Fetched {
 
     pub(super) fn into_filled(self) -> Filled {
         let whole = self.whole.into_iter().chain(std::iter::repeat(false));
-        let slot = |(slot, whole): (ReservedSlot, bool)| match whole {
-            true => Slot::Written(slot.written()),
+        let sums = self.sums.into_iter().chain(std::iter::repeat(None));
+        let slot = |((slot, whole), sum): ((ReservedSlot, bool), Option<(u64, u64)>)| match whole {
+            true => Slot::Written(match sum.filter(|(len, _)| *len == slot.len()) {
+                Some((_, sum)) => slot.written().with_checksum(sum),
+                None => slot.written(),
+            }),
             false => Slot::Idle(slot),
         };
         Filled {
-            slots: self.slots.into_iter().zip(whole).map(slot).collect(),
+            slots: self
+                .slots
+                .into_iter()
+                .zip(whole)
+                .zip(sums)
+                .map(slot)
+                .collect(),
             error: self.error,
         }
     }
@@ -253,6 +273,7 @@ impl Shared {
             whole: tally.left.iter().map(|left| *left == 0).collect(),
             error: tally.error,
             withdrawn,
+            sums: tally.sums,
         }
     }
 

@@ -13,12 +13,14 @@ use tokio::time::timeout;
 
 use super::budget::Charge;
 use super::connection::{
-    Connection, Gone, MAX_REQUESTS, Offered, Outgoing, Reply, Run, Source, Stream,
+    Arrival, Connection, Gone, MAX_REQUESTS, Offered, Outgoing, PieceForm, Reply, Run, Source,
+    Stream,
 };
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
 use super::shared::Shared;
+use super::window::Parted;
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};
 use crate::session::{Opener, sealed_len};
@@ -96,14 +98,6 @@ struct Landings {
     leases: Vec<Option<Arc<Granted>>>,
 }
 
-/// The outcome of receiving a payload.
-struct Arrival {
-    /// Ranges with a wrong checksum.
-    bad: Vec<u32>,
-    /// True if the sender broke it off, or some of it was not wanted any more.
-    aborted: bool,
-}
-
 impl StreamReader {
     pub(super) fn new(
         shared: &Arc<Shared>,
@@ -161,8 +155,8 @@ impl StreamReader {
                 };
                 self.answered(1);
                 let sink = |_| Sink::Call(&target);
-                let Arrival { bad, aborted } = self.payload(&target.segments, sink).await?;
-                pending.answer(Reply::Arrived { bad, aborted });
+                let arrival = self.payload(&target.segments, sink).await?;
+                pending.answer(Reply::Arrived(arrival));
             }
             Frame::Write { id, ranges } => {
                 let _charge = self.admit(ranges.len())?;
@@ -403,12 +397,13 @@ impl StreamReader {
                 return Err(Gone::Broken("a piece of another length".into()));
             }
             let (now, later) = rest.split_at_mut(*len as usize);
-            if self.connection.remote.sealed {
+            let form = self.connection.remote.form;
+            if form == PieceForm::Sealed {
                 self.open_piece(*len as usize).await?;
                 now.copy_from_slice(&self.plain);
             } else {
                 self.fill(now).await?;
-                if checksum(now) != head.sum {
+                if form == PieceForm::Summed && checksum(now) != head.sum {
                     self.shared.counters.corrupt.add(1);
                     sound = false;
                 }
@@ -510,10 +505,9 @@ impl StreamReader {
         segments: &[Segment],
         sink: impl Fn(u32) -> Sink<'a>,
     ) -> Result<Arrival, Gone> {
-        let mut arrival = Arrival {
-            bad: Vec::new(),
-            aborted: false,
-        };
+        let mut arrival = Arrival::default();
+        // Of a range of a read, for its reader, while its pieces are in the cache.
+        let mut parted = Parted::default();
         let lens = segments.iter().map(|segment| segment.len);
         let mut left = lens.fold(0, u64::saturating_add);
         let mut pieces = Pieces::of(segments).peekable();
@@ -527,7 +521,8 @@ impl StreamReader {
                 return Err(Gone::Broken("a piece of another length".into()));
             }
             let sink = sink(number);
-            let sum = if self.connection.remote.sealed {
+            let form = self.connection.remote.form;
+            let sum = if form == PieceForm::Sealed {
                 self.open_piece(piece.len as usize).await?;
                 let put = || self.shared.window.put(piece, &self.plain);
                 // What was opened is what was sealed.
@@ -539,7 +534,17 @@ impl StreamReader {
                 };
                 self.piece(piece, sink, ahead, &mut left).await?;
                 // While the piece is still in the cache.
-                sink.with(|| self.shared.window.sum(piece))
+                let window = &self.shared.window;
+                let is_last = pieces.peek().is_none_or(|(next, _)| *next != number);
+                sink.with(|| match (form, sink) {
+                    (PieceForm::Plain, Sink::Call(_)) => {
+                        let sum = window.add_to(piece, &mut parted, is_last);
+                        arrival.sums.extend(sum.map(|sum| (number, sum)));
+                        head.sum
+                    }
+                    (PieceForm::Plain, _) => head.sum,
+                    _ => window.sum(piece),
+                })
             };
             match sum {
                 Some(sum) if sum == head.sum => {}

@@ -31,6 +31,7 @@ mod hostile;
 mod inlining;
 mod liveness;
 mod stalling;
+mod sums;
 mod waiting;
 
 fn after(millis: u64) -> Instant {
@@ -147,6 +148,7 @@ fn side() -> Side {
         streams: 1,
         keepalive: 10,
         sealed: false,
+        summed: true,
     }
 }
 

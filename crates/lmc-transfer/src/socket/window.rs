@@ -14,13 +14,21 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use lmc_memory::{Arena, checksum};
+use lmc_memory::{Arena, PartedChecksum, checksum};
 
 use crate::lease::Segment;
 use crate::session::Sealer;
 
 #[derive(Debug, Clone)]
 pub(super) struct Window(Arc<Arena>);
+
+/// The checksum of a range that arrives in pieces.
+#[derive(Debug, Default)]
+pub(super) struct Parted {
+    sum: PartedChecksum,
+    /// Bytes that were added.
+    len: u64,
+}
 
 /// Bytes to be sent: of the sender's own buffer, or of the arena.
 #[derive(Debug)]
@@ -74,6 +82,20 @@ impl Window {
     /// Checksum of a range.
     pub(super) fn sum(&self, segment: Segment) -> u64 {
         checksum(self.bytes(segment))
+    }
+
+    /// Adds a piece of a range to the range's checksum, which the last one completes. `None` before
+    /// that, and where the pieces cannot be added.
+    pub(super) fn add_to(&self, piece: Segment, sum: &mut Parted, is_last: bool) -> Option<u64> {
+        let bytes = self.bytes(piece);
+        if is_last {
+            let Parted { sum, len } = std::mem::take(sum);
+            let can_end = len == 0 || bytes.len() >= PartedChecksum::PART;
+            return can_end.then(|| sum.end(bytes));
+        }
+        sum.sum.add(bytes);
+        sum.len += piece.len;
+        None
     }
 
     /// Adds a copy of a range.

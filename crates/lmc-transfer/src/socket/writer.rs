@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
-use super::connection::{Connection, Gone, Kept, Outgoing};
+use super::connection::{Connection, Gone, Kept, Outgoing, PieceForm};
 use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, Pieces, seal_header};
 use super::shared::Shared;
 use super::stats::Counters;
@@ -35,8 +35,7 @@ pub(super) struct SendQueue {
     queue: mpsc::UnboundedSender<Outgoing>,
     line: Mutex<Line>,
     sealer: Mutex<Sealer>,
-    /// True if pieces of objects are sealed.
-    sealed: bool,
+    form: PieceForm,
     /// Grows with every byte sent.
     sent: AtomicU64,
 }
@@ -62,7 +61,7 @@ impl SendQueue {
         sockets: &Arc<Sockets>,
         stream: usize,
         sealer: Sealer,
-        sealed: bool,
+        form: PieceForm,
     ) -> (Self, mpsc::UnboundedReceiver<Outgoing>) {
         let (queue, receiver) = mpsc::unbounded_channel();
         let queue = Self {
@@ -73,7 +72,7 @@ impl SendQueue {
             queue,
             line: Mutex::default(),
             sealer: Mutex::new(sealer),
-            sealed,
+            form,
             sent: AtomicU64::new(0),
         };
         (queue, receiver)
@@ -176,10 +175,13 @@ impl SendQueue {
     }
 
     fn piece(&self, gathered: &mut Gathered, sealer: &mut Sealer, piece: Segment, kept: Kept) {
-        match self.sealed {
-            true => gathered.sealed_piece(&self.window, sealer, piece),
-            false => gathered.piece(&self.window, piece, kept),
-        }
+        let sum = match self.form {
+            PieceForm::Sealed => return gathered.sealed_piece(&self.window, sealer, piece),
+            // Just before the kernel copies it, so that it is read from memory once.
+            PieceForm::Summed => self.window.sum(piece),
+            PieceForm::Plain => 0,
+        };
+        gathered.piece(piece, sum, kept);
     }
 
     fn begin(&self, gathered: &mut Gathered, outgoing: &Outgoing) {
@@ -253,9 +255,7 @@ impl Gathered {
     }
 
     /// Adds a piece of a payload, with its head.
-    fn piece(&mut self, window: &Window, piece: Segment, kept: Kept) {
-        // Just before the kernel copies it, so that it is read from memory once.
-        let sum = window.sum(piece);
+    fn piece(&mut self, piece: Segment, sum: u64, kept: Kept) {
         let len = piece.len as u32;
         self.own(&PieceHead { len, sum }.encode());
         self.parts.push(Part::Arena(piece));
