@@ -3,6 +3,7 @@
 mod report;
 
 use std::fs;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -10,7 +11,8 @@ use serde_json::Value;
 use super::transfer::{Batch, Player, iperf};
 use super::{ceiling, conditions, page};
 use crate::packages;
-use report::{BARE, FIRST, LATER, Report};
+use crate::scripts;
+use report::{BARE, FIRST, LATER, MOONCAKE, Report};
 
 const SECTION: &str = "bench p2p";
 const JSON: &str = "docs/benchmarks/p2p.json";
@@ -40,6 +42,9 @@ pub(crate) struct P2pArgs {
     /// One round of three cells, in under a minute; writes nothing
     #[arg(long)]
     quick: bool,
+    /// Measure Mooncake Store over TCP in the same run, fetched from PyPI
+    #[arg(long)]
+    race: bool,
     /// Write nothing
     #[arg(long)]
     dry_run: bool,
@@ -54,6 +59,12 @@ impl P2pArgs {
             false => all.collect(),
         }
     }
+}
+
+/// The measurement of a cell, as a player is asked for it.
+fn line(cell: Batch) -> String {
+    let prompts = (CELL / (cell.count * cell.len)).clamp(PROMPTS.0, PROMPTS.1);
+    format!("prefixes {} {} {prompts} {AGAIN}", cell.count, cell.len)
 }
 
 /// Times of one kind of read, and CPU of both processes.
@@ -93,14 +104,18 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     let version = conditions::output("iperf3", &["--version"]);
     conditions.push(("iperf3", version.lines().next().unwrap_or("unknown").into()));
     let mut report = Report::new(conditions);
+    let mooncake = args.race.then(|| -> Result<_> {
+        fs::create_dir_all("target/bench")?;
+        let folder = scripts::set_up("xtask/python/mooncake.sh", &[])?;
+        Ok(format!("{folder}/bin/python"))
+    });
+    let mooncake = mooncake.transpose()?;
     let rounds = if args.quick { 1 } else { args.rounds };
     for round in 1..=rounds {
         println!("round {round} of {rounds}");
         let mut player = Player::start(&program, "p2p", &[])?;
         for cell in args.cells() {
-            let prompts = (CELL / (cell.count * cell.len)).clamp(PROMPTS.0, PROMPTS.1);
-            let line = format!("prefixes {} {} {prompts} {AGAIN}", cell.count, cell.len);
-            let found = player.ask(&line, CELL_SECONDS)?;
+            let found = player.ask(&line(cell), CELL_SECONDS)?;
             let missed = found["missed"].as_f64().context("missed")?;
             for kind in [FIRST, LATER, BARE] {
                 report.cell(cell, kind, &Reads::of(&found, kind)?);
@@ -108,6 +123,15 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
             report.missed(cell, missed);
         }
         drop(player);
+        if let Some(python) = &mooncake {
+            let mut command = Command::new(python);
+            command.args(["xtask/python/mooncake_peer.py", "drive"]);
+            let mut player = Player::run(command, MOONCAKE)?;
+            for cell in args.cells() {
+                let found = player.ask(&line(cell), CELL_SECONDS)?;
+                report.cell(cell, MOONCAKE, &Reads::of(&found, MOONCAKE)?);
+            }
+        }
         report.ceiling(
             "iperf3, 4 streams",
             iperf(4, "read", Batch::new(1, KIB * KIB), IPERF)?.gb_per_s(),
@@ -135,6 +159,7 @@ mod tests {
             let args = P2pArgs {
                 rounds: 3,
                 quick,
+                race: false,
                 dry_run: false,
             };
             args.cells()

@@ -11,6 +11,7 @@ use crate::bench::rounds::{Rounds, shown};
 pub(super) const FIRST: &str = "first";
 pub(super) const LATER: &str = "later";
 pub(super) const BARE: &str = "bare";
+pub(super) const MOONCAKE: &str = "mooncake";
 /// Names of the figures.
 const P50: &str = "p50_s";
 const P99: &str = "p99_s";
@@ -26,6 +27,13 @@ The *bare* channel reads the same slots of the owner into memory of the reader, 
 GB/s are bytes over the p50; the p99 is that of one round, where a round has fewer than 100 reads the slowest.
 CPU is that of all threads of a process while a prefix is read, in seconds for each GB.
 
+";
+
+const RACE: &str = "
+Mooncake Store (`mooncake-transfer-engine-non-cuda` 0.3.13.post1) over TCP, with the same chunks in the same rounds after lmc's: one `batch_get_into` of a prefix from Python into registered memory of the reader, which asks the master and reads, compares no checksum and commits nothing.
+
+| prefix | Mooncake: p50 / p99 | GB/s | CPU s/GB, reader + owner | lmc is faster by: first / later lease |
+|---|---|---|---|---|
 ";
 
 pub(super) struct Report {
@@ -89,6 +97,13 @@ impl Report {
         for row in self.cells.rows() {
             let _ = writeln!(text, "{}", self.row(row));
         }
+        let raced = |row: &&str| self.cells.median(row, MOONCAKE, P50).is_some();
+        if self.cells.rows().iter().any(raced) {
+            text.push_str(RACE);
+        }
+        for row in self.cells.rows().into_iter().filter(raced) {
+            let _ = writeln!(text, "{}", self.race(row));
+        }
         text.push_str("\n| what else the machine does | GB/s |\n|---|---|\n");
         for row in self.ceilings.rows() {
             let speed = self.ceilings.median(row, row, SPEED);
@@ -120,6 +135,33 @@ impl Report {
             ms(BARE, P50),
             shown(share, |share| format!("{:.0} %", share * 100.0)),
             shown(beyond, |beyond| format!("{:.2} ms", beyond * 1e3)),
+        )
+    }
+
+    fn race(&self, row: &str) -> String {
+        let cell = |kind: &str| {
+            let of = |what| self.cells.median(row, kind, what).unwrap_or(f64::NAN);
+            let (p50, p99) = (of(P50) * 1e3, of(P99) * 1e3);
+            let cpu = (of(CPU_READER), of(CPU_OWNER));
+            format!(
+                "{p50:.2} / {p99:.2} ms | {:.2} | {:.2} + {:.2}",
+                of(SPEED),
+                cpu.0,
+                cpu.1
+            )
+        };
+        let first = self
+            .cells
+            .between(row, [MOONCAKE, FIRST], P50, |other, first| other / first);
+        let later = self
+            .cells
+            .between(row, [MOONCAKE, LATER], P50, |other, later| other / later);
+        let times = |ratio| shown(ratio, |ratio: f64| format!("{ratio:.1}×"));
+        format!(
+            "| {row} | {} | {} / {} |",
+            cell(MOONCAKE),
+            times(first),
+            times(later)
         )
     }
 

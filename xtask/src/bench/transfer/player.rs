@@ -65,9 +65,14 @@ impl Player {
         variables: &[(String, String)],
     ) -> Result<Self> {
         let mut command = Command::new(program);
-        command.args(["drive", who]).stdin(Stdio::piped());
-        command.stdout(Stdio::piped());
+        command.args(["drive", who]);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
+        Self::run(command, who)
+    }
+
+    /// Starts a program that obeys lines as the example does.
+    pub(in crate::bench) fn run(mut command: Command, who: &str) -> Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
         let input = child.stdin.take();
         let output = child.stdout.take().context("it is piped")?;
