@@ -81,8 +81,17 @@ impl Daemon {
     /// Reads the prompt from a peer, and compares every byte. Returns the bytes that came over
     /// NIXL, and those that came over sockets.
     async fn read(&self) -> (u64, u64) {
+        let before = self.tier.node().counters();
+        assert_eq!(self.misses().await, [0; 0]);
+        let after = self.tier.node().counters();
+        let by_nixl = after.read_nixl_bytes - before.read_nixl_bytes;
+        (by_nixl, after.read_bytes - before.read_bytes - by_nixl)
+    }
+
+    /// Reads the prompt from a peer, and compares every byte of what is a hit. Returns the chunks
+    /// that are misses.
+    async fn misses(&self) -> Vec<usize> {
         let node = self.tier.node();
-        let before = node.counters();
         let keys: Vec<_> = (0..CHUNKS).map(|chunk| key(0, chunk)).collect();
         let deadline = Instant::now() + DEADLINE;
         let located = node.locate(&keys, LocateHint::none(), deadline).await;
@@ -91,15 +100,17 @@ impl Daemon {
         let slot = || self.chunks.pool.reserve(LEN).expect("a slot");
         let items = keys.iter().map(|&key| LoadItem::new(key, slot())).collect();
         let mut answers = node.load(items, deadline);
+        let mut misses = Vec::new();
         while let Some((index, loaded)) = answers.next().await {
-            let Loaded::Hit { slot, epoch } = loaded else {
-                panic!("chunk {index}: {loaded:?}");
-            };
-            assert_eq!(slot.bytes(), bytes(&keys[index], epoch.counter));
+            match loaded {
+                Loaded::Hit { slot, epoch } => {
+                    assert_eq!(slot.bytes(), bytes(&keys[index], epoch.counter));
+                }
+                Loaded::Miss(_) => misses.push(index),
+                Loaded::Failed { .. } => panic!("chunk {index}: {loaded:?}"),
+            }
         }
-        let after = node.counters();
-        let by_nixl = after.read_nixl_bytes - before.read_nixl_bytes;
-        (by_nixl, after.read_bytes - before.read_bytes - by_nixl)
+        misses
     }
 
     /// Waits until a peer's hello was accepted, and it is read by this transport.
@@ -197,6 +208,25 @@ fn a_peer_without_nixl_is_read_over_sockets() {
             let reader = daemon("reader", Some(owner.tier.address()), reader_has);
             reader.until_read_by(&owner.id, Transport::Sockets).await;
             assert_eq!(reader.read().await, (0, ALL));
+        }
+    });
+}
+
+#[test]
+fn a_chunk_whose_bytes_do_not_give_its_digest_is_a_miss() {
+    runtime().block_on(async {
+        // Over the sockets of a tier, pieces have no checksum, and the sums come with the slots.
+        for by in [Transport::Sockets, Transport::Nixl] {
+            let has_nixl = by == Transport::Nixl;
+            let owner = daemon("owner", None, has_nixl);
+            owner.store();
+            owner.chunks.spoil(&key(0, 3));
+            let reader = daemon("reader", Some(owner.tier.address()), has_nixl);
+            reader.until_read_by(&owner.id, by).await;
+            owner.until_read_by(&reader.id, by).await;
+            assert_eq!(reader.misses().await, [3], "{by:?}");
+            let counters = reader.tier.node().counters();
+            assert_eq!((counters.corrupt, counters.read), (1, CHUNKS - 1), "{by:?}");
         }
     });
 }

@@ -147,6 +147,16 @@ impl SimChunks {
         self.commit(key, slot.written(), epoch);
     }
 
+    /// Changes a byte of a chunk in memory, and not its checksum.
+    pub(super) fn spoil(&self, key: &ChunkKey) {
+        let mut slot = self.pool.reserve(LEN).expect("a slot");
+        let mut state = self.state.lock();
+        let entry = state.resident.get_mut(key).expect("it is in memory");
+        slot.bytes_mut().copy_from_slice(entry.slot.bytes());
+        slot.bytes_mut()[0] ^= 1;
+        entry.slot = slot.written().seal();
+    }
+
     /// Puts a chunk on disk.
     pub(super) fn store_on_disk(&self, key: ChunkKey) {
         let mut state = self.state.lock();

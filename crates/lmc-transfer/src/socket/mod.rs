@@ -2,9 +2,9 @@
 //!
 //! A connection has several streams, each on one thread; a batch is spread over them by bytes.
 //! Objects go from the arena to the kernel and from the kernel into the arena without a copy in
-//! between, in pieces of 256 KiB with a checksum each, unless [`crate::ChannelConfig::object_checksums`] is
-//! off on both sides. Frames are sealed; objects are where
-//! [`crate::ChannelConfig::encrypt_objects`] asks for it, at the price of a copy.
+//! between, in pieces of 256 KiB with a checksum each, unless
+//! [`crate::ChannelConfig::object_checksums`] is off on both sides. Frames are sealed; objects are
+//! where [`crate::ChannelConfig::encrypt_objects`] asks for it, at the price of a copy.
 //!
 //! Waking a thread costs about as much as a small transfer, so the caller writes frames of up to
 //! 64 KiB directly when the stream is idle, and small objects are inlined in the offer of a send.
