@@ -3,7 +3,7 @@
 `mooncake_peer.py drive` starts `mooncake_master` and the owner of the memory, and obeys lines
 `prefixes CHUNKS BYTES PROMPTS AGAIN` as the example p2p_speed does: the owner puts the chunks, and
 the reader gets those of a prompt with one batch_get_into into memory that it registered. That asks
-the master for their places and reads them; Mooncake compares no checksum.
+the master for their locations and reads them; Mooncake compares no checksum.
 """
 
 import ctypes
@@ -77,8 +77,8 @@ def own(master, metadata):
         for prompt in range(first, end):
             memory[: chunks * size] = random.Random(prompt).randbytes(size) * chunks
             keys = names(prompt, chunks)
-            places = [address + chunk * size for chunk in range(chunks)]
-            if any(store.batch_put_from(keys, places, [size] * chunks)):
+            offsets = [address + chunk * size for chunk in range(chunks)]
+            if any(store.batch_put_from(keys, offsets, [size] * chunks)):
                 sys.exit("a put failed")
             stored += keys
         print(json.dumps({"stored": len(stored)}), flush=True)
@@ -138,13 +138,13 @@ def serve(master, metadata, log):
         print(chunks, size, first, following, file=owner.stdin, flush=True)
         answer()
         seconds, used = [], [0.0, 0.0]
-        places = [address + chunk * size for chunk in range(chunks)]
+        offsets = [address + chunk * size for chunk in range(chunks)]
         for prompt in range(first, following):
             keys = names(prompt, chunks)
             for turn in range(again + 1):
                 before = cpu(os.getpid()), cpu(owner.pid)
                 begun = time.perf_counter()
-                found = store.batch_get_into(keys, places, [size] * chunks)
+                found = store.batch_get_into(keys, offsets, [size] * chunks)
                 took = time.perf_counter() - begun
                 after = cpu(os.getpid()), cpu(owner.pid)
                 if any(got != size for got in found):
