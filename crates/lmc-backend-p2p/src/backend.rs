@@ -19,7 +19,6 @@ use tokio::task::JoinSet;
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
 use crate::dial::{Named, stay_connected};
-use crate::directory::random;
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
@@ -68,10 +67,15 @@ impl P2pConfig {
 /// # Errors
 /// The system has no random numbers, or the name is not valid in a [`PeerId`].
 pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
-    let mut random = [0; 8];
-    getrandom::fill(&mut random)?;
-    let id = format!("{name}-{:016x}", u64::from_le_bytes(random));
+    let id = format!("{name}-{:016x}", random()?);
     id.parse().map_err(std::io::Error::other)
+}
+
+/// Returns a random number of the system.
+pub(crate) fn random() -> std::io::Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 pub(crate) type DaemonNode<C> = Node<DaemonLink, C>;
@@ -109,7 +113,13 @@ impl<C: Chunks> P2pBackend<C> {
                 peer: peer.clone(),
                 incarnation,
             };
-            answer(at.lock().upgrade(), session, question, &on)
+            let node = at.lock().upgrade();
+            answer_on(&on, async move {
+                match node {
+                    Some(node) => node.serve(&session, &question).await,
+                    None => Vec::new(),
+                }
+            })
         }));
         let (at, on) = (Arc::clone(&shared), runtime.clone());
         channel.channel.on_peer = Some(Arc::new(move |peer, event| {
@@ -134,7 +144,8 @@ impl<C: Chunks> P2pBackend<C> {
         tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
         let has_names = !(peers.is_empty() && directories.is_empty());
         if node.config.uses_directories {
-            let announcing = Arc::clone(&node).announce_chunks(random()?);
+            let seed = random().map_err(SocketError::Start)?;
+            let announcing = Arc::clone(&node).announce_chunks(seed);
             tasks.spawn_on(announcing, &runtime);
         }
         let named = Named::default();
@@ -175,19 +186,12 @@ impl<C: Chunks> P2pBackend<C> {
     }
 }
 
-/// Answers a question of a peer, on the tier's runtime.
-fn answer<C: Chunks>(
-    node: Option<Arc<DaemonNode<C>>>,
-    session: Session,
-    question: Bytes,
+/// Answers a question of a peer on a runtime, and not on the channel's threads.
+pub(crate) fn answer_on(
     runtime: &Handle,
+    answer: impl Future<Output = Vec<u8>> + Send + 'static,
 ) -> BoxFuture<'static, Bytes> {
-    let serving = runtime.spawn(async move {
-        match node {
-            Some(node) => node.serve(&session, &question).await,
-            None => Vec::new(),
-        }
-    });
+    let serving = runtime.spawn(answer);
     let serving = tokio_util::task::AbortOnDropHandle::new(serving);
     Box::pin(async move { serving.await.unwrap_or_default().into() })
 }

@@ -1,6 +1,6 @@
 //! The clears that a daemon knows, so that none is lost in whatever order daemons meet. No IO.
 //!
-//! Each clear has a random id. The epoch of a set of clears is the sum of their weights and the
+//! A clear has a random id. The epoch of a set of clears is the sum of their weights and the
 //! XOR of their ids: two daemons that know the same clears have the same epoch, whatever their
 //! order was, and one that knows more has a greater counter. The newest clears are named one by
 //! one, so that two daemons which both know one that the other does not find the union.
@@ -69,8 +69,8 @@ impl Clears {
 
     /// Takes in the clears that a peer knows. Returns true if one of them was not known here.
     ///
-    /// Where it cannot be said which clears the two have in common, one more is made up, the same
-    /// at both: a clear too many costs hits, one too few would be wrong bytes.
+    /// If the names do not tell which clears both have, both sides make one more up, the same one: a
+    /// clear too many costs hits, one too few would be wrong bytes.
     pub fn merge(&mut self, theirs: &Self) -> bool {
         let (epoch, other) = (self.epoch, theirs.epoch);
         if other.counter().saturating_sub(epoch.counter()) > MAX_AHEAD {

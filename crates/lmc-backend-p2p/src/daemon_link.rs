@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{
-    Address, BoxFuture, ConnectError, Filled, Index, PeerId, ReadLease, SocketChannel,
-    TransferChannel, TransferError,
+    Address, AddressError, BoxFuture, ConnectError, Filled, Index, PeerId, ReadLease,
+    SocketChannel, TransferChannel, TransferError,
 };
 
 use crate::link::{Link, now};
@@ -78,6 +78,12 @@ impl DaemonLink {
     }
 }
 
+/// Parses the address that a peer's hello or a directory names, with or without `tcp://`.
+pub(crate) fn tcp_address(text: &str) -> Result<Address, AddressError> {
+    let bare = text.strip_prefix("tcp://").unwrap_or(text);
+    format!("tcp://{bare}").parse()
+}
+
 impl Link for DaemonLink {
     type Grant = ReadLease;
 
@@ -88,9 +94,7 @@ impl Link for DaemonLink {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<(), String>> {
         Box::pin(async move {
-            let bare = address.strip_prefix("tcp://").unwrap_or(address);
-            let at = format!("tcp://{bare}").parse::<Address>();
-            let at = at.map_err(|error| error.to_string())?;
+            let at = tcp_address(address).map_err(|error| error.to_string())?;
             let connected = self.sockets.connect(peer, &at, None, deadline).await;
             connected.map(drop).map_err(|error| error.to_string())
         })

@@ -27,7 +27,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct NamedPeer {
     /// The name with its port, as the settings have it.
     pub name: String,
-    /// One of the name's addresses; none where the name is not resolved.
+    /// Address of the name, or the one of several that this is about; none where the name is not resolved.
     pub address: Option<String>,
     /// Name of the peer on the channel; none while it is not connected.
     pub id: Option<String>,

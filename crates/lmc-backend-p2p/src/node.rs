@@ -641,8 +641,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     /// Exchanges clears with all peers from time to time, and at once with peers at another epoch;
-    /// asks them what they
-    /// hold, and sends a hello again to peers without one. Runs until it is dropped.
+    /// asks them what they hold, and sends a hello again to peers without one. Runs until it is
+    /// dropped.
     pub async fn stay_in_step(&self) {
         loop {
             let _ = until(now() + IN_STEP_EVERY, self.out_of_step.notified()).await;

@@ -44,6 +44,11 @@ macro_rules! counters {
             pub(crate) fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name),)*]
             }
+
+            /// Returns the counters by their names.
+            pub(crate) fn by_name(&self) -> BTreeMap<&'static str, u64> {
+                self.named().into_iter().collect()
+            }
         }
     };
 }
@@ -229,9 +234,10 @@ impl Peer {
         (self.reads > 0).then_some(self.rate)
     }
 
-    /// Returns the time for which the peer is not asked.
+    /// Returns the time for which the peer is not asked, or asked and not read.
     pub(crate) fn paused(&self, now: Instant) -> Option<Duration> {
-        let left = self.answers.until?.saturating_duration_since(now);
+        let until = self.answers.until.max(self.lending.until)?;
+        let left = until.saturating_duration_since(now);
         (!left.is_zero()).then_some(left)
     }
 
@@ -354,7 +360,7 @@ impl Peers {
                 name: hello.map(|hello| hello.name.clone()),
                 address: hello.map(|hello| hello.address.clone()),
                 failure,
-                counters: peer.counters.named().into_iter().collect(),
+                counters: peer.counters.by_name(),
             });
             self.gone.truncate(MAX_GONE);
         }
@@ -425,10 +431,7 @@ impl Peers {
 
     /// Returns the names of those of them that one of these names or addresses means.
     pub(crate) fn to_ask_first(&self, names: &[String], now: Instant) -> Vec<PeerId> {
-        let is_meant = |peer: &PeerId| {
-            let peer = self.get(peer);
-            peer.is_some_and(|peer| peer.is_one_of(names) && peer.lends(now))
-        };
+        let is_meant = |peer: &PeerId| self.get(peer).is_some_and(|peer| peer.is_one_of(names));
         self.to_ask(now).0.into_iter().filter(is_meant).collect()
     }
 

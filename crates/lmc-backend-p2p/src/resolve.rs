@@ -21,7 +21,7 @@ const LOOKUP_WAIT: Duration = Duration::from_secs(2);
 /// Addresses that one name may have.
 const MAX_ADDRESSES: usize = 64;
 
-/// One name.
+/// A name and its addresses.
 #[derive(Debug, Default)]
 struct Name {
     /// Addresses that the last look-up found, unless it failed.

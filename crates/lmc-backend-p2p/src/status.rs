@@ -9,7 +9,7 @@ use crate::dial::NamedPeer;
 use crate::link::{Link, now};
 use crate::message::SpaceNote;
 use crate::node::Node;
-use crate::peers::{Failure, GonePeer, Peer, PeerCounters};
+use crate::peers::{Failure, GonePeer, Peer};
 use crate::spaces::{Mismatch, hex, mismatches};
 
 /// State of a [`P2pBackend`](crate::P2pBackend) and of every peer that it knows.
@@ -168,7 +168,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             spaces: own.spaces.iter().map(SpaceView::from).collect(),
             peers: connected,
             gone: peers.gone().cloned().collect(),
-            counters: counters(&peers.counters()),
+            counters: peers.counters().by_name(),
         }
     }
 
@@ -203,11 +203,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             leased_bytes,
             spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
             mismatches: mismatches(own, &peer.holds.spaces),
-            counters: counters(&peer.counters),
+            counters: peer.counters.by_name(),
         }
     }
-}
-
-pub(crate) fn counters(counters: &PeerCounters) -> BTreeMap<&'static str, u64> {
-    counters.named().into_iter().collect()
 }

@@ -142,7 +142,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     }
     let (stop, stopped) = watch::channel(false);
-    let mut http = Http::new(service.clone(), address, loaded).with_peers(peers);
+    let mut http = Http::new(service.clone(), address, loaded);
+    http.peers = peers;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));

@@ -44,7 +44,8 @@ pub struct Http {
     trusted_users: TrustedUsers,
     probe: Probe,
     config: serde_json::Value,
-    peers: Option<Peers>,
+    /// The tier of peers; none where the server has none.
+    pub(crate) peers: Option<Peers>,
     copy: peers::LastCopy,
     /// Lets one request at a time read an engine's memory.
     inspections: Arc<Semaphore>,
@@ -72,15 +73,6 @@ impl Http {
             ratio: loaded.config.eviction_ratio,
             directory: None,
         }
-    }
-}
-
-impl Http {
-    /// Answers about these peers, too. Default: there are none.
-    #[must_use]
-    pub(crate) fn with_peers(mut self, peers: Option<Peers>) -> Self {
-        self.peers = peers;
-        self
     }
 }
 

@@ -109,9 +109,7 @@ impl Lender {
     fn engine(&self) -> Option<CacheEngine> {
         self.0.engine.get()?.upgrade()
     }
-}
 
-impl Lender {
     /// Computes the checksums of chunks that have none yet, off the runtime's threads. They stay
     /// with the chunks.
     async fn sum(&self, mut slots: Vec<SealedSlot>) {

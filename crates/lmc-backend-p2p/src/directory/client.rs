@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use lmc_key::ChunkKey;
-use lmc_transfer::{BoxFuture, PeerId};
+use lmc_transfer::{Address, BoxFuture, PeerId};
 use parking_lot::Mutex;
 
 use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
 use crate::chunks::Chunks;
+use crate::daemon_link::tcp_address;
 use crate::link::{Link, now, until};
 use crate::message::{Reply, Request};
 use crate::node::Node;
@@ -136,7 +137,7 @@ pub(crate) struct Contacts {
 pub(crate) struct Dials {
     under_way: HashSet<PeerId>,
     failed: HashMap<PeerId, Instant>,
-    /// When each was last asked.
+    /// Time of the last question to each.
     dialed: HashMap<PeerId, Instant>,
 }
 
@@ -187,11 +188,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let dialed: Vec<PeerId> = self.dials.lock().dialed.keys().cloned().collect();
         let peers = self.peers.lock();
         let host = |peer: PeerId| {
-            let address = peers.get(&peer)?.hello.as_ref()?.address.clone();
-            let address = address.strip_prefix("tcp://").unwrap_or(&address);
-            let (host, _) = address.rsplit_once(':')?;
-            let host = host.trim_matches(['[', ']']).to_owned();
-            Some((peer, host))
+            let hello = peers.get(&peer)?.hello.as_ref()?;
+            match tcp_address(&hello.address) {
+                Ok(Address::Tcp { host, .. }) => Some((peer, host)),
+                _ => None,
+            }
         };
         dialed.into_iter().filter_map(host).collect()
     }

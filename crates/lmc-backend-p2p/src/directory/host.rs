@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use super::buckets::Fingerprint;
 use super::message::{Announce, Announced, Find, Found};
 use super::table::{Table, TableLimits};
+use crate::backend::{answer_on, random};
 use crate::clears::Clears;
 use crate::link::now;
 use crate::message::{
@@ -123,7 +124,8 @@ impl DirectoryHost {
     /// # Errors
     /// [`SocketError::Start`]: the system has no random numbers.
     pub fn new(name: String, limits: TableLimits) -> Result<Arc<Self>, SocketError> {
-        Ok(Self::with_seed(name, limits, random()?))
+        let seed = random().map_err(SocketError::Start)?;
+        Ok(Self::with_seed(name, limits, seed))
     }
 
     pub(crate) fn with_seed(name: String, limits: TableLimits, seed: u64) -> Arc<Self> {
@@ -281,13 +283,6 @@ impl DirectoryHost {
     }
 }
 
-/// Returns a random number of the system.
-pub(crate) fn random() -> Result<u64, SocketError> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| SocketError::Start(error.into()))?;
-    Ok(u64::from_le_bytes(bytes))
-}
-
 fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
@@ -321,12 +316,10 @@ impl DirectoryServer {
                 incarnation,
             };
             let host = at.upgrade();
-            let serving = on.spawn(async move {
+            answer_on(&on, async move {
                 let answer = host.map(|host| host.serve(&session, &question));
                 answer.unwrap_or_default()
-            });
-            let serving = tokio_util::task::AbortOnDropHandle::new(serving);
-            Box::pin(async move { serving.await.unwrap_or_default().into() })
+            })
         }));
         let at: Weak<DirectoryHost> = Arc::downgrade(&host);
         channel.channel.on_peer = Some(Arc::new(move |peer, event| {

@@ -13,7 +13,7 @@ const CHANGES: usize = 1 << 16;
 /// The chunks that this daemon can lend, and what has changed lately.
 #[derive(Debug)]
 pub(crate) struct Lendable {
-    /// Each with the number of the last listing that had it.
+    /// The chunks, each with the number of the last listing that had it.
     chunks: Buckets,
     digest: SetDigest,
     changes: VecDeque<Fingerprint>,

@@ -48,7 +48,8 @@ impl Fingerprints {
 
 /// Names the chunks that the asking side can lend; without any, says that it is alive.
 ///
-/// A generation names all chunks from the first on. Its announcements are numbered from 1, and a directory applies each of them once and in order.
+/// A generation names all chunks from the first on. Its announcements are numbered from 1, and a
+/// directory applies each of them once and in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Announce {
     /// Number of the generation; what was announced in earlier ones is gone.

@@ -10,7 +10,7 @@ const MAX_RUNS: usize = 16;
 struct Run {
     number: u16,
     start: usize,
-    /// One more than the last.
+    /// Position behind the last.
     end: usize,
 }
 

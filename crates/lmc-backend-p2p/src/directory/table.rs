@@ -24,7 +24,7 @@ pub struct TableLimits {
 }
 
 impl TableLimits {
-    /// Returns the defaults for so many entries.
+    /// Returns the defaults for a table of `entries` entries.
     pub fn for_entries(entries: usize) -> Self {
         Self {
             entries,
@@ -72,7 +72,7 @@ enum Number {
     },
 }
 
-/// Which members have which chunks.
+/// Table of the chunks that members have.
 ///
 /// An entry is 8 bytes: a fingerprint and the number of its member. A member that is gone, or
 /// begins a new generation, leaves its number behind: entries with that number are not answered

@@ -29,7 +29,7 @@ pub enum Transport {
     /// The connection that carries questions and answers.
     #[default]
     Sockets,
-    /// A NIXL channel beside it.
+    /// A NIXL channel, in addition to that connection.
     Nixl,
 }
 
@@ -42,7 +42,7 @@ impl Transport {
         }
     }
 
-    /// Nothing is written for sockets, so that the bytes stay those of the first release.
+    /// Writes nothing for sockets, so that the bytes stay those of the first release.
     fn write(self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         match self {
             Self::Sockets => Ok(bytes),
@@ -50,7 +50,7 @@ impl Transport {
         }
     }
 
-    /// Whatever is not known counts as sockets, which every side has.
+    /// Reads a transport; an unknown one counts as sockets, which every side has.
     fn read(tail: &[u8]) -> Self {
         match take_from_bytes::<u64>(tail) {
             Ok((1, _)) => Self::Nixl,

@@ -138,8 +138,12 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
             .locate(&keys, LocateHint::none(), now() + LOCATE)
             .await;
         assert!(located[0].is_err(), "{located:?}");
+        // People are shown why.
+        let paused = || net.node(0).status().peers[0].paused_seconds;
+        assert!(paused().is_some_and(|seconds| seconds > 0.1));
         net.forge(1, |_, reply| Some(reply));
         tokio::time::sleep(Duration::from_secs(61)).await;
+        assert_eq!(paused(), None);
         assert_eq!(fetch(&net, 0, &keys).await.hits, 4);
     });
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use lmc_backend::Backend;
 use lmc_backend::conformance::test_key;
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
@@ -31,29 +31,6 @@ pub(crate) fn prompt(number: u64, chunks: usize) -> Vec<ChunkKey> {
         ..test_key(4 * n)
     };
     (first..first + chunks as u64).map(key).collect()
-}
-
-fn words(key: &ChunkKey) -> impl Iterator<Item = [u8; 8]> {
-    let mut word = key.fold();
-    std::iter::repeat_with(move || {
-        word = word.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) ^ 0x5851_f42d;
-        word.to_le_bytes()
-    })
-}
-
-/// Fills a chunk with bytes that follow from its key.
-pub(crate) fn fill_chunk(key: &ChunkKey, bytes: &mut [u8]) {
-    for (part, word) in bytes.chunks_exact_mut(8).zip(words(key)) {
-        part.copy_from_slice(&word);
-    }
-}
-
-/// Compares a chunk with what [`fill_chunk`] wrote.
-pub(crate) fn check_chunk(key: &ChunkKey, bytes: &[u8]) -> Result<()> {
-    let mut parts = bytes.chunks_exact(8).zip(words(key));
-    let same = parts.all(|(part, word)| part == word);
-    ensure!(same, "wrong bytes in chunk {key}");
-    Ok(())
 }
 
 /// Returns memory that is there.

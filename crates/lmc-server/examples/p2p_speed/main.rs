@@ -3,7 +3,7 @@
 //! `p2p_speed drive` reads. It starts the owner of the chunks, `p2p_speed own`, as a process of its
 //! own, and obeys lines on its standard input, with a line of JSON for each:
 //!
-//! - `prefixes CHUNKS BYTES PROMPTS AGAIN`: the owner stores that many prompts of so many chunks;
+//! - `prefixes CHUNKS BYTES PROMPTS AGAIN`: the owner stores PROMPTS prompts of CHUNKS chunks, each of BYTES bytes;
 //!   each is read by a first lease, and then, AGAIN times, by a later lease and over a bare channel
 //!   from the same slots.
 //!
@@ -18,12 +18,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use lmc_backend::conformance::check_value;
 use lmc_engine::{LookupRequest, OwnerId, Rank};
 use lmc_memory::{Pool, PoolConfig, ReservedSlot};
 use lmc_transfer::{Index, PeerId, SocketChannel, TransferChannel, block_on};
 use serde_json::{Value, json};
 
-use daemon::{BARE_OWNER, Daemon, SPACE, arena, bare_channel, check_chunk, prompt};
+use daemon::{BARE_OWNER, Daemon, SPACE, arena, bare_channel, prompt};
 use owner::Owner;
 
 /// Bytes of the reader's pool, and of the memory that the bare channel reads into.
@@ -112,7 +113,7 @@ impl Reader {
         }
         if let Some(leases) = found.into_leases().filter(|_| whole) {
             for (key, slot) in keys.iter().zip(leases.iter()) {
-                check_chunk(key, slot.bytes())?;
+                check_value(key, slot.bytes())?;
             }
         }
         self.daemon.engine.remove(&keys);

@@ -5,12 +5,13 @@ use std::ops::Range;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
+use lmc_backend::conformance::fill_value;
 use lmc_engine::{CacheEngine, OwnerId, StoreRequest, StoreStart, TenantId};
 use lmc_key::ChunkKey;
 use lmc_transfer::TransferChannel;
 use serde_json::{Value, json};
 
-use crate::daemon::{BARE_OWNER, Daemon, bare_channel, fill_chunk, prompt};
+use crate::daemon::{BARE_OWNER, Daemon, bare_channel, prompt};
 
 /// Bytes of the owner's pool, an eighth of which one peer may lease.
 const POOL: usize = 3 << 30;
@@ -119,7 +120,7 @@ fn store(engine: &CacheEngine, keys: &[ChunkKey], len: u64) -> Result<()> {
     for start in engine.store(OwnerId(1), &requests) {
         if let StoreStart::Reserved(mut ticket) = start {
             let key = ticket.key();
-            fill_chunk(&key, ticket.bytes_mut());
+            fill_value(&key, ticket.bytes_mut());
             tickets.push(ticket);
         }
     }

@@ -100,7 +100,7 @@ impl Player {
         serde_json::from_str(&line).with_context(|| format!("{} said {line:?}", self.who))
     }
 
-    /// Asks it to do something that takes about so many seconds. Returns its answer.
+    /// Asks it to do something that takes about `seconds`. Returns its answer.
     pub(in crate::bench) fn ask(&mut self, line: &str, seconds: f64) -> Result<Value> {
         let input = self.input.as_mut().context("it was asked to end")?;
         writeln!(input, "{line}")?;
