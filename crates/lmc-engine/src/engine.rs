@@ -34,7 +34,7 @@ const CLOSE_MARGIN: Duration = Duration::from_secs(2);
 const NOT_CLOSED: u64 = u64::MAX;
 
 /// Owner of the leases that the engine takes while it offers chunks to lower tiers.
-const WRITER: OwnerId = OwnerId(u64::MAX - 1);
+pub(crate) const WRITER: OwnerId = OwnerId(u64::MAX - 1);
 /// Time that lower tiers have for a clear or a removal.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -141,12 +141,15 @@ impl CacheEngine {
                 promoted = Some(lower.tiers().promote(prompt, none).await);
             }
         }
+        // No clear comes between the epoch and the leases: what it removes is of an older one, and
+        // so is what it leaves.
+        let tiers = self.lower().map(|lower| lower.tiers());
         let lease = |key: &ChunkKey| {
             let leases = local.lease_uncounted(owner, &[*key]);
-            (!leases.is_empty()).then_some(leases)
+            let slot = leases.get(0)?;
+            let is_older = tiers.is_some_and(|tiers| tiers.was_kept(key, slot));
+            (!is_older).then_some(leases)
         };
-        // No clear comes between the epoch and the leases: what it removes is of an older one.
-        let tiers = self.lower().map(|lower| lower.tiers());
         let removal = tiers.map(|tiers| tiers.block_removal());
         let space = keys.first().map(|key| key.space);
         let epoch = space.map_or_else(ClearEpoch::default, |space| self.clear_epoch(space));

@@ -323,6 +323,40 @@ fn nothing_is_promoted_for_a_peer_after_its_deadline() {
     assert_idle(&engine);
 }
 
+/// A pinned chunk once outlived a clear as one of the new epoch, for peers and for lower tiers.
+#[test]
+fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
+    let engine = engine_with(64, Arc::new(MemoryBackend::default()), |config| {
+        config.write_policy = WritePolicy::Back;
+    });
+    write(&engine, 0..2);
+    engine.pin(&keys(0..1));
+    assert!(engine.clear(false).complete);
+    assert_eq!(leading(&engine, &keys(0..1)), 1, "it is pinned");
+    write(&engine, 1..2);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build();
+    let runtime = runtime.expect("a runtime");
+    let lent = |numbers| {
+        let keys = keys(numbers);
+        let leased = engine.lease_own(TENANT, &keys, Instant::now() + DEADLINE);
+        let (_, leased) = runtime.block_on(leased);
+        leased.iter().map(Option::is_some).collect::<Vec<_>>()
+    };
+    assert_eq!(lent(0..2), [false, true]);
+    // The same chunk, computed after the clear.
+    engine.unpin(&keys(0..1));
+    engine.remove(&keys(0..1));
+    write(&engine, 10..11);
+    write(&engine, 0..1);
+    assert_eq!(lent(0..2), [true, true]);
+    engine.pin(&keys(0..1));
+    assert!(engine.clear(false).complete);
+    assert!(engine.close(Instant::now() + DEADLINE).is_complete());
+    assert_eq!(status(&engine).written, 0);
+}
+
 #[test]
 fn a_full_queue_drops_copies_and_never_a_store() {
     let tier = gated();

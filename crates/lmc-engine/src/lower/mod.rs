@@ -8,7 +8,7 @@ mod permits;
 mod promote;
 mod write_queue;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use lmc_backend::{Backend, Clear, ClearEpoch, Health};
 use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
+use lmc_memory::SealedSlot;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -26,6 +27,7 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use crate::TierHealth;
 use crate::config::{EngineConfig, EngineError};
+use crate::engine::WRITER;
 use crate::epochs::Epochs;
 pub(crate) use locate::{Source, Sources};
 use permits::Permits;
@@ -41,6 +43,8 @@ const ANSWER: Duration = Duration::from_secs(1);
 
 /// Time that a tier has to note a clear that the engine learned of from elsewhere.
 const LEARN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Chunks that are listed at a time after a clear.
+const KEPT_AT_ONCE: usize = 1024;
 
 /// Content of a lower tier, and the chunks moved to it and from it since the engine was made.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -137,6 +141,10 @@ pub(crate) struct Tiers {
     /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
     learned: Mutex<Learned>,
+    /// Chunks that the last clear left in DRAM, because they were leased or pinned, each with the
+    /// offset of its slot. They are older than the newest epoch, so that neither lower tiers nor
+    /// peers get them.
+    kept: RwLock<HashMap<ChunkKey, u64, FoldState>>,
 }
 
 /// A clear that was made elsewhere, and has to be passed on to the tiers.
@@ -206,6 +214,7 @@ impl LowerTiers {
             removal: RwLock::new(()),
             removing: Mutex::default(),
             learned: Mutex::default(),
+            kept: RwLock::default(),
         });
         let runtime = match &config.runtime {
             Some(_) => None,
@@ -311,7 +320,9 @@ impl LowerTiers {
             for tier in &self.tiers.tiers {
                 tier.queue.drop_queued();
             }
-            (clear_dram(), clear)
+            let cleared = clear_dram();
+            self.tiers.note_kept();
+            (cleared, clear)
         };
         let tiers = Arc::clone(&self.tiers);
         let removed = self.wait(deadline + ANSWER, async move {
@@ -525,6 +536,7 @@ impl Tiers {
             tier.queue.drop_queued();
         }
         self.local.clear(lmc_backend_local::Clear::All);
+        self.note_kept();
         let mut learned = self.learned.lock();
         learned.newest = Some(clear);
         !std::mem::replace(&mut learned.is_noted, true)
@@ -544,6 +556,26 @@ impl Tiers {
             };
             self.note_elsewhere(clear).await;
         }
+    }
+
+    /// Notes which chunks a clear has left in DRAM.
+    fn note_kept(&self) {
+        let mut kept = self.kept.write();
+        kept.clear();
+        let mut next = Some(0);
+        while let Some(from) = next {
+            let (keys, on) = self.local.list(from, KEPT_AT_ONCE);
+            for key in keys {
+                let leases = self.local.lease_uncounted(WRITER, &[key]);
+                kept.extend(leases.get(0).map(|slot| (key, slot.offset())));
+            }
+            next = on;
+        }
+    }
+
+    /// Returns true for a chunk that the last clear has left in this slot.
+    pub(crate) fn was_kept(&self, key: &ChunkKey, slot: &SealedSlot) -> bool {
+        self.kept.read().get(key) == Some(&slot.offset())
     }
 
     fn learn_space(&self, space: SpaceId, epoch: ClearEpoch) -> Option<Clear> {

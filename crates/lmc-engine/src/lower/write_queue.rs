@@ -176,7 +176,8 @@ impl Tiers {
     /// Offers chunks to every tier but the one that they came from. Never waits: what finds a
     /// queue full is dropped and counted.
     pub(crate) fn offer(&self, offers: &[Offer]) {
-        for offer in offers {
+        let newer = |offer: &&Offer| !self.was_kept(&offer.key, &offer.slot);
+        for offer in offers.iter().filter(newer) {
             let epoch = self.epochs.of(offer.key.space);
             for (index, tier) in self.tiers.iter().enumerate() {
                 if offer.origin.is_tier(index) || !tier.backend.takes_writes() {
