@@ -726,22 +726,43 @@ fn strangers() {
         config.handshake_timeout = Duration::from_secs(1);
     });
     let path = rig.folder().join("b");
-    // Magic and version of a handshake, and the length of what follows.
-    let opening = |version: u8, len: u32| {
-        let mut bytes = b"lmc-xfer".to_vec();
-        bytes.extend_from_slice(&[version, 0]);
+    let me = NixlSide::new(&rig, "me");
+
+    // A listener that says nothing, and so gets to know how a handshake begins.
+    let mute = rig.folder().join("mute");
+    let listener = UnixListener::bind(&mute).expect("a socket");
+    let id: PeerId = "mute".parse().expect("a name");
+    let address = Address::Unix(mute);
+    let deadline = Instant::now() + Duration::from_millis(300);
+    let connecting = me.channel.connect(&id, &address, None, deadline);
+    let late = block_on(connecting);
+    assert!(
+        matches!(late, Err(ConnectError::Deadline { .. })),
+        "{late:?}"
+    );
+    // Magic and version.
+    let mut start = [0; 10];
+    let (mut stream, _) = listener.accept().expect("a connection");
+    stream.read_exact(&mut start).expect("a handshake");
+    assert_eq!(&start[..8], b"lmc-xfer");
+    let version = u16::from_le_bytes([start[8], start[9]]);
+
+    // Magic, version and the length of what follows.
+    let opening = |version: u16, len: u32| {
+        let mut bytes = start[..8].to_vec();
+        bytes.extend_from_slice(&version.to_le_bytes());
         bytes.extend_from_slice(&len.to_le_bytes());
         bytes
     };
-    let garbage = [opening(2, 100), vec![0xff; 100]].concat();
-    let cut = opening(2, 100)[..12].to_vec();
+    let garbage = [opening(version, 100), vec![0xff; 100]].concat();
+    let cut = opening(version, 100)[..12].to_vec();
     let openings = [
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-        opening(9, 10),
-        opening(2, u32::MAX),
+        opening(version + 1, 10),
+        opening(version, u32::MAX),
         garbage,
         // The first message of a handshake, without the key.
-        [opening(2, 49), vec![0; 49]].concat(),
+        [opening(version, 49), vec![0; 49]].concat(),
         cut.clone(),
     ];
     for (counted, opening) in (1..).zip(openings) {
@@ -761,29 +782,17 @@ fn strangers() {
     let silent: Vec<UnixStream> = (0..200)
         .map_while(|_| UnixStream::connect(&path).ok())
         .collect();
-    let me = NixlSide::new(&rig, "me");
     me.connect(&side);
     me.works_with(1, &side);
     drop(silent);
 
-    // The other way round: the listener says nothing, or too much.
-    let mute = rig.folder().join("mute");
-    let listener = UnixListener::bind(&mute).expect("a socket");
-    let id: PeerId = "mute".parse().expect("a name");
-    let address = Address::Unix(mute);
-    let deadline = Instant::now() + Duration::from_millis(300);
-    let connecting = me.channel.connect(&id, &address, None, deadline);
-    let late = block_on(connecting);
-    assert!(
-        matches!(late, Err(ConnectError::Deadline { .. })),
-        "{late:?}"
-    );
+    // The other way round: the listener says too much.
     thread::scope(|scope| {
         scope.spawn(|| {
-            // The first is the connection of the handshake above.
-            let _ = listener.accept();
             let (mut stream, _) = listener.accept().expect("a connection");
-            stream.write_all(&opening(2, u32::MAX)).expect("it reads");
+            stream
+                .write_all(&opening(version, u32::MAX))
+                .expect("it reads");
             let _ = stream.read_to_end(&mut Vec::new());
         });
         let deadline = Instant::now() + TIMEOUT;
