@@ -73,7 +73,7 @@ fn gate(has: &Has) -> Vec<Step> {
     vec![
         Step::new("format", "cargo fmt --all --check"),
         Step::new("tidy", "cargo xtask tidy"),
-        Step::new("deny", "cargo deny --offline check bans licenses sources"),
+        Step::new("deny", "cargo deny --locked check bans licenses sources"),
         Step::new("clippy", clippy),
         Step::new("features", default_features),
         match has.denies_warnings {

@@ -12,9 +12,8 @@ use lmc_backend::{
 };
 use lmc_key::ChunkKey;
 
-use crate::admission::Admission;
 use crate::batch::Batch;
-use crate::counters::{Counters, DiskStats, count};
+use crate::counters::{Counters, DiskStats};
 use crate::drive::Drive;
 use crate::drive_set::{DriveSet, missing_text, space_clears};
 use crate::format::blocks;
@@ -33,22 +32,16 @@ pub struct DiskBackend {
     drives: Arc<[Drive]>,
     set: DriveSet,
     unreachable: Vec<Unreachable>,
-    admission: Option<Admission>,
     counters: Counters,
     timer: Timer,
 }
 
 impl DiskBackend {
-    pub(crate) fn new(
-        drives: Vec<Drive>,
-        set: DriveSet,
-        admission: Option<Admission>,
-    ) -> io::Result<Self> {
+    pub(crate) fn new(drives: Vec<Drive>, set: DriveSet) -> io::Result<Self> {
         Ok(Self {
             drives: drives.into(),
             set,
             unreachable: Vec::new(),
-            admission,
             counters: Counters::default(),
             timer: Timer::start()?,
         })
@@ -218,11 +211,6 @@ impl DiskBackend {
             on.push(drive);
             if let Some(refusal) = refusal {
                 batch.answer(index, refusal);
-                continue;
-            }
-            if self.admission.as_ref().is_some_and(|a| !a.admit(&item.key)) {
-                count(&self.counters.declined_admission, 1);
-                batch.answer(index, Ok(Stored::Declined));
                 continue;
             }
             self.drives[drive].store(item, (Arc::clone(&batch), index));

@@ -10,7 +10,6 @@ use std::time::Duration;
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
-use crate::admission::Admission;
 use crate::backend::DiskBackend;
 use crate::claim::{claim, may_be_ours, sign};
 use crate::drive::{Drive, DriveSettings, HEADER_NAME, replace_file};
@@ -43,17 +42,6 @@ pub enum DiskIo {
     Threads,
 }
 
-/// Which chunks are kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Admit {
-    /// All that are offered.
-    #[default]
-    Always,
-    /// Store only chunks that are offered a second time, which reduces drive wear.
-    SecondTouch,
-}
-
 /// Settings of a disk tier. `Default:` values stand with each setter.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
@@ -63,7 +51,6 @@ pub struct DiskConfig {
     segment_bytes: Option<u64>,
     io: DiskIo,
     depth: u32,
-    admit: Admit,
     max_writing: u64,
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
@@ -87,7 +74,6 @@ impl DiskConfig {
             segment_bytes: None,
             io: DiskIo::Auto,
             depth: 64,
-            admit: Admit::Always,
             max_writing: 1 << 30,
             probe_every: Duration::from_secs(5),
             arena: None,
@@ -173,12 +159,6 @@ impl DiskConfig {
         self
     }
 
-    /// Sets which chunks are kept. Default: [`Admit::Always`].
-    pub fn with_admission(mut self, admit: Admit) -> Self {
-        self.admit = admit;
-        self
-    }
-
     /// Sets the bytes that may be on their way to each drive; more are declined. Default: 1 GiB.
     pub fn with_max_writing(mut self, bytes: u64) -> Self {
         self.max_writing = bytes;
@@ -223,11 +203,7 @@ impl DiskConfig {
             false => DriveSet::join(&drives, &self.paths, state.as_ref())?,
         };
         let unreachable = self.note_settings(&drives);
-        let admission = match self.admit {
-            Admit::Always => None,
-            Admit::SecondTouch => Some(Admission::default()),
-        };
-        let tier = DiskBackend::new(drives, set, admission).map_err(|source| DiskError::Io {
+        let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),
             source,
         })?;

@@ -48,8 +48,6 @@ counters! {
     bad_payloads,
     /// Chunks not kept, because too much was waiting to be written.
     declined_busy,
-    /// Chunks not kept, because they were offered for the first time.
-    declined_admission,
     /// Reads that failed.
     read_errors,
     /// Writes and syncs that failed.

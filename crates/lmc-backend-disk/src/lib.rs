@@ -13,7 +13,6 @@
 //! What is *not* here: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
 //! (`lmc-backend-local`).
 
-mod admission;
 mod backend;
 mod batch;
 mod claim;
@@ -37,7 +36,7 @@ mod timer;
 mod volume;
 
 pub use backend::DiskBackend;
-pub use config::{Admit, DiskConfig, DiskIo, usable_bytes};
+pub use config::{DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
 pub use error::DiskError;
 pub use format::VERSION_WITH_SPACE_EPOCH as FORMAT_VERSION;

@@ -14,7 +14,7 @@ use lmc_backend::conformance::{
     store_batch, test_key,
 };
 use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
-use lmc_backend_disk::{Admit, DiskBackend, DiskConfig, DiskError, DiskIo};
+use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError, DiskIo};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon, until};
 
@@ -233,16 +233,6 @@ fn logs_that_are_over_give_their_space_back() {
             .collect();
         assert!(deleted.is_empty(), "{io:?}: {deleted:?} are held open");
     }
-}
-
-#[test]
-fn what_is_offered_once_is_not_kept_where_twice_is_asked_for() {
-    let (folder, pool) = (new_folder(), pool(8 * MIB));
-    let config = config_of(&folder, 64 * MIB).with_admission(Admit::SecondTouch);
-    let tier = config.open().unwrap();
-    assert_eq!(store(&tier, &pool, 0..4), [Stored::Declined; 4]);
-    assert_eq!(store(&tier, &pool, 2..4), [Stored::Written; 2]);
-    assert_eq!(load(&tier, &pool, 0..4), 2);
 }
 
 #[test]

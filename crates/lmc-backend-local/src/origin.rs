@@ -22,6 +22,11 @@ impl Origin {
         usize::from(self.0) == index + 1
     }
 
+    /// Returns true for a chunk that was read from a tier after the one with this index.
+    pub fn is_after(self, index: usize) -> bool {
+        usize::from(self.0) > index + 1
+    }
+
     pub(crate) fn number(self) -> u8 {
         self.0
     }

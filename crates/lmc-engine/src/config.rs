@@ -25,21 +25,11 @@ pub struct EngineConfig {
     pub shards: Option<usize>,
     /// Time between two checks of the watermarks. Default: 100 ms.
     pub maintain_every: Duration,
-    /// When chunks are written to lower tiers. Default: [`WritePolicy::Through`].
-    pub write_policy: WritePolicy,
-    /// Most bytes that wait to be written to each lower tier; further writes are dropped, as a
-    /// store waits for nothing. Default: an eighth of the pool.
-    pub write_queue_bytes: Option<u64>,
-    /// Timeout of one write to a lower tier. Default: 30 s.
-    pub write_timeout: Duration,
     /// Most bytes of the pool that reads from lower tiers in flight hold. Default, and at most: a
     /// quarter of the pool.
     pub promotion_bytes: Option<u64>,
     /// Time after which a chunk that was not promoted yet is a miss. Default: 10 s.
     pub promotion_timeout: Duration,
-    /// Time that tiers have to say which chunks they have, where they do not know at once: the
-    /// delay of a prompt that no tier has. Default: 5 ms.
-    pub locate_timeout: Duration,
     /// Longest wait for chunks that another engine is writing to a tier now. Default: 500 ms.
     pub pending_timeout: Duration,
     /// Time in which an engine recomputes one chunk. Chunks are read from lower tiers only where
@@ -48,23 +38,6 @@ pub struct EngineConfig {
     /// Runtime of reads from and writes to lower tiers; it needs a timer. Default: none, and an
     /// engine with lower tiers starts a runtime of its own with two threads named `lmc-engine`.
     pub runtime: Option<Handle>,
-}
-
-/// When chunks that were computed here are written to lower tiers. A chunk that came from a tier
-/// is never written to that tier again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum WritePolicy {
-    /// As soon as they are committed: they survive the end of this process.
-    #[default]
-    Through,
-    /// When they are committed, and again when they are found: for tiers that take what is
-    /// offered a second time.
-    ThroughAndOnHit,
-    /// When they are evicted above the high watermark, and when the engine is closed. A chunk that
-    /// is evicted because a caller needs its memory is not written: the write would hold that
-    /// memory.
-    Back,
 }
 
 impl Default for EngineConfig {
@@ -76,12 +49,8 @@ impl Default for EngineConfig {
             low_watermark: 0.90,
             shards: None,
             maintain_every: Duration::from_millis(100),
-            write_policy: WritePolicy::default(),
-            write_queue_bytes: None,
-            write_timeout: Duration::from_secs(30),
             promotion_bytes: None,
             promotion_timeout: Duration::from_secs(10),
-            locate_timeout: Duration::from_millis(5),
             pending_timeout: Duration::from_millis(500),
             recompute_time: None,
             runtime: None,

@@ -8,7 +8,6 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::Backend;
 use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId,
     WriteStart,
@@ -19,9 +18,10 @@ use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use tokio::task::AbortHandle;
 
-use crate::config::{EngineConfig, EngineError, WritePolicy};
+use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
-use crate::lower::{LowerStatus, LowerTiers, Offer};
+use crate::lower::{LowerStatus, LowerTiers, Moment, Offer};
+use crate::policy::{LowerTier, WritePolicy};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
 
@@ -113,11 +113,18 @@ pub struct CacheEngine(Arc<Inner>);
 struct Inner {
     tier: LocalTier,
     lower: Option<LowerTiers>,
-    write_policy: WritePolicy,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     relay: Arc<Relay>,
     stop: Arc<Stop>,
+}
+
+impl Inner {
+    /// Returns the lower tiers if there is one that chunks are written back to.
+    fn written_back(&self) -> Option<&LowerTiers> {
+        let lower = self.lower.as_ref();
+        lower.filter(|lower| lower.tiers().has_written(WritePolicy::Back))
+    }
 }
 
 /// Ends the maintenance thread.
@@ -156,7 +163,7 @@ impl CacheEngine {
     /// # Errors
     /// [`EngineError`] says which setting cannot be.
     pub fn new(config: EngineConfig, arena: Arc<Arena>) -> Result<Self, EngineError> {
-        Self::with_tiers(config, arena, Vec::new())
+        Self::with_tiers(config, arena, Vec::<LowerTier>::new())
     }
 
     /// Makes an engine whose DRAM tier is this arena, with lower tiers, the fastest first.
@@ -166,8 +173,9 @@ impl CacheEngine {
     pub fn with_tiers(
         config: EngineConfig,
         arena: Arc<Arena>,
-        lower: Vec<Arc<dyn Backend>>,
+        lower: impl IntoIterator<Item = impl Into<LowerTier>>,
     ) -> Result<Self, EngineError> {
+        let lower: Vec<LowerTier> = lower.into_iter().map(Into::into).collect();
         let pool = Pool::new(arena, PoolConfig::default().with_align(config.align))?;
         let relay = Arc::new(Relay::default());
         let mut local = LocalConfig::new(pool)
@@ -182,14 +190,14 @@ impl CacheEngine {
             true => None,
             false => Some(LowerTiers::start(tier.clone(), lower, &config)?),
         };
-        if let (Some(lower), WritePolicy::Back) = (&lower, config.write_policy) {
+        let written_back = |lower: &&LowerTiers| lower.tiers().has_written(WritePolicy::Back);
+        if let Some(lower) = lower.as_ref().filter(written_back) {
             relay.offer_evicted(lower.tiers().downgrade());
         }
         let stop = Arc::new(Stop::default());
         let inner = Arc::new(Inner {
             tier,
             lower,
-            write_policy: config.write_policy,
             unoffered: AtomicU64::new(NOT_CLOSED),
             relay,
             stop: Arc::clone(&stop),
@@ -208,10 +216,10 @@ impl CacheEngine {
     }
 
     /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that take what is
-    /// offered a second time.
+    /// used again.
     pub(crate) fn lease_and_offer(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
-        let offered = self.0.write_policy == WritePolicy::ThroughAndOnHit;
-        let Some(lower) = self.lower().filter(|_| offered) else {
+        let lower = self.lower();
+        let Some(lower) = lower.filter(|lower| lower.tiers().counts_uses()) else {
             return self.0.tier.lease_leading(owner, keys);
         };
         // Nothing is removed between its finding and its offer.
@@ -224,8 +232,14 @@ impl CacheEngine {
             origin,
             slot: slot.clone(),
         };
-        lower.tiers().offer(&found.map(offer).collect::<Vec<_>>());
+        let offers: Vec<Offer> = found.map(offer).collect();
+        lower.tiers().offer(&offers, Moment::Found);
         leases
+    }
+
+    /// Returns the lower tiers if there is one that chunks are written back to.
+    fn written_back(&self) -> Option<&LowerTiers> {
+        self.0.written_back()
     }
 
     pub(crate) fn lower(&self) -> Option<&LowerTiers> {
@@ -306,8 +320,12 @@ impl CacheEngine {
             return tickets.iter().map(|_| Inserted::Cleared).collect();
         }
         let writes: Vec<_> = tickets.into_iter().map(StoreTicket::written).collect();
-        let at_once = self.0.write_policy != WritePolicy::Back;
-        let Some(lower) = self.lower().filter(|_| at_once) else {
+        let lower = self.lower();
+        let is_offered = |lower: &&LowerTiers| {
+            let tiers = lower.tiers();
+            tiers.has_written(WritePolicy::Through) || tiers.counts_uses()
+        };
+        let Some(lower) = lower.filter(is_offered) else {
             return self.0.tier.commit(writes);
         };
         let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
@@ -325,7 +343,8 @@ impl CacheEngine {
             origin: Origin::COMPUTED,
             slot: slot.clone(),
         };
-        lower.tiers().offer(&offers.map(offer).collect::<Vec<_>>());
+        let offers: Vec<Offer> = offers.map(offer).collect();
+        lower.tiers().offer(&offers, Moment::Computed);
         drop(leases);
         inserted
     }
@@ -406,8 +425,9 @@ impl CacheEngine {
         }
     }
 
-    /// Waits until queued writes have ended and closes the lower tiers. With [`WritePolicy::Back`]
-    /// all that DRAM holds is written first, the heads of prompts before what follows on them.
+    /// Waits until queued writes have ended and closes the lower tiers. To those with
+    /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
+    /// follows on them.
     /// Returns what could not be done by the deadline.
     pub fn close(&self, deadline: Instant) -> CloseReport {
         let Some(lower) = &self.0.lower else {
@@ -415,7 +435,7 @@ impl CacheEngine {
         };
         let before = lower.tiers().unwritten();
         let mut late = 0;
-        if self.0.write_policy == WritePolicy::Back && !self.pool_is_lost() {
+        if self.written_back().is_some() && !self.pool_is_lost() {
             // The rest of the time is for the writes that are under way then.
             let left = deadline.saturating_duration_since(Instant::now());
             late = self.write_all_back(lower, deadline - (left / 4).min(CLOSE_MARGIN));
@@ -429,7 +449,8 @@ impl CacheEngine {
         }
     }
 
-    /// Offers every chunk to the lower tiers, each when their queues have capacity for it. Returns
+    /// Offers every chunk to the tiers that are written back to, each when their queues have
+    /// capacity for it. Returns
     /// the number of chunks for which there was no time.
     fn write_all_back(&self, lower: &LowerTiers, deadline: Instant) -> u64 {
         let tier = &self.0.tier;
@@ -452,7 +473,8 @@ impl CacheEngine {
                 slot: slot.clone(),
             };
             let found = leases.iter().zip(leases.origins());
-            lower.tiers().offer(&found.map(offer).collect::<Vec<_>>());
+            let offers: Vec<Offer> = found.map(offer).collect();
+            lower.tiers().offer(&offers, Moment::Leaving);
             unoffered.fetch_sub(chunk.len, Ordering::Relaxed);
         }
         0
@@ -466,7 +488,7 @@ impl CacheEngine {
             return 0;
         };
         let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
-            _ if self.0.write_policy != WritePolicy::Back => 0,
+            _ if self.written_back().is_none() => 0,
             NOT_CLOSED => self.usage().chunk_bytes,
             bytes => bytes,
         };
@@ -595,9 +617,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         let more = || {
             let lower = inner.lower.as_ref();
             let _held = lower.map(|lower| lower.tiers().block_removal());
-            let evicted_go_down = inner.write_policy == WritePolicy::Back;
-            let lower = lower.filter(|_| evicted_go_down);
-            let leaving = lower.map_or(0, LowerTiers::queued);
+            let leaving = inner.written_back().map_or(0, LowerTiers::queued);
             inner.tier.maintain_besides(EVICT_AT_ONCE, leaving).more
         };
         while more() {

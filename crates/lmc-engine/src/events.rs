@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
 
-use crate::lower::{Offer, Tiers};
+use crate::lower::{Moment, Offer, Tiers};
 
 /// Connects the DRAM tier, which is given its listener when it is made, with the listener, which
 /// comes later.
@@ -49,12 +49,13 @@ impl EventSink for Relay {
     fn on_removed(&self, event: RemovedEvent<'_>) {
         let lower = self.lower.get().and_then(Weak::upgrade);
         if let (Some(lower), Removal::Watermark) = (lower, event.cause) {
-            lower.offer(&[Offer {
+            let offer = Offer {
                 key: *event.key,
                 parent: None,
                 origin: event.origin,
                 slot: event.slot.clone(),
-            }]);
+            };
+            lower.offer(&[offer], Moment::Leaving);
         }
         if let Some(listener) = self.listener.get() {
             listener.on_removed(event);

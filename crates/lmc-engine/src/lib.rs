@@ -36,7 +36,7 @@
 //! ```
 
 mod config;
-pub use config::{EngineConfig, EngineError, WritePolicy};
+pub use config::{EngineConfig, EngineError};
 
 mod engine;
 pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth, WeakEngine};
@@ -53,6 +53,9 @@ pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank};
 
 mod lower;
 pub use lower::LowerStatus;
+
+mod policy;
+pub use policy::{Admission, LowerTier, TierPolicy, WritePolicy};
 
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};

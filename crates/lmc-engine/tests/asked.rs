@@ -12,12 +12,15 @@ use lmc_backend::{
     Sharing, StoreItem, Stored,
 };
 use lmc_engine::{
-    CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, OwnerId, PolicyKind,
-    Rank, StoreRequest, StoreStart, TenantId, WritePolicy,
+    Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
+    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{soon, until};
+
+#[path = "asked/policies.rs"]
+mod policies;
 
 const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);
@@ -48,21 +51,25 @@ fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
 fn engine_with(
     chunks: u64,
     tiers: Vec<Arc<dyn Backend>>,
-    change: impl FnOnce(&mut EngineConfig),
+    change: impl FnOnce(&mut EngineConfig, &mut TierPolicy),
 ) -> CacheEngine {
     let mut config = EngineConfig::default();
     config.shards = Some(2);
     (config.high_watermark, config.low_watermark) = (1.0, 1.0);
-    config.write_queue_bytes = Some(chunks * CHUNK);
+    let mut policy = TierPolicy::default();
+    policy.write_queue_bytes = Some(chunks * CHUNK);
     // The machine may be busy.
-    config.locate_timeout = Duration::from_secs(5);
-    change(&mut config);
+    policy.locate_timeout = Duration::from_secs(5);
+    change(&mut config, &mut policy);
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
+    let tiers = tiers
+        .into_iter()
+        .map(|tier| LowerTier::new(tier, policy.clone()));
     CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), tiers).expect("an engine")
 }
 
 fn engine(chunks: u64, tiers: Vec<Arc<dyn Backend>>) -> CacheEngine {
-    engine_with(chunks, tiers, |_| {})
+    engine_with(chunks, tiers, |_, _| {})
 }
 
 /// Stores chunks of one rank; returns how many were new.
@@ -277,8 +284,8 @@ fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
     put(late.inner(), SPACE, 0..4, ClearEpoch::default());
     let here = MemoryBackend::default();
     put(&here, SPACE, 0..2, ClearEpoch::default());
-    let engine = engine_with(64, vec![Arc::new(here), Arc::new(late)], |config| {
-        config.locate_timeout = Duration::from_millis(10);
+    let engine = engine_with(64, vec![Arc::new(here), Arc::new(late)], |_, policy| {
+        policy.locate_timeout = Duration::from_millis(10);
     });
     let begun = Instant::now();
     assert_eq!(found(&engine, 0..4).hits, 2, "what the other tier has");
@@ -321,12 +328,12 @@ fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
 fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
     let tier = Arc::new(Scripted::new());
     put(&*tier, SPACE, 0..4, ClearEpoch::default());
-    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
         config.pending_timeout = Duration::from_secs(10);
     });
     tier.pending.store(5, Ordering::Relaxed);
     assert_eq!(found(&engine, 0..4).hits, 4);
-    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
         config.pending_timeout = Duration::from_millis(20);
     });
     tier.pending.store(usize::MAX, Ordering::Relaxed);
@@ -448,8 +455,8 @@ fn a_chunk_is_never_written_to_the_tier_that_it_came_from() {
     );
     put(&*first, SPACE, 0..4, ClearEpoch::default());
     let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&first) as _, Arc::clone(&second) as _];
-    let engine = engine_with(64, tiers, |config| {
-        config.write_policy = WritePolicy::ThroughAndOnHit;
+    let engine = engine_with(64, tiers, |_, policy| {
+        policy.admit = Admission::Reused(1);
     });
     let before = first.stores();
     assert_eq!(found(&engine, 0..4).hits, 4);
@@ -473,7 +480,7 @@ fn chunks_that_are_recomputed_faster_are_not_read() {
     for (recompute, hits) in [(1, 0), (100, 8)] {
         let tier = slow();
         put(&tier, SPACE, 0..8, ClearEpoch::default());
-        let engine = engine_with(64, vec![Arc::new(tier)], |config| {
+        let engine = engine_with(64, vec![Arc::new(tier)], |config, _| {
             config.recompute_time = Some(Duration::from_millis(recompute));
         });
         assert_eq!(found(&engine, 0..8).hits, hits, "{recompute} ms a chunk");
@@ -489,7 +496,7 @@ fn chunks_that_are_recomputed_faster_are_not_read() {
 fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
     let tier = Arc::new(Gated::new(MemoryBackend::default()));
     put(&*tier, SPACE, 0..64, ClearEpoch::default());
-    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config| {
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
         // More than is ever granted.
         config.promotion_bytes = Some(64 * CHUNK);
     });
@@ -513,7 +520,7 @@ fn a_promoted_chunk_counts_as_used_once() {
     for policy in [PolicyKind::S3Fifo, PolicyKind::Arc] {
         let disk = Arc::new(MemoryBackend::default());
         put(&*disk, SPACE, 0..200, ClearEpoch::default());
-        let engine = engine_with(20, vec![disk], |config| config.policy = policy);
+        let engine = engine_with(20, vec![disk], |config, _| config.policy = policy);
         let hot = 1000..1004;
         write(&engine, SPACE, 0, hot.clone());
         for _ in 0..3 {
@@ -581,7 +588,7 @@ fn an_engine_runs_on_the_runtime_that_it_is_given() {
         .expect("a runtime");
     let disk = Arc::new(MemoryBackend::default());
     put(&*disk, SPACE, 0..4, ClearEpoch::default());
-    let engine = engine_with(64, vec![disk], |config| {
+    let engine = engine_with(64, vec![disk], |config, _| {
         config.runtime = Some(runtime.handle().clone());
     });
     let lookup = engine.lookup(request(&[RANK], 0..4));

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{Faults, Faulty, Gated, Rng, block_on, check_value, fill_value};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, EngineConfig, Inserted, Leases, Lookup, LookupRequest, LowerStatus, OwnerId, Rank,
-    StoreRequest, StoreStart, StoreTicket, TenantId, WritePolicy,
+    Admission, CacheEngine, EngineConfig, Inserted, Leases, Lookup, LookupRequest, LowerStatus,
+    LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket, TenantId, TierPolicy,
+    WritePolicy,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -27,21 +28,23 @@ fn gated() -> Arc<Gated<MemoryBackend>> {
 fn engine_with(
     chunks: u64,
     lower: Arc<dyn Backend>,
-    change: impl FnOnce(&mut EngineConfig),
+    change: impl FnOnce(&mut EngineConfig, &mut TierPolicy),
 ) -> CacheEngine {
     let mut config = EngineConfig::default();
     config.shards = Some(2);
     config.high_watermark = 1.0;
     config.low_watermark = 1.0;
-    config.write_queue_bytes = Some(chunks * CHUNK);
-    change(&mut config);
+    let mut policy = TierPolicy::default();
+    policy.write_queue_bytes = Some(chunks * CHUNK);
+    change(&mut config, &mut policy);
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
     let arena = Arc::new(arena.expect("memory"));
-    CacheEngine::with_tiers(config, arena, vec![lower]).expect("a valid configuration")
+    let lower = LowerTier::new(lower, policy);
+    CacheEngine::with_tiers(config, arena, [lower]).expect("a valid configuration")
 }
 
 fn engine(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {
-    engine_with(chunks, lower, |_| {})
+    engine_with(chunks, lower, |_, _| {})
 }
 
 const SPACE: SpaceId = SpaceId::new([7; 16]);
@@ -280,7 +283,7 @@ fn a_cancelled_fetch_ends_and_another_one_of_the_same_chunks_goes_on() {
 #[test]
 fn a_stalled_tier_is_a_miss_after_the_deadline() {
     let tier = gated();
-    let engine = engine_with(64, Arc::clone(&tier) as _, |config| {
+    let engine = engine_with(64, Arc::clone(&tier) as _, |config, _| {
         config.promotion_timeout = Duration::from_millis(50);
     });
     write(&engine, 0..8);
@@ -326,8 +329,8 @@ fn nothing_is_promoted_for_a_peer_after_its_deadline() {
 /// A pinned chunk once outlived a clear as one of the new epoch, for peers and for lower tiers.
 #[test]
 fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
-    let engine = engine_with(64, Arc::new(MemoryBackend::default()), |config| {
-        config.write_policy = WritePolicy::Back;
+    let engine = engine_with(64, Arc::new(MemoryBackend::default()), |_, policy| {
+        policy.write = WritePolicy::Back;
     });
     write(&engine, 0..2);
     engine.pin(&keys(0..1));
@@ -360,8 +363,8 @@ fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
 #[test]
 fn a_full_queue_drops_copies_and_never_a_store() {
     let tier = gated();
-    let engine = engine_with(64, Arc::clone(&tier) as _, |config| {
-        config.write_queue_bytes = Some(8 * CHUNK);
+    let engine = engine_with(64, Arc::clone(&tier) as _, |_, policy| {
+        policy.write_queue_bytes = Some(8 * CHUNK);
     });
     tier.shut();
     assert_eq!(write(&engine, 0..20), 20);
@@ -450,7 +453,7 @@ fn nothing_comes_up_while_all_is_being_forgotten() {
 fn a_write_begun_before_a_clear_is_found_in_no_tier_after_it() {
     for write_policy in [WritePolicy::Through, WritePolicy::Back] {
         let lower = Arc::new(MemoryBackend::default());
-        let engine = engine_with(64, lower, |config| config.write_policy = write_policy);
+        let engine = engine_with(64, lower, |_, policy| policy.write = write_policy);
         let begun = reserve(&engine, 0..4);
         engine.clear(false);
         assert_eq!(engine.commit(begun), [Inserted::Cleared; 4]);
@@ -497,8 +500,8 @@ fn a_removed_chunk_does_not_come_back_from_a_copy_on_its_way() {
 
 #[test]
 fn written_back_is_what_the_watermark_evicts() {
-    let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config| {
-        config.write_policy = WritePolicy::Back;
+    let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config, policy| {
+        policy.write = WritePolicy::Back;
         config.high_watermark = 0.75;
         config.low_watermark = 0.5;
         config.maintain_every = Duration::from_millis(1);
@@ -515,10 +518,10 @@ fn written_back_is_what_the_watermark_evicts() {
 
 #[test]
 fn what_is_written_back_goes_down_at_a_close_too() {
-    let write_back = |config: &mut EngineConfig| {
-        config.write_policy = WritePolicy::Back;
+    let write_back = |_: &mut EngineConfig, policy: &mut TierPolicy| {
+        policy.write = WritePolicy::Back;
         // Memory for two at a time.
-        config.write_queue_bytes = Some(2 * CHUNK);
+        policy.write_queue_bytes = Some(2 * CHUNK);
     };
     let engine = engine_with(32, Arc::new(MemoryBackend::default()), write_back);
     write(&engine, 0..24);
@@ -543,8 +546,8 @@ fn what_is_written_back_goes_down_at_a_close_too() {
 #[test]
 fn a_slow_tier_makes_memory_give_up_no_more_than_it_must() {
     let tier = gated();
-    let engine = engine_with(32, Arc::clone(&tier) as _, |config| {
-        config.write_policy = WritePolicy::Back;
+    let engine = engine_with(32, Arc::clone(&tier) as _, |config, policy| {
+        policy.write = WritePolicy::Back;
         config.high_watermark = 0.75;
         config.low_watermark = 0.5;
         config.maintain_every = Duration::from_millis(1);
@@ -566,20 +569,24 @@ fn a_slow_tier_makes_memory_give_up_no_more_than_it_must() {
 #[test]
 fn what_is_found_is_offered_again_where_a_tier_wants_it_twice() {
     let tier = gated();
-    let engine = engine_with(32, Arc::clone(&tier) as _, |config| {
-        config.write_policy = WritePolicy::ThroughAndOnHit;
-        config.write_queue_bytes = Some(2 * CHUNK);
+    let engine = engine_with(32, Arc::clone(&tier) as _, |_, policy| {
+        policy.admit = Admission::Reused(1);
+        policy.write_queue_bytes = Some(2 * CHUNK);
     });
-    tier.shut();
     write(&engine, 0..8);
+    settle(&engine);
+    assert_eq!((status(&engine).chunks, tier.stores()), (0, 0));
+    let find = |number| drop(lookup(&engine, 2, &keys(number..number + 1)).wait_blocking());
+    tier.shut();
+    (0..8).for_each(find);
     tier.open();
     settle(&engine);
     assert_eq!(
         (status(&engine).chunks, status(&engine).write_dropped),
         (2, 6)
     );
-    for n in 0..8 {
-        drop(lookup(&engine, 2, &keys(n..n + 1)).wait_blocking());
+    for number in 0..8 {
+        find(number);
         settle(&engine);
     }
     assert_eq!(status(&engine).chunks, 8);
@@ -677,13 +684,14 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
 
 #[test]
 fn everything_at_once_ends_and_serves_right_bytes() {
-    for write_policy in [
-        WritePolicy::Through,
-        WritePolicy::ThroughAndOnHit,
-        WritePolicy::Back,
+    for (when, admit) in [
+        (WritePolicy::Through, Admission::Always),
+        (WritePolicy::Through, Admission::Reused(1)),
+        (WritePolicy::Back, Admission::Always),
+        (WritePolicy::Back, Admission::Reused(2)),
     ] {
-        let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config| {
-            config.write_policy = write_policy;
+        let engine = engine_with(32, Arc::new(MemoryBackend::default()), |config, policy| {
+            (policy.write, policy.admit) = (when, admit);
             config.high_watermark = 0.8;
             config.low_watermark = 0.5;
             config.maintain_every = Duration::from_millis(1);

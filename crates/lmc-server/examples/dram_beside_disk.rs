@@ -13,7 +13,8 @@ use anyhow::{Context, Result, ensure};
 use lmc_backend::conformance::test_key;
 use lmc_backend_disk::DiskConfig;
 use lmc_engine::{
-    CacheEngine, EngineConfig, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart, TenantId,
+    CacheEngine, EngineConfig, LookupRequest, LowerTier, OwnerId, Rank, StoreRequest, StoreStart,
+    TenantId, TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Demand, Prefault};
@@ -106,9 +107,10 @@ fn main() -> Result<()> {
         .with_keep_free(0)
         .with_new_drives()
         .with_arena(Arc::clone(&arena));
-    let mut config = EngineConfig::default();
-    config.write_queue_bytes = Some(LEN * CHUNK);
-    let engine = CacheEngine::with_tiers(config, arena, vec![Arc::new(disk.open()?)])?;
+    let mut policy = TierPolicy::default();
+    policy.write_queue_bytes = Some(LEN * CHUNK);
+    let disk = LowerTier::new(Arc::new(disk.open()?), policy);
+    let engine = CacheEngine::with_tiers(EngineConfig::default(), arena, [disk])?;
     let hot = prompt(0, HOT);
     hot.chunks(LEN as usize)
         .try_for_each(|part| store(&engine, part))?;

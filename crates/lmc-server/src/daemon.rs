@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
-use lmc_backend_disk::Admit;
-use lmc_engine::{CacheEngine, EngineConfig, WritePolicy};
+use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TierPolicy};
 use lmc_key::{ChunkHasher, Salt};
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -405,20 +404,23 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     engine.recompute_time = config.recompute_rate.map(|tokens_per_second| {
         Duration::from_secs_f64(config.chunk_size as f64 / tokens_per_second as f64)
     });
-    engine.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
-    engine.write_policy = match (config.disk_write, config.disk_admit) {
-        (WritePolicy::Through, Admit::SecondTouch) => WritePolicy::ThroughAndOnHit,
-        (policy, _) => policy,
-    };
-    engine.locate_timeout = config.p2p_locate_timeout;
     engine.pending_timeout = config.p2p_pending_timeout;
-    let mut lower: Vec<Arc<dyn Backend>> = Vec::new();
+    let mut lower: Vec<LowerTier> = Vec::new();
     if !config.disk.is_empty() {
-        lower.push(disk::open(config, arena)?);
+        let mut policy = TierPolicy::default();
+        policy.write = config.disk_write;
+        policy.admit = config.disk_admit;
+        policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
+        lower.push(LowerTier::new(disk::open(config, arena)?, policy));
     }
     let lender = peers::Lender::default();
     let peers = peers::open(config, arena, &lender)?;
-    lower.extend(peers.clone().map(|tier| tier as Arc<dyn Backend>));
+    if let Some(peers) = &peers {
+        let mut policy = TierPolicy::default();
+        policy.locate_timeout = config.p2p_locate_timeout;
+        let tier = Arc::clone(peers) as Arc<dyn Backend>;
+        lower.push(LowerTier::new(tier, policy));
+    }
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;

@@ -38,7 +38,6 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
         .with_keep_free(config.disk_keep_free)
         .with_io(config.disk_io)
         .with_depth(config.disk_depth)
-        .with_admission(config.disk_admit)
         .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
         .with_key_settings(&key_settings(config))

@@ -26,7 +26,7 @@ pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, Owne
 
 use backend::Backend;
 use disk::{DiskConfig, DiskError};
-use engine::{EngineError, LookupRequest, Rank, StoreRequest, StoreStart};
+use engine::{EngineError, LookupRequest, LowerTier, Rank, StoreRequest, StoreStart};
 use key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, SpaceId};
 use memory::{ArenaConfig, ArenaError};
 
@@ -71,7 +71,7 @@ pub struct CacheBuilder {
     chunk_size: u32,
     dram: usize,
     disk: Option<(PathBuf, u64)>,
-    tiers: Vec<Arc<dyn Backend>>,
+    tiers: Vec<LowerTier>,
     engine: EngineConfig,
 }
 
@@ -116,8 +116,8 @@ impl CacheBuilder {
 
     /// Adds a tier below DRAM, and below the disk. Default: none.
     #[must_use]
-    pub fn tier(mut self, tier: Arc<dyn Backend>) -> Self {
-        self.tiers.push(tier);
+    pub fn tier(mut self, tier: impl Into<LowerTier>) -> Self {
+        self.tiers.push(tier.into());
         self
     }
 
@@ -152,10 +152,11 @@ impl CacheBuilder {
             identity: name("identity", "")?,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
-        let mut tiers: Vec<Arc<dyn Backend>> = Vec::new();
+        let mut tiers: Vec<LowerTier> = Vec::new();
         if let Some((folder, bytes)) = &self.disk {
             let config = DiskConfig::new([folder], *bytes).with_new_drives();
-            tiers.push(Arc::new(config.with_arena(Arc::clone(&arena)).open()?));
+            let disk: Arc<dyn Backend> = Arc::new(config.with_arena(Arc::clone(&arena)).open()?);
+            tiers.push(disk.into());
         }
         tiers.extend(self.tiers);
         Ok(PromptCache {

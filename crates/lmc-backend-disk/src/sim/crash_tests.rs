@@ -38,7 +38,7 @@ pub(super) fn open(
 /// A tier of drives that are not compared.
 pub(super) fn alone(drives: Vec<Drive>) -> std::io::Result<DiskBackend> {
     let set = DriveSet::of(&drives);
-    DiskBackend::new(drives, set, None)
+    DiskBackend::new(drives, set)
 }
 
 pub(crate) fn pool() -> Pool {

@@ -27,7 +27,7 @@ fn open_set(volumes: &[&Arc<SimVolume>]) -> std::io::Result<DiskBackend> {
     }
     let paths: Vec<PathBuf> = (0..drives.len()).map(|n| format!("/{n}").into()).collect();
     let set = DriveSet::join(&drives, &paths, None).map_err(std::io::Error::other)?;
-    DiskBackend::new(drives, set, None)
+    DiskBackend::new(drives, set)
 }
 
 fn fill(tier: &DiskBackend, pool: &Pool, numbers: std::ops::Range<u64>) {

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesOrdered;
 use lmc_backend::{BackendError, ClearEpoch, Cursor, LocateHint, Located, Location};
 use lmc_key::ChunkKey;
 
@@ -126,7 +127,7 @@ impl Tiers {
         let Some(tier) = tier.filter(|tier| tier.backend.index().is_some()) else {
             return (Vec::new(), None);
         };
-        let deadline = Instant::now() + self.limits.locate_timeout;
+        let deadline = Instant::now() + tier.policy.locate_timeout;
         // A tier that cannot list its chunks now is asked with the next listing.
         let page = tier
             .backend
@@ -240,25 +241,27 @@ impl Tiers {
         sources
     }
 
-    /// Asks all tiers that have no index in this process at once, under one deadline. A tier that
-    /// is late or fails is counted, and cannot be used for this prompt.
+    /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
+    /// the nearer ones have all chunks. A tier that is late or fails is counted, and cannot be used
+    /// for this prompt.
     async fn ask(&self, keys: &[ChunkKey], hint: &LocateHint) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
         if keys.is_empty() {
             return answers;
         }
-        let timeout = self.limits.locate_timeout;
-        let deadline = Instant::now() + timeout;
         let asked = self.tiers.iter().enumerate();
         let asked = asked.filter(|(_, tier)| tier.backend.index().is_none());
         let located = asked.map(|(index, tier)| async move {
+            let timeout = tier.policy.locate_timeout;
+            let deadline = Instant::now() + timeout;
             let located = tier.backend.locate(keys, hint, deadline);
             // A tier that breaks its contract must not hold the prompt up.
             let located = tokio::time::timeout(timeout, located).await;
             let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
             (index, located.unwrap_or_else(|_| failed()))
         });
-        for (index, located) in join_all(located).await {
+        let mut located: FuturesOrdered<_> = located.collect();
+        while let Some((index, located)) = located.next().await {
             if located.len() != keys.len() || located.iter().any(Result::is_err) {
                 count(&self.tiers[index].counters.locate_failed, 1);
             }
@@ -279,6 +282,9 @@ impl Tiers {
                     Ok(Located::Pending) => *answer = Answer::Pending,
                     Ok(Located::Absent) | Err(_) => {}
                 }
+            }
+            if answers.iter().all(|one| matches!(one, Answer::Found(_))) {
+                break;
             }
         }
         answers

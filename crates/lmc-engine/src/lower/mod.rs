@@ -6,6 +6,7 @@
 mod locate;
 mod permits;
 mod promote;
+mod uses;
 mod write_queue;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -29,11 +30,13 @@ use crate::TierHealth;
 use crate::config::{EngineConfig, EngineError};
 use crate::engine::WRITER;
 use crate::epochs::Epochs;
+use crate::policy::{Admission, LowerTier, TierPolicy, WritePolicy};
 pub(crate) use locate::{Source, Sources};
 use permits::Permits;
 pub(crate) use promote::Prompt;
-pub(crate) use write_queue::Offer;
+use uses::Uses;
 use write_queue::WriteQueue;
+pub(crate) use write_queue::{Moment, Offer};
 
 /// Time at the end of a close that writes leave to the tiers, at most.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -109,6 +112,9 @@ fn count(counter: &AtomicU64, n: u64) {
 #[derive(Debug)]
 struct Tier {
     backend: Arc<dyn Backend>,
+    policy: TierPolicy,
+    /// None where every chunk is admitted.
+    uses: Option<Uses>,
     queue: WriteQueue,
     counters: Counters,
 }
@@ -116,9 +122,7 @@ struct Tier {
 /// Settings of the work with lower tiers.
 #[derive(Debug)]
 struct Limits {
-    write_timeout: Duration,
     promotion_timeout: Duration,
-    locate_timeout: Duration,
     pending_timeout: Duration,
     recompute_time: Option<Duration>,
     /// Units of [`promote::UNIT`] bytes that may be promoted at a time.
@@ -178,33 +182,32 @@ pub(crate) struct LowerTiers {
 impl LowerTiers {
     pub(crate) fn start(
         local: LocalTier,
-        backends: Vec<Arc<dyn Backend>>,
+        lower: Vec<LowerTier>,
         config: &EngineConfig,
     ) -> Result<Self, EngineError> {
-        let found = backends.len();
+        let found = lower.len();
         if found > Origin::MAX_TIERS {
             return Err(EngineError::TooManyTiers { found });
         }
         let pool = local.pool().usage().capacity;
-        let queue_bytes = config.write_queue_bytes.unwrap_or(pool / 8);
         let promotion_bytes = config.promotion_bytes.unwrap_or(u64::MAX).min(pool / 4);
         let units = promotion_bytes / promote::UNIT;
         let promotion_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
         let epochs = Epochs::default();
-        epochs.note(backends.iter().flat_map(|backend| backend.clears()));
-        let tier = |backend| Tier {
+        epochs.note(lower.iter().flat_map(|tier| tier.backend.clears()));
+        let tier = |LowerTier { backend, policy }| Tier {
             backend,
-            queue: WriteQueue::new(queue_bytes),
+            uses: (policy.admit != Admission::Always).then(Uses::default),
+            queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
             counters: Counters::default(),
+            policy,
         };
         let tiers = Arc::new(Tiers {
             local,
-            tiers: backends.into_iter().map(tier).collect(),
+            tiers: lower.into_iter().map(tier).collect(),
             epochs,
             limits: Limits {
-                write_timeout: config.write_timeout,
                 promotion_timeout: config.promotion_timeout,
-                locate_timeout: config.locate_timeout,
                 pending_timeout: config.pending_timeout,
                 recompute_time: config.recompute_time,
                 promotion_units,
@@ -251,11 +254,11 @@ impl LowerTiers {
         &self.tiers
     }
 
-    /// Waits until the write queue of every tier has capacity for `bytes` bytes. Returns false if the
-    /// deadline came first.
+    /// Waits until every tier that chunks are written back to has capacity for `bytes` bytes in its
+    /// queue. Returns false if the deadline came first.
     pub(crate) fn wait_for_capacity(&self, bytes: u64, deadline: Instant) -> bool {
-        let tiers = &self.tiers.tiers;
-        while !tiers.iter().all(|tier| tier.queue.has_capacity(bytes)) {
+        let tiers = || self.tiers.written(WritePolicy::Back);
+        while !tiers().all(|tier| tier.queue.has_capacity(bytes)) {
             if Instant::now() >= deadline {
                 return false;
             }
@@ -461,8 +464,30 @@ impl Tiers {
     /// Returns the longest time that a lookup takes.
     pub(crate) fn lookup_timeout(&self) -> Duration {
         let limits = &self.limits;
+        let locate = self.tiers.iter().map(|tier| tier.policy.locate_timeout);
+        let locate = locate.max().unwrap_or_default();
         // Each of two questions, and the wait for chunks that are being written.
-        2 * limits.locate_timeout + limits.pending_timeout + limits.promotion_timeout
+        2 * locate + limits.pending_timeout + limits.promotion_timeout
+    }
+
+    fn written(&self, when: WritePolicy) -> impl Iterator<Item = &Tier> {
+        let tiers = self.tiers.iter();
+        tiers.filter(move |tier| tier.policy.write == when && tier.backend.takes_writes())
+    }
+
+    /// Returns true if there is a tier that chunks are written to at this time.
+    pub(crate) fn has_written(&self, when: WritePolicy) -> bool {
+        self.written(when).next().is_some()
+    }
+
+    /// Returns true if what is promoted is offered to a tier, or counts as used there.
+    fn takes_promoted(&self) -> bool {
+        self.counts_uses() || self.tiers.iter().any(|tier| tier.policy.fill)
+    }
+
+    /// Returns true if there is a tier that is given only what is used again.
+    pub(crate) fn counts_uses(&self) -> bool {
+        self.tiers.iter().any(|tier| tier.uses.is_some())
     }
 
     /// Keeps chunks from being removed until the guard is dropped. Held by a caller that offers

@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use lmc_backend::{LoadItem, Loaded};
-use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
+use lmc_backend_local::{InFlight, Inserted, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
 use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
-use super::{Source, Tiers, count};
+use super::{Moment, Offer, Source, Tiers, count};
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;
@@ -324,7 +325,9 @@ impl Tiers {
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
         let mut kept = Vec::new();
-        let answers = tier.backend.load(items, prompt.deadline);
+        let timeout = tier.policy.read_timeout.map(|time| Instant::now() + time);
+        let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
+        let answers = tier.backend.load(items, deadline);
         let mut answers = answers.ready_chunks(COMMIT_TOGETHER);
         while let Some(arrived) = answers.next().await {
             let mut writes = Vec::with_capacity(arrived.len());
@@ -361,12 +364,37 @@ impl Tiers {
             count(&counters.promoted, writes.len() as u64);
             let bytes = writes.iter().map(|write| write.slot.len()).sum();
             count(&counters.promoted_bytes, bytes);
-            // A chunk that was removed meanwhile is not found.
-            kept.push(self.local.commit_leased(prompt.owner, writes).1);
+            kept.push(self.commit_promoted(prompt.owner, writes));
         }
         let unanswered = marks.iter().flatten().count() as u64;
         count(&counters.promote_failed, unanswered);
         kept
+    }
+
+    /// Makes chunks that were read findable, and offers them to the other tiers. Returns their
+    /// leases; a chunk that was removed meanwhile is not found.
+    fn commit_promoted(&self, owner: OwnerId, writes: Vec<Write>) -> Leases {
+        if !self.takes_promoted() {
+            return self.local.commit_leased(owner, writes).1;
+        }
+        let read: Vec<_> = (writes.iter())
+            .map(|write| (write.mark.key(), write.parent, write.origin))
+            .collect();
+        // Nothing is removed between the commit and the offer.
+        let _held = self.block_removal();
+        let (inserted, leases) = self.local.commit_leased(owner, writes);
+        let found = read.into_iter().zip(inserted);
+        let found = found.filter(|(_, inserted)| *inserted != Inserted::Cleared);
+        let new = found.zip(leases.iter());
+        let new = new.filter(|((_, inserted), _)| *inserted == Inserted::New);
+        let offer = |(((key, parent, origin), _), slot): ((_, _), &SealedSlot)| Offer {
+            key,
+            parent,
+            origin,
+            slot: slot.clone(),
+        };
+        self.offer(&new.map(offer).collect::<Vec<_>>(), Moment::Promoted);
+        leases
     }
 }
 

@@ -14,7 +14,8 @@ use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
-use super::{Tiers, count};
+use super::{Tier, Tiers, count};
+use crate::policy::{Admission, WritePolicy};
 
 /// Chunks of one batch.
 const BATCH: usize = 64;
@@ -31,6 +32,19 @@ pub(crate) struct Offer {
     pub(crate) parent: Option<ChunkKey>,
     pub(crate) origin: Origin,
     pub(crate) slot: SealedSlot,
+}
+
+/// The event for which chunks are offered to lower tiers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// Computed, and committed.
+    Computed,
+    /// Promoted from a tier.
+    Promoted,
+    /// Found in DRAM.
+    Found,
+    /// Evicted above the high watermark, or the engine is closed.
+    Leaving,
 }
 
 /// The writes that wait for one tier, bounded in bytes. Each holds its chunk's memory until it has
@@ -173,14 +187,17 @@ impl WriteQueue {
 }
 
 impl Tiers {
-    /// Offers chunks to every tier but the one that they came from. Never waits: what finds a
-    /// queue full is dropped and counted.
-    pub(crate) fn offer(&self, offers: &[Offer]) {
+    /// Offers chunks to every tier but the one that they came from, which takes them by its
+    /// policy. Never waits: what finds a queue full is dropped and counted.
+    pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
         let newer = |offer: &&Offer| !self.was_kept(&offer.key, &offer.slot);
         for offer in offers.iter().filter(newer) {
             let epoch = self.epochs.of(offer.key.space);
             for (index, tier) in self.tiers.iter().enumerate() {
-                if offer.origin.is_tier(index) || !tier.backend.takes_writes() {
+                if offer.origin.is_tier(index)
+                    || !tier.backend.takes_writes()
+                    || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
+                {
                     continue;
                 }
                 let mut item = StoreItem::new(offer.key, offer.slot.clone()).with_epoch(epoch);
@@ -190,6 +207,36 @@ impl Tiers {
                 }
             }
         }
+    }
+}
+
+impl Tier {
+    /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: it came from a
+    /// tier after this one.
+    fn takes(&self, key: &ChunkKey, moment: Moment, is_from_after: bool) -> bool {
+        let is_time = match moment {
+            Moment::Computed => self.policy.write == WritePolicy::Through,
+            Moment::Promoted => {
+                self.policy.write == WritePolicy::Through && self.policy.fill && is_from_after
+            }
+            // What is admitted at once was written before.
+            Moment::Found => self.policy.write == WritePolicy::Through && self.uses.is_some(),
+            Moment::Leaving => self.policy.write == WritePolicy::Back,
+        };
+        let (Some(uses), Admission::Reused(least)) = (&self.uses, self.policy.admit) else {
+            return is_time;
+        };
+        let least = u32::from(least.min(Admission::MAX_REUSES)) + 1;
+        let used = match moment {
+            Moment::Leaving => uses.of(key),
+            _ => uses.add(key),
+        };
+        if is_time && used < least && moment != Moment::Found {
+            count(&self.counters.write_declined, 1);
+        }
+        // Without an index here it costs a request to see that the tier has the chunk.
+        let is_new = used == least || moment != Moment::Found || self.backend.index().is_some();
+        is_time && used >= least && is_new
     }
 }
 
@@ -216,7 +263,7 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
     let tier = &tiers.tiers[index];
     let counters = &tier.counters;
     let mut lens: Vec<Option<u64>> = items.iter().map(|item| Some(item.slot.len())).collect();
-    let deadline = Instant::now() + tiers.limits.write_timeout;
+    let deadline = Instant::now() + tier.policy.write_timeout;
     let mut stored = tier.backend.store(items, deadline);
     while let Some((item, stored)) = stored.next().await {
         let Some(len) = lens.get_mut(item).and_then(Option::take) else {

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use lmc_backend_disk::{Admit, DiskIo};
-use lmc_engine::{PolicyKind, WritePolicy};
+use lmc_backend_disk::DiskIo;
+use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText};
 use lmc_memory::{Demand, SharedName};
 use lmc_vllm_adapter::TrustedUsers;
@@ -89,9 +89,9 @@ pub(crate) const WRITES: &Names<WritePolicy> = &[
     (WritePolicy::Through, "through", &["write_through"]),
     (WritePolicy::Back, "back", &["write_back"]),
 ];
-pub(crate) const ADMISSIONS: &Names<Admit> = &[
-    (Admit::Always, "always", &[]),
-    (Admit::SecondTouch, "second", &["second_touch"]),
+pub(crate) const ADMISSIONS: &Names<Admission> = &[
+    (Admission::Always, "always", &["0"]),
+    (Admission::Reused(1), "second", &["second_touch", "1"]),
 ];
 pub(crate) const IO_ENGINES: &Names<DiskIo> = &[
     (DiskIo::Auto, "auto", &[]),
@@ -112,6 +112,19 @@ impl TransferMode {
     /// The name as it is written in a configuration.
     pub fn name(self) -> &'static str {
         name_of(TRANSFER_MODES, self)
+    }
+}
+
+pub(crate) fn admission(raw: &Raw) -> Result<Admission, String> {
+    let known = |text: &str| {
+        text.parse::<u8>()
+            .ok()
+            .filter(|n| (2..=Admission::MAX_REUSES).contains(n))
+    };
+    match raw.text().ok().and_then(known) {
+        Some(times) => Ok(Admission::Reused(times)),
+        None => choice(raw, ADMISSIONS)
+            .map_err(|error| format!("{error}, or a number up to {}", Admission::MAX_REUSES)),
     }
 }
 

@@ -2,9 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use lmc_backend_disk::Admit;
-use lmc_engine::WritePolicy;
-
 use super::layers::{ConfigError, Entry, Layers};
 use super::parse::{PeerTransport, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
@@ -83,12 +80,6 @@ impl ServeConfig {
             layers.refuse(
                 "shm-name",
                 "expected a name or auto: engine-driven transfers go through shared memory",
-            );
-        }
-        if self.disk_write == WritePolicy::Back && self.disk_admit == Admit::SecondTouch {
-            layers.refuse(
-                "disk-admit",
-                "expected always with disk_write = back: what is evicted was used as often as it will be",
             );
         }
         if self.disk.is_empty() && self.disk_size != PoolSize::Auto {

@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lmc_backend_disk::{Admit, DiskIo};
-use lmc_engine::{PolicyKind, WritePolicy};
+use lmc_backend_disk::DiskIo;
+use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText};
 use lmc_memory::Demand;
 use lmc_vllm_adapter::TrustedUsers;
@@ -125,8 +125,8 @@ settings! {
         disk_keep_free: u64 = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
         /// When chunks are written to disk. through: every chunk at once. back: a chunk only when it is evicted from memory; a clean shutdown also writes what is still in memory, first chunks of each prompt first, until --shutdown-timeout-seconds and 5 s more are over.
         disk_write: WritePolicy = "disk-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
-        /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life; not with --disk-write back.
-        disk_admit: Admit = "disk-admit", Value "WHICH", "always", |raw| parse::choice(raw, parse::ADMISSIONS);
+        /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life. A number up to 14: a chunk only when it was found that many times after it was computed.
+        disk_admit: Admission = "disk-admit", Value "WHICH", "always", parse::admission;
         /// Timeout of reads from disk and from peers. A chunk that is later is a miss, and the engine computes it.
         disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
         /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.

@@ -328,6 +328,20 @@ fn a_tier_table_is_the_long_form_of_the_flags() {
 }
 
 #[test]
+fn admission_takes_a_number_of_reuses() {
+    use lmc_engine::Admission::{Always, Reused};
+    let admitted = |text: &str| parse::admission(&self::text(text));
+    for (text, admission) in [("always", Always), ("second", Reused(1)), ("1", Reused(1))] {
+        assert_eq!(admitted(text), Ok(admission));
+    }
+    assert_eq!(admitted("14"), Ok(Reused(14)));
+    for wrong in ["15", "-1", "secnd"] {
+        let error = admitted(wrong).expect_err("not possible");
+        assert!(error.ends_with("or a number up to 14"), "{error}");
+    }
+}
+
+#[test]
 fn a_wrong_tier_table_is_refused_with_what_is_known() {
     let problems = |file: &str| {
         let error = load(&[], &[], file).unwrap_err();

@@ -1,0 +1,85 @@
+//! How often chunks were used, for tiers that are given only what is used again.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use lmc_key::ChunkKey;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Chunks whose uses are counted: 1 MiB of counters.
+const COUNTERS: usize = 1 << 18;
+/// Bits of a counter; the others of its 32 name the chunk.
+const COUNT: u32 = 15;
+
+/// Counts uses of the latest chunks, up to 15 each, in a table where a later chunk replaces an
+/// earlier one. Where two are mixed up, a chunk is written that need not be, and no more.
+#[derive(Debug)]
+pub(super) struct Uses {
+    counters: Box<[AtomicU32]>,
+}
+
+impl Default for Uses {
+    fn default() -> Self {
+        let counters = std::iter::repeat_with(AtomicU32::default).take(COUNTERS);
+        Self {
+            counters: counters.collect(),
+        }
+    }
+}
+
+impl Uses {
+    /// Counts a use, and returns the number of uses with it.
+    pub(super) fn add(&self, key: &ChunkKey) -> u32 {
+        let (counter, name) = self.counter(key);
+        let add = |value: u32| {
+            let count = if value & !COUNT == name {
+                value & COUNT
+            } else {
+                0
+            };
+            name | (count + 1).min(COUNT)
+        };
+        let before = counter.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |v| Some(add(v)));
+        add(before.unwrap_or_else(|value| value)) & COUNT
+    }
+
+    /// Returns the number of uses.
+    pub(super) fn of(&self, key: &ChunkKey) -> u32 {
+        let (counter, name) = self.counter(key);
+        let value = counter.load(Ordering::Relaxed);
+        if value & !COUNT == name {
+            value & COUNT
+        } else {
+            0
+        }
+    }
+
+    /// Returns a chunk's counter, and the bits that name the chunk in it.
+    fn counter(&self, key: &ChunkKey) -> (&AtomicU32, u32) {
+        let hash = xxh3_64_with_seed(&key.to_bytes(), 0);
+        let name = (hash >> 32) as u32 & !COUNT;
+        (&self.counters[hash as usize % COUNTERS], name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_key::{ChunkHash, SpaceId};
+
+    use super::*;
+
+    #[test]
+    fn uses_are_counted_for_each_chunk_up_to_fifteen() {
+        let key = |n: u8| ChunkKey {
+            space: SpaceId::new([1; 16]),
+            kv_rank: 0,
+            group: 0,
+            hash: ChunkHash::new([n; 32]),
+        };
+        let uses = Uses::default();
+        assert_eq!(uses.of(&key(1)), 0);
+        let counts: Vec<u32> = (0..17).map(|_| uses.add(&key(1))).collect();
+        assert_eq!(counts[..3], [1, 2, 3]);
+        assert_eq!(counts[14..], [15, 15, 15]);
+        assert_eq!((uses.of(&key(1)), uses.add(&key(2))), (15, 1));
+    }
+}

@@ -1,0 +1,95 @@
+//! Policies of lower tiers: which chunks are written to one, when, and how long it may take.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lmc_backend::Backend;
+
+/// A tier below DRAM with its policy.
+#[derive(Clone, Debug)]
+pub struct LowerTier {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) policy: TierPolicy,
+}
+
+impl LowerTier {
+    /// A tier that is used by a policy.
+    pub fn new(backend: Arc<dyn Backend>, policy: TierPolicy) -> Self {
+        Self { backend, policy }
+    }
+}
+
+impl From<Arc<dyn Backend>> for LowerTier {
+    /// A tier with the default policy.
+    fn from(backend: Arc<dyn Backend>) -> Self {
+        Self::new(backend, TierPolicy::default())
+    }
+}
+
+/// The policy of one lower tier.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TierPolicy {
+    /// When chunks are written to the tier. Default: [`WritePolicy::Through`].
+    pub write: WritePolicy,
+    /// Which chunks are written to the tier. Default: [`Admission::Always`].
+    pub admit: Admission,
+    /// Writes to this tier what is promoted from the tiers after it, so that it is nearer the next
+    /// time. Default: false.
+    pub fill: bool,
+    /// Most bytes that wait to be written to the tier; further writes are dropped, as a store waits
+    /// for nothing. Default: an eighth of the pool.
+    pub write_queue_bytes: Option<u64>,
+    /// Timeout of one write. Default: 30 s.
+    pub write_timeout: Duration,
+    /// Timeout of one read. Default: none but that of the whole promotion.
+    pub read_timeout: Option<Duration>,
+    /// Time that the tier has to say which chunks it has, if it does not know at once: the delay of
+    /// a prompt that no tier has. Default: 5 ms.
+    pub locate_timeout: Duration,
+}
+
+impl Default for TierPolicy {
+    fn default() -> Self {
+        Self {
+            write: WritePolicy::default(),
+            admit: Admission::default(),
+            fill: false,
+            write_queue_bytes: None,
+            write_timeout: Duration::from_secs(30),
+            read_timeout: None,
+            locate_timeout: Duration::from_millis(5),
+        }
+    }
+}
+
+/// When chunks are written to a lower tier. A chunk that came from a tier is never written to that
+/// tier again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WritePolicy {
+    /// As soon as they are committed: they survive the end of this process.
+    #[default]
+    Through,
+    /// When they are evicted above the high watermark, and when the engine is closed. A chunk that
+    /// is evicted because a caller needs its memory is not written: the write would hold that
+    /// memory.
+    Back,
+}
+
+/// Which chunks are written to a lower tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Admission {
+    /// All chunks.
+    #[default]
+    Always,
+    /// Chunks that were found this many times after they were computed, from 1 to
+    /// [`Admission::MAX_REUSES`]: fewer writes, none for prompts that never come again.
+    Reused(u8),
+}
+
+impl Admission {
+    /// Most uses that are counted.
+    pub const MAX_REUSES: u8 = 14;
+}

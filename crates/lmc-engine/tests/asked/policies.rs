@@ -1,0 +1,88 @@
+//! Policies of single tiers.
+
+use lmc_engine::WritePolicy;
+
+use super::*;
+
+/// `writes_again`: whether a chunk that is written is offered once more when it is found.
+fn assert_written_when_reused(tier: impl Backend + 'static, writes_again: bool) {
+    let tier = Arc::new(Gated::new(tier));
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {
+        policy.admit = Admission::Reused(2);
+    });
+    write(&engine, SPACE, 0, 0..4);
+    for (uses, expected) in [(1, 0), (2, 4), (3, if writes_again { 8 } else { 4 })] {
+        assert_eq!(found(&engine, 0..4).resident, 4);
+        settle(&engine);
+        assert_eq!(tier.stores(), expected, "found {uses} times");
+    }
+    let status = status(&engine, 0);
+    assert_eq!((status.written, status.write_declined), (4, 4));
+    assert_idle(&engine);
+}
+
+#[test]
+fn what_is_found_often_enough_is_written() {
+    assert_written_when_reused(MemoryBackend::default(), true);
+    // To see that it has the chunk would cost a request.
+    assert_written_when_reused(Scripted::new(), false);
+}
+
+#[test]
+fn tiers_are_written_by_their_own_policies() {
+    let tiers = [(); 3].map(|()| Arc::new(Gated::new(MemoryBackend::default())));
+    let policy = |write, admit| {
+        let mut policy = TierPolicy::default();
+        (policy.write, policy.admit) = (write, admit);
+        policy
+    };
+    let policies = [
+        policy(WritePolicy::Through, Admission::Always),
+        policy(WritePolicy::Back, Admission::Always),
+        policy(WritePolicy::Back, Admission::Reused(1)),
+    ];
+    let lower = tiers.iter().zip(policies);
+    let lower = lower.map(|(tier, policy)| LowerTier::new(Arc::clone(tier) as _, policy));
+    let arena = ArenaConfig::anonymous((64 * CHUNK) as usize).build();
+    let arena = Arc::new(arena.expect("memory"));
+    let engine = CacheEngine::with_tiers(EngineConfig::default(), arena, lower);
+    let engine = engine.expect("an engine");
+    write(&engine, SPACE, 0, 0..4);
+    assert_eq!(found(&engine, 0..2).resident, 2);
+    settle(&engine);
+    let stores = || tiers.each_ref().map(|tier| tier.stores());
+    assert_eq!(stores(), [4, 0, 0]);
+    assert!(engine.unwritten_bytes() > 0, "two tiers lack what is here");
+    let closed = engine.close(soon());
+    assert_eq!(stores(), [4, 4, 2], "{closed:?}");
+    assert!(closed.failed.is_empty() && closed.late == 0, "{closed:?}");
+}
+
+#[test]
+fn what_comes_from_a_slower_tier_is_written_to_those_that_are_filled() {
+    for fill in [false, true] {
+        let tiers = [(); 3].map(|()| Arc::new(Gated::new(MemoryBackend::default())));
+        put(&*tiers[1], SPACE, 0..4, ClearEpoch::default());
+        let before = tiers[1].stores();
+        let lower = tiers.iter().map(|tier| Arc::clone(tier) as _).collect();
+        let engine = engine_with(64, lower, |_, policy| policy.fill = fill);
+        assert_eq!(found(&engine, 0..4).hits, 4);
+        settle(&engine);
+        let stores = tiers.each_ref().map(|tier| tier.stores());
+        let first = if fill { 4 } else { 0 };
+        assert_eq!(stores, [first, before, 0]);
+        assert_idle(&engine);
+    }
+}
+
+#[test]
+fn a_prompt_that_a_near_tier_has_waits_for_no_slower_one() {
+    // Longer than this test may take.
+    const LONG: Duration = Duration::from_secs(3600);
+    let (near, far) = (Scripted::new(), Delayed::slow(Scripted::new(), LONG));
+    put(&near, SPACE, 0..8, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::new(near), Arc::new(far)], |_, policy| {
+        policy.locate_timeout = LONG;
+    });
+    assert_eq!(found(&engine, 0..8).hits, 8);
+}
