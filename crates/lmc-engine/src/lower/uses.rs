@@ -1,4 +1,4 @@
-//! How often chunks were used, for tiers that are given only what is used again.
+//! Counts of the uses of chunks, for tiers that are given only what is used again.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
