@@ -26,7 +26,6 @@ mod format;
 mod index;
 mod inspect;
 mod log;
-mod read_rate;
 mod set;
 #[cfg(test)]
 mod sim;

@@ -66,6 +66,9 @@ pub use memory::MemoryBackend;
 mod noop;
 pub use noop::NoopBackend;
 
+mod read_rate;
+pub use read_rate::ReadRate;
+
 #[cfg(feature = "conformance")]
 pub mod conformance;
 

@@ -17,6 +17,7 @@ lmc-backend-local: lmc-key lmc-memory lmc-backend
 lmc-backend-disk: lmc-key lmc-memory lmc-backend
 lmc-transfer: lmc-memory
 lmc-backend-p2p: lmc-key lmc-memory lmc-backend lmc-transfer
+lmc-backend-remote: lmc-key lmc-memory lmc-backend
 lmc-testkit: lmc-memory
 lmc-engine: lmc-key lmc-memory lmc-backend lmc-backend-local
 lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-engine

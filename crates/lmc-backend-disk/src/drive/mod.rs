@@ -19,7 +19,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Clear, ClearEpoch, StoreItem, Stored};
+use lmc_backend::{BackendError, Clear, ClearEpoch, ReadRate, StoreItem, Stored};
 use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::{Condvar, Mutex};
 
@@ -29,7 +29,6 @@ use crate::format::{DriveHeader, PutRecord, Record, version_of};
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
-use crate::read_rate::ReadRate;
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::timer::join_before;

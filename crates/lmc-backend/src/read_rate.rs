@@ -1,17 +1,18 @@
-//! The measured speed of a drive's reads, for estimates.
+//! The measured speed of reads from a tier, for estimates.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Time to read one byte before anything was measured: that of a drive with 1 GB/s.
+/// Time to read one byte before anything was measured: that of 1 GB/s.
 const ASSUMED_NANOS_PER_BYTE: f64 = 1.0;
 /// Bytes after which older measurements count half.
 const WINDOW: f64 = (256u64 << 20) as f64;
 
-/// Bytes that a drive read, and the time in which at least one read was under way.
+/// Bytes that were read, and the time in which at least one read was under way: what
+/// [`Location::cost`](crate::Location::cost) is estimated from.
 #[derive(Debug)]
-pub(crate) struct ReadRate(Mutex<State>);
+pub struct ReadRate(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -35,7 +36,7 @@ impl Default for ReadRate {
 
 impl ReadRate {
     /// Notes that a read begins.
-    pub(crate) fn begin(&self, now: Instant) {
+    pub fn begin(&self, now: Instant) {
         let mut state = self.0.lock();
         if state.under_way == 0 {
             state.busy_since = now;
@@ -44,7 +45,7 @@ impl ReadRate {
     }
 
     /// Notes that a read has ended, with the bytes that it brought.
-    pub(crate) fn end(&self, bytes: u64, now: Instant) {
+    pub fn end(&self, bytes: u64, now: Instant) {
         let mut state = self.0.lock();
         state.under_way = state.under_way.saturating_sub(1);
         let busy = now.saturating_duration_since(state.busy_since);
@@ -58,7 +59,7 @@ impl ReadRate {
     }
 
     /// Returns the estimated time to read `bytes` bytes while other reads are under way.
-    pub(crate) fn time(&self, bytes: u64) -> Duration {
+    pub fn time(&self, bytes: u64) -> Duration {
         let state = self.0.lock();
         Duration::from_nanos((bytes as f64 * state.nanos / state.bytes) as u64)
     }

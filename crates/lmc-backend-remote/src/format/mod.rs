@@ -1,0 +1,13 @@
+//! The layout that all stores share: names, the header of a value, and the object of clears.
+//! docs/remote-format.md has the tables.
+//!
+//! Pure: bytes in, values out. Everything read is bounded and checked before it is believed.
+
+mod clears;
+pub use clears::{ClearSet, ClearsError, MAX_CLEARS, MAX_CLEARS_LEN};
+
+mod header;
+pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};
+
+mod name;
+pub use name::{Name, NameError, Scope};

@@ -1,0 +1,37 @@
+//! The tier of shared stores: chunks on shared file systems, in Redis and in object stores, which
+//! outlive this host and serve many daemons.
+//!
+//! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value,
+//! remembers what the store does not have, passes clears on, and takes a store out that does not
+//! answer. The store moves bytes: names, headers and values of one layout ([`format`]), which all
+//! stores share.
+//!
+//! Not in here: which chunks are offered to a store and which tier is asked first (`lmc-engine`).
+//!
+//! Start from [`RemoteTier`] and [`Store`]; test a new store with the kit in the module
+//! `conformance` (feature of the same name).
+
+pub mod format;
+
+mod store;
+pub use store::{
+    GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Store,
+    StoreError, StoreUsage,
+};
+
+mod tier;
+pub use tier::{RemoteConfig, RemoteTier};
+
+#[cfg(feature = "conformance")]
+mod memory_store;
+
+/// The store in memory, with and without faults, and the kit that every store passes.
+#[cfg(feature = "conformance")]
+pub mod conformance {
+    pub use crate::memory_store::{MemoryStore, StoreFaults};
+}
+
+/// The README's examples, compiled and run with the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

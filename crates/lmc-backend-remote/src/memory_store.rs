@@ -1,0 +1,387 @@
+//! A store in memory, with faults on demand.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use lmc_backend::conformance::Rng;
+use lmc_backend::{Answers, BoxFuture};
+use lmc_key::ChunkKey;
+use parking_lot::Mutex;
+
+use crate::format::{HEADER_LEN, Name, Refusal, Scope};
+use crate::store::{
+    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Store, StoreError,
+};
+
+/// Frequency of each fault, in thousandths of the objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreFaults {
+    /// Errors. Half of the failed writes and removals have taken effect nevertheless.
+    pub errors: u16,
+    /// Values of which one bit is wrong as they are read.
+    pub flipped: u16,
+    /// Values that are cut off as they are written, and stay so.
+    pub torn: u16,
+    /// Operations that take up to 3 ms.
+    pub delays: u16,
+}
+
+impl StoreFaults {
+    /// Some of everything.
+    pub fn some() -> Self {
+        Self {
+            errors: 40,
+            flipped: 60,
+            torn: 60,
+            delays: 200,
+        }
+    }
+}
+
+/// Bytes in a map: the twin of every real store in tests. It has to be used on a runtime.
+#[derive(Debug)]
+pub struct MemoryStore {
+    objects: Mutex<BTreeMap<String, Object>>,
+    faults: StoreFaults,
+    rng: Mutex<Rng>,
+    ttl: Option<Duration>,
+    is_stalled: AtomicBool,
+    is_down: AtomicBool,
+    requests: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Object {
+    bytes: Vec<u8>,
+    touched: Instant,
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::faulty(StoreFaults::default(), 0)
+    }
+}
+
+impl MemoryStore {
+    /// A store with seeded faults.
+    pub fn faulty(faults: StoreFaults, seed: u64) -> Self {
+        Self {
+            objects: Mutex::default(),
+            faults,
+            rng: Mutex::new(Rng::new(seed)),
+            ttl: None,
+            is_stalled: AtomicBool::new(false),
+            is_down: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+        }
+    }
+
+    /// Sets the time that values are said to live. Default: none. Nothing expires.
+    #[must_use]
+    pub fn with_ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = Some(ttl);
+        self
+    }
+
+    /// From now on no operation ends before its deadline; or they end again.
+    pub fn stall(&self, is_stalled: bool) {
+        self.is_stalled.store(is_stalled, Ordering::SeqCst);
+    }
+
+    /// From now on every operation fails at once; or they work again.
+    pub fn fail(&self, is_down: bool) {
+        self.is_down.store(is_down, Ordering::SeqCst);
+    }
+
+    /// Returns the number of operations so far, each batch counted once.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::SeqCst)
+    }
+
+    /// Returns the bytes of an object.
+    pub fn bytes(&self, name: Name) -> Option<Vec<u8>> {
+        let objects = self.objects.lock();
+        objects.get(&name.to_string()).map(|o| o.bytes.clone())
+    }
+
+    /// Puts an object there, whatever it is; `None` removes it.
+    pub fn set_bytes(&self, name: Name, bytes: Option<Vec<u8>>) {
+        let name = name.to_string();
+        match bytes {
+            Some(bytes) => self.insert(name, bytes),
+            None => drop(self.objects.lock().remove(&name)),
+        }
+    }
+
+    /// Makes all objects older.
+    pub fn age_by(&self, time: Duration) {
+        for object in self.objects.lock().values_mut() {
+            object.touched = object.touched.checked_sub(time).unwrap_or(object.touched);
+        }
+    }
+
+    /// Returns the age of an object.
+    pub fn age(&self, name: Name) -> Option<Duration> {
+        let objects = self.objects.lock();
+        let object = objects.get(&name.to_string());
+        object.map(|object| object.touched.elapsed())
+    }
+
+    fn insert(&self, name: String, bytes: Vec<u8>) {
+        let touched = Instant::now();
+        let object = Object { bytes, touched };
+        self.objects.lock().insert(name, object);
+    }
+
+    fn chance(&self, per_mille: u16) -> bool {
+        per_mille > 0 && self.rng.lock().chance(per_mille)
+    }
+
+    fn below(&self, bound: u64) -> u64 {
+        self.rng.lock().below(bound)
+    }
+
+    /// Begins an operation: waits as the faults say.
+    async fn begin(&self, deadline: Instant) -> Result<(), StoreError> {
+        self.requests.fetch_add(1, Ordering::SeqCst);
+        let until = |end: Instant| tokio::time::sleep_until(end.into());
+        if self.is_down.load(Ordering::SeqCst) {
+            return Err(StoreError::unavailable("the store in memory is down"));
+        }
+        while self.is_stalled.load(Ordering::SeqCst) {
+            if Instant::now() >= deadline {
+                return Err(StoreError::Deadline);
+            }
+            until(deadline.min(Instant::now() + Duration::from_millis(1))).await;
+        }
+        if self.chance(self.faults.delays) {
+            let delay = Duration::from_micros(self.below(3000));
+            until(deadline.min(Instant::now() + delay)).await;
+        }
+        match Instant::now() < deadline {
+            true => Ok(()),
+            false => Err(StoreError::Deadline),
+        }
+    }
+
+    /// Answers each item of a batch after one wait for all.
+    async fn each<I, T>(
+        &self,
+        items: Vec<I>,
+        deadline: Instant,
+        answer: impl Fn(I, Result<(), StoreError>) -> T,
+    ) -> Vec<T> {
+        if items.is_empty() {
+            return Vec::new();
+        }
+        let begun = self.begin(deadline).await;
+        let one = |item| {
+            let begun = match &begun {
+                Ok(()) if self.chance(self.faults.errors) => {
+                    Err(StoreError::unavailable("injected"))
+                }
+                Ok(()) => Ok(()),
+                Err(StoreError::Deadline) => Err(StoreError::Deadline),
+                Err(error) => Err(StoreError::unavailable(error)),
+            };
+            answer(item, begun)
+        };
+        items.into_iter().map(one).collect()
+    }
+
+    fn head(&self, key: &ChunkKey) -> Option<Head> {
+        let objects = self.objects.lock();
+        let object = objects.get(&Name::Value(*key).to_string())?;
+        Some(Head {
+            header: object.bytes.first_chunk().copied().map(Box::new),
+            value_len: object.bytes.len() as u64,
+            age: Some(object.touched.elapsed()),
+        })
+    }
+
+    fn get_one(&self, item: GetItem) -> Got {
+        let Some(head) = self.head(&item.key) else {
+            return Got::Absent(item.slot);
+        };
+        let Some(mut bytes) = self.bytes(Name::Value(item.key)) else {
+            return Got::Absent(item.slot);
+        };
+        if self.chance(self.faults.flipped) && !bytes.is_empty() {
+            let bit = self.below(bytes.len() as u64 * 8) as usize;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        let header = bytes.first_chunk::<HEADER_LEN>().ok_or(Refusal::Damaged);
+        let header = header.and_then(|header| item.check(header, bytes.len() as u64));
+        let GetItem { mut slot, .. } = item;
+        match header {
+            Ok(header) => {
+                let payload = &bytes[header.payload_offset as usize..];
+                slot.bytes_mut().copy_from_slice(payload);
+                let age = head.age;
+                Got::Value { header, slot, age }
+            }
+            Err(refusal) => Got::Refused { refusal, slot },
+        }
+    }
+
+    fn put_one(&self, item: &PutItem) -> Put {
+        let name = Name::Value(item.header.key).to_string();
+        let present = self.objects.lock().contains_key(&name);
+        if present && item.mode == PutMode::Create {
+            return Put::Present;
+        }
+        let mut bytes = item.header.encode().to_vec();
+        bytes.resize(item.header.payload_offset as usize, 0);
+        bytes.extend_from_slice(item.slot.bytes());
+        if self.chance(self.faults.torn) {
+            bytes.truncate(self.below(bytes.len() as u64) as usize);
+        }
+        self.insert(name, bytes);
+        Put::Written
+    }
+
+    fn list_now(&self, scope: Scope, token: Option<&str>, limit: usize) -> ListPage {
+        let objects = self.objects.lock();
+        let from = token.map_or(Bound::Unbounded, Bound::Excluded);
+        let mut rest = objects
+            .range::<str, _>((from, Bound::Unbounded))
+            .filter_map(|(text, object)| Some((text, text.parse::<Name>().ok()?, object)))
+            .filter(|(_, name, _)| scope.covers(name));
+        let (mut page, mut last) = (ListPage::default(), None);
+        for (text, name, object) in rest.by_ref().take(limit) {
+            page.objects.push(ListedObject {
+                name,
+                len: Some(object.bytes.len() as u64),
+                age: Some(object.touched.elapsed()),
+            });
+            last = Some(text.clone());
+        }
+        page.next = rest.next().and(last);
+        page
+    }
+}
+
+impl Store for MemoryStore {
+    fn kind(&self) -> &'static str {
+        "memory"
+    }
+
+    fn ttl(&self) -> Option<Duration> {
+        self.ttl
+    }
+
+    fn heads<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+        let head = |key: ChunkKey, begun: Result<(), StoreError>| begun.map(|()| self.head(&key));
+        Box::pin(self.each(keys.to_vec(), deadline, head))
+    }
+
+    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
+        let get = |item: GetItem, begun| match begun {
+            Ok(()) => self.get_one(item),
+            Err(error) => Got::failed(error, item.slot),
+        };
+        let got = self.each(items, deadline, get);
+        Box::pin(stream::once(got).flat_map(|got| stream::iter(got.into_iter().enumerate())))
+    }
+
+    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        let put = |item: PutItem, begun: Result<(), StoreError>| match begun {
+            Ok(()) => Ok(self.put_one(&item)),
+            Err(error) => {
+                if !matches!(error, StoreError::Deadline) && self.chance(500) {
+                    self.put_one(&item);
+                }
+                Err(error)
+            }
+        };
+        let put = self.each(items, deadline, put);
+        Box::pin(stream::once(put).flat_map(|put| stream::iter(put.into_iter().enumerate())))
+    }
+
+    fn remove<'a>(
+        &'a self,
+        names: &'a [Name],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let remove = |name: Name, begun: Result<(), StoreError>| {
+            if begun.is_err() && self.chance(500) {
+                return begun.map(|()| false);
+            }
+            let removed = self.objects.lock().remove(&name.to_string()).is_some();
+            begun.map(|()| removed)
+        };
+        Box::pin(self.each(names.to_vec(), deadline, remove))
+    }
+
+    fn touch<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let touch = |key: ChunkKey, begun: Result<(), StoreError>| {
+            begun?;
+            let mut objects = self.objects.lock();
+            let object = objects.get_mut(&Name::Value(key).to_string());
+            Ok(object.map(|o| o.touched = Instant::now()).is_some())
+        };
+        Box::pin(self.each(keys.to_vec(), deadline, touch))
+    }
+
+    fn list<'a>(
+        &'a self,
+        scope: Scope,
+        token: Option<&'a str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+        Box::pin(async move {
+            self.begin(deadline).await?;
+            Ok(self.list_now(scope, token, limit))
+        })
+    }
+
+    fn read(
+        &self,
+        name: Name,
+        max: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        Box::pin(async move {
+            self.begin(deadline).await?;
+            let bytes = self.bytes(name);
+            match bytes.as_ref().map(Vec::len).filter(|&len| len > max) {
+                Some(len) => Err(StoreError::TooLarge {
+                    max: max as u64,
+                    found: len as u64,
+                }),
+                None => Ok(bytes.map(Bytes::from)),
+            }
+        })
+    }
+
+    fn write(
+        &self,
+        name: Name,
+        bytes: Bytes,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move {
+            self.begin(deadline).await?;
+            self.insert(name.to_string(), bytes.to_vec());
+            Ok(())
+        })
+    }
+
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {
+        self.fail(true);
+        Box::pin(std::future::ready(()))
+    }
+}

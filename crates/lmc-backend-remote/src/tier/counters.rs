@@ -1,0 +1,67 @@
+//! Counters of the tier.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::format::Refusal;
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])* $name:ident,)*) => {
+        /// Counts of what happened since the tier was made.
+        #[derive(Debug, Default)]
+        pub(super) struct Counters {
+            $($(#[doc = $doc])* pub(super) $name: Counter,)*
+        }
+
+        impl Counters {
+            /// Returns the counts under the names of their fields.
+            pub(super) fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name.get()),)*]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Keys that were not asked for, because they were absent a short while ago.
+    known_absent,
+    /// Values that were not used because a clear is newer.
+    stale,
+    /// Values that were not used because they were cut off or a checksum was wrong.
+    damaged,
+    /// Values that were not used because they belong to another key.
+    other_key,
+    /// Values that were not used because a later lmc wrote them.
+    unknown_format,
+    /// Lookups that were not begun because too many were under way.
+    lookups_refused,
+    /// Operations of a batch or of a single object that the store failed.
+    failed,
+    /// Objects of clears that could not be read.
+    clears_unread,
+}
+
+/// A count.
+#[derive(Debug, Default)]
+pub(super) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(super) fn add(&self, n: u64) {
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Counters {
+    /// Counts a value that was not used. A slot of another length is no fault of the value.
+    pub(super) fn refused(&self, refusal: Refusal) {
+        match refusal {
+            Refusal::Damaged => self.damaged.add(1),
+            Refusal::OtherKey => self.other_key.add(1),
+            Refusal::Version(_) | Refusal::Codec(_) => self.unknown_format.add(1),
+            Refusal::Length { .. } => {}
+        }
+    }
+}

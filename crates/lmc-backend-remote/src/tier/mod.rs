@@ -1,0 +1,330 @@
+//! [`RemoteTier`]: a store as a tier of the engine.
+
+mod absent;
+mod breaker;
+mod claims;
+mod clears;
+mod counters;
+mod list;
+mod read;
+mod write;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use lmc_backend::{
+    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Usage, ready,
+};
+use lmc_key::ChunkKey;
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+
+use self::absent::AbsentKeys;
+use self::breaker::Breaker;
+use self::claims::Claims;
+use self::clears::Clears;
+use self::counters::Counters;
+use self::list::Listings;
+use crate::store::{Store, StoreError};
+
+/// Lookups that may be under way at a time.
+const MAX_LOOKUPS: usize = 64;
+/// Damaged values that are remembered, and for how long.
+const DAMAGED: (Duration, usize) = (Duration::from_secs(60), 4096);
+
+/// Settings of a [`RemoteTier`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RemoteConfig {
+    /// Name of the tier in logs and metrics. Default: `remote`.
+    pub name: String,
+    /// Time for which a key that the store does not have is not asked for again. Default: 2 s.
+    pub absent_ttl: Duration,
+    /// Keys that are remembered as absent, at most. Default: 65,536.
+    pub max_absent: usize,
+    /// Time that the store has to answer before that counts as a failure, also when the caller
+    /// waits for less. Default: 2 s.
+    pub timeout: Duration,
+    /// Pause between two reads of the clears that other daemons have passed on. Default: 2 s.
+    pub clears_interval: Duration,
+    /// Pause before a store that was taken out is probed: at first, and at most. Default: 250 ms
+    /// and 15 s.
+    pub probe_pause: (Duration, Duration),
+}
+
+impl Default for RemoteConfig {
+    fn default() -> Self {
+        Self {
+            name: "remote".to_owned(),
+            absent_ttl: Duration::from_secs(2),
+            max_absent: 65_536,
+            timeout: Duration::from_secs(2),
+            clears_interval: Duration::from_secs(2),
+            probe_pause: (Duration::from_millis(250), Duration::from_secs(15)),
+        }
+    }
+}
+
+/// A shared store as a tier of the engine.
+///
+/// Every operation runs as a task of the runtime that the tier was started on, so that it may be
+/// awaited on any other.
+#[derive(Debug)]
+pub struct RemoteTier {
+    shared: Arc<Shared>,
+    /// Keeps the clears in step and probes the store; ends with the tier.
+    minder: Mutex<Option<AbortOnDropHandle<()>>>,
+}
+
+/// The state that the tier and its tasks share.
+#[derive(Debug)]
+struct Shared {
+    store: Arc<dyn Store>,
+    config: RemoteConfig,
+    runtime: Handle,
+    /// Tasks that run to their end although their caller has left.
+    tasks: TaskTracker,
+    is_closed: AtomicBool,
+    breaker: Breaker,
+    clears: Clears,
+    absent: AbsentKeys,
+    /// Keys whose value was found damaged: absent until they are stored again.
+    damaged: AbsentKeys,
+    claims: Arc<Claims>,
+    lookups: Semaphore,
+    listings: Listings,
+    rate: ReadRate,
+    counters: Counters,
+}
+
+impl RemoteTier {
+    /// Starts a tier. It answers [`BackendError::Unavailable`] until the store has answered once:
+    /// until then it is not known what was cleared.
+    pub fn start(config: RemoteConfig, store: Arc<dyn Store>, runtime: Handle) -> Self {
+        let shared = Arc::new(Shared {
+            breaker: Breaker::new(config.probe_pause),
+            clears: Clears::default(),
+            absent: AbsentKeys::new(config.absent_ttl, config.max_absent),
+            damaged: AbsentKeys::new(DAMAGED.0, DAMAGED.1),
+            claims: Arc::default(),
+            lookups: Semaphore::new(MAX_LOOKUPS),
+            listings: Listings::default(),
+            rate: ReadRate::default(),
+            counters: Counters::default(),
+            tasks: TaskTracker::new(),
+            is_closed: AtomicBool::new(false),
+            store,
+            config,
+            runtime,
+        });
+        let minding = Arc::clone(&shared).mind();
+        let minder = AbortOnDropHandle::new(shared.runtime.spawn(minding));
+        Self {
+            shared,
+            minder: Mutex::new(Some(minder)),
+        }
+    }
+
+    /// Waits until the store has answered once, so that the clears of others are known. Returns
+    /// false if the deadline came first.
+    pub async fn ready(&self, deadline: Instant) -> bool {
+        let shared = Arc::clone(&self.shared);
+        let wait = async move {
+            let ready = shared.clears.wait_until_read();
+            tokio::time::timeout_at(deadline.into(), ready)
+                .await
+                .is_ok()
+        };
+        self.shared.spawn(wait).await.unwrap_or(false)
+    }
+}
+
+impl Shared {
+    /// Returns the reason why no operation can begin.
+    fn check(&self) -> Result<(), BackendError> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(BackendError::Closed);
+        }
+        self.breaker.check()
+    }
+
+    /// Runs a task of the tier that ends with its caller.
+    fn spawn<T: Send + 'static>(
+        &self,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> AbortOnDropHandle<T> {
+        AbortOnDropHandle::new(self.runtime.spawn(task))
+    }
+
+    /// Runs a task of the tier to its end.
+    fn spawn_tracked(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn_on(task, &self.runtime);
+    }
+
+    /// Notes the outcome of an operation that the store had until `deadline` for. One that had less
+    /// than the configured time and used it up says nothing.
+    fn note<'a, T: 'a>(
+        &self,
+        results: impl IntoIterator<Item = &'a Result<T, StoreError>>,
+        begun: Instant,
+    ) {
+        let mut failure = None;
+        for result in results {
+            match result {
+                Ok(_) => return self.breaker.answered(),
+                Err(error) => failure = Some(error),
+            }
+        }
+        if let Some(error) = failure {
+            self.note_failure(error, begun);
+        }
+    }
+
+    /// Notes the failure of an operation.
+    fn note_failure(&self, error: &StoreError, begun: Instant) {
+        let was_short =
+            matches!(error, StoreError::Deadline) && begun.elapsed() < self.config.timeout;
+        if !was_short {
+            self.counters.failed.add(1);
+            self.breaker.failed(error);
+        }
+    }
+}
+
+/// Returns one error for each key of a batch.
+fn each<T>(len: usize, error: &BackendError) -> Vec<Result<T, BackendError>> {
+    (0..len).map(|_| Err(same(error))).collect()
+}
+
+/// Returns an error again that stops a whole batch.
+fn same(error: &BackendError) -> BackendError {
+    match error {
+        BackendError::Deadline => BackendError::Deadline,
+        BackendError::Closed => BackendError::Closed,
+        other => lmc_backend::Unavailable {
+            reason: match other {
+                BackendError::Unavailable(unavailable) => unavailable.reason.clone(),
+                other => other.to_string(),
+            },
+        }
+        .into(),
+    }
+}
+
+impl Backend for RemoteTier {
+    fn name(&self) -> &str {
+        &self.shared.config.name
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        _: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(self.shared.locate(keys, deadline))
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        if let Err(error) = self.shared.check() {
+            let failed = |item: LoadItem| Loaded::Failed {
+                error: same(&error),
+                slot: FailedSlot::Released(item.slot),
+            };
+            return ready(items.into_iter().map(failed).collect::<Vec<_>>());
+        }
+        match items.is_empty() {
+            true => ready([]),
+            false => self.shared.load(items, deadline),
+        }
+    }
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        if let Err(error) = self.shared.check() {
+            return ready(each(items.len(), &error));
+        }
+        match items.is_empty() {
+            true => ready([]),
+            false => self.shared.store(items, deadline),
+        }
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(self.shared.remove(keys, deadline))
+    }
+
+    /// Passes the clear on to the daemons that use the store. It is noted here at once, whether the
+    /// store answers or not, and is passed on as soon as it does.
+    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+        Box::pin(self.shared.clear(clear, deadline))
+    }
+
+    fn clears(&self) -> Vec<Clear> {
+        self.shared.clears.known()
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        Box::pin(self.shared.list(cursor, limit, deadline))
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        None
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let mut counters = self.shared.counters.named();
+        counters.push(("taken_out", self.shared.breaker.trips()));
+        counters
+    }
+
+    fn health(&self) -> Health {
+        if self.shared.is_closed.load(Ordering::Acquire) {
+            return Health::Down {
+                reason: "closed".to_owned(),
+            };
+        }
+        if let Some(reason) = self.shared.breaker.out() {
+            return Health::Down { reason };
+        }
+        match self.shared.clears.fault() {
+            Some(reason) => Health::Degraded { reason },
+            None => Health::Ready,
+        }
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        self.shared.is_closed.store(true, Ordering::Release);
+        let minder = self.minder.lock().take();
+        let shared = Arc::clone(&self.shared);
+        let closing = self.shared.spawn(async move {
+            drop(minder);
+            shared.tasks.close();
+            // What still runs then was not acknowledged.
+            let ended = tokio::time::timeout_at(deadline.into(), shared.tasks.wait()).await;
+            shared.store.close(deadline).await;
+            ended.map_err(|_| BackendError::Deadline)
+        });
+        Box::pin(async move { closing.await.unwrap_or(Err(BackendError::Closed)) })
+    }
+}

@@ -1,0 +1,255 @@
+//! Lookups and loads.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::{StreamExt, stream};
+use lmc_backend::{
+    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Medium, Unavailable,
+};
+use lmc_key::ChunkKey;
+use lmc_memory::{ReservedSlot, checksum};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+
+use super::absent::Asked;
+use super::{Shared, each};
+use crate::format::{Header, Refusal};
+use crate::store::{GetItem, Got, Head, StoreError};
+
+type Heads = Vec<Result<Option<Head>, StoreError>>;
+
+impl Shared {
+    pub(super) async fn locate(
+        self: &Arc<Self>,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Result<Located, BackendError>> {
+        if let Err(error) = self.check() {
+            return each(keys.len(), &error);
+        }
+        let now = Instant::now();
+        let asked = keys.iter().filter(|key| !self.is_known_absent(key, now));
+        let asked: Vec<ChunkKey> = asked.copied().collect();
+        self.counters
+            .known_absent
+            .add((keys.len() - asked.len()) as u64);
+        if asked.is_empty() {
+            return keys.iter().map(|_| Ok(Located::Absent)).collect();
+        }
+        let mut found = self.ask(asked.clone(), deadline).await.into_iter();
+        // The keys that were asked for stand in the order of the batch.
+        let mut asked = asked.into_iter().peekable();
+        let answer = |key: &ChunkKey| match asked.next_if_eq(key) {
+            Some(_) => found.next().unwrap_or(Err(BackendError::Deadline)),
+            None => Ok(Located::Absent),
+        };
+        keys.iter().map(answer).collect()
+    }
+
+    fn is_known_absent(&self, key: &ChunkKey, now: Instant) -> bool {
+        self.absent.contains(key, now) || self.damaged.contains(key, now)
+    }
+
+    /// Asks the store for headers. The question runs to its end, so that the answer to a caller
+    /// that waits for less than the store takes is known to the next one.
+    async fn ask(
+        self: &Arc<Self>,
+        keys: Vec<ChunkKey>,
+        deadline: Instant,
+    ) -> Vec<Result<Located, BackendError>> {
+        let len = keys.len();
+        let (answer, answered) = oneshot::channel();
+        let shared = Arc::clone(self);
+        self.spawn_tracked(async move {
+            let Ok(_permit) = shared.lookups.try_acquire() else {
+                shared.counters.lookups_refused.add(1);
+                let reason = "too many lookups wait for the store".to_owned();
+                let _ = answer.send(each(keys.len(), &Unavailable { reason }.into()));
+                return;
+            };
+            let begun = Instant::now();
+            let asked: Vec<Asked> = keys.iter().map(|key| shared.absent.asking(key)).collect();
+            let until = deadline.max(begun + shared.config.timeout);
+            let mut heads = shared.store.heads(&keys, until);
+            let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
+            // The caller may have left: its answers are of use to the next one.
+            match in_time {
+                Ok(heads) => {
+                    let _ = answer.send(shared.located(&keys, &asked, heads, begun));
+                }
+                Err(_) => {
+                    let _ = answer.send(each(keys.len(), &BackendError::Deadline));
+                    let heads = heads.await;
+                    shared.located(&keys, &asked, heads, begun);
+                }
+            }
+        });
+        let closed = |_| each(len, &BackendError::Closed);
+        answered.await.unwrap_or_else(closed)
+    }
+
+    /// Notes and judges the headers of values.
+    fn located(
+        &self,
+        keys: &[ChunkKey],
+        asked: &[Asked],
+        heads: Heads,
+        begun: Instant,
+    ) -> Vec<Result<Located, BackendError>> {
+        self.note(&heads, begun);
+        let now = Instant::now();
+        let heads = keys.iter().zip(asked).zip(heads);
+        let located = heads.map(|((key, asked), head)| {
+            let Some(head) = head? else {
+                self.absent.insert(*key, *asked, now);
+                return Ok(Located::Absent);
+            };
+            match head.check(key) {
+                Ok(header) => Ok(self.location(&header)),
+                Err(refusal) => {
+                    self.counters.refused(refusal);
+                    Ok(Located::Absent)
+                }
+            }
+        });
+        located.collect()
+    }
+
+    fn location(&self, header: &Header) -> Located {
+        if !self.is_current(header) {
+            self.counters.stale.add(1);
+            return Located::Absent;
+        }
+        let location = Location::new(header.plain_len, Medium::Elsewhere, header.epoch);
+        let cost = self.rate.time(header.stored_len);
+        let location = location.with_cost(cost);
+        Located::Present(location.with_stored_len(header.value_len()))
+    }
+
+    /// Returns true unless the space was cleared since the chunk was computed.
+    pub(super) fn is_current(&self, header: &Header) -> bool {
+        header.epoch.is_valid_at(self.clears.of(header.key.space))
+    }
+
+    /// Loads a batch. The store reads several values at a time; each is verified on a task of its
+    /// own, while the next are on the way, and is answered then.
+    pub(super) fn load(
+        self: &Arc<Self>,
+        items: Vec<LoadItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Loaded> {
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        let reading = self.spawn(Arc::clone(self).read(items, deadline, answers));
+        Box::pin(stream::poll_fn(move |context| {
+            // The task ends with the stream.
+            let _ = &reading;
+            answered.poll_recv(context)
+        }))
+    }
+
+    async fn read(
+        self: Arc<Self>,
+        items: Vec<LoadItem>,
+        deadline: Instant,
+        answers: mpsc::UnboundedSender<(usize, Loaded)>,
+    ) {
+        let begun = Instant::now();
+        let keys: Vec<ChunkKey> = items.iter().map(|item| item.key).collect();
+        let asked: Vec<Asked> = keys.iter().map(|key| self.absent.asking(key)).collect();
+        let item = |LoadItem { key, slot, .. }| GetItem { key, slot };
+        let items = items.into_iter().map(item).collect();
+        let mut reading = Reading::begin(&self);
+        let mut verifying = JoinSet::new();
+        let mut has_failed = false;
+        let mut got = self.store.get(items, deadline);
+        while let Some((index, got)) = got.next().await {
+            match &got {
+                Got::Failed { error, .. } if !has_failed => {
+                    has_failed = true;
+                    self.note_failure(error, begun);
+                }
+                Got::Failed { .. } => {}
+                _ => self.breaker.answered(),
+            }
+            // The receiver is gone when the caller is, and this task with it.
+            let answer = |loaded| drop(answers.send((index, loaded)));
+            match got {
+                Got::Value { header, slot, .. } => {
+                    reading.bytes += header.stored_len;
+                    let (shared, answers) = (Arc::clone(&self), answers.clone());
+                    verifying.spawn(async move {
+                        let _ = answers.send((index, shared.verify(&header, slot)));
+                    });
+                }
+                Got::Absent(slot) => {
+                    if let (Some(key), Some(asked)) = (keys.get(index), asked.get(index)) {
+                        self.absent.insert(*key, *asked, Instant::now());
+                    }
+                    answer(Loaded::Miss(slot));
+                }
+                Got::Refused { refusal, slot } => {
+                    self.counters.refused(refusal);
+                    answer(match refusal {
+                        Refusal::Length { expected, found } => {
+                            failed(BackendError::Length { expected, found }, slot)
+                        }
+                        _ => Loaded::Miss(slot),
+                    });
+                }
+                Got::Failed { error, slot } => answer(Loaded::Failed {
+                    error: error.into(),
+                    slot,
+                }),
+            }
+        }
+        drop(reading);
+        while verifying.join_next().await.is_some() {}
+    }
+
+    /// Compares a payload with its header.
+    fn verify(&self, header: &Header, slot: ReservedSlot) -> Loaded {
+        if !self.is_current(header) {
+            self.counters.stale.add(1);
+            return Loaded::Miss(slot);
+        }
+        let slot = slot.written();
+        let sum = checksum(slot.bytes());
+        if slot.arena().is_lost() {
+            let error = std::io::Error::other("the slot's memory was lost");
+            return failed(error.into(), slot.into_reserved());
+        }
+        if sum == header.plain_sum {
+            let (slot, epoch) = (slot.with_checksum(sum), header.epoch);
+            return Loaded::Hit { slot, epoch };
+        }
+        self.counters.damaged.add(1);
+        let asked = self.damaged.asking(&header.key);
+        self.damaged.insert(header.key, asked, Instant::now());
+        Loaded::Miss(slot.into_reserved())
+    }
+}
+
+fn failed(error: BackendError, slot: ReservedSlot) -> Loaded {
+    let slot = FailedSlot::Released(slot);
+    Loaded::Failed { error, slot }
+}
+
+/// The time in which a batch is read, for estimates.
+struct Reading<'a> {
+    shared: &'a Shared,
+    bytes: u64,
+}
+
+impl<'a> Reading<'a> {
+    fn begin(shared: &'a Shared) -> Self {
+        shared.rate.begin(Instant::now());
+        Self { shared, bytes: 0 }
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.shared.rate.end(self.bytes, Instant::now());
+    }
+}

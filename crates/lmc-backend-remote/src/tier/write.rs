@@ -1,0 +1,279 @@
+//! Stores and removals.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::{StreamExt, stream};
+use lmc_backend::{Answers, BackendError, StoreItem, Stored};
+use lmc_key::ChunkKey;
+use tokio::sync::mpsc;
+
+use super::claims::Claim;
+use super::{Shared, each};
+use crate::format::{Header, MAX_PAYLOAD_LEN, Name};
+use crate::store::{Head, Put, PutItem, PutMode, StoreError};
+
+/// The answers to a batch, in which a key may stand more than once.
+struct Batch {
+    answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
+    /// Further indices of keys that stand in the batch more than once.
+    twins: HashMap<usize, Vec<usize>>,
+}
+
+impl Batch {
+    /// Answers an item and its twins. They find what the first has written.
+    fn answer(&self, index: usize, result: Result<Stored, BackendError>) {
+        let twins = self.twins.get(&index).into_iter().flatten();
+        for &twin in twins {
+            let result = match &result {
+                Ok(Stored::Written) => Ok(Stored::Present),
+                Ok(other) => Ok(*other),
+                Err(error) => Err(super::same(error)),
+            };
+            // The receiver is gone when the caller is.
+            let _ = self.answers.send((twin, result));
+        }
+        let _ = self.answers.send((index, result));
+    }
+
+    fn is_abandoned(&self) -> bool {
+        self.answers.is_closed()
+    }
+}
+
+/// The treatment of a chunk.
+enum Decision {
+    Answer(Result<Stored, BackendError>),
+    Put(PutMode),
+}
+
+impl Shared {
+    pub(super) fn store(
+        self: &Arc<Self>,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        // What the store was given runs to its end: it would not be known to be over otherwise.
+        self.spawn_tracked(Arc::clone(self).write(items, deadline, answers));
+        Box::pin(stream::poll_fn(move |context| answered.poll_recv(context)))
+    }
+
+    async fn write(
+        self: Arc<Self>,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+        answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
+    ) {
+        let mut batch = Batch {
+            answers,
+            twins: HashMap::new(),
+        };
+        let mut firsts: HashMap<ChunkKey, usize> = HashMap::new();
+        let mut left = Vec::new();
+        for (index, item) in items.into_iter().enumerate() {
+            let first = *firsts.entry(item.key).or_insert(index);
+            match first == index {
+                true => left.push((index, item)),
+                false => batch.twins.entry(first).or_default().push(index),
+            }
+        }
+        while !left.is_empty() && !batch.is_abandoned() {
+            let free = self.claims.take(&mut left, |(_, item)| item.key, deadline);
+            let free = free.await;
+            if free.is_empty() {
+                for (index, _) in left.drain(..) {
+                    batch.answer(index, Err(BackendError::Deadline));
+                }
+            }
+            self.write_claimed(&batch, free, deadline, &mut left).await;
+        }
+    }
+
+    /// Writes chunks whose keys are claimed. What another daemon wrote since a lookup did not find it
+    /// goes to `again`.
+    async fn write_claimed(
+        &self,
+        batch: &Batch,
+        claimed: Vec<(Claim, (usize, StoreItem))>,
+        deadline: Instant,
+        again: &mut Vec<(usize, StoreItem)>,
+    ) {
+        let now = Instant::now();
+        // What a lookup has just not found is written without another look.
+        let is_absent =
+            |(_, (_, item)): &(Claim, (usize, StoreItem))| self.absent.contains(&item.key, now);
+        let (absent, unknown): (Vec<_>, Vec<_>) = claimed.into_iter().partition(is_absent);
+        let keys: Vec<ChunkKey> = unknown.iter().map(|(_, (_, item))| item.key).collect();
+        let heads = match keys.is_empty() {
+            true => Vec::new(),
+            false => {
+                let heads = self.store.heads(&keys, deadline).await;
+                self.note(&heads, now);
+                heads
+            }
+        };
+        let heads = std::iter::repeat_with(|| Ok(None))
+            .take(absent.len())
+            .chain(heads);
+        let unseen = absent.len();
+        let (mut puts, mut given) = (Vec::new(), Vec::new());
+        let claimed = absent.into_iter().chain(unknown).zip(heads).enumerate();
+        for (n, ((claim, (index, item)), head)) in claimed {
+            match self.decide(&item, head) {
+                Decision::Answer(answer) => batch.answer(index, answer),
+                Decision::Put(mode) => {
+                    given.push(Some((claim, index, item.clone(), n < unseen)));
+                    puts.push((item, mode));
+                }
+            }
+        }
+        if puts.is_empty() || batch.is_abandoned() {
+            return;
+        }
+        let Ok(puts) = self.summed(puts).await else {
+            return;
+        };
+        let begun = Instant::now();
+        let mut answers = self.store.put(puts, deadline);
+        while let Some((at, put)) = answers.next().await {
+            let Some((claim, index, item, unseen)) = given.get_mut(at).and_then(Option::take)
+            else {
+                continue;
+            };
+            self.note([&put], begun);
+            // After an error the chunk may be there, too.
+            self.absent.stored(&item.key);
+            if unseen && matches!(put, Ok(Put::Present)) {
+                // It may be older than a clear.
+                again.push((index, item));
+                continue;
+            }
+            let stored = match put {
+                Ok(_) if item.slot.arena().is_lost() => {
+                    // What was written may be the zeroes that came after the loss.
+                    self.store.remove(&[Name::Value(item.key)], deadline).await;
+                    Err(std::io::Error::other("the slot's memory was lost").into())
+                }
+                Ok(Put::Written) => {
+                    self.damaged.stored(&item.key);
+                    Ok(Stored::Written)
+                }
+                Ok(Put::Present) => Ok(Stored::Present),
+                Err(error) => Err(error.into()),
+            };
+            drop(claim);
+            batch.answer(index, stored);
+        }
+        for (claim, index, ..) in given.into_iter().flatten() {
+            drop(claim);
+            batch.answer(index, Err(BackendError::Deadline));
+        }
+    }
+
+    fn decide(&self, item: &StoreItem, head: Result<Option<Head>, StoreError>) -> Decision {
+        let answer = |answer| Decision::Answer(answer);
+        let (offset, found) = (self.store.payload_offset(), item.slot.len());
+        let max = self
+            .store
+            .max_value_len()
+            .saturating_sub(offset)
+            .min(MAX_PAYLOAD_LEN);
+        if found > max {
+            return answer(Err(BackendError::TooLarge { max, found }));
+        }
+        if !item.epoch.is_valid_at(self.clears.of(item.key.space)) {
+            return answer(Ok(Stored::Declined));
+        }
+        let head = match head {
+            Ok(Some(head)) => head,
+            Ok(None) => return Decision::Put(PutMode::Create),
+            Err(error) => return answer(Err(error.into())),
+        };
+        match head.check(&item.key) {
+            Ok(_) if self.damaged.contains(&item.key, Instant::now()) => {
+                Decision::Put(PutMode::Replace)
+            }
+            Ok(header) if header.epoch.join(item.epoch) == header.epoch => {
+                answer(Ok(Stored::Present))
+            }
+            Ok(_) => Decision::Put(PutMode::Replace),
+            Err(refusal) => {
+                self.counters.refused(refusal);
+                match refusal.is_newer() {
+                    true => answer(Ok(Stored::Declined)),
+                    false => Decision::Put(PutMode::Replace),
+                }
+            }
+        }
+    }
+
+    /// Makes the headers of chunks, on a thread where their checksums are not known yet.
+    async fn summed(&self, puts: Vec<(StoreItem, PutMode)>) -> Result<Vec<PutItem>, BackendError> {
+        let offset = self.store.payload_offset();
+        let sum = move |(item, mode): (StoreItem, PutMode)| {
+            let StoreItem {
+                key, epoch, slot, ..
+            } = item;
+            let header = Header::raw(key, epoch, offset, slot.len(), slot.checksum());
+            PutItem { header, slot, mode }
+        };
+        let sum_all = move || puts.into_iter().map(sum).collect();
+        let summed = tokio::task::spawn_blocking(sum_all).await;
+        summed.map_err(|_| BackendError::Closed)
+    }
+
+    pub(super) async fn remove(
+        self: &Arc<Self>,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Result<bool, BackendError>> {
+        if let Err(error) = self.check() {
+            return each(keys.len(), &error);
+        }
+        if keys.is_empty() {
+            return Vec::new();
+        }
+        let (answer, answered) = tokio::sync::oneshot::channel();
+        let (shared, batch) = (Arc::clone(self), keys.to_vec());
+        self.spawn_tracked(async move {
+            let removed = shared.remove_all(&batch, deadline).await;
+            // The receiver is gone when the caller is.
+            let _ = answer.send(removed);
+        });
+        let removed = answered.await;
+        removed.unwrap_or_else(|_| each(keys.len(), &BackendError::Closed))
+    }
+
+    async fn remove_all(
+        self: &Arc<Self>,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Result<bool, BackendError>> {
+        let mut results: HashMap<ChunkKey, Result<bool, BackendError>> = HashMap::new();
+        let mut left = keys.to_vec();
+        left.sort();
+        left.dedup();
+        while !left.is_empty() {
+            let claimed = self.claims.take(&mut left, |key| *key, deadline).await;
+            if claimed.is_empty() {
+                break;
+            }
+            let names: Vec<Name> = claimed.iter().map(|(_, key)| Name::Value(*key)).collect();
+            let begun = Instant::now();
+            let removed = self.store.remove(&names, deadline).await;
+            self.note(&removed, begun);
+            let removed = removed
+                .into_iter()
+                .map(|one| one.map_err(BackendError::from));
+            results.extend(claimed.iter().map(|(_, key)| *key).zip(removed));
+        }
+        let answer = |key: &ChunkKey| match results.get_mut(key) {
+            None => Err(BackendError::Deadline),
+            // The second of two equal keys finds that the first was removed.
+            Some(result) => std::mem::replace(result, Ok(false)),
+        };
+        keys.iter().map(answer).collect()
+    }
+}

@@ -1,0 +1,425 @@
+//! The tier over the store in memory: the kit, and what the kit does not see.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{
+    Conformance, Guarantee, block_on, check_value, clear_all, fill_value, lens_of, load_batch,
+    store_batch, test_key,
+};
+use lmc_backend::{
+    Backend, BackendError, Clear, ClearEpoch, Health, LoadItem, Loaded, LocateHint, Located,
+    StoreItem, Stored,
+};
+use lmc_backend_remote::conformance::{MemoryStore, StoreFaults};
+use lmc_backend_remote::format::{ClearSet, Name};
+use lmc_backend_remote::{RemoteConfig, RemoteTier};
+use lmc_key::ChunkKey;
+use lmc_memory::Pool;
+use lmc_testkit::{pool, soon, until};
+use tokio::runtime::{Builder, Runtime};
+
+fn runtime() -> Runtime {
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(2).enable_time().build().unwrap()
+}
+
+/// Settings with short pauses, which probes soon and never by itself reads clears again.
+fn config() -> RemoteConfig {
+    let mut config = RemoteConfig::default();
+    config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
+    config.clears_interval = Duration::from_secs(3600);
+    config
+}
+
+/// A tier that is ready, over a store.
+struct Rig {
+    tier: RemoteTier,
+    store: Arc<MemoryStore>,
+    pool: Pool,
+    runtime: Runtime,
+}
+
+impl Rig {
+    fn new() -> Self {
+        Self::over(Arc::default(), config())
+    }
+
+    fn over(store: Arc<MemoryStore>, config: RemoteConfig) -> Self {
+        let runtime = runtime();
+        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
+        assert!(block_on(tier.ready(soon())), "the store answers");
+        until("the store is in use", || tier.health() == Health::Ready);
+        Self {
+            tier,
+            store,
+            pool: pool(1 << 20),
+            runtime,
+        }
+    }
+
+    fn item(&self, key: ChunkKey) -> StoreItem {
+        let mut slot = self.pool.reserve(5000).unwrap();
+        fill_value(&key, slot.bytes_mut());
+        StoreItem::new(key, slot.written().seal())
+    }
+
+    fn store(&self, key: ChunkKey) -> Result<Stored, BackendError> {
+        let mut stored = store_batch(&self.tier, vec![self.item(key)], soon());
+        stored.pop().unwrap()
+    }
+
+    fn load(&self, key: ChunkKey) -> Loaded {
+        let item = LoadItem::new(key, self.pool.reserve(5000).unwrap());
+        load_batch(&self.tier, vec![item], soon()).pop().unwrap()
+    }
+
+    fn is_hit(&self, key: ChunkKey) -> bool {
+        match self.load(key) {
+            Loaded::Hit { slot, .. } => {
+                check_value(&key, slot.bytes()).unwrap();
+                true
+            }
+            Loaded::Miss(_) => false,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn is_located(&self, key: ChunkKey) -> bool {
+        let len = lens_of(&self.tier, &[key], soon()).pop().unwrap().unwrap();
+        assert!(len.is_none_or(|len| len == 5000));
+        len.is_some()
+    }
+
+    fn counter(&self, name: &str) -> u64 {
+        let counters = self.tier.counters();
+        let counter = counters.iter().find(|(found, _)| *found == name);
+        counter.unwrap_or_else(|| panic!("no counter {name}")).1
+    }
+
+    /// Changes the bytes of a stored value.
+    fn damage(&self, key: ChunkKey, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = self.store.bytes(Name::Value(key)).unwrap();
+        change(&mut bytes);
+        self.store.set_bytes(Name::Value(key), Some(bytes));
+    }
+}
+
+#[test]
+fn the_tier_over_a_store_passes_the_kit() {
+    let rig = Rig::new();
+    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
+    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+}
+
+#[test]
+fn the_tier_over_a_faulty_store_passes_the_kit() {
+    for seed in 1..=4 {
+        let store = Arc::new(MemoryStore::faulty(StoreFaults::some(), seed));
+        let rig = Rig::over(store, config());
+        let kit = Conformance::new(Guarantee::Lossy).with_operations(300);
+        let tally = kit.run(&rig.tier);
+        assert!(tally.hits > 20 && tally.failures > 5, "{tally:?}");
+        assert!(rig.counter("damaged") > 0, "seed {seed}");
+    }
+}
+
+#[test]
+fn what_is_absent_is_not_asked_for_again_until_it_is_stored() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    assert!(!rig.is_located(key));
+    let before = rig.store.requests();
+    assert!(!rig.is_located(key));
+    assert_eq!(
+        (rig.store.requests(), rig.counter("known_absent")),
+        (before, 1)
+    );
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
+    assert_eq!(rig.store.requests(), before + 1, "no look before the write");
+    assert!(rig.is_located(key) && rig.is_hit(key));
+    assert_eq!(rig.store(key).unwrap(), Stored::Present);
+}
+
+#[test]
+fn a_key_that_is_known_absent_and_was_stored_elsewhere_before_a_clear_is_replaced() {
+    let rig = Rig::new();
+    let other = Rig::over(Arc::clone(&rig.store), config());
+    let key = test_key(1);
+    assert!(!rig.is_located(key));
+    assert_eq!(other.store(key).unwrap(), Stored::Written);
+    clear_all(&rig.tier, soon()).unwrap();
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
+    assert!(rig.is_located(key) && rig.is_hit(key));
+}
+
+#[test]
+fn two_daemons_read_what_either_has_written() {
+    let rig = Rig::new();
+    let other = Rig::over(Arc::clone(&rig.store), config());
+    for n in 0..20 {
+        let (writer, reader) = if n % 2 == 0 {
+            (&rig, &other)
+        } else {
+            (&other, &rig)
+        };
+        assert_eq!(writer.store(test_key(n)).unwrap(), Stored::Written);
+        assert_eq!(reader.store(test_key(n)).unwrap(), Stored::Present);
+        assert!(reader.is_located(test_key(n)) && reader.is_hit(test_key(n)));
+    }
+}
+
+#[test]
+fn a_damaged_value_is_a_miss_and_is_written_again() {
+    type Damage = fn(&mut Vec<u8>);
+    let damages: [(&str, Damage); 5] = [
+        ("payload", |bytes| bytes[1000] ^= 1),
+        ("header", |bytes| bytes[100] ^= 1),
+        ("end", |bytes| bytes.truncate(1000)),
+        ("all but some bytes", |bytes| bytes.truncate(10)),
+        ("every byte", Vec::clear),
+    ];
+    let rig = Rig::new();
+    for (n, (what, damage)) in damages.into_iter().enumerate() {
+        let key = test_key(n as u64);
+        rig.store(key).unwrap();
+        rig.damage(key, damage);
+        assert!(!rig.is_hit(key), "{what}");
+        assert!(!rig.is_located(key), "{what}");
+        assert!(rig.counter("damaged") > n as u64, "{what}");
+        assert_eq!(rig.store(key).unwrap(), Stored::Written, "{what}");
+        assert!(rig.is_located(key) && rig.is_hit(key), "{what}");
+    }
+}
+
+#[test]
+fn a_value_under_the_name_of_another_is_a_miss_and_is_replaced() {
+    let rig = Rig::new();
+    let (key, other) = (test_key(1), test_key(2));
+    rig.store(key).unwrap();
+    let bytes = rig.store.bytes(Name::Value(key));
+    rig.store.set_bytes(Name::Value(other), bytes);
+    assert!(!rig.is_hit(other) && !rig.is_located(other));
+    assert_eq!(rig.counter("other_key"), 2);
+    assert_eq!(rig.store(other).unwrap(), Stored::Written);
+    assert!(rig.is_hit(other) && rig.is_hit(key));
+}
+
+#[test]
+fn a_value_of_a_later_version_is_a_miss_and_is_left_alone() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    rig.damage(key, |bytes| bytes[8] = 2);
+    let bytes = rig.store.bytes(Name::Value(key));
+    assert!(!rig.is_hit(key) && !rig.is_located(key));
+    assert_eq!(rig.store(key).unwrap(), Stored::Declined);
+    assert_eq!(rig.counter("unknown_format"), 3);
+    assert_eq!(rig.store.bytes(Name::Value(key)), bytes);
+}
+
+#[test]
+fn a_clear_at_one_daemon_reaches_the_others_and_deletes_nothing() {
+    let mut polling = config();
+    polling.clears_interval = Duration::from_millis(1);
+    let rig = Rig::over(Arc::default(), polling.clone());
+    let other = Rig::over(Arc::clone(&rig.store), polling);
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    assert!(other.is_hit(key));
+    clear_all(&rig.tier, soon()).unwrap();
+    until("the clear arrives", || {
+        other.tier.clears() == rig.tier.clears()
+    });
+    assert!(!other.is_located(key) && !other.is_hit(key) && !rig.is_hit(key));
+    assert!(rig.store.bytes(Name::Value(key)).is_some());
+    // A daemon that computed it before the clear does not bring it back.
+    let old = rig.item(key).with_epoch(ClearEpoch::default());
+    let stored = block_on(lmc_backend::in_order(
+        other.tier.store(vec![old], soon()),
+        1,
+    ));
+    assert!(matches!(stored[..], [Some(Ok(Stored::Declined))]));
+    assert_eq!(
+        other.store(key).unwrap(),
+        Stored::Written,
+        "an older one is replaced"
+    );
+    assert!(rig.is_located(key) && rig.is_hit(key));
+    let late = Rig::over(Arc::clone(&rig.store), config());
+    assert_eq!(
+        late.tier.clears(),
+        rig.tier.clears(),
+        "known before the first answer"
+    );
+}
+
+#[test]
+fn clears_of_daemons_that_overtake_each_other_are_all_kept() {
+    let mut polling = config();
+    polling.clears_interval = Duration::from_millis(1);
+    let rig = Rig::over(Arc::default(), polling.clone());
+    let other = Rig::over(Arc::clone(&rig.store), polling);
+    let spaces = [test_key(0).space, test_key(4).space];
+    for (rig, space) in [&rig, &other].into_iter().zip(spaces) {
+        let clear = Clear::space(space, ClearEpoch::default().next());
+        block_on(rig.tier.clear(clear, soon())).unwrap();
+    }
+    // As if the second had not seen the write of the first.
+    let mut lost = ClearSet::default();
+    lost.note(other.tier.clears().pop().unwrap());
+    rig.store.set_bytes(Name::Clears, Some(lost.encode()));
+    until("both are known to both", || {
+        [&rig, &other]
+            .iter()
+            .all(|rig| rig.tier.clears().len() == 2)
+    });
+    let known = || ClearSet::decode(&rig.store.bytes(Name::Clears).unwrap()).unwrap();
+    until("both are in the store", || known().clears().len() == 2);
+    rig.store.set_bytes(
+        Name::Clears,
+        Some(b"LMCCLEAR\x01\0\0\0 and nothing else".to_vec()),
+    );
+    until("they are written again", || {
+        let bytes = rig.store.bytes(Name::Clears).unwrap();
+        ClearSet::decode(&bytes).is_ok_and(|set| set.clears().len() == 2)
+    });
+}
+
+#[test]
+fn a_store_that_was_cut_off_learns_of_a_clear_when_it_is_back() {
+    let mut polling = config();
+    polling.clears_interval = Duration::from_millis(1);
+    let rig = Rig::over(Arc::default(), polling);
+    rig.store(test_key(1)).unwrap();
+    rig.store.fail(true);
+    assert!(clear_all(&rig.tier, soon()).is_err());
+    assert_eq!(rig.tier.clears().len(), 1);
+    rig.store.fail(false);
+    until("the clear is in the store", || {
+        rig.store.bytes(Name::Clears).is_some()
+    });
+    until("the store is in use", || rig.tier.health() == Health::Ready);
+    assert!(!rig.is_hit(test_key(1)));
+}
+
+#[test]
+fn clears_of_a_later_version_are_not_overwritten() {
+    let store = Arc::new(MemoryStore::default());
+    let mut later = ClearSet::default().encode();
+    later[8] = 2;
+    store.set_bytes(Name::Clears, Some(later.clone()));
+    let runtime = runtime();
+    let tier = RemoteTier::start(config(), store.clone(), runtime.handle().clone());
+    assert!(block_on(tier.ready(soon())));
+    until("the fault is known", || {
+        matches!(tier.health(), Health::Degraded { .. })
+    });
+    assert!(clear_all(&tier, soon()).is_err());
+    assert_eq!(store.bytes(Name::Clears), Some(later));
+}
+
+#[test]
+fn a_store_that_fails_is_taken_out_and_taken_back() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    rig.store.fail(true);
+    for _ in 0..10 {
+        assert!(matches!(rig.load(key), Loaded::Failed { .. }));
+    }
+    assert!(matches!(rig.tier.health(), Health::Down { .. }));
+    assert_eq!(rig.counter("taken_out"), 1);
+    let located = lens_of(&rig.tier, &[key], soon()).pop().unwrap();
+    assert!(matches!(located, Err(BackendError::Unavailable(_))));
+    assert!(matches!(rig.store(key), Err(BackendError::Unavailable(_))));
+    rig.store.fail(false);
+    until("it is taken back", || rig.tier.health() == Health::Ready);
+    assert!(rig.is_located(key) && rig.is_hit(key));
+}
+
+#[test]
+fn a_store_that_hangs_is_taken_out_and_holds_no_caller() {
+    let mut config = config();
+    config.timeout = Duration::from_millis(20);
+    let rig = Rig::over(Arc::default(), config);
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    rig.store.stall(true);
+    let brief = || Instant::now() + Duration::from_millis(2);
+    until("the store is out", || {
+        let located = lens_of(&rig.tier, &[key], brief()).pop().unwrap();
+        matches!(located, Err(BackendError::Unavailable(_)))
+    });
+    // Out: it is not asked at all.
+    let item = LoadItem::new(key, rig.pool.reserve(5000).unwrap());
+    let loaded = load_batch(&rig.tier, vec![item], soon()).pop().unwrap();
+    let Loaded::Failed { error, .. } = loaded else {
+        panic!("{loaded:?}");
+    };
+    assert!(matches!(error, BackendError::Unavailable(_)), "{error}");
+    rig.store.stall(false);
+    until("it is taken back", || rig.tier.health() == Health::Ready);
+    until("it is found", || rig.is_located(key));
+}
+
+#[test]
+fn callers_with_little_time_do_not_take_a_slow_store_out() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    rig.store.stall(true);
+    for _ in 0..20 {
+        let brief = Instant::now() + Duration::from_millis(1);
+        let located = lens_of(&rig.tier, &[key], brief).pop().unwrap();
+        assert!(
+            matches!(located, Err(BackendError::Deadline)),
+            "{located:?}"
+        );
+    }
+    rig.store.stall(false);
+    assert!(rig.is_located(key));
+    assert_eq!(rig.counter("taken_out"), 0);
+}
+
+#[test]
+fn lookups_under_way_are_bounded() {
+    let rig = Rig::new();
+    rig.store.stall(true);
+    for n in 0..100 {
+        let brief = Instant::now();
+        assert!(lens_of(&rig.tier, &[test_key(n)], brief)[0].is_err());
+    }
+    until("some are refused", || rig.counter("lookups_refused") >= 30);
+    rig.store.stall(false);
+}
+
+#[test]
+fn what_a_caller_left_does_not_hold_slots() {
+    let rig = Rig::new();
+    rig.store(test_key(1)).unwrap();
+    rig.store.stall(true);
+    let item = LoadItem::new(test_key(1), rig.pool.reserve(5000).unwrap());
+    let deadline = Instant::now() + Duration::from_secs(3600);
+    drop(rig.tier.load(vec![item], deadline));
+    until("the slot is back", || rig.pool.usage().slots == 0);
+    rig.store.stall(false);
+}
+
+#[test]
+fn a_closed_tier_answers_closed_and_leaves_nothing_running() {
+    let rig = Rig::new();
+    rig.store(test_key(1)).unwrap();
+    block_on(rig.tier.close(soon())).unwrap();
+    let located = block_on(rig.tier.locate(&[test_key(1)], LocateHint::none(), soon()));
+    assert!(
+        matches!(located[..], [Err(BackendError::Closed)]),
+        "{located:?}"
+    );
+    assert!(!matches!(located[..], [Ok(Located::Absent)]));
+    until("its tasks have ended", || {
+        rig.runtime.metrics().num_alive_tasks() == 0
+    });
+}
