@@ -397,6 +397,18 @@ fn lookups_under_way_are_bounded() {
 }
 
 #[test]
+fn a_removal_that_fails_fails_for_each_of_two_equal_keys() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    let removed = block_on(rig.tier.remove(&[key, key], soon()));
+    assert!(matches!(removed[..], [Ok(true), Ok(false)]), "{removed:?}");
+    rig.store.fail(true);
+    let removed = block_on(rig.tier.remove(&[key, key], soon()));
+    assert!(matches!(removed[..], [Err(_), Err(_)]), "{removed:?}");
+}
+
+#[test]
 fn what_a_caller_left_does_not_hold_slots() {
     let rig = Rig::new();
     rig.store(test_key(1)).unwrap();

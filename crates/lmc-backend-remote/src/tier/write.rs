@@ -7,10 +7,10 @@ use std::time::Instant;
 use futures_util::{StreamExt, stream};
 use lmc_backend::{Answers, BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use super::claims::Claim;
-use super::{Shared, each};
+use super::{Shared, each, same};
 use crate::format::{Header, MAX_PAYLOAD_LEN, Name};
 use crate::store::{Head, Put, PutItem, PutMode, StoreError};
 
@@ -29,7 +29,7 @@ impl Batch {
             let result = match &result {
                 Ok(Stored::Written) => Ok(Stored::Present),
                 Ok(other) => Ok(*other),
-                Err(error) => Err(super::same(error)),
+                Err(error) => Err(same(error)),
             };
             // The receiver is gone when the caller is.
             let _ = self.answers.send((twin, result));
@@ -235,10 +235,11 @@ impl Shared {
         if keys.is_empty() {
             return Vec::new();
         }
-        let (answer, answered) = tokio::sync::oneshot::channel();
+        let (answer, answered) = oneshot::channel();
         let (shared, batch) = (Arc::clone(self), keys.to_vec());
         self.spawn_tracked(async move {
-            let removed = shared.remove_all(&batch, deadline).await;
+            let is_abandoned = || answer.is_closed();
+            let removed = shared.remove_all(&batch, deadline, is_abandoned).await;
             // The receiver is gone when the caller is.
             let _ = answer.send(removed);
         });
@@ -250,6 +251,7 @@ impl Shared {
         self: &Arc<Self>,
         keys: &[ChunkKey],
         deadline: Instant,
+        is_abandoned: impl Fn() -> bool,
     ) -> Vec<Result<bool, BackendError>> {
         let mut results: HashMap<ChunkKey, Result<bool, BackendError>> = HashMap::new();
         let mut left = keys.to_vec();
@@ -257,7 +259,8 @@ impl Shared {
         left.dedup();
         while !left.is_empty() {
             let claimed = self.claims.take(&mut left, |key| *key, deadline).await;
-            if claimed.is_empty() {
+            // What its caller left before it began would overtake what the caller does next.
+            if claimed.is_empty() || is_abandoned() {
                 break;
             }
             let names: Vec<Name> = claimed.iter().map(|(_, key)| Name::Value(*key)).collect();
@@ -271,8 +274,9 @@ impl Shared {
         }
         let answer = |key: &ChunkKey| match results.get_mut(key) {
             None => Err(BackendError::Deadline),
+            Some(Err(error)) => Err(same(error)),
             // The second of two equal keys finds that the first was removed.
-            Some(result) => std::mem::replace(result, Ok(false)),
+            Some(Ok(removed)) => Ok(std::mem::take(removed)),
         };
         keys.iter().map(answer).collect()
     }
