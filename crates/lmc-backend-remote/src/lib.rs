@@ -8,10 +8,15 @@
 //!
 //! Not in here: which chunks are offered to a store and which tier is asked first (`lmc-engine`).
 //!
+//! [`FileStore`] is a folder of a shared file system.
+//!
 //! Start from [`RemoteTier`] and [`Store`]; test a new store with the kit in the module
 //! `conformance` (feature of the same name).
 
 pub mod format;
+
+mod posix;
+pub use posix::{Collected, FileConfig, FileStore};
 
 mod store;
 pub use store::{
@@ -24,11 +29,14 @@ pub use tier::{RemoteConfig, RemoteTier};
 
 #[cfg(feature = "conformance")]
 mod memory_store;
+#[cfg(feature = "conformance")]
+mod store_kit;
 
 /// The store in memory, with and without faults, and the kit that every store passes.
 #[cfg(feature = "conformance")]
 pub mod conformance {
     pub use crate::memory_store::{MemoryStore, StoreFaults};
+    pub use crate::store_kit::check_store;
 }
 
 /// The README's examples, compiled and run with the doctests.

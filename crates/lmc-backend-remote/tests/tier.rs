@@ -156,6 +156,29 @@ fn a_key_that_is_known_absent_and_was_stored_elsewhere_before_a_clear_is_replace
 }
 
 #[test]
+fn a_hit_on_an_old_value_makes_it_young_and_a_hit_on_a_young_one_does_not() {
+    const TTL: Duration = Duration::from_secs(10_000);
+    let store = Arc::new(MemoryStore::default().with_ttl(TTL));
+    let rig = Rig::over(store, config());
+    let (hot, cold) = (test_key(1), test_key(2));
+    rig.store(hot).unwrap();
+    rig.store(cold).unwrap();
+    let age = |key| rig.store.age(Name::Value(key)).unwrap();
+    rig.store.age_by(TTL / 3);
+    assert!(rig.is_hit(hot));
+    rig.store.age_by(TTL / 3);
+    assert!(age(hot) > TTL / 2 && rig.counter("touched") == 0);
+    assert!(rig.is_hit(hot));
+    until("it is touched", || rig.counter("touched") == 1);
+    assert!(age(hot) < TTL / 3 && age(cold) > TTL / 2);
+    // Not again so soon, whatever the store says of its age.
+    rig.store.age_by(TTL * 2 / 3);
+    assert!(rig.is_hit(hot));
+    block_on(rig.tier.close(soon())).unwrap();
+    assert_eq!(rig.counter("touched"), 1);
+}
+
+#[test]
 fn two_daemons_read_what_either_has_written() {
     let rig = Rig::new();
     let other = Rig::over(Arc::clone(&rig.store), config());

@@ -32,6 +32,9 @@ counters! {
     other_key,
     /// Values that were not used because a later lmc wrote them.
     unknown_format,
+    /// Values that were made as young as new ones, because they were read at more than half of
+    /// their age.
+    touched,
     /// Lookups that were not begun because too many were under way.
     lookups_refused,
     /// Operations of a batch or of a single object that the store failed.

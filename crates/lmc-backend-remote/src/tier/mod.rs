@@ -1,12 +1,12 @@
 //! [`RemoteTier`]: a store as a tier of the engine.
 
-mod absent;
 mod breaker;
 mod claims;
 mod clears;
 mod counters;
 mod list;
 mod read;
+mod recent;
 mod write;
 
 use std::sync::Arc;
@@ -23,18 +23,23 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use self::absent::AbsentKeys;
 use self::breaker::Breaker;
 use self::claims::Claims;
 use self::clears::Clears;
 use self::counters::Counters;
 use self::list::Listings;
+use self::recent::RecentKeys;
 use crate::store::{Store, StoreError};
 
 /// Lookups that may be under way at a time.
 const MAX_LOOKUPS: usize = 64;
 /// Damaged values that are remembered, and for how long.
 const DAMAGED: (Duration, usize) = (Duration::from_secs(60), 4096);
+
+/// Keys that are remembered as touched.
+const MAX_TOUCHED: usize = 65_536;
+/// Longest time before a key is touched again.
+const TOUCH_PAUSE: Duration = Duration::from_secs(3600);
 
 /// Settings of a [`RemoteTier`].
 #[derive(Clone, Debug)]
@@ -91,9 +96,11 @@ struct Shared {
     is_closed: AtomicBool,
     breaker: Breaker,
     clears: Clears,
-    absent: AbsentKeys,
+    absent: RecentKeys,
     /// Keys whose value was found damaged: absent until they are stored again.
-    damaged: AbsentKeys,
+    damaged: RecentKeys,
+    /// Keys that were touched.
+    touched: RecentKeys,
     claims: Arc<Claims>,
     lookups: Semaphore,
     listings: Listings,
@@ -108,8 +115,9 @@ impl RemoteTier {
         let shared = Arc::new(Shared {
             breaker: Breaker::new(config.probe_pause),
             clears: Clears::default(),
-            absent: AbsentKeys::new(config.absent_ttl, config.max_absent),
-            damaged: AbsentKeys::new(DAMAGED.0, DAMAGED.1),
+            absent: RecentKeys::new(config.absent_ttl, config.max_absent),
+            damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
+            touched: RecentKeys::new(touch_pause(store.ttl()), MAX_TOUCHED),
             claims: Arc::default(),
             lookups: Semaphore::new(MAX_LOOKUPS),
             listings: Listings::default(),
@@ -193,6 +201,11 @@ impl Shared {
             self.breaker.failed(error);
         }
     }
+}
+
+/// Returns the time before a key of a store is touched again.
+fn touch_pause(ttl: Option<Duration>) -> Duration {
+    ttl.map_or(TOUCH_PAUSE, |ttl| TOUCH_PAUSE.min(ttl / 4))
 }
 
 /// Returns one error for each key of a batch.

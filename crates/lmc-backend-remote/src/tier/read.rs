@@ -1,7 +1,7 @@
 //! Lookups and loads.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use lmc_backend::{
@@ -12,7 +12,7 @@ use lmc_memory::{ReservedSlot, checksum};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use super::absent::Asked;
+use super::recent::Asked;
 use super::{Shared, each};
 use crate::format::{Header, Refusal};
 use crate::store::{GetItem, Got, Head, StoreError};
@@ -175,11 +175,14 @@ impl Shared {
             // The receiver is gone when the caller is, and this task with it.
             let answer = |loaded| drop(answers.send((index, loaded)));
             match got {
-                Got::Value { header, slot, .. } => {
+                Got::Value { header, slot, age } => {
                     reading.bytes += header.stored_len;
                     let (shared, answers) = (Arc::clone(&self), answers.clone());
                     verifying.spawn(async move {
-                        let _ = answers.send((index, shared.verify(&header, slot)));
+                        let loaded = shared.verify(&header, slot);
+                        let is_hit = matches!(loaded, Loaded::Hit { .. });
+                        let _ = answers.send((index, loaded));
+                        (is_hit && shared.is_aging(&header.key, age)).then_some(header.key)
                     });
                 }
                 Got::Absent(slot) => {
@@ -204,7 +207,35 @@ impl Shared {
             }
         }
         drop(reading);
-        while verifying.join_next().await.is_some() {}
+        let verified = verifying.join_all().await;
+        let aging: Vec<ChunkKey> = verified.into_iter().flatten().collect();
+        if !aging.is_empty() {
+            let shared = Arc::clone(&self);
+            self.spawn_tracked(async move { shared.touch(aging).await });
+        }
+    }
+
+    /// Returns true for a value that has lived for more than half of its time and was not touched
+    /// lately.
+    fn is_aging(&self, key: &ChunkKey, age: Option<Duration>) -> bool {
+        let (Some(age), Some(ttl)) = (age, self.store.ttl()) else {
+            return false;
+        };
+        age > ttl / 2 && !self.touched.contains(key, Instant::now())
+    }
+
+    /// Makes values that are read as young as new ones: otherwise age would take the shared heads
+    /// of prompts first, and leave tails that no prompt reaches.
+    async fn touch(&self, keys: Vec<ChunkKey>) {
+        let begun = Instant::now();
+        for key in &keys {
+            self.touched.insert(*key, self.touched.asking(key), begun);
+        }
+        let deadline = begun + self.config.timeout;
+        let touched = self.store.touch(&keys, deadline).await;
+        self.note(&touched, begun);
+        let done = touched.iter().filter(|touched| matches!(touched, Ok(true)));
+        self.counters.touched.add(done.count() as u64);
     }
 
     /// Compares a payload with its header.

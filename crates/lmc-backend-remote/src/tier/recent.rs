@@ -1,4 +1,5 @@
-//! Keys that are known not to be in the store, for a short while.
+//! Keys of which something is known for a short while: that the store does not have them, that
+//! their value is damaged, or that they were touched.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -9,9 +10,9 @@ use parking_lot::Mutex;
 /// Counters of stores, for keys by their fold.
 const STRIPES: usize = 256;
 
-/// Keys that the store said it does not have. Bounded in entries; the oldest goes first.
+/// Keys that were noted a short while ago. Bounded in entries; the oldest goes first.
 #[derive(Debug)]
-pub(super) struct AbsentKeys {
+pub(super) struct RecentKeys {
     state: Mutex<State>,
     ttl: Duration,
     max_keys: usize,
@@ -33,7 +34,7 @@ fn stripe(key: &ChunkKey) -> usize {
     key.fold() as usize % STRIPES
 }
 
-impl AbsentKeys {
+impl RecentKeys {
     pub(super) fn new(ttl: Duration, max_keys: usize) -> Self {
         Self {
             state: Mutex::new(State {
@@ -46,7 +47,7 @@ impl AbsentKeys {
         }
     }
 
-    /// Returns true for a key that was absent a short while ago.
+    /// Returns true for a key that was noted a short while ago.
     pub(super) fn contains(&self, key: &ChunkKey, now: Instant) -> bool {
         let state = self.state.lock();
         state.until.get(key).is_some_and(|&until| now < until)
@@ -57,8 +58,7 @@ impl AbsentKeys {
         Asked(self.state.lock().stores[stripe(key)])
     }
 
-    /// Notes that the store does not have a key, unless the key was stored here since the store
-    /// was asked.
+    /// Notes a key, unless it was stored here since the store was asked.
     pub(super) fn insert(&self, key: ChunkKey, asked: Asked, now: Instant) {
         let state = &mut *self.state.lock();
         if self.ttl.is_zero() || self.max_keys == 0 || state.stores[stripe(&key)] != asked.0 {
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn an_answer_ends_by_time_and_by_a_store() {
-        let absent = AbsentKeys::new(TTL, 100);
+        let absent = RecentKeys::new(TTL, 100);
         let (key, now) = (test_key(1), Instant::now());
         let asked = absent.asking(&key);
         absent.insert(key, asked, now);
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn entries_are_bounded() {
-        let (absent, mut now) = (AbsentKeys::new(TTL, 10), Instant::now());
+        let (absent, mut now) = (RecentKeys::new(TTL, 10), Instant::now());
         for n in 0..30 {
             now += TTL / 100;
             for key in [test_key(n), test_key(0)] {
@@ -130,7 +130,7 @@ mod tests {
         assert!(!absent.contains(&test_key(1), now));
         absent.insert(test_key(40), absent.asking(&test_key(40)), now + 2 * TTL);
         assert_eq!(absent.state.lock().until.len(), 1);
-        let none = AbsentKeys::new(Duration::ZERO, 10);
+        let none = RecentKeys::new(Duration::ZERO, 10);
         none.insert(test_key(1), none.asking(&test_key(1)), now);
         assert!(!none.contains(&test_key(1), now));
     }

@@ -1,0 +1,307 @@
+//! [`FileStore`]: a folder of a shared file system as a store.
+
+mod clock;
+mod collect;
+mod list;
+mod threads;
+mod tree;
+mod value;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::{FutureExt, stream};
+use lmc_backend::{Answers, BoxFuture, FailedSlot};
+use lmc_key::ChunkKey;
+use parking_lot::Mutex;
+use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
+
+pub use self::collect::Collected;
+use self::collect::{Collector, Limits};
+use self::threads::{Lane, Outcome, Threads};
+use self::tree::{Tree, is_absent};
+use self::value::{BLOCK, Values, store_error};
+use crate::format::{Name, Scope};
+use crate::store::{GetItem, Got, Head, ListPage, Put, PutItem, Store, StoreError};
+
+/// Objects that one job looks at.
+const NAMES_OF_A_JOB: usize = 8;
+
+/// Settings of a [`FileStore`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FileConfig {
+    /// The folder. It has to be there: an empty mount point is not taken for the file system.
+    pub root: PathBuf,
+    /// Threads for calls that block, at least 4. Default: 16.
+    pub threads: usize,
+    /// Reads and writes values without the page cache where the file system allows it. Default:
+    /// true.
+    pub direct: bool,
+    /// Most bytes of the folder's chunks, all daemons' together; the oldest are removed. Default:
+    /// no limit.
+    pub max_bytes: Option<u64>,
+    /// Age at which a chunk is removed. Default: none.
+    pub ttl: Option<Duration>,
+    /// Pause between the collections of two of the 256 folders, where there is a limit. Default:
+    /// 2 s.
+    pub collect_pause: Duration,
+}
+
+impl FileConfig {
+    /// A folder without limits.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self {
+            root: root.into(),
+            threads: 16,
+            direct: true,
+            max_bytes: None,
+            ttl: None,
+            collect_pause: Duration::from_secs(2),
+        }
+    }
+}
+
+/// A folder of a shared file system: NFS, Lustre, Weka, a cluster's scratch.
+///
+/// A value is a file that was written under another name and renamed, so that no reader sees half
+/// of it. There are no locks and nothing is synced. Files and folders have the permissions that the
+/// umask leaves, and no link below the folder is followed.
+#[derive(Debug)]
+pub struct FileStore {
+    values: Arc<Values>,
+    threads: Threads,
+    limits: Limits,
+    collector: Mutex<Option<Collector>>,
+}
+
+impl FileStore {
+    /// Makes a store. The folder is opened with the first operation.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn new(config: FileConfig) -> std::io::Result<Self> {
+        let values = Arc::new(Values::new(Tree::new(config.root), config.direct));
+        let limits = Limits {
+            max_bytes: config.max_bytes,
+            ttl: config.ttl,
+        };
+        let is_limited = limits.max_bytes.is_some() || limits.ttl.is_some();
+        let start = || Collector::start(&values, limits, config.collect_pause);
+        let collector = is_limited.then(start).transpose()?;
+        Ok(Self {
+            threads: Threads::new(config.threads),
+            values,
+            limits,
+            collector: Mutex::new(collector),
+        })
+    }
+
+    /// Collects one of the 256 folders. Blocks.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn collect(&self, fanout: u8) -> Result<Collected, StoreError> {
+        self.values.collect(fanout, self.limits)
+    }
+
+    /// Returns true while files are read and written without the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.values.is_direct()
+    }
+
+    /// Runs a job on the lane of names.
+    async fn run<A: Send + 'static, T: Send + 'static>(
+        &self,
+        arguments: A,
+        deadline: Instant,
+        run: impl FnOnce(&Values, A) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let values = Arc::clone(&self.values);
+        let run = move |arguments| run(&values, arguments);
+        match self
+            .threads
+            .run(Lane::Names, arguments, deadline, run)
+            .await
+        {
+            Outcome::Done(result) => result,
+            Outcome::Late(_) | Outcome::Running => Err(StoreError::Deadline),
+            Outcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
+        }
+    }
+
+    /// Runs one operation for each of many objects, several of them in one job.
+    async fn each<I: Copy + Send + 'static, T: Send + 'static>(
+        &self,
+        items: &[I],
+        deadline: Instant,
+        one: impl Fn(&Values, I) -> Result<T, StoreError> + Copy + Send + 'static,
+    ) -> Vec<Result<T, StoreError>> {
+        let jobs = items.chunks(NAMES_OF_A_JOB).map(|items| {
+            let len = items.len();
+            let all = move |values: &Values, items: Vec<I>| {
+                let in_time = |item| match Instant::now() < deadline {
+                    true => one(values, item),
+                    false => Err(StoreError::Deadline),
+                };
+                Ok(items.into_iter().map(in_time).collect::<Vec<_>>())
+            };
+            let done = self.run(items.to_vec(), deadline, all);
+            done.map(move |done| match done {
+                Ok(results) => results,
+                Err(StoreError::Deadline) => (0..len).map(|_| Err(StoreError::Deadline)).collect(),
+                Err(error) => (0..len)
+                    .map(|_| Err(StoreError::unavailable(&error)))
+                    .collect(),
+            })
+        });
+        let results = futures_util::future::join_all(jobs).await;
+        results.into_iter().flatten().collect()
+    }
+}
+
+impl Store for FileStore {
+    fn kind(&self) -> &'static str {
+        "file"
+    }
+
+    fn payload_offset(&self) -> u64 {
+        BLOCK as u64
+    }
+
+    fn ttl(&self) -> Option<Duration> {
+        self.limits.ttl
+    }
+
+    fn heads<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+        let head = |values: &Values, key| values.head(Name::Value(key));
+        Box::pin(self.each(keys, deadline, head))
+    }
+
+    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
+        let get = move |(index, item): (usize, GetItem)| async move {
+            let values = Arc::clone(&self.values);
+            let run = move |item: GetItem| values.get(item);
+            let got = match self.threads.run(Lane::Reads, item, deadline, run).await {
+                Outcome::Done(got) => got,
+                Outcome::Late(item) => Got::failed(StoreError::Deadline, item.slot),
+                Outcome::Refused(item, reason) => {
+                    Got::failed(StoreError::unavailable(reason), item.slot)
+                }
+                // The thread gives the slot back when the call ends.
+                Outcome::Running => Got::Failed {
+                    error: StoreError::Deadline,
+                    slot: FailedSlot::Quarantined,
+                },
+            };
+            (index, got)
+        };
+        // All wait for a thread in the order of the batch, which bounds what is under way.
+        let reads: stream::FuturesUnordered<_> = items.into_iter().enumerate().map(get).collect();
+        Box::pin(reads)
+    }
+
+    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        let put = move |(index, item): (usize, PutItem)| async move {
+            let values = Arc::clone(&self.values);
+            let run = move |item: PutItem| values.put(&item, deadline);
+            let put = match self.threads.run(Lane::Writes, item, deadline, run).await {
+                Outcome::Done(put) => put,
+                Outcome::Late(_) | Outcome::Running => Err(StoreError::Deadline),
+                Outcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
+            };
+            (index, put)
+        };
+        let writes: stream::FuturesUnordered<_> = items.into_iter().enumerate().map(put).collect();
+        Box::pin(writes)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        names: &'a [Name],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let remove = |values: &Values, name: Name| {
+            let removed = values.unlink(&name.to_string());
+            removed.map_err(|error| store_error(error, 0))
+        };
+        Box::pin(self.each(names, deadline, remove))
+    }
+
+    fn touch<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let touch = |values: &Values, key| {
+            let path = Name::Value(key).to_string();
+            let touched = values.tree.parent(&path).and_then(|(folder, name)| {
+                // The file server's time, not this host's.
+                let now = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: UTIME_NOW,
+                };
+                let times = Timestamps {
+                    last_access: now,
+                    last_modification: now,
+                };
+                let flags = AtFlags::SYMLINK_NOFOLLOW;
+                Ok(rustix::fs::utimensat(&folder, name, &times, flags)?)
+            });
+            match touched {
+                Ok(()) => Ok(true),
+                Err(error) if is_absent(&error) => Ok(false),
+                Err(error) => Err(store_error(error, 0)),
+            }
+        };
+        Box::pin(self.each(keys, deadline, touch))
+    }
+
+    fn list<'a>(
+        &'a self,
+        scope: Scope,
+        token: Option<&'a str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+        let list = move |values: &Values, token: Option<String>| {
+            values.list(scope, token.as_deref(), limit, deadline)
+        };
+        Box::pin(self.run(token.map(str::to_owned), deadline, list))
+    }
+
+    fn read(
+        &self,
+        name: Name,
+        max: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let read = move |values: &Values, ()| match values.read(name, max) {
+            Err(StoreError::Io(error)) if is_absent(&error) => Ok(None),
+            read => read.map(Some),
+        };
+        Box::pin(self.run((), deadline, read))
+    }
+
+    fn write(
+        &self,
+        name: Name,
+        bytes: Bytes,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<(), StoreError>> {
+        let write = move |values: &Values, bytes: Bytes| values.write(name, &bytes, deadline);
+        Box::pin(self.run(bytes, deadline, write))
+    }
+
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {
+        drop(self.collector.lock().take());
+        self.threads.close();
+        Box::pin(std::future::ready(()))
+    }
+}

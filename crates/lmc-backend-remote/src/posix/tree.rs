@@ -1,0 +1,185 @@
+//! Paths below the root folder. No link is followed there: other users may write to it.
+
+use std::ffi::CString;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
+use rustix::io::Errno;
+
+/// Permissions of new files and folders, less the umask.
+const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
+const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
+
+/// The root folder. It is opened with the first operation, so that a file system that hangs holds
+/// a thread of the store and not the start of a server.
+#[derive(Debug)]
+pub(super) struct Tree {
+    root: PathBuf,
+    opened: Mutex<Option<Arc<OwnedFd>>>,
+    has_openat2: AtomicBool,
+}
+
+impl Tree {
+    pub(super) fn new(root: PathBuf) -> Self {
+        Self {
+            root,
+            opened: Mutex::new(None),
+            has_openat2: AtomicBool::new(true),
+        }
+    }
+
+    fn root(&self) -> io::Result<Arc<OwnedFd>> {
+        if let Some(root) = &*self.opened.lock() {
+            return Ok(Arc::clone(root));
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::openat(CWD, &self.root, flags, Mode::empty());
+        let opened = opened.map_err(|error| {
+            let root = self.root.display();
+            let error = io::Error::from(error);
+            io::Error::new(
+                error.kind(),
+                format!("{root}: {error}; mount the file system and create the folder"),
+            )
+        })?;
+        let opened = Arc::new(opened);
+        *self.opened.lock() = Some(Arc::clone(&opened));
+        Ok(opened)
+    }
+
+    /// Runs an operation, once more from a new root where the server no longer knows the old one.
+    fn with_root<T>(&self, run: impl Fn(&OwnedFd) -> Result<T, Errno>) -> io::Result<T> {
+        let root = self.root()?;
+        match run(&root) {
+            Err(Errno::STALE) => {
+                *self.opened.lock() = None;
+                Ok(run(&*self.root()?)?)
+            }
+            result => Ok(result?),
+        }
+    }
+
+    /// Opens what is there. Never waits for the other end of a pipe.
+    pub(super) fn open(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
+        self.with_root(|root| self.open_below(root, path, flags | OFlags::NONBLOCK))
+    }
+
+    fn open_below(&self, root: &OwnedFd, path: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        if self.has_openat2.load(Ordering::Relaxed) {
+            let resolve =
+                ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+            match rustix::fs::openat2(root, path, flags, Mode::empty(), resolve) {
+                Err(Errno::NOSYS | Errno::PERM) => {
+                    self.has_openat2.store(false, Ordering::Relaxed);
+                }
+                result => return result,
+            }
+        }
+        let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
+        let folder = walk(root, folders)?;
+        let folder = folder.as_ref().unwrap_or(root);
+        rustix::fs::openat(folder, name, flags, Mode::empty())
+    }
+
+    /// Opens the folder that a path ends in, and returns its last name.
+    pub(super) fn parent<'a>(&self, path: &'a str) -> io::Result<(OwnedFd, &'a str)> {
+        let (folder, name) = path.rsplit_once('/').unwrap_or((".", path));
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let folder = self.with_root(|root| self.open_below(root, folder, flags))?;
+        Ok((folder, name))
+    }
+
+    /// As [`Tree::parent`], and makes the folders that are missing.
+    pub(super) fn made_parent<'a>(&self, path: &'a str) -> io::Result<(OwnedFd, &'a str)> {
+        match self.parent(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            result => return result,
+        }
+        for (end, _) in path.match_indices('/') {
+            let folder = &path[..end];
+            let (parent, name) = self.parent(folder)?;
+            match rustix::fs::mkdirat(&parent, name, FOLDER_MODE) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.parent(path)
+    }
+
+    /// Returns the state of a file without following a link.
+    pub(super) fn stat(&self, path: &str) -> io::Result<Stat> {
+        let (folder, name) = self.parent(path)?;
+        Ok(rustix::fs::statat(
+            &folder,
+            name,
+            AtFlags::SYMLINK_NOFOLLOW,
+        )?)
+    }
+
+    /// Lists the names in a folder that pass; none of a folder that is not there.
+    pub(super) fn names(
+        &self,
+        path: &str,
+        mut pass: impl FnMut(&str) -> io::Result<bool>,
+    ) -> io::Result<Vec<String>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let folder = match self.open(path, flags) {
+            Err(error) if is_absent(&error) => return Ok(Vec::new()),
+            folder => folder?,
+        };
+        let mut names = Vec::new();
+        for entry in Dir::new(folder)? {
+            let entry = entry?;
+            if let Ok(name) = entry.file_name().to_str()
+                && pass(name)?
+            {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(names)
+    }
+}
+
+/// Opens folders one after the other. `None` for the root itself.
+fn walk(root: &OwnedFd, folders: &str) -> Result<Option<OwnedFd>, Errno> {
+    let mut opened: Option<OwnedFd> = None;
+    for name in folders.split('/').filter(|name| !name.is_empty()) {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let folder = opened.as_ref().unwrap_or(root);
+        opened = Some(rustix::fs::openat(folder, name, flags, Mode::empty())?);
+    }
+    Ok(opened)
+}
+
+/// Makes a new file in a folder under a name that no one else uses.
+pub(super) fn temporary(folder: impl AsFd, flags: OFlags) -> io::Result<(OwnedFd, CString)> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(io::Error::other)?;
+    let name = format!("{TEMPORARY}{:016x}", u64::from_le_bytes(random));
+    let name = CString::new(name).map_err(io::Error::other)?;
+    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(folder, &name, flags, FILE_MODE)?;
+    Ok((file, name))
+}
+
+/// Start of the names of files that are being written.
+pub(super) const TEMPORARY: &str = ".tmp-";
+
+/// Returns true for an error that says that a file is not there: a name that is missing, one that
+/// was removed by another host meanwhile, or something else than a file under it.
+pub(super) fn is_absent(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    let absent = [Errno::NOENT, Errno::STALE, Errno::NOTDIR, Errno::LOOP];
+    errno.is_some_and(|errno| absent.contains(&errno))
+}
+
+/// Returns true for a regular file.
+pub(super) fn is_file(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+}

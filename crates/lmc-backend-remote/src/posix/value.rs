@@ -1,0 +1,354 @@
+//! Reading and writing values, without the page cache where the file system allows it.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use bytes::Bytes;
+use lmc_backend::FailedSlot;
+use rustix::fd::OwnedFd;
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+
+use super::clock::Clock;
+use super::tree::{Tree, is_absent, is_file, temporary};
+use crate::format::{HEADER_LEN, Name, Refusal};
+use crate::store::{GetItem, Got, Head, HeaderBytes, Put, PutItem, PutMode, StoreError};
+
+/// Bytes of a block, to which direct I/O is aligned, and the offset of the payload.
+pub(super) const BLOCK: usize = 4096;
+
+/// A block in memory.
+#[repr(C, align(4096))]
+struct Block([u8; BLOCK]);
+
+impl Block {
+    fn zeroed() -> Box<Self> {
+        Box::new(Self([0; BLOCK]))
+    }
+}
+
+/// Values in the files of a tree.
+#[derive(Debug)]
+pub(super) struct Values {
+    pub(super) tree: Tree,
+    pub(super) clock: Clock,
+    /// True until the file system refuses direct I/O.
+    direct: AtomicBool,
+}
+
+/// A read of a value that is not an answer to its caller yet.
+enum Read {
+    Value { header: Box<HeaderBytes>, len: u64 },
+    Refused(Refusal),
+}
+
+impl Values {
+    pub(super) fn new(tree: Tree, direct: bool) -> Self {
+        Self {
+            tree,
+            clock: Clock::default(),
+            direct: AtomicBool::new(direct),
+        }
+    }
+
+    /// Returns true while files are read and written without the page cache.
+    pub(super) fn is_direct(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+
+    /// Runs an operation with direct I/O, and again without where the file system refuses that.
+    fn direct_or_not<T>(&self, mut run: impl FnMut(OFlags) -> io::Result<T>) -> io::Result<T> {
+        if !self.is_direct() {
+            return run(OFlags::empty());
+        }
+        match run(OFlags::DIRECT) {
+            Err(error) if is_invalid(&error) => {
+                let again = run(OFlags::empty());
+                if again.is_ok() {
+                    tracing::info!(
+                        "remote file system takes no direct I/O; its files go through the page cache"
+                    );
+                    self.direct.store(false, Ordering::Relaxed);
+                }
+                again
+            }
+            result => result,
+        }
+    }
+
+    pub(super) fn head(&self, name: Name) -> Result<Option<Head>, StoreError> {
+        let path = name.to_string();
+        let head = self.direct_or_not(|direct| {
+            let file = self.tree.open(&path, OFlags::RDONLY | direct)?;
+            let stat = rustix::fs::fstat(&file)?;
+            let mut block = Block::zeroed();
+            let is_file = is_file(&stat);
+            let read = match is_file {
+                true => read_full(&file, [&mut block.0, &mut [], &mut []], 0, HEADER_LEN)?,
+                false => 0,
+            };
+            let header = block.0.first_chunk().copied().map(Box::new);
+            Ok(Head {
+                header: header.filter(|_| read >= HEADER_LEN),
+                value_len: if is_file { stat.st_size as u64 } else { 0 },
+                age: self.clock.age(&stat),
+            })
+        });
+        match head {
+            Err(error) if is_absent(&error) => Ok(None),
+            head => Ok(Some(head?)),
+        }
+    }
+
+    pub(super) fn get(&self, mut item: GetItem) -> Got {
+        let path = Name::Value(item.key).to_string();
+        let mut age = None;
+        let read = self.direct_or_not(|direct| {
+            // A slot of a pool with another alignment goes through the page cache.
+            let is_aligned = item.slot.bytes_mut().as_ptr().addr().is_multiple_of(BLOCK);
+            let direct = if is_aligned { direct } else { OFlags::empty() };
+            let file = self.tree.open(&path, OFlags::RDONLY | direct)?;
+            let stat = rustix::fs::fstat(&file)?;
+            if !is_file(&stat) {
+                return Ok(Read::Refused(Refusal::Damaged));
+            }
+            age = self.clock.age(&stat);
+            self.read_value(&file, stat.st_size as u64, &mut item, direct)
+        });
+        match read {
+            Ok(Read::Value { header, len }) => match item.check(&header, len) {
+                Ok(header) => {
+                    let slot = item.slot;
+                    Got::Value { header, slot, age }
+                }
+                Err(refusal) => refused(refusal, item),
+            },
+            Ok(Read::Refused(refusal)) => refused(refusal, item),
+            Err(error) if is_absent(&error) => Got::Absent(item.slot),
+            Err(error) => Got::Failed {
+                error: error.into(),
+                slot: FailedSlot::Released(item.slot),
+            },
+        }
+    }
+
+    /// Reads header and payload of a value of the usual form in one call. Bytes that turn out not
+    /// to be the slot's chunk do no harm there: the slot is the caller's alone.
+    fn read_value(
+        &self,
+        file: &OwnedFd,
+        len: u64,
+        item: &mut GetItem,
+        direct: OFlags,
+    ) -> io::Result<Read> {
+        let slot = item.slot.bytes_mut();
+        let is_usual = len == (BLOCK + slot.len()) as u64;
+        let mut header = Block::zeroed();
+        let mut last = Block::zeroed();
+        if is_usual {
+            let whole = slot.len() / BLOCK * BLOCK;
+            let (blocks, rest) = slot.split_at_mut(whole);
+            let want = len as usize;
+            let parts = match direct.is_empty() {
+                true => [&mut header.0[..], blocks, &mut *rest],
+                false => [&mut header.0[..], blocks, &mut last.0[..]],
+            };
+            if read_full(file, parts, 0, want)? < want {
+                return Ok(Read::Refused(Refusal::Damaged));
+            }
+            if !direct.is_empty() {
+                rest.copy_from_slice(&last.0[..rest.len()]);
+            }
+        } else if read_full(file, [&mut header.0, &mut [], &mut []], 0, HEADER_LEN)? < HEADER_LEN {
+            return Ok(Read::Refused(Refusal::Damaged));
+        }
+        let bytes: HeaderBytes = *header.0.first_chunk().expect("a block has a header");
+        let header = match item.check(&bytes, len) {
+            Ok(header) => header,
+            Err(refusal) => return Ok(Read::Refused(refusal)),
+        };
+        if header.payload_offset != BLOCK as u64 {
+            // Copied from a store of another kind.
+            if !direct.is_empty() {
+                return Err(Errno::INVAL.into());
+            }
+            let slot = item.slot.bytes_mut();
+            let want = slot.len();
+            if read_full(file, [slot, &mut [], &mut []], header.payload_offset, want)? < want {
+                return Ok(Read::Refused(Refusal::Damaged));
+            }
+        }
+        Ok(Read::Value {
+            header: Box::new(bytes),
+            len,
+        })
+    }
+
+    /// Writes a value under a temporary name and renames it.
+    pub(super) fn put(&self, item: &PutItem, deadline: Instant) -> Result<Put, StoreError> {
+        let path = Name::Value(item.header.key).to_string();
+        let needed = item.header.value_len();
+        if item.mode == PutMode::Create {
+            match self.tree.stat(&path) {
+                Ok(stat) if is_file(&stat) => return Ok(Put::Present),
+                // Something else than a file is replaced.
+                Ok(_) => {}
+                Err(error) if is_absent(&error) => {}
+                Err(error) => return Err(store_error(error, needed)),
+            }
+        }
+        let payload = item.slot.bytes();
+        let written = self.direct_or_not(|direct| {
+            let is_aligned = payload.as_ptr().addr().is_multiple_of(BLOCK);
+            let direct = if is_aligned { direct } else { OFlags::empty() };
+            self.write_renamed(&path, direct, deadline, |file| {
+                let mut header = Block::zeroed();
+                header.0[..HEADER_LEN].copy_from_slice(&item.header.encode());
+                let whole = payload.len() / BLOCK * BLOCK;
+                let (blocks, rest) = payload.split_at(whole);
+                let mut last = Block::zeroed();
+                last.0[..rest.len()].copy_from_slice(rest);
+                if direct.is_empty() || rest.is_empty() {
+                    return write_full(file, [&header.0, blocks, rest]);
+                }
+                write_full(file, [&header.0, blocks, &last.0])?;
+                Ok(rustix::fs::ftruncate(file, needed)?)
+            })
+        });
+        match written {
+            Ok(true) => Ok(Put::Written),
+            Ok(false) => Err(StoreError::Deadline),
+            Err(error) => Err(store_error(error, needed)),
+        }
+    }
+
+    /// Reads a small object.
+    pub(super) fn read(&self, name: Name, max: usize) -> Result<Bytes, StoreError> {
+        let file = self.tree.open(&name.to_string(), OFlags::RDONLY)?;
+        let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
+        let found = stat.st_size as u64;
+        if !is_file(&stat) || found > max as u64 {
+            return Err(StoreError::TooLarge {
+                max: max as u64,
+                found,
+            });
+        }
+        let mut bytes = vec![0; found as usize];
+        let read = read_full(&file, [&mut bytes, &mut [], &mut []], 0, found as usize)?;
+        bytes.truncate(read);
+        Ok(bytes.into())
+    }
+
+    /// Writes a small object under a temporary name and renames it.
+    pub(super) fn write(
+        &self,
+        name: Name,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> Result<(), StoreError> {
+        let path = name.to_string();
+        let write = |file: &OwnedFd| write_full(file, [bytes, &[], &[]]);
+        match self.write_renamed(&path, OFlags::empty(), deadline, write) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(StoreError::Deadline),
+            Err(error) => Err(store_error(error, bytes.len() as u64)),
+        }
+    }
+
+    /// Returns false if the deadline came before the rename.
+    fn write_renamed(
+        &self,
+        path: &str,
+        flags: OFlags,
+        deadline: Instant,
+        write: impl Fn(&OwnedFd) -> io::Result<()>,
+    ) -> io::Result<bool> {
+        let mut made = self.tree.made_parent(path)?;
+        let temporary = |folder: &OwnedFd| temporary(folder, OFlags::WRONLY | flags);
+        let (file, name) = match temporary(&made.0) {
+            // A collector has just removed the empty folder.
+            Err(error) if is_absent(&error) => {
+                made = self.tree.made_parent(path)?;
+                temporary(&made.0)?
+            }
+            opened => opened?,
+        };
+        let (folder, target) = made;
+        let written = write(&file).and_then(|()| {
+            self.clock.note(&file);
+            let in_time = Instant::now() < deadline;
+            if in_time {
+                rustix::fs::renameat(&folder, &name, &folder, target)?;
+            }
+            Ok(in_time)
+        });
+        if !matches!(written, Ok(true)) {
+            // What is left is removed by a collector.
+            let _ = rustix::fs::unlinkat(&folder, &name, rustix::fs::AtFlags::empty());
+        }
+        written
+    }
+}
+
+fn refused(refusal: Refusal, item: GetItem) -> Got {
+    let slot = item.slot;
+    Got::Refused { refusal, slot }
+}
+
+fn is_invalid(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::INVAL.raw_os_error())
+}
+
+/// Makes an error of a store of one of the file system.
+pub(super) fn store_error(error: io::Error, needed: u64) -> StoreError {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full { needed },
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => StoreError::Denied {
+            reason: error.to_string(),
+        },
+        io::ErrorKind::NotFound => StoreError::unavailable(error),
+        _ => StoreError::Io(error),
+    }
+}
+
+/// Reads parts that follow on each other, `want` bytes of them. Returns the bytes that were read:
+/// fewer at the end of the file.
+fn read_full(file: &OwnedFd, parts: [&mut [u8]; 3], offset: u64, want: usize) -> io::Result<usize> {
+    let mut parts = parts.map(IoSliceMut::new);
+    let mut parts = &mut parts[..];
+    let mut read = 0;
+    while read < want {
+        match rustix::io::preadv(file, parts, offset + read as u64) {
+            Ok(0) => break,
+            Ok(count) => {
+                read += count;
+                IoSliceMut::advance_slices(&mut parts, count);
+            }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(read)
+}
+
+/// Writes parts one after the other from the start of a file.
+fn write_full(file: &OwnedFd, parts: [&[u8]; 3]) -> io::Result<()> {
+    let mut left: usize = parts.iter().map(|part| part.len()).sum();
+    let mut parts = parts.map(IoSlice::new);
+    let mut parts = &mut parts[..];
+    let mut offset = 0;
+    while left > 0 {
+        match rustix::io::pwritev(file, parts, offset) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => {
+                left -= count;
+                offset += count as u64;
+                IoSlice::advance_slices(&mut parts, count);
+            }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,301 @@
+//! The kit that every store passes.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{check_value, fill_value, test_key};
+use lmc_backend::{Answers, ClearEpoch, in_order};
+use lmc_key::ChunkKey;
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
+
+use crate::format::{Header, Name, Refusal, Scope};
+use crate::store::{GetItem, Got, Put, PutItem, PutMode, Store, StoreError};
+
+/// Number of values.
+const KEYS: u64 = 24;
+/// Bytes of the pool, of which few are touched.
+const POOL: usize = 64 << 20;
+
+/// Checks the rules of [`Store`] on a store that is empty, and closes it. To be awaited on a
+/// runtime with time; a store whose answers come late is given `timeout` for each.
+///
+/// # Panics
+/// If the store breaks a rule.
+pub async fn check_store(store: Arc<dyn Store>, timeout: Duration) {
+    let arena = ArenaConfig::anonymous(POOL).build();
+    let arena = Arc::new(arena.expect("a test machine has the memory"));
+    let pool = Pool::new(arena, PoolConfig::default());
+    let kit = Kit {
+        store,
+        pool: pool.expect("the default alignment fits every arena"),
+        timeout,
+    };
+    kit.empty_batches().await;
+    kit.values().await;
+    kit.replaced().await;
+    kit.listings().await;
+    kit.removals().await;
+    kit.small_objects().await;
+    kit.late().await;
+    kit.closed().await;
+    assert_eq!(kit.pool.usage().slots, 0, "every slot came back");
+}
+
+struct Kit {
+    store: Arc<dyn Store>,
+    pool: Pool,
+    timeout: Duration,
+}
+
+/// Length of a chunk: below, at and beyond whole blocks, and one of 1 MiB.
+fn len(key: &ChunkKey) -> u64 {
+    [1, 4095, 4096, 70_001, 1 << 20][key.fold() as usize % 5]
+}
+
+fn keys() -> Vec<ChunkKey> {
+    (0..KEYS).map(test_key).collect()
+}
+
+fn epoch(counter: u64) -> ClearEpoch {
+    let origin = [counter as u8; 16];
+    ClearEpoch { counter, origin }
+}
+
+async fn all<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
+    let answers = in_order(answers, len).await.into_iter();
+    let answer = |answer: Option<T>| answer.expect("one answer for each item");
+    answers.map(answer).collect()
+}
+
+impl Kit {
+    fn soon(&self) -> Instant {
+        Instant::now() + self.timeout
+    }
+
+    fn put_item(&self, key: ChunkKey, counter: u64, mode: PutMode) -> PutItem {
+        let mut slot = self.pool.reserve(len(&key)).expect("the slots came back");
+        fill_value(&key, slot.bytes_mut());
+        let sum = checksum(slot.bytes_mut());
+        let slot = slot.written().seal();
+        let offset = self.store.payload_offset();
+        let header = Header::raw(key, epoch(counter), offset, slot.len(), sum);
+        PutItem { header, slot, mode }
+    }
+
+    async fn put(&self, keys: &[ChunkKey], counter: u64, mode: PutMode) -> Vec<Put> {
+        let items = keys.iter().map(|&key| self.put_item(key, counter, mode));
+        let put = self.store.put(items.collect(), self.soon());
+        let put = all(put, keys.len()).await.into_iter();
+        put.map(|put| put.expect("a put")).collect()
+    }
+
+    fn get_item(&self, key: ChunkKey, len: u64) -> GetItem {
+        let mut slot = self.pool.reserve(len).expect("the slots came back");
+        slot.bytes_mut().fill(0xA5);
+        GetItem { key, slot }
+    }
+
+    async fn get(&self, keys: &[ChunkKey]) -> Vec<Got> {
+        let items = keys.iter().map(|&key| self.get_item(key, len(&key)));
+        let got = self.store.get(items.collect(), self.soon());
+        all(got, keys.len()).await
+    }
+
+    /// Checks that every value is there and has the epoch.
+    async fn has_all(&self, keys: &[ChunkKey], counter: u64) {
+        let heads = self.store.heads(keys, self.soon()).await;
+        assert_eq!(heads.len(), keys.len());
+        for (key, head) in keys.iter().zip(heads) {
+            let head = head.expect("heads").expect("the value is there");
+            let header = head.check(key).expect("the header is right");
+            assert_eq!((header.plain_len, header.epoch), (len(key), epoch(counter)));
+            if let Some(age) = head.age {
+                assert!(age < Duration::from_secs(3600), "{key:?} is {age:?} old");
+            }
+        }
+        for (key, got) in keys.iter().zip(self.get(keys).await) {
+            let Got::Value { header, slot, .. } = got else {
+                panic!("{key:?}: {got:?}");
+            };
+            assert_eq!((header.key, header.epoch), (*key, epoch(counter)));
+            if let Err(mismatch) = check_value(key, slot.written().bytes()) {
+                panic!("a wrong byte: {mismatch}");
+            }
+        }
+    }
+
+    async fn empty_batches(&self) {
+        assert!(self.store.heads(&[], self.soon()).await.is_empty());
+        assert!(all(self.store.get(vec![], self.soon()), 0).await.is_empty());
+        assert!(all(self.store.put(vec![], self.soon()), 0).await.is_empty());
+        assert!(self.store.remove(&[], self.soon()).await.is_empty());
+        assert!(self.store.touch(&[], self.soon()).await.is_empty());
+    }
+
+    async fn values(&self) {
+        let keys = keys();
+        for head in self.store.heads(&keys, self.soon()).await {
+            assert!(head.expect("heads").is_none(), "an empty store");
+        }
+        for (key, got) in keys.iter().zip(self.get(&keys).await) {
+            let Got::Absent(slot) = got else {
+                panic!("{key:?} in an empty store: {got:?}");
+            };
+            assert_eq!(slot.len(), len(key));
+        }
+        let put = self.put(&keys, 1, PutMode::Create).await;
+        assert!(put.iter().all(|put| *put == Put::Written), "{put:?}");
+        self.has_all(&keys, 1).await;
+        let longer = vec![self.get_item(keys[0], len(&keys[0]) + 1)];
+        let got = all(self.store.get(longer, self.soon()), 1).await;
+        let is_refused = matches!(
+            got[..],
+            [Got::Refused {
+                refusal: Refusal::Length { .. },
+                ..
+            }]
+        );
+        assert!(is_refused, "a slot of another length: {got:?}");
+    }
+
+    async fn replaced(&self) {
+        let keys = keys();
+        let put = self.put(&keys, 2, PutMode::Create).await;
+        assert!(put.iter().all(|put| *put == Put::Present), "{put:?}");
+        self.has_all(&keys, 1).await;
+        let put = self.put(&keys, 3, PutMode::Replace).await;
+        assert!(put.iter().all(|put| *put == Put::Written), "{put:?}");
+        self.has_all(&keys, 3).await;
+    }
+
+    async fn listed(&self, scope: Scope, limit: usize) -> BTreeSet<String> {
+        let (mut token, mut listed) = (None, BTreeSet::new());
+        // Each page may be empty, but a listing of a few names must come to its end.
+        for _ in 0..10_000 {
+            let page = self.store.list(scope, token.as_deref(), limit, self.soon());
+            let page = page.await.expect("a page");
+            assert!(page.objects.len() <= limit, "a page longer than asked for");
+            for object in page.objects {
+                let name = object.name;
+                assert!(scope.covers(&name), "{name} is not in {scope:?}");
+                if let (Name::Value(key), Some(found)) = (name, object.len) {
+                    assert_eq!(found, self.store.payload_offset() + len(&key));
+                }
+                assert!(listed.insert(name.to_string()), "{name} is listed twice");
+            }
+            match page.next {
+                Some(next) => token = Some(next),
+                None => return listed,
+            }
+        }
+        panic!("the listing does not end");
+    }
+
+    async fn listings(&self) {
+        let texts = |keep: &dyn Fn(&ChunkKey) -> bool| -> BTreeSet<String> {
+            let keys = keys().into_iter().filter(|key| keep(key));
+            keys.map(|key| Name::Value(key).to_string()).collect()
+        };
+        for limit in [1, 5, 1000] {
+            assert_eq!(self.listed(Scope::VALUES, limit).await, texts(&|_| true));
+        }
+        let first = keys()[0];
+        let (byte, space) = (first.hash.as_bytes()[0], first.space);
+        for (fanout, space) in [
+            (Some(byte), None),
+            (None, Some(space)),
+            (Some(byte), Some(space)),
+        ] {
+            let in_scope =
+                |key: &ChunkKey| Scope::Values { fanout, space }.covers(&Name::Value(*key));
+            let listed = self.listed(Scope::Values { fanout, space }, 2).await;
+            assert_eq!(listed, texts(&in_scope));
+        }
+        assert!(self.listed(Scope::Spaces, 2).await.is_empty());
+    }
+
+    async fn removals(&self) {
+        let keys = keys();
+        let names: Vec<Name> = keys.iter().map(|&key| Name::Value(key)).collect();
+        for touched in self.store.touch(&keys, self.soon()).await {
+            assert!(touched.expect("a touch"), "the value is there");
+        }
+        let removed = self.store.remove(&names[..10], self.soon()).await;
+        assert!(
+            removed.iter().all(|one| matches!(one, Ok(true))),
+            "{removed:?}"
+        );
+        let heads = self.store.heads(&keys[..11], self.soon()).await;
+        for (n, head) in heads.into_iter().enumerate() {
+            assert_eq!(head.expect("heads").is_some(), n == 10, "value {n}");
+        }
+        for touched in self.store.touch(&keys[..10], self.soon()).await {
+            assert!(!touched.expect("a touch"), "the value was removed");
+        }
+        for removed in self.store.remove(&names, self.soon()).await {
+            removed.expect("removing what is there, and what is not");
+        }
+        assert!(self.listed(Scope::VALUES, 100).await.is_empty());
+    }
+
+    async fn small_objects(&self) {
+        let space = Name::Space(test_key(0).space);
+        for name in [Name::Clears, space] {
+            let read = |max| self.store.read(name, max, self.soon());
+            assert_eq!(read(100).await.expect("a read"), None);
+            for text in ["first", "second, and longer", "third"] {
+                let bytes = text.as_bytes();
+                let write = self.store.write(name, bytes.into(), self.soon());
+                write.await.expect("a write");
+                assert_eq!(
+                    read(bytes.len()).await.expect("a read").as_deref(),
+                    Some(bytes)
+                );
+                let error = read(bytes.len() - 1).await.expect_err("too long");
+                assert!(matches!(error, StoreError::TooLarge { .. }), "{error}");
+            }
+        }
+        let listed = self.listed(Scope::Spaces, 10).await;
+        assert_eq!(listed, BTreeSet::from([space.to_string()]));
+        assert!(self.listed(Scope::VALUES, 10).await.is_empty());
+        let removed = self.store.remove(&[Name::Clears, space], self.soon()).await;
+        assert!(removed.iter().all(Result::is_ok), "{removed:?}");
+        let read = self.store.read(Name::Clears, 100, self.soon()).await;
+        assert_eq!(read.expect("a read"), None);
+    }
+
+    /// Asks with a deadline that has passed: each item is answered, and every operation ends.
+    async fn late(&self) {
+        let keys = keys();
+        let ends = async |deadline: Instant| {
+            let items = keys.iter().map(|&key| self.get_item(key, len(&key)));
+            all(self.store.get(items.collect(), deadline), keys.len()).await;
+            let items = (keys.iter()).map(|&key| self.put_item(key, 4, PutMode::Create));
+            all(self.store.put(items.collect(), deadline), keys.len()).await;
+            assert_eq!(self.store.heads(&keys, deadline).await.len(), keys.len());
+        };
+        for wait in [Duration::ZERO, Duration::from_millis(1)] {
+            let ended = tokio::time::timeout(self.timeout, ends(Instant::now() + wait)).await;
+            ended.expect("operations end soon after their deadline");
+        }
+        // What something still writes to comes back when that is over.
+        let deadline = self.soon();
+        while self.pool.usage().slots > 0 && Instant::now() < deadline {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    async fn closed(&self) {
+        self.store.close(self.soon()).await;
+        self.store.close(self.soon()).await;
+        let key = keys()[0];
+        let heads = self.store.heads(&[key], self.soon()).await;
+        assert!(
+            matches!(heads[..], [Err(StoreError::Unavailable { .. })]),
+            "{heads:?}"
+        );
+        let got = self.get(&[key]).await;
+        assert!(matches!(got[..], [Got::Failed { .. }]), "{got:?}");
+    }
+}
