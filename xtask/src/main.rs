@@ -12,6 +12,7 @@ mod output;
 mod packages;
 mod ports;
 mod rdma;
+mod remote;
 mod scripts;
 mod shown;
 mod steps;
@@ -63,6 +64,8 @@ enum Action {
     },
     /// Test channels and daemons between network namespaces; as root
     TestMultinode,
+    /// Test the tier of shared stores over real servers
+    TestRemote,
     TestRdma(rdma::RdmaArgs),
     Fuzz(fuzz::FuzzArgs),
     CrashLoop(crash_loop::CrashLoopArgs),
@@ -94,6 +97,7 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestCli(args) => vllm::run_cli(args),
         Action::TestNixl { require } => nixl::run(*require),
         Action::TestMultinode => multinode::run(),
+        Action::TestRemote => remote::run(),
         Action::TestRdma(args) => rdma::run(args),
         Action::Fuzz(args) => fuzz::run(args),
         Action::CrashLoop(args) => crash_loop::run(args),

@@ -67,12 +67,7 @@ fn daemons() -> Result<String> {
         // Most of them wait for a slow link or a silent peer.
         .args(["--test-threads", "12"]);
     let said = shown::output(&mut tests, DAEMONS)?;
-    let counts = said.lines().find_map(|line| {
-        let rest = line.strip_prefix("test result: ok. ")?;
-        rest.split(" passed").next()?.parse::<u32>().ok()
-    });
-    let passed = counts.context("cargo test shows no result")?;
-    ensure!(passed > 0, "no test of daemons ran");
+    let passed = shown::passed(&said)?;
     Ok(format!("{passed} cases over sockets"))
 }
 

@@ -76,6 +76,17 @@ pub(crate) fn end(child: &mut Child) {
     let _ = child.wait();
 }
 
+/// Returns the number of tests that passed in the output of one run of `cargo test`.
+pub(crate) fn passed(said: &str) -> Result<u32> {
+    let count = said.lines().find_map(|line| {
+        let rest = line.strip_prefix("test result: ok. ")?;
+        rest.split(" passed").next()?.parse::<u32>().ok()
+    });
+    let count = count.context("cargo test shows no result")?;
+    ensure!(count > 0, "no test ran");
+    Ok(count)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

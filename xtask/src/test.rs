@@ -101,6 +101,7 @@ fn lab() -> Vec<Step> {
             "rdma",
             "cargo xtask test-rdma --level best --level tcp --level cma",
         ),
+        Step::new("remote", "cargo xtask test-remote"),
         Step::new("vllm", "cargo xtask test-vllm"),
         Step::new("cli", "cargo xtask test-cli"),
     ]

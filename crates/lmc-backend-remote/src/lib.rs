@@ -24,6 +24,9 @@ pub use store::{
     StoreError, StoreUsage,
 };
 
+#[cfg(feature = "redis")]
+pub mod redis;
+
 mod tier;
 pub use tier::{RemoteConfig, RemoteTier};
 

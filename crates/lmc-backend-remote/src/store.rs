@@ -309,6 +309,22 @@ impl StoreError {
         Self::Unavailable { reason }
     }
 
+    /// Returns the same error once more, for another object.
+    pub(crate) fn again(&self) -> Self {
+        match self {
+            Self::Deadline => Self::Deadline,
+            Self::Unavailable { reason } => Self::Unavailable {
+                reason: reason.clone(),
+            },
+            Self::Denied { reason } => Self::Denied {
+                reason: reason.clone(),
+            },
+            &Self::Full { needed } => Self::Full { needed },
+            &Self::TooLarge { max, found } => Self::TooLarge { max, found },
+            Self::Io(error) => Self::Io(io::Error::new(error.kind(), error.to_string())),
+        }
+    }
+
     /// Returns true for an error of one object, which says nothing of the store's health.
     pub fn is_of_object(&self) -> bool {
         matches!(self, Self::Full { .. } | Self::TooLarge { .. })

@@ -1,0 +1,524 @@
+//! Chunks in Redis: one server, a cluster, or a master that Sentinels name.
+//!
+//! The crate `redis` finds the servers, and asks them everything but the values. Values go over
+//! connections of their own, straight between the socket and the slots.
+
+mod bulk;
+mod link;
+mod listing;
+mod url;
+mod wire;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use lmc_backend::{Answers, BoxFuture};
+use lmc_key::ChunkKey;
+use parking_lot::Mutex;
+use redis::{FromRedisValue, Pipeline, Value};
+use tokio::sync::Semaphore;
+use tokio_rustls::rustls::{self, ClientConfig, RootCertStore};
+
+use self::bulk::Idle;
+use self::link::{Link, until};
+use self::listing::{Listings, Position};
+pub use self::url::{RedisUrl, RedisUrlError, Topology};
+use crate::format::{HEADER_LEN, Name, Scope};
+use crate::store::{
+    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Store, StoreError, StoreUsage,
+};
+
+/// Keys that are asked about in one request to one server.
+const KEYS_AT_ONCE: usize = 64;
+/// Requests under way at a time on the connection that is not for values.
+const REQUESTS: usize = 64;
+/// Names of a page that are asked for at most.
+const MAX_PAGE: usize = 1000;
+/// Longest value that a server takes, unless its settings say otherwise.
+const MAX_VALUE: u64 = 512 << 20;
+
+/// Settings of a [`RedisStore`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RedisConfig {
+    /// The servers, and the login there.
+    pub url: RedisUrl,
+    /// Text before every key, such as `lmc/`. Default: `lmc/`.
+    pub prefix: String,
+    /// Time after which the server forgets a value that was not used. Default: none, and the
+    /// server's `maxmemory-policy` decides.
+    pub ttl: Option<Duration>,
+    /// Connections to one server that values are read on, and as many that they are written on.
+    /// Default: 4.
+    pub connections: usize,
+}
+
+impl RedisConfig {
+    /// Settings with these defaults.
+    pub fn new(url: RedisUrl) -> Self {
+        Self {
+            url,
+            prefix: "lmc/".to_owned(),
+            ttl: None,
+            connections: 4,
+        }
+    }
+}
+
+/// The login of connections for values.
+struct Login {
+    username: Option<String>,
+    password: Option<String>,
+    db: u32,
+    tls: Option<Arc<ClientConfig>>,
+}
+
+/// Leaves the password out.
+impl fmt::Debug for Login {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Login").finish_non_exhaustive()
+    }
+}
+
+/// Chunks in Redis. Has to be used on a runtime.
+#[derive(Debug)]
+pub struct RedisStore {
+    config: RedisConfig,
+    login: Login,
+    link: Mutex<Option<Arc<Link>>>,
+    /// One caller connects, others wait for it.
+    connecting: tokio::sync::Mutex<()>,
+    idle: Idle,
+    readers: Semaphore,
+    writers: Semaphore,
+    listings: Listings,
+    is_closed: AtomicBool,
+}
+
+impl RedisStore {
+    /// Makes the store; connects when it is first used.
+    ///
+    /// With TLS the certificates of the system are trusted, or those that `SSL_CERT_FILE` names. The
+    /// crate `redis` needs a cryptography provider for the whole process: ring, unless the process
+    /// has chosen another.
+    ///
+    /// # Errors
+    /// [`StoreError::Unavailable`] where TLS is asked for and no certificate is trusted here.
+    pub fn new(config: RedisConfig) -> Result<Self, StoreError> {
+        let url = &config.url;
+        let login = Login {
+            username: url.username.clone(),
+            password: url.password.clone(),
+            db: url.db,
+            tls: url.tls.then(tls).transpose()?,
+        };
+        let connections = config.connections.max(1);
+        Ok(Self {
+            login,
+            link: Mutex::default(),
+            connecting: tokio::sync::Mutex::default(),
+            idle: Idle::default(),
+            readers: Semaphore::new(connections),
+            writers: Semaphore::new(connections),
+            listings: Listings::default(),
+            is_closed: AtomicBool::new(false),
+            config: RedisConfig {
+                connections,
+                ..config
+            },
+        })
+    }
+
+    fn key(&self, name: Name) -> String {
+        format!("{}{name}", self.config.prefix)
+    }
+
+    fn ttl_ms(&self) -> Option<u64> {
+        let ttl = self.config.ttl?;
+        Some(
+            u64::try_from(ttl.as_millis())
+                .unwrap_or(u64::MAX)
+                .clamp(1, 1 << 52),
+        )
+    }
+
+    /// Returns the connection that is not for values; connects where there is none.
+    async fn link(&self, deadline: Instant) -> Result<Arc<Link>, StoreError> {
+        let late = |_| StoreError::Deadline;
+        let there = || self.link.lock().clone();
+        if let Some(link) = there() {
+            return Ok(link);
+        }
+        let connecting = tokio::time::timeout_at(deadline.into(), self.connecting.lock());
+        let _connecting = connecting.await.map_err(late)?;
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(StoreError::unavailable("closed"));
+        }
+        if let Some(link) = there() {
+            return Ok(link);
+        }
+        let link = until(deadline, Link::connect(&self.config.url)).await;
+        let link = Arc::new(link.map_err(|lost| lost.error)?);
+        *self.link.lock() = Some(Arc::clone(&link));
+        Ok(link)
+    }
+
+    /// Gives a connection up, so that the next caller connects.
+    fn lose(&self, link: &Arc<Link>) {
+        let mut held = self.link.lock();
+        if held.as_ref().is_some_and(|held| Arc::ptr_eq(held, link)) {
+            *held = None;
+            self.idle.clear();
+        }
+    }
+
+    /// Sends commands on one key, or to one server on several, and returns their answers.
+    async fn pipeline(
+        &self,
+        link: &Arc<Link>,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Value>, StoreError> {
+        self.settle(link, until(deadline, link.pipeline(commands)).await)
+    }
+
+    fn settle<T>(&self, link: &Arc<Link>, answer: Result<T, link::Lost>) -> Result<T, StoreError> {
+        answer.map_err(|lost| {
+            if lost.is_lost {
+                self.lose(link);
+            }
+            lost.error
+        })
+    }
+
+    /// Asks for something of each key, `commands` commands for each.
+    async fn each<T>(
+        &self,
+        names: Vec<Name>,
+        deadline: Instant,
+        commands: usize,
+        ask: impl Fn(&mut Pipeline, &str),
+        read: impl Fn(&[Value]) -> Option<T>,
+    ) -> Vec<Result<T, StoreError>> {
+        let fail = |len: usize, error: &StoreError| (0..len).map(|_| Err(error.again())).collect();
+        if names.is_empty() {
+            return Vec::new();
+        }
+        let link = match self.link(deadline).await {
+            Ok(link) => link,
+            Err(error) => return fail(names.len(), &error),
+        };
+        // A request to a cluster is about one key.
+        let at_once = if link.is_cluster() { 1 } else { KEYS_AT_ONCE };
+        let (ask, read, link) = (&ask, &read, &link);
+        let batches: Vec<Vec<Name>> = names.chunks(at_once).map(<[_]>::to_vec).collect();
+        let asked = batches.into_iter().map(|names| async move {
+            let mut pipeline = redis::pipe();
+            names
+                .iter()
+                .for_each(|name| ask(&mut pipeline, &self.key(*name)));
+            match self.pipeline(link, &pipeline, deadline).await {
+                Err(error) => fail(names.len(), &error),
+                Ok(values) if values.len() != names.len() * commands => {
+                    fail(names.len(), &StoreError::unavailable("answers are missing"))
+                }
+                Ok(values) => {
+                    let unclear = || StoreError::unavailable("an answer of another type");
+                    let answers = values.chunks(commands);
+                    answers.map(|one| read(one).ok_or_else(unclear)).collect()
+                }
+            }
+        });
+        let answers: Vec<Vec<_>> = stream::iter(asked).buffered(REQUESTS).collect().await;
+        answers.into_iter().flatten().collect()
+    }
+
+    fn head(&self, answers: &[Value]) -> Option<Option<Head>> {
+        let [start, len, left] = answers else {
+            return None;
+        };
+        let (start, value_len) = (bytes(start)?, u64::from_redis_value_ref(len).ok()?);
+        let left = i64::from_redis_value_ref(left).ok()?;
+        if value_len == 0 {
+            return Some(None);
+        }
+        let left = u64::try_from(left).ok().map(Duration::from_millis);
+        let age = |left| self.config.ttl.map(|ttl| ttl.saturating_sub(left));
+        Some(Some(Head {
+            header: start.first_chunk().copied().map(Box::new),
+            value_len,
+            age: left.and_then(age),
+        }))
+    }
+
+    /// Lists what one `SCAN` finds, in the order of the names, but for what the listing had before:
+    /// `SCAN` repeats names while the server resizes its table.
+    async fn scan(
+        &self,
+        scope: Scope,
+        token: Option<&str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> Result<ListPage, StoreError> {
+        let mut at = match token {
+            None => Position::default(),
+            Some(token) => self.listings.take(token)?,
+        };
+        let link = self.link(deadline).await?;
+        let nodes = link.nodes();
+        let limit = limit.clamp(1, MAX_PAGE);
+        if at.found.is_empty() {
+            let Some(node) = nodes.get(at.node) else {
+                return Err(StoreError::unavailable(
+                    "the cluster has changed: start the listing again",
+                ));
+            };
+            let mut scan = redis::cmd("SCAN");
+            scan.arg(at.cursor).arg("MATCH").arg(self.pattern(scope));
+            scan.arg("COUNT").arg(limit);
+            let found = self.settle(&link, until(deadline, link.on(node, scan)).await)?;
+            let found: Option<(u64, Vec<String>)> = FromRedisValue::from_redis_value(found).ok();
+            let (next, keys) =
+                found.ok_or_else(|| StoreError::unavailable("an answer of another type"))?;
+            let name = |key: &String| key.strip_prefix(&self.config.prefix)?.parse::<Name>().ok();
+            let names = keys
+                .iter()
+                .filter_map(name)
+                .filter(|name| scope.covers(name));
+            at.found.extend(names.filter(|name| at.listed.is_new(name)));
+            (at.cursor, at.node) = match next {
+                0 => (0, at.node + 1),
+                next => (next, at.node),
+            };
+        }
+        let rest = at.found.split_off(limit.min(at.found.len()));
+        let object = |name| ListedObject {
+            name,
+            len: None,
+            age: None,
+        };
+        let objects = std::mem::replace(&mut at.found, rest)
+            .into_iter()
+            .map(object);
+        let objects = objects.collect();
+        let is_last = at.found.is_empty() && at.node >= nodes.len();
+        let next = (!is_last).then(|| self.listings.keep(at));
+        Ok(ListPage { objects, next })
+    }
+
+    /// Returns the pattern of the keys that a scope may cover.
+    fn pattern(&self, scope: Scope) -> String {
+        let mut pattern = String::new();
+        for c in self.config.prefix.chars() {
+            if matches!(c, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
+                pattern.push('\\');
+            }
+            pattern.push(c);
+        }
+        pattern.push_str("v1/");
+        match scope {
+            Scope::Spaces => pattern.push_str("spaces/*"),
+            Scope::Values { fanout, space } => {
+                match fanout {
+                    Some(fanout) => pattern.push_str(&format!("{fanout:02x}/")),
+                    None => pattern.push_str("??/"),
+                }
+                match space {
+                    Some(space) => pattern.push_str(&format!("{space}/*")),
+                    None => pattern.push('*'),
+                }
+            }
+        }
+        pattern
+    }
+
+    async fn used(&self, deadline: Instant) -> Result<Option<StoreUsage>, StoreError> {
+        let link = self.link(deadline).await?;
+        let mut usage = StoreUsage::default();
+        let mut capacity = Some(0);
+        for node in link.nodes() {
+            let mut info = redis::cmd("INFO");
+            info.arg("memory");
+            let info = self.settle(&link, until(deadline, link.on(&node, info)).await)?;
+            let Ok(info) = String::from_redis_value(info) else {
+                return Ok(None);
+            };
+            let field = |name: &str| {
+                let mut lines = info.lines().filter_map(|line| line.split_once(':'));
+                lines
+                    .find(|(field, _)| *field == name)?
+                    .1
+                    .trim()
+                    .parse::<u64>()
+                    .ok()
+            };
+            usage.bytes += field("used_memory").unwrap_or_default();
+            let most = field("maxmemory").filter(|&most| most > 0);
+            capacity = capacity.and_then(|sum: u64| sum.checked_add(most?));
+        }
+        usage.capacity = capacity;
+        Ok(Some(usage))
+    }
+}
+
+fn tls() -> Result<Arc<ClientConfig>, StoreError> {
+    // Another part of the process may have chosen one.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    if roots.is_empty() {
+        return Err(StoreError::unavailable(
+            "TLS: no certificate is trusted here: install ca-certificates, or name a file of them in SSL_CERT_FILE",
+        ));
+    }
+    let config = ClientConfig::builder().with_root_certificates(roots);
+    Ok(Arc::new(config.with_no_client_auth()))
+}
+
+fn bytes(value: &Value) -> Option<&[u8]> {
+    match value {
+        Value::BulkString(bytes) => Some(bytes),
+        _ => None,
+    }
+}
+
+impl Store for RedisStore {
+    fn kind(&self) -> &'static str {
+        "redis"
+    }
+
+    fn max_value_len(&self) -> u64 {
+        MAX_VALUE
+    }
+
+    fn ttl(&self) -> Option<Duration> {
+        self.config.ttl
+    }
+
+    fn heads<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+        let names = keys.iter().map(|key| Name::Value(*key)).collect();
+        let ask = |pipeline: &mut Pipeline, key: &str| {
+            pipeline.cmd("GETRANGE").arg(key).arg(0).arg(HEADER_LEN - 1);
+            pipeline.cmd("STRLEN").arg(key);
+            pipeline.cmd("PTTL").arg(key);
+        };
+        Box::pin(self.each(names, deadline, 3, ask, |answers| self.head(answers)))
+    }
+
+    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
+        self.run(items, deadline)
+    }
+
+    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        self.run(items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        names: &'a [Name],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let ask = |pipeline: &mut Pipeline, key: &str| {
+            pipeline.cmd("UNLINK").arg(key);
+        };
+        Box::pin(self.each(names.to_vec(), deadline, 1, ask, is_one))
+    }
+
+    fn touch<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        let names = keys.iter().map(|key| Name::Value(*key)).collect();
+        let ttl_ms = self.ttl_ms();
+        let ask = move |pipeline: &mut Pipeline, key: &str| {
+            match ttl_ms {
+                Some(ttl_ms) => pipeline.cmd("PEXPIRE").arg(key).arg(ttl_ms),
+                None => pipeline.cmd("EXISTS").arg(key),
+            };
+        };
+        Box::pin(self.each(names, deadline, 1, ask, is_one))
+    }
+
+    /// Of a listing of more than a million names, some may come twice.
+    fn list<'a>(
+        &'a self,
+        scope: Scope,
+        token: Option<&'a str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+        Box::pin(self.scan(scope, token, limit, deadline))
+    }
+
+    fn read(
+        &self,
+        name: Name,
+        max: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let ask = move |pipeline: &mut Pipeline, key: &str| {
+            pipeline.cmd("STRLEN").arg(key);
+            pipeline
+                .cmd("GETRANGE")
+                .arg(key)
+                .arg(0)
+                .arg(max.saturating_sub(1));
+        };
+        let read = |answers: &[Value]| {
+            let [len, start] = answers else { return None };
+            Some((u64::from_redis_value_ref(len).ok()?, bytes(start)?.to_vec()))
+        };
+        Box::pin(async move {
+            let mut answers = self.each(vec![name], deadline, 2, ask, read).await;
+            let (found, bytes) = answers.pop().unwrap_or(Err(StoreError::Deadline))?;
+            let max = max as u64;
+            match found {
+                0 => Ok(None),
+                found if found > max => Err(StoreError::TooLarge { max, found }),
+                _ => Ok(Some(bytes.into())),
+            }
+        })
+    }
+
+    fn write(
+        &self,
+        name: Name,
+        bytes: Bytes,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<(), StoreError>> {
+        let ask = move |pipeline: &mut Pipeline, key: &str| {
+            pipeline.cmd("SET").arg(key).arg(&bytes[..]);
+        };
+        Box::pin(async move {
+            let mut answers = self.each(vec![name], deadline, 1, ask, |_| Some(())).await;
+            answers.pop().unwrap_or(Err(StoreError::Deadline))
+        })
+    }
+
+    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Option<StoreUsage>, StoreError>> {
+        Box::pin(self.used(deadline))
+    }
+
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {
+        self.is_closed.store(true, Ordering::Release);
+        *self.link.lock() = None;
+        self.idle.clear();
+        Box::pin(std::future::ready(()))
+    }
+}
+
+fn is_one(answers: &[Value]) -> Option<bool> {
+    let [answer] = answers else { return None };
+    u64::from_redis_value_ref(answer)
+        .ok()
+        .map(|count| count == 1)
+}

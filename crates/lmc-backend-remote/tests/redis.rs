@@ -1,0 +1,520 @@
+//! The tier over real Redis servers: one, a cluster, a master that a Sentinel names; killed,
+//! stopped, full, and with wrong passwords. Run by `cargo xtask test-remote`.
+
+#![cfg(feature = "redis")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{
+    Conformance, Guarantee, block_on, check_value, fill_value, lens_of, load_batch, store_batch,
+    test_key,
+};
+use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_remote::conformance::check_store;
+use lmc_backend_remote::format::{Name, Scope};
+use lmc_backend_remote::redis::{RedisConfig, RedisStore};
+use lmc_backend_remote::{RemoteConfig, RemoteTier, Store, StoreError};
+use lmc_memory::Pool;
+use lmc_testkit::{DEADLINE, Folder, Process, free_port, pool, soon, until};
+use tokio::runtime::{Builder, Runtime};
+
+const SECRET: &str = "marked-secret-7c1f";
+
+/// A server with a folder of its own.
+struct Server {
+    port: u16,
+    folder: Folder,
+    options: Vec<String>,
+    process: Process,
+}
+
+impl Server {
+    fn start(options: &[&str]) -> Self {
+        let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
+        let (port, folder) = (free_port(), Folder::temporary());
+        let process = launch("redis-server", port, &folder, &options);
+        let this = Self {
+            port,
+            folder,
+            options,
+            process,
+        };
+        until("the server answers", || {
+            this.cli(&["PING"]).contains("PONG")
+        });
+        this
+    }
+
+    /// Kills the server and starts it again, without its content.
+    fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    fn start_again(&mut self) {
+        self.process = launch("redis-server", self.port, &self.folder, &self.options);
+        until("the server answers", || {
+            self.cli(&["PING"]).contains("PONG")
+        });
+    }
+
+    fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    fn cli(&self, args: &[&str]) -> String {
+        let port = self.port.to_string();
+        let mut command = Command::new("redis-cli");
+        command.args(["-p", &port, "--no-auth-warning"]).args(args);
+        if self.options.iter().any(|option| option == "--requirepass") {
+            command.env("REDISCLI_AUTH", SECRET);
+        }
+        let said = command.output().expect("redis-cli runs");
+        String::from_utf8_lossy(&said.stdout).into_owned()
+    }
+}
+
+fn launch(program: &str, port: u16, folder: &Folder, options: &[String]) -> Process {
+    let mut command = Command::new(program);
+    command.args(["--port", &port.to_string(), "--bind", "127.0.0.1"]);
+    command.args(["--dir", folder.text(), "--save", "", "--appendonly", "no"]);
+    Process::spawn(command.args(options).stdout(Stdio::null()))
+}
+
+fn runtime() -> Runtime {
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(2).enable_all().build().unwrap()
+}
+
+struct Rig {
+    tier: RemoteTier,
+    store: Arc<RedisStore>,
+    pool: Pool,
+    runtime: Runtime,
+}
+
+impl Rig {
+    fn new(url: &str) -> Self {
+        let rig = Self::with(url, |_| {});
+        rig.wait_until_ready();
+        rig
+    }
+
+    fn with(url: &str, change: impl FnOnce(&mut RedisConfig)) -> Self {
+        let mut config = RedisConfig::new(url.parse().unwrap());
+        change(&mut config);
+        let store = Arc::new(RedisStore::new(config).unwrap());
+        let mut config = RemoteConfig::default();
+        config.probe_pause = (Duration::from_millis(5), Duration::from_millis(50));
+        config.absent_ttl = Duration::ZERO;
+        let runtime = runtime();
+        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
+        Self {
+            tier,
+            store,
+            pool: pool(8 << 20),
+            runtime,
+        }
+    }
+
+    fn wait_until_ready(&self) {
+        assert!(
+            block_on(self.tier.ready(soon())),
+            "{:?}",
+            self.tier.health()
+        );
+        until("the store is in use", || {
+            self.tier.health() == Health::Ready
+        });
+    }
+
+    fn store(&self, numbers: std::ops::Range<u64>) -> Vec<Result<Stored, BackendError>> {
+        let item = |number| {
+            let key = test_key(number);
+            let mut slot = self.pool.reserve(len(number)).unwrap();
+            fill_value(&key, slot.bytes_mut());
+            StoreItem::new(key, slot.written().seal())
+        };
+        store_batch(&self.tier, numbers.map(item).collect(), soon())
+    }
+
+    /// Returns the number of hits, each of which has the right bytes.
+    fn hits(&self, numbers: std::ops::Range<u64>, deadline: Instant) -> usize {
+        let item =
+            |number| LoadItem::new(test_key(number), self.pool.reserve(len(number)).unwrap());
+        let loaded = load_batch(&self.tier, numbers.clone().map(item).collect(), deadline);
+        let hits = loaded
+            .into_iter()
+            .zip(numbers)
+            .filter_map(|(loaded, number)| {
+                let slot = loaded.hit()?;
+                check_value(&test_key(number), slot.bytes()).unwrap();
+                Some(())
+            });
+        hits.count()
+    }
+
+    fn write(&self, numbers: std::ops::Range<u64>) {
+        for stored in self.store(numbers) {
+            assert!(matches!(stored, Ok(Stored::Written)), "{stored:?}");
+        }
+    }
+}
+
+fn passes_the_kit_of_stores(url: &str) {
+    let store = RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap();
+    runtime().block_on(check_store(Arc::new(store), DEADLINE));
+}
+
+/// Of several sizes, larger than any buffer on the way, too.
+fn len(number: u64) -> u64 {
+    [1, 255, 4096, 70_000, 300_001][number as usize % 5]
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn one_server_passes_the_kits_of_stores_and_of_tiers() {
+    let server = Server::start(&[]);
+    passes_the_kit_of_stores(&server.url());
+    server.cli(&["FLUSHALL"]);
+    let rig = Rig::new(&server.url());
+    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
+    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn values_of_all_sizes_come_back_and_are_listed_once() {
+    let server = Server::start(&[]);
+    let (rig, other) = (Rig::new(&server.url()), Rig::new(&server.url()));
+    rig.write(0..40);
+    assert_eq!(other.hits(0..40, soon()), 40);
+    for stored in other.store(0..40) {
+        assert!(matches!(stored, Ok(Stored::Present)), "{stored:?}");
+    }
+    // Slots of another length than the value's: nothing of the value goes astray.
+    let wrong =
+        |number| LoadItem::new(test_key(number), rig.pool.reserve(len(number) + 1).unwrap());
+    for loaded in load_batch(&rig.tier, (0..40).map(wrong).collect(), soon()) {
+        assert!(matches!(loaded, Loaded::Failed { .. }), "{loaded:?}");
+    }
+    // Values that are cut off, too short or of another program.
+    for (number, bytes) in [(0, ""), (1, "x"), (2, "not a value of lmc")] {
+        let key = format!("lmc/{}", Name::Value(test_key(number)));
+        server.cli(&["SET", &key, bytes]);
+    }
+    let key = format!("lmc/{}", Name::Value(test_key(3)));
+    server.cli(&["SETRANGE", &key, "5000", "damaged"]);
+    assert_eq!(rig.hits(0..40, soon()), 36);
+    // What Redis has of others is not listed, and pages may be small.
+    server.cli(&["SET", "lmc/v1/of/others", "x"]);
+    for limit in [1, 7, 1000] {
+        let (mut names, mut token) = (Vec::new(), None);
+        loop {
+            let page = rig.runtime.block_on(rig.store.list(
+                Scope::VALUES,
+                token.as_deref(),
+                limit,
+                soon(),
+            ));
+            let page = page.unwrap();
+            assert!(page.objects.len() <= limit);
+            names.extend(
+                page.objects
+                    .into_iter()
+                    .map(|object| object.name.to_string()),
+            );
+            token = page.next;
+            if token.is_none() {
+                break;
+            }
+        }
+        names.sort();
+        let before = names.len();
+        names.dedup();
+        // An empty string is no value, but a name.
+        assert_eq!((names.len(), before), (40, 40), "pages of {limit}");
+    }
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn passwords_are_used_and_shown_nowhere() {
+    let server = Server::start(&["--requirepass", SECRET]);
+    let url = |password| format!("redis://:{password}@127.0.0.1:{}/2", server.port);
+    let rig = Rig::new(&url(SECRET));
+    rig.write(0..5);
+    assert_eq!(rig.hits(0..5, soon()), 5);
+    assert!(
+        server.cli(&["-n", "2", "DBSIZE"]).trim() != "0",
+        "another database"
+    );
+    for password in ["marked-secret-wrong", ""] {
+        let refused = Rig::with(&url(password), |_| {});
+        until("the tier is out", || {
+            matches!(refused.tier.health(), Health::Down { .. })
+        });
+        let stored = refused.store(0..1).pop().unwrap();
+        let shown = format!("{:?} {stored:?} {:?}", refused.tier.health(), refused.tier);
+        assert!(
+            stored.is_err() && !shown.contains("marked-secret"),
+            "{shown}"
+        );
+    }
+    assert!(!format!("{:?} {:?}", rig.tier, rig.store).contains(SECRET));
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_full_server_refuses_writes_and_is_read_on() {
+    let server = Server::start(&["--maxmemory", "4mb", "--maxmemory-policy", "noeviction"]);
+    let rig = Rig::new(&server.url());
+    let stored = rig.store(0..60);
+    let written = stored.iter().filter(|stored| stored.is_ok()).count();
+    let full =
+        |stored: &Result<_, _>| matches!(stored, Err(BackendError::Full { needed }) if *needed > 0);
+    assert_eq!(
+        stored.iter().filter(|stored| full(stored)).count(),
+        60 - written
+    );
+    assert!((1..60).contains(&written), "{written} of 60");
+    assert_eq!(rig.hits(0..60, soon()), written);
+    assert_eq!(rig.tier.health(), Health::Ready);
+    let usage = rig
+        .runtime
+        .block_on(rig.store.usage(soon()))
+        .unwrap()
+        .unwrap();
+    assert_eq!(usage.capacity, Some(4 << 20));
+    assert!(usage.bytes > 1 << 20, "{usage:?}");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn values_expire_unless_they_are_used() {
+    let server = Server::start(&[]);
+    let rig = Rig::with(&server.url(), |config| {
+        config.ttl = Some(Duration::from_secs(1000))
+    });
+    rig.wait_until_ready();
+    rig.write(0..2);
+    let keys = [test_key(0), test_key(1), test_key(9)];
+    let name = |number| format!("lmc/{}", Name::Value(test_key(number)));
+    let left = |number| {
+        server
+            .cli(&["TTL", &name(number)])
+            .trim()
+            .parse::<i64>()
+            .unwrap()
+    };
+    assert!((900..=1000).contains(&left(0)));
+    server.cli(&["EXPIRE", &name(0), "300"]);
+    server.cli(&["PERSIST", &name(1)]);
+    let heads = rig.runtime.block_on(rig.store.heads(&keys, soon()));
+    let ages: Vec<_> = heads
+        .into_iter()
+        .map(|head| head.unwrap().and_then(|head| head.age))
+        .collect();
+    assert!(ages[0].is_some_and(|age| age.as_secs() >= 700), "{ages:?}");
+    assert_eq!(ages[1..], [None, None]);
+    let touched = rig.runtime.block_on(rig.store.touch(&keys, soon()));
+    let touched: Vec<bool> = touched.into_iter().map(Result::unwrap).collect();
+    assert_eq!(touched, [true, true, false]);
+    assert!(left(0) > 900 && left(1) > 900);
+    // The clears have no end.
+    let clears = Name::Clears;
+    rig.runtime
+        .block_on(rig.store.write(clears, "x".into(), soon()))
+        .unwrap();
+    assert_eq!(server.cli(&["TTL", &format!("lmc/{clears}")]).trim(), "-1");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
+    let mut server = Server::start(&[]);
+    let rig = Rig::new(&server.url());
+    rig.write(0..20);
+    server.kill();
+    assert_eq!(rig.hits(0..20, soon()), 0);
+    until("the tier is out", || {
+        rig.hits(0..1, soon()) == 0 && rig.tier.health() != Health::Ready
+    });
+    server.start_again();
+    until("the tier is back", || rig.tier.health() == Health::Ready);
+    assert_eq!(rig.hits(0..20, soon()), 0, "it forgot them");
+    rig.write(0..20);
+    assert_eq!(rig.hits(0..20, soon()), 20);
+    // In the midst of transfers, and for longer than any deadline.
+    server.process.signal(libc::SIGSTOP);
+    let deadline = Instant::now() + Duration::from_millis(200);
+    assert_eq!(rig.hits(0..20, deadline), 0);
+    until("the tier is out", || {
+        rig.hits(0..1, Instant::now() + Duration::from_millis(50));
+        rig.tier.health() != Health::Ready
+    });
+    assert_eq!(rig.pool.usage().used, 0, "no slot is kept");
+    server.process.signal(libc::SIGCONT);
+    until("the tier is back", || rig.tier.health() == Health::Ready);
+    assert_eq!(rig.hits(0..20, soon()), 20);
+}
+
+/// Three nodes of a cluster.
+fn cluster() -> Vec<Server> {
+    let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"];
+    let nodes: Vec<Server> = (0..3).map(|_| Server::start(&options)).collect();
+    let addresses: Vec<String> = nodes
+        .iter()
+        .map(|node| format!("127.0.0.1:{}", node.port))
+        .collect();
+    let mut create = vec!["--cluster", "create"];
+    create.extend(addresses.iter().map(String::as_str));
+    create.push("--cluster-yes");
+    let said = nodes[0].cli(&create);
+    assert!(said.contains("All 16384 slots covered"), "{said}");
+    for node in &nodes {
+        until("the node knows the cluster", || {
+            node.cli(&["CLUSTER", "INFO"]).contains("cluster_state:ok")
+        });
+    }
+    nodes
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_cluster_passes_the_kits_and_slots_may_move() {
+    let nodes = cluster();
+    let url = format!("redis-cluster://127.0.0.1:{}", nodes[1].port);
+    passes_the_kit_of_stores(&url);
+    nodes.iter().for_each(|node| drop(node.cli(&["FLUSHALL"])));
+    let rig = Rig::new(&url);
+    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
+    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+    // The kit has closed the first.
+    let rig = Rig::new(&url);
+    rig.write(1000..1060);
+    for node in &nodes {
+        assert!(
+            node.cli(&["DBSIZE"]).trim().parse::<u64>().unwrap() > 5,
+            "a share on each node"
+        );
+    }
+    // Slots move while the tier still has the old map.
+    let id = |node: &Server| node.cli(&["CLUSTER", "MYID"]).trim().to_owned();
+    let (from, to) = (id(&nodes[0]), id(&nodes[2]));
+    let address = format!("127.0.0.1:{}", nodes[0].port);
+    let said = nodes[0].cli(&[
+        "--cluster",
+        "reshard",
+        &address,
+        "--cluster-from",
+        &from,
+        "--cluster-to",
+        &to,
+        "--cluster-slots",
+        "3000",
+        "--cluster-yes",
+    ]);
+    assert!(!said.contains("ERR"), "{said}");
+    assert_eq!(rig.hits(1000..1060, soon()), 60);
+    assert_eq!(rig.hits(1000..1060, soon()), 60, "by the new map");
+    rig.write(2000..2060);
+    let named = |scope| {
+        let (mut names, mut token) = (0, None);
+        loop {
+            let page = rig
+                .runtime
+                .block_on(rig.store.list(scope, token.as_deref(), 50, soon()))
+                .unwrap();
+            names += page.objects.len();
+            token = page.next;
+            if token.is_none() {
+                return names;
+            }
+        }
+    };
+    let values = |fanout, space| Scope::Values { fanout, space };
+    let all = named(Scope::VALUES);
+    assert!(all >= 120, "{all}");
+    let of_fanouts = (0..=255).map(|fanout| named(values(Some(fanout), None)));
+    assert_eq!(of_fanouts.sum::<usize>(), all);
+    let of_space = named(values(None, Some(test_key(0).space)));
+    assert!((1..all).contains(&of_space), "{of_space} of {all}");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn the_master_that_a_sentinel_names_may_change() {
+    let master = Server::start(&[]);
+    let port = master.port.to_string();
+    let replica = Server::start(&["--replicaof", "127.0.0.1", &port]);
+    let (sentinel_port, folder) = (free_port(), Folder::temporary());
+    let settings = format!(
+        "port {sentinel_port}\nbind 127.0.0.1\ndir {}\nsentinel monitor main 127.0.0.1 {port} 1\n\
+         sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 3000\n",
+        folder.text()
+    );
+    let file = folder.join("sentinel.conf");
+    std::fs::write(&file, settings).unwrap();
+    let mut command = Command::new("redis-server");
+    let _sentinel = Process::spawn(command.arg(&file).arg("--sentinel").stdout(Stdio::null()));
+    let asked = |args: &[&str]| {
+        let port = sentinel_port.to_string();
+        let said = Command::new("redis-cli")
+            .args(["-p", &port])
+            .args(args)
+            .output();
+        String::from_utf8_lossy(&said.unwrap().stdout).into_owned()
+    };
+    until("the sentinel knows the replica", || {
+        asked(&["SENTINEL", "REPLICAS", "main"]).contains(&replica.port.to_string())
+    });
+    let rig = Rig::new(&format!("redis-sentinel://127.0.0.1:{sentinel_port}/main"));
+    rig.write(0..20);
+    until("the replica has them", || {
+        replica.cli(&["DBSIZE"]) == master.cli(&["DBSIZE"])
+    });
+    until("the sentinel lets the replica take over", || {
+        asked(&["SENTINEL", "FAILOVER", "main"]).contains("OK")
+            || asked(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main"])
+                .contains(&replica.port.to_string())
+    });
+    until("the replica is the master", || {
+        replica.cli(&["ROLE"]).contains("master")
+    });
+    until("the old master follows", || {
+        master.cli(&["ROLE"]).contains("slave")
+    });
+    until("the new master is written", || {
+        rig.store(20..40).iter().all(Result::is_ok)
+    });
+    assert!(rig.hits(0..40, soon()) == 40);
+    assert_eq!(replica.cli(&["DBSIZE"]).trim(), "40");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_stranger_that_is_no_redis_is_an_error() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            use std::io::Write;
+            // It ends the connection after any bytes.
+            let _ = (&stream).write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+        }
+    });
+    let rig = Rig::with(&format!("redis://127.0.0.1:{port}"), |_| {});
+    let runtime = &rig.runtime;
+    let read = runtime.block_on(rig.store.read(Name::Clears, 100, soon()));
+    assert!(
+        matches!(
+            read,
+            Err(StoreError::Unavailable { .. } | StoreError::Io(_))
+        ),
+        "{read:?}"
+    );
+    assert!(lens_of(&rig.tier, &[test_key(1)], soon())[0].is_err());
+}
