@@ -23,12 +23,22 @@ pub trait Chunks: Send + Sync + 'static {
 
     /// Keeps chunks of one space in memory and unchanged until what is returned is dropped: one
     /// answer for each key, and the clear epoch that all of them are of. Chunks on disk are
-    /// promoted first, if that is done by `promote_until`.
+    /// promoted first, if that is done by `promote_until`. Sums none.
     fn lease<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
     ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)>;
+
+    /// Computes the checksums of chunks that have none yet, off the runtime's threads where that
+    /// takes long. They stay with the slots.
+    fn sum(&self, slots: Vec<SealedSlot>) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            for slot in slots {
+                slot.checksum();
+            }
+        })
+    }
 
     /// Returns some of the chunks that can be leased, and where to go on; `None` at the end. Begins
     /// at 0. A chunk that is there all the time is listed.
@@ -61,10 +71,31 @@ pub struct LeasedChunk {
     /// The bytes.
     pub slot: SealedSlot,
     /// [`lmc_memory::checksum`] of the bytes, as they were when the chunk was committed or first
-    /// copied.
-    pub checksum: u64,
+    /// copied; `None` for that of the slot.
+    pub checksum: Option<u64>,
     /// Keeps the chunk from eviction.
     pub lease: Box<dyn Any + Send>,
+}
+
+impl LeasedChunk {
+    /// Returns the digest of the chunk if its checksum is known.
+    pub(crate) fn known_digest(&self, key: &ChunkKey) -> Option<u64> {
+        let sum = self.checksum.or_else(|| self.slot.known_checksum())?;
+        Some(chunk_digest(key, sum))
+    }
+
+    /// Returns the digest of the chunk.
+    pub(crate) fn digest(&self, key: &ChunkKey) -> u64 {
+        let sum = self.checksum.unwrap_or_else(|| self.slot.checksum());
+        chunk_digest(key, sum)
+    }
+
+    /// Returns the slots of chunks whose checksum is not known.
+    pub(crate) fn unsummed<'a>(chunks: impl Iterator<Item = &'a Self>) -> Vec<SealedSlot> {
+        let unknown = chunks
+            .filter(|chunk| chunk.checksum.is_none() && chunk.slot.known_checksum().is_none());
+        unknown.map(|chunk| chunk.slot.clone()).collect()
+    }
 }
 
 impl fmt::Debug for LeasedChunk {

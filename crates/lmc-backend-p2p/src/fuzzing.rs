@@ -338,7 +338,7 @@ impl Chunks for Shelf {
                 let lease: Box<dyn Any + Send> = Box::new(());
                 Some(LeasedChunk {
                     slot,
-                    checksum,
+                    checksum: Some(checksum),
                     lease,
                 })
             };

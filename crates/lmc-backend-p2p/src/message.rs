@@ -20,7 +20,7 @@ mod grown;
 
 use crate::clears::Clears;
 use grown::Body;
-pub use grown::{FEATURE_NIXL, NixlAddress, Transport};
+pub use grown::{FEATURE_LATE_DIGESTS, FEATURE_NIXL, LATE_DIGEST, NixlAddress, Transport};
 
 /// Newest version of the protocol that this crate speaks.
 pub const VERSION: u16 = 1;
@@ -274,6 +274,16 @@ pub struct Release {
     pub lease: u64,
 }
 
+/// Fields of [`Reply::Released`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Released {
+    /// For each chunk of the lease, true if it was leased without a gap until now.
+    pub held: Vec<bool>,
+    /// For each chunk of the lease, its digest; present if the lease brought a [`LATE_DIGEST`].
+    #[serde(skip)]
+    pub digests: Vec<u64>,
+}
+
 /// Fields of [`Request::Describe`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Describe {
@@ -292,8 +302,8 @@ pub enum Reply {
     Leased(Leased),
     /// True if the lease stood and goes on.
     Renewed(bool),
-    /// For each chunk of the lease, true if it was leased without a gap until now.
-    Released(Vec<bool>),
+    /// The lease has ended.
+    Released(Released),
     /// The peer noted it.
     Noted(()),
     /// Number of the chunks that the peer has in memory, once it has read what it could.
@@ -373,7 +383,7 @@ pub enum ChunkLease {
         index: Index,
         /// Payload bytes.
         len: u64,
-        /// [`chunk_digest`](crate::chunk_digest) of key and bytes.
+        /// [`chunk_digest`](crate::chunk_digest) of key and bytes, or [`LATE_DIGEST`].
         digest: u64,
     },
 }
@@ -521,7 +531,7 @@ kinds! {
     2 Locate Locate, Located Located;
     3 Lease Lease, Leased Leased;
     4 Renew Renew, Renewed bool;
-    5 Release Release, Released Vec<bool>;
+    5 Release Release, Released Released;
     6 Holds KeyBatch, Noted ();
     7 Copy KeyBatch, Copying u32;
     8 Clears Clears, Cleared Clears;
@@ -643,7 +653,9 @@ impl Reply {
                 let short = |holder: &Holder| holder.address.len() <= MAX_TEXT;
                 bound(leased.holders.iter().all(short), "text")
             }
-            Self::Released(held) => bound(held.len() <= MAX_KEYS, "chunks"),
+            Self::Released(Released { held, digests }) => {
+                bound(held.len().max(digests.len()) <= MAX_KEYS, "chunks")
+            }
             Self::Cleared(clears) => check_clears(clears),
             Self::Announced(answer) => answer.check(),
             Self::Found(found) => found.check(),

@@ -11,14 +11,14 @@ use lmc_transfer::PeerId;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
-use crate::chunks::{Chunks, LeasedChunk, chunk_digest};
+use crate::chunks::{Chunks, LeasedChunk};
 use crate::clears::Clears;
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, FEATURE_NIXL, Hello, Holder, Lease, Leased, Locate, Located,
-    MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION, Refusal, Renew, Reply, Request,
-    Transport, VERSION,
+    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, LATE_DIGEST, Lease,
+    Leased, Locate, Located, MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION, Refusal,
+    Release, Released, Renew, Reply, Request, Transport, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{Failure, Peer, PeerCounters, Peers};
@@ -98,7 +98,9 @@ impl NodeConfig {
 #[derive(Debug)]
 pub(crate) struct Served<G> {
     _grant: G,
-    _leased: Vec<LeasedChunk>,
+    leased: Vec<LeasedChunk>,
+    /// True if digests come with the release.
+    is_late: bool,
     space: SpaceId,
     epoch: ClearEpoch,
 }
@@ -255,7 +257,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         Hello {
             oldest: self.config.versions.0,
             newest: self.config.versions.1,
-            features: nixl.map_or(0, |_| FEATURE_NIXL),
+            features: FEATURE_LATE_DIGESTS | nixl.map_or(0, |_| FEATURE_NIXL),
             name: short(&self.config.name),
             address: short(&self.config.address),
             chunk_size: self.config.chunk_size,
@@ -341,15 +343,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 let mut owner = self.owner.lock();
                 Reply::Renewed(owner.renew(session, lease, duration, now()))
             }
-            Request::Release(release) => {
-                let released = self.owner.lock().release(session, release.lease, now());
-                self.freed.notify_waiters();
-                let Some((served, keys)) = released else {
-                    return Reply::Released(Vec::new());
-                };
-                let valid = self.chunks.epoch(served.space) == served.epoch;
-                Reply::Released(vec![valid; keys.len()])
-            }
+            Request::Release(release) => Reply::Released(self.release(session, release).await),
             Request::Holds(keys) => {
                 let mut holders = self.holders.lock();
                 for key in keys.keys() {
@@ -369,6 +363,32 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 self.learn(&clears);
                 Reply::Cleared(self.known_clears().clone())
             }
+        }
+    }
+
+    async fn release(&self, session: &Session, Release { lease }: Release) -> Released {
+        // While the lease stands: what is summed stays within its bounds.
+        let unsummed = match self.owner.lock().granted(session, lease) {
+            Some(served) if served.is_late => LeasedChunk::unsummed(served.leased.iter()),
+            _ => Vec::new(),
+        };
+        if !unsummed.is_empty() {
+            self.chunks.sum(unsummed).await;
+        }
+        let released = self.owner.lock().release(session, lease, now());
+        self.freed.notify_waiters();
+        let Some((served, keys)) = released else {
+            return Released::default();
+        };
+        let valid = self.chunks.epoch(served.space) == served.epoch;
+        let digest = |(key, chunk): (&ChunkKey, &LeasedChunk)| chunk.digest(key);
+        let digests = keys.iter().zip(&served.leased).map(digest);
+        Released {
+            held: vec![valid; keys.len()],
+            digests: match served.is_late {
+                true => digests.collect(),
+                false => Vec::new(),
+            },
         }
     }
 
@@ -412,7 +432,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let reserved = self.admit(session, &lens, wait_until).await;
         let admitted = reserved.chunks;
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
-        let held = self.chunks.lease(&allowed, wait_until);
+        let is_late = self.takes_late_digests(session);
+        let held = async {
+            let (epoch, held) = self.chunks.lease(&allowed, wait_until).await;
+            if !is_late {
+                let unsummed = LeasedChunk::unsummed(held.iter().flatten());
+                self.chunks.sum(unsummed).await;
+            }
+            (epoch, held)
+        };
         // A promotion that does not end in time is a miss of all.
         let held = until(wait_until + HOLD_MARGIN, held).await;
         let (epoch, held) = held.unwrap_or_default();
@@ -420,7 +448,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let held: Vec<(ChunkKey, LeasedChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
-        let granted = self.grant(reserved, held, (space, epoch), lease.transport, duration);
+        let wanted = (lease.transport, is_late);
+        let granted = self.grant(reserved, held, (space, epoch), wanted, duration);
         let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
         let mut found = Vec::new();
         if let Some((number, transport, duration, chunks)) = granted {
@@ -501,7 +530,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         reserved: Reservation<'_, L::Grant>,
         held: Vec<(ChunkKey, LeasedChunk)>,
         (space, epoch): (SpaceId, ClearEpoch),
-        wanted: Transport,
+        (wanted, is_late): (Transport, bool),
         duration: Duration,
     ) -> Option<(u64, Transport, Duration, Vec<(ChunkKey, ChunkLease)>)> {
         let session = &reserved.session;
@@ -520,21 +549,31 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let over_nixl = (wanted, connected) == (Transport::Nixl, Transport::Nixl);
         let granted = over_nixl.then(|| grant(Transport::Nixl)).flatten();
         let (by, indices, grant) = granted.or_else(|| grant(Transport::Sockets))?;
+        let unsummed = LeasedChunk::unsummed(held.iter().map(|(_, chunk)| chunk));
+        let is_late = is_late && !unsummed.is_empty();
         let chunk = |((key, chunk), index): (&(ChunkKey, LeasedChunk), _)| {
             let granted = ChunkLease::Granted {
                 index,
                 len: chunk.slot.len(),
-                digest: chunk_digest(key, chunk.checksum),
+                digest: match is_late {
+                    true => chunk.known_digest(key).unwrap_or(LATE_DIGEST),
+                    false => chunk.digest(key),
+                },
             };
             (*key, granted)
         };
         let granted = held.iter().zip(indices).map(chunk).collect();
+        if is_late && by == Transport::Nixl {
+            // Sockets sum what they send.
+            tokio::spawn(self.chunks.sum(unsummed));
+        }
         let chunks = held.iter().map(|(key, chunk)| (*key, chunk.slot.len()));
         let chunks: Vec<(ChunkKey, u64)> = chunks.collect();
         let bytes: u64 = chunks.iter().map(|(_, len)| len).sum();
         let served = Served {
             _grant: grant,
-            _leased: held.into_iter().map(|(_, chunk)| chunk).collect(),
+            leased: held.into_iter().map(|(_, chunk)| chunk).collect(),
+            is_late,
             space,
             epoch,
         };
@@ -547,6 +586,14 @@ impl<L: Link, C: Chunks> Node<L, C> {
             counters.served_bytes += bytes;
         });
         Some((number, by, duration, granted))
+    }
+
+    fn takes_late_digests(&self, session: &Session) -> bool {
+        let peers = self.peers.lock();
+        let hello = peers
+            .get(&session.peer)
+            .and_then(|peer| peer.hello.as_ref());
+        hello.is_some_and(|hello| hello.features & FEATURE_LATE_DIGESTS != 0)
     }
 
     /// Returns the NIXL channel that a peer's hello named.

@@ -273,6 +273,12 @@ impl<G> Owner<G> {
         true
     }
 
+    /// Returns the grant of a lease of this session.
+    pub fn granted(&self, session: &Session, lease: u64) -> Option<&G> {
+        let granted = self.leases.get(&lease)?;
+        (granted.session == *session).then_some(&granted.grant)
+    }
+
     /// Ends a lease of this session. Returns the grant and its chunks if it stood until now.
     pub fn release(
         &mut self,

@@ -21,8 +21,8 @@ use lmc_transfer::{Filled, PeerId, Slot, TransferError};
 use crate::chunks::{Chunks, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, KeyBatch, Lease, Leased, Locate, Located as LocatedMessage, Refusal,
-    Release, Renew, Reply, Request, Transport,
+    ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Locate,
+    Located as LocatedMessage, Refusal, Release, Released, Renew, Reply, Request, Transport,
 };
 use crate::node::{HOLD_MARGIN, Node};
 use crate::owner::LEASE_BYTES;
@@ -477,16 +477,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 peer.lent_badly(reason.to_owned(), now());
             }
         });
-        let (slots, error, held) = match filled {
+        let (slots, error, Released { held, digests }) = match filled {
             Some(Filled { slots, error }) => {
                 // What has no checksum yet is summed while the owner answers.
-                let (held, slots) = join(lease.release(), sum(slots)).await;
-                (slots, error, held)
+                let (released, slots) = join(lease.release(), sum(slots)).await;
+                (slots, error, released)
             }
             // The channel returns the slots to their pool.
             None => {
                 drop(lease);
-                (Vec::new(), Some(TransferError::Deadline), Vec::new())
+                let deadline = Some(TransferError::Deadline);
+                (Vec::new(), deadline, Released::default())
             }
         };
         let mut slots = slots.into_iter();
@@ -495,6 +496,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
             let loaded = match slots.next() {
                 Some(Slot::Written(slot)) => {
                     let held = held.get(ordinal).is_some_and(|held| *held);
+                    let digest = match (digest, digests.get(ordinal)) {
+                        (LATE_DIGEST, Some(late)) => *late,
+                        _ => digest,
+                    };
                     match self.verified((peer, by), key, slot, digest, held) {
                         Ok(slot) => Loaded::Hit { slot, epoch },
                         Err(slot) => {
@@ -747,17 +752,16 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
         }
     }
 
-    /// Gives the lease back. Returns for each chunk whether it was leased without a gap; nothing if
-    /// the owner does not say so in time.
-    async fn release(mut self) -> Vec<bool> {
+    /// Gives the lease back. Returns what the owner answers; nothing if that does not come in time.
+    async fn release(mut self) -> Released {
         let request = Request::Release(Release { lease: self.number });
         let deadline = now() + RELEASE_TIMEOUT;
         let released = self.node.ask(&self.peer, &request, deadline).await;
         // Until here dropping this sends another release.
         self.number = 0;
         match released {
-            Ok(Reply::Released(held)) => held,
-            _ => Vec::new(),
+            Ok(Reply::Released(released)) => released,
+            _ => Released::default(),
         }
     }
 }

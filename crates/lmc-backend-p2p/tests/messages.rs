@@ -8,7 +8,7 @@ use lmc_backend_p2p::directory::{
 use lmc_backend_p2p::message::{
     ChunkLease, ChunkState, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease,
     Leased, Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release,
-    Renew, Reply, Request, SpaceNote, Transport,
+    Released, Renew, Reply, Request, SpaceNote, Transport,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_transfer::Index;
@@ -166,7 +166,10 @@ fn replies() -> Vec<Reply> {
         }),
         Reply::Leased(leased()),
         Reply::Renewed(true),
-        Reply::Released(vec![true, false]),
+        Reply::Released(Released {
+            held: vec![true, false],
+            digests: Vec::new(),
+        }),
         Reply::Noted(()),
         Reply::Copying(2),
         Reply::Cleared(clears()),
@@ -203,6 +206,10 @@ fn replies() -> Vec<Reply> {
         Reply::Leased(Leased {
             transport: Transport::Nixl,
             ..leased()
+        }),
+        Reply::Released(Released {
+            held: vec![true, false],
+            digests: vec![300, u64::MAX],
         }),
     ]
 }

@@ -30,7 +30,7 @@ const MANY_PEERS: usize = 8;
 
 /// Nice value of the threads that move bytes between peers: where cores are short, the copies of
 /// local engines get three times as much of them.
-const SERVING_NICE: u8 = 5;
+pub(crate) const SERVING_NICE: u8 = 5;
 
 /// The engine whose chunks are lent; set once it is made, above the tier that lends them.
 #[derive(Debug, Clone, Default)]
@@ -46,8 +46,8 @@ struct Lent {
     service: OnceLock<WeakService>,
     /// The keys under which tenants' salts are described.
     keys: OnceLock<Keys>,
-    /// Held while chunks of a request are summed: one request at a time, in order, so that the
-    /// first can be read while the others are summed.
+    /// Held while chunks of a request are summed: one request at a time, so that peers keep one
+    /// thread busy at most.
     summing: tokio::sync::Mutex<()>,
 }
 
@@ -110,14 +110,9 @@ impl Lender {
         self.0.engine.get()?.upgrade()
     }
 
-    /// Computes the checksums of chunks that have none yet, off the runtime's threads. They stay
-    /// with the chunks.
-    async fn sum(&self, mut slots: Vec<SealedSlot>) {
-        slots.retain(|slot| slot.known_checksum().is_none());
-        if slots.is_empty() {
-            return;
-        }
+    async fn sum_in_turn(&self, mut slots: Vec<SealedSlot>) {
         let _summing = self.0.summing.lock().await;
+        slots.retain(|slot| slot.known_checksum().is_none());
         while !slots.is_empty() {
             let mut bytes = 0;
             let fits = |slot: &&SealedSlot| {
@@ -163,13 +158,11 @@ impl Chunks for Lender {
             };
             let tenant = self.tenant(keys);
             let (epoch, leased) = engine.lease_own(tenant, keys, promote_until).await;
-            let slots = leased.iter().flatten().flat_map(Leases::iter);
-            self.sum(slots.cloned().collect()).await;
             let chunk = |leases: Option<Leases>| {
                 let leases = leases?;
                 let slot = leases.get(0)?.clone();
                 Some(LeasedChunk {
-                    checksum: slot.checksum(),
+                    checksum: None,
                     slot,
                     lease: Box::new(leases),
                 })
@@ -180,6 +173,11 @@ impl Chunks for Lender {
             }
             (epoch, held)
         })
+    }
+
+    fn sum(&self, slots: Vec<SealedSlot>) -> BoxFuture<'static, ()> {
+        let this = self.clone();
+        Box::pin(async move { this.sum_in_turn(slots).await })
     }
 
     fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
@@ -366,7 +364,7 @@ mod tests {
     const LEN: u64 = SUMMED_AT_ONCE / 2 + 4096;
 
     #[tokio::test]
-    async fn the_first_lease_sums_a_chunk_and_later_ones_do_not() {
+    async fn a_lease_sums_nothing_and_sums_that_are_asked_for_stay() {
         let arena = ArenaConfig::anonymous(64 << 20).build().expect("64 MiB");
         let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
         let engine = engine.expect("an engine");
@@ -395,15 +393,13 @@ mod tests {
             known.collect::<Vec<_>>()
         };
         assert_eq!(known(), [None; 3], "a store sums nothing");
+        let (_, leased) = lender.lease(&keys, soon()).await;
+        let slots: Vec<SealedSlot> = leased.into_iter().flatten().map(|c| c.slot).collect();
+        assert_eq!((slots.len(), known()), (3, vec![None; 3]));
         for _ in 0..2 {
-            let (_, leased) = lender.lease(&keys, soon()).await;
-            let leased: Vec<LeasedChunk> = leased.into_iter().flatten().collect();
-            let sums = leased.iter().map(|chunk| Some(chunk.checksum));
+            lender.sum(slots.clone()).await;
+            let sums = slots.iter().map(|slot| Some(checksum(slot.bytes())));
             assert_eq!(sums.collect::<Vec<_>>(), known());
-            for chunk in &leased {
-                assert_eq!(chunk.checksum, checksum(chunk.slot.bytes()));
-            }
-            assert_eq!(leased.len(), 3);
         }
     }
 }

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, Hello, KeyBatch, Lease, Leased, Locate, Located, Reply, Request,
-    Transport,
+    ChunkLease, ChunkState, Hello, KeyBatch, LATE_DIGEST, Lease, Leased, Locate, Located, Released,
+    Reply, Request, Transport,
 };
 use lmc_backend_p2p::{Clears, chunk_digest};
 use lmc_key::ChunkKey;
@@ -246,6 +246,14 @@ fn leased(lease: &Lease, chunks: Vec<ChunkLease>) -> Answer {
     Reply::Leased(leased).to_bytes().ok()
 }
 
+/// Answers that all of a lease's chunks were leased without a gap, without their digests.
+fn held(chunks: usize) -> Released {
+    Released {
+        held: vec![true; chunks],
+        ..Released::default()
+    }
+}
+
 /// Answers as a peer that has every chunk, whose leases are `lease`'s.
 fn has_everything(
     len: u64,
@@ -255,7 +263,7 @@ fn has_everything(
         Request::Locate(locate) => located(&locate, len),
         Request::Lease(asked) => leased(&asked, lease(channel, memory, peer, &asked)),
         Request::Renew(_) => Reply::Renewed(true).to_bytes().ok(),
-        Request::Release(_) => Reply::Released(vec![true; 64]).to_bytes().ok(),
+        Request::Release(_) => Reply::Released(held(64)).to_bytes().ok(),
         Request::Clears(clears) => Reply::Cleared(clears).to_bytes().ok(),
         _ => Reply::Noted(()).to_bytes().ok(),
     })
@@ -282,7 +290,7 @@ fn a_peer_that_never_answers_costs_no_more_than_the_timeout() {
 #[test]
 fn a_peer_that_answers_something_else_is_a_miss() {
     let liar = Liar::start(|_, _, _, request| match request {
-        Request::Locate(_) => Reply::Released(vec![true]).to_bytes().ok(),
+        Request::Locate(_) => Reply::Released(held(1)).to_bytes().ok(),
         _ => Reply::Renewed(true).to_bytes().ok(),
     });
     let mut daemon = Daemon::start(liar.port);
@@ -319,6 +327,22 @@ fn digests_that_lie_are_no_hits() {
             len: LEN,
             // The checksum of the bytes, without the key.
             digest: sum,
+        };
+        granted.into_iter().map(chunk).collect()
+    });
+    let mut daemon = Daemon::start(liar.port);
+    daemon.until_counted("corrupt");
+    daemon.goes_on();
+}
+
+#[test]
+fn digests_that_never_come_are_no_hits() {
+    let liar = has_everything(LEN, |channel, memory, peer, lease| {
+        let granted = memory.grant(channel, peer, lease.keys.len());
+        let chunk = |(index, _): (Index, u64)| ChunkLease::Granted {
+            index,
+            len: LEN,
+            digest: LATE_DIGEST,
         };
         granted.into_iter().map(chunk).collect()
     });

@@ -127,9 +127,7 @@ pub(crate) enum Access {
 
 #[derive(Debug)]
 enum Slots {
-    Read(
-        #[expect(dead_code, reason = "kept, and dropped when nothing reads them")] Vec<SealedSlot>,
-    ),
+    Read(Vec<SealedSlot>),
     Write(Vec<ReservedSlot>),
 }
 
@@ -152,7 +150,17 @@ impl Drop for Held {
 /// Keeps the slots of a lease where they are, for one access.
 #[derive(Debug, Clone)]
 pub(crate) struct Pin {
-    _held: Arc<Held>,
+    held: Arc<Held>,
+}
+
+impl Pin {
+    /// Returns a slot of a lease for reading.
+    pub(crate) fn sealed(&self, slot: u64) -> Option<&SealedSlot> {
+        let Some(Slots::Read(slots)) = &self.held.slots else {
+            return None;
+        };
+        slots.get(usize::try_from(slot).ok()?)
+    }
 }
 
 /// A lease, as the channel sees it.
@@ -170,7 +178,7 @@ impl Granted {
     /// Begins an access; `None` once the lease is revoked.
     pub(crate) fn pin(&self) -> Option<Pin> {
         let held = self.held.lock().clone()?;
-        Some(Pin { _held: held })
+        Some(Pin { held })
     }
 
     /// The part of the arena that a range of the lease is.

@@ -7,12 +7,21 @@ use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Found};
 
 use super::{
-    Describe, Described, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release, Renew,
+    Describe, Described, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release,
+    Released, Renew,
 };
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
 /// transports other than sockets in leases.
 pub const FEATURE_NIXL: u64 = 1;
+
+/// Bit of [`Hello::features`]: the side understands a digest of [`LATE_DIGEST`] in
+/// [`ChunkLease::Granted`](super::ChunkLease::Granted).
+pub const FEATURE_LATE_DIGESTS: u64 = 1 << 1;
+
+/// Digest of a chunk that the answer to the lease's release brings: the owner sums the chunk while
+/// it is read.
+pub const LATE_DIGEST: u64 = 0;
 
 /// The NIXL channel of a daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,6 +120,22 @@ impl Body for Leased {
     }
 }
 
+impl Body for Released {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match self.digests.is_empty() {
+            true => Ok(bytes),
+            false => to_extend(&self.digests, bytes),
+        }
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        if let Ok((digests, _newer)) = take_from_bytes(tail) {
+            self.digests = digests;
+        }
+        Ok(())
+    }
+}
+
 macro_rules! not_grown {
     ($($body:ty),*) => {$( impl Body for $body {} )*};
 }
@@ -119,4 +144,4 @@ not_grown!(
     Locate, Located, Renew, Release, KeyBatch, Clears, Refusal, Announce, Announced, Find, Found,
     Describe, Described
 );
-not_grown!(bool, Vec<bool>, (), u32, u16);
+not_grown!(bool, (), u32, u16);

@@ -17,8 +17,8 @@ use super::net::Memory;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
 use crate::message::{
-    ChunkLease, ChunkState, Lease, Leased, Locate, Located as LocatedMessage, Reply, Request,
-    Transport,
+    ChunkLease, ChunkState, Lease, Leased, Locate, Located as LocatedMessage, Released, Reply,
+    Request, Transport,
 };
 use crate::node::NodeConfig;
 
@@ -290,7 +290,7 @@ fn one_who_insists_on_nixl(leases: &Arc<AtomicUsize>) -> SocketChannel {
                 transport: Transport::Nixl,
             })
         }
-        Ok(Request::Release(_)) => Reply::Released(Vec::new()),
+        Ok(Request::Release(_)) => Reply::Released(Released::default()),
         _ => Reply::Cleared(crate::clears::Clears::default()),
     };
     channel.on_ask = Some(Arc::new(move |_, _, question| {

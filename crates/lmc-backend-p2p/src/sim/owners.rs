@@ -1,5 +1,7 @@
 //! Owners that stop, or answer otherwise than they do.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lmc_backend::{LocateHint, Located};
@@ -9,7 +11,7 @@ use super::net::{Faults, Net};
 use super::run;
 use super::schedules::{LOCATE, Tally, fetch, load, prompt, slow};
 use crate::link::now;
-use crate::message::{ChunkLease, Reply, Request};
+use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
 /// Time that a load may take, much longer than any owner is waited for.
 const LONG: Duration = Duration::from_secs(30);
@@ -165,6 +167,44 @@ fn requests_that_fail_together_make_one_pause() {
     });
 }
 
+/// Digests that come with the release are compared as those of leases are.
+#[test]
+fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
+    for comes in [true, false] {
+        run(async {
+            let net = Net::new(42, Faults::none());
+            (0..2).for_each(|host| net.start(host, 64, |_| ()));
+            assert!(net.connect(0, 1).await);
+            let keys = prompt(0, 8);
+            keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+            let late = Arc::new(AtomicUsize::new(0));
+            let count = Arc::clone(&late);
+            net.forge(1, move |_, mut reply| {
+                match &mut reply {
+                    Reply::Leased(leased) => {
+                        let is_late = |chunk: &&ChunkLease| {
+                            matches!(chunk, ChunkLease::Granted { digest, .. } if *digest == LATE_DIGEST)
+                        };
+                        let late = leased.chunks.iter().filter(is_late).count();
+                        count.fetch_add(late, Ordering::Relaxed);
+                    }
+                    Reply::Released(Released { digests, .. }) => match comes {
+                        true => digests.iter_mut().for_each(|digest| *digest ^= 1),
+                        false => digests.clear(),
+                    },
+                    _ => {}
+                }
+                Some(reply)
+            });
+            let tally = fetch(&net, 0, &keys).await;
+            let late = late.load(Ordering::Relaxed) as u64;
+            assert!((1..8).contains(&late), "{late} of 8");
+            assert_eq!((tally.hits, tally.misses), (8 - late, late), "{tally:?}");
+            assert_eq!(net.node(0).counters().corrupt, late);
+        });
+    }
+}
+
 /// A chunk of another length than was located once shifted the answers to a release by one.
 #[test]
 fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
@@ -180,7 +220,7 @@ fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
                     ChunkLease::Granted { len, .. } => *len += 1,
                     other => panic!("not granted: {other:?}"),
                 },
-                Reply::Released(held) => held[0] = false,
+                Reply::Released(released) => released.held[0] = false,
                 _ => {}
             }
             Some(reply)

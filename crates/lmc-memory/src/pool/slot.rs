@@ -223,6 +223,11 @@ impl SealedSlot {
         self.0.known_checksum()
     }
 
+    /// Notes the [`checksum`](crate::checksum()) of the bytes, where it was computed elsewhere.
+    pub fn note_checksum(&self, sum: u64) {
+        self.0.note_checksum(sum);
+    }
+
     /// First byte, for devices that are handed an address. It may be read for
     /// [`SealedSlot::padded_len`] bytes while a clone of the slot is kept.
     pub fn as_ptr(&self) -> *const u8 {

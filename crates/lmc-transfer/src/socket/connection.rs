@@ -177,7 +177,7 @@ impl Outgoing {
     pub(super) fn write(&self) -> Option<&Arc<Progress>> {
         match &self.payload.first()?.source {
             Source::Write(progress) => Some(progress),
-            Source::Arena | Source::Lease(_) | Source::Offer(_) => None,
+            Source::Arena | Source::Lease { .. } | Source::Offer(_) => None,
         }
     }
 
@@ -208,7 +208,11 @@ pub(super) struct Run {
 pub(super) enum Source {
     /// The open arena.
     Arena,
-    Lease(Arc<Granted>),
+    Lease {
+        granted: Arc<Granted>,
+        /// For each part, its slot of the lease.
+        slots: Vec<u64>,
+    },
     /// Slots that this side offers.
     Offer(Arc<Vec<SealedSlot>>),
     /// Slots of a write.
@@ -221,19 +225,34 @@ pub(super) enum Kept {
     /// The frame keeps it, or nothing does.
     Already,
     Lease {
-        _pin: Pin,
+        pin: Pin,
+        /// Slot of the lease.
+        slot: u64,
     },
     Slots {
         _slots: Arc<Vec<SealedSlot>>,
     },
 }
 
+impl Kept {
+    /// Returns the slot that a piece is of, where that is one of a lease.
+    pub(super) fn slot(&self) -> Option<&SealedSlot> {
+        match self {
+            Self::Lease { pin, slot } => pin.sealed(*slot),
+            Self::Already | Self::Slots { .. } => None,
+        }
+    }
+}
+
 impl Source {
-    /// Begins to read a piece; `None` where that is no longer allowed.
-    pub(super) fn keep(&self) -> Option<Kept> {
+    /// Begins to read a piece of a part; `None` where that is no longer allowed.
+    pub(super) fn keep(&self, part: u32) -> Option<Kept> {
         match self {
             Self::Arena => Some(Kept::Already),
-            Self::Lease(granted) => granted.pin().map(|pin| Kept::Lease { _pin: pin }),
+            Self::Lease { granted, slots } => {
+                let (pin, slot) = (granted.pin()?, *slots.get(part as usize)?);
+                Some(Kept::Lease { pin, slot })
+            }
             Self::Offer(slots) => Some(Kept::Slots {
                 _slots: Arc::clone(slots),
             }),

@@ -293,9 +293,12 @@ impl StreamReader {
                 last = Some(range.region);
             }
             let Some(run) = runs.last_mut() else { continue };
-            let segment = match &run.source {
+            let segment = match &mut run.source {
                 Source::Arena => self.in_arena(*range),
-                Source::Lease(granted) => granted.segment(*range),
+                Source::Lease { granted, slots } => {
+                    slots.push(range.slot);
+                    granted.segment(*range)
+                }
                 Source::Offer(slots) => of_offer(slots, *range),
                 Source::Write(_) => None,
             };
@@ -313,7 +316,9 @@ impl StreamReader {
             Region::Lease(number) => {
                 let incarnation = self.connection.remote.incarnation;
                 let granted = self.shared.leases.find(number, incarnation, Access::Read);
-                granted.map(Source::Lease).map_err(Some)
+                let slots = Vec::new();
+                let lease = |granted| Source::Lease { granted, slots };
+                granted.map(lease).map_err(Some)
             }
             Region::Offer(offer) => {
                 let mut offered = self.connection.offered.lock();

@@ -165,7 +165,27 @@ fn hello(from: &str, to: &str, incarnation: u64, side: &Side) -> Message {
 impl Raw {
     /// Connects to the victim as `raw`.
     fn connect(victim: &Victim, incarnation: u64) -> Self {
-        let mut session = Self::handshake(victim, incarnation);
+        Self::welcomed(
+            Self::handshake(victim, incarnation, &side()),
+            victim,
+            incarnation,
+        )
+    }
+
+    /// Connects as one that wants no checksums of pieces.
+    fn connect_without_sums(victim: &Victim, incarnation: u64) -> Self {
+        let side = Side {
+            summed: false,
+            ..side()
+        };
+        Self::welcomed(
+            Self::handshake(victim, incarnation, &side),
+            victim,
+            incarnation,
+        )
+    }
+
+    fn welcomed(mut session: RawSession, victim: &Victim, incarnation: u64) -> Self {
         let welcome = session.recv().expect("a welcome");
         assert!(matches!(welcome, Message::Welcome { .. }), "{welcome:?}");
         let raw = Self {
@@ -180,10 +200,10 @@ impl Raw {
     }
 
     /// A handshake up to the welcome.
-    fn handshake(victim: &Victim, incarnation: u64) -> RawSession {
+    fn handshake(victim: &Victim, incarnation: u64, side: &Side) -> RawSession {
         let session = RawSession::prove(victim.stream(), raw_identity(), None);
         let mut session = session.expect("it is let in");
-        let hello = hello("raw", "victim", incarnation, &side());
+        let hello = hello("raw", "victim", incarnation, side);
         session.send(&hello).expect("sent");
         let Ok(Message::Proceed { payload, .. }) = session.recv() else {
             panic!("it is to proceed");
@@ -804,7 +824,7 @@ fn a_handshake_of_the_dead_replaces_no_connection() {
             None
         }));
     });
-    let old = Raw::handshake(&victim, 1);
+    let old = Raw::handshake(&victim, 1, &side());
     victim.eventually("it connects", |_| calls.load(Ordering::Acquire));
     drop(old);
     let mut new = Raw::connect(&victim, 2);

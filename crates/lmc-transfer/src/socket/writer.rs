@@ -6,6 +6,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use lmc_memory::SealedSlot;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
@@ -14,7 +15,7 @@ use super::connection::{Connection, Gone, Kept, Outgoing, PieceForm};
 use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, Pieces, seal_header};
 use super::shared::Shared;
 use super::stats::Counters;
-use super::window::{Part, Window};
+use super::window::{Part, Parted, Window};
 use crate::lease::Segment;
 use crate::net::{Moved, Sockets};
 use crate::session::Sealer;
@@ -144,9 +145,14 @@ impl SendQueue {
         let before = sealer.position();
         gathered.header(outgoing, &mut sealer);
         'all: for run in &outgoing.payload {
-            for (_, piece) in Pieces::of(&run.segments) {
-                match run.source.keep() {
-                    Some(kept) => self.piece(gathered, &mut sealer, piece, kept),
+            let mut slot_sum = None;
+            for (part, piece) in Pieces::of(&run.segments) {
+                match run.source.keep(part) {
+                    Some(kept) => {
+                        let whole = run.segments[part as usize];
+                        let is_cached = self.sum_slot(&mut slot_sum, whole, piece, &kept);
+                        self.piece(gathered, &mut sealer, (piece, is_cached), kept);
+                    }
                     None => {
                         gathered.abort();
                         break 'all;
@@ -174,12 +180,52 @@ impl SendQueue {
         outcome
     }
 
-    fn piece(&self, gathered: &mut Gathered, sealer: &mut Sealer, piece: Segment, kept: Kept) {
+    /// Adds a piece to the checksum of a leased slot that has none yet, where all of the slot is sent
+    /// in one part: its bytes are read from memory once, as the kernel copies them next. Where every
+    /// piece has a checksum of its own, nothing asks for that of the slot. Returns true if the piece
+    /// was added.
+    fn sum_slot(
+        &self,
+        sum: &mut Option<Parted>,
+        part: Segment,
+        piece: Segment,
+        kept: &Kept,
+    ) -> bool {
+        let of = |slot: &&SealedSlot| (slot.offset(), slot.len()) == (part.offset, part.len);
+        let Some(slot) = kept.slot().filter(of) else {
+            return false;
+        };
+        if piece.offset == part.offset {
+            let unknown = self.form != PieceForm::Summed && slot.known_checksum().is_none();
+            *sum = unknown.then(Parted::default);
+        }
+        let is_last = piece.offset + piece.len == part.offset + part.len;
+        let Some(parted) = sum else {
+            return false;
+        };
+        if let Some(sum) = self.window.add_to(piece, parted, is_last) {
+            slot.note_checksum(sum);
+        }
+        true
+    }
+
+    fn piece(
+        &self,
+        gathered: &mut Gathered,
+        sealer: &mut Sealer,
+        (piece, is_cached): (Segment, bool),
+        kept: Kept,
+    ) {
         let sum = match self.form {
             PieceForm::Sealed => return gathered.sealed_piece(&self.window, sealer, piece),
             // Just before the kernel copies it, so that it is read from memory once.
             PieceForm::Summed => self.window.sum(piece),
-            PieceForm::Plain => 0,
+            PieceForm::Plain => {
+                if !is_cached {
+                    self.window.read_ahead(piece);
+                }
+                0
+            }
         };
         gathered.piece(piece, sum, kept);
     }
@@ -188,7 +234,7 @@ impl SendQueue {
         gathered.header(outgoing, &mut self.sealer.lock());
     }
 
-    fn gather(&self, gathered: &mut Gathered, piece: Segment, kept: Kept) {
+    fn gather(&self, gathered: &mut Gathered, piece: (Segment, bool), kept: Kept) {
         self.piece(gathered, &mut self.sealer.lock(), piece, kept);
     }
 
@@ -369,12 +415,16 @@ impl StreamWriter {
         }
         stream.queue.begin(&mut self.gathered, &outgoing);
         for run in &outgoing.payload {
-            for (_, piece) in Pieces::of(&run.segments) {
-                let Some(kept) = run.source.keep() else {
+            let mut slot_sum = None;
+            for (part, piece) in Pieces::of(&run.segments) {
+                let Some(kept) = run.source.keep(part) else {
                     self.gathered.abort();
                     return self.flush().await;
                 };
-                stream.queue.gather(&mut self.gathered, piece, kept);
+                let whole = run.segments[part as usize];
+                let queue = &stream.queue;
+                let is_cached = queue.sum_slot(&mut slot_sum, whole, piece, &kept);
+                queue.gather(&mut self.gathered, (piece, is_cached), kept);
                 if self.gathered.is_full() {
                     self.flush().await?;
                 }
