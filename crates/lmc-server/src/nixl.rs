@@ -35,11 +35,32 @@ pub(crate) use with_nixl::{open, set_variables};
 
 #[cfg(feature = "nixl")]
 mod with_nixl {
+    use std::thread::{self, ScopedJoinHandle};
+
     use anyhow::bail;
     use lmc_transfer::{Address, NixlConfig, has_rdma};
     use tracing::{info, warn};
 
     use super::*;
+    use crate::peers::SERVING_NICE;
+
+    /// Calls `f` on a thread with the nice value of threads that serve peers. The threads that it
+    /// starts inherit the value, those of NIXL and UCX included.
+    fn nicer<T: Send>(f: impl FnOnce() -> T + Send) -> T {
+        let call = || {
+            // Of this thread only; the system refuses lower values alone.
+            let _ = rustix::process::nice(SERVING_NICE.into());
+            f()
+        };
+        let thread = thread::Builder::new().name("lmc-nixl-start".to_owned());
+        thread::scope(|scope| {
+            let called = thread.spawn_scoped(scope, call).map(ScopedJoinHandle::join);
+            match called.expect("a process that starts has threads") {
+                Ok(value) => value,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
 
     /// Variables that UCX and NIXL read when they are loaded; see [`NixlConfig::build`].
     const VARIABLES: [(&str, &str); 4] = [
@@ -89,7 +110,8 @@ mod with_nixl {
             host: listen.host.clone(),
             port: config.p2p_nixl_port,
         };
-        match NixlConfig::new(channel.clone(), at).build() {
+        let channel = NixlConfig::new(channel.clone(), at);
+        match nicer(|| channel.build()) {
             Ok(channel) => {
                 info!("peers: NIXL control connections on {}", channel.address());
                 Ok(Some(Arc::new(channel)))

@@ -163,6 +163,42 @@ fn an_owner_that_is_stopped_in_a_read_costs_no_wrong_byte_by_shared_memory() {
     an_owner_that_ends_in_a_read(libc::SIGSTOP, SHARED_MEMORY);
 }
 
+/// Copies of local engines go first.
+#[test]
+fn threads_that_serve_peers_over_nixl_are_nicer() {
+    if skipped() {
+        return;
+    }
+    let folder = Folder::temporary();
+    let daemon = start(&folder, free_port(), None, "nixl", TCP);
+    let tasks = format!("/proc/{}/task", daemon.process.id());
+    let nice_of = |stat: &str| {
+        let (_, fields) = stat.rsplit_once(") ")?;
+        fields.split(' ').nth(16)?.parse::<i32>().ok()
+    };
+    let ours = std::fs::read_to_string("/proc/self/stat").expect("proc is mounted");
+    let nicer = (nice_of(&ours).expect("a number") + 5).min(19);
+    let mut seen = Vec::new();
+    for task in std::fs::read_dir(tasks).expect("proc is mounted") {
+        // A thread may end meanwhile.
+        let Ok(stat) = std::fs::read_to_string(task.expect("an entry").path().join("stat")) else {
+            continue;
+        };
+        let name = stat
+            .split_once('(')
+            .and_then(|(_, rest)| rest.rsplit_once(") "));
+        let name = name.expect("a name").0.to_owned();
+        if name.starts_with("lmc-nixl") {
+            assert_eq!(nice_of(&stat), Some(nicer), "{stat}");
+            seen.push(name);
+        }
+    }
+    // UCX's progress thread has the name of the thread that started it.
+    for name in ["lmc-nixl", "lmc-nixl-start"] {
+        assert!(seen.iter().any(|one| one == name), "{seen:?}");
+    }
+}
+
 #[test]
 fn nixl_that_is_demanded_and_not_there_ends_the_start() {
     let folder = Folder::temporary();
