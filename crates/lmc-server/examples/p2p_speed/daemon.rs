@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use lmc_backend::Backend;
 use lmc_backend::conformance::test_key;
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
@@ -12,7 +12,7 @@ use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, ArenaConfig, Demand, Prefault};
 use lmc_server::Lender;
-use lmc_transfer::{ChannelConfig, SocketChannel, SocketConfig};
+use lmc_transfer::{Address, ChannelConfig, Key, PeerId, SocketConfig, TransferChannel};
 use tokio::runtime::{Builder, Runtime};
 
 pub(crate) const SPACE: SpaceId = SpaceId::new([1; 16]);
@@ -45,24 +45,82 @@ pub(crate) fn arena(bytes: usize) -> Result<Arc<Arena>> {
     Ok(Arc::new(arena))
 }
 
-/// Opens a channel whose peers read any slot of the memory.
-pub(crate) fn bare_channel(name: &str, memory: &Arc<Arena>) -> Result<SocketChannel> {
-    let mut config = ChannelConfig::new(name.parse()?, Arc::clone(memory));
-    config.open_arena = true;
-    Ok(SocketConfig::new(config, "tcp://127.0.0.1:0".parse()?).build()?)
+/// Transport of the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transport {
+    Sockets,
+    Nixl,
+}
+
+impl Transport {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Sockets => "sockets",
+            Self::Nixl => "nixl",
+        }
+    }
+
+    pub(crate) fn named(name: Option<&str>) -> Result<Self> {
+        match name {
+            Some("sockets") => Ok(Self::Sockets),
+            Some("nixl") => Ok(Self::Nixl),
+            other => bail!("no such transport: {other:?}"),
+        }
+    }
+
+    /// Opens a channel whose peers read any slot of the memory.
+    pub(crate) fn bare_channel(
+        self,
+        name: &str,
+        memory: &Arc<Arena>,
+    ) -> Result<Arc<dyn TransferChannel>> {
+        let mut config = channel(name.parse()?, memory)?;
+        config.open_arena = true;
+        match self {
+            Self::Sockets => Ok(Arc::new(SocketConfig::new(config, any_port()?).build()?)),
+            Self::Nixl => nixl(config),
+        }
+    }
+}
+
+fn any_port() -> Result<Address> {
+    Ok("tcp://127.0.0.1:0".parse()?)
+}
+
+fn channel(id: PeerId, memory: &Arc<Arena>) -> Result<ChannelConfig> {
+    let mut config = ChannelConfig::new(id, Arc::clone(memory));
+    config.keys = Some(Key::new(&[7; 32])?.into());
+    Ok(config)
+}
+
+#[cfg(feature = "nixl")]
+fn nixl(config: ChannelConfig) -> Result<Arc<dyn TransferChannel>> {
+    let channel = lmc_transfer::NixlConfig::new(config, any_port()?).build()?;
+    Ok(Arc::new(channel))
+}
+
+#[cfg(not(feature = "nixl"))]
+fn nixl(_: ChannelConfig) -> Result<Arc<dyn TransferChannel>> {
+    bail!("built without the feature `nixl`")
 }
 
 /// A daemon among its peers.
 pub(crate) struct Daemon {
     pub(crate) engine: CacheEngine,
     pub(crate) memory: Arc<Arena>,
+    pub(crate) tier: Arc<P2pBackend<Lender>>,
     /// Address that peers connect to.
     pub(crate) address: String,
     _runtime: Runtime,
 }
 
 impl Daemon {
-    pub(crate) fn start(name: &str, pool: usize, peers: Vec<String>) -> Result<Self> {
+    pub(crate) fn start(
+        name: &str,
+        pool: usize,
+        peers: Vec<String>,
+        transport: Transport,
+    ) -> Result<Self> {
         let memory = arena(pool)?;
         // As `lmc serve` has it.
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -70,22 +128,29 @@ impl Daemon {
             .worker_threads(cores.clamp(2, 8))
             .enable_all()
             .build()?;
-        let channel = ChannelConfig::new(new_peer_id(name)?, Arc::clone(&memory));
-        let channel = SocketConfig::new(channel, "tcp://127.0.0.1:0".parse()?);
+        let channel = channel(new_peer_id(name)?, &memory)?;
+        let over_nixl = match transport {
+            Transport::Sockets => None,
+            Transport::Nixl => Some(nixl(channel.clone())?),
+        };
+        let channel = SocketConfig::new(channel, any_port()?);
         let node = NodeConfig::new(name, "", pool as u64);
         let mut tier = P2pConfig::new(node, channel);
         tier.peers = peers;
+        tier.nixl = over_nixl;
         let lender = Lender::default();
         let tier = P2pBackend::start(tier, lender.clone(), runtime.handle().clone())?;
         let address = tier.address().to_string();
         let mut config = EngineConfig::default();
         config.runtime = Some(runtime.handle().clone());
-        let tiers: Vec<Arc<dyn Backend>> = vec![Arc::new(tier)];
+        let tier = Arc::new(tier);
+        let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&tier) as Arc<dyn Backend>];
         let engine = CacheEngine::with_tiers(config, Arc::clone(&memory), tiers)?;
         lender.lend(&engine);
         Ok(Self {
             engine,
             memory,
+            tier,
             // Peers are named without the scheme.
             address: address.trim_start_matches("tcp://").to_owned(),
             _runtime: runtime,

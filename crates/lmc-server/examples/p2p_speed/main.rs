@@ -1,7 +1,7 @@
 //! Measures prefixes that one daemon reads from another: what `cargo xtask bench p2p` runs.
 //!
-//! `p2p_speed drive` reads. It starts the owner of the chunks, `p2p_speed own`, as a process of its
-//! own, and obeys lines on its standard input, with a line of JSON for each:
+//! `p2p_speed drive TRANSPORT` reads, over `sockets` or `nixl`. It starts the owner of the chunks,
+//! `p2p_speed own TRANSPORT`, as a process of its own, and obeys lines on its standard input, with a line of JSON for each:
 //!
 //! - `prefixes CHUNKS BYTES PROMPTS AGAIN`: the owner stores PROMPTS prompts of CHUNKS chunks, each of BYTES bytes;
 //!   each is read by a first lease, and then, AGAIN times, by a later lease and over a bare channel
@@ -14,17 +14,19 @@ mod daemon;
 mod owner;
 
 use std::io::BufRead;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use lmc_backend::conformance::check_value;
 use lmc_engine::{LookupRequest, OwnerId, Rank};
+use lmc_key::ChunkKey;
 use lmc_memory::{Pool, PoolConfig, ReservedSlot};
-use lmc_transfer::{Index, PeerId, SocketChannel, TransferChannel, block_on};
+use lmc_transfer::{Index, PeerId, TransferChannel, block_on};
 use serde_json::{Value, json};
 
-use daemon::{BARE_OWNER, Daemon, SPACE, arena, bare_channel, prompt};
+use daemon::{BARE_OWNER, Daemon, SPACE, Transport, arena, prompt};
 use owner::Owner;
 
 /// Bytes of the reader's pool, and of the memory that the bare channel reads into.
@@ -54,7 +56,7 @@ impl Samples {
 struct Reader {
     daemon: Daemon,
     owner: Owner,
-    bare: SocketChannel,
+    bare: Arc<dyn TransferChannel>,
     bare_pool: Pool,
     bare_owner: PeerId,
     /// Number of the next prompt; none is stored twice.
@@ -63,16 +65,16 @@ struct Reader {
 }
 
 impl Reader {
-    fn start() -> Result<Self> {
-        let owner = Owner::start()?;
-        let daemon = Daemon::start("reader", POOL, vec![owner.address.clone()])?;
+    fn start(transport: Transport) -> Result<Self> {
+        let owner = Owner::start(transport)?;
+        let peers = vec![owner.address.clone()];
+        let daemon = Daemon::start("reader", POOL, peers, transport)?;
         let memory = arena(POOL)?;
-        let bare = bare_channel("bare-reader", &memory)?;
+        let bare = transport.bare_channel("bare-reader", &memory)?;
         let bare_owner: PeerId = BARE_OWNER.parse()?;
         let deadline = Instant::now() + STARTING;
         let address = owner.bare_address.parse()?;
-        let connected = TransferChannel::connect(&bare, &bare_owner, &address, None, deadline);
-        block_on(connected)?;
+        block_on(bare.connect(&bare_owner, &address, None, deadline))?;
         let mut this = Self {
             daemon,
             owner,
@@ -85,11 +87,16 @@ impl Reader {
         // Until the peers have exchanged their hellos.
         this.owner.store(1, 4096, 0..1)?;
         let mut samples = Samples::default();
-        while !this.look_up(0, 1, &mut samples)? {
+        while !this.look_up(0, 1, &mut samples)? || !this.reads_by(transport) {
             ensure!(Instant::now() < deadline, "the peers do not connect");
         }
         this.next = 1;
         Ok(this)
+    }
+
+    /// Returns true if bytes have come from the peer over the transport.
+    fn reads_by(&self, transport: Transport) -> bool {
+        transport == Transport::Sockets || self.daemon.tier.node().counters().read_nixl_bytes > 0
     }
 
     /// Looks a prompt up and removes it again. Returns false if less than all of it was found.
@@ -134,8 +141,15 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads slots of the owner over the bare channel.
-    fn by_channel(&mut self, indices: &[Index], len: u64, samples: &mut Samples) -> Result<()> {
+    /// Reads slots of the owner over the bare channel, and compares what was read as after a lookup:
+    /// caches are as warm for the next read.
+    fn by_channel(
+        &mut self,
+        keys: &[ChunkKey],
+        indices: &[Index],
+        len: u64,
+        samples: &mut Samples,
+    ) -> Result<()> {
         let reserve = |_: &Index| self.bare_pool.reserve(len);
         let slots: Option<Vec<ReservedSlot>> = indices.iter().map(reserve).collect();
         let slots = slots.context("no memory for a bare read")?;
@@ -147,6 +161,9 @@ impl Reader {
         self.add_cpu(before, samples)?;
         let read = filled.into_result()?;
         ensure!(read.len() == indices.len(), "a bare read missed slots");
+        for (key, slot) in keys.iter().zip(&read) {
+            check_value(key, slot.bytes())?;
+        }
         Ok(())
     }
 
@@ -176,14 +193,15 @@ impl Reader {
             let offsets = offsets.next().context("too few offsets")?;
             let index = |offset: &u64| Index::arena(incarnation, offset / unit);
             let indices: Vec<Index> = offsets.iter().map(index).collect();
+            let keys = prompt(number, chunks);
             self.by_lease(number, chunks, &mut first)?;
             for turn in 0..again {
                 let turn = number + turn as u64;
                 if turn.is_multiple_of(2) {
                     self.by_lease(number, chunks, &mut later)?;
-                    self.by_channel(&indices, len, &mut bare)?;
+                    self.by_channel(&keys, &indices, len, &mut bare)?;
                 } else {
-                    self.by_channel(&indices, len, &mut bare)?;
+                    self.by_channel(&keys, &indices, len, &mut bare)?;
                     self.by_lease(number, chunks, &mut later)?;
                 }
             }
@@ -197,9 +215,9 @@ impl Reader {
     }
 }
 
-fn drive() -> Result<()> {
-    let mut reader = Reader::start()?;
-    println!("{}", json!({"ready": "p2p"}));
+fn drive(transport: Transport) -> Result<()> {
+    let mut reader = Reader::start(transport)?;
+    println!("{}", json!({"ready": transport.name()}));
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -218,9 +236,10 @@ fn drive() -> Result<()> {
 }
 
 fn main() -> Result<()> {
+    let transport = Transport::named(std::env::args().nth(2).as_deref())?;
     match std::env::args().nth(1).as_deref() {
-        Some("drive") => drive(),
-        Some("own") => owner::serve(),
+        Some("drive") => drive(transport),
+        Some("own") => owner::serve(transport),
         _ => bail!("expected `drive`"),
     }
 }

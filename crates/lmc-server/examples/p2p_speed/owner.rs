@@ -8,10 +8,9 @@ use anyhow::{Context, Result, ensure};
 use lmc_backend::conformance::fill_value;
 use lmc_engine::{CacheEngine, OwnerId, StoreRequest, StoreStart, TenantId};
 use lmc_key::ChunkKey;
-use lmc_transfer::TransferChannel;
 use serde_json::{Value, json};
 
-use crate::daemon::{BARE_OWNER, Daemon, bare_channel, prompt};
+use crate::daemon::{BARE_OWNER, Daemon, Transport, prompt};
 
 /// Bytes of the owner's pool, an eighth of which one peer may lease.
 const POOL: usize = 3 << 30;
@@ -26,10 +25,10 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    pub(crate) fn start() -> Result<Self> {
+    pub(crate) fn start(transport: Transport) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command
-            .arg("own")
+            .args(["own", transport.name()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut child = command.spawn()?;
@@ -81,9 +80,9 @@ impl Drop for Owner {
 }
 
 /// Serves as the owner until its input ends.
-pub(crate) fn serve() -> Result<()> {
-    let daemon = Daemon::start("owner", POOL, Vec::new())?;
-    let bare = bare_channel(BARE_OWNER, &daemon.memory)?;
+pub(crate) fn serve(transport: Transport) -> Result<()> {
+    let daemon = Daemon::start("owner", POOL, Vec::new(), transport)?;
+    let bare = transport.bare_channel(BARE_OWNER, &daemon.memory)?;
     let ready = json!({"address": daemon.address, "bare": bare.address().to_string()});
     println!("{ready}");
     let mut stored: Vec<ChunkKey> = Vec::new();

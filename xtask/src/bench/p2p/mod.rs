@@ -3,19 +3,21 @@
 mod report;
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::transfer::{Batch, Player, iperf};
+use super::transfer::{Batch, Player, iperf, nixl_variables};
 use super::{ceiling, conditions, page};
-use crate::packages;
-use crate::scripts;
+use crate::ucx::Nixl;
+use crate::{packages, scripts, two_sides};
 use report::{BARE, FIRST, LATER, MOONCAKE, Report};
 
-const SECTION: &str = "bench p2p";
-const JSON: &str = "docs/benchmarks/p2p.json";
+/// Section of the page, and file, for each transport.
+const SOCKETS: (&str, &str) = ("bench p2p", "docs/benchmarks/p2p.json");
+const NIXL: (&str, &str) = ("bench p2p nixl", "docs/benchmarks/p2p-nixl.json");
 const KIB: usize = 1 << 10;
 /// Chunks of 256 tokens in a prefix: 4,096 and 16,384 tokens.
 const CHUNKS: [usize; 2] = [16, 64];
@@ -36,6 +38,9 @@ const CELL_SECONDS: f64 = 30.0;
 /// Installs iperf3 where it is not.
 #[derive(Debug, clap::Args)]
 pub(crate) struct P2pArgs {
+    /// Transport of the bytes; `nixl` (UCX over TCP) has a section of its own
+    #[arg(long, value_parser = ["sockets", "nixl"], default_value = "sockets")]
+    transport: String,
     /// Rounds
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
@@ -62,9 +67,12 @@ impl P2pArgs {
 }
 
 /// The measurement of a cell, as a player is asked for it.
-fn line(cell: Batch) -> String {
-    let prompts = (CELL / (cell.count * cell.len)).clamp(PROMPTS.0, PROMPTS.1);
+fn line(cell: Batch, prompts: usize) -> String {
     format!("prefixes {} {} {prompts} {AGAIN}", cell.count, cell.len)
+}
+
+fn prompts(cell: Batch) -> usize {
+    (CELL / (cell.count * cell.len)).clamp(PROMPTS.0, PROMPTS.1)
 }
 
 /// Times of one kind of read, and CPU of both processes.
@@ -98,12 +106,20 @@ impl Reads {
 pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     ensure!(args.rounds > 0, "--rounds takes a number above 0");
     packages::install("iperf3", "iperf3")?;
-    let flags = "--package lmc-server --example p2p_speed";
-    let program = crate::build_release(flags)?.join("examples/p2p_speed");
+    let over_nixl = args.transport == "nixl";
+    let mut flags = "--package lmc-server --example p2p_speed".to_owned();
+    let mut variables = Vec::new();
+    if over_nixl {
+        flags += " --features nixl";
+        let logs = Path::new("target/bench/p2p-nixl");
+        two_sides::fresh(logs)?;
+        variables = nixl_variables(&Nixl::find()?, "tcp", logs);
+    }
+    let program = crate::build_release(&flags)?.join("examples/p2p_speed");
     let mut conditions = conditions::machine();
     let version = conditions::output("iperf3", &["--version"]);
     conditions.push(("iperf3", version.lines().next().unwrap_or("unknown").into()));
-    let mut report = Report::new(conditions);
+    let mut report = Report::new(conditions, over_nixl);
     let mooncake = args.race.then(|| -> Result<_> {
         fs::create_dir_all("target/bench")?;
         let folder = scripts::set_up("xtask/python/mooncake.sh", &[])?;
@@ -113,9 +129,9 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     let rounds = if args.quick { 1 } else { args.rounds };
     for round in 1..=rounds {
         println!("round {round} of {rounds}");
-        let mut player = Player::start(&program, "p2p", &[])?;
+        let mut player = Player::start(&program, &args.transport, &variables)?;
         for cell in args.cells() {
-            let found = player.ask(&line(cell), CELL_SECONDS)?;
+            let found = player.ask(&line(cell, prompts(cell)), CELL_SECONDS)?;
             let missed = found["missed"].as_f64().context("missed")?;
             for kind in [FIRST, LATER, BARE] {
                 report.cell(cell, kind, &Reads::of(&found, kind)?);
@@ -128,7 +144,8 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
             command.args(["xtask/python/mooncake_peer.py", "drive"]);
             let mut player = Player::run(command, MOONCAKE)?;
             for cell in args.cells() {
-                let found = player.ask(&line(cell), CELL_SECONDS)?;
+                // Few prompts: it takes up to ten times as long.
+                let found = player.ask(&line(cell, PROMPTS.0), CELL_SECONDS)?;
                 report.cell(cell, MOONCAKE, &Reads::of(&found, MOONCAKE)?);
             }
         }
@@ -141,8 +158,9 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     let text = report.text(rounds);
     println!("{text}");
     if !(args.dry_run || args.quick) {
-        page::write(SECTION, &text)?;
-        fs::write(JSON, serde_json::to_string_pretty(&report.json())? + "\n")?;
+        let (section, json) = if over_nixl { NIXL } else { SOCKETS };
+        page::write(section, &text)?;
+        fs::write(json, serde_json::to_string_pretty(&report.json())? + "\n")?;
     }
     Ok(true)
 }
@@ -157,6 +175,7 @@ mod tests {
     fn flags_choose_cells() {
         let cells = |quick| {
             let args = P2pArgs {
+                transport: "sockets".to_owned(),
                 rounds: 3,
                 quick,
                 race: false,
@@ -169,7 +188,7 @@ mod tests {
         };
         assert_eq!(cells(true), ["16 × 256 KiB", "16 × 1 MiB", "16 × 4 MiB"]);
         assert_eq!(cells(false).len(), 8);
-        assert!(crate::parse_action("bench p2p --rounds 5 --dry-run").is_ok());
+        assert!(crate::parse_action("bench p2p --rounds 5 --transport nixl --dry-run").is_ok());
     }
 
     #[test]

@@ -40,11 +40,13 @@ pub(super) struct Report {
     conditions: Vec<(&'static str, String)>,
     cells: Rounds,
     ceilings: Rounds,
+    over_nixl: bool,
 }
 
 impl Report {
-    pub(super) fn new(conditions: Vec<(&'static str, String)>) -> Self {
+    pub(super) fn new(conditions: Vec<(&'static str, String)>, over_nixl: bool) -> Self {
         Self {
+            over_nixl,
             conditions,
             cells: Rounds::default(),
             ceilings: Rounds::default(),
@@ -82,10 +84,14 @@ impl Report {
     }
 
     pub(super) fn text(&self, rounds: usize) -> String {
+        let (title, flag, json) = match self.over_nixl {
+            true => (" over NIXL (UCX, TCP)", " --transport nixl", "p2p-nixl"),
+            false => ("", "", "p2p"),
+        };
         let mut text = format!(
-            "## Prefixes read from a peer\n\n`cargo xtask bench p2p`: medians of {rounds} round(s), \
-             the owner and the reader as two processes over loopback; all figures are in \
-             [p2p.json](benchmarks/p2p.json).\n\n"
+            "## Prefixes read from a peer{title}\n\n`cargo xtask bench p2p{flag}`: medians of \
+             {rounds} round(s), the owner and the reader as two processes over loopback; all \
+             figures are in [{json}.json](benchmarks/{json}.json).\n\n"
         );
         for (what, value) in &self.conditions {
             let _ = writeln!(text, "- {what}: {value}");
@@ -181,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_row_has_each_figure_beside_the_bare_channel() {
-        let mut report = Report::new(Vec::new());
+        let mut report = Report::new(Vec::new(), false);
         let cell = Batch::new(16, 1 << 20);
         for (kind, seconds) in [(FIRST, 0.010), (LATER, 0.008), (BARE, 0.004)] {
             let reads = Reads {

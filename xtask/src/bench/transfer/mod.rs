@@ -13,7 +13,7 @@ use crate::packages;
 use crate::two_sides;
 use crate::ucx::Nixl;
 use player::Sample;
-pub(super) use player::{Player, iperf};
+pub(super) use player::{Player, iperf, nixl_variables};
 use report::{Report, Round};
 
 const SECTION: &str = "bench transfer";
@@ -225,7 +225,7 @@ pub(super) fn run(args: &TransferArgs) -> Result<bool> {
             if let (Some((tls, transport)), Ok(nixl)) = (pair.ucx, &nixl) {
                 let logs = Path::new(LOGS);
                 two_sides::fresh(logs)?;
-                let variables = player::nixl_variables(nixl, tls, logs);
+                let variables = nixl_variables(nixl, tls, logs);
                 play(pair, &asked, &program, &variables, &mut report)?;
                 player::expect_transport(logs, transport)?;
             } else if pair.ucx.is_none() {
