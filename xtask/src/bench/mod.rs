@@ -7,6 +7,7 @@ mod figures;
 mod metrics;
 mod p2p;
 mod page;
+mod remote;
 mod rounds;
 mod serve;
 mod server;
@@ -21,6 +22,7 @@ pub(crate) enum BenchAction {
     Disk(disk::DiskArgs),
     Transfer(transfer::TransferArgs),
     P2p(p2p::P2pArgs),
+    Remote(remote::RemoteArgs),
 }
 
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
@@ -29,6 +31,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Disk(args) => disk::run(args),
         BenchAction::Transfer(args) => transfer::run(args),
         BenchAction::P2p(args) => p2p::run(args),
+        BenchAction::Remote(args) => remote::run(args),
     }
 }
 

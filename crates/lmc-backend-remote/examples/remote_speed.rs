@@ -1,0 +1,271 @@
+//! Speed of the tier over a store, or of the bare way to the same store; `cargo xtask bench remote`
+//! runs it. Prints a line of JSON.
+//!
+//! `remote_speed WHO URL BYTES COUNT`: WHO is `lmc`, or `bare`: for `redis://…` the crate `redis`
+//! with as many connections, for `file://…` threads that write, rename and read files. BYTES is
+//! the length of a value, COUNT the number of values.
+
+use std::env;
+use std::fs::{self, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::{StreamExt, stream};
+use lmc_backend::conformance::{fill_value, test_key};
+use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem};
+use lmc_backend_remote::format::Name;
+use lmc_backend_remote::redis::{RedisConfig, RedisStore};
+use lmc_backend_remote::{FileConfig, FileStore, RemoteConfig, RemoteTier, Store};
+use lmc_key::ChunkKey;
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, Prefault, SealedSlot};
+use tokio::runtime::{Builder, Runtime};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// Values that are written and read at a time by the bare way: as many as lmc has connections.
+const AT_ONCE: usize = 4;
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Values that are read one after the other.
+const SINGLES: usize = 32;
+
+struct Figures {
+    put: Duration,
+    get: Duration,
+    /// Of one value, nothing else under way.
+    single: Duration,
+    /// Of headers of all values, at most 512.
+    locate: Option<Duration>,
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let [who, url, len, count] = &arguments[..] else {
+        return Err("expected WHO URL BYTES COUNT".into());
+    };
+    let (len, count): (u64, u64) = (len.parse()?, count.parse()?);
+    let arena = ArenaConfig::anonymous((2 * (count + 1) * len.next_multiple_of(4096)) as usize);
+    // As a server's pool: no call pays for its pages.
+    let arena = arena
+        .with_prefault(Prefault::Background { threads: 2 })
+        .build()?;
+    while arena.prefault_progress().done < arena.prefault_progress().total {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let pool = Pool::new(Arc::new(arena), PoolConfig::default())?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    let keys: Vec<ChunkKey> = (0..count).map(test_key).collect();
+    let slots: Result<Vec<SealedSlot>> = keys.iter().map(|key| filled(&pool, key, len)).collect();
+    let slots = slots?;
+    let figures = match (&**who, url.split_once("://")) {
+        ("lmc", _) => ours(&runtime, url, &pool, &keys, &slots)?,
+        ("bare", Some(("file", folder))) => files(Path::new(folder), &pool, &keys, &slots)?,
+        ("bare", Some(_)) => runtime.block_on(bare_redis(url, &pool, &keys, &slots))?,
+        _ => return Err("expected lmc or bare, and a URL".into()),
+    };
+    let bytes = (count * len) as f64;
+    let speed = |time: Duration| bytes / time.as_secs_f64() / 1e9;
+    let micros = |time: Duration| time.as_secs_f64() * 1e6;
+    println!(
+        "{{\"put_gb_per_s\": {}, \"get_gb_per_s\": {}, \"get_one_us\": {}, \"locate_us\": {}}}",
+        speed(figures.put),
+        speed(figures.get),
+        micros(figures.single),
+        figures.locate.map_or(0.0, micros),
+    );
+    Ok(())
+}
+
+fn filled(pool: &Pool, key: &ChunkKey, len: u64) -> Result<SealedSlot> {
+    let mut slot = pool.reserve(len).ok_or("the pool is full")?;
+    fill_value(key, slot.bytes_mut());
+    Ok(slot.written().seal())
+}
+
+fn ours(
+    runtime: &Runtime,
+    url: &str,
+    pool: &Pool,
+    keys: &[ChunkKey],
+    slots: &[SealedSlot],
+) -> Result<Figures> {
+    let store: Arc<dyn Store> = match url.strip_prefix("file://") {
+        Some(folder) => Arc::new(FileStore::new(FileConfig::new(folder))?),
+        None => Arc::new(RedisStore::new(RedisConfig::new(url.parse()?))?),
+    };
+    let config = RemoteConfig::default();
+    let tier = RemoteTier::start(config, store, runtime.handle().clone());
+    runtime.block_on(async {
+        if !tier.ready(Instant::now() + TIMEOUT).await {
+            return Err("the store does not answer".into());
+        }
+        let items = keys.iter().zip(slots);
+        let items = items.map(|(key, slot)| StoreItem::new(*key, slot.clone()));
+        let begun = Instant::now();
+        let mut stored = tier.store(items.collect(), begun + TIMEOUT);
+        while let Some((_, stored)) = stored.next().await {
+            stored?;
+        }
+        let put = begun.elapsed();
+        let asked = &keys[..keys.len().min(512)];
+        let begun = Instant::now();
+        for located in tier
+            .locate(asked, LocateHint::none(), begun + TIMEOUT)
+            .await
+        {
+            if !matches!(located?, Located::Present(_)) {
+                return Err("a value is missing".into());
+            }
+        }
+        let locate = begun.elapsed();
+        let load = async |keys: &[ChunkKey], slots: &[SealedSlot]| -> Result<()> {
+            let item = |(key, slot): (&ChunkKey, &SealedSlot)| {
+                Some(LoadItem::new(*key, pool.reserve(slot.len())?))
+            };
+            let items: Option<Vec<_>> = keys.iter().zip(slots).map(item).collect();
+            let items = items.ok_or("the pool is full")?;
+            let mut loaded = tier.load(items, Instant::now() + TIMEOUT);
+            while let Some((_, loaded)) = loaded.next().await {
+                loaded.hit().ok_or("a miss")?;
+            }
+            Ok(())
+        };
+        let begun = Instant::now();
+        load(keys, slots).await?;
+        let get = begun.elapsed();
+        let mut singles = Vec::new();
+        for n in 0..SINGLES.min(keys.len()) {
+            let begun = Instant::now();
+            load(&keys[n..n + 1], &slots[n..n + 1]).await?;
+            singles.push(begun.elapsed());
+        }
+        Ok(Figures {
+            put,
+            get,
+            single: median(singles),
+            locate: Some(locate),
+        })
+    })
+}
+
+/// The crate `redis`: its parser copies a value once, and so does the way into the slot.
+async fn bare_redis(
+    url: &str,
+    pool: &Pool,
+    keys: &[ChunkKey],
+    slots: &[SealedSlot],
+) -> Result<Figures> {
+    let client = redis::Client::open(url)?;
+    let mut connections = Vec::new();
+    for _ in 0..AT_ONCE {
+        connections.push(client.get_multiplexed_async_connection().await?);
+    }
+    let name = |key: &ChunkKey| format!("bare/{}", Name::Value(*key));
+    let set = async |n: usize| -> Result<()> {
+        let mut connection = connections[n % AT_ONCE].clone();
+        let mut set = redis::cmd("SET");
+        set.arg(name(&keys[n])).arg(slots[n].bytes());
+        Ok(set.query_async(&mut connection).await?)
+    };
+    let get = async |n: usize| -> Result<()> {
+        let mut connection = connections[n % AT_ONCE].clone();
+        let mut get = redis::cmd("GET");
+        let value: Vec<u8> = get.arg(name(&keys[n])).query_async(&mut connection).await?;
+        let mut slot = pool.reserve(value.len() as u64).ok_or("the pool is full")?;
+        slot.bytes_mut().copy_from_slice(&value);
+        Ok(())
+    };
+    let begun = Instant::now();
+    let all: Vec<Result<()>> = stream::iter(0..keys.len())
+        .map(&set)
+        .buffered(AT_ONCE)
+        .collect()
+        .await;
+    all.into_iter().collect::<Result<()>>()?;
+    let put = begun.elapsed();
+    let begun = Instant::now();
+    let all: Vec<Result<()>> = stream::iter(0..keys.len())
+        .map(&get)
+        .buffered(AT_ONCE)
+        .collect()
+        .await;
+    all.into_iter().collect::<Result<()>>()?;
+    let all_read = begun.elapsed();
+    let mut singles = Vec::new();
+    for n in 0..SINGLES.min(keys.len()) {
+        let begun = Instant::now();
+        get(n).await?;
+        singles.push(begun.elapsed());
+    }
+    Ok(Figures {
+        put,
+        get: all_read,
+        single: median(singles),
+        locate: None,
+    })
+}
+
+/// Threads with the calls of the standard library, without the page cache.
+fn files(folder: &Path, pool: &Pool, keys: &[ChunkKey], slots: &[SealedSlot]) -> Result<Figures> {
+    let path = |key: &ChunkKey| -> PathBuf {
+        folder
+            .join("bare")
+            .join(Name::Value(*key).to_string().replace('/', "-"))
+    };
+    fs::create_dir_all(folder.join("bare"))?;
+    let each = |one: &(dyn Fn(usize) -> Result<()> + Sync)| -> Result<Duration> {
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            let part = |first| move || (first..keys.len()).step_by(AT_ONCE).try_for_each(one);
+            let threads: Vec<_> = (0..AT_ONCE).map(|first| scope.spawn(part(first))).collect();
+            let mut ends = threads.into_iter().map(|thread| thread.join());
+            ends.try_for_each(|end| end.map_err(|_| "a thread panicked")?)
+        })?;
+        Ok(begun.elapsed())
+    };
+    let write = |n: usize| -> Result<()> {
+        let temporary = path(&keys[n]).with_extension("new");
+        let mut file = direct()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(&temporary)?;
+        file.write_all(slots[n].bytes())?;
+        Ok(fs::rename(&temporary, path(&keys[n]))?)
+    };
+    let read = |n: usize| -> Result<()> {
+        let mut slot = pool.reserve(slots[n].len()).ok_or("the pool is full")?;
+        let mut file = direct().read(true).open(path(&keys[n]))?;
+        Ok(file.read_exact(slot.bytes_mut())?)
+    };
+    let (put, get) = (each(&write)?, each(&read)?);
+    let mut singles = Vec::new();
+    for n in 0..SINGLES.min(keys.len()) {
+        let begun = Instant::now();
+        read(n)?;
+        singles.push(begun.elapsed());
+    }
+    fs::remove_dir_all(folder.join("bare"))?;
+    Ok(Figures {
+        put,
+        get,
+        single: median(singles),
+        locate: None,
+    })
+}
+
+fn direct() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.custom_flags(libc::O_DIRECT);
+    options
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied().unwrap_or_default()
+}

@@ -1,0 +1,186 @@
+//! `cargo xtask bench remote`: the tier of shared stores beside the bare way to the same stores.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::rounds::{Rounds, shown};
+use super::{conditions, page};
+use crate::{packages, ports};
+
+const SECTION: &str = "bench remote";
+const JSON: &str = "docs/benchmarks/remote.json";
+/// Bytes of the values of one cell.
+const BYTES: u64 = 256 << 20;
+const LENS: [(&str, u64); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)];
+const FIGURES: [&str; 4] = ["put_gb_per_s", "get_gb_per_s", "get_one_us", "locate_us"];
+const SERVER: &str = "redis-benchmark";
+
+/// Measures the tier of shared stores beside the bare clients; writes docs/benchmarks.md.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RemoteArgs {
+    /// Rounds; figures are medians of them
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+    /// Folder of a file system for the store of files
+    #[arg(long, value_name = "PATH", default_value = "target")]
+    dir: PathBuf,
+    /// Write nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// A server that ends with this.
+struct Redis {
+    child: Child,
+    port: u16,
+}
+
+impl Redis {
+    fn start(folder: &Path) -> Result<Self> {
+        let port = ports::free()?;
+        let mut command = Command::new("redis-server");
+        command.args(["--port", &port.to_string(), "--bind", "127.0.0.1"]);
+        command
+            .args(["--save", "", "--appendonly", "no", "--dir"])
+            .arg(folder);
+        let child = command
+            .stdout(Stdio::null())
+            .spawn()
+            .context("redis-server")?;
+        let this = Self { child, port };
+        let until = Instant::now() + Duration::from_secs(10);
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            ensure!(Instant::now() < until, "redis-server does not listen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(this)
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
+    super::check_amounts(args.rounds, 1.0, 1.0)?;
+    packages::install("redis-server", "redis-server")?;
+    packages::install("redis-benchmark", "redis-tools")?;
+    let built = crate::build_release(
+        "--package lmc-backend-remote --example remote_speed --features conformance,redis",
+    )?;
+    let speed = built.join("examples/remote_speed");
+    let folder = args.dir.join("lmc-bench-remote");
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let folder = fs::canonicalize(&folder)?;
+    let conditions = conditions::machine();
+    let mut cells = Rounds::default();
+    for round in 1..=args.rounds {
+        for (name, len) in LENS {
+            println!("round {round} of {}: {name}", args.rounds);
+            let redis = Redis::start(&folder)?;
+            let url = format!("redis://127.0.0.1:{}", redis.port);
+            for who in ["lmc", "bare"] {
+                let row = format!("Redis, {name}");
+                cells.add(&row, who, &measure(&speed, who, &url, len)?);
+            }
+            cells.add(&format!("Redis, {name}"), SERVER, &server(redis.port, len)?);
+            drop(redis);
+            let url = format!("file://{}", folder.display());
+            for who in ["lmc", "bare"] {
+                let row = format!("files, {name}");
+                cells.add(&row, who, &measure(&speed, who, &url, len)?);
+                for entry in fs::read_dir(&folder)?.flatten() {
+                    let _ = fs::remove_dir_all(entry.path());
+                }
+            }
+        }
+    }
+    let _ = fs::remove_dir_all(&folder);
+    let text = text(&conditions, &cells);
+    println!("{text}");
+    if !args.dry_run {
+        page::write(SECTION, &text)?;
+        let value = json!({"conditions": conditions.iter().map(|(k, v)| json!([k, v])).collect::<Vec<_>>(), "cells": cells.json()});
+        fs::write(JSON, serde_json::to_string_pretty(&value)? + "\n")?;
+    }
+    Ok(true)
+}
+
+fn measure(speed: &Path, who: &str, url: &str, len: u64) -> Result<Vec<(&'static str, f64)>> {
+    let mut command = Command::new(speed);
+    command.args([who, url, &len.to_string(), &(BYTES / len).to_string()]);
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {text}{said}");
+    let found: Value = serde_json::from_str(text.trim())?;
+    let figure = |name: &'static str| Some((name, found[name].as_f64().filter(|&it| it > 0.0)?));
+    Ok(FIGURES.into_iter().filter_map(figure).collect())
+}
+
+/// Redis's own benchmark with values of this length, which drops what it reads.
+fn server(port: u16, len: u64) -> Result<Vec<(&'static str, f64)>> {
+    let mut figures = Vec::new();
+    for (test, name) in [("set", FIGURES[0]), ("get", FIGURES[1])] {
+        let mut command = Command::new(SERVER);
+        command.args(["-p", &port.to_string(), "-t", test, "-d", &len.to_string()]);
+        let count = (BYTES / len).to_string();
+        command.args(["-n", &count, "-r", &count, "-c", "4", "--csv"]);
+        let output = command.output().context(SERVER)?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let rate = text.lines().last().and_then(|line| line.split(',').nth(1));
+        let rate = rate.and_then(|rate| rate.trim_matches('"').parse::<f64>().ok());
+        let rate = rate.with_context(|| format!("{command:?} printed {text}"))?;
+        figures.push((name, rate * len as f64 / 1e9));
+    }
+    Ok(figures)
+}
+
+fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
+    let mut text = "## Shared stores beside the bare way to them\n\n\
+        `cargo xtask bench remote`. 256 MiB of values of one length, written and read over loopback or on the file system of `target`. \
+        *bare* is the crate `redis` on as many connections, with the value copied into the slot; for files four threads that write, rename and read. Files are written and read without the page cache by both. \
+        lmc also makes and compares the checksums of all values. \
+        *one* is the time of a single value; *heads* that of the headers of all values, at most 512.\n\n"
+        .to_owned();
+    for (name, value) in conditions {
+        let _ = writeln!(text, "- {name}: {value}");
+    }
+    text.push_str("\n| store | put, lmc | of bare | of redis-benchmark | get, lmc | of bare | of redis-benchmark | one, lmc | one, bare | heads |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n");
+    for row in cells.rows() {
+        let speed = |what| shown(cells.median(row, "lmc", what), |it| format!("{it:.2} GB/s"));
+        let share = |what, of| {
+            shown(cells.between(row, ["lmc", of], what, |a, b| a / b), |it| {
+                format!("{:.0} %", it * 100.0)
+            })
+        };
+        let micros = |who, what| shown(cells.median(row, who, what), |it| format!("{it:.0} µs"));
+        let [put, get, one, heads] = FIGURES;
+        let _ = writeln!(
+            text,
+            "| {row} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            speed(put),
+            share(put, "bare"),
+            share(put, SERVER),
+            speed(get),
+            share(get, "bare"),
+            share(get, SERVER),
+            micros("lmc", one),
+            micros("bare", one),
+            micros("lmc", heads),
+        );
+    }
+    text
+}
