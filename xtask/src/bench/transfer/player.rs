@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
 use super::Batch;
@@ -204,8 +204,12 @@ pub(in crate::bench) fn iperf(
     for _ in 0..50 {
         let why = match shown::capture(&mut client, limit(seconds)) {
             Ok(text) => {
-                let found = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
-                return parse_iperf(&found);
+                let found: Value = serde_json::from_str(&text).context("iperf3 printed no JSON")?;
+                // Some versions end well with an error.
+                match found["error"].as_str() {
+                    None => return parse_iperf(&found),
+                    Some(error) => anyhow!("iperf3: {error}"),
+                }
             }
             Err(why) => why,
         };
