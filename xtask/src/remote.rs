@@ -15,7 +15,8 @@ pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
     println!("\n==> redis");
     let had = packages::install("redis-server", "redis-server")
-        .and_then(|()| packages::install("redis-cli", "redis-tools"));
+        .and_then(|()| packages::install("redis-cli", "redis-tools"))
+        .and_then(|()| packages::install("openssl", "openssl"));
     match had {
         Ok(()) => outcomes.ran("redis", tests("redis")),
         Err(why) => outcomes.skip("redis", &why),

@@ -518,3 +518,70 @@ fn a_stranger_that_is_no_redis_is_an_error() {
     );
     assert!(lens_of(&rig.tier, &[test_key(1)], soon())[0].is_err());
 }
+
+/// Has the URL of the server in the process that trusts its certificate.
+const TLS_URL: &str = "LMC_TEST_TLS_URL";
+
+fn openssl(folder: &Folder, line: &str) {
+    let mut command = Command::new("openssl");
+    command.current_dir(&**folder).args(line.split_whitespace());
+    let done = command.output().expect("openssl runs");
+    assert!(done.status.success(), "{done:?}");
+}
+
+#[test]
+#[ignore = "needs redis-server and openssl: cargo xtask test-remote"]
+fn values_go_over_tls_to_servers_whose_certificate_is_trusted() {
+    if let Ok(url) = std::env::var(TLS_URL) {
+        let rig = Rig::new(&url);
+        rig.write(0..10);
+        assert_eq!(rig.hits(0..10, soon()), 10);
+        return;
+    }
+    let folder = Folder::temporary();
+    let key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes";
+    openssl(
+        &folder,
+        &format!("req -x509 {key} -keyout ca.key -out ca.crt -subj /CN=lmc -days 2"),
+    );
+    openssl(
+        &folder,
+        &format!("req {key} -keyout server.key -out server.csr -subj /CN=localhost"),
+    );
+    std::fs::write(folder.join("names"), "subjectAltName=DNS:localhost\n").unwrap();
+    openssl(
+        &folder,
+        "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out server.crt -days 2 -extfile names",
+    );
+    let file = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let (cert, server_key, authority) = (file("server.crt"), file("server.key"), file("ca.crt"));
+    let port = free_port();
+    let options = [
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        &cert,
+        "--tls-key-file",
+        &server_key,
+        "--tls-ca-cert-file",
+        &authority,
+        "--tls-auth-clients",
+        "no",
+    ];
+    let _server = Server::start(&options);
+    let url = format!("rediss://localhost:{port}");
+    let test = "values_go_over_tls_to_servers_whose_certificate_is_trusted";
+    let trusting = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .env(TLS_URL, &url)
+        .env("SSL_CERT_FILE", &authority)
+        .output()
+        .unwrap();
+    assert!(trusting.status.success(), "{trusting:?}");
+    // Here it is a stranger's.
+    let rig = Rig::with(&url, |_| {});
+    until("the tier is out", || {
+        matches!(rig.tier.health(), Health::Down { .. })
+    });
+    assert!(rig.store(0..1)[0].is_err());
+}
