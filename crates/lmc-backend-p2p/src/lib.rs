@@ -32,6 +32,7 @@ pub mod message;
 mod node;
 mod owner;
 mod peers;
+mod probe;
 mod reading;
 mod recent;
 mod resolve;

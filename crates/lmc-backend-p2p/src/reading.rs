@@ -172,7 +172,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     }
                 }
                 Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
-                Err(reason) => silent = Some(format!("{peer}: {reason}")),
+                Err(reason) => {
+                    self.probe(&peer);
+                    silent = Some(format!("{peer}: {reason}"));
+                }
             }
         }
         if heard < asked {

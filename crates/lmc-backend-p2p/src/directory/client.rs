@@ -399,7 +399,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
             match answer {
                 Ok(found) if found.settled || !found.candidates.is_empty() => return Some(found),
                 Ok(found) => unsettled = Some(found),
-                Err(reason) => tracing::debug!(directory = %peer, reason, "no answer"),
+                Err(reason) => {
+                    self.probe(&peer);
+                    tracing::debug!(directory = %peer, reason, "no answer");
+                }
             }
         }
         unsettled
