@@ -54,7 +54,7 @@ pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};
 pub use peers::{Failure, GonePeer, PeerCounters};
 pub use spaces::{Difference, Mismatch};
-pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use status::{DirectoryUse, Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
 pub use unfit::Unfit;
 
 /// The README's examples, compiled and run with the doctests.
