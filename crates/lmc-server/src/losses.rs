@@ -75,7 +75,7 @@ impl News {
     }
 }
 
-/// What became of chunks, and what an operator can do.
+/// A loss of chunks, with what an operator can do.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Warning {
     Dropped,
@@ -163,7 +163,7 @@ mod tests {
 
     /// Reads that a peer's death cut off were once warned of as chunks that a drive had lost.
     #[test]
-    fn failed_reads_are_told_from_failed_writes_and_those_of_peers_from_others() {
+    fn failed_reads_are_not_failed_writes_and_those_of_peers_are_named() {
         let losses = Losses {
             dropped: 0,
             write_failed: 2,

@@ -48,7 +48,7 @@ pub(super) struct SimChunks {
     /// Random numbers, and the calls of the node of which one, on average, finds the chunks
     /// cleared and computed again.
     clears: Arc<Mutex<(Rng, u64)>>,
-    /// What happens right before and right after the chunks of the next lease are held.
+    /// Functions to call right before and right after the chunks of the next lease are held.
     at_lease: Arc<Mutex<[Option<Hook>; 2]>>,
 }
 

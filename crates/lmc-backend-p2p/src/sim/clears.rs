@@ -32,8 +32,8 @@ fn clear_both(net: &Net, keys: &[ChunkKey]) {
     net.chunks(1).learn(net.chunks(0).known_epoch());
 }
 
-/// What is leased then is newer than the reader knows: read under the reader's epoch it would be
-/// taken for what was cleared.
+/// Chunks that are leased then are newer than the reader knows: read under the reader's epoch, they
+/// would be taken for those that were cleared.
 #[test]
 fn chunks_that_are_cleared_between_a_locate_and_its_lease_are_misses() {
     run(async {
