@@ -32,7 +32,6 @@ pub mod message;
 mod node;
 mod owner;
 mod peers;
-mod probe;
 mod reading;
 mod recent;
 mod resolve;
@@ -54,7 +53,7 @@ pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};
 pub use peers::{Failure, GonePeer, PeerCounters};
 pub use spaces::{Difference, Mismatch};
-pub use status::{DirectoryUse, Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
 pub use unfit::Unfit;
 
 /// The README's examples, compiled and run with the doctests.

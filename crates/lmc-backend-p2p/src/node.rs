@@ -739,16 +739,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 // The answer comes when the peer has read.
                 Ok(Reply::Copying(_)) => {}
                 Ok(reply) => {
-                    peer.answered(now().saturating_duration_since(sent), now());
+                    peer.answered(now().saturating_duration_since(sent));
                     if *reply == Reply::Refused(Refusal::NoHello) {
                         // It has lost what it knew of this side.
                         peer.hello = None;
                     }
                 }
-                Err(reason) => {
-                    let allowed = deadline.saturating_duration_since(sent);
-                    peer.failed(reason.clone(), allowed, now());
-                }
+                Err(reason) => peer.failed(reason.clone(), now()),
             }
         }
         reply

@@ -15,6 +15,9 @@
 
 pub mod format;
 
+mod open;
+pub use open::{OpenError, StoreOptions, check_url, open_store};
+
 mod posix;
 pub use posix::{Collected, FileConfig, FileStore};
 

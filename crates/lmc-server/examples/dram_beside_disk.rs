@@ -67,7 +67,6 @@ fn request(owner: u64, keys: &[ChunkKey]) -> LookupRequest {
     let rank = Rank {
         space: SPACE,
         kv_rank: 0,
-        chunk_bytes: None,
     };
     LookupRequest::new(OwnerId(owner), hashes, vec![rank])
 }

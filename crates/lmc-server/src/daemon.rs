@@ -23,7 +23,7 @@ use crate::config::{
 use crate::http::{self, Http};
 use crate::peers::Peers;
 use crate::signals::Signals;
-use crate::{disk, log, losses, nixl, occupant, peers, pool, transfer_config};
+use crate::{disk, log, losses, nixl, occupant, peers, pool, remote, transfer_config};
 
 /// Name of traffic without a salt in LMCache's tools.
 pub const DEFAULT_SALT: &str = "_default";
@@ -410,6 +410,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let mut policy = TierPolicy::default();
         policy.write = config.disk_write;
         policy.admit = config.disk_admit;
+        policy.fill = config.disk_fill;
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
         lower.push(LowerTier::new(disk::open(config, arena)?, policy));
     }
@@ -421,6 +422,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tier = Arc::clone(peers) as Arc<dyn Backend>;
         lower.push(LowerTier::new(tier, policy));
     }
+    lower.extend(remote::open(config)?);
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;

@@ -19,6 +19,7 @@ mod open_files;
 mod peers;
 mod pool;
 mod pool_size;
+mod remote;
 mod signals;
 mod tools;
 mod vllm;

@@ -22,7 +22,7 @@ lmc-testkit: lmc-memory
 lmc-engine: lmc-key lmc-memory lmc-backend lmc-backend-local
 lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-engine
 lmc-vllm-adapter: lmc-key lmc-memory lmc-backend lmc-engine
-lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-engine lmc-transfer lmc-vllm-adapter";
+lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer lmc-vllm-adapter";
 
 /// Helpers for tests, which every crate may use in its own.
 const TESTKIT: &str = "lmc-testkit";

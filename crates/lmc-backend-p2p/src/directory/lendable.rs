@@ -34,6 +34,7 @@ impl Lendable {
     }
 
     /// Returns the number of chunks.
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.chunks.len()
     }

@@ -4,7 +4,6 @@
 
 mod channels;
 mod chunks;
-mod clears;
 mod directory;
 mod net;
 mod owners;
@@ -34,11 +33,10 @@ fn space() -> SpaceId {
     SpaceId::new([7; 16])
 }
 
-/// Returns the key of a chunk of a prompt. All chunks have other bytes, because these follow from
-/// the first eight of the hash.
+/// Returns the key of a chunk of a prompt.
 fn key(prompt: u64, chunk: u64) -> ChunkKey {
     let mut hash = [0; 32];
-    hash[..8].copy_from_slice(&(prompt << 32 | chunk).to_le_bytes());
+    hash[..8].copy_from_slice(&prompt.to_le_bytes());
     hash[8..16].copy_from_slice(&chunk.to_le_bytes());
     ChunkKey {
         space: space(),

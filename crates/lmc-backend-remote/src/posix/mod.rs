@@ -151,10 +151,7 @@ impl FileStore {
             let done = self.run(items.to_vec(), deadline, all);
             done.map(move |done| match done {
                 Ok(results) => results,
-                Err(StoreError::Deadline) => (0..len).map(|_| Err(StoreError::Deadline)).collect(),
-                Err(error) => (0..len)
-                    .map(|_| Err(StoreError::unavailable(&error)))
-                    .collect(),
+                Err(error) => (0..len).map(|_| Err(error.again())).collect(),
             })
         });
         let results = futures_util::future::join_all(jobs).await;

@@ -6,6 +6,7 @@
 mod locate;
 mod permits;
 mod promote;
+mod shared_clears;
 mod uses;
 mod write_queue;
 
@@ -77,8 +78,7 @@ pub struct LowerStatus {
     pub promoted: u64,
     /// Payload bytes of the chunks promoted from the tier.
     pub promoted_bytes: u64,
-    /// Chunks that the tier was said to have and did not have, or not as they had been stored, or
-    /// with another length than chunks of their space have.
+    /// Chunks that the tier was said to have and did not have, or not as they had been stored.
     pub promote_missed: u64,
     /// Chunks that could not be read, or not in time.
     pub promote_failed: u64,
@@ -240,6 +240,9 @@ impl LowerTiers {
         };
         for index in 0..this.tiers.tiers.len() {
             this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
+        }
+        if this.tiers.has_shared() {
+            this.spawn(Arc::clone(&this.tiers).follow_clears());
         }
         Ok(this)
     }

@@ -18,7 +18,8 @@ pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use log_level::filter_of;
 pub use parse::{
-    HostPort, LogFormat, PeerTransport, PoolSize, SegmentName, StateDir, TransferMode, policy_name,
+    HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir, TransferMode,
+    policy_name,
 };
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};

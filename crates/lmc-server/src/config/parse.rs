@@ -11,6 +11,7 @@ use lmc_key::{HashAlgorithm, IdentityText};
 use lmc_memory::{Demand, SharedName};
 use lmc_vllm_adapter::TrustedUsers;
 
+use super::secret::mask_passwords;
 use super::setting::Raw;
 use super::size::{self, GIB};
 use super::suggest::nearest;
@@ -568,13 +569,64 @@ pub(crate) fn peer_name(raw: &Raw) -> Result<Option<String>, String> {
     }
 }
 
-pub(crate) fn serve_rate(raw: &Raw) -> Result<Option<u64>, String> {
+pub(crate) fn bound(raw: &Raw) -> Result<Option<u64>, String> {
     match raw.text()? {
         text if text.eq_ignore_ascii_case("none") => Ok(None),
         text => match size::parse_bytes(text, 1)? {
             0 => Err("expected more than 0 bytes, or none".to_owned()),
             bytes => Ok(Some(bytes)),
         },
+    }
+}
+
+/// URL of a shared store. Its password is shown nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RemoteUrl(String);
+
+impl RemoteUrl {
+    /// Returns the URL with its password.
+    pub(crate) fn with_secrets(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Display for RemoteUrl {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&mask_passwords(&self.0))
+    }
+}
+
+impl fmt::Debug for RemoteUrl {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "RemoteUrl({self})")
+    }
+}
+
+impl FromStr for RemoteUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        lmc_backend_remote::check_url(text).map_err(|error| error.to_string())?;
+        Ok(Self(text.to_owned()))
+    }
+}
+
+pub(crate) fn remote_url(raw: &Raw) -> Result<Option<RemoteUrl>, String> {
+    match raw.text()? {
+        text if text.is_empty() || text.eq_ignore_ascii_case("none") => Ok(None),
+        text => text
+            .parse()
+            .map(Some)
+            .map_err(|error| format!("{error}, or none")),
+    }
+}
+
+pub(crate) fn optional_duration(raw: &Raw) -> Result<Option<Duration>, String> {
+    match raw.text()? {
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        _ => positive_duration(raw)
+            .map(Some)
+            .map_err(|error| format!("{error}, or none")),
     }
 }
 

@@ -97,6 +97,14 @@ impl ServeConfig {
                 ),
             );
         }
+        for (name, is_set) in [
+            ("remote-size", self.remote_size.is_some()),
+            ("remote-ttl", self.remote_ttl.is_some()),
+        ] {
+            if is_set && self.remote.is_none() {
+                layers.refuse(name, "requires --remote");
+            }
+        }
         if self.p2p_listen.is_none() && !self.p2p_peers.is_empty() {
             layers.refuse("p2p-peer", "requires --p2p-listen");
         }

@@ -21,6 +21,8 @@ pub enum Group {
     Disk,
     /// The tier of peers.
     Peers,
+    /// The tier of a shared store.
+    Remote,
     /// Timeouts of leases, sessions and workers.
     Lifetimes,
     /// The stream of KV events.
@@ -40,6 +42,7 @@ impl Group {
             Self::Eviction => "Eviction",
             Self::Disk => "Disk",
             Self::Peers => "Peers",
+            Self::Remote => "Shared store",
             Self::Lifetimes => "Lifetimes",
             Self::Events => "KV events",
             Self::Log => "Log",

@@ -15,7 +15,8 @@ use lmc_vllm_adapter::TrustedUsers;
 use super::layers::Layers;
 use super::log_level;
 use super::parse::{
-    self, HostPort, LogFormat, PeerTransport, PoolSize, SegmentName, StateDir, TransferMode,
+    self, HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir,
+    TransferMode,
 };
 use super::setting::{Group, Info, Shape};
 
@@ -127,6 +128,8 @@ settings! {
         disk_write: WritePolicy = "disk-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
         /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life. A number up to 14: a chunk only when it was found that many times after it was computed.
         disk_admit: Admission = "disk-admit", Value "WHICH", "always", parse::admission;
+        /// Write chunks to disk that are read from peers or from the store of --remote, too.
+        disk_fill: bool = "disk-fill", Switch "BOOL", "false", parse::switch;
         /// Timeout of reads from disk and from peers. A chunk that is later is a miss, and the engine computes it.
         disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
         /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.
@@ -166,7 +169,25 @@ settings! {
         /// Longest wait for chunks that an engine of a peer is writing.
         p2p_pending_timeout: Duration = "p2p-pending-timeout", Value "SECONDS", "500ms", parse::duration;
         /// Bytes that peers may read from this server in a second; none sets no bound.
-        p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::serve_rate;
+        p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::bound;
+    }
+    Remote {
+        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; none uses no store.
+        remote: Option<RemoteUrl> = "remote", Value "URL", "none", parse::remote_url;
+        /// Most bytes of the chunks in a shared folder, those of all daemons together; the oldest are removed. Give all daemons the same size. none sets no bound.
+        remote_size: Option<u64> = "remote-size", Value "SIZE", "none", parse::bound;
+        /// Age at which a chunk in the store is removed. A chunk that is read at more than half of it becomes as young as a new one, so that prefixes in use stay. none removes none by age.
+        remote_ttl: Option<Duration> = "remote-ttl", Value "SECONDS", "none", parse::optional_duration;
+        /// When chunks are written to the store. through: every chunk at once. back: a chunk only when it is evicted from memory, and at a clean shutdown.
+        remote_write: WritePolicy = "remote-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
+        /// Which chunks are written to the store: always, second, or a number of uses, as for --disk-admit.
+        remote_admit: Admission = "remote-admit", Value "WHICH", "always", parse::admission;
+        /// Time that the store has to say which chunks it has: the delay of a prompt that no tier has.
+        remote_locate_timeout: Duration = "remote-locate-timeout", Value "SECONDS", "50ms", parse::positive_duration;
+        /// Timeout of reads from the store; later chunks are misses. A store that takes longer to answer a lookup counts as failed, and is left out after five failures until it answers again.
+        remote_timeout: Duration = "remote-timeout-seconds", Value "SECONDS", "5", parse::positive_duration;
+        /// Time for which a chunk that the store does not have is not asked for again; 0 asks each time. A chunk that another daemon stores meanwhile is computed here, too.
+        remote_negative_ttl: Duration = "remote-negative-ttl", Value "SECONDS", "2", parse::duration;
     }
     Lifetimes {
         /// Time for which the chunks that a lookup found stay leased for its engine at most.

@@ -353,7 +353,7 @@ fn a_wrong_tier_table_is_refused_with_what_is_known() {
         (
             "kind = \"redis\"\nurl = \"r\"",
             "lmc.toml: tier 1",
-            "[\"peers\", \"disk\"], found \"redis\"",
+            "[\"peers\", \"disk\", \"remote\"], found \"redis\"",
         ),
         ("kind = \"disk\"", "lmc.toml: tier 1", "expected url"),
         (

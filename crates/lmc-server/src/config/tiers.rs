@@ -39,6 +39,20 @@ const KINDS: &[(&str, &[Key])] = &[
             ("io", "disk_io"),
             ("depth", "disk_depth"),
             ("state_dir", "state_dir"),
+            ("fill", "disk_fill"),
+        ],
+    ),
+    (
+        "remote",
+        &[
+            ("url", "remote"),
+            ("size", "remote_size"),
+            ("ttl", "remote_ttl"),
+            ("write", "remote_write"),
+            ("admit", "remote_admit"),
+            ("locate_timeout", "remote_locate_timeout"),
+            ("timeout", "remote_timeout_seconds"),
+            ("negative_ttl", "remote_negative_ttl"),
         ],
     ),
 ];

@@ -1,0 +1,42 @@
+//! The tier of a shared store as the configuration asks for it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
+use lmc_engine::{LowerTier, TierPolicy};
+use tokio::runtime::Handle;
+use tracing::info;
+
+use crate::config::ServeConfig;
+
+/// Time that the store has to answer before the server goes on without it.
+const START: Duration = Duration::from_millis(500);
+
+/// Starts the tier, if the configuration has one. Blocks for a moment. A server starts without its
+/// store, which is reached in the background.
+pub(crate) fn open(config: &ServeConfig) -> Result<Option<LowerTier>> {
+    let Some(url) = &config.remote else {
+        return Ok(None);
+    };
+    let mut options = StoreOptions::default();
+    options.max_bytes = config.remote_size;
+    options.ttl = config.remote_ttl;
+    let store = open_store(url.with_secrets(), options);
+    let store = store.map_err(|error| anyhow!("--remote {url}: {error}"))?;
+    let mut tier = RemoteConfig::default();
+    tier.absent_ttl = config.remote_negative_ttl;
+    tier.timeout = config.remote_timeout;
+    let runtime = Handle::current();
+    let tier = RemoteTier::start(tier, store, runtime.clone());
+    // Most stores answer at once: then the engine knows from the start what was cleared.
+    runtime.block_on(tier.ready(Instant::now() + START));
+    let mut policy = TierPolicy::default();
+    policy.write = config.remote_write;
+    policy.admit = config.remote_admit;
+    policy.locate_timeout = config.remote_locate_timeout;
+    policy.read_timeout = Some(config.remote_timeout);
+    info!("remote: {url}");
+    Ok(Some(LowerTier::new(Arc::new(tier), policy)))
+}
