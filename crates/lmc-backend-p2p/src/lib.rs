@@ -32,6 +32,7 @@ pub mod message;
 mod node;
 mod owner;
 mod peers;
+mod probe;
 mod reading;
 mod recent;
 mod resolve;
@@ -53,7 +54,7 @@ pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};
 pub use peers::{Failure, GonePeer, PeerCounters};
 pub use spaces::{Difference, Mismatch};
-pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use status::{DirectoryUse, Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
 pub use unfit::Unfit;
 
 /// The README's examples, compiled and run with the doctests.

@@ -739,13 +739,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 // The answer comes when the peer has read.
                 Ok(Reply::Copying(_)) => {}
                 Ok(reply) => {
-                    peer.answered(now().saturating_duration_since(sent));
+                    peer.answered(now().saturating_duration_since(sent), now());
                     if *reply == Reply::Refused(Refusal::NoHello) {
                         // It has lost what it knew of this side.
                         peer.hello = None;
                     }
                 }
-                Err(reason) => peer.failed(reason.clone(), now()),
+                Err(reason) => {
+                    let allowed = deadline.saturating_duration_since(sent);
+                    peer.failed(reason.clone(), allowed, now());
+                }
             }
         }
         reply

@@ -142,6 +142,10 @@ pub(crate) struct Peer {
     /// Share of what the peer may lease that it had leased when it last said so.
     pub(crate) load: u8,
     answers: BackOff,
+    /// Time that the request had whose failure began the last pause.
+    allowed: Duration,
+    /// True from the begin of a pause until the peer is asked whether it is only slow.
+    is_unprobed: bool,
     /// Leases, and reads by any transport.
     lending: BackOff,
     /// Reads over NIXL.
@@ -182,6 +186,12 @@ impl BackOff {
         (self.failures, self.until) = (0, None);
     }
 
+    /// Notes that what failed works, only slowly: the pause is no longer than a first one.
+    fn worked_late(&mut self, now: Instant) {
+        self.failures = 0;
+        self.until = self.until.map(|until| until.min(now + self.bounds.0));
+    }
+
     pub(crate) fn is_over(&self, now: Instant) -> bool {
         self.until.is_none_or(|until| until <= now)
     }
@@ -205,6 +215,8 @@ impl Peer {
             reads: 0,
             load: 0,
             answers: BackOff::new(BACK_OFF),
+            allowed: Duration::ZERO,
+            is_unprobed: false,
             lending: BackOff::new(READ_BACK_OFF),
             nixl: BackOff::new(READ_BACK_OFF),
             last_failure: None,
@@ -218,10 +230,20 @@ impl Peer {
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
-    pub(crate) fn answered(&mut self, after: Duration) {
+    /// Notes an answer. One that would have been in time for the request that failed last ends the
+    /// pause.
+    pub(crate) fn answered(&mut self, after: Duration, now: Instant) {
         self.round_trip += WEIGHT * (after.as_secs_f64() - self.round_trip);
         self.replies += 1;
-        self.answers.succeeded();
+        match after <= self.allowed || self.answers.is_over(now) {
+            true => self.answers.succeeded(),
+            false => self.answers.worked_late(now),
+        }
+    }
+
+    /// Returns true once for each pause.
+    pub(crate) fn begin_probe(&mut self) -> bool {
+        std::mem::take(&mut self.is_unprobed)
     }
 
     /// Returns the measured seconds from a request to its answer.
@@ -250,9 +272,12 @@ impl Peer {
         self.reads += 1;
     }
 
-    pub(crate) fn failed(&mut self, reason: String, now: Instant) {
+    /// Notes that a request failed, which had this time to be answered.
+    pub(crate) fn failed(&mut self, reason: String, allowed: Duration, now: Instant) {
         self.counters.failed += 1;
-        self.answers.failed(now);
+        if self.answers.failed(now) {
+            (self.allowed, self.is_unprobed) = (allowed, true);
+        }
         self.last_failure = Some(Failure::new(reason, now));
     }
 

@@ -151,7 +151,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
             };
             heard += 1;
             match answer {
-                Ok(Reply::Located(located)) if located.states.len() == keys.len() => {
+                Ok(Reply::Located(mut located)) if located.states.len() == keys.len() => {
+                    self.refuse_misfits(&peer, hint, &mut located);
                     // Once one has all, the others have as long again: they may be less loaded,
                     // and are asked where the first does not lend.
                     if located.has_all() {
@@ -171,7 +172,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     }
                 }
                 Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
-                Err(reason) => silent = Some(format!("{peer}: {reason}")),
+                Err(reason) => {
+                    self.probe(&peer);
+                    silent = Some(format!("{peer}: {reason}"));
+                }
             }
         }
         if heard < asked {
@@ -218,6 +222,26 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
         };
         keys.iter().enumerate().map(answer).collect()
+    }
+
+    /// Counts chunks of another length than that which is looked up as absent, and pauses the peer
+    /// that claims to have them.
+    fn refuse_misfits(&self, peer: &PeerId, hint: &LocateHint, located: &mut LocatedMessage) {
+        let Some(chunk_bytes) = hint.chunk_bytes else {
+            return;
+        };
+        let wrong = located.states.iter_mut().filter(|state| {
+            let len = state.bytes();
+            len.is_some_and(|len| len != chunk_bytes)
+        });
+        let wrong = wrong.map(|state| *state = ChunkState::Absent).count();
+        if wrong > 0 {
+            self.count_of(peer, |peer| {
+                peer.counters.missed += wrong as u64;
+                let reason = "it has chunks of another length than their space's";
+                peer.lent_badly(reason.to_owned(), now());
+            });
+        }
     }
 
     /// Returns the payload bytes of a chunk that a peer has, unless there is no such chunk.

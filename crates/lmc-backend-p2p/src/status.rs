@@ -101,6 +101,33 @@ pub struct Holding {
     pub pool: u64,
 }
 
+/// Use of a directory by this daemon, since the directory was connected.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct DirectoryUse {
+    /// True for the directory that is asked first now.
+    pub is_asked: bool,
+    /// Prompts whose holders it was asked for, and answered.
+    pub answered: u64,
+    /// Of those, prompts for which it named a holder.
+    pub found: u64,
+    /// Prompts for which it gave no answer in time.
+    pub failed: u64,
+    /// Chunks that this daemon can lend, and announces.
+    pub chunks: u64,
+    /// True while it does not know all of them.
+    pub is_behind: bool,
+    /// Limit for which it did not keep all of them.
+    pub limit: Option<u64>,
+}
+
+impl DirectoryUse {
+    pub(crate) fn answered(&mut self, found: bool) {
+        self.answered += 1;
+        self.found += u64::from(found);
+    }
+}
+
 /// State of one connected peer. Texts are as the peer sent them: escape them before they are shown.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
@@ -130,6 +157,8 @@ pub struct PeerStatus {
     pub load: f64,
     /// Content of the peer's memory; none where the peer does not say.
     pub holds: Option<Holding>,
+    /// Use of the peer as a directory; none for any other peer.
+    pub directory: Option<DirectoryUse>,
     /// Leases that the peer has here.
     pub leases: usize,
     /// Payload bytes leased to the peer here.
@@ -149,10 +178,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let (leases, leased_bytes) = self.leased();
         // Not while the peers are locked: grants lock them the other way round.
         let leased = self.owner.lock().by_session();
+        let asked = self.asked_directory();
         let peers = self.peers.lock();
         let status = |peer: &Peer| {
             let leased = leased.get(&peer.session).copied();
-            self.peer_status(peer, leased.unwrap_or_default(), &own.spaces)
+            let mut status = self.peer_status(peer, leased.unwrap_or_default(), &own.spaces);
+            if let Some(directory) = &mut status.directory {
+                directory.is_asked = asked.as_ref() == Some(&peer.session.peer);
+            }
+            status
         };
         let mut connected: Vec<PeerStatus> = peers.iter().map(status).collect();
         connected.sort_by(|a, b| (&a.name, &a.id).cmp(&(&b.name, &b.id)));
@@ -199,6 +233,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
             read_bytes_per_second: peer.read_rate(),
             load: f64::from(peer.load) / 255.0,
             holds,
+            directory: peer.is_directory().then(|| {
+                let of_directory = self.finds.of_directory.lock();
+                let its = of_directory.get(&peer.session.peer);
+                its.copied().unwrap_or_default()
+            }),
             leases,
             leased_bytes,
             spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),

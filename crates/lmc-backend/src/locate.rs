@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use crate::ClearEpoch;
 
-/// Advice for a lookup. A tier may ignore it, and finds the same chunks with and without it.
+/// Advice for a lookup. A tier may ignore it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocateHint {
     /// Sources to ask first, for a tier that has several: names or addresses as an operator knows
     /// them. Unknown ones are ignored. Default: none.
     pub sources: Arc<[String]>,
+    /// Payload bytes that each chunk has, where that is known: a source that claims another length
+    /// does not have the chunk. Default: none.
+    pub chunk_bytes: Option<u64>,
 }
 
 impl LocateHint {
@@ -27,12 +30,20 @@ impl LocateHint {
         self.sources = sources;
         self
     }
+
+    /// Sets the payload bytes that each chunk has.
+    #[must_use]
+    pub fn with_chunk_bytes(mut self, chunk_bytes: Option<u64>) -> Self {
+        self.chunk_bytes = chunk_bytes;
+        self
+    }
 }
 
 impl Default for LocateHint {
     fn default() -> Self {
         Self {
             sources: Arc::new([]),
+            chunk_bytes: None,
         }
     }
 }

@@ -50,7 +50,7 @@ impl CacheEngine {
         let resident = local.contains(keys);
         let all_resident = resident.iter().all(Option::is_some);
         let sources = match self.lower() {
-            Some(lower) if !all_resident => lower.tiers().sources_now(keys),
+            Some(lower) if !all_resident => lower.tiers().sources_now(keys, None),
             _ => Vec::new(),
         };
         let mut sources = sources.into_iter();
@@ -126,13 +126,14 @@ impl CacheEngine {
         // What is promoted stays until the others are leased.
         let mut promoted = None;
         if let Some(lower) = self.lower().filter(|_| Instant::now() < deadline) {
-            let sources = lower.tiers().sources_now(keys);
+            let sources = lower.tiers().sources_now(keys, None);
             let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
             if sources.iter().any(|source| *source != Source::Dram) {
                 let prompt = Prompt {
                     owner,
                     tenant,
                     keys: keys.to_vec(),
+                    chunk_bytes: None,
                     sources,
                     first: 0,
                     deadline,
@@ -167,6 +168,7 @@ impl CacheEngine {
         let rank = Rank {
             space: first.space,
             kv_rank: first.kv_rank,
+            chunk_bytes: hint.chunk_bytes,
         };
         let hashes = keys.iter().map(|key| key.hash).collect();
         let request = LookupRequest::new(PEERS, hashes, vec![rank]);

@@ -27,7 +27,7 @@
 //! ticket.bytes_mut().copy_from_slice(b"hello");
 //! engine.commit(vec![ticket]);
 //!
-//! let ranks = vec![Rank { space, kv_rank: 0 }];
+//! let ranks = vec![Rank { space, kv_rank: 0, chunk_bytes: None }];
 //! let found = engine.lookup(LookupRequest::new(OwnerId(2), vec![hash], ranks)).wait_blocking();
 //! assert_eq!(found.hits, 1);
 //! let leases = found.into_leases().expect("one rank was found");

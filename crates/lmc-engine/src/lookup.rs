@@ -7,6 +7,7 @@ use std::time::Instant;
 use lmc_backend::LocateHint;
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_memory::SealedSlot;
 use pollster::block_on;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
@@ -21,6 +22,9 @@ pub struct Rank {
     pub space: SpaceId,
     /// KV rank of the chunks.
     pub kv_rank: u16,
+    /// Payload bytes that each chunk of the space has, where that is known: a chunk of another
+    /// length is a miss.
+    pub chunk_bytes: Option<u64>,
 }
 
 /// Limits the bytes that lookups keep from eviction.
@@ -287,10 +291,13 @@ impl CacheEngine {
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
         for &rank in &request.ranks {
-            let keys = request.keys(rank, reach);
-            let leases = self.lease_and_offer(request.owner, &keys);
+            let mut keys = request.keys(rank, reach);
+            let leases = self.lease_fitting(request.owner, rank, &mut keys);
             let sources = match self.lower() {
-                Some(lower) => lower.tiers().locate_now(&keys[leases.len()..]),
+                Some(lower) => {
+                    let rest = &keys[leases.len()..];
+                    lower.tiers().locate_now(rest, rank.chunk_bytes)
+                }
                 None => Sources {
                     found: Vec::new(),
                     is_final: true,
@@ -338,6 +345,21 @@ impl CacheEngine {
         });
         Lookup(State::Promoting(Promotion { task, found }))
     }
+
+    /// Leases the leading chunks in DRAM. Ends `keys` at one of another length than its rank's, and
+    /// removes it: such a chunk can come from a peer that copied it here before an engine of its
+    /// space was known.
+    fn lease_fitting(&self, owner: OwnerId, rank: Rank, keys: &mut Vec<ChunkKey>) -> Leases {
+        let mut leases = self.lease_and_offer(owner, keys);
+        let wrong = |slot: &SealedSlot| rank.chunk_bytes.is_some_and(|len| slot.len() != len);
+        let wrong = leases.iter().position(wrong);
+        if let Some(at) = wrong {
+            leases.truncate(at);
+            self.local().remove(&keys[at..=at]);
+            keys.truncate(at);
+        }
+        leases
+    }
 }
 
 /// Asks the tiers that have to be asked, then promotes the chunks that are worth it.
@@ -352,7 +374,9 @@ async fn promote(
     let asked = known.iter_mut().map(|rank| async {
         let rest = &rank.keys[rank.leases.len()..];
         let known = std::mem::take(&mut rank.sources);
-        let found = tiers.locate(rest, known, &request.hint).await;
+        let hint = request.hint.clone();
+        let hint = hint.with_chunk_bytes(rank.rank.chunk_bytes);
+        let found = tiers.locate(rest, known, &hint).await;
         rank.sources = Sources {
             found,
             is_final: true,
@@ -379,6 +403,7 @@ async fn promote(
             tenant: request.tenant,
             first: resident,
             keys: rank.keys,
+            chunk_bytes: rank.rank.chunk_bytes,
             sources: rank.sources.found,
             deadline,
         };

@@ -117,6 +117,7 @@ fn request(ranks: &[Rank], numbers: Range<u64>) -> LookupRequest {
 const RANK: Rank = Rank {
     space: SPACE,
     kv_rank: 0,
+    chunk_bytes: None,
 };
 
 /// Looks up one rank, and checks every byte that is found.
@@ -311,6 +312,34 @@ fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
     assert_idle(&engine);
 }
 
+/// Chunks that a peer gave with another length than their space's, and with digests that matched,
+/// were once committed and then failed at each retrieve.
+#[test]
+fn a_chunk_of_another_length_than_its_space_has_is_a_counted_miss_in_every_tier() {
+    let rank = |chunk_bytes| Rank {
+        chunk_bytes: Some(chunk_bytes),
+        ..RANK
+    };
+    for tier in [MemoryBackend::shared(), MemoryBackend::default()] {
+        put(&tier, SPACE, 0..4, ClearEpoch::default());
+        let engine = engine(64, vec![Arc::new(tier)]);
+        let hits = |chunk_bytes| {
+            let lookup = engine.lookup(request(&[rank(chunk_bytes)], 0..4));
+            lookup.wait_blocking().hits
+        };
+        assert_eq!(hits(CHUNK / 2), 0);
+        assert!(status(&engine, 0).promote_missed > 0);
+        assert_eq!(status(&engine, 0).promoted, 0, "nothing is read");
+        assert_eq!(hits(CHUNK), 4);
+        // What came to DRAM while no length was known gives way to what engines store.
+        assert_eq!(hits(CHUNK / 2), 0);
+        let stored = write(&engine, SPACE, 0, 0..4);
+        assert_eq!(stored, 1, "the first was removed");
+        assert_eq!(hits(CHUNK), 4);
+        assert_idle(&engine);
+    }
+}
+
 #[test]
 fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
     let tier = Scripted {
@@ -437,6 +466,7 @@ fn ranks_are_joined_and_a_rank_without_a_chunk_ends_the_prefix() {
     let rank = |kv_rank| Rank {
         space: SPACE,
         kv_rank,
+        chunk_bytes: None,
     };
     write(&engine, SPACE, 0, 0..6);
     write(&engine, SPACE, 1, 0..4);

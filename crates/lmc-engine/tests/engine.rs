@@ -91,7 +91,11 @@ fn write(engine: &CacheEngine, requests: &[StoreRequest]) -> usize {
 fn lookup(engine: &CacheEngine, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
     let hashes = keys.iter().map(|key| key.hash).collect();
     let space = SpaceId::new([1; 16]);
-    let ranks = vec![Rank { space, kv_rank: 0 }];
+    let ranks = vec![Rank {
+        space,
+        kv_rank: 0,
+        chunk_bytes: None,
+    }];
     let found = engine.lookup(LookupRequest::new(owner, hashes, ranks));
     let found = found.try_found().expect("there is only DRAM");
     let none = || {

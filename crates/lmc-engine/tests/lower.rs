@@ -101,6 +101,7 @@ fn lookup(engine: &CacheEngine, owner: u64, keys: &[ChunkKey]) -> Lookup {
     let rank = Rank {
         space: SPACE,
         kv_rank: 0,
+        chunk_bytes: None,
     };
     engine.lookup(LookupRequest::new(OwnerId(owner), hashes, vec![rank]))
 }

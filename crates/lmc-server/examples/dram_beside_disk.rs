@@ -67,6 +67,7 @@ fn request(owner: u64, keys: &[ChunkKey]) -> LookupRequest {
     let rank = Rank {
         space: SPACE,
         kv_rank: 0,
+        chunk_bytes: None,
     };
     LookupRequest::new(OwnerId(owner), hashes, vec![rank])
 }

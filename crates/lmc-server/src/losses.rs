@@ -1,5 +1,5 @@
-//! Warns of chunks that lower tiers lose. Stores and lookups succeed without them, so no client
-//! reports them.
+//! Warns of chunks that lower tiers lose or do not give back. Stores and lookups succeed without
+//! them, so no client reports them.
 
 use std::time::Duration;
 
@@ -11,10 +11,12 @@ use tracing::warn;
 
 /// Time between two reads of the counters.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Name of the tier of peers.
+const PEERS: &str = "peers";
 /// Shortest time between two warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
-/// Chunks that a tier has lost.
+/// Chunks that a tier has lost or did not give back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Losses {
     dropped: u64,
@@ -73,20 +75,52 @@ impl News {
     }
 }
 
-fn warn_of(tier: &str, losses: Losses) {
-    let remedy = match losses.dropped {
-        0 => "GET /status says what is wrong with it",
-        _ => {
-            "chunks come faster than it writes: add drives, or write less with --disk-admit second"
+/// A loss of chunks, with what an operator can do.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Warning {
+    Dropped,
+    WriteFailed,
+    ReadFailed,
+    PeerReadFailed,
+}
+
+impl Warning {
+    /// Returns the warnings of a tier's losses, each with the number of chunks.
+    fn of(tier: &str, losses: Losses) -> impl Iterator<Item = (Self, u64)> {
+        let read_failed = match tier {
+            PEERS => Self::PeerReadFailed,
+            _ => Self::ReadFailed,
+        };
+        let all = [
+            (Self::Dropped, losses.dropped),
+            (Self::WriteFailed, losses.write_failed),
+            (read_failed, losses.promote_failed),
+        ];
+        all.into_iter().filter(|(_, chunks)| *chunks > 0)
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Dropped => {
+                "chunks were not written to a lower tier, and will be misses once memory evicts them: they come faster than it writes; add drives, or write less with --disk-admit second"
+            }
+            Self::WriteFailed => {
+                "chunks could not be written to a lower tier, and will be misses once memory evicts them: GET /status says what is wrong with it"
+            }
+            Self::ReadFailed => {
+                "chunks could not be read from a lower tier, and are recomputed: GET /status says what is wrong with it"
+            }
+            Self::PeerReadFailed => {
+                "chunks could not be read from a peer, and are recomputed: `lmc peers` shows which peer failed and why, and docs/p2p.md what to do"
+            }
         }
-    };
-    warn!(
-        tier,
-        dropped = losses.dropped,
-        write_failed = losses.write_failed,
-        read_failed = losses.promote_failed,
-        "a lower tier lost chunks, which will be misses once memory evicts them: {remedy}"
-    );
+    }
+}
+
+fn warn_of(tier: &str, losses: Losses) {
+    for (warning, chunks) in Warning::of(tier, losses) {
+        warn!(tier, chunks, "{}", warning.text());
+    }
 }
 
 #[cfg(test)]
@@ -125,5 +159,19 @@ mod tests {
             ..Losses::default()
         };
         assert_eq!(look(&disk, 201), Some(read_failed));
+    }
+
+    /// Reads that a peer's death cut off were once warned of as chunks that a drive had lost.
+    #[test]
+    fn failed_reads_are_not_failed_writes_and_those_of_peers_are_named() {
+        let losses = Losses {
+            dropped: 0,
+            write_failed: 2,
+            promote_failed: 3,
+        };
+        let of = |tier| Warning::of(tier, losses).collect::<Vec<_>>();
+        let write_failed = (Warning::WriteFailed, 2);
+        assert_eq!(of("disk"), [write_failed, (Warning::ReadFailed, 3)]);
+        assert_eq!(of(PEERS), [write_failed, (Warning::PeerReadFailed, 3)]);
     }
 }

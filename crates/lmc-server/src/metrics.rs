@@ -153,7 +153,7 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.write_failed),
     ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.promoted),
     ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.promoted_bytes),
-    ("lmc_tier_fetches_missed_total", "counter", "Reads from this tier that found no chunk, or a chunk that failed its checksum.", |t| t.promote_missed),
+    ("lmc_tier_fetches_missed_total", "counter", "Chunks that this tier was said to have and did not have, or not as they had been stored, or with another length than chunks of their space have.", |t| t.promote_missed),
     ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.promote_failed),
     ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
     ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),

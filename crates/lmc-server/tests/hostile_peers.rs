@@ -52,8 +52,19 @@ struct Memory {
 impl Memory {
     /// Lets a peer read as many chunks as it asked for, of any bytes.
     fn grant(&self, channel: &SocketChannel, to: &PeerId, count: usize) -> Vec<(Index, u64)> {
+        self.grant_of(channel, to, count, LEN)
+    }
+
+    /// As [`Self::grant`], of chunks of `len` bytes.
+    fn grant_of(
+        &self,
+        channel: &SocketChannel,
+        to: &PeerId,
+        count: usize,
+        len: u64,
+    ) -> Vec<(Index, u64)> {
         let chunk = |_| {
-            let mut slot = self.pool.reserve(LEN).expect("the pool is large");
+            let mut slot = self.pool.reserve(len).expect("the pool is large");
             slot.bytes_mut().fill(0x5a);
             slot.written().seal()
         };
@@ -366,6 +377,27 @@ fn lengths_that_lie_are_no_hits() {
     });
     let mut daemon = Daemon::start(liar.port);
     daemon.until_counted("missed");
+    daemon.goes_on();
+}
+
+/// A false length at the lookup and at the lease, with digests of the bytes that are granted: they
+/// were once committed, and then failed at each retrieve.
+#[test]
+fn chunks_of_another_length_than_their_space_has_are_no_hits() {
+    let len = LEN / 2;
+    let liar = has_everything(len, move |channel, memory, peer, lease| {
+        let granted = memory.grant_of(channel, peer, lease.keys.len(), len);
+        let keys = lease.keys.keys();
+        let chunk = |((index, sum), key): ((Index, u64), &ChunkKey)| ChunkLease::Granted {
+            index,
+            len,
+            digest: chunk_digest(key, sum),
+        };
+        granted.into_iter().zip(&keys).map(chunk).collect()
+    });
+    let mut daemon = Daemon::start(liar.port);
+    daemon.until_counted("missed");
+    assert_eq!(daemon.counter("read"), 0.0);
     daemon.goes_on();
 }
 

@@ -399,6 +399,18 @@ fn daemons_find_each_other_through_directories_that_come_and_go() {
     until("both know that the third has them, too", || {
         entries(&first) == 2.0 * CHUNKS as f64 && entries(&second) == 2.0 * CHUNKS as f64
     });
+    until(
+        "the third shows which directory it asks, and that it knows all",
+        || {
+            let shown = lmc_peers(&third, &[]);
+            let asked = format!("at {}: asked, knows {CHUNKS} chunks of this side", at[0]);
+            let other = format!("at {}: not asked now, knows {CHUNKS} chunks", at[1]);
+            shown.contains(&asked) && shown.contains(&other)
+        },
+    );
+    let hosted = lmc_peers(&first, &[]);
+    let entries_there = format!("2 members, {} of at most", 2 * CHUNKS);
+    assert!(hosted.contains(&entries_there), "{hosted}");
     // The first directory is killed: the second answers.
     drop(first);
     let fourth = member(&directories);

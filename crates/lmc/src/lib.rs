@@ -225,6 +225,7 @@ impl PromptCache {
         let rank = Rank {
             space: self.space,
             kv_rank: 0,
+            chunk_bytes: None,
         };
         let request = LookupRequest::new(self.owner(), hashes, vec![rank]);
         self.engine.lookup(request)

@@ -13,7 +13,9 @@ mod serve;
 mod server;
 mod transfer;
 
-use anyhow::{Result, ensure};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
 
 /// Benchmarks beside the peers and the local ceilings.
 #[derive(Debug, clap::Subcommand)]
@@ -23,6 +25,8 @@ pub(crate) enum BenchAction {
     Transfer(transfer::TransferArgs),
     P2p(p2p::P2pArgs),
     Remote(remote::RemoteArgs),
+    /// Measures a directory of chunks by itself: bytes of an entry, look-ups, 1,000 members
+    Directory,
 }
 
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
@@ -32,7 +36,16 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Transfer(args) => transfer::run(args),
         BenchAction::P2p(args) => p2p::run(args),
         BenchAction::Remote(args) => remote::run(args),
+        BenchAction::Directory => directory(),
     }
+}
+
+fn directory() -> Result<bool> {
+    let release = crate::build_release("--package lmc-backend-p2p --example directory_scale")?;
+    let program = release.join("examples/directory_scale");
+    let ran = Command::new(&program).status();
+    let ran = ran.with_context(|| format!("cannot run {}", program.display()))?;
+    Ok(ran.success())
 }
 
 /// Refuses numbers with which nothing would be measured.

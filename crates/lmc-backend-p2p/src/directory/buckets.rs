@@ -136,6 +136,21 @@ impl Buckets {
         of_it.map(|entry| tag_of(*entry))
     }
 
+    /// Brings the buckets of some fingerprints into the cache. Their reads wait for memory together;
+    /// each look-up waits by itself.
+    pub(crate) fn touch(&self, fingerprints: &[Fingerprint]) {
+        const LINE: usize = 64 / size_of::<u64>();
+        let mut sum = 0;
+        for &fingerprint in fingerprints {
+            let bucket = &self.buckets[self.number_of(fingerprint)];
+            sum ^= bucket
+                .iter()
+                .step_by(LINE)
+                .fold(0, |sum, entry| sum ^ entry);
+        }
+        std::hint::black_box(sum);
+    }
+
     /// Adds an entry. Returns false if it is there already.
     pub(crate) fn insert(&mut self, fingerprint: Fingerprint, tag: u16) -> bool {
         let (number, entry) = (self.number_of(fingerprint), entry(fingerprint, tag));

@@ -19,6 +19,7 @@ use crate::daemon_link::tcp_address;
 use crate::link::{Link, now, until};
 use crate::message::{Reply, Request};
 use crate::node::Node;
+use crate::status::DirectoryUse;
 
 /// Time between two announcements to a directory, at least; what changes meanwhile goes together.
 const FLUSH_EVERY: Duration = Duration::from_millis(100);
@@ -156,6 +157,8 @@ struct Announcing {
 /// Counters of the member's side.
 #[derive(Debug, Default)]
 pub(crate) struct Finds {
+    /// Use of each connected directory.
+    pub(crate) of_directory: Mutex<HashMap<PeerId, DirectoryUse>>,
     /// Questions that a directory answered.
     pub(crate) asked: AtomicU64,
     /// Questions that no directory answered.
@@ -175,6 +178,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Sets which of the connected peers are named in the configuration: those that are asked for
     /// every prompt, and directories, the first first.
     pub fn set_contacts(&self, named: HashSet<PeerId>, directories: Vec<PeerId>) {
+        let mut of_directory = self.finds.of_directory.lock();
+        of_directory.retain(|directory, _| directories.contains(directory));
+        drop(of_directory);
         *self.contacts.lock() = Contacts { named, directories };
     }
 
@@ -238,6 +244,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     .lock()
                     .get(&peer)
                     .is_some_and(|peer| peer.is_directory());
+                self.finds
+                    .of_directory
+                    .lock()
+                    .entry(peer.clone())
+                    .or_default();
                 let state = announcing
                     .entry(peer.clone())
                     .or_insert_with(|| Announcing {
@@ -323,6 +334,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
             Ok(Announced::Applied | Announced::Full { .. }) => now + FLUSH_EVERY,
             Ok(Announced::Busy) | Err(_) => now + FAILED_PAUSE,
         };
+        if let Some(of_it) = self.finds.of_directory.lock().get_mut(peer) {
+            of_it.chunks = lendable.len() as u64;
+            of_it.is_behind = lendable.has_news(&state.progress);
+            of_it.limit = match answer {
+                Ok(Announced::Full { limit }) => Some(limit),
+                Err(_) => of_it.limit,
+                Ok(_) => None,
+            };
+        }
         if matches!(answer, Ok(Announced::Full { .. })) {
             self.finds.full.fetch_add(1, Ordering::Relaxed);
         }
@@ -377,6 +397,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
         ToAsk { peers, unknown }
     }
 
+    /// Returns the directory that is asked first now.
+    pub(crate) fn asked_directory(&self) -> Option<PeerId> {
+        let directories = self.contacts.lock().directories.clone();
+        let peers = self.peers.lock();
+        directories.into_iter().find(|directory| {
+            let peer = peers.get(directory);
+            peer.is_some_and(|peer| peer.is_directory() && peer.can_be_asked(now()))
+        })
+    }
+
     /// Asks the directories one after the other until one answers.
     async fn find(self: &Arc<Self>, keys: &[ChunkKey], deadline: Instant) -> Option<Found> {
         let directories = self.contacts.lock().directories.clone();
@@ -396,10 +426,19 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // The other half is for those that it names.
             let half = deadline.saturating_duration_since(now()) / 2;
             let answer = self.directory(&peer).find(find.clone(), now() + half).await;
+            if let Some(of_it) = self.finds.of_directory.lock().get_mut(&peer) {
+                match &answer {
+                    Ok(found) => of_it.answered(!found.candidates.is_empty()),
+                    Err(_) => of_it.failed += 1,
+                }
+            }
             match answer {
                 Ok(found) if found.settled || !found.candidates.is_empty() => return Some(found),
                 Ok(found) => unsettled = Some(found),
-                Err(reason) => tracing::debug!(directory = %peer, reason, "no answer"),
+                Err(reason) => {
+                    self.probe(&peer);
+                    tracing::debug!(directory = %peer, reason, "no answer");
+                }
             }
         }
         unsettled

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use lmc_transfer::{Address, PeerEvent, SocketChannel, SocketConfig, SocketError, TransferChannel};
 use parking_lot::{Mutex, RwLock};
+use serde::Serialize;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
@@ -38,7 +39,7 @@ const MEMBER_RATE: f64 = 2000.0;
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counters of a directory since its start.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[non_exhaustive]
         pub struct DirectoryCounters {
             $($(#[$doc])* pub $name: u64,)*
@@ -84,7 +85,7 @@ counters! {
 }
 
 /// Usage of a directory, and its counters.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DirectoryStatus {
     /// Members that are connected, or were within the last seconds.

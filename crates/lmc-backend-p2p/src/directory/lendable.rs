@@ -34,7 +34,6 @@ impl Lendable {
     }
 
     /// Returns the number of chunks.
-    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.chunks.len()
     }

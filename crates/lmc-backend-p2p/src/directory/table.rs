@@ -9,6 +9,9 @@ use super::message::{Announce, Announced, Candidate};
 use super::runs::Runs;
 use crate::owner::Session;
 
+/// Keys of a prompt whose buckets are brought into the cache together.
+const TOUCHED: usize = 16;
+
 /// Bounds of a [`Table`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -358,7 +361,13 @@ impl Table {
     ) -> Vec<Candidate> {
         let own = self.by_session.get(asker).copied();
         let mut runs = Runs::new(self.numbers.len());
-        for (at, key) in keys.enumerate() {
+        let keys: Vec<Fingerprint> = keys.collect();
+        for (at, &key) in keys.iter().enumerate() {
+            // Not before the first is found: most prompts that are asked for are known to no member.
+            if at % TOUCHED == 1 {
+                let end = keys.len().min(at + TOUCHED);
+                self.entries.touch(&keys[at..end]);
+            }
             let may_begin = |number| Some(number) != own && self.answering(number).is_some();
             if !runs.note(at, self.entries.tags(key, turn), may_begin) {
                 break;

@@ -38,7 +38,7 @@ struct State {
 }
 
 /// The chunks of one daemon.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct SimChunks {
     pub(super) pool: Pool,
     memory: Memory,
@@ -48,7 +48,17 @@ pub(super) struct SimChunks {
     /// Random numbers, and the calls of the node of which one, on average, finds the chunks
     /// cleared and computed again.
     clears: Arc<Mutex<(Rng, u64)>>,
+    /// Functions to call right before and right after the chunks of the next lease are held.
+    at_lease: Arc<Mutex<[Option<Hook>; 2]>>,
 }
+
+impl std::fmt::Debug for SimChunks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SimChunks")
+    }
+}
+
+type Hook = Box<dyn FnOnce() + Send>;
 
 impl SimChunks {
     pub(super) fn new(slots: u64, memory: Memory) -> Self {
@@ -68,6 +78,7 @@ impl SimChunks {
             state: Arc::new(Mutex::new(state)),
             changed: Arc::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
+            at_lease: Arc::default(),
         }
     }
 
@@ -80,6 +91,23 @@ impl SimChunks {
     /// Clears the chunks at any moment from now on: right before one call of `calls`.
     pub(super) fn clear_at_any_moment(&self, seed: u64, calls: u64) {
         *self.clears.lock() = (Rng::new(seed), calls);
+    }
+
+    /// Lets something happen right before the chunks of the next lease are held.
+    pub(super) fn before_lease(&self, hook: impl FnOnce() + Send + 'static) {
+        self.at_lease.lock()[0] = Some(Box::new(hook));
+    }
+
+    /// Lets something happen right after the chunks of the next lease are held.
+    pub(super) fn after_lease(&self, hook: impl FnOnce() + Send + 'static) {
+        self.at_lease.lock()[1] = Some(Box::new(hook));
+    }
+
+    fn happens(&self, hook: usize) {
+        let hook = self.at_lease.lock()[hook].take();
+        if let Some(hook) = hook {
+            hook();
+        }
     }
 
     /// Lets another thread clear the chunks, whose engine computes them again at once.
@@ -230,6 +258,7 @@ impl Chunks for SimChunks {
                 }
             }
             self.any_moment();
+            self.happens(0);
             let state = self.state.lock();
             let hold = |key: &ChunkKey| {
                 let entry = state.resident.get(key)?;
@@ -239,7 +268,10 @@ impl Chunks for SimChunks {
                     lease: Box::new(()),
                 })
             };
-            (state.epoch, keys.iter().map(hold).collect())
+            let held = (state.epoch, keys.iter().map(hold).collect());
+            drop(state);
+            self.happens(1);
+            held
         })
     }
 

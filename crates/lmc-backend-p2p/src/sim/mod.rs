@@ -4,6 +4,7 @@
 
 mod channels;
 mod chunks;
+mod clears;
 mod directory;
 mod net;
 mod owners;
@@ -33,10 +34,11 @@ fn space() -> SpaceId {
     SpaceId::new([7; 16])
 }
 
-/// Returns the key of a chunk of a prompt.
+/// Returns the key of a chunk of a prompt. All chunks have other bytes, because these follow from
+/// the first eight of the hash.
 fn key(prompt: u64, chunk: u64) -> ChunkKey {
     let mut hash = [0; 32];
-    hash[..8].copy_from_slice(&prompt.to_le_bytes());
+    hash[..8].copy_from_slice(&(prompt << 32 | chunk).to_le_bytes());
     hash[8..16].copy_from_slice(&chunk.to_le_bytes());
     ChunkKey {
         space: space(),

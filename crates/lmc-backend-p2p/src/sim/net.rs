@@ -710,10 +710,15 @@ impl Link for SimLink {
             let incarnation = net.0.lock().hosts[from].incarnation;
             let mut error = None;
             let mut filled = Vec::with_capacity(slots.len());
-            for (mut slot, offset) in slots.into_iter().zip(offsets) {
+            let mut slots: Vec<_> = slots.into_iter().zip(offsets).enumerate().collect();
+            // Pieces arrive in any order: what is not written may come before what is.
+            if net.below(2) == 0 {
+                slots.reverse();
+            }
+            for (at, (mut slot, offset)) in slots {
                 let Some((grant, offset)) = offset.filter(|_| error.is_none()) else {
                     error.get_or_insert(TransferError::UnknownPeer { peer: peer.clone() });
-                    filled.push(net.unwritten(slot, &own));
+                    filled.push((at, net.unwritten(slot, &own)));
                     continue;
                 };
                 let half = LEN as usize / 2;
@@ -745,15 +750,16 @@ impl Link for SimLink {
                     read.extend(bytes);
                 }
                 if error.is_some() {
-                    filled.push(net.unwritten(slot, &own));
+                    filled.push((at, net.unwritten(slot, &own)));
                     continue;
                 }
                 slot.bytes_mut().copy_from_slice(&read);
                 own.overwrite(slot.offset(), &read);
-                filled.push(Slot::Written(slot.written()));
+                filled.push((at, Slot::Written(slot.written())));
             }
+            filled.sort_unstable_by_key(|(at, _)| *at);
             Filled {
-                slots: filled,
+                slots: filled.into_iter().map(|(_, slot)| slot).collect(),
                 error,
             }
         })

@@ -9,7 +9,7 @@ use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::run;
-use super::schedules::{LOCATE, Tally, fetch, load, prompt, slow};
+use super::schedules::{LOCATE, Tally, begin_to_read_again, fetch, load, prompt, slow};
 use crate::link::now;
 use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
@@ -203,6 +203,71 @@ fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
             assert_eq!(net.node(0).counters().corrupt, late);
         });
     }
+}
+
+/// A loaded host that answered each lookup a moment too late was once left alone for ever longer.
+#[test]
+fn a_peer_that_answers_late_is_soon_asked_again() {
+    run(async {
+        let net = Net::new(43, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 1);
+        net.chunks(1).store(keys[0], 0);
+        let (pause, late) = (Duration::from_millis(100), LOCATE * 3);
+        for _ in 0..12 {
+            let failed = net.node(0).counters().failed;
+            net.freeze(1, late);
+            assert_eq!(locate(&net, 0, &keys).await, [false]);
+            assert_eq!(net.node(0).counters().failed, failed + 1, "it was asked");
+            // Its answer came meanwhile, too late for a lookup.
+            tokio::time::sleep(late).await;
+            assert_eq!(locate(&net, 0, &keys).await, [false], "not asked");
+            tokio::time::sleep(pause - late).await;
+        }
+        assert_eq!(locate(&net, 0, &keys).await, [true]);
+        // One that answers in time again is asked at once.
+        net.freeze(1, LOCATE + LOCATE / 10);
+        assert_eq!(locate(&net, 0, &keys).await, [false]);
+        tokio::time::sleep(pause / 10).await;
+        assert_eq!(locate(&net, 0, &keys).await, [true]);
+        // One that gives no answer is left alone for longer each time.
+        net.freeze(1, LONG);
+        for _ in 0..8 {
+            locate(&net, 0, &keys).await;
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let paused = net.node(0).status().peers[0].paused_seconds;
+        assert!(paused.is_some_and(|seconds| seconds > 0.1), "{paused:?}");
+    });
+}
+
+/// Slots that a read does not return must not shift those of other chunks.
+#[test]
+fn slots_that_are_lost_in_a_read_leave_the_others_to_their_chunks() {
+    let mut sum = Tally::default();
+    for seed in 0..16 {
+        sum.add(run(async {
+            let faults = Faults {
+                quarantined: 2,
+                ..slow(Duration::from_micros(200), Duration::from_millis(20))
+            };
+            let net = Net::new(seed, faults);
+            (0..2).for_each(|host| net.start(host, 64, |_| ()));
+            assert!(net.connect(0, 1).await);
+            net.nixl(0, 1, true, Duration::ZERO);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let (_, reading) = begin_to_read_again(&net).await;
+            // By then it reads.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            net.nixl(1, 0, false, Duration::ZERO);
+            let tally = reading.await.expect("every byte was right");
+            let counters = net.node(1).counters();
+            assert_eq!(counters.corrupt, 0, "the bytes of another chunk");
+            tally
+        }));
+    }
+    assert!(sum.hits > 0 && sum.quarantined > 0, "{sum:?}");
 }
 
 /// A chunk of another length than was located once shifted the answers to a release by one.

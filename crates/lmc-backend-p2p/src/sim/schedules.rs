@@ -29,7 +29,7 @@ pub(super) struct Tally {
     lapsed: u64,
     corrupt: u64,
     busy: u64,
-    quarantined: u64,
+    pub(super) quarantined: u64,
     /// Bytes that were read over NIXL, and over sockets.
     over_nixl: u64,
     over_sockets: u64,
@@ -632,7 +632,9 @@ async fn begin_to_read(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tal
 }
 
 /// Begins to read between hosts that are connected.
-async fn begin_to_read_again(net: &Net) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tally>) {
+pub(super) async fn begin_to_read_again(
+    net: &Net,
+) -> (Vec<ChunkKey>, tokio::task::JoinHandle<Tally>) {
     let keys = prompt(0, 8);
     keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
     let (reader, asked) = (net.clone(), keys.clone());

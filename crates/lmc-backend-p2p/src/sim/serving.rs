@@ -147,3 +147,17 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
         assert_eq!(net.node(0).peers.lock().iter().count(), 0);
     });
 }
+
+/// So did one that went before its connect was noted.
+#[test]
+fn a_peer_that_goes_while_its_connect_is_noted_is_forgotten() {
+    run(async {
+        let net = Net::new(57, Faults::none());
+        (0..2).for_each(|host| net.start(host, 8, |_| ()));
+        assert!(net.link(0, 1));
+        net.0.lock().leaving = Some(1);
+        let connected = net.node(0).connected(&net.session(1)).await;
+        assert!(connected.is_err(), "{connected:?}");
+        assert_eq!(net.node(0).peers.lock().iter().count(), 0);
+    });
+}

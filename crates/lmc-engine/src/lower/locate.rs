@@ -87,16 +87,16 @@ impl Tiers {
     }
 
     /// Finds the sources of the leading keys in DRAM and in the tiers whose index is in this
-    /// process.
-    pub(crate) fn locate_now(&self, keys: &[ChunkKey]) -> Sources {
+    /// process, as far as the chunks have this length.
+    pub(crate) fn locate_now(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Sources {
         let known = self.not_removing(keys);
         let is_final = known.len() < keys.len() || !self.has_to_ask();
         // Most prompts that DRAM does not know are known to no tier.
         let found = match known {
             [] => Vec::new(),
-            [first, _, ..] if self.each_now(&[*first]) == [None] => Vec::new(),
+            [first, _, ..] if self.each_now(&[*first], chunk_bytes) == [None] => Vec::new(),
             _ => self
-                .each_now(known)
+                .each_now(known, chunk_bytes)
                 .into_iter()
                 .map_while(|one| one)
                 .collect(),
@@ -106,9 +106,13 @@ impl Tiers {
     }
 
     /// Finds the source of each key in DRAM and in the tiers whose index is in this process, up to
-    /// the first key that is being removed.
-    pub(crate) fn sources_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
-        self.each_now(self.not_removing(keys))
+    /// the first key that is being removed, as far as the chunks have this length.
+    pub(crate) fn sources_now(
+        &self,
+        keys: &[ChunkKey],
+        chunk_bytes: Option<u64>,
+    ) -> Vec<Option<Source>> {
+        self.each_now(self.not_removing(keys), chunk_bytes)
     }
 
     /// Returns the number of tiers.
@@ -138,9 +142,11 @@ impl Tiers {
         (keys, page.next.map(Cursor::raw))
     }
 
-    fn each_now(&self, keys: &[ChunkKey]) -> Vec<Option<Source>> {
+    fn each_now(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Vec<Option<Source>> {
         let local = self.local.contains(keys).into_iter();
-        let mut found: Vec<Option<Source>> = local.map(|len| len.map(|_| Source::Dram)).collect();
+        // One in DRAM is read from no tier, whatever its length.
+        let in_dram = |len: u64| fits(len, chunk_bytes).then_some(Source::Dram);
+        let mut found: Vec<Option<Option<Source>>> = local.map(|len| len.map(in_dram)).collect();
         for (index, tier) in self.tiers.iter().enumerate() {
             let Some(tier_index) = tier.backend.index() else {
                 continue;
@@ -158,11 +164,32 @@ impl Tiers {
                         _ => self.epochs.of(key.space),
                     };
                     epoch = Some((key.space, known));
-                    *found = source(index, location, known);
+                    *found = self.source(index, location, known, chunk_bytes).map(Some);
                 }
             }
         }
-        found
+        found.into_iter().map(Option::flatten).collect()
+    }
+
+    /// Returns the source of a chunk that a tier has, unless the chunk is older than the last clear
+    /// or of another length than it has to be.
+    fn source(
+        &self,
+        index: usize,
+        location: Location,
+        known: ClearEpoch,
+        chunk_bytes: Option<u64>,
+    ) -> Option<Source> {
+        if !fits(location.len, chunk_bytes) {
+            count(&self.tiers[index].counters.promote_missed, 1);
+            return None;
+        }
+        let source = Source::Tier {
+            index,
+            len: location.len,
+            cost: location.cost,
+        };
+        location.epoch.is_valid_at(known).then_some(source)
     }
 
     /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
@@ -186,7 +213,7 @@ impl Tiers {
         };
         found.push(first);
         let rest = &rest[1..];
-        let mut sources = self.sources_now(rest);
+        let mut sources = self.sources_now(rest, hint.chunk_bytes);
         let asked: Vec<usize> = (0..sources.len())
             .filter(|&n| sources[n].is_none())
             .collect();
@@ -275,7 +302,8 @@ impl Tiers {
                             continue;
                         }
                         let known = self.epochs.of(key.space);
-                        if let Some(source) = source(index, location, known) {
+                        let source = self.source(index, location, known, hint.chunk_bytes);
+                        if let Some(source) = source {
                             *answer = Answer::Found(source);
                         }
                     }
@@ -320,12 +348,7 @@ impl Tiers {
     }
 }
 
-/// Returns the source of a chunk that a tier has, unless the chunk is older than the last clear.
-fn source(index: usize, location: Location, known: ClearEpoch) -> Option<Source> {
-    let source = Source::Tier {
-        index,
-        len: location.len,
-        cost: location.cost,
-    };
-    location.epoch.is_valid_at(known).then_some(source)
+/// Returns true if this is the length that a chunk has to have, as far as that is known.
+fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
+    chunk_bytes.is_none_or(|bytes| bytes == len)
 }

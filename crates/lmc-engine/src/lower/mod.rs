@@ -78,7 +78,8 @@ pub struct LowerStatus {
     pub promoted: u64,
     /// Payload bytes of the chunks promoted from the tier.
     pub promoted_bytes: u64,
-    /// Chunks that the tier was said to have and did not have, or not as they had been stored.
+    /// Chunks that the tier was said to have and did not have, or not as they had been stored, or
+    /// with another length than chunks of their space have.
     pub promote_missed: u64,
     /// Chunks that could not be read, or not in time.
     pub promote_failed: u64,

@@ -102,6 +102,8 @@ pub(crate) struct Prompt {
     pub(crate) owner: OwnerId,
     pub(crate) tenant: TenantId,
     pub(crate) keys: Vec<ChunkKey>,
+    /// Payload bytes that each chunk has, where that is known.
+    pub(crate) chunk_bytes: Option<u64>,
     /// Sources of `keys` from index `first` on.
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
@@ -186,7 +188,7 @@ impl Tiers {
     fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
         // A chunk that is located now is marked before it can be removed, which voids the mark.
         let _held = self.block_removal();
-        let now = self.sources_now(&prompt.keys[range.clone()]);
+        let now = self.sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes);
         let sources: Vec<Source> = (range.clone().zip(&now))
             .map_while(|(index, now)| self.source_now(prompt, index, now.as_ref()))
             .collect();
@@ -284,7 +286,7 @@ impl Tiers {
         let mut left = Vec::new();
         for &index in busy {
             let key = prompt.keys[index];
-            let now = self.sources_now(&[key]);
+            let now = self.sources_now(&[key], prompt.chunk_bytes);
             let source = self.source_now(prompt, index, now.first().and_then(Option::as_ref));
             let Some(Source::Tier {
                 index: tier, len, ..

@@ -106,6 +106,7 @@ impl Reader {
         let rank = Rank {
             space: SPACE,
             kv_rank: 0,
+            chunk_bytes: None,
         };
         let request = LookupRequest::new(OwnerId(1), hashes, vec![rank]);
         let before = self.cpu()?;

@@ -72,10 +72,15 @@ fn no_peers() -> Response {
 }
 
 async fn status(State(http): Shared) -> Response {
-    match &http.peers {
-        Some(peers) => Json(peers.status()).into_response(),
-        None => no_peers(),
+    if http.peers.is_none() && http.directory.is_none() {
+        return no_peers();
     }
+    let mut status = match &http.peers {
+        Some(peers) => json!(peers.status()),
+        None => json!({}),
+    };
+    status["hosted_directory"] = json!(http.directory.as_ref().map(|host| host.status()));
+    Json(status).into_response()
 }
 
 async fn last_copy(State(http): Shared) -> Response {

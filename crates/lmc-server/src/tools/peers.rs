@@ -18,8 +18,9 @@ use super::format::{bytes, duration, number, percent, text};
 pub(super) const HELP: &str = "\
 Each peer has one line: the chunks in its memory, and what was read from it (verified) and leased to it
 since the connect. Lines under it name its last failure, what went wrong so far, and the models of which
-the two sides share nothing, with the fields that differ. Below are peers of --p2p-peer that are not
-connected and peers that disconnected, each with the reason. docs/p2p.md says what to do about each.";
+the two sides share nothing, with the fields that differ. Below are the directories that are connected,
+in which one is asked, and what each was announced; then peers and directories that are not connected and
+those that disconnected, each with the reason. docs/p2p.md says what to do about each.";
 
 /// Time between two looks at how far a copy is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -131,6 +132,13 @@ const COLUMNS: [&str; 9] = [
 
 pub(super) fn table(answer: &Value) -> String {
     let mut out = String::new();
+    let hosted = &answer["hosted_directory"];
+    if !hosted.is_null() {
+        out += &hosts(hosted);
+    }
+    if answer["id"].is_null() {
+        return out;
+    }
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
@@ -151,15 +159,67 @@ pub(super) fn table(answer: &Value) -> String {
     for space in list(&answer["spaces"]) {
         let _ = writeln!(out, "space        {}", describe(space));
     }
-    let peers = list(&answer["peers"]);
+    let all = list(&answer["peers"]).iter();
+    let (directories, peers): (Vec<&Value>, Vec<&Value>) =
+        all.partition(|peer| !peer["directory"].is_null());
     if peers.is_empty() {
         let _ = writeln!(out, "\nno peer is connected");
     } else {
         let _ = writeln!(out);
-        connected(&mut out, peers, list(&answer["named"]));
+        connected(&mut out, &peers, list(&answer["named"]));
+    }
+    if !directories.is_empty() {
+        let _ = writeln!(out, "\ndirectories");
+    }
+    for peer in directories {
+        directory(&mut out, peer, list(&answer["named"]));
     }
     absent(&mut out, answer);
     out
+}
+
+/// A line for the directory that the server hosts.
+fn hosts(hosted: &Value) -> String {
+    let counters = &hosted["counters"];
+    format!(
+        "directory    {} members, {} of at most {} entries in {}; {} questions answered, {} with a holder\n",
+        hosted["members"],
+        hosted["entries"],
+        hosted["limit"],
+        bytes(&hosted["bytes"]),
+        counters["asked"],
+        counters["found"],
+    )
+}
+
+/// Lines for a connected directory.
+fn directory(out: &mut String, peer: &Value, named: &[Value]) {
+    let its = &peer["directory"];
+    let at = named.iter().find(|named| named["id"] == peer["id"]);
+    let at = at.map_or_else(|| text(&peer["id"]), |named| text(&named["name"]));
+    let known = match (its["is_behind"].as_bool(), its["limit"].as_u64()) {
+        (_, Some(limit)) => format!(
+            "does not keep all of {} chunks: its limit is {limit}",
+            its["chunks"]
+        ),
+        (Some(true), None) => format!("being announced {} chunks", its["chunks"]),
+        _ => format!("knows {} chunks of this side", its["chunks"]),
+    };
+    let asked = match its["is_asked"] == true {
+        true => "asked",
+        false => "not asked now",
+    };
+    let _ = writeln!(
+        out,
+        "  {} at {at}: {asked}, {known}; {} questions answered, {} with a holder, {} not answered in time",
+        or_dash(&peer["name"]),
+        its["answered"],
+        its["found"],
+        its["failed"],
+    );
+    for note in notes(peer) {
+        let _ = writeln!(out, "    {note}");
+    }
 }
 
 fn list(value: &Value) -> &[Value] {
@@ -196,8 +256,8 @@ fn describe(space: &Value) -> String {
 }
 
 /// A table of columns as wide as their widest entry, with the lines of each row under it.
-fn connected(out: &mut String, peers: &[Value], named: &[Value]) {
-    let rows: Vec<[String; COLUMNS.len()]> = peers.iter().map(row).collect();
+fn connected(out: &mut String, peers: &[&Value], named: &[Value]) {
+    let rows: Vec<[String; COLUMNS.len()]> = peers.iter().map(|peer| row(peer)).collect();
     let width = |column: usize| {
         let entries = rows.iter().map(|row| row[column].chars().count());
         entries.chain([COLUMNS[column].len()]).max().unwrap_or(0)
@@ -373,16 +433,30 @@ mod tests {
             "last_failure": {"reason": "no\nanswer", "seconds_ago": 7.0},
             "paused_seconds": 0.5, "counters": counters, "mismatches": [{"model": "m",
                 "differences": [{"field": "dtype", "here": "bfloat16", "there": "half"}]}]});
+        let directory = |id: &str, its: Value| json!({"id": id, "name": "d\u{1b}", "version": 1, "counters": {"failed": 1}, "directory": its});
+        let first = directory(
+            "d-1",
+            json!({"is_asked": true, "answered": 8, "found": 5, "failed": 1,
+            "chunks": 40, "is_behind": false, "limit": null}),
+        );
+        let second = directory(
+            "d-2",
+            json!({"is_asked": false, "answered": 0, "found": 0, "failed": 0,
+            "chunks": 40, "is_behind": true, "limit": 10}),
+        );
         let answer = json!({
+            "hosted_directory": {"members": 3, "entries": 96, "limit": 128, "bytes": 1024,
+                "counters": {"asked": 7, "found": 4}},
             "id": "a-1", "name": "a", "address": "10.0.0.1:7700", "versions": [1, 2],
             "leases": 2, "leased_bytes": 1024, "leasable_bytes": 4096,
             "spaces": [{"model": "m", "world_size": 2, "dtype": "bfloat16",
                 "layout": "0123456789abcdef", "identity": "", "salt": "fedcba9876543210"}],
-            "peers": [used, refused],
+            "peers": [used, refused, first, second],
             "named": [
                 {"name": "b:7700", "address": "10.0.0.2:7700", "id": "b-1", "itself": false,
                  "nixl_failure": {"reason": "no device", "seconds_ago": 3.0}},
                 {"name": "me:7700", "address": "10.0.0.1:7700", "id": "a-1", "itself": true},
+                {"name": "dir:7800", "address": "10.0.0.8:7800", "id": "d-1", "itself": false},
                 {"name": "d:7700", "address": null, "id": null, "itself": false,
                  "failure": {"reason": "Name or service not known", "seconds_ago": 4.0}},
             ],
@@ -408,6 +482,9 @@ mod tests {
             "d:7700: Name or service not known (4 s ago)",
             "e at 10.0.0.5:7700: disconnected: reset (3 min ago)",
             "so far: 4 lapsed",
+            "3 members, 96 of at most 128 entries in 1.00 KiB; 7 questions answered, 4 with a holder",
+            "d\\u001b at dir:7800: asked, knows 40 chunks of this side; 8 questions answered, 5 with a holder, 1 not",
+            "at d-2: not asked now, does not keep all of 40 chunks: its limit is 10;",
         ] {
             assert!(shown.contains(part), "{shown} lacks {part:?}");
         }
@@ -415,8 +492,10 @@ mod tests {
             !shown.contains("me:7700") && !shown.contains('\u{1b}'),
             "{shown}"
         );
-        let alone = table(&json!({"peers": [], "named": [], "gone": []}));
+        let alone = table(&json!({"id": "a-1", "peers": [], "named": [], "gone": []}));
         assert!(alone.contains("no peer is connected"), "{alone}");
         assert!(!alone.contains("not connected"), "{alone}");
+        let host = table(&json!({"hosted_directory": {"members": 1, "counters": {}}}));
+        assert!(host.starts_with("directory    1 members") && host.lines().count() == 1);
     }
 }

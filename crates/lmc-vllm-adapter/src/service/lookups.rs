@@ -471,7 +471,7 @@ fn rank_holds(found: Found, first: usize, readers: u32) -> Vec<RankHold> {
         return Vec::new();
     }
     let hold = |found: FoundRank| {
-        let Rank { space, kv_rank } = found.rank;
+        let Rank { space, kv_rank, .. } = found.rank;
         RankHold::new(space, kv_rank, first, found.leases, readers)
     };
     found.ranks.into_iter().map(hold).collect()
@@ -489,14 +489,16 @@ fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<Rank> {
         }
     }
     let asked = |candidate: &Candidate| {
-        let space = candidate.space;
+        let rank = |kv_rank| Rank {
+            space: candidate.space,
+            kv_rank,
+            chunk_bytes: Some(candidate.chunk_bytes),
+        };
         // Ranks that no stage is known to be of may be of any of them.
         let of_layout =
             |rank: &u16| candidate.unknown_rank || candidate.ranks.has(*rank) || !known.has(*rank);
         let asked = (0..world_size).filter(of_layout);
-        asked
-            .map(|kv_rank| Rank { space, kv_rank })
-            .collect::<Vec<_>>()
+        asked.map(rank).collect::<Vec<_>>()
     };
     candidates.iter().flat_map(asked).collect()
 }

@@ -89,6 +89,7 @@ pub(super) struct Registry {
 /// A layout in which a lookup must find a chunk.
 pub(super) struct Candidate {
     pub(super) space: SpaceId,
+    pub(super) chunk_bytes: u64,
     /// Ranks that workers of this layout are known to be of.
     pub(super) ranks: RankSet,
     /// True if the rank of a worker of this layout is not known yet.
@@ -370,6 +371,7 @@ impl Registry {
         }
         let candidate = |layout: LayoutOf<'_>| Candidate {
             space: layout.instance.space(&self.context, salt),
+            chunk_bytes: layout.instance.chunk_bytes,
             ranks: layout.ranks,
             unknown_rank: layout.unknown_rank,
         };
