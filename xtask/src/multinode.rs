@@ -33,8 +33,11 @@ pub(crate) fn run() -> Result<bool> {
             channels(&program, &nixl, &mut outcomes);
             println!("\n==> daemons between namespaces");
             match packages::install("python3", "python3") {
-                Ok(()) => outcomes.ran("daemons between namespaces", daemons()),
+                Ok(()) => outcomes.ran("daemons between namespaces", daemons(&nixl)),
                 Err(why) => outcomes.skip("daemons between namespaces", &why),
+            }
+            if let Err(error) = &nixl {
+                outcomes.no_nixl("daemons over NIXL between namespaces", error);
             }
         }
     }
@@ -59,16 +62,22 @@ pub(crate) fn prepare() -> Result<()> {
 }
 
 /// Runs the tests of daemons that are peers on several hosts.
-fn daemons() -> Result<String> {
+fn daemons(nixl: &Result<Nixl>) -> Result<String> {
     let mut tests = Command::new("cargo");
+    tests.args(["test", "--locked", "--package", "lmc-server"]);
+    let mut transports = "sockets";
+    if let Ok(nixl) = nixl {
+        tests.args(["--features", "nixl"]);
+        tests.env("LMC_NIXL_LIBRARY", nixl.library());
+        transports = "sockets and NIXL";
+    }
     tests
-        .args(["test", "--locked", "--package", "lmc-server"])
         .args(["--test", "multinode", "--", "--ignored"])
         // Most of them wait for a slow link or a silent peer.
         .args(["--test-threads", "12"]);
     let said = shown::output(&mut tests, DAEMONS)?;
     let passed = shown::passed(&said)?;
-    Ok(format!("{passed} cases over sockets"))
+    Ok(format!("{passed} cases over {transports}"))
 }
 
 /// The socket channel and NIXL over TCP, each on a quick and on a slowed link.

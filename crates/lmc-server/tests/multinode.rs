@@ -34,6 +34,10 @@ const MIDDLE: u64 = 4 << 20;
 /// Duration of a lease.
 const LEASE: Duration = Duration::from_secs(2);
 
+/// Transports of bytes between peers.
+const SOCKETS: &str = "sockets";
+const NIXL: &str = "nixl";
+
 const WHOLE: u64 = CHUNKS as u64;
 
 /// A daemon on a host.
@@ -46,6 +50,18 @@ struct Daemon<'a> {
 impl<'a> Daemon<'a> {
     /// Starts a daemon whose peers are at these addresses.
     fn start(network: &'a Network, host: usize, listen: &str, peers: &str, key: &Folder) -> Self {
+        Self::start_by(network, host, listen, peers, key, SOCKETS)
+    }
+
+    /// Starts one whose bytes go over a transport.
+    fn start_by(
+        network: &'a Network,
+        host: usize,
+        listen: &str,
+        peers: &str,
+        key: &Folder,
+        transport: &str,
+    ) -> Self {
         let key = key.join("key");
         if !key.exists() {
             std::fs::write(&key, "0123456789abcdef".repeat(4)).expect("the folder can be written");
@@ -55,7 +71,8 @@ impl<'a> Daemon<'a> {
         let mut args = vec!["--l1-size-gb", "128MiB", "--p2p-key", key];
         // The machine may be busy.
         args.extend(["--p2p-locate-timeout", "1s"]);
-        args.extend(["--p2p-listen", listen]);
+        args.extend(["--p2p-listen", listen, "--p2p-transport", transport]);
+        args.extend(["--p2p-interfaces", network::DEVICE]);
         let advertised = v4(host + 1) + &format!(":{PORT}");
         if listen.starts_with("0.0.0.0") {
             args.extend(["--p2p-advertise", &advertised]);
@@ -63,7 +80,8 @@ impl<'a> Daemon<'a> {
         if !peers.is_empty() {
             args.extend(["--p2p-peer", peers]);
         }
-        let command = network.command(host, env!("CARGO_BIN_EXE_lmc"));
+        let mut command = network.command(host, env!("CARGO_BIN_EXE_lmc"));
+        command.env("UCX_TLS", "tcp");
         Self {
             network,
             host,
@@ -161,18 +179,32 @@ struct Pair<'a> {
     at_owner: Worker,
     at_reader: Worker,
     key: Folder,
+    transport: &'static str,
 }
 
 impl<'a> Pair<'a> {
     fn start(network: &'a Network) -> Self {
+        Self::start_by(network, SOCKETS)
+    }
+
+    fn start_by(network: &'a Network, transport: &'static str) -> Self {
         let key = Folder::temporary();
         let (one, other) = (at(&v4(OWNER + 1)), at(&v4(READER + 1)));
-        let owner = Daemon::start(network, OWNER, &one, "", &key);
-        let reader = Daemon::start(network, READER, &other, &one, &key);
+        let owner = Daemon::start_by(network, OWNER, &one, "", &key, transport);
+        let reader = Daemon::start_by(network, READER, &other, &one, &key, transport);
         let mut at_owner = owner.worker(LARGE);
         let mut at_reader = reader.worker(LARGE);
         at_owner.store(Prompt(0));
         at_reader.until_found(Prompt(0));
+        if transport == NIXL {
+            let mut prompts = (100..).map(Prompt);
+            until("a prompt is read over NIXL", || {
+                let prompt = prompts.next().expect("there are many");
+                at_owner.store(prompt);
+                at_reader.until_found(prompt);
+                reader.counter("read_nixl_bytes") > 0.0
+            });
+        }
         network.slow_down(OWNER, SLOW);
         Self {
             owner,
@@ -180,6 +212,7 @@ impl<'a> Pair<'a> {
             at_owner,
             at_reader,
             key,
+            transport,
         }
     }
 
@@ -213,13 +246,8 @@ impl<'a> Pair<'a> {
     /// Starts the owner again, after its end.
     fn restart(&mut self) {
         self.owner.server.process.kill();
-        let again = Daemon::start(
-            self.owner.network,
-            OWNER,
-            &at(&v4(OWNER + 1)),
-            "",
-            &self.key,
-        );
+        let (network, listen) = (self.owner.network, at(&v4(OWNER + 1)));
+        let again = Daemon::start_by(network, OWNER, &listen, "", &self.key, self.transport);
         self.owner = again;
         self.at_owner = self.owner.worker(LARGE);
     }
@@ -359,12 +387,16 @@ fn an_owner_that_is_killed_between_lookup_and_retrieve_is_a_miss() {
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn an_owner_that_is_killed_in_mid_read_is_a_miss() {
     let network = Network::new();
-    let mut pair = Pair::start(&network);
+    let pair = Pair::start(&network);
+    an_owner_is_killed_in_mid_read(pair);
+}
+
+fn an_owner_is_killed_in_mid_read(mut pair: Pair<'_>) {
     pair.begin_to_read();
     pair.owner.server.process.kill();
     pair.is_cut_short();
     pair.restart();
-    network.slow_down(OWNER, SLOW);
+    pair.owner.network.slow_down(OWNER, SLOW);
     pair.goes_on();
 }
 
@@ -385,7 +417,10 @@ fn an_owner_that_stops_between_lookup_and_retrieve_is_a_miss() {
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn an_owner_that_stops_in_mid_read_and_evicts_later_gives_no_wrong_byte() {
     let network = Network::new();
-    let mut pair = Pair::start(&network);
+    an_owner_stops_in_mid_read(Pair::start(&network));
+}
+
+fn an_owner_stops_in_mid_read(mut pair: Pair<'_>) {
     pair.begin_to_read();
     pair.owner.server.process.stop();
     // A stopped owner shows nothing of the end of its lease.
@@ -397,4 +432,38 @@ fn an_owner_that_stops_in_mid_read_and_evicts_later_gives_no_wrong_byte() {
     assert!(pair.owner.metric(evicted) > 0.0);
     pair.is_cut_short();
     pair.goes_on();
+}
+
+/// With NIXL's library, which `LMC_NIXL_LIBRARY` names.
+#[cfg(feature = "nixl")]
+mod over_nixl {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn an_owner_that_is_killed_in_mid_read_is_a_miss() {
+        let network = Network::new();
+        an_owner_is_killed_in_mid_read(Pair::start_by(&network, NIXL));
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn an_owner_that_stops_in_mid_read_and_evicts_later_gives_no_wrong_byte() {
+        let network = Network::new();
+        an_owner_stops_in_mid_read(Pair::start_by(&network, NIXL));
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn a_link_that_is_cut_in_mid_read_is_a_miss() {
+        let network = Network::new();
+        let mut pair = Pair::start_by(&network, NIXL);
+        pair.begin_to_read();
+        network.cut(READER, true);
+        // Memory that the owner may still write to stays in quarantine while the link is cut.
+        let hits = pair.at_reader.finish(Prompt(1), "cut short");
+        assert!(hits < WHOLE, "nothing has disturbed the read");
+        network.cut(READER, false);
+        pair.goes_on();
+    }
 }

@@ -12,7 +12,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 /// Hosts of each network.
 pub(crate) const HOSTS: usize = 2;
 /// Link of each host.
-const DEVICE: &str = "eth0";
+pub(crate) const DEVICE: &str = "eth0";
 
 /// Namespaces with a bridge between them. They end with this, and with the test's process.
 #[derive(Debug)]
