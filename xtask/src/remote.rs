@@ -1,12 +1,13 @@
 //! `cargo xtask test-remote`: the tier of shared stores over real servers.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::outcomes::Outcomes;
-use crate::{packages, shown};
+use crate::{packages, scripts, shown};
 
 /// Time for the tests of one kind of store, with their build.
 const LIMIT: Duration = Duration::from_secs(1800);
@@ -18,15 +19,31 @@ pub(crate) fn run() -> Result<bool> {
         .and_then(|()| packages::install("redis-cli", "redis-tools"))
         .and_then(|()| packages::install("openssl", "openssl"));
     match had {
-        Ok(()) => outcomes.ran("redis", tests("redis")),
+        Ok(()) => outcomes.ran("redis", tests("redis", None)),
         Err(why) => outcomes.skip("redis", &why),
+    }
+    println!("\n==> s3");
+    match s3_servers() {
+        Ok(bin) => outcomes.ran("s3", tests("s3", Some(&bin))),
+        Err(why) => outcomes.skip("s3", &why),
     }
     Ok(outcomes.finish())
 }
 
-/// Runs the tests that need a server, of one file.
-fn tests(name: &str) -> Result<String> {
+/// Returns the folder of the programs `s3s-fs` and `moto_server`.
+pub(crate) fn s3_servers() -> Result<PathBuf> {
+    Ok(PathBuf::from(scripts::set_up("xtask/python/s3.sh", &[])?).join("bin"))
+}
+
+/// Runs the tests that need a server, of one file. Its program may be in a folder.
+fn tests(name: &str, programs: Option<&Path>) -> Result<String> {
     let mut tests = Command::new("cargo");
+    if let Some(programs) = programs {
+        let paths = std::env::var_os("PATH").unwrap_or_default();
+        let paths = std::env::split_paths(&paths);
+        let paths = std::env::join_paths([programs.to_owned()].into_iter().chain(paths));
+        tests.env("PATH", paths.context("PATH")?);
+    }
     tests
         .args(["test", "--locked", "--package", "lmc-backend-remote"])
         .args(["--all-features", "--test", name, "--", "--ignored"]);

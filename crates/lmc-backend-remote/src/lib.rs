@@ -30,6 +30,12 @@ pub use store::{
 #[cfg(feature = "redis")]
 pub mod redis;
 
+#[cfg(feature = "s3")]
+pub mod s3;
+
+#[cfg(any(feature = "redis", feature = "s3"))]
+mod tls;
+
 mod tier;
 pub use tier::{RemoteConfig, RemoteTier};
 

@@ -21,7 +21,7 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 use redis::{FromRedisValue, Pipeline, Value};
 use tokio::sync::Semaphore;
-use tokio_rustls::rustls::{self, ClientConfig, RootCertStore};
+use tokio_rustls::rustls::ClientConfig;
 
 use self::bulk::Idle;
 use self::link::{Link, until};
@@ -31,6 +31,7 @@ use crate::format::{HEADER_LEN, Name, Scope};
 use crate::store::{
     GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Store, StoreError, StoreUsage,
 };
+use crate::tls;
 
 /// Keys that are asked about in one request to one server.
 const KEYS_AT_ONCE: usize = 64;
@@ -114,7 +115,10 @@ impl RedisStore {
             username: url.username.clone(),
             password: url.password.clone(),
             db: url.db,
-            tls: url.tls.then(tls).transpose()?,
+            tls: url
+                .tls
+                .then(|| tls::config(true).map(Arc::new))
+                .transpose()?,
         };
         let connections = config.connections.max(1);
         Ok(Self {
@@ -363,20 +367,6 @@ impl RedisStore {
         usage.capacity = capacity;
         Ok(Some(usage))
     }
-}
-
-fn tls() -> Result<Arc<ClientConfig>, StoreError> {
-    // Another part of the process may have chosen one.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut roots = RootCertStore::empty();
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    if roots.is_empty() {
-        return Err(StoreError::unavailable(
-            "TLS: no certificate is trusted here: install ca-certificates, or name a file of them in SSL_CERT_FILE",
-        ));
-    }
-    let config = ClientConfig::builder().with_root_certificates(roots);
-    Ok(Arc::new(config.with_no_client_auth()))
 }
 
 fn bytes(value: &Value) -> Option<&[u8]> {

@@ -1,0 +1,599 @@
+//! Chunks in S3, and in stores that speak its protocol.
+//!
+//! The crate `object_store` signs requests, finds credentials and repeats what failed; hyper moves
+//! the bytes. A value goes out from its slot without a copy, and comes in with one: from the
+//! buffers of the connection into the slot. An object is written by one request: values of a batch
+//! go side by side, so that parts of one would not make it faster.
+
+mod http;
+mod url;
+
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::{Buf, Bytes};
+use futures_util::stream::BoxStream;
+use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
+use lmc_backend::{Answers, BoxFuture};
+use lmc_key::ChunkKey;
+use lmc_memory::SealedSlot;
+use object_store::aws::AmazonS3;
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload,
+    RetryConfig, UpdateVersion,
+};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+pub use self::http::Connector;
+use self::http::{Clock, Refused, cause};
+use self::url::Access;
+pub use self::url::{S3Url, S3UrlError};
+use crate::format::{HEADER_LEN, Header, MAX_PAYLOAD_LEN, Name, Refusal, Scope};
+use crate::store::{
+    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Store, StoreError,
+};
+
+/// Requests under way at a time that are not for values.
+const REQUESTS: usize = 64;
+/// Values that are written again at a time: they are in memory for that.
+const REWRITES: usize = 2;
+/// Objects that one request removes or lists at most.
+const MAX_BATCH: usize = 1000;
+/// Longest position of a listing that is believed.
+const MAX_TOKEN: usize = 4096;
+/// Repetitions of a request that a passing error has met.
+const RETRIES: usize = 3;
+/// Pause before the first repetition, and the longest one.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(30), Duration::from_millis(500));
+
+/// Settings of an [`S3Store`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct S3Config {
+    /// The bucket, and the prefix of all keys there.
+    pub url: S3Url,
+    /// Values that are read at a time, and as many that are written. Default: 32.
+    pub values_at_once: usize,
+    /// Time after which the bucket's lifecycle removes a value. Default: none is known.
+    pub ttl: Option<Duration>,
+    access: Access,
+}
+
+impl S3Config {
+    /// Settings with these defaults. Endpoint, region and credentials come from variables such as
+    /// those of [`std::env::vars`], by the names that the AWS tools read: `AWS_ENDPOINT_URL_S3`,
+    /// `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION`, `AWS_ACCESS_KEY_ID`,
+    /// `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, and those of web identities and containers.
+    /// Without credentials the instance's metadata service is asked.
+    ///
+    /// # Errors
+    /// [`S3UrlError`] for an endpoint that is not one.
+    pub fn new(
+        url: S3Url,
+        variables: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<Self, S3UrlError> {
+        Ok(Self {
+            url,
+            values_at_once: 32,
+            ttl: None,
+            access: Access::of(variables)?,
+        })
+    }
+
+    /// Makes a client of the bucket, without a connection.
+    ///
+    /// # Errors
+    /// [`StoreError::Unavailable`] for settings that do not fit together.
+    pub fn client(&self, connector: Connector) -> Result<AmazonS3, StoreError> {
+        let backoff = BackoffConfig {
+            init_backoff: PAUSE.0,
+            max_backoff: PAUSE.1,
+            base: 2.0,
+        };
+        let retry = RetryConfig {
+            backoff,
+            max_retries: RETRIES,
+            ..RetryConfig::default()
+        };
+        let builder = self.access.builder(&self.url.bucket);
+        // The header has the checksum of a payload. To hash it again for the signature would cost
+        // more than all the rest.
+        let builder = builder.with_unsigned_payload(true).with_retry(retry);
+        let client = builder.with_http_connector(connector).build();
+        client.map_err(|error| StoreError::unavailable(cause(&error)))
+    }
+}
+
+/// Chunks in a bucket. Has to be used on a runtime with I/O and time.
+pub struct S3Store {
+    config: S3Config,
+    client: Mutex<Option<AmazonS3>>,
+    clock: Arc<Clock>,
+    readers: Semaphore,
+    writers: Semaphore,
+    rewriters: Semaphore,
+    requests: Semaphore,
+    /// Set where the store does not know conditional writes.
+    overwrites: AtomicBool,
+}
+
+/// Leaves the client out.
+impl fmt::Debug for S3Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("S3Store")
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Outcome of a read into a slot.
+enum Read {
+    Value {
+        header: Header,
+        age: Option<Duration>,
+    },
+    Absent,
+    Refused(Refusal),
+}
+
+/// The bytes of a slot, for as long as a connection sends them.
+struct SlotBytes(SealedSlot);
+
+impl AsRef<[u8]> for SlotBytes {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl S3Store {
+    /// Makes the store; connects when it is first used.
+    ///
+    /// # Errors
+    /// [`StoreError::Unavailable`] for settings that do not fit together, and where TLS is needed
+    /// and no certificate is trusted here.
+    pub fn new(config: S3Config) -> Result<Self, StoreError> {
+        let connector = Connector::new(config.access.is_plain_http())?;
+        let values = config.values_at_once.max(1);
+        Ok(Self {
+            clock: Arc::clone(connector.clock()),
+            client: Mutex::new(Some(config.client(connector)?)),
+            readers: Semaphore::new(values),
+            writers: Semaphore::new(values),
+            rewriters: Semaphore::new(REWRITES),
+            requests: Semaphore::new(REQUESTS),
+            overwrites: AtomicBool::new(false),
+            config: S3Config {
+                values_at_once: values,
+                ..config
+            },
+        })
+    }
+
+    fn client(&self) -> Result<AmazonS3, StoreError> {
+        let client = self.client.lock().clone();
+        client.ok_or_else(|| StoreError::unavailable("closed"))
+    }
+
+    fn path(&self, name: Name) -> Path {
+        Path::from(format!("{}{name}", self.config.url.prefix))
+    }
+
+    fn age(&self, meta: &ObjectMeta) -> Option<Duration> {
+        self.clock.since(meta.last_modified.timestamp())
+    }
+
+    async fn head(&self, key: ChunkKey) -> Result<Option<Head>, StoreError> {
+        let options = GetOptions::new().with_range(Some(GetRange::Bounded(0..HEADER_LEN as u64)));
+        let path = self.path(Name::Value(key));
+        let result = match self.client()?.get_opts(&path, options).await {
+            Ok(result) => result,
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(error) if refused(&error).is_some_and(Refused::is_past_end) => {
+                return Ok(Some(Head {
+                    header: None,
+                    value_len: 0,
+                    age: None,
+                }));
+            }
+            Err(error) => return Err(failed(&error, 0)),
+        };
+        let (value_len, age) = (result.meta.size, self.age(&result.meta));
+        let start = Start::read(&mut result.into_stream()).await?;
+        Ok(Some(Head {
+            header: start.whole().map(Box::new),
+            value_len,
+            age,
+        }))
+    }
+
+    async fn read_value(&self, mut item: GetItem, deadline: Instant) -> Got {
+        let read = async {
+            let _permit = permit(&self.readers).await?;
+            self.fill(&mut item).await
+        };
+        let read = until(deadline, read).await;
+        let slot = item.slot;
+        match read {
+            Ok(Read::Value { header, age }) => Got::Value { header, slot, age },
+            Ok(Read::Absent) => Got::Absent(slot),
+            Ok(Read::Refused(refusal)) => Got::Refused { refusal, slot },
+            Err(error) => Got::failed(error, slot),
+        }
+    }
+
+    async fn fill(&self, item: &mut GetItem) -> Result<Read, StoreError> {
+        let path = self.path(Name::Value(item.key));
+        let result = match self.client()?.get(&path).await {
+            Ok(result) => result,
+            Err(object_store::Error::NotFound { .. }) => return Ok(Read::Absent),
+            Err(error) => return Err(failed(&error, 0)),
+        };
+        let (value_len, age) = (result.meta.size, self.age(&result.meta));
+        let mut body = result.into_stream();
+        let start = Start::read(&mut body).await?;
+        let header = start.whole().ok_or(Refusal::Damaged);
+        let header = match header.and_then(|header| item.check(&header, value_len)) {
+            Ok(header) => header,
+            Err(refusal) => return Ok(Read::Refused(refusal)),
+        };
+        let mut gap = header.payload_offset as usize - HEADER_LEN;
+        let payload = item.slot.bytes_mut();
+        let (mut at, mut next) = (0, Some(start.rest));
+        while let Some(mut bytes) = next {
+            let skipped = gap.min(bytes.len());
+            bytes.advance(skipped);
+            gap -= skipped;
+            let end = at + bytes.len();
+            let Some(part) = payload.get_mut(at..end) else {
+                return Err(StoreError::unavailable("more bytes than were announced"));
+            };
+            part.copy_from_slice(&bytes);
+            at = end;
+            next = part_of(&mut body).await?;
+        }
+        match at == payload.len() {
+            true => Ok(Read::Value { header, age }),
+            false => Err(StoreError::unavailable("fewer bytes than were announced")),
+        }
+    }
+
+    async fn write_value(&self, item: PutItem) -> Result<Put, StoreError> {
+        let _permit = permit(&self.writers).await?;
+        let mut start = item.header.encode().to_vec();
+        start.resize(item.header.payload_offset as usize, 0);
+        let parts = [start.into(), Bytes::from_owner(SlotBytes(item.slot))];
+        let payload = PutPayload::from_iter(parts);
+        let len = item.header.value_len();
+        let (client, path) = (self.client()?, self.path(Name::Value(item.header.key)));
+        if item.mode == PutMode::Create && !self.overwrites.load(Ordering::Relaxed) {
+            let create = object_store::PutMode::Create;
+            match client.put_opts(&path, payload.clone(), create.into()).await {
+                Ok(_) => return Ok(Put::Written),
+                Err(object_store::Error::AlreadyExists { .. }) => return Ok(Put::Present),
+                Err(error) if refused(&error).is_some_and(Refused::is_unknown) => {
+                    self.overwrites.store(true, Ordering::Relaxed);
+                }
+                Err(error) => return Err(failed(&error, len)),
+            }
+        }
+        let put = client.put(&path, payload).await;
+        put.map_err(|error| failed(&error, len))?;
+        Ok(Put::Written)
+    }
+
+    /// Removes objects by one request. S3 does not say which of them were there.
+    async fn remove_batch(
+        &self,
+        names: &[Name],
+    ) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
+        let _permit = permit(&self.requests).await?;
+        let paths: Vec<_> = names.iter().map(|name| Ok(self.path(*name))).collect();
+        let removing = self.client()?.delete_stream(stream::iter(paths).boxed());
+        // An answer about objects that were not asked for is a panic in there.
+        let removing = AssertUnwindSafe(removing.collect::<Vec<_>>()).catch_unwind();
+        let wrong = |_| StoreError::unavailable("an answer about other objects");
+        let mut removed = removing.await.map_err(wrong)?;
+        if removed.len() != names.len() {
+            // The request as a whole has one error.
+            let error = removed.pop().and_then(Result::err);
+            let missing = || StoreError::unavailable("answers are missing");
+            return Err(error.map_or_else(missing, |error| failed(&error, 0)));
+        }
+        let outcome = |one: object_store::Result<Path>| match one {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(failed(&error, 0)),
+        };
+        Ok(removed.into_iter().map(outcome).collect())
+    }
+
+    /// Writes a value again as it is, which makes it new for the bucket's lifecycle: S3 has no
+    /// other way, and its own copy of an object onto itself needs another header than can be sent.
+    async fn rewrite(&self, key: ChunkKey) -> Result<bool, StoreError> {
+        let _permit = permit(&self.rewriters).await?;
+        let (client, path) = (self.client()?, self.path(Name::Value(key)));
+        let result = match client.get(&path).await {
+            Ok(result) => result,
+            Err(object_store::Error::NotFound { .. }) => return Ok(false),
+            Err(error) => return Err(failed(&error, 0)),
+        };
+        let (max, found) = (MAX_PAYLOAD_LEN, result.meta.size);
+        if found > max {
+            return Err(StoreError::TooLarge { max, found });
+        }
+        let version = UpdateVersion {
+            e_tag: result.meta.e_tag.clone(),
+            version: None,
+        };
+        let parts: Vec<Bytes> = result
+            .into_stream()
+            .try_collect()
+            .await
+            .map_err(|error| failed(&error, 0))?;
+        // What was replaced meanwhile is new.
+        let mode = object_store::PutMode::Update(version);
+        let put = client.put_opts(&path, PutPayload::from_iter(parts), mode.into());
+        match put.await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::Precondition { .. }) => Ok(true),
+            Err(error) => Err(failed(&error, found)),
+        }
+    }
+
+    async fn page(
+        &self,
+        scope: Scope,
+        token: Option<&str>,
+        limit: usize,
+    ) -> Result<ListPage, StoreError> {
+        let prefix = format!("{}{}", self.config.url.prefix, folder(scope));
+        let options = PaginatedListOptions {
+            max_keys: Some(limit.clamp(1, MAX_BATCH)),
+            page_token: token.map(str::to_owned),
+            ..PaginatedListOptions::default()
+        };
+        let listed = self.client()?.list_paginated(Some(&prefix), options).await;
+        let listed = listed.map_err(|error| failed(&error, 0))?;
+        let object = |meta: &ObjectMeta| {
+            let key = meta.location.as_ref();
+            let name: Name = key.strip_prefix(&self.config.url.prefix)?.parse().ok()?;
+            scope.covers(&name).then_some(ListedObject {
+                name,
+                len: Some(meta.size),
+                age: self.age(meta),
+            })
+        };
+        let mut objects: Vec<_> = listed.result.objects.iter().filter_map(object).collect();
+        objects.truncate(limit);
+        let next = listed.page_token.filter(|token| !token.is_empty());
+        match next.as_ref().is_none_or(|token| token.len() <= MAX_TOKEN) {
+            true => Ok(ListPage { objects, next }),
+            false => Err(StoreError::unavailable("a position of a listing too long")),
+        }
+    }
+
+    async fn read_object(&self, name: Name, max: u64) -> Result<Option<Bytes>, StoreError> {
+        let result = match self.client()?.get(&self.path(name)).await {
+            Ok(result) => result,
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(failed(&error, 0)),
+        };
+        let found = result.meta.size;
+        if found > max {
+            return Err(StoreError::TooLarge { max, found });
+        }
+        let bytes = result.bytes().await;
+        bytes.map(Some).map_err(|error| failed(&error, 0))
+    }
+
+    /// Does something for each item of a batch, [`REQUESTS`] at a time.
+    async fn each<I, T, F: Future<Output = Result<T, StoreError>>>(
+        &self,
+        items: impl IntoIterator<Item = I>,
+        deadline: Instant,
+        act: impl Fn(I) -> F,
+    ) -> Vec<Result<T, StoreError>> {
+        let acts = items.into_iter().map(|item| {
+            let act = act(item);
+            until(deadline, async {
+                let _permit = permit(&self.requests).await?;
+                act.await
+            })
+        });
+        stream::iter(acts).buffered(REQUESTS).collect().await
+    }
+}
+
+/// Returns the start of all keys in a scope.
+fn folder(scope: Scope) -> String {
+    let name = match scope {
+        Scope::Spaces => return "v1/spaces/".to_owned(),
+        Scope::Values { fanout: None, .. } => return "v1/".to_owned(),
+        Scope::Values {
+            fanout: Some(fanout),
+            space,
+        } => (fanout, space),
+    };
+    match name {
+        (fanout, Some(space)) => format!("v1/{fanout:02x}/{space}/"),
+        (fanout, None) => format!("v1/{fanout:02x}/"),
+    }
+}
+
+/// The first bytes of a value.
+struct Start {
+    header: [u8; HEADER_LEN],
+    len: usize,
+    /// Bytes after them, which came with their last part.
+    rest: Bytes,
+}
+
+type Body = BoxStream<'static, object_store::Result<Bytes>>;
+
+impl Start {
+    async fn read(body: &mut Body) -> Result<Self, StoreError> {
+        let mut this = Self {
+            header: [0; HEADER_LEN],
+            len: 0,
+            rest: Bytes::new(),
+        };
+        while this.len < HEADER_LEN {
+            let Some(mut bytes) = part_of(body).await? else {
+                break;
+            };
+            let taken = bytes.len().min(HEADER_LEN - this.len);
+            this.header[this.len..][..taken].copy_from_slice(&bytes.split_to(taken));
+            this.len += taken;
+            this.rest = bytes;
+        }
+        Ok(this)
+    }
+
+    fn whole(&self) -> Option<[u8; HEADER_LEN]> {
+        (self.len == HEADER_LEN).then_some(self.header)
+    }
+}
+
+async fn part_of(body: &mut Body) -> Result<Option<Bytes>, StoreError> {
+    let part = body.try_next().await;
+    part.map_err(|error| failed(&error, 0))
+}
+
+async fn permit(of: &Semaphore) -> Result<tokio::sync::SemaphorePermit<'_>, StoreError> {
+    let permit = of.acquire().await;
+    permit.map_err(|_| StoreError::unavailable("closed"))
+}
+
+/// Does something unless the deadline is over, and until then.
+async fn until<T>(
+    deadline: Instant,
+    act: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    if Instant::now() >= deadline {
+        return Err(StoreError::Deadline);
+    }
+    let done = tokio::time::timeout_at(deadline.into(), act).await;
+    done.unwrap_or(Err(StoreError::Deadline))
+}
+
+/// Returns the answer of the store in an error.
+fn refused(error: &object_store::Error) -> Option<&Refused> {
+    let mut error: &(dyn std::error::Error + 'static) = error;
+    loop {
+        match error.downcast_ref() {
+            Some(refused) => return Some(refused),
+            None => error = error.source()?,
+        }
+    }
+}
+
+/// Returns the error of an operation on an object of `len` bytes.
+fn failed(error: &object_store::Error, len: u64) -> StoreError {
+    match refused(error) {
+        Some(refused) => refused.error(len),
+        None => StoreError::unavailable(cause(error)),
+    }
+}
+
+impl Store for S3Store {
+    fn kind(&self) -> &'static str {
+        "s3"
+    }
+
+    fn ttl(&self) -> Option<Duration> {
+        self.config.ttl
+    }
+
+    fn heads<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+        Box::pin(self.each(keys.iter().copied(), deadline, |key| self.head(key)))
+    }
+
+    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
+        let read =
+            move |(index, item)| async move { (index, self.read_value(item, deadline).await) };
+        let reads = items.into_iter().enumerate().map(read);
+        Box::pin(stream::iter(reads).buffer_unordered(self.config.values_at_once))
+    }
+
+    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        let write = move |(index, item)| async move {
+            (index, until(deadline, self.write_value(item)).await)
+        };
+        let writes = items.into_iter().enumerate().map(write);
+        Box::pin(stream::iter(writes).buffer_unordered(self.config.values_at_once))
+    }
+
+    fn remove<'a>(
+        &'a self,
+        names: &'a [Name],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        Box::pin(async move {
+            let mut removed = Vec::with_capacity(names.len());
+            for batch in names.chunks(MAX_BATCH) {
+                match until(deadline, self.remove_batch(batch)).await {
+                    Ok(answers) => removed.extend(answers),
+                    Err(error) => removed.extend(batch.iter().map(|_| Err(error.again()))),
+                }
+            }
+            removed
+        })
+    }
+
+    /// Reads a value and writes it again.
+    fn touch<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+        Box::pin(self.each(keys.iter().copied(), deadline, |key| self.rewrite(key)))
+    }
+
+    fn list<'a>(
+        &'a self,
+        scope: Scope,
+        token: Option<&'a str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+        Box::pin(until(deadline, self.page(scope, token, limit)))
+    }
+
+    fn read(
+        &self,
+        name: Name,
+        max: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        Box::pin(until(deadline, self.read_object(name, max as u64)))
+    }
+
+    fn write(
+        &self,
+        name: Name,
+        bytes: Bytes,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<(), StoreError>> {
+        let write = async move {
+            let len = bytes.len() as u64;
+            let put = self.client()?.put(&self.path(name), bytes.into()).await;
+            put.map(|_| ()).map_err(|error| failed(&error, len))
+        };
+        Box::pin(until(deadline, write))
+    }
+
+    fn close(&self, _: Instant) -> BoxFuture<'_, ()> {
+        *self.client.lock() = None;
+        Box::pin(std::future::ready(()))
+    }
+}

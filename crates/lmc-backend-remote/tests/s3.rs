@@ -1,0 +1,595 @@
+//! The tier over real servers of S3: `s3s-fs` and `moto`; killed, stopped, refusing, and with wrong
+//! credentials. Run by `cargo xtask test-remote`.
+
+#![cfg(feature = "s3")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+#[path = "s3/servers.rs"]
+mod servers;
+
+use std::fs::{self, File};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime};
+
+use lmc_backend::conformance::{
+    Conformance, Guarantee, block_on, check_value, fill_value, lens_of, load_batch, store_batch,
+    test_key,
+};
+use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_remote::conformance::check_store;
+use lmc_backend_remote::format::{HEADER_LEN, Name, Scope};
+use lmc_backend_remote::s3::{S3Config, S3Store};
+use lmc_backend_remote::{RemoteConfig, RemoteTier, Store, StoreError};
+use lmc_memory::Pool;
+use lmc_testkit::{DEADLINE, pool, soon, until};
+use tokio::runtime::{Builder, Runtime};
+
+use self::servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server, TOKEN};
+
+fn runtime() -> Runtime {
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(2).enable_all().build().unwrap()
+}
+
+fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
+    let endpoint = format!("http://127.0.0.1:{port}");
+    let variables = [
+        ("AWS_ENDPOINT_URL", endpoint.as_str()),
+        ("AWS_ACCESS_KEY_ID", KEY),
+        ("AWS_SECRET_ACCESS_KEY", secret),
+        ("AWS_SESSION_TOKEN", TOKEN),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let url = format!("s3://{bucket}/of/lmc").parse().unwrap();
+    let store = S3Store::new(S3Config::new(url, variables).unwrap());
+    Arc::new(store.unwrap())
+}
+
+/// A tier over a bucket.
+struct Rig {
+    tier: RemoteTier,
+    store: Arc<S3Store>,
+    pool: Pool,
+    runtime: Runtime,
+}
+
+/// Of several sizes, larger than any buffer on the way, too.
+fn len(number: u64) -> u64 {
+    [1, 255, 4096, 70_000, 3_000_001][number as usize % 5]
+}
+
+impl Rig {
+    fn new(port: u16) -> Self {
+        let rig = Self::with(port, BUCKET, SECRET);
+        assert!(block_on(rig.tier.ready(soon())), "{:?}", rig.tier.health());
+        until("the store is in use", || rig.is_ready());
+        rig
+    }
+
+    fn with(port: u16, bucket: &str, secret: &str) -> Self {
+        let store = store(port, bucket, secret);
+        let mut config = RemoteConfig::default();
+        config.probe_pause = (Duration::from_millis(5), Duration::from_millis(50));
+        config.absent_ttl = Duration::ZERO;
+        config.clears_interval = Duration::from_secs(3600);
+        let runtime = runtime();
+        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
+        Self {
+            tier,
+            store,
+            pool: pool(32 << 20),
+            runtime,
+        }
+    }
+
+    fn is_ready(&self) -> bool {
+        self.tier.health() == Health::Ready
+    }
+
+    fn store(&self, numbers: Range<u64>) -> Vec<Result<Stored, BackendError>> {
+        let item = |number| {
+            let key = test_key(number);
+            let mut slot = self.pool.reserve(len(number)).unwrap();
+            fill_value(&key, slot.bytes_mut());
+            StoreItem::new(key, slot.written().seal())
+        };
+        store_batch(&self.tier, numbers.map(item).collect(), soon())
+    }
+
+    fn write(&self, numbers: Range<u64>) {
+        for stored in self.store(numbers) {
+            assert!(matches!(stored, Ok(Stored::Written)), "{stored:?}");
+        }
+    }
+
+    fn load(&self, numbers: Range<u64>, deadline: Instant) -> Vec<Loaded> {
+        let item =
+            |number| LoadItem::new(test_key(number), self.pool.reserve(len(number)).unwrap());
+        load_batch(&self.tier, numbers.map(item).collect(), deadline)
+    }
+
+    /// Returns the number of hits, each of which has the right bytes.
+    fn hits_by(&self, numbers: Range<u64>, deadline: Instant) -> usize {
+        let loaded = self.load(numbers.clone(), deadline).into_iter();
+        let hits = loaded.zip(numbers).filter_map(|(loaded, number)| {
+            let slot = loaded.hit()?;
+            check_value(&test_key(number), slot.bytes()).unwrap();
+            Some(())
+        });
+        hits.count()
+    }
+
+    fn hits(&self, numbers: Range<u64>) -> usize {
+        self.hits_by(numbers, soon())
+    }
+
+    /// Puts an object of any bytes under a name.
+    fn put(&self, number: u64, bytes: &[u8]) {
+        let name = Name::Value(test_key(number));
+        let write = self.store.write(name, bytes.to_vec().into(), soon());
+        self.runtime.block_on(write).unwrap();
+    }
+
+    fn names(&self, scope: Scope, limit: usize) -> Vec<String> {
+        let (mut names, mut token) = (Vec::new(), None);
+        loop {
+            let page = self.store.list(scope, token.as_deref(), limit, soon());
+            let page = self.runtime.block_on(page).unwrap();
+            assert!(page.objects.len() <= limit);
+            names.extend(page.objects.into_iter().map(|object| {
+                assert!(object.age.is_some() && object.len.is_some(), "{object:?}");
+                object.name.to_string()
+            }));
+            token = page.next;
+            if token.is_none() {
+                return names;
+            }
+        }
+    }
+
+    fn ages(&self, numbers: Range<u64>) -> Vec<Option<u64>> {
+        let keys: Vec<_> = numbers.map(test_key).collect();
+        let heads = self.runtime.block_on(self.store.heads(&keys, soon()));
+        let age = |head: Result<Option<lmc_backend_remote::Head>, _>| head.unwrap()?.age;
+        heads
+            .into_iter()
+            .map(|head| age(head).map(|age| age.as_secs()))
+            .collect()
+    }
+
+    /// Returns all that a person may get to see.
+    fn shown(&self) -> String {
+        format!("{:?} {:?} {:?}", self.tier.health(), self.tier, self.store)
+    }
+}
+
+/// Returns the file of a value.
+fn file(server: &Server, number: u64) -> File {
+    let name = Name::Value(test_key(number)).to_string();
+    let path = server.folder.join(BUCKET).join("of/lmc").join(name);
+    File::options().read(true).write(true).open(path).unwrap()
+}
+
+fn passes_the_kits(kind: Kind) {
+    let server = Server::start(kind);
+    let store = store(server.port, BUCKET, SECRET);
+    runtime().block_on(check_store(store, DEADLINE));
+    let rig = Rig::new(server.port);
+    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
+    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn the_tier_over_files_passes_the_kits() {
+    passes_the_kits(Kind::Files);
+}
+
+#[test]
+#[ignore = "needs moto_server: cargo xtask test-remote"]
+fn the_tier_over_moto_passes_the_kits() {
+    passes_the_kits(Kind::Moto);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn a_server_with_errors_passes_the_kit() {
+    let server = Server::start(Kind::Files);
+    let proxy = Proxy::start(server.port, |_, n| match n % 17 {
+        3 => Fault::error(503, "SlowDown", "reduce your rate"),
+        7 => Fault::CutAfter(300),
+        9 => Fault::CutAfter(3000),
+        11 => Fault::CutAfter(0),
+        13 => Fault::error(500, "InternalError", ""),
+        15 => Fault::error(400, "InvalidRequest", ""),
+        _ => Fault::None,
+    });
+    let rig = Rig::with(proxy.port, BUCKET, SECRET);
+    until("the store is in use", || rig.is_ready());
+    let kit = Conformance::new(Guarantee::Lossy).with_operations(200);
+    let tally = kit.run(&rig.tier);
+    assert!(tally.hits > 20 && tally.failures > 5, "{tally:?}");
+}
+
+fn values_come_back_and_are_listed_once(kind: Kind) {
+    let server = Server::start(kind);
+    let (rig, other) = (Rig::new(server.port), Rig::new(server.port));
+    rig.write(0..40);
+    assert_eq!(other.hits(0..40), 40);
+    for stored in other.store(0..40) {
+        assert!(matches!(stored, Ok(Stored::Present)), "{stored:?}");
+    }
+    // Slots of another length than the value's: nothing of the value goes astray.
+    let wrong =
+        |number| LoadItem::new(test_key(number), rig.pool.reserve(len(number) + 1).unwrap());
+    for loaded in load_batch(&rig.tier, (0..40).map(wrong).collect(), soon()) {
+        assert!(matches!(loaded, Loaded::Failed { .. }), "{loaded:?}");
+    }
+    // Values that are empty, too short, or of another program.
+    for (number, bytes) in [(0, &b""[..]), (1, b"x"), (2, &[7; 5000])] {
+        rig.put(number, bytes);
+    }
+    assert_eq!(rig.hits(0..40), 37);
+    let keys: Vec<_> = (0..4).map(test_key).collect();
+    let found = lens_of(&rig.tier, &keys, soon());
+    let found: Vec<_> = found.into_iter().map(Result::unwrap).collect();
+    assert_eq!(found, [None, None, None, Some(len(3))]);
+    for limit in [1, 7, 1000] {
+        let mut names = rig.names(Scope::VALUES, limit);
+        names.sort();
+        let before = names.len();
+        names.dedup();
+        assert_eq!((names.len(), before), (40, 40), "pages of {limit}");
+    }
+    let space = Some(test_key(0).space);
+    let values = |fanout, space| rig.names(Scope::Values { fanout, space }, 1000).len();
+    assert!((1..40).contains(&values(None, space)));
+    let all: usize = (0..=255).map(|n| values(Some(n), None)).sum();
+    let ours: usize = (0..=255).map(|n| values(Some(n), space)).sum();
+    assert_eq!((all, ours), (40, values(None, space)));
+    let names: Vec<Name> = (0..40).map(|n| Name::Value(test_key(n))).collect();
+    let removed = rig.runtime.block_on(rig.store.remove(&names, soon()));
+    assert!(removed.iter().all(Result::is_ok), "{removed:?}");
+    assert_eq!(rig.hits(0..40), 0);
+    assert!(rig.names(Scope::VALUES, 1000).is_empty());
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn values_in_files_come_back_and_are_listed_once() {
+    values_come_back_and_are_listed_once(Kind::Files);
+}
+
+#[test]
+#[ignore = "needs moto_server: cargo xtask test-remote"]
+fn values_in_moto_come_back_and_are_listed_once() {
+    values_come_back_and_are_listed_once(Kind::Moto);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn a_flipped_bit_is_a_miss_and_is_written_again() {
+    use std::os::unix::fs::FileExt;
+    let server = Server::start(Kind::Files);
+    let rig = Rig::new(server.port);
+    rig.write(0..10);
+    for (number, at) in [(3, HEADER_LEN as u64 + 65_000), (4, 40), (8, 255)] {
+        let (file, mut byte) = (file(&server, number), [0]);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+    }
+    assert_eq!(rig.hits(0..10), 7);
+    rig.write(3..5);
+    assert_eq!(rig.hits(0..10), 9);
+}
+
+#[test]
+#[ignore = "needs moto_server: cargo xtask test-remote"]
+fn of_two_writers_one_writes() {
+    let server = Server::start(Kind::Moto);
+    let (rig, other) = (Rig::new(server.port), Rig::new(server.port));
+    std::thread::scope(|scope| {
+        let ours = scope.spawn(|| rig.store(0..40));
+        let theirs = scope.spawn(|| other.store(0..40));
+        let both = ours.join().unwrap().into_iter().zip(theirs.join().unwrap());
+        for (ours, theirs) in both {
+            let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+            let written = [ours, theirs].map(|stored| usize::from(stored == Stored::Written));
+            assert_eq!(written[0] + written[1], 1, "{ours:?} {theirs:?}");
+        }
+    });
+    assert_eq!((rig.hits(0..40), other.hits(0..40)), (40, 40));
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn a_server_without_conditional_writes_is_overwritten() {
+    let server = Server::start(Kind::Files);
+    let proxy = Proxy::start(server.port, |head, _| {
+        match head.contains("if-none-match") {
+            true => Fault::error(501, "NotImplemented", "a header implies functionality"),
+            false => Fault::None,
+        }
+    });
+    let rig = Rig::new(proxy.port);
+    rig.write(0..10);
+    assert_eq!(rig.hits(0..10), 10);
+    let before = proxy.requests.load(Ordering::SeqCst);
+    rig.write(10..15);
+    let after = proxy.requests.load(Ordering::SeqCst);
+    assert_eq!(
+        after - before,
+        10,
+        "a look and a write each, and no attempt"
+    );
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn values_grow_old_and_are_made_young() {
+    let server = Server::start(Kind::Files);
+    let rig = Rig::new(server.port);
+    rig.write(3..5);
+    let old = SystemTime::now() - Duration::from_secs(5000);
+    file(&server, 4).set_modified(old).unwrap();
+    let ages = rig.ages(3..6);
+    assert!(ages[0].is_some_and(|age| age < 1000), "{ages:?}");
+    assert!(ages[1].is_some_and(|age| age >= 4990), "{ages:?}");
+    assert_eq!(ages[2], None);
+    let keys: Vec<_> = (3..6).map(test_key).collect();
+    let touched = rig.runtime.block_on(rig.store.touch(&keys, soon()));
+    let touched: Vec<bool> = touched.into_iter().map(Result::unwrap).collect();
+    assert_eq!(touched, [true, true, false]);
+    let ages = rig.ages(3..5);
+    assert!(ages.iter().all(|age| age.is_some_and(|age| age < 1000)));
+    assert_eq!(rig.hits(3..5), 2);
+}
+
+/// Shows the log to a test, as the finest level of all crates has it.
+fn log() -> impl Fn() -> String {
+    type Lines = Arc<parking_lot::Mutex<Vec<u8>>>;
+    struct Sink(Lines);
+    impl std::io::Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let lines = Lines::default();
+    let sink = Arc::clone(&lines);
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::TRACE)
+        .with_writer(move || Sink(Arc::clone(&sink)));
+    subscriber.init();
+    move || String::from_utf8_lossy(&lines.lock()).into_owned()
+}
+
+#[test]
+#[ignore = "needs s3s-fs and moto_server: cargo xtask test-remote"]
+fn wrong_credentials_and_buckets_are_named_and_secrets_shown_nowhere() {
+    let log = log();
+    let server = Server::start(Kind::Files);
+    // As a store does that repeats the request in its answer.
+    let proxy = Proxy::start(server.port, |head, _| {
+        Fault::error(403, "AccessDenied", head)
+    });
+    let moto = Server::start(Kind::Moto);
+    let right = Rig::new(server.port);
+    right.write(0..5);
+    assert_eq!(right.hits(0..5), 5);
+    let mut shown = right.shown();
+    for (port, bucket, secret, word) in [
+        (
+            server.port,
+            BUCKET,
+            "marked-secret-wrong",
+            "SignatureDoesNotMatch",
+        ),
+        (proxy.port, BUCKET, SECRET, "AccessDenied"),
+        (moto.port, "no-bucket", SECRET, "NoSuchBucket"),
+    ] {
+        let rig = Rig::with(port, bucket, secret);
+        until("the reason is known", || rig.shown().contains(word));
+        assert!(!rig.is_ready());
+        let key = [test_key(0)];
+        let head = rig.runtime.block_on(rig.store.heads(&key, soon()));
+        let is_denied = matches!(head[..], [Err(StoreError::Denied { .. })]);
+        assert_eq!(is_denied, word != "NoSuchBucket", "{head:?}");
+        assert!(head[0].is_err(), "a bucket that is missing is no miss");
+        let loaded = rig.load(0..1, soon());
+        shown += &format!("{} {head:?} {loaded:?}", rig.shown());
+    }
+    let logged = log();
+    assert!(logged.contains("remote store in use"), "{logged}");
+    shown += &logged;
+    for marked in [KEY, SECRET, TOKEN, "marked-"] {
+        assert!(!shown.contains(marked), "{marked} in {shown}");
+    }
+}
+
+fn is_taken_out_and_back(kind: Kind) {
+    let mut server = Server::start(kind);
+    let rig = Rig::new(server.port);
+    rig.write(0..20);
+    server.kill();
+    assert_eq!(rig.hits(0..20), 0);
+    until("the tier is out", || rig.hits(0..1) == 0 && !rig.is_ready());
+    server.start_again();
+    until("the tier is back", || rig.is_ready());
+    if let Kind::Moto = kind {
+        assert_eq!(rig.hits(0..20), 0, "it forgot them");
+        rig.write(0..20);
+    }
+    assert_eq!(rig.hits(0..20), 20);
+    server.process.stop();
+    let deadline = Instant::now() + Duration::from_millis(200);
+    assert_eq!(rig.hits_by(0..20, deadline), 0);
+    // What a lookup learns after its caller has left counts.
+    until("the tier is out", || {
+        lens_of(&rig.tier, &[test_key(0)], Instant::now());
+        !rig.is_ready()
+    });
+    assert_eq!(rig.pool.usage().used, 0, "no slot is kept");
+    server.process.signal(libc::SIGCONT);
+    until("the tier is back", || rig.is_ready());
+    assert_eq!(rig.hits(0..20), 20);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn files_that_are_killed_or_stopped_cost_hits_and_are_taken_back() {
+    is_taken_out_and_back(Kind::Files);
+}
+
+#[test]
+#[ignore = "needs moto_server: cargo xtask test-remote"]
+fn moto_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
+    is_taken_out_and_back(Kind::Moto);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn a_server_that_wants_less_is_asked_again_later() {
+    let server = Server::start(Kind::Files);
+    let proxy = Proxy::start(server.port, |_, n| match n % 3 {
+        2 => Fault::None,
+        _ => Fault::error(503, "SlowDown", "reduce your rate"),
+    });
+    let direct = Rig::new(server.port);
+    direct.write(0..5);
+    let rig = Rig::with(proxy.port, BUCKET, SECRET);
+    let read = rig.store.read(Name::Clears, 100, soon());
+    assert!(matches!(rig.runtime.block_on(read), Ok(None)));
+    assert_eq!(proxy.requests.load(Ordering::SeqCst) % 3, 0);
+    let never = Proxy::start(server.port, |_, _| Fault::error(503, "SlowDown", ""));
+    let rig = Rig::with(never.port, BUCKET, SECRET);
+    until("the reason is known", || {
+        rig.shown().contains("503 SlowDown")
+    });
+    let before = never.requests.load(Ordering::SeqCst);
+    let head = rig
+        .runtime
+        .block_on(rig.store.heads(&[test_key(0)], soon()));
+    assert!(
+        matches!(&head[..], [Err(StoreError::Unavailable { reason })] if reason.contains("SlowDown")),
+        "{head:?}"
+    );
+    assert!(never.requests.load(Ordering::SeqCst) >= before + 4);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn values_that_stall_or_break_off_hold_no_slot_and_no_caller() {
+    let server = Server::start(Kind::Files);
+    let direct = Rig::new(server.port);
+    direct.write(4..5);
+    let is_value = |head: &str| head.contains("v1/") && !head.contains("v1/clears");
+    let stalling = Proxy::start(server.port, move |head, _| match is_value(head) {
+        true => Fault::StallAfter(1_000_000),
+        false => Fault::None,
+    });
+    let rig = Rig::new(stalling.port);
+    let deadline = Instant::now() + Duration::from_millis(300);
+    let loaded = rig.load(4..5, deadline);
+    let is_late = matches!(
+        loaded[..],
+        [Loaded::Failed {
+            error: BackendError::Deadline,
+            ..
+        }]
+    );
+    assert!(is_late, "{loaded:?}");
+    drop(loaded);
+    assert_eq!(rig.pool.usage().used, 0);
+    // A caller that leaves before the deadline.
+    let item = LoadItem::new(test_key(4), rig.pool.reserve(len(4)).unwrap());
+    let asked = stalling.requests.load(Ordering::SeqCst);
+    let stream = rig.tier.load(vec![item], soon());
+    until("the value is asked for", || {
+        stalling.requests.load(Ordering::SeqCst) > asked
+    });
+    drop(stream);
+    until("the slot is back", || rig.pool.usage().used == 0);
+    // A value that breaks off is asked for again, from there on.
+    let breaking = Proxy::start(server.port, move |head, n| {
+        match is_value(head) && n % 2 == 1 {
+            true => Fault::CutAfter(1_000_000),
+            false => Fault::None,
+        }
+    });
+    let rig = Rig::new(breaking.port);
+    for _ in 0..4 {
+        assert_eq!(rig.hits(4..5), 1);
+    }
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn answers_that_make_no_sense_are_errors() {
+    let server = Server::start(Kind::Files);
+    let most = u64::MAX;
+    let range = format!("content-range: bytes 0-{most}/{most}\r\netag: \"x\"\r\n");
+    let token = format!(
+        "<ListBucketResult><NextContinuationToken>{}</NextContinuationToken></ListBucketResult>",
+        "t".repeat(10_000)
+    );
+    let proxy = Proxy::start(server.port, move |head, _| {
+        let answer = |status, headers: &str, body: &str| Fault::answer(status, headers, body);
+        if head.contains("v1/clears") {
+            Fault::None
+        } else if head.contains("range: bytes=") {
+            answer("206 Partial Content", &range, "x")
+        } else if head.starts_with("post") {
+            let other = "<DeleteResult><Error><Key>other</Key><Code>X</Code><Message></Message></Error></DeleteResult>";
+            answer("200 OK", "", other)
+        } else if head.contains("list-type=2") && head.contains("spaces") {
+            answer("200 OK", "", "<html>a portal")
+        } else if head.contains("list-type=2") {
+            answer("200 OK", "", &token)
+        } else {
+            answer("200 OK", "etag: \"x\"\r\nlast-modified: yesterday\r\n", "x")
+        }
+    });
+    let rig = Rig::new(proxy.port);
+    let run = &rig.runtime;
+    let heads = run.block_on(rig.store.heads(&[test_key(0)], soon()));
+    assert!(matches!(heads[..], [Err(_)]), "{heads:?}");
+    let names = [Name::Value(test_key(0)), Name::Value(test_key(1))];
+    let removed = run.block_on(rig.store.remove(&names, soon()));
+    assert!(matches!(removed[..], [Err(_), Err(_)]), "{removed:?}");
+    for scope in [Scope::VALUES, Scope::Spaces] {
+        let listed = run.block_on(rig.store.list(scope, None, 10, soon()));
+        assert!(listed.is_err(), "{listed:?}");
+    }
+    let loaded = rig.load(0..1, soon());
+    assert!(matches!(loaded[..], [Loaded::Failed { .. }]), "{loaded:?}");
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn small_objects_are_bounded_and_a_closed_store_says_so() {
+    let server = Server::start(Kind::Files);
+    let rig = Rig::new(server.port);
+    let (run, clears) = (&rig.runtime, Name::Clears);
+    let read = |max| run.block_on(rig.store.read(clears, max, soon()));
+    assert!(matches!(read(5), Ok(None)));
+    run.block_on(rig.store.write(clears, "12345".into(), soon()))
+        .unwrap();
+    assert_eq!(read(5).unwrap().as_deref(), Some(&b"12345"[..]));
+    let too_large = read(4);
+    assert!(
+        matches!(too_large, Err(StoreError::TooLarge { max: 4, found: 5 })),
+        "{too_large:?}"
+    );
+    let over = run.block_on(rig.store.read(clears, 5, Instant::now()));
+    assert!(matches!(over, Err(StoreError::Deadline)), "{over:?}");
+    run.block_on(rig.store.close(soon()));
+    assert!(matches!(read(5), Err(StoreError::Unavailable { .. })));
+    assert!(fs::metadata(server.folder.join(BUCKET)).is_ok());
+}
