@@ -569,6 +569,73 @@ def peers(run):
             pair.end()
 
 
+class Redis(Child):
+    """A redis-server that keeps all in memory."""
+
+    def __init__(self):
+        self.port = free_port()
+        super().__init__("redis", ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1",
+                                   "--save", "", "--appendonly", "no"])
+
+
+def remote(run):
+    """Two servers with one store: each finds what the other stored, also after a restart of
+    everything; a store that hangs costs hits and nothing else."""
+    if run.args.peer:
+        return
+    folder = tempfile.mkdtemp(prefix="lmc-remote-")
+    redis = Redis() if shutil.which("redis-server") else None
+    stores = {"files": f"file://{folder}"}
+    if redis:
+        stores["redis"] = f"redis://127.0.0.1:{redis.port}"
+    else:
+        print("(no redis-server: the scenario runs with files only)")
+    servers = []
+
+    def lower(server):
+        return server.status()["lmc"]["lower"][0]
+
+    try:
+        for kind, url in stores.items():
+            # A busy machine may take longer than the default.
+            flags = ["--remote", url, "--remote-locate-timeout", "5s"]
+            first, second = Server(run.args, *flags), Server(run.args, *flags)
+            servers += [first, second]
+            first.start()
+            engine = run.engine(f"remote-{kind}-first", port=first.port).ready()
+            run.cold_and_warm(f"remote, {kind}", engine, 3)
+            check(f"remote, {kind}: every chunk is written",
+                  eventually(lambda: lower(first)["written"] == 9), str(lower(first)))
+            engine.kill()
+            first.discard()
+            second.start()
+            engine = run.engine(f"remote-{kind}-second", port=second.port).ready()
+            run.warm(f"remote, {kind}, another engine and server", engine, 3)
+            check(f"remote, {kind}: the chunks came from the store",
+                  lower(second)["promoted"] == 9, str(lower(second)))
+            if kind == "redis":
+                redis.process.send_signal(signal.SIGSTOP)
+                ids, _ = engine.generate(prompts(6, *LENGTHS))
+                check("remote, a store that hangs: cold ids are those without a connector",
+                      ids == run.plain["float32", 6])
+                run.warm("remote, a store that hangs", engine, 3)
+                redis.process.send_signal(signal.SIGCONT)
+                healthy = eventually(lambda: all(
+                    tier["fault"] is None for tier in second.status()["lmc"]["tiers"]))
+                check("remote, a store that hung: it is used again", healthy,
+                      str(second.status()["lmc"]["tiers"]))
+            engine.kill()
+            free = eventually(lambda: not any(second.held().values()))
+            check(f"remote, {kind}: nothing is held afterwards", free, str(second.held()))
+    finally:
+        for server in servers:
+            if server.child and server.child.process.poll() is None:
+                server.stop()
+        if redis:
+            redis.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def skip_save(run):
     """A request that says lmcache.skip_save stores nothing; the same one without it does."""
     if run.args.peer:
@@ -672,7 +739,7 @@ def tensor_parallel(run):
     run.nothing_held("tensor parallel")
 
 
-SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
+SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers, remote,
              skip_save, wrong_dtype, serve, tensor_parallel]
 
 

@@ -55,7 +55,7 @@ mod lower;
 pub use lower::LowerStatus;
 
 mod policy;
-pub use policy::{Admission, LowerTier, TierPolicy, WritePolicy};
+pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};
 
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};

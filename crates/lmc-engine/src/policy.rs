@@ -1,9 +1,11 @@
 //! Policies of lower tiers: which chunks are written to one, when, and how long it may take.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::Backend;
+use lmc_key::SpaceId;
 
 /// A tier below DRAM with its policy.
 #[derive(Clone, Debug)]
@@ -34,6 +36,8 @@ pub struct TierPolicy {
     pub write: WritePolicy,
     /// Which chunks are written to the tier. Default: [`Admission::Always`].
     pub admit: Admission,
+    /// Spaces whose chunks are written to the tier. Default: all.
+    pub spaces: SpaceFilter,
     /// Writes to this tier what is promoted from the tiers after it, so that it is nearer the next
     /// time. Default: false.
     pub fill: bool,
@@ -54,12 +58,35 @@ impl Default for TierPolicy {
         Self {
             write: WritePolicy::default(),
             admit: Admission::default(),
+            spaces: SpaceFilter::default(),
             fill: false,
             write_queue_bytes: None,
             write_timeout: Duration::from_secs(30),
             read_timeout: None,
             locate_timeout: Duration::from_millis(5),
         }
+    }
+}
+
+/// Picks spaces, and so models and tenants.
+#[derive(Clone, Default)]
+pub struct SpaceFilter(Option<Arc<dyn Fn(SpaceId) -> bool + Send + Sync>>);
+
+impl SpaceFilter {
+    /// A filter that picks the spaces for which `picks` returns true. It is called for each chunk
+    /// that is stored, and must not wait.
+    pub fn new(picks: impl Fn(SpaceId) -> bool + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(picks)))
+    }
+
+    pub(crate) fn picks(&self, space: SpaceId) -> bool {
+        self.0.as_ref().is_none_or(|picks| picks(space))
+    }
+}
+
+impl fmt::Debug for SpaceFilter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "some" } else { "all" })
     }
 }
 

@@ -214,6 +214,9 @@ impl Tier {
     /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: it came from a
     /// tier after this one.
     fn takes(&self, key: &ChunkKey, moment: Moment, is_from_after: bool) -> bool {
+        if !self.policy.spaces.picks(key.space) {
+            return false;
+        }
         let is_time = match moment {
             Moment::Computed => self.policy.write == WritePolicy::Through,
             Moment::Promoted => {

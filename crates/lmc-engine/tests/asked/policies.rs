@@ -1,6 +1,6 @@
 //! Policies of single tiers.
 
-use lmc_engine::WritePolicy;
+use lmc_engine::{SpaceFilter, WritePolicy};
 
 use super::*;
 
@@ -85,4 +85,18 @@ fn a_prompt_that_a_near_tier_has_waits_for_no_slower_one() {
         policy.locate_timeout = LONG;
     });
     assert_eq!(found(&engine, 0..8).hits, 8);
+}
+
+#[test]
+fn chunks_of_spaces_that_are_not_picked_are_not_written() {
+    let tier = Arc::new(Gated::new(MemoryBackend::default()));
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {
+        policy.spaces = SpaceFilter::new(|space| space == OTHER);
+    });
+    write(&engine, SPACE, 0, 0..4);
+    write(&engine, OTHER, 0, 0..3);
+    settle(&engine);
+    assert_eq!((tier.stores(), status(&engine, 0).chunks), (3, 3));
+    assert_eq!(found(&engine, 0..4).resident, 4, "DRAM has them all");
+    assert_idle(&engine);
 }
