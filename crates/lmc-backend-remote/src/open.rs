@@ -7,6 +7,8 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::posix::{FileConfig, FileStore};
+#[cfg(feature = "redis")]
+use crate::redis::{RedisConfig, RedisStore, RedisUrl, RedisUrlError};
 use crate::store::Store;
 
 /// Settings of a store beside its URL.
@@ -24,8 +26,16 @@ pub struct StoreOptions {
 #[non_exhaustive]
 pub enum OpenError {
     /// The URL has no scheme, or one that is not known.
-    #[error("expected file:///FOLDER")]
+    #[error("expected file:///FOLDER or redis://HOST")]
     Scheme,
+    /// The URL of a Redis is not one, or this build has no Redis.
+    #[error("{0}")]
+    Redis(String),
+    /// The store bounds its size by itself.
+    #[error(
+        "a Redis bounds its size by itself: set maxmemory and maxmemory-policy there, and no size here"
+    )]
+    Size,
     /// The URL of a folder names a host, or a path that is not absolute.
     #[error("expected an absolute path after file://, such as file:///mnt/shared/lmc")]
     Path,
@@ -39,7 +49,7 @@ pub enum OpenError {
 /// # Errors
 /// [`OpenError`], without the URL: it may hold a password.
 pub fn check_url(url: &str) -> Result<(), OpenError> {
-    folder(url).map(drop)
+    location(url).map(drop)
 }
 
 /// Makes the store that a URL names. It is reached with the first operation.
@@ -47,16 +57,52 @@ pub fn check_url(url: &str) -> Result<(), OpenError> {
 /// # Errors
 /// [`OpenError`].
 pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, OpenError> {
-    let mut config = FileConfig::new(folder(url)?);
-    config.max_bytes = options.max_bytes;
-    config.ttl = options.ttl;
-    Ok(Arc::new(FileStore::new(config)?))
+    match location(url)? {
+        Location::Folder(folder) => {
+            let mut config = FileConfig::new(folder);
+            config.max_bytes = options.max_bytes;
+            config.ttl = options.ttl;
+            Ok(Arc::new(FileStore::new(config)?))
+        }
+        #[cfg(feature = "redis")]
+        Location::Redis(_) if options.max_bytes.is_some() => Err(OpenError::Size),
+        #[cfg(feature = "redis")]
+        Location::Redis(url) => {
+            let mut config = RedisConfig::new(url);
+            config.ttl = options.ttl;
+            let store = RedisStore::new(config);
+            Ok(Arc::new(
+                store.map_err(|error| OpenError::Redis(error.to_string()))?,
+            ))
+        }
+    }
 }
 
-fn folder(url: &str) -> Result<PathBuf, OpenError> {
-    let path = url.strip_prefix("file://").ok_or(OpenError::Scheme)?;
-    let path = PathBuf::from(path);
-    path.is_absolute().then_some(path).ok_or(OpenError::Path)
+enum Location {
+    Folder(PathBuf),
+    #[cfg(feature = "redis")]
+    Redis(RedisUrl),
+}
+
+fn location(url: &str) -> Result<Location, OpenError> {
+    let (scheme, path) = url.split_once("://").ok_or(OpenError::Scheme)?;
+    match scheme {
+        "file" => {
+            let path = PathBuf::from(path);
+            let path = path.is_absolute().then_some(path).ok_or(OpenError::Path);
+            path.map(Location::Folder)
+        }
+        #[cfg(feature = "redis")]
+        scheme if scheme.starts_with("redis") => {
+            let wrong = |error: RedisUrlError| OpenError::Redis(error.to_string());
+            url.parse().map(Location::Redis).map_err(wrong)
+        }
+        #[cfg(not(feature = "redis"))]
+        scheme if scheme.starts_with("redis") => Err(OpenError::Redis(
+            "this build has no Redis: build with the feature redis".to_owned(),
+        )),
+        _ => Err(OpenError::Scheme),
+    }
 }
 
 #[cfg(test)]
@@ -72,5 +118,18 @@ mod tests {
         for url in ["file://", "file://host/x", "file://x"] {
             assert!(matches!(check_url(url), Err(OpenError::Path)), "{url}");
         }
+        assert!(
+            matches!(check_url("redis://:secret@"), Err(OpenError::Redis(text)) if !text.contains("secret"))
+        );
+    }
+
+    #[cfg(feature = "redis")]
+    #[test]
+    fn a_redis_takes_no_size() {
+        check_url("rediss://:secret@cache:6380/1").unwrap();
+        let mut options = StoreOptions::default();
+        options.max_bytes = Some(1);
+        let opened = open_store("redis://cache", options);
+        assert!(matches!(opened, Err(OpenError::Size)));
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
-use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TierPolicy};
+use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TenantId, TierPolicy};
 use lmc_key::{ChunkHasher, Salt};
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -422,17 +422,24 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tier = Arc::clone(peers) as Arc<dyn Backend>;
         lower.push(LowerTier::new(tier, policy));
     }
-    lower.extend(remote::open(config)?);
+    let salts = remote::Salts::default();
+    lower.extend(remote::open(config, &salts)?);
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
     lender.describe(&service);
-    for (salt, bytes) in &config.quotas {
+    let tenant = |flag: &str, salt: &str| -> Result<TenantId> {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
-        let salt: Salt = salt.parse().with_context(|| format!("--quota {salt}"))?;
-        service
-            .engine()
-            .set_quota(service.tenant(&salt), Some(*bytes));
+        let salt: Salt = salt.parse().with_context(|| format!("{flag} {salt}"))?;
+        Ok(service.tenant(&salt))
+    };
+    for (salt, bytes) in &config.quotas {
+        let tenant = tenant("--quota", salt)?;
+        service.engine().set_quota(tenant, Some(*bytes));
+    }
+    if let Some(picked) = &config.remote_salts {
+        let tenants = picked.iter().map(|salt| tenant("--remote-salts", salt));
+        salts.pick(&service, tenants.collect::<Result<_>>()?);
     }
     Ok(Opened { service, peers })
 }

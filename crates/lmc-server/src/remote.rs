@@ -1,11 +1,13 @@
 //! The tier of a shared store as the configuration asks for it.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
-use lmc_engine::{LowerTier, TierPolicy};
+use lmc_engine::{LowerTier, SpaceFilter, TenantId, TierPolicy};
+use lmc_vllm_adapter::{Service, WeakService};
 use tokio::runtime::Handle;
 use tracing::info;
 
@@ -14,9 +16,33 @@ use crate::config::ServeConfig;
 /// Time that the store has to answer before the server goes on without it.
 const START: Duration = Duration::from_millis(500);
 
+/// The tenants whose chunks are written to the store. The service, which knows them, is made after
+/// the tier.
+#[derive(Debug, Default)]
+pub(crate) struct Salts(Arc<OnceLock<(WeakService, HashSet<TenantId>)>>);
+
+impl Salts {
+    fn filter(&self) -> SpaceFilter {
+        let known = Arc::clone(&self.0);
+        SpaceFilter::new(move |space| {
+            let known = known.get();
+            known.is_some_and(|(service, tenants)| {
+                let service = service.upgrade();
+                service.is_some_and(|service| tenants.contains(&service.tenant_of(space)))
+            })
+        })
+    }
+
+    /// Picks the tenants of these salts.
+    pub(crate) fn pick(&self, service: &Service, tenants: HashSet<TenantId>) {
+        // It is called once.
+        let _ = self.0.set((service.downgrade(), tenants));
+    }
+}
+
 /// Starts the tier, if the configuration has one. Blocks for a moment. A server starts without its
 /// store, which is reached in the background.
-pub(crate) fn open(config: &ServeConfig) -> Result<Option<LowerTier>> {
+pub(crate) fn open(config: &ServeConfig, salts: &Salts) -> Result<Option<LowerTier>> {
     let Some(url) = &config.remote else {
         return Ok(None);
     };
@@ -35,6 +61,9 @@ pub(crate) fn open(config: &ServeConfig) -> Result<Option<LowerTier>> {
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
+    if config.remote_salts.is_some() {
+        policy.spaces = salts.filter();
+    }
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("remote: {url}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
-use lmc_key::{HashAlgorithm, IdentityText};
+use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::{Demand, SharedName};
 use lmc_vllm_adapter::TrustedUsers;
 
@@ -656,6 +656,22 @@ pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
         );
     }
     Ok(timeout)
+}
+
+/// Salts separated by commas; `all` is none.
+pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<String>>, String> {
+    let text = raw.text()?;
+    if text == "all" {
+        return Ok(None);
+    }
+    let salts: Vec<String> = text.split(',').map(|salt| salt.trim().to_owned()).collect();
+    let wrong = |salt: &&String| salt.is_empty() || salt.parse::<Salt>().is_err();
+    match salts.iter().find(wrong) {
+        Some(salt) => Err(format!(
+            "expected salts separated by commas, or all; found {salt:?}"
+        )),
+        None => Ok(Some(salts)),
+    }
 }
 
 pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(String, u64)>, String> {

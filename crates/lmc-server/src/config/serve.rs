@@ -100,6 +100,7 @@ impl ServeConfig {
         for (name, is_set) in [
             ("remote-size", self.remote_size.is_some()),
             ("remote-ttl", self.remote_ttl.is_some()),
+            ("remote-salts", self.remote_salts.is_some()),
         ] {
             if is_set && self.remote.is_none() {
                 layers.refuse(name, "requires --remote");

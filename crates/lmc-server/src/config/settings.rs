@@ -172,9 +172,9 @@ settings! {
         p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::bound;
     }
     Remote {
-        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; none uses no store.
+        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; redis://HOST:PORT is a Redis (rediss for TLS, redis-cluster://HOST:PORT,HOST:PORT, redis-sentinel://HOST:PORT/SERVICE); none uses no store.
         remote: Option<RemoteUrl> = "remote", Value "URL", "none", parse::remote_url;
-        /// Most bytes of the chunks in a shared folder, those of all daemons together; the oldest are removed. Give all daemons the same size. none sets no bound.
+        /// Most bytes of the chunks in a shared folder, those of all daemons together; the oldest are removed. Give all daemons the same size. A Redis takes none: its own maxmemory bounds it. none sets no bound.
         remote_size: Option<u64> = "remote-size", Value "SIZE", "none", parse::bound;
         /// Age at which a chunk in the store is removed. A chunk that is read at more than half of it becomes as young as a new one, so that prefixes in use stay. none removes none by age.
         remote_ttl: Option<Duration> = "remote-ttl", Value "SECONDS", "none", parse::optional_duration;
@@ -182,6 +182,8 @@ settings! {
         remote_write: WritePolicy = "remote-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
         /// Which chunks are written to the store: always, second, or a number of uses, as for --disk-admit.
         remote_admit: Admission = "remote-admit", Value "WHICH", "always", parse::admission;
+        /// Values of cache_salt whose chunks are written to the store, separated by commas; _default is traffic without a salt. all writes those of every salt.
+        remote_salts: Option<Vec<String>> = "remote-salts", Value "SALTS", "all", parse::salts;
         /// Time that the store has to say which chunks it has: the delay of a prompt that no tier has.
         remote_locate_timeout: Duration = "remote-locate-timeout", Value "SECONDS", "50ms", parse::positive_duration;
         /// Timeout of reads from the store; later chunks are misses. A store that takes longer to answer a lookup counts as failed, and is left out after five failures until it answers again.

@@ -50,6 +50,7 @@ const KINDS: &[(&str, &[Key])] = &[
             ("ttl", "remote_ttl"),
             ("write", "remote_write"),
             ("admit", "remote_admit"),
+            ("salts", "remote_salts"),
             ("locate_timeout", "remote_locate_timeout"),
             ("timeout", "remote_timeout_seconds"),
             ("negative_ttl", "remote_negative_ttl"),
