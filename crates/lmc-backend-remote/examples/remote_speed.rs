@@ -2,8 +2,9 @@
 //! runs it. Prints a line of JSON.
 //!
 //! `remote_speed WHO URL BYTES COUNT`: WHO is `lmc`, or `bare`: for `redis://…` the crate `redis`
-//! with as many connections, for `file://…` threads that write, rename and read files. BYTES is
-//! the length of a value, COUNT the number of values.
+//! with as many connections, for `s3://…` the crate `object_store` with as many requests at a time,
+//! for `file://…` threads that write, rename and read files. BYTES is the length of a value, COUNT
+//! the number of values.
 
 use std::env;
 use std::fs::{self, OpenOptions};
@@ -13,14 +14,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::{fill_value, test_key};
 use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem};
 use lmc_backend_remote::format::Name;
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
+use lmc_backend_remote::s3::{Connector, S3Config, S3Store};
 use lmc_backend_remote::{FileConfig, FileStore, RemoteConfig, RemoteTier, Store};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, Prefault, SealedSlot};
+use object_store::path::Path as Key;
+use object_store::{ObjectStoreExt, PutPayload};
 use tokio::runtime::{Builder, Runtime};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -65,6 +70,7 @@ fn main() -> Result<()> {
     let figures = match (&**who, url.split_once("://")) {
         ("lmc", _) => ours(&runtime, url, &pool, &keys, &slots)?,
         ("bare", Some(("file", folder))) => files(Path::new(folder), &pool, &keys, &slots)?,
+        ("bare", Some(("s3", _))) => runtime.block_on(bare_s3(url, &pool, &keys, &slots))?,
         ("bare", Some(_)) => runtime.block_on(bare_redis(url, &pool, &keys, &slots))?,
         _ => return Err("expected lmc or bare, and a URL".into()),
     };
@@ -94,9 +100,10 @@ fn ours(
     keys: &[ChunkKey],
     slots: &[SealedSlot],
 ) -> Result<Figures> {
-    let store: Arc<dyn Store> = match url.strip_prefix("file://") {
-        Some(folder) => Arc::new(FileStore::new(FileConfig::new(folder))?),
-        None => Arc::new(RedisStore::new(RedisConfig::new(url.parse()?))?),
+    let store: Arc<dyn Store> = match url.split_once("://") {
+        Some(("file", folder)) => Arc::new(FileStore::new(FileConfig::new(folder))?),
+        Some(("s3", _)) => Arc::new(S3Store::new(S3Config::new(url.parse()?, env::vars())?)?),
+        _ => Arc::new(RedisStore::new(RedisConfig::new(url.parse()?))?),
     };
     let config = RemoteConfig::default();
     let tier = RemoteTier::start(config, store, runtime.handle().clone());
@@ -205,6 +212,72 @@ async fn bare_redis(
     Ok(Figures {
         put,
         get: all_read,
+        single: median(singles),
+        locate: None,
+    })
+}
+
+/// The bytes of a slot, for as long as a connection sends them.
+struct SlotBytes(SealedSlot);
+
+impl AsRef<[u8]> for SlotBytes {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+/// The crate `object_store` with the client that lmc uses, as many requests at a time, and what it
+/// reads copied into the slot.
+async fn bare_s3(
+    url: &str,
+    pool: &Pool,
+    keys: &[ChunkKey],
+    slots: &[SealedSlot],
+) -> Result<Figures> {
+    let config = S3Config::new(url.parse()?, env::vars())?;
+    let client = config.client(Connector::new(true)?)?;
+    let name = |key: &ChunkKey| Key::from(format!("bare/{}", Name::Value(*key)));
+    let put = async |n: usize| -> Result<()> {
+        let bytes = Bytes::from_owner(SlotBytes(slots[n].clone()));
+        client.put(&name(&keys[n]), PutPayload::from(bytes)).await?;
+        Ok(())
+    };
+    let get = async |n: usize| -> Result<()> {
+        let result = client.get(&name(&keys[n])).await?;
+        let mut slot = pool.reserve(result.meta.size).ok_or("the pool is full")?;
+        let (mut body, mut at) = (result.into_stream(), 0);
+        while let Some(bytes) = body.next().await {
+            let bytes = bytes?;
+            let end = at + bytes.len();
+            let part = slot.bytes_mut().get_mut(at..end);
+            part.ok_or("a longer value")?.copy_from_slice(&bytes);
+            at = end;
+        }
+        Ok(())
+    };
+    let begun = Instant::now();
+    let all = stream::iter(0..keys.len())
+        .map(&put)
+        .buffer_unordered(config.values_at_once);
+    let all: Vec<Result<()>> = all.collect().await;
+    all.into_iter().collect::<Result<()>>()?;
+    let written = begun.elapsed();
+    let begun = Instant::now();
+    let all = stream::iter(0..keys.len())
+        .map(&get)
+        .buffer_unordered(config.values_at_once);
+    let all: Vec<Result<()>> = all.collect().await;
+    all.into_iter().collect::<Result<()>>()?;
+    let read = begun.elapsed();
+    let mut singles = Vec::new();
+    for n in 0..SINGLES.min(keys.len()) {
+        let begun = Instant::now();
+        get(n).await?;
+        singles.push(begun.elapsed());
+    }
+    Ok(Figures {
+        put: written,
+        get: read,
         single: median(singles),
         locate: None,
     })

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::rounds::{Rounds, shown};
 use super::{conditions, page};
-use crate::{packages, ports};
+use crate::{packages, ports, remote};
 
 const SECTION: &str = "bench remote";
 const JSON: &str = "docs/benchmarks/remote.json";
@@ -21,6 +21,20 @@ const BYTES: u64 = 256 << 20;
 const LENS: [(&str, u64); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)];
 const FIGURES: [&str; 4] = ["put_gb_per_s", "get_gb_per_s", "get_one_us", "locate_us"];
 const SERVER: &str = "redis-benchmark";
+/// Runs a command beside `s3s-fs` in a network of their own, in which every segment is acknowledged
+/// at once: this server leaves Nagle's algorithm on, and would wait 40 ms before the last segment of
+/// a value. Arguments: folder, folder of the program, the command.
+const S3: &str = r#"
+ip link set lo up
+ip route replace local 127.0.0.1 dev lo table local quickack 1
+mkdir -p "$0/bucket"
+"$1/s3s-fs" --host 127.0.0.1 --port 8014 --access-key key --secret-key secret "$0" >/dev/null 2>&1 &
+server=$!
+trap 'kill $server' EXIT
+until (exec 3<>/dev/tcp/127.0.0.1/8014) 2>/dev/null; do kill -0 $server; sleep 0.05; done
+shift
+"$@"
+"#;
 
 /// Measures the tier of shared stores beside the bare clients; writes docs/benchmarks.md.
 #[derive(Debug, clap::Args)]
@@ -76,8 +90,9 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
     super::check_amounts(args.rounds, 1.0, 1.0)?;
     packages::install("redis-server", "redis-server")?;
     packages::install("redis-benchmark", "redis-tools")?;
+    let s3 = remote::s3_servers()?;
     let built = crate::build_release(
-        "--package lmc-backend-remote --example remote_speed --features conformance,redis",
+        "--package lmc-backend-remote --example remote_speed --features conformance,redis,s3",
     )?;
     let speed = built.join("examples/remote_speed");
     let folder = args.dir.join("lmc-bench-remote");
@@ -93,17 +108,27 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
             let url = format!("redis://127.0.0.1:{}", redis.port);
             for who in ["lmc", "bare"] {
                 let row = format!("Redis, {name}");
-                cells.add(&row, who, &measure(&speed, who, &url, len)?);
+                cells.add(&row, who, &measure(Command::new(&speed), who, &url, len)?);
             }
             cells.add(&format!("Redis, {name}"), SERVER, &server(redis.port, len)?);
             drop(redis);
             let url = format!("file://{}", folder.display());
             for who in ["lmc", "bare"] {
                 let row = format!("files, {name}");
-                cells.add(&row, who, &measure(&speed, who, &url, len)?);
-                for entry in fs::read_dir(&folder)?.flatten() {
-                    let _ = fs::remove_dir_all(entry.path());
-                }
+                cells.add(&row, who, &measure(Command::new(&speed), who, &url, len)?);
+                empty(&folder)?;
+            }
+            for who in ["lmc", "bare"] {
+                let row = format!("S3, {name}");
+                let mut command = Command::new("unshare");
+                let user = (!packages::is_root()).then_some("--map-root-user");
+                command.arg("--net").args(user).args(["bash", "-euc", S3]);
+                command.args([&folder, &s3, &speed]);
+                command.env("AWS_ENDPOINT_URL", "http://127.0.0.1:8014");
+                command.env("AWS_ACCESS_KEY_ID", "key");
+                command.env("AWS_SECRET_ACCESS_KEY", "secret");
+                cells.add(&row, who, &measure(command, who, "s3://bucket/lmc", len)?);
+                empty(&folder)?;
             }
         }
     }
@@ -118,8 +143,20 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
     Ok(true)
 }
 
-fn measure(speed: &Path, who: &str, url: &str, len: u64) -> Result<Vec<(&'static str, f64)>> {
-    let mut command = Command::new(speed);
+fn empty(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder)?.flatten() {
+        // The next figures do not depend on it.
+        let _ = fs::remove_dir_all(entry.path());
+    }
+    Ok(())
+}
+
+fn measure(
+    mut command: Command,
+    who: &str,
+    url: &str,
+    len: u64,
+) -> Result<Vec<(&'static str, f64)>> {
     command.args([who, url, &len.to_string(), &(BYTES / len).to_string()]);
     let output = command.output().with_context(|| format!("{command:?}"))?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -152,6 +189,7 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
     let mut text = "## Shared stores beside the bare way to them\n\n\
         `cargo xtask bench remote`. 256 MiB of values of one length, written and read over loopback or on the file system of `target`. \
         *bare* is the crate `redis` on as many connections, with the value copied into the slot; for files four threads that write, rename and read. Files are written and read without the page cache by both. \
+        For S3, *bare* is the crate `object_store` over the same client with 32 requests at a time, as lmc has, and the value copied into the slot; the server is `s3s-fs` 0.14.1 on the same cores, which sets the pace. A put that no lookup came before asks for the header first; in S3 that is one request more for each value. \
         lmc also makes and compares the checksums of all values. \
         *one* is the time of a single value; *heads* that of the headers of all values, at most 512.\n\n"
         .to_owned();

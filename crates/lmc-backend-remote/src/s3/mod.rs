@@ -2,8 +2,9 @@
 //!
 //! The crate `object_store` signs requests, finds credentials and repeats what failed; hyper moves
 //! the bytes. A value goes out from its slot without a copy, and comes in with one: from the
-//! buffers of the connection into the slot. An object is written by one request: values of a batch
-//! go side by side, so that parts of one would not make it faster.
+//! buffers of the connection into the slot. An object is written by one request: a part has to have
+//! 5 MiB, which is more than most values, and each upload in parts takes two requests more, while
+//! values of a batch go side by side anyway.
 
 mod http;
 mod url;
@@ -102,8 +103,8 @@ impl S3Config {
             ..RetryConfig::default()
         };
         let builder = self.access.builder(&self.url.bucket);
-        // The header has the checksum of a payload. To hash it again for the signature would cost
-        // more than all the rest.
+        // The header has the checksum of a payload. SHA-256 for the signature would take half a
+        // second for each GB, on a core with instructions for it, and again at the server.
         let builder = builder.with_unsigned_payload(true).with_retry(retry);
         let client = builder.with_http_connector(connector).build();
         client.map_err(|error| StoreError::unavailable(cause(&error)))
