@@ -1,5 +1,6 @@
 //! URLs of stores.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,9 @@ use thiserror::Error;
 
 use crate::posix::{FileConfig, FileStore};
 #[cfg(feature = "redis")]
-use crate::redis::{RedisConfig, RedisStore, RedisUrl, RedisUrlError};
+use crate::redis::{RedisConfig, RedisStore, RedisUrl};
+#[cfg(feature = "s3")]
+use crate::s3::{S3Config, S3Store, S3Url};
 use crate::store::Store;
 
 /// Settings of a store beside its URL.
@@ -26,19 +29,18 @@ pub struct StoreOptions {
 #[non_exhaustive]
 pub enum OpenError {
     /// The URL has no scheme, or one that is not known.
-    #[error("expected file:///FOLDER or redis://HOST")]
+    #[error("expected file:///FOLDER, redis://HOST or s3://BUCKET/PREFIX")]
     Scheme,
-    /// The URL of a Redis is not one, or this build has no Redis.
-    #[error("{0}")]
-    Redis(String),
-    /// The store bounds its size by itself.
-    #[error(
-        "a Redis bounds its size by itself: set maxmemory and maxmemory-policy there, and no size here"
-    )]
-    Size,
     /// The URL of a folder names a host, or a path that is not absolute.
     #[error("expected an absolute path after file://, such as file:///mnt/shared/lmc")]
     Path,
+    /// The URL, or a setting from the environment, is not one of this kind of store; or this build
+    /// has none of the kind.
+    #[error("{0}")]
+    Store(String),
+    /// The store bounds its size by itself.
+    #[error("{0}, and no size here")]
+    Size(&'static str),
     /// The store cannot be started.
     #[error("the store cannot be started: {0}")]
     Start(#[from] std::io::Error),
@@ -65,23 +67,38 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, Op
             Ok(Arc::new(FileStore::new(config)?))
         }
         #[cfg(feature = "redis")]
-        Location::Redis(_) if options.max_bytes.is_some() => Err(OpenError::Size),
+        Location::Redis(_) if options.max_bytes.is_some() => Err(OpenError::Size(
+            "a Redis bounds its size by itself: set maxmemory and maxmemory-policy there",
+        )),
         #[cfg(feature = "redis")]
         Location::Redis(url) => {
             let mut config = RedisConfig::new(url);
             config.ttl = options.ttl;
-            let store = RedisStore::new(config);
-            Ok(Arc::new(
-                store.map_err(|error| OpenError::Redis(error.to_string()))?,
-            ))
+            Ok(Arc::new(RedisStore::new(config).map_err(of_store)?))
+        }
+        #[cfg(feature = "s3")]
+        Location::S3(_) if options.max_bytes.is_some() => Err(OpenError::Size(
+            "a bucket has no size: set a lifecycle rule there that removes old objects",
+        )),
+        #[cfg(feature = "s3")]
+        Location::S3(url) => {
+            let mut config = S3Config::new(url, std::env::vars()).map_err(of_store)?;
+            config.ttl = options.ttl;
+            Ok(Arc::new(S3Store::new(config).map_err(of_store)?))
         }
     }
+}
+
+fn of_store(error: impl fmt::Display) -> OpenError {
+    OpenError::Store(error.to_string())
 }
 
 enum Location {
     Folder(PathBuf),
     #[cfg(feature = "redis")]
     Redis(RedisUrl),
+    #[cfg(feature = "s3")]
+    S3(S3Url),
 }
 
 fn location(url: &str) -> Result<Location, OpenError> {
@@ -93,13 +110,11 @@ fn location(url: &str) -> Result<Location, OpenError> {
             path.map(Location::Folder)
         }
         #[cfg(feature = "redis")]
-        scheme if scheme.starts_with("redis") => {
-            let wrong = |error: RedisUrlError| OpenError::Redis(error.to_string());
-            url.parse().map(Location::Redis).map_err(wrong)
-        }
-        #[cfg(not(feature = "redis"))]
-        scheme if scheme.starts_with("redis") => Err(OpenError::Redis(
-            "this build has no Redis: build with the feature redis".to_owned(),
+        scheme if scheme.starts_with("redis") => url.parse().map(Location::Redis).map_err(of_store),
+        #[cfg(feature = "s3")]
+        "s3" => url.parse().map(Location::S3).map_err(of_store),
+        scheme if scheme == "s3" || scheme.starts_with("redis") => Err(of_store(
+            "this build has no such store: build with the feature of its name",
         )),
         _ => Err(OpenError::Scheme),
     }
@@ -119,7 +134,7 @@ mod tests {
             assert!(matches!(check_url(url), Err(OpenError::Path)), "{url}");
         }
         assert!(
-            matches!(check_url("redis://:secret@"), Err(OpenError::Redis(text)) if !text.contains("secret"))
+            matches!(check_url("redis://:secret@"), Err(OpenError::Store(text)) if !text.contains("secret"))
         );
     }
 
@@ -130,6 +145,6 @@ mod tests {
         let mut options = StoreOptions::default();
         options.max_bytes = Some(1);
         let opened = open_store("redis://cache", options);
-        assert!(matches!(opened, Err(OpenError::Size)));
+        assert!(matches!(opened, Err(OpenError::Size(_))));
     }
 }
