@@ -82,7 +82,11 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, Op
         )),
         #[cfg(feature = "s3")]
         Location::S3(url) => {
-            let mut config = S3Config::new(url, std::env::vars()).map_err(of_store)?;
+            // `vars` panics where any variable of the process is not UTF-8.
+            let variables = std::env::vars_os().filter_map(|(name, value)| {
+                Some((name.into_string().ok()?, value.into_string().ok()?))
+            });
+            let mut config = S3Config::new(url, variables).map_err(of_store)?;
             config.ttl = options.ttl;
             Ok(Arc::new(S3Store::new(config).map_err(of_store)?))
         }

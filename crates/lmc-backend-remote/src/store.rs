@@ -310,7 +310,6 @@ impl StoreError {
     }
 
     /// Returns the same error once more, for another object.
-    #[cfg(any(feature = "redis", feature = "s3"))]
     pub(crate) fn again(&self) -> Self {
         match self {
             Self::Deadline => Self::Deadline,
