@@ -146,8 +146,10 @@ mod tests {
     #[test]
     fn a_redis_takes_no_size() {
         check_url("rediss://:secret@cache:6380/1").unwrap();
-        let mut options = StoreOptions::default();
-        options.max_bytes = Some(1);
+        let options = StoreOptions {
+            max_bytes: Some(1),
+            ttl: None,
+        };
         let opened = open_store("redis://cache", options);
         assert!(matches!(opened, Err(OpenError::Size(_))));
     }
