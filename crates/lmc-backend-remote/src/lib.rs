@@ -3,7 +3,7 @@
 //!
 //! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value,
 //! remembers what the store does not have, passes clears on, and takes a store out that does not
-//! answer. The store moves bytes: names, headers and values of one layout ([`format`]), which all
+//! answer. The store moves bytes: names, headers and values of one layout ([`mod@format`]), which all
 //! stores share.
 //!
 //! Not in here: which chunks are offered to a store and which tier is asked first (`lmc-engine`).
