@@ -224,10 +224,16 @@ class Server:
         for segment in self.segments():
             os.unlink(segment)
 
-    def status(self):
-        url = f"http://127.0.0.1:{self.http}/status"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+    def ask(self, path, body=None):
+        """The answer over HTTP; to a POST where there is a body."""
+        url = f"http://127.0.0.1:{self.http}{path}"
+        body = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=5) as answer:
             return json.load(answer)
+
+    def status(self):
+        return self.ask("/status")
 
     def held(self):
         """What is held for engines: all zero when no engine is at work."""
@@ -491,6 +497,8 @@ class Peers:
         self.run = run
         self.name = f"peers, policy {policy}"
         at = [f"127.0.0.1:{free_port()}" for _ in range(3)]
+        self.addresses = at[:2]
+        self.third = None
         self.owner = Server(run.args, "--p2p-listen", at[0])
         # Five milliseconds are too few for a proxy in Python on a busy machine.
         self.reader = Server(run.args, "--p2p-listen", at[1], "--p2p-peer", at[2],
@@ -524,6 +532,37 @@ class Peers:
         run.warm(f"{name}, second engine again", self.second, 3)
         check(f"{name}: then it has them itself", self.counters()["read"] == 9)
 
+    def hint(self):
+        """A third server has the same chunks; a request that names it is read from it alone."""
+        run, name = self.run, self.name
+        batch, peers = prompts(8, *LENGTHS), ",".join(self.addresses)
+        self.third = Server(run.args, "--p2p-listen", f"127.0.0.1:{free_port()}",
+                            "--p2p-name", "third", "--p2p-peer", peers)
+        self.third.start()
+
+        def read_from():
+            """Chunks that the reader has read from the third server, and from the owner."""
+            found = self.reader.ask("/peers")["peers"]
+            of = {peer["name"] == "third": peer["counters"]["read"] for peer in found}
+            return of.get(True), of.get(False)
+
+        self.first.generate(batch)
+        met = eventually(lambda: None not in read_from() and "third" in [
+            peer["name"] for peer in self.owner.ask("/peers")["peers"]])
+        check(f"{name}: the third server has met both", met)
+        chunks = self.owner.ask("/peers/copy", {"peer": "third"})["chunks"]
+        copied = eventually(lambda: self.owner.ask("/peers/copy")["copied"] == chunks)
+        check(f"{name}: the third server has what the owner has", copied)
+        before = read_from()
+        hinted = [{"ids": ids, "transfer": {"lmcache.p2p.source": "third"}} for ids in batch]
+        ids, cached = self.second.generate(hinted)
+        check(f"{name}: ids of requests that name a peer are those without a connector",
+              ids == run.plain["float32", 8])
+        check(f"{name}: their prompts are warm", cached == expected_hits(*LENGTHS), str(cached))
+        after = read_from()
+        check(f"{name}: all of their chunks come from the peer that they name",
+              after == (before[0] + 9, before[1]), f"{before}, then {after}")
+
     def die_in_mid_read(self):
         """Chunks on their way when their owner dies are misses, and the rest is computed."""
         run, name = self.run, self.name
@@ -549,10 +588,13 @@ class Peers:
         self.proxy.stop()
         self.owner.discard()
         self.reader.stop()
+        if self.third:
+            self.third.stop()
 
 
 def peers(run):
-    """Two servers that read each other's chunks, under both of vLLM's policies; the owner dies."""
+    """Two servers that read each other's chunks, under both of vLLM's policies; a third that a
+    request names; the owner dies."""
     if run.args.peer:
         return
     pairs = []
@@ -562,6 +604,7 @@ def peers(run):
         for pair in pairs:
             pair.ready()
         pairs[0].share()
+        pairs[0].hint()
         for pair in pairs:
             pair.die_in_mid_read()
     finally:
