@@ -20,7 +20,7 @@ use tokio::task::AbortHandle;
 
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
-use crate::lower::{LowerStatus, LowerTiers, Moment, Offer};
+use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
@@ -122,9 +122,12 @@ struct Inner {
 impl Inner {
     /// Returns the lower tiers if there is one that chunks are written back to.
     fn written_back(&self) -> Option<&LowerTiers> {
-        let lower = self.lower.as_ref();
-        lower.filter(|lower| lower.tiers().has_written(WritePolicy::Back))
+        self.lower.as_ref().filter(is_written_back)
     }
+}
+
+fn is_written_back(lower: &&LowerTiers) -> bool {
+    lower.tiers().has_written(WritePolicy::Back)
 }
 
 /// Ends the maintenance thread.
@@ -190,8 +193,7 @@ impl CacheEngine {
             true => None,
             false => Some(LowerTiers::start(tier.clone(), lower, &config)?),
         };
-        let written_back = |lower: &&LowerTiers| lower.tiers().has_written(WritePolicy::Back);
-        if let Some(lower) = lower.as_ref().filter(written_back) {
+        if let Some(lower) = lower.as_ref().filter(is_written_back) {
             relay.offer_evicted(lower.tiers().downgrade());
         }
         let stop = Arc::new(Stop::default());
@@ -235,11 +237,6 @@ impl CacheEngine {
         let offers: Vec<Offer> = found.map(offer).collect();
         lower.tiers().offer(&offers, Moment::Found);
         leases
-    }
-
-    /// Returns the lower tiers if there is one that chunks are written back to.
-    fn written_back(&self) -> Option<&LowerTiers> {
-        self.0.written_back()
     }
 
     pub(crate) fn lower(&self) -> Option<&LowerTiers> {
@@ -320,31 +317,15 @@ impl CacheEngine {
             return tickets.iter().map(|_| Inserted::Cleared).collect();
         }
         let writes: Vec<_> = tickets.into_iter().map(StoreTicket::written).collect();
-        let lower = self.lower();
-        let is_offered = |lower: &&LowerTiers| {
-            let tiers = lower.tiers();
-            tiers.has_written(WritePolicy::Through) || tiers.counts_uses()
-        };
-        let Some(lower) = lower.filter(is_offered) else {
+        let tiers = self.lower().map(LowerTiers::tiers);
+        let is_offered =
+            |tiers: &&Arc<Tiers>| tiers.has_written(WritePolicy::Through) || tiers.counts_uses();
+        let Some(tiers) = tiers.filter(is_offered) else {
             return self.0.tier.commit(writes);
         };
-        let named: Vec<_> = writes.iter().map(|w| (w.mark.key(), w.parent)).collect();
-        // No clear comes in between: neither do these leases keep a chunk from it, nor is a chunk
-        // offered that it has removed.
-        let _held = lower.tiers().block_removal();
-        let (inserted, leases) = self.0.tier.commit_leased(WRITER, writes);
-        let found = named.into_iter().zip(&inserted);
-        let found = found.filter(|(_, inserted)| **inserted != Inserted::Cleared);
-        let offers = found.zip(leases.iter());
-        let offers = offers.filter(|((_, inserted), _)| **inserted == Inserted::New);
-        let offer = |(((key, parent), _), slot): (((_, _), &Inserted), &SealedSlot)| Offer {
-            key,
-            parent,
-            origin: Origin::COMPUTED,
-            slot: slot.clone(),
-        };
-        let offers: Vec<Offer> = offers.map(offer).collect();
-        lower.tiers().offer(&offers, Moment::Computed);
+        // Nor do these leases keep a chunk from a clear.
+        let _held = tiers.block_removal();
+        let (inserted, leases) = tiers.commit_and_offer(WRITER, writes, Moment::Computed);
         drop(leases);
         inserted
     }
@@ -427,15 +408,14 @@ impl CacheEngine {
 
     /// Waits until queued writes have ended and closes the lower tiers. To those with
     /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
-    /// follows on them.
-    /// Returns what could not be done by the deadline.
+    /// follows on them. Returns what could not be done by the deadline.
     pub fn close(&self, deadline: Instant) -> CloseReport {
         let Some(lower) = &self.0.lower else {
             return CloseReport::default();
         };
         let before = lower.tiers().unwritten();
         let mut late = 0;
-        if self.written_back().is_some() && !self.pool_is_lost() {
+        if self.0.written_back().is_some() && !self.pool_is_lost() {
             // The rest of the time is for the writes that are under way then.
             let left = deadline.saturating_duration_since(Instant::now());
             late = self.write_all_back(lower, deadline - (left / 4).min(CLOSE_MARGIN));
@@ -450,8 +430,7 @@ impl CacheEngine {
     }
 
     /// Offers every chunk to the tiers that are written back to, each when their queues have
-    /// capacity for it. Returns
-    /// the number of chunks for which there was no time.
+    /// capacity for it. Returns the number of chunks for which there was no time.
     fn write_all_back(&self, lower: &LowerTiers, deadline: Instant) -> u64 {
         let tier = &self.0.tier;
         let chunks = tier.list_heads_first();
@@ -488,7 +467,7 @@ impl CacheEngine {
             return 0;
         };
         let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
-            _ if self.written_back().is_none() => 0,
+            _ if self.0.written_back().is_none() => 0,
             NOT_CLOSED => self.usage().chunk_bytes,
             bytes => bytes,
         };

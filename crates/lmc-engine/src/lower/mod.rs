@@ -31,7 +31,7 @@ use crate::TierHealth;
 use crate::config::{EngineConfig, EngineError};
 use crate::engine::WRITER;
 use crate::epochs::Epochs;
-use crate::policy::{Admission, LowerTier, TierPolicy, WritePolicy};
+use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 pub(crate) use locate::{Source, Sources};
 use permits::Permits;
 pub(crate) use promote::Prompt;
@@ -199,7 +199,7 @@ impl LowerTiers {
         epochs.note(lower.iter().flat_map(|tier| tier.backend.clears()));
         let tier = |LowerTier { backend, policy }| Tier {
             backend,
-            uses: (policy.admit != Admission::Always).then(Uses::default),
+            uses: Uses::of_policy(policy.admit),
             queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
             counters: Counters::default(),
             policy,

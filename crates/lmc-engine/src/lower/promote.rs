@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use lmc_backend::{LoadItem, Loaded};
-use lmc_backend_local::{InFlight, Inserted, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
+use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
 use lmc_key::ChunkKey;
-use lmc_memory::SealedSlot;
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
-use super::{Moment, Offer, Source, Tiers, count};
+use super::{Moment, Source, Tiers, count};
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;
@@ -379,24 +378,8 @@ impl Tiers {
         if !self.takes_promoted() {
             return self.local.commit_leased(owner, writes).1;
         }
-        let read: Vec<_> = (writes.iter())
-            .map(|write| (write.mark.key(), write.parent, write.origin))
-            .collect();
-        // Nothing is removed between the commit and the offer.
         let _held = self.block_removal();
-        let (inserted, leases) = self.local.commit_leased(owner, writes);
-        let found = read.into_iter().zip(inserted);
-        let found = found.filter(|(_, inserted)| *inserted != Inserted::Cleared);
-        let new = found.zip(leases.iter());
-        let new = new.filter(|((_, inserted), _)| *inserted == Inserted::New);
-        let offer = |(((key, parent, origin), _), slot): ((_, _), &SealedSlot)| Offer {
-            key,
-            parent,
-            origin,
-            slot: slot.clone(),
-        };
-        self.offer(&new.map(offer).collect::<Vec<_>>(), Moment::Promoted);
-        leases
+        self.commit_and_offer(owner, writes, Moment::Promoted).1
     }
 }
 

@@ -36,11 +36,7 @@ impl Tiers {
         match clear.space {
             None if self.learn_clear(clear.epoch) => self.note_learned().await,
             None => {}
-            Some(space) => {
-                if let Some(clear) = self.learn_space(space, clear.epoch) {
-                    self.note_elsewhere(clear).await;
-                }
-            }
+            Some(space) => _ = self.learn(space, clear.epoch).await,
         }
     }
 }

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use lmc_key::ChunkKey;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::policy::Admission;
+
 /// Chunks whose uses are counted: 1 MiB of counters.
 const COUNTERS: usize = 1 << 18;
 /// Bits of a counter; the others of its 32 name the chunk.
@@ -15,18 +17,23 @@ const COUNT: u32 = 15;
 #[derive(Debug)]
 pub(super) struct Uses {
     counters: Box<[AtomicU32]>,
-}
-
-impl Default for Uses {
-    fn default() -> Self {
-        let counters = std::iter::repeat_with(AtomicU32::default).take(COUNTERS);
-        Self {
-            counters: counters.collect(),
-        }
-    }
+    /// Uses of a chunk that is admitted, its computation among them.
+    pub(super) least: u32,
 }
 
 impl Uses {
+    /// `None` where every chunk is admitted.
+    pub(super) fn of_policy(admit: Admission) -> Option<Self> {
+        let Admission::Reused(reuses) = admit else {
+            return None;
+        };
+        let counters = std::iter::repeat_with(AtomicU32::default).take(COUNTERS);
+        Some(Self {
+            counters: counters.collect(),
+            least: u32::from(reuses.min(Admission::MAX_REUSES)) + 1,
+        })
+    }
+
     /// Counts a use, and returns the number of uses with it.
     pub(super) fn add(&self, key: &ChunkKey) -> u32 {
         let (counter, name) = self.counter(key);
@@ -75,7 +82,7 @@ mod tests {
             group: 0,
             hash: ChunkHash::new([n; 32]),
         };
-        let uses = Uses::default();
+        let uses = Uses::of_policy(Admission::Reused(2)).expect("uses are counted");
         assert_eq!(uses.of(&key(1)), 0);
         let counts: Vec<u32> = (0..17).map(|_| uses.add(&key(1))).collect();
         assert_eq!(counts[..3], [1, 2, 3]);

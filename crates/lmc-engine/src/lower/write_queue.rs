@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::{StoreItem, Stored};
-use lmc_backend_local::Origin;
+use lmc_backend_local::{Inserted, Leases, Origin, OwnerId, Write};
 use lmc_key::ChunkKey;
 use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
 use super::{Tier, Tiers, count};
-use crate::policy::{Admission, WritePolicy};
+use crate::policy::WritePolicy;
 
 /// Chunks of one batch.
 const BATCH: usize = 64;
@@ -187,6 +187,31 @@ impl WriteQueue {
 }
 
 impl Tiers {
+    /// Makes written chunks findable, leases each, and offers those that are new. The caller blocks
+    /// removal, so that no chunk is offered that a clear has removed.
+    pub(crate) fn commit_and_offer(
+        &self,
+        owner: OwnerId,
+        writes: Vec<Write>,
+        moment: Moment,
+    ) -> (Vec<Inserted>, Leases) {
+        let written = |write: &Write| (write.mark.key(), write.parent, write.origin);
+        let written: Vec<_> = writes.iter().map(written).collect();
+        let (inserted, leases) = self.local.commit_leased(owner, writes);
+        let found = written.into_iter().zip(&inserted);
+        let found = found.filter(|(_, inserted)| **inserted != Inserted::Cleared);
+        let new = found.zip(leases.iter());
+        let new = new.filter(|((_, inserted), _)| **inserted == Inserted::New);
+        let offer = |(((key, parent, origin), _), slot): ((_, _), &SealedSlot)| Offer {
+            key,
+            parent,
+            origin,
+            slot: slot.clone(),
+        };
+        self.offer(&new.map(offer).collect::<Vec<_>>(), moment);
+        (inserted, leases)
+    }
+
     /// Offers chunks to every tier but the one that they came from, which takes them by its
     /// policy. Never waits: what finds a queue full is dropped and counted.
     pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
@@ -217,29 +242,30 @@ impl Tier {
         if !self.policy.spaces.picks(key.space) {
             return false;
         }
+        let is_through = self.policy.write == WritePolicy::Through;
         let is_time = match moment {
-            Moment::Computed => self.policy.write == WritePolicy::Through,
-            Moment::Promoted => {
-                self.policy.write == WritePolicy::Through && self.policy.fill && is_from_after
-            }
+            Moment::Computed => is_through,
+            Moment::Promoted => is_through && self.policy.fill && is_from_after,
             // What is admitted at once was written before.
-            Moment::Found => self.policy.write == WritePolicy::Through && self.uses.is_some(),
-            Moment::Leaving => self.policy.write == WritePolicy::Back,
+            Moment::Found => is_through && self.uses.is_some(),
+            Moment::Leaving => !is_through,
         };
-        let (Some(uses), Admission::Reused(least)) = (&self.uses, self.policy.admit) else {
+        let Some(uses) = &self.uses else {
             return is_time;
         };
-        let least = u32::from(least.min(Admission::MAX_REUSES)) + 1;
         let used = match moment {
             Moment::Leaving => uses.of(key),
             _ => uses.add(key),
         };
-        if is_time && used < least && moment != Moment::Found {
+        if moment == Moment::Found {
+            // Without an index here it costs a request to see that the tier has the chunk.
+            let is_new = used == uses.least || self.backend.index().is_some();
+            return is_time && used >= uses.least && is_new;
+        }
+        if is_time && used < uses.least {
             count(&self.counters.write_declined, 1);
         }
-        // Without an index here it costs a request to see that the tier has the chunk.
-        let is_new = used == least || moment != Moment::Found || self.backend.index().is_some();
-        is_time && used >= least && is_new
+        is_time && used >= uses.least
     }
 }
 
