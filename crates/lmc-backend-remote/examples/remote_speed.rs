@@ -45,6 +45,27 @@ struct Figures {
     locate: Option<Duration>,
 }
 
+impl Figures {
+    /// Measures a client that puts and gets values by their numbers.
+    async fn of_bare<P, G>(
+        count: usize,
+        at_once: usize,
+        put: impl Fn(usize) -> P,
+        get: impl Fn(usize) -> G,
+    ) -> Result<Self>
+    where
+        P: Future<Output = Result<()>>,
+        G: Future<Output = Result<()>>,
+    {
+        Ok(Self {
+            put: all(count, at_once, put).await?,
+            get: all(count, at_once, &get).await?,
+            single: single(count, async |n| get(n).await).await?,
+            locate: None,
+        })
+    }
+}
+
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let [who, url, len, count] = &arguments[..] else {
@@ -69,7 +90,9 @@ fn main() -> Result<()> {
     let slots = slots?;
     let figures = match (&**who, url.split_once("://")) {
         ("lmc", _) => ours(&runtime, url, &pool, &keys, &slots)?,
-        ("bare", Some(("file", folder))) => files(Path::new(folder), &pool, &keys, &slots)?,
+        ("bare", Some(("file", folder))) => {
+            files(&runtime, Path::new(folder), &pool, &keys, &slots)?
+        }
         ("bare", Some(("s3", _))) => runtime.block_on(bare_s3(url, &pool, &keys, &slots))?,
         ("bare", Some(_)) => runtime.block_on(bare_redis(url, &pool, &keys, &slots))?,
         _ => return Err("expected lmc or bare, and a URL".into()),
@@ -145,16 +168,13 @@ fn ours(
         let begun = Instant::now();
         load(keys, slots).await?;
         let get = begun.elapsed();
-        let mut singles = Vec::new();
-        for n in 0..SINGLES.min(keys.len()) {
-            let begun = Instant::now();
-            load(&keys[n..n + 1], &slots[n..n + 1]).await?;
-            singles.push(begun.elapsed());
-        }
         Ok(Figures {
             put,
             get,
-            single: median(singles),
+            single: single(keys.len(), async |n| {
+                load(&keys[n..=n], &slots[n..=n]).await
+            })
+            .await?,
             locate: Some(locate),
         })
     })
@@ -187,43 +207,7 @@ async fn bare_redis(
         slot.bytes_mut().copy_from_slice(&value);
         Ok(())
     };
-    let begun = Instant::now();
-    let all: Vec<Result<()>> = stream::iter(0..keys.len())
-        .map(&set)
-        .buffered(AT_ONCE)
-        .collect()
-        .await;
-    all.into_iter().collect::<Result<()>>()?;
-    let put = begun.elapsed();
-    let begun = Instant::now();
-    let all: Vec<Result<()>> = stream::iter(0..keys.len())
-        .map(&get)
-        .buffered(AT_ONCE)
-        .collect()
-        .await;
-    all.into_iter().collect::<Result<()>>()?;
-    let all_read = begun.elapsed();
-    let mut singles = Vec::new();
-    for n in 0..SINGLES.min(keys.len()) {
-        let begun = Instant::now();
-        get(n).await?;
-        singles.push(begun.elapsed());
-    }
-    Ok(Figures {
-        put,
-        get: all_read,
-        single: median(singles),
-        locate: None,
-    })
-}
-
-/// The bytes of a slot, for as long as a connection sends them.
-struct SlotBytes(SealedSlot);
-
-impl AsRef<[u8]> for SlotBytes {
-    fn as_ref(&self) -> &[u8] {
-        self.0.bytes()
-    }
+    Figures::of_bare(keys.len(), AT_ONCE, set, get).await
 }
 
 /// The crate `object_store` with the client that lmc uses, as many requests at a time, and what it
@@ -238,7 +222,7 @@ async fn bare_s3(
     let client = config.client(Connector::new(true)?)?;
     let name = |key: &ChunkKey| Key::from(format!("bare/{}", Name::Value(*key)));
     let put = async |n: usize| -> Result<()> {
-        let bytes = Bytes::from_owner(SlotBytes(slots[n].clone()));
+        let bytes = Bytes::from_owner(slots[n].clone());
         client.put(&name(&keys[n]), PutPayload::from(bytes)).await?;
         Ok(())
     };
@@ -255,36 +239,17 @@ async fn bare_s3(
         }
         Ok(())
     };
-    let begun = Instant::now();
-    let all = stream::iter(0..keys.len())
-        .map(&put)
-        .buffer_unordered(config.values_at_once);
-    let all: Vec<Result<()>> = all.collect().await;
-    all.into_iter().collect::<Result<()>>()?;
-    let written = begun.elapsed();
-    let begun = Instant::now();
-    let all = stream::iter(0..keys.len())
-        .map(&get)
-        .buffer_unordered(config.values_at_once);
-    let all: Vec<Result<()>> = all.collect().await;
-    all.into_iter().collect::<Result<()>>()?;
-    let read = begun.elapsed();
-    let mut singles = Vec::new();
-    for n in 0..SINGLES.min(keys.len()) {
-        let begun = Instant::now();
-        get(n).await?;
-        singles.push(begun.elapsed());
-    }
-    Ok(Figures {
-        put: written,
-        get: read,
-        single: median(singles),
-        locate: None,
-    })
+    Figures::of_bare(keys.len(), config.values_at_once, put, get).await
 }
 
 /// Threads with the calls of the standard library, without the page cache.
-fn files(folder: &Path, pool: &Pool, keys: &[ChunkKey], slots: &[SealedSlot]) -> Result<Figures> {
+fn files(
+    runtime: &Runtime,
+    folder: &Path,
+    pool: &Pool,
+    keys: &[ChunkKey],
+    slots: &[SealedSlot],
+) -> Result<Figures> {
     let path = |key: &ChunkKey| -> PathBuf {
         folder
             .join("bare")
@@ -317,17 +282,12 @@ fn files(folder: &Path, pool: &Pool, keys: &[ChunkKey], slots: &[SealedSlot]) ->
         Ok(file.read_exact(slot.bytes_mut())?)
     };
     let (put, get) = (each(&write)?, each(&read)?);
-    let mut singles = Vec::new();
-    for n in 0..SINGLES.min(keys.len()) {
-        let begun = Instant::now();
-        read(n)?;
-        singles.push(begun.elapsed());
-    }
+    let single = runtime.block_on(single(keys.len(), async |n| read(n)))?;
     fs::remove_dir_all(folder.join("bare"))?;
     Ok(Figures {
         put,
         get,
-        single: median(singles),
+        single,
         locate: None,
     })
 }
@@ -338,7 +298,28 @@ fn direct() -> OpenOptions {
     options
 }
 
-fn median(mut times: Vec<Duration>) -> Duration {
+/// Returns the median time of one operation, nothing else under way.
+async fn single(count: usize, one: impl AsyncFn(usize) -> Result<()>) -> Result<Duration> {
+    let mut times = Vec::new();
+    for n in 0..SINGLES.min(count) {
+        let begun = Instant::now();
+        one(n).await?;
+        times.push(begun.elapsed());
+    }
     times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
+    Ok(times.get(times.len() / 2).copied().unwrap_or_default())
+}
+
+/// Returns the time of all operations, some of them at a time.
+async fn all<F: Future<Output = Result<()>>>(
+    count: usize,
+    at_once: usize,
+    one: impl Fn(usize) -> F,
+) -> Result<Duration> {
+    let begun = Instant::now();
+    let mut done = stream::iter(0..count).map(one).buffer_unordered(at_once);
+    while let Some(one) = done.next().await {
+        one?;
+    }
+    Ok(begun.elapsed())
 }

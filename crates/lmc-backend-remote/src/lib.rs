@@ -13,6 +13,8 @@
 //! Start from [`RemoteTier`] and [`Store`]; test a new store with the kit in the module
 //! `conformance` (feature of the same name).
 
+mod clock;
+
 pub mod format;
 
 mod open;
@@ -23,8 +25,8 @@ pub use posix::{Collected, FileConfig, FileStore};
 
 mod store;
 pub use store::{
-    GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Store,
-    StoreError, StoreUsage,
+    Each, GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Single,
+    Store, StoreError, StoreUsage,
 };
 
 #[cfg(feature = "redis")]

@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 
 use crate::format::{HEADER_LEN, Name, Refusal, Scope};
 use crate::store::{
-    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Store, StoreError,
+    Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Single, Store,
+    StoreError,
 };
 
 /// Frequency of each fault, in thousandths of the objects.
@@ -185,8 +186,7 @@ impl MemoryStore {
                     Err(StoreError::unavailable("injected"))
                 }
                 Ok(()) => Ok(()),
-                Err(StoreError::Deadline) => Err(StoreError::Deadline),
-                Err(error) => Err(StoreError::unavailable(error)),
+                Err(error) => Err(error.again()),
             };
             answer(item, begun)
         };
@@ -234,8 +234,7 @@ impl MemoryStore {
         if present && item.mode == PutMode::Create {
             return Put::Present;
         }
-        let mut bytes = item.header.encode().to_vec();
-        bytes.resize(item.header.payload_offset as usize, 0);
+        let mut bytes = item.start();
         bytes.extend_from_slice(item.slot.bytes());
         if self.chance(self.faults.torn) {
             bytes.truncate(self.below(bytes.len() as u64) as usize);
@@ -274,11 +273,7 @@ impl Store for MemoryStore {
         self.ttl
     }
 
-    fn heads<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         let head = |key: ChunkKey, begun: Result<(), StoreError>| begun.map(|()| self.head(&key));
         Box::pin(self.each(keys.to_vec(), deadline, head))
     }
@@ -306,11 +301,7 @@ impl Store for MemoryStore {
         Box::pin(stream::once(put).flat_map(|put| stream::iter(put.into_iter().enumerate())))
     }
 
-    fn remove<'a>(
-        &'a self,
-        names: &'a [Name],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         let remove = |name: Name, begun: Result<(), StoreError>| {
             if begun.is_err() && self.chance(500) {
                 return begun.map(|()| false);
@@ -321,11 +312,7 @@ impl Store for MemoryStore {
         Box::pin(self.each(names.to_vec(), deadline, remove))
     }
 
-    fn touch<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
         let touch = |key: ChunkKey, begun: Result<(), StoreError>| {
             begun?;
             let mut objects = self.objects.lock();
@@ -341,19 +328,14 @@ impl Store for MemoryStore {
         token: Option<&'a str>,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+    ) -> Single<'a, ListPage> {
         Box::pin(async move {
             self.begin(deadline).await?;
             Ok(self.list_now(scope, token, limit))
         })
     }
 
-    fn read(
-        &self,
-        name: Name,
-        max: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
         Box::pin(async move {
             self.begin(deadline).await?;
             let bytes = self.bytes(name);
@@ -367,12 +349,7 @@ impl Store for MemoryStore {
         })
     }
 
-    fn write(
-        &self,
-        name: Name,
-        bytes: Bytes,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<(), StoreError>> {
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         Box::pin(async move {
             self.begin(deadline).await?;
             self.insert(name.to_string(), bytes.to_vec());

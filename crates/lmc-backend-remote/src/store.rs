@@ -15,6 +15,12 @@ use crate::format::{HEADER_LEN, Header, Name, Refusal, Scope};
 /// Bytes of a header, as they are stored.
 pub type HeaderBytes = [u8; HEADER_LEN];
 
+/// One result for each object of a batch, in its order.
+pub type Each<'a, T> = BoxFuture<'a, Vec<Result<T, StoreError>>>;
+
+/// The result of an operation on one object, or on the store.
+pub type Single<'a, T> = BoxFuture<'a, Result<T, StoreError>>;
+
 /// A service outside of this host that holds named objects: a shared file system, Redis, S3.
 ///
 /// Every implementation MUST keep these rules; the kit in `conformance` checks them.
@@ -54,11 +60,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Reads the headers of values; `None` for one that is absent.
-    fn heads<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>>;
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>>;
 
     /// Reads values into slots: the header first, which [`GetItem::check`] judges, and then the
     /// payload straight into the slot.
@@ -68,18 +70,10 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>>;
 
     /// Removes objects; answers `true` for those that were there, as far as the store says so.
-    fn remove<'a>(
-        &'a self,
-        names: &'a [Name],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>>;
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool>;
 
     /// Makes values as young as new ones; answers `false` for those that are absent.
-    fn touch<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>>;
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool>;
 
     /// Lists objects, in an order of the store's own, from `token` on; `None` starts. An object that
     /// is there from the first page to the last is listed exactly once. Objects whose names are not
@@ -90,29 +84,19 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
         token: Option<&'a str>,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<ListPage, StoreError>>;
+    ) -> Single<'a, ListPage>;
 
     /// Reads a small object; `None` for one that is absent. One of more than `max` bytes is an
     /// error.
-    fn read(
-        &self,
-        name: Name,
-        max: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>>;
 
     /// Writes a small object, in place of the one that is there. Two writers may overtake each
     /// other; the one whose content is lost sees that when it reads again.
-    fn write(
-        &self,
-        name: Name,
-        bytes: Bytes,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<(), StoreError>>;
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()>;
 
     /// Asks for the store's own usage, by all its users; `None` where it does not say. Default: it
     /// does not.
-    fn usage(&self, _deadline: Instant) -> BoxFuture<'_, Result<Option<StoreUsage>, StoreError>> {
+    fn usage(&self, _deadline: Instant) -> Single<'_, Option<StoreUsage>> {
         Box::pin(std::future::ready(Ok(None)))
     }
 
@@ -215,6 +199,15 @@ pub struct PutItem {
     pub slot: SealedSlot,
     /// Behaviour where there is a value.
     pub mode: PutMode,
+}
+
+impl PutItem {
+    /// Returns what comes before the payload: the header, and zeroes up to the payload's offset.
+    pub fn start(&self) -> Vec<u8> {
+        let mut start = self.header.encode().to_vec();
+        start.resize(self.header.payload_offset as usize, 0);
+        start
+    }
 }
 
 /// Behaviour of a write where there is a value.
@@ -325,9 +318,31 @@ impl StoreError {
         }
     }
 
+    /// Returns the same error for each of `len` objects.
+    pub(crate) fn each<T>(&self, len: usize) -> Vec<Result<T, Self>> {
+        (0..len).map(|_| Err(self.again())).collect()
+    }
+
     /// Returns true for an error of one object, which says nothing of the store's health.
     pub fn is_of_object(&self) -> bool {
         matches!(self, Self::Full { .. } | Self::TooLarge { .. })
+    }
+}
+
+/// Waits for an operation until its deadline; begins none after it.
+pub(crate) async fn until<T, E>(
+    deadline: Instant,
+    operation: impl Future<Output = Result<T, E>>,
+) -> Result<T, StoreError>
+where
+    StoreError: From<E>,
+{
+    if Instant::now() >= deadline {
+        return Err(StoreError::Deadline);
+    }
+    match tokio::time::timeout_at(deadline.into(), operation).await {
+        Ok(done) => Ok(done?),
+        Err(_) => Err(StoreError::Deadline),
     }
 }
 

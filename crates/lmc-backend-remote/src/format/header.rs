@@ -219,16 +219,8 @@ impl Reader<'_> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::golden_key as key;
     use super::*;
-
-    fn key() -> ChunkKey {
-        ChunkKey {
-            space: SpaceId::new(std::array::from_fn(|i| i as u8)),
-            hash: ChunkHash::new(std::array::from_fn(|i| 16 + i as u8)),
-            kv_rank: 258,
-            group: 772,
-        }
-    }
 
     fn header() -> Header {
         let epoch = ClearEpoch {

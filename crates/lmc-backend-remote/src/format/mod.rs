@@ -11,3 +11,14 @@ pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};
 
 mod name;
 pub use name::{Name, NameError, Scope};
+
+/// The key in the golden bytes and names.
+#[cfg(test)]
+fn golden_key() -> lmc_key::ChunkKey {
+    lmc_key::ChunkKey {
+        space: lmc_key::SpaceId::new(std::array::from_fn(|i| i as u8)),
+        hash: lmc_key::ChunkHash::new(std::array::from_fn(|i| 16 + i as u8)),
+        kv_rank: 258,
+        group: 772,
+    }
+}

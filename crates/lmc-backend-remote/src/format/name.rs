@@ -64,6 +64,22 @@ impl Scope {
         space: None,
     };
 
+    /// Returns the longest start of all names that the scope covers, up to a `/`.
+    pub fn prefix(&self) -> String {
+        match *self {
+            Self::Spaces => format!("{ROOT}/spaces/"),
+            Self::Values { fanout: None, .. } => format!("{ROOT}/"),
+            Self::Values {
+                fanout: Some(fanout),
+                space: None,
+            } => format!("{ROOT}/{fanout:02x}/"),
+            Self::Values {
+                fanout: Some(fanout),
+                space: Some(space),
+            } => format!("{ROOT}/{fanout:02x}/{space}/"),
+        }
+    }
+
     /// Returns true for the names that the scope covers.
     pub fn covers(&self, name: &Name) -> bool {
         match (self, name) {
@@ -129,19 +145,11 @@ mod tests {
     use lmc_key::ChunkHash;
     use proptest::prelude::*;
 
+    use super::super::golden_key as key;
     use super::*;
 
     const VALUE: &str = "v1/10/000102030405060708090a0b0c0d0e0f/\
         101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f-258-772";
-
-    fn key() -> ChunkKey {
-        ChunkKey {
-            space: SpaceId::new(std::array::from_fn(|i| i as u8)),
-            hash: ChunkHash::new(std::array::from_fn(|i| 16 + i as u8)),
-            kv_rank: 258,
-            group: 772,
-        }
-    }
 
     #[test]
     fn golden_names() {
@@ -196,6 +204,16 @@ mod tests {
         assert!(!Scope::VALUES.covers(&Name::Space(key().space)));
         assert!(Scope::Spaces.covers(&Name::Space(key().space)));
         assert!(!Scope::Spaces.covers(&Name::Clears) && !Scope::Spaces.covers(&value));
+        for (scope, name) in [
+            (Scope::VALUES, value),
+            (values(None, Some(key().space)), value),
+            (values(Some(0x10), None), value),
+            (values(Some(0x10), Some(key().space)), value),
+            (Scope::Spaces, Name::Space(key().space)),
+        ] {
+            let prefix = scope.prefix();
+            assert!(prefix.ends_with('/') && name.to_string().starts_with(&prefix));
+        }
     }
 
     proptest! {

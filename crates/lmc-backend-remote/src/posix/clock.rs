@@ -1,40 +1,39 @@
 //! The file server's clock, read off files that were just written.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use parking_lot::Mutex;
 use rustix::fd::AsFd;
 use rustix::fs::Stat;
+
+use crate::clock::StoreClock;
 
 /// Time after which the clock is read again.
 const KEPT: Duration = Duration::from_secs(60);
 
-/// The file server's time at an instant of this host.
+/// The file server's clock.
 #[derive(Debug, Default)]
-pub(super) struct Clock(Mutex<Option<(Instant, Duration)>>);
+pub(super) struct Clock(StoreClock);
 
 impl Clock {
     /// Reads the clock off a file that was written just now.
     pub(super) fn note(&self, file: impl AsFd) {
-        let now = Instant::now();
-        let known = *self.0.lock();
-        if known.is_some_and(|(read, _)| now.duration_since(read) < KEPT) {
+        if self.0.was_set_within(KEPT) {
             return;
         }
-        if let Ok(stat) = rustix::fs::fstat(file) {
-            *self.0.lock() = modified(&stat).map(|modified| (now, modified));
+        let stat = rustix::fs::fstat(file).ok();
+        if let Some(now) = stat.as_ref().and_then(modified) {
+            self.0.set(now);
         }
     }
 
     /// Returns the file server's time; `None` before the first write.
     pub(super) fn now(&self) -> Option<Duration> {
-        let (read, time) = (*self.0.lock())?;
-        Some(time + read.elapsed())
+        self.0.now()
     }
 
     /// Returns the age of a file; `None` before the first write.
     pub(super) fn age(&self, stat: &Stat) -> Option<Duration> {
-        Some(self.now()?.saturating_sub(modified(stat)?))
+        self.0.since(modified(stat)?)
     }
 }
 

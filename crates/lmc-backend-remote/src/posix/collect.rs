@@ -66,7 +66,7 @@ impl Values {
         let deadline = Instant::now() + TIMEOUT;
         let mut collected = Collected::default();
         let mut files = Vec::new();
-        for space in self.spaces_of(&format!("v1/{fanout:02x}"), deadline)? {
+        for space in self.spaces_of(fanout, deadline)? {
             self.files_of(&space, now, &mut files, &mut collected)?;
         }
         files.sort_by_key(|file| file.modified);
@@ -148,7 +148,7 @@ impl Values {
 
     /// Reads the file server's clock off a file that is written for that.
     fn read_clock(&self) -> io::Result<()> {
-        let (folder, _) = self.tree.made_parent("v1/clears")?;
+        let (folder, _) = self.tree.made_parent(&Name::Clears.to_string())?;
         let (file, name) = temporary(&folder, OFlags::WRONLY)?;
         let written = rustix::io::write(&file, b"clock");
         self.clock.note(&file);

@@ -58,7 +58,7 @@ impl Values {
     /// Returns the folders that a scope is in, in order.
     fn folders(&self, scope: Scope, deadline: Instant) -> Result<Vec<String>, StoreError> {
         let (fanout, space) = match scope {
-            Scope::Spaces => return Ok(vec!["v1/spaces".to_owned()]),
+            Scope::Spaces => return Ok(vec![folder(scope)]),
             Scope::Values { fanout, space } => (fanout, space),
         };
         let mut folders = Vec::new();
@@ -66,27 +66,33 @@ impl Values {
             if fanout.is_some_and(|fanout| fanout != byte) {
                 continue;
             }
-            let folder = format!("v1/{byte:02x}");
             match space {
-                Some(space) => folders.push(format!("{folder}/{space}")),
-                None => folders.extend(self.spaces_of(&folder, deadline)?),
+                Some(_) => folders.push(folder(Scope::Values {
+                    fanout: Some(byte),
+                    space,
+                })),
+                None => folders.extend(self.spaces_of(byte, deadline)?),
             }
         }
         Ok(folders)
     }
 
-    /// Returns the folders of spaces in a folder of a fan-out, in order.
+    /// Returns the folders of spaces in a folder of the fan-out, in order.
     pub(super) fn spaces_of(
         &self,
-        folder: &str,
+        fanout: u8,
         deadline: Instant,
     ) -> Result<Vec<String>, StoreError> {
+        let folder = folder(Scope::Values {
+            fanout: Some(fanout),
+            space: None,
+        });
         let is_space = |name: &str| {
             in_time(deadline)?;
             let space = name.parse::<lmc_key::SpaceId>();
             Ok(space.is_ok_and(|space| space.to_string() == name))
         };
-        let mut spaces = self.tree.names(folder, is_space).map_err(late)?;
+        let mut spaces = self.tree.names(&folder, is_space).map_err(late)?;
         spaces.sort();
         let path = |space| format!("{folder}/{space}");
         Ok(spaces.into_iter().map(path).collect())
@@ -119,6 +125,11 @@ impl Values {
         names.map_err(late)?;
         Ok(first.into_iter().collect())
     }
+}
+
+/// Returns the folder that the names of a scope begin with.
+fn folder(scope: Scope) -> String {
+    scope.prefix().trim_end_matches('/').to_owned()
 }
 
 fn in_time(deadline: Instant) -> io::Result<()> {

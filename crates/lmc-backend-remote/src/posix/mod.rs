@@ -24,7 +24,7 @@ use self::threads::{Lane, Outcome, Threads};
 use self::tree::{Tree, is_absent};
 use self::value::{BLOCK, Values, store_error};
 use crate::format::{Name, Scope};
-use crate::store::{GetItem, Got, Head, ListPage, Put, PutItem, Store, StoreError};
+use crate::store::{Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError};
 
 /// Objects that one job looks at.
 const NAMES_OF_A_JOB: usize = 8;
@@ -151,7 +151,7 @@ impl FileStore {
             let done = self.run(items.to_vec(), deadline, all);
             done.map(move |done| match done {
                 Ok(results) => results,
-                Err(error) => (0..len).map(|_| Err(error.again())).collect(),
+                Err(error) => error.each(len),
             })
         });
         let results = futures_util::future::join_all(jobs).await;
@@ -172,11 +172,7 @@ impl Store for FileStore {
         self.limits.ttl
     }
 
-    fn heads<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         let head = |values: &Values, key| values.head(Name::Value(key));
         Box::pin(self.each(keys, deadline, head))
     }
@@ -219,11 +215,7 @@ impl Store for FileStore {
         Box::pin(writes)
     }
 
-    fn remove<'a>(
-        &'a self,
-        names: &'a [Name],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         let remove = |values: &Values, name: Name| {
             let removed = values.unlink(&name.to_string());
             removed.map_err(|error| store_error(error, 0))
@@ -231,11 +223,7 @@ impl Store for FileStore {
         Box::pin(self.each(names, deadline, remove))
     }
 
-    fn touch<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
         let touch = |values: &Values, key| {
             let path = Name::Value(key).to_string();
             let touched = values.tree.parent(&path).and_then(|(folder, name)| {
@@ -266,19 +254,14 @@ impl Store for FileStore {
         token: Option<&'a str>,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+    ) -> Single<'a, ListPage> {
         let list = move |values: &Values, token: Option<String>| {
             values.list(scope, token.as_deref(), limit, deadline)
         };
         Box::pin(self.run(token.map(str::to_owned), deadline, list))
     }
 
-    fn read(
-        &self,
-        name: Name,
-        max: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
         let read = move |values: &Values, ()| match values.read(name, max) {
             Err(StoreError::Io(error)) if is_absent(&error) => Ok(None),
             read => read.map(Some),
@@ -286,12 +269,7 @@ impl Store for FileStore {
         Box::pin(self.run((), deadline, read))
     }
 
-    fn write(
-        &self,
-        name: Name,
-        bytes: Bytes,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<(), StoreError>> {
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         let write = move |values: &Values, bytes: Bytes| values.write(name, &bytes, deadline);
         Box::pin(self.run(bytes, deadline, write))
     }

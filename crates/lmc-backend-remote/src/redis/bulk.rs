@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, mpsc};
 use super::RedisStore;
 use super::wire::{Address, Answered, Wire};
 use crate::format::Name;
-use crate::store::{GetItem, Got, Put, PutItem, StoreError};
+use crate::store::{GetItem, Got, Put, PutItem, StoreError, until};
 
 /// Requests on one connection that are not answered yet: the next one is on the way while the
 /// bytes of the first arrive.
@@ -257,76 +257,84 @@ impl<J: Job> Batch<'_, J> {
         }
     }
 
-    async fn drive(&self, mut wire: Wire, node: &Address, queue: &Queue<J>) -> Driven {
-        let mut sent: VecDeque<(usize, Option<J>)> = VecDeque::new();
-        let mut is_proven = false;
-        let ttl_ms = self.store.ttl_ms();
+    async fn drive(&self, wire: Wire, node: &Address, queue: &Queue<J>) -> Driven {
+        let mut driving = Driving {
+            wire,
+            sent: VecDeque::new(),
+            is_proven: false,
+        };
         loop {
-            let failure = loop {
-                if sent.len() >= WINDOW {
-                    break None;
-                }
-                let Some((index, job)) = queue.lock().pop_front() else {
-                    break None;
-                };
-                let name = self.store.key(job.name());
-                let sending = job.send(&mut wire, &name, ttl_ms);
-                let result = tokio::time::timeout_at(self.deadline.into(), sending).await;
-                sent.push_back((index, Some(job)));
-                match result {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => break Some(StoreError::Io(error)),
-                    Err(_) => break Some(StoreError::Deadline),
-                }
-            };
-            let failure = match (failure, sent.front_mut()) {
-                (Some(error), _) => error,
-                (None, None) => {
-                    self.store.idle.put(node, wire);
+            match self.step(&mut driving, queue).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.store.idle.put(node, driving.wire);
                     return Driven::Ended;
                 }
-                (None, Some((index, job))) => {
-                    let index = *index;
-                    let receiving = J::receive(job, &mut wire);
-                    match tokio::time::timeout_at(self.deadline.into(), receiving).await {
-                        Ok(Ok(answered)) => {
-                            is_proven = true;
-                            let job = sent.pop_front().and_then(|(_, job)| job);
-                            match (answered, job) {
-                                (Answered::Done(one), _) => self.answer(index, one),
-                                (Answered::Refused(error), Some(job)) => {
-                                    self.answer(index, job.failed(error));
-                                }
-                                (Answered::Moved(to), Some(job)) => {
-                                    self.moved.lock().push((to, index, job));
-                                }
-                                // A job is taken only with `Done`.
-                                (_, None) => {}
-                            }
-                            continue;
-                        }
-                        Ok(Err(error)) => error,
-                        Err(_) => StoreError::Deadline,
-                    }
-                }
-            };
-            let is_late = matches!(failure, StoreError::Deadline);
-            let jobs = sent
-                .into_iter()
-                .filter_map(|(index, job)| Some((index, job?)));
-            if !is_proven && !is_late {
-                let mut queue = queue.lock();
-                for job in jobs.rev() {
-                    queue.push_front(job);
-                }
-                return Driven::Unused;
+                Err(error) => return self.give_up(driving, queue, error),
             }
-            for (index, job) in jobs {
-                self.answer(index, job.failed(failure.again()));
-            }
-            return Driven::Failed(failure);
         }
     }
+
+    /// Sends requests up to the window, and reads the next answer. Returns false if no job is left.
+    async fn step(&self, driving: &mut Driving<J>, queue: &Queue<J>) -> Result<bool, StoreError> {
+        let Driving {
+            wire,
+            sent,
+            is_proven,
+        } = driving;
+        while sent.len() < WINDOW {
+            let Some((index, job)) = queue.lock().pop_front() else {
+                break;
+            };
+            let name = self.store.key(job.name());
+            let sending = job.send(wire, &name, self.store.ttl_ms());
+            let outcome = until(self.deadline, sending).await;
+            sent.push_back((index, Some(job)));
+            outcome?;
+        }
+        let Some((index, job)) = sent.front_mut() else {
+            return Ok(false);
+        };
+        let index = *index;
+        let answered = until(self.deadline, J::receive(job, wire)).await?;
+        *is_proven = true;
+        let job = sent.pop_front().and_then(|(_, job)| job);
+        match (answered, job) {
+            (Answered::Done(one), _) => self.answer(index, one),
+            (Answered::Refused(error), Some(job)) => self.answer(index, job.failed(error)),
+            (Answered::Moved(to), Some(job)) => self.moved.lock().push((to, index, job)),
+            // A job is taken only with `Done`.
+            (_, None) => {}
+        }
+        Ok(true)
+    }
+
+    /// Ends the use of a connection that failed: with all that was sent on it, unless the connection
+    /// never worked.
+    fn give_up(&self, driving: Driving<J>, queue: &Queue<J>, failure: StoreError) -> Driven {
+        let jobs = driving.sent.into_iter();
+        let jobs = jobs.filter_map(|(index, job)| Some((index, job?)));
+        if !driving.is_proven && !matches!(failure, StoreError::Deadline) {
+            let mut queue = queue.lock();
+            for job in jobs.rev() {
+                queue.push_front(job);
+            }
+            return Driven::Unused;
+        }
+        for (index, job) in jobs {
+            self.answer(index, job.failed(failure.again()));
+        }
+        Driven::Failed(failure)
+    }
+}
+
+/// A connection at work.
+struct Driving<J> {
+    wire: Wire,
+    /// Jobs that were sent and are not answered, the oldest first.
+    sent: VecDeque<(usize, Option<J>)>,
+    /// True once the server has answered.
+    is_proven: bool,
 }
 
 /// Outcome of the use of a connection.

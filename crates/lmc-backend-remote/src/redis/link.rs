@@ -289,7 +289,7 @@ pub(super) fn error_of(error: &RedisError) -> StoreError {
 }
 
 /// Waits for an answer until the deadline.
-pub(super) async fn until<T>(
+pub(super) async fn answer_by<T>(
     deadline: Instant,
     answer: impl Future<Output = Result<T, RedisError>>,
 ) -> Result<T, Lost> {

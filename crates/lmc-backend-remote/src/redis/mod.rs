@@ -24,12 +24,13 @@ use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ClientConfig;
 
 use self::bulk::Idle;
-use self::link::{Link, until};
+use self::link::{Link, answer_by};
 use self::listing::{Listings, Position};
 pub use self::url::{RedisUrl, RedisUrlError, Topology};
 use crate::format::{HEADER_LEN, Name, Scope};
 use crate::store::{
-    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Store, StoreError, StoreUsage,
+    Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Single, Store, StoreError,
+    StoreUsage, until,
 };
 use crate::tls;
 
@@ -152,20 +153,19 @@ impl RedisStore {
 
     /// Returns the connection that is not for values; connects where there is none.
     async fn link(&self, deadline: Instant) -> Result<Arc<Link>, StoreError> {
-        let late = |_| StoreError::Deadline;
         let there = || self.link.lock().clone();
         if let Some(link) = there() {
             return Ok(link);
         }
-        let connecting = tokio::time::timeout_at(deadline.into(), self.connecting.lock());
-        let _connecting = connecting.await.map_err(late)?;
+        let connecting = async { Ok::<_, StoreError>(self.connecting.lock().await) };
+        let _connecting = until(deadline, connecting).await?;
         if self.is_closed.load(Ordering::Acquire) {
             return Err(StoreError::unavailable("closed"));
         }
         if let Some(link) = there() {
             return Ok(link);
         }
-        let link = until(deadline, Link::connect(&self.config.url)).await;
+        let link = answer_by(deadline, Link::connect(&self.config.url)).await;
         let link = Arc::new(link.map_err(|lost| lost.error)?);
         *self.link.lock() = Some(Arc::clone(&link));
         Ok(link)
@@ -187,7 +187,7 @@ impl RedisStore {
         commands: &Pipeline,
         deadline: Instant,
     ) -> Result<Vec<Value>, StoreError> {
-        self.settle(link, until(deadline, link.pipeline(commands)).await)
+        self.settle(link, answer_by(deadline, link.pipeline(commands)).await)
     }
 
     fn settle<T>(&self, link: &Arc<Link>, answer: Result<T, link::Lost>) -> Result<T, StoreError> {
@@ -208,13 +208,12 @@ impl RedisStore {
         ask: impl Fn(&mut Pipeline, &str),
         read: impl Fn(&[Value]) -> Option<T>,
     ) -> Vec<Result<T, StoreError>> {
-        let fail = |len: usize, error: &StoreError| (0..len).map(|_| Err(error.again())).collect();
         if names.is_empty() {
             return Vec::new();
         }
         let link = match self.link(deadline).await {
             Ok(link) => link,
-            Err(error) => return fail(names.len(), &error),
+            Err(error) => return error.each(names.len()),
         };
         // A request to a cluster is about one key.
         let at_once = if link.is_cluster() { 1 } else { KEYS_AT_ONCE };
@@ -226,9 +225,9 @@ impl RedisStore {
                 .iter()
                 .for_each(|name| ask(&mut pipeline, &self.key(*name)));
             match self.pipeline(link, &pipeline, deadline).await {
-                Err(error) => fail(names.len(), &error),
+                Err(error) => error.each(names.len()),
                 Ok(values) if values.len() != names.len() * commands => {
-                    fail(names.len(), &StoreError::unavailable("answers are missing"))
+                    StoreError::unavailable("answers are missing").each(names.len())
                 }
                 Ok(values) => {
                     let unclear = || StoreError::unavailable("an answer of another type");
@@ -284,7 +283,7 @@ impl RedisStore {
             let mut scan = redis::cmd("SCAN");
             scan.arg(at.cursor).arg("MATCH").arg(self.pattern(scope));
             scan.arg("COUNT").arg(limit);
-            let found = self.settle(&link, until(deadline, link.on(node, scan)).await)?;
+            let found = self.settle(&link, answer_by(deadline, link.on(node, scan)).await)?;
             let found: Option<(u64, Vec<String>)> = FromRedisValue::from_redis_value(found).ok();
             let (next, keys) =
                 found.ok_or_else(|| StoreError::unavailable("an answer of another type"))?;
@@ -323,20 +322,16 @@ impl RedisStore {
             }
             pattern.push(c);
         }
-        pattern.push_str("v1/");
-        match scope {
-            Scope::Spaces => pattern.push_str("spaces/*"),
-            Scope::Values { fanout, space } => {
-                match fanout {
-                    Some(fanout) => pattern.push_str(&format!("{fanout:02x}/")),
-                    None => pattern.push_str("??/"),
-                }
-                match space {
-                    Some(space) => pattern.push_str(&format!("{space}/*")),
-                    None => pattern.push('*'),
-                }
-            }
+        pattern.push_str(&scope.prefix());
+        if let Scope::Values {
+            fanout: None,
+            space,
+        } = scope
+        {
+            pattern.push_str("??/");
+            pattern.extend(space.map(|space| format!("{space}/")));
         }
+        pattern.push('*');
         pattern
     }
 
@@ -347,7 +342,7 @@ impl RedisStore {
         for node in link.nodes() {
             let mut info = redis::cmd("INFO");
             info.arg("memory");
-            let info = self.settle(&link, until(deadline, link.on(&node, info)).await)?;
+            let info = self.settle(&link, answer_by(deadline, link.on(&node, info)).await)?;
             let Ok(info) = String::from_redis_value(info) else {
                 return Ok(None);
             };
@@ -389,11 +384,7 @@ impl Store for RedisStore {
         self.config.ttl
     }
 
-    fn heads<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         let names = keys.iter().map(|key| Name::Value(*key)).collect();
         let ask = |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("GETRANGE").arg(key).arg(0).arg(HEADER_LEN - 1);
@@ -411,22 +402,14 @@ impl Store for RedisStore {
         self.run(items, deadline)
     }
 
-    fn remove<'a>(
-        &'a self,
-        names: &'a [Name],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         let ask = |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("UNLINK").arg(key);
         };
         Box::pin(self.each(names.to_vec(), deadline, 1, ask, is_one))
     }
 
-    fn touch<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
         let names = keys.iter().map(|key| Name::Value(*key)).collect();
         let ttl_ms = self.ttl_ms();
         let ask = move |pipeline: &mut Pipeline, key: &str| {
@@ -445,16 +428,11 @@ impl Store for RedisStore {
         token: Option<&'a str>,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+    ) -> Single<'a, ListPage> {
         Box::pin(self.scan(scope, token, limit, deadline))
     }
 
-    fn read(
-        &self,
-        name: Name,
-        max: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
         let ask = move |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("STRLEN").arg(key);
             pipeline
@@ -479,12 +457,7 @@ impl Store for RedisStore {
         })
     }
 
-    fn write(
-        &self,
-        name: Name,
-        bytes: Bytes,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<(), StoreError>> {
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         let ask = move |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("SET").arg(key).arg(&bytes[..]);
         };
@@ -494,7 +467,7 @@ impl Store for RedisStore {
         })
     }
 
-    fn usage(&self, deadline: Instant) -> BoxFuture<'_, Result<Option<StoreUsage>, StoreError>> {
+    fn usage(&self, deadline: Instant) -> Single<'_, Option<StoreUsage>> {
         Box::pin(self.used(deadline))
     }
 

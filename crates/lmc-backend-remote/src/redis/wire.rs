@@ -3,16 +3,15 @@
 use std::io;
 use std::time::Instant;
 
-use bytes::Buf;
-use lmc_memory::SealedSlot;
+use bytes::{Buf, Bytes};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::Login;
-use crate::format::{HEADER_LEN, Header};
-use crate::store::{GetItem, Got, HeaderBytes, PutItem, PutMode, StoreError};
+use crate::format::HEADER_LEN;
+use crate::store::{GetItem, Got, HeaderBytes, PutItem, PutMode, StoreError, until};
 
 /// Longest line that is believed.
 const MAX_LINE: u64 = 1024;
@@ -69,11 +68,7 @@ impl Wire {
         login: &Login,
         deadline: Instant,
     ) -> Result<Self, StoreError> {
-        let connecting = Self::connect_now(address, login);
-        match tokio::time::timeout_at(deadline.into(), connecting).await {
-            Ok(connected) => connected,
-            Err(_) => Err(StoreError::Deadline),
-        }
+        until(deadline, Self::connect_now(address, login)).await
     }
 
     async fn connect_now(address: &Address, login: &Login) -> Result<Self, StoreError> {
@@ -187,9 +182,9 @@ impl Wire {
         item: &PutItem,
         ttl_ms: Option<u64>,
     ) -> io::Result<()> {
-        let PutItem { header, slot, mode } = item;
-        let start = encode_set(name, header, *mode, ttl_ms);
-        let mut value = start.0.chain(SlotBytes { slot, at: 0 }).chain(start.1);
+        let (before, after) = encode_set(name, item, ttl_ms);
+        let payload = Bytes::from_owner(item.slot.clone());
+        let mut value = before.chain(payload).chain(after);
         self.stream.write_all_buf(&mut value).await?;
         self.stream.flush().await
     }
@@ -252,53 +247,24 @@ fn encode(parts: &[&str]) -> Vec<u8> {
 }
 
 /// Returns what goes before and after the bytes of a slot.
-fn encode_set(
-    name: &str,
-    header: &Header,
-    mode: PutMode,
-    ttl_ms: Option<u64>,
-) -> (bytes::Bytes, bytes::Bytes) {
+fn encode_set(name: &str, item: &PutItem, ttl_ms: Option<u64>) -> (Bytes, Bytes) {
     let mut options: Vec<String> = Vec::new();
-    if mode == PutMode::Create {
+    if item.mode == PutMode::Create {
         options.push("NX".to_owned());
     }
     if let Some(ttl) = ttl_ms {
         options.extend(["PX".to_owned(), ttl.to_string()]);
     }
     let parts = 3 + options.len();
-    let (name_len, value_len) = (name.len(), header.value_len());
+    let (name_len, value_len) = (name.len(), item.header.value_len());
     let before = format!("*{parts}\r\n$3\r\nSET\r\n${name_len}\r\n{name}\r\n${value_len}\r\n");
     let mut before = before.into_bytes();
-    before.extend_from_slice(&header.encode());
-    before.resize(
-        before.len() + header.payload_offset as usize - HEADER_LEN,
-        0,
-    );
+    before.extend(item.start());
     let mut after = String::from("\r\n");
     for option in options {
         after.push_str(&format!("${}\r\n{option}\r\n", option.len()));
     }
     (before.into(), after.into())
-}
-
-/// The bytes of a slot, to be sent.
-struct SlotBytes<'a> {
-    slot: &'a SealedSlot,
-    at: usize,
-}
-
-impl Buf for SlotBytes<'_> {
-    fn remaining(&self) -> usize {
-        self.slot.bytes().len() - self.at
-    }
-
-    fn chunk(&self) -> &[u8] {
-        &self.slot.bytes()[self.at..]
-    }
-
-    fn advance(&mut self, by: usize) {
-        self.at += by;
-    }
 }
 
 /// Sorts an error of the server. `needed`: bytes of the value that it was given.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, UNIX_EPOCH};
 
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
@@ -20,9 +20,9 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
-use parking_lot::Mutex;
 use tokio_rustls::rustls::ClientConfig;
 
+use crate::clock::StoreClock;
 use crate::store::StoreError;
 use crate::tls;
 
@@ -265,22 +265,21 @@ impl Refused {
 
 /// The store's clock, by the newest answer.
 #[derive(Debug, Default)]
-pub(super) struct Clock(Mutex<Option<(Instant, SystemTime)>>);
+pub(super) struct Clock(StoreClock);
 
 impl Clock {
     fn note(&self, headers: &HeaderMap) {
         let date = headers.get(DATE).and_then(|date| date.to_str().ok());
-        if let Some(date) = date.and_then(|date| httpdate::parse_http_date(date).ok()) {
-            *self.0.lock() = Some((Instant::now(), date));
+        let date = date.and_then(|date| httpdate::parse_http_date(date).ok());
+        if let Some(date) = date.and_then(|date| date.duration_since(UNIX_EPOCH).ok()) {
+            self.0.set(date);
         }
     }
 
     /// Returns the time since an instant of the store's clock, in seconds since 1970.
     pub(super) fn since(&self, seconds: i64) -> Option<Duration> {
-        let (at, date) = (*self.0.lock())?;
-        let then = Duration::from_secs(u64::try_from(seconds).ok().filter(|&s| s > 0)?);
-        let now = date.duration_since(SystemTime::UNIX_EPOCH).ok()? + at.elapsed();
-        Some(now.saturating_sub(then))
+        let seconds = u64::try_from(seconds).ok().filter(|&s| s > 0)?;
+        self.0.since(Duration::from_secs(seconds))
     }
 }
 

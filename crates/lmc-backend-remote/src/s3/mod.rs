@@ -20,7 +20,6 @@ use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use lmc_backend::{Answers, BoxFuture};
 use lmc_key::ChunkKey;
-use lmc_memory::SealedSlot;
 use object_store::aws::AmazonS3;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
@@ -37,7 +36,8 @@ use self::url::Access;
 pub use self::url::{S3Url, S3UrlError};
 use crate::format::{HEADER_LEN, Header, MAX_PAYLOAD_LEN, Name, Refusal, Scope};
 use crate::store::{
-    GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Store, StoreError,
+    Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Single, Store,
+    StoreError, until,
 };
 
 /// Requests under way at a time that are not for values.
@@ -141,15 +141,6 @@ enum Read {
     },
     Absent,
     Refused(Refusal),
-}
-
-/// The bytes of a slot, for as long as a connection sends them.
-struct SlotBytes(SealedSlot);
-
-impl AsRef<[u8]> for SlotBytes {
-    fn as_ref(&self) -> &[u8] {
-        self.0.bytes()
-    }
 }
 
 impl S3Store {
@@ -266,9 +257,7 @@ impl S3Store {
 
     async fn write_value(&self, item: PutItem) -> Result<Put, StoreError> {
         let _permit = permit(&self.writers).await?;
-        let mut start = item.header.encode().to_vec();
-        start.resize(item.header.payload_offset as usize, 0);
-        let parts = [start.into(), Bytes::from_owner(SlotBytes(item.slot))];
+        let parts = [item.start().into(), Bytes::from_owner(item.slot)];
         let payload = PutPayload::from_iter(parts);
         let len = item.header.value_len();
         let (client, path) = (self.client()?, self.path(Name::Value(item.header.key)));
@@ -353,7 +342,7 @@ impl S3Store {
         token: Option<&str>,
         limit: usize,
     ) -> Result<ListPage, StoreError> {
-        let prefix = format!("{}{}", self.config.url.prefix, folder(scope));
+        let prefix = format!("{}{}", self.config.url.prefix, scope.prefix());
         let options = PaginatedListOptions {
             max_keys: Some(limit.clamp(1, MAX_BATCH)),
             page_token: token.map(str::to_owned),
@@ -411,22 +400,6 @@ impl S3Store {
     }
 }
 
-/// Returns the start of all keys in a scope.
-fn folder(scope: Scope) -> String {
-    let name = match scope {
-        Scope::Spaces => return "v1/spaces/".to_owned(),
-        Scope::Values { fanout: None, .. } => return "v1/".to_owned(),
-        Scope::Values {
-            fanout: Some(fanout),
-            space,
-        } => (fanout, space),
-    };
-    match name {
-        (fanout, Some(space)) => format!("v1/{fanout:02x}/{space}/"),
-        (fanout, None) => format!("v1/{fanout:02x}/"),
-    }
-}
-
 /// The first bytes of a value.
 struct Start {
     header: [u8; HEADER_LEN],
@@ -471,18 +444,6 @@ async fn permit(of: &Semaphore) -> Result<tokio::sync::SemaphorePermit<'_>, Stor
     permit.map_err(|_| StoreError::unavailable("closed"))
 }
 
-/// Does something unless the deadline is over, and until then.
-async fn until<T>(
-    deadline: Instant,
-    act: impl Future<Output = Result<T, StoreError>>,
-) -> Result<T, StoreError> {
-    if Instant::now() >= deadline {
-        return Err(StoreError::Deadline);
-    }
-    let done = tokio::time::timeout_at(deadline.into(), act).await;
-    done.unwrap_or(Err(StoreError::Deadline))
-}
-
 /// Returns the answer of the store in an error.
 fn refused(error: &object_store::Error) -> Option<&Refused> {
     let mut error: &(dyn std::error::Error + 'static) = error;
@@ -511,11 +472,7 @@ impl Store for S3Store {
         self.config.ttl
     }
 
-    fn heads<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Option<Head>, StoreError>>> {
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         Box::pin(self.each(keys.iter().copied(), deadline, |key| self.head(key)))
     }
 
@@ -534,17 +491,13 @@ impl Store for S3Store {
         Box::pin(stream::iter(writes).buffer_unordered(self.config.values_at_once))
     }
 
-    fn remove<'a>(
-        &'a self,
-        names: &'a [Name],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         Box::pin(async move {
             let mut removed = Vec::with_capacity(names.len());
             for batch in names.chunks(MAX_BATCH) {
                 match until(deadline, self.remove_batch(batch)).await {
                     Ok(answers) => removed.extend(answers),
-                    Err(error) => removed.extend(batch.iter().map(|_| Err(error.again()))),
+                    Err(error) => removed.extend(error.each(batch.len())),
                 }
             }
             removed
@@ -552,11 +505,7 @@ impl Store for S3Store {
     }
 
     /// Reads a value and writes it again.
-    fn touch<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, StoreError>>> {
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
         Box::pin(self.each(keys.iter().copied(), deadline, |key| self.rewrite(key)))
     }
 
@@ -566,25 +515,15 @@ impl Store for S3Store {
         token: Option<&'a str>,
         limit: usize,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<ListPage, StoreError>> {
+    ) -> Single<'a, ListPage> {
         Box::pin(until(deadline, self.page(scope, token, limit)))
     }
 
-    fn read(
-        &self,
-        name: Name,
-        max: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
         Box::pin(until(deadline, self.read_object(name, max as u64)))
     }
 
-    fn write(
-        &self,
-        name: Name,
-        bytes: Bytes,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<(), StoreError>> {
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         let write = async move {
             let len = bytes.len() as u64;
             let put = self.client()?.put(&self.path(name), bytes.into()).await;

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, watch};
 
 use super::Shared;
 use crate::format::{ClearSet, ClearsError, MAX_CLEARS_LEN, Name};
-use crate::store::StoreError;
+use crate::store::{StoreError, until};
 
 /// Writes of the object after each of which it is read again, at most.
 const MAX_WRITES: usize = 4;
@@ -125,9 +125,8 @@ impl Shared {
     /// writes what it knows and does not find at its next read, so that no clear is lost while a
     /// daemon that knows it lives.
     async fn sync_clears(&self, deadline: Instant) -> Result<(), StoreError> {
-        let syncing = self.clears.syncing.lock();
-        let syncing = tokio::time::timeout_at(deadline.into(), syncing).await;
-        let _syncing = syncing.map_err(|_| StoreError::Deadline)?;
+        let syncing = async { Ok::<_, StoreError>(self.clears.syncing.lock().await) };
+        let _syncing = until(deadline, syncing).await?;
         for _ in 0..=MAX_WRITES {
             let read = self.store.read(Name::Clears, MAX_CLEARS_LEN, deadline);
             let decoded = match read.await {

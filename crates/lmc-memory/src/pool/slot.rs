@@ -205,6 +205,12 @@ impl WrittenSlot {
     }
 }
 
+impl AsRef<[u8]> for SealedSlot {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
 impl SealedSlot {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {

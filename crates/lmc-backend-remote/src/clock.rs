@@ -1,0 +1,33 @@
+//! The clock of a store, which may differ from this host's.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+/// The store's time, since 1970, at an instant of this host.
+#[derive(Debug, Default)]
+pub(crate) struct StoreClock(Mutex<Option<(Instant, Duration)>>);
+
+impl StoreClock {
+    /// Sets the store's time now.
+    pub(crate) fn set(&self, time: Duration) {
+        *self.0.lock() = Some((Instant::now(), time));
+    }
+
+    /// Returns true if the time was set less than `kept` ago.
+    pub(crate) fn was_set_within(&self, kept: Duration) -> bool {
+        let set = *self.0.lock();
+        set.is_some_and(|(at, _)| at.elapsed() < kept)
+    }
+
+    /// Returns the store's time; `None` before it was set.
+    pub(crate) fn now(&self) -> Option<Duration> {
+        let (at, time) = (*self.0.lock())?;
+        Some(time + at.elapsed())
+    }
+
+    /// Returns the time since `then` by the store's clock; `None` before it was set.
+    pub(crate) fn since(&self, then: Duration) -> Option<Duration> {
+        Some(self.now()?.saturating_sub(then))
+    }
+}
