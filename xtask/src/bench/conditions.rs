@@ -3,6 +3,8 @@
 use std::fs;
 use std::process::Command;
 
+use serde_json::{Value, json};
+
 /// Pairs of what and its value, for the page and the JSON, with LMCache's version.
 pub(crate) fn list(lmcache: &str) -> Vec<(&'static str, String)> {
     let mut list = machine();
@@ -48,6 +50,18 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         ("lmc", output("git", &["describe", "--always", "--dirty"])),
         ("rustc", output("rustc", &["--version"])),
     ]
+}
+
+/// Returns the conditions as lines of a list.
+pub(crate) fn lines(conditions: &[(&str, String)]) -> String {
+    let line = |(what, value): &(&str, String)| format!("- {what}: {value}\n");
+    conditions.iter().map(line).collect()
+}
+
+/// Returns the conditions as JSON, in their order.
+pub(crate) fn json(conditions: &[(&str, String)]) -> Value {
+    let pair = |(what, value): &(&str, String)| json!([what, value]);
+    conditions.iter().map(pair).collect()
 }
 
 /// LMCache's version, from the environment that its program lies in.

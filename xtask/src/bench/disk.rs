@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::figures::median;
 use super::rounds::{Rounds, shown};
-use super::{check_amounts, conditions, page};
+use super::{check_amounts, conditions, json_of, page};
 use crate::{packages, vllm};
 
 const SECTION: &str = "bench disk";
@@ -213,20 +213,6 @@ fn named(bytes: u64) -> String {
         bytes if bytes < MIB => format!("{} KiB", bytes / KIB),
         bytes => format!("{} MiB", bytes / MIB),
     }
-}
-
-/// Runs a program and reads the last line of its output as JSON.
-fn json_of(command: &mut Command) -> Result<Value> {
-    let output = command.output().with_context(|| format!("{command:?}"))?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    ensure!(
-        output.status.success(),
-        "{command:?}: {}{}",
-        text,
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let last = text.trim().lines().last().unwrap_or_default();
-    serde_json::from_str(last).with_context(|| format!("{command:?} printed {text}"))
 }
 
 fn ours(
@@ -507,9 +493,7 @@ fn text(
          [disk.json](benchmarks/disk.json).\n\n",
         asked.rounds, asked.seconds
     );
-    for (what, value) in conditions {
-        let _ = writeln!(text, "- {what}: {value}");
-    }
+    text.push_str(&conditions::lines(conditions));
     text.push_str(
         "\nA write of ours counts when it is durable (its bytes and its index entry are synced), a \
          read when its checksum is verified.\n\

@@ -16,6 +16,7 @@ mod transfer;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 /// Benchmarks beside the peers and the local ceilings.
 #[derive(Debug, clap::Subcommand)]
@@ -56,4 +57,18 @@ fn check_amounts(rounds: usize, seconds: f64, least: f64) -> Result<()> {
         "--seconds takes a number of at least {least}"
     );
     Ok(())
+}
+
+/// Runs a program and reads the last line of its output as JSON.
+fn json_of(command: &mut Command) -> Result<Value> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}{}",
+        text,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let last = text.trim().lines().last().unwrap_or_default();
+    serde_json::from_str(last).with_context(|| format!("{command:?} printed {text}"))
 }

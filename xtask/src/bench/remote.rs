@@ -2,16 +2,16 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use anyhow::{Context, Result};
+use serde_json::json;
 
 use super::rounds::{Rounds, shown};
-use super::{conditions, page};
+use super::server::listens;
+use super::{conditions, json_of, page};
 use crate::{packages, ports, remote};
 
 const SECTION: &str = "bench remote";
@@ -68,21 +68,16 @@ impl Redis {
             .stdout(Stdio::null())
             .spawn()
             .context("redis-server")?;
-        let this = Self { child, port };
-        let until = Instant::now() + Duration::from_secs(10);
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            ensure!(Instant::now() < until, "redis-server does not listen");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let mut this = Self { child, port };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        listens(&mut this.child, port, deadline).context("redis-server")?;
         Ok(this)
     }
 }
 
 impl Drop for Redis {
     fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        crate::shown::end(&mut self.child);
     }
 }
 
@@ -137,7 +132,7 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
     println!("{text}");
     if !args.dry_run {
         page::write(SECTION, &text)?;
-        let value = json!({"conditions": conditions.iter().map(|(k, v)| json!([k, v])).collect::<Vec<_>>(), "cells": cells.json()});
+        let value = json!({"conditions": conditions::json(&conditions), "cells": cells.json()});
         fs::write(JSON, serde_json::to_string_pretty(&value)? + "\n")?;
     }
     Ok(true)
@@ -158,11 +153,7 @@ fn measure(
     len: u64,
 ) -> Result<Vec<(&'static str, f64)>> {
     command.args([who, url, &len.to_string(), &(BYTES / len).to_string()]);
-    let output = command.output().with_context(|| format!("{command:?}"))?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {text}{said}");
-    let found: Value = serde_json::from_str(text.trim())?;
+    let found = json_of(&mut command)?;
     let figure = |name: &'static str| Some((name, found[name].as_f64().filter(|&it| it > 0.0)?));
     Ok(FIGURES.into_iter().filter_map(figure).collect())
 }
@@ -193,9 +184,7 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
         lmc also makes and compares the checksums of all values. \
         *one* is the time of a single value; *heads* that of the headers of all values, at most 512.\n\n"
         .to_owned();
-    for (name, value) in conditions {
-        let _ = writeln!(text, "- {name}: {value}");
-    }
+    text.push_str(&conditions::lines(conditions));
     text.push_str("\n| store | put, lmc | of bare | of redis-benchmark | get, lmc | of bare | of redis-benchmark | one, lmc | one, bare | heads |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n");
     for row in cells.rows() {
         let speed = |what| shown(cells.median(row, "lmc", what), |it| format!("{it:.2} GB/s"));

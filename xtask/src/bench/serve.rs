@@ -119,7 +119,7 @@ pub(crate) fn run(options: &ServeArgs) -> Result<bool> {
     if !options.dry_run && options.before.is_none() {
         super::page::write("bench serve", &text)?;
         let value = json!({
-            "conditions": conditions.iter().map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
+            "conditions": conditions::json(&conditions),
             "rounds": options.rounds,
             "figures": figures.json(),
         });
@@ -306,9 +306,7 @@ fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, peer: &st
          {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
          figures are in [serve.json](benchmarks/serve.json).\n\n"
     );
-    for (what, value) in conditions {
-        let _ = writeln!(text, "- {what}: {value}");
-    }
+    text.push_str(&conditions::lines(conditions));
     let _ = writeln!(text, "\n{}", figures.markdown(peer));
     text.push_str(
         "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has answered with the number of chunks.\n\

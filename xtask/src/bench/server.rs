@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::{ports, shown};
 
@@ -119,16 +119,8 @@ impl Server {
     }
 
     fn await_port(&mut self, name: &str, port: u16, started: Instant, log: &str) -> Result<()> {
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            if let Some(status) = self.child.try_wait()? {
-                bail!("{name} ended with {status}; its log: {log}");
-            }
-            if started.elapsed() > START_DEADLINE {
-                bail!("{name} does not listen; its log: {log}");
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
-        Ok(())
+        let listening = listens(&mut self.child, port, started + START_DEADLINE);
+        listening.with_context(|| format!("{name}, whose log is {log}"))
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -142,6 +134,18 @@ impl Server {
         let _ = shown::wait(&mut self.child, STOP_DEADLINE);
         Ok(())
     }
+}
+
+/// Waits until a server accepts connections at a port.
+pub(crate) fn listens(child: &mut Child, port: u16, deadline: Instant) -> Result<()> {
+    while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        if let Some(status) = child.try_wait()? {
+            bail!("ended with {status}");
+        }
+        ensure!(Instant::now() < deadline, "does not listen at port {port}");
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
 }
 
 impl Drop for Server {

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::{Batch, Reads};
+use crate::bench::conditions;
 use crate::bench::rounds::{Rounds, shown};
 
 /// Kinds of reads, as the program names them.
@@ -93,9 +94,7 @@ impl Report {
              {rounds} round(s), the owner and the reader as two processes over loopback; all \
              figures are in [{json}.json](benchmarks/{json}.json).\n\n"
         );
-        for (what, value) in &self.conditions {
-            let _ = writeln!(text, "- {what}: {value}");
-        }
+        text.push_str(&conditions::lines(&self.conditions));
         text.push_str(ABOUT);
         text.push_str(
             "| prefix | first lease: p50 / p99 | later lease: p50 / p99 | bare: p50 | GB/s: first / later / bare | later of bare | first beyond bare | CPU s/GB, reader + owner: first / later / bare |\n|---|---|---|---|---|---|---|---|\n",
@@ -172,9 +171,8 @@ impl Report {
     }
 
     pub(super) fn json(&self) -> Value {
-        let conditions = self.conditions.iter();
         json!({
-            "conditions": conditions.map(|(what, value)| json!([what, value])).collect::<Vec<_>>(),
+            "conditions": conditions::json(&self.conditions),
             "cells": self.cells.json(),
             "ceilings": self.ceilings.json(),
         })

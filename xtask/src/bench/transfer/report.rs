@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::{Batch, Beside, Pair, Sample};
+use crate::bench::conditions;
 use crate::bench::rounds::Rounds;
 
 /// The most that a small transfer may take more than the bare one, in µs.
@@ -95,9 +96,7 @@ impl Report {
              of {rounds} round(s) of {seconds} s a cell, ours and the other in turn, two processes on \
              one machine; all figures are in [transfer.json](benchmarks/transfer.json).\n\n"
         );
-        for (what, value) in &self.conditions {
-            let _ = writeln!(text, "- {what}: {value}");
-        }
+        text.push_str(&conditions::lines(&self.conditions));
         text.push_str(ABOUT);
         for pair in super::PAIRS {
             let of_pair = format!("{}: ", pair.name);
