@@ -4,22 +4,21 @@
 #![cfg(feature = "redis")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+mod common;
+
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{
-    Conformance, Guarantee, block_on, check_value, fill_value, lens_of, load_batch, store_batch,
-    test_key,
-};
-use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::conformance::{lens_of, test_key};
+use lmc_backend::{Backend, BackendError, Health, Stored};
 use lmc_backend_remote::conformance::check_store;
 use lmc_backend_remote::format::{Name, Scope};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
-use lmc_backend_remote::{RemoteConfig, RemoteTier, Store, StoreError};
-use lmc_memory::Pool;
-use lmc_testkit::{DEADLINE, Folder, Process, free_port, pool, soon, until};
-use tokio::runtime::{Builder, Runtime};
+use lmc_backend_remote::{Store, StoreError};
+use lmc_testkit::{DEADLINE, Folder, Process, free_port, soon, until};
+
+use self::common::{passes_the_kit, runtime};
 
 const SECRET: &str = "marked-secret-7c1f";
 
@@ -83,94 +82,24 @@ fn launch(program: &str, port: u16, folder: &Folder, options: &[String]) -> Proc
     Process::spawn(command.args(options).stdout(Stdio::null()))
 }
 
-fn runtime() -> Runtime {
-    let mut builder = Builder::new_multi_thread();
-    builder.worker_threads(2).enable_all().build().unwrap()
+type Rig = common::Rig<RedisStore>;
+
+/// Lengths of chunks: larger than any buffer on the way, too.
+const LENS: [u64; 5] = [1, 255, 4096, 70_000, 300_001];
+
+fn rig_with(url: &str, change: impl FnOnce(&mut RedisConfig)) -> Rig {
+    let mut config = RedisConfig::new(url.parse().unwrap());
+    change(&mut config);
+    Rig::over(Arc::new(RedisStore::new(config).unwrap()), LENS, |_| {})
 }
 
-struct Rig {
-    tier: RemoteTier,
-    store: Arc<RedisStore>,
-    pool: Pool,
-    runtime: Runtime,
-}
-
-impl Rig {
-    fn new(url: &str) -> Self {
-        let rig = Self::with(url, |_| {});
-        rig.wait_until_ready();
-        rig
-    }
-
-    fn with(url: &str, change: impl FnOnce(&mut RedisConfig)) -> Self {
-        let mut config = RedisConfig::new(url.parse().unwrap());
-        change(&mut config);
-        let store = Arc::new(RedisStore::new(config).unwrap());
-        let mut config = RemoteConfig::default();
-        config.probe_pause = (Duration::from_millis(5), Duration::from_millis(50));
-        config.absent_ttl = Duration::ZERO;
-        let runtime = runtime();
-        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
-        Self {
-            tier,
-            store,
-            pool: pool(8 << 20),
-            runtime,
-        }
-    }
-
-    fn wait_until_ready(&self) {
-        assert!(
-            block_on(self.tier.ready(soon())),
-            "{:?}",
-            self.tier.health()
-        );
-        until("the store is in use", || {
-            self.tier.health() == Health::Ready
-        });
-    }
-
-    fn store(&self, numbers: std::ops::Range<u64>) -> Vec<Result<Stored, BackendError>> {
-        let item = |number| {
-            let key = test_key(number);
-            let mut slot = self.pool.reserve(len(number)).unwrap();
-            fill_value(&key, slot.bytes_mut());
-            StoreItem::new(key, slot.written().seal())
-        };
-        store_batch(&self.tier, numbers.map(item).collect(), soon())
-    }
-
-    /// Returns the number of hits, each of which has the right bytes.
-    fn hits(&self, numbers: std::ops::Range<u64>, deadline: Instant) -> usize {
-        let item =
-            |number| LoadItem::new(test_key(number), self.pool.reserve(len(number)).unwrap());
-        let loaded = load_batch(&self.tier, numbers.clone().map(item).collect(), deadline);
-        let hits = loaded
-            .into_iter()
-            .zip(numbers)
-            .filter_map(|(loaded, number)| {
-                let slot = loaded.hit()?;
-                check_value(&test_key(number), slot.bytes()).unwrap();
-                Some(())
-            });
-        hits.count()
-    }
-
-    fn write(&self, numbers: std::ops::Range<u64>) {
-        for stored in self.store(numbers) {
-            assert!(matches!(stored, Ok(Stored::Written)), "{stored:?}");
-        }
-    }
+fn rig(url: &str) -> Rig {
+    rig_with(url, |_| {}).used()
 }
 
 fn passes_the_kit_of_stores(url: &str) {
     let store = RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap();
     runtime().block_on(check_store(Arc::new(store), DEADLINE));
-}
-
-/// Of several sizes, larger than any buffer on the way, too.
-fn len(number: u64) -> u64 {
-    [1, 255, 4096, 70_000, 300_001][number as usize % 5]
 }
 
 #[test]
@@ -179,27 +108,20 @@ fn one_server_passes_the_kits_of_stores_and_of_tiers() {
     let server = Server::start(&[]);
     passes_the_kit_of_stores(&server.url());
     server.cli(&["FLUSHALL"]);
-    let rig = Rig::new(&server.url());
-    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
-    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+    passes_the_kit(&rig(&server.url()).tier);
 }
 
 #[test]
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn values_of_all_sizes_come_back_and_are_listed_once() {
     let server = Server::start(&[]);
-    let (rig, other) = (Rig::new(&server.url()), Rig::new(&server.url()));
+    let (rig, other) = (rig(&server.url()), rig(&server.url()));
     rig.write(0..40);
-    assert_eq!(other.hits(0..40, soon()), 40);
+    assert_eq!(other.hits(0..40), 40);
     for stored in other.store(0..40) {
         assert!(matches!(stored, Ok(Stored::Present)), "{stored:?}");
     }
-    // Slots of another length than the value's: nothing of the value goes astray.
-    let wrong =
-        |number| LoadItem::new(test_key(number), rig.pool.reserve(len(number) + 1).unwrap());
-    for loaded in load_batch(&rig.tier, (0..40).map(wrong).collect(), soon()) {
-        assert!(matches!(loaded, Loaded::Failed { .. }), "{loaded:?}");
-    }
+    rig.refuses_other_lengths(0..40);
     // Values that are cut off, too short or of another program.
     for (number, bytes) in [(0, ""), (1, "x"), (2, "not a value of lmc")] {
         let key = format!("lmc/{}", Name::Value(test_key(number)));
@@ -207,36 +129,11 @@ fn values_of_all_sizes_come_back_and_are_listed_once() {
     }
     let key = format!("lmc/{}", Name::Value(test_key(3)));
     server.cli(&["SETRANGE", &key, "5000", "damaged"]);
-    assert_eq!(rig.hits(0..40, soon()), 36);
+    assert_eq!(rig.hits(0..40), 36);
     // What Redis has of others is not listed, and pages may be small.
     server.cli(&["SET", "lmc/v1/of/others", "x"]);
-    for limit in [1, 7, 1000] {
-        let (mut names, mut token) = (Vec::new(), None);
-        loop {
-            let page = rig.runtime.block_on(rig.store.list(
-                Scope::VALUES,
-                token.as_deref(),
-                limit,
-                soon(),
-            ));
-            let page = page.unwrap();
-            assert!(page.objects.len() <= limit);
-            names.extend(
-                page.objects
-                    .into_iter()
-                    .map(|object| object.name.to_string()),
-            );
-            token = page.next;
-            if token.is_none() {
-                break;
-            }
-        }
-        names.sort();
-        let before = names.len();
-        names.dedup();
-        // An empty string is no value, but a name.
-        assert_eq!((names.len(), before), (40, 40), "pages of {limit}");
-    }
+    // An empty string is no value, but a name.
+    rig.lists_once(40);
 }
 
 #[test]
@@ -244,15 +141,15 @@ fn values_of_all_sizes_come_back_and_are_listed_once() {
 fn passwords_are_used_and_shown_nowhere() {
     let server = Server::start(&["--requirepass", SECRET]);
     let url = |password| format!("redis://:{password}@127.0.0.1:{}/2", server.port);
-    let rig = Rig::new(&url(SECRET));
+    let rig = rig(&url(SECRET));
     rig.write(0..5);
-    assert_eq!(rig.hits(0..5, soon()), 5);
+    assert_eq!(rig.hits(0..5), 5);
     assert!(
         server.cli(&["-n", "2", "DBSIZE"]).trim() != "0",
         "another database"
     );
     for password in ["marked-secret-wrong", ""] {
-        let refused = Rig::with(&url(password), |_| {});
+        let refused = rig_with(&url(password), |_| {});
         until("the tier is out", || {
             matches!(refused.tier.health(), Health::Down { .. })
         });
@@ -270,7 +167,7 @@ fn passwords_are_used_and_shown_nowhere() {
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn a_full_server_refuses_writes_and_is_read_on() {
     let server = Server::start(&["--maxmemory", "4mb", "--maxmemory-policy", "noeviction"]);
-    let rig = Rig::new(&server.url());
+    let rig = rig(&server.url());
     let stored = rig.store(0..60);
     let written = stored.iter().filter(|stored| stored.is_ok()).count();
     let full =
@@ -280,7 +177,7 @@ fn a_full_server_refuses_writes_and_is_read_on() {
         60 - written
     );
     assert!((1..60).contains(&written), "{written} of 60");
-    assert_eq!(rig.hits(0..60, soon()), written);
+    assert_eq!(rig.hits(0..60), written);
     assert_eq!(rig.tier.health(), Health::Ready);
     let usage = rig
         .runtime
@@ -295,10 +192,10 @@ fn a_full_server_refuses_writes_and_is_read_on() {
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn values_expire_unless_they_are_used() {
     let server = Server::start(&[]);
-    let rig = Rig::with(&server.url(), |config| {
+    let rig = rig_with(&server.url(), |config| {
         config.ttl = Some(Duration::from_secs(1000))
     });
-    rig.wait_until_ready();
+    let rig = rig.used();
     rig.write(0..2);
     let keys = [test_key(0), test_key(1), test_key(9)];
     let name = |number| format!("lmc/{}", Name::Value(test_key(number)));
@@ -335,30 +232,30 @@ fn values_expire_unless_they_are_used() {
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
     let mut server = Server::start(&[]);
-    let rig = Rig::new(&server.url());
+    let rig = rig(&server.url());
     rig.write(0..20);
     server.kill();
-    assert_eq!(rig.hits(0..20, soon()), 0);
+    assert_eq!(rig.hits(0..20), 0);
     until("the tier is out", || {
-        rig.hits(0..1, soon()) == 0 && rig.tier.health() != Health::Ready
+        rig.hits(0..1) == 0 && rig.tier.health() != Health::Ready
     });
     server.start_again();
     until("the tier is back", || rig.tier.health() == Health::Ready);
-    assert_eq!(rig.hits(0..20, soon()), 0, "it forgot them");
+    assert_eq!(rig.hits(0..20), 0, "it forgot them");
     rig.write(0..20);
-    assert_eq!(rig.hits(0..20, soon()), 20);
+    assert_eq!(rig.hits(0..20), 20);
     // In the midst of transfers, and for longer than any deadline.
     server.process.signal(libc::SIGSTOP);
     let deadline = Instant::now() + Duration::from_millis(200);
-    assert_eq!(rig.hits(0..20, deadline), 0);
+    assert_eq!(rig.hits_by(0..20, deadline), 0);
     until("the tier is out", || {
-        rig.hits(0..1, Instant::now() + Duration::from_millis(50));
+        rig.hits_by(0..1, Instant::now() + Duration::from_millis(50));
         rig.tier.health() != Health::Ready
     });
     assert_eq!(rig.pool.usage().used, 0, "no slot is kept");
     server.process.signal(libc::SIGCONT);
     until("the tier is back", || rig.tier.health() == Health::Ready);
-    assert_eq!(rig.hits(0..20, soon()), 20);
+    assert_eq!(rig.hits(0..20), 20);
 }
 
 /// Three nodes of a cluster.
@@ -389,11 +286,8 @@ fn a_cluster_passes_the_kits_and_slots_may_move() {
     let url = format!("redis-cluster://127.0.0.1:{}", nodes[1].port);
     passes_the_kit_of_stores(&url);
     nodes.iter().for_each(|node| drop(node.cli(&["FLUSHALL"])));
-    let rig = Rig::new(&url);
-    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
-    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
-    // The kit has closed the first.
-    let rig = Rig::new(&url);
+    passes_the_kit(&rig(&url).tier);
+    let rig = rig(&url);
     rig.write(1000..1060);
     for node in &nodes {
         assert!(
@@ -418,23 +312,10 @@ fn a_cluster_passes_the_kits_and_slots_may_move() {
         "--cluster-yes",
     ]);
     assert!(!said.contains("ERR"), "{said}");
-    assert_eq!(rig.hits(1000..1060, soon()), 60);
-    assert_eq!(rig.hits(1000..1060, soon()), 60, "by the new map");
+    assert_eq!(rig.hits(1000..1060), 60);
+    assert_eq!(rig.hits(1000..1060), 60, "by the new map");
     rig.write(2000..2060);
-    let named = |scope| {
-        let (mut names, mut token) = (0, None);
-        loop {
-            let page = rig
-                .runtime
-                .block_on(rig.store.list(scope, token.as_deref(), 50, soon()))
-                .unwrap();
-            names += page.objects.len();
-            token = page.next;
-            if token.is_none() {
-                return names;
-            }
-        }
-    };
+    let named = |scope| rig.listed(scope, 50).len();
     let values = |fanout, space| Scope::Values { fanout, space };
     let all = named(Scope::VALUES);
     assert!(all >= 120, "{all}");
@@ -471,7 +352,7 @@ fn the_master_that_a_sentinel_names_may_change() {
     until("the sentinel knows the replica", || {
         asked(&["SENTINEL", "REPLICAS", "main"]).contains(&replica.port.to_string())
     });
-    let rig = Rig::new(&format!("redis-sentinel://127.0.0.1:{sentinel_port}/main"));
+    let rig = rig(&format!("redis-sentinel://127.0.0.1:{sentinel_port}/main"));
     rig.write(0..20);
     until("the replica has them", || {
         replica.cli(&["DBSIZE"]) == master.cli(&["DBSIZE"])
@@ -490,7 +371,7 @@ fn the_master_that_a_sentinel_names_may_change() {
     until("the new master is written", || {
         rig.store(20..40).iter().all(Result::is_ok)
     });
-    assert!(rig.hits(0..40, soon()) == 40);
+    assert!(rig.hits(0..40) == 40);
     assert_eq!(replica.cli(&["DBSIZE"]).trim(), "40");
 }
 
@@ -506,7 +387,7 @@ fn a_stranger_that_is_no_redis_is_an_error() {
             let _ = (&stream).write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
         }
     });
-    let rig = Rig::with(&format!("redis://127.0.0.1:{port}"), |_| {});
+    let rig = rig_with(&format!("redis://127.0.0.1:{port}"), |_| {});
     let runtime = &rig.runtime;
     let read = runtime.block_on(rig.store.read(Name::Clears, 100, soon()));
     assert!(
@@ -533,9 +414,9 @@ fn openssl(folder: &Folder, line: &str) {
 #[ignore = "needs redis-server and openssl: cargo xtask test-remote"]
 fn values_go_over_tls_to_servers_whose_certificate_is_trusted() {
     if let Ok(url) = std::env::var(TLS_URL) {
-        let rig = Rig::new(&url);
+        let rig = rig(&url);
         rig.write(0..10);
-        assert_eq!(rig.hits(0..10, soon()), 10);
+        assert_eq!(rig.hits(0..10), 10);
         return;
     }
     let folder = Folder::temporary();
@@ -579,7 +460,7 @@ fn values_go_over_tls_to_servers_whose_certificate_is_trusted() {
         .unwrap();
     assert!(trusting.status.success(), "{trusting:?}");
     // Here it is a stranger's.
-    let rig = Rig::with(&url, |_| {});
+    let rig = rig_with(&url, |_| {});
     until("the tier is out", || {
         matches!(rig.tier.health(), Health::Down { .. })
     });

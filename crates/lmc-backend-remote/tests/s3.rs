@@ -4,6 +4,7 @@
 #![cfg(feature = "s3")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+mod common;
 #[path = "s3/servers.rs"]
 mod servers;
 
@@ -13,25 +14,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-use lmc_backend::conformance::{
-    Conformance, Guarantee, block_on, check_value, fill_value, lens_of, load_batch, store_batch,
-    test_key,
-};
-use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::conformance::{Conformance, Guarantee, lens_of, test_key};
+use lmc_backend::{Backend, BackendError, LoadItem, Loaded, Stored};
 use lmc_backend_remote::conformance::check_store;
 use lmc_backend_remote::format::{HEADER_LEN, Name, Scope};
 use lmc_backend_remote::s3::{S3Config, S3Store};
-use lmc_backend_remote::{RemoteConfig, RemoteTier, Store, StoreError};
-use lmc_memory::Pool;
-use lmc_testkit::{DEADLINE, pool, soon, until};
-use tokio::runtime::{Builder, Runtime};
+use lmc_backend_remote::{Store, StoreError};
+use lmc_testkit::{DEADLINE, soon, until};
 
+use self::common::{passes_the_kit, runtime};
 use self::servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server, TOKEN};
-
-fn runtime() -> Runtime {
-    let mut builder = Builder::new_multi_thread();
-    builder.worker_threads(2).enable_all().build().unwrap()
-}
 
 fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
     let endpoint = format!("http://127.0.0.1:{port}");
@@ -47,122 +39,50 @@ fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
     Arc::new(store.unwrap())
 }
 
-/// A tier over a bucket.
-struct Rig {
-    tier: RemoteTier,
-    store: Arc<S3Store>,
-    pool: Pool,
-    runtime: Runtime,
-}
+type Rig = common::Rig<S3Store>;
 
-/// Of several sizes, larger than any buffer on the way, too.
-fn len(number: u64) -> u64 {
-    [1, 255, 4096, 70_000, 3_000_001][number as usize % 5]
-}
+/// Lengths of chunks: larger than any buffer on the way, too.
+const LENS: [u64; 5] = [1, 255, 4096, 70_000, 3_000_001];
 
-impl Rig {
-    fn new(port: u16) -> Self {
-        let rig = Self::with(port, BUCKET, SECRET);
-        assert!(block_on(rig.tier.ready(soon())), "{:?}", rig.tier.health());
-        until("the store is in use", || rig.is_ready());
-        rig
-    }
-
-    fn with(port: u16, bucket: &str, secret: &str) -> Self {
-        let store = store(port, bucket, secret);
-        let mut config = RemoteConfig::default();
-        config.probe_pause = (Duration::from_millis(5), Duration::from_millis(50));
-        config.absent_ttl = Duration::ZERO;
+fn rig_with(port: u16, bucket: &str, secret: &str) -> Rig {
+    Rig::over(store(port, bucket, secret), LENS, |config| {
         config.clears_interval = Duration::from_secs(3600);
-        let runtime = runtime();
-        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
-        Self {
-            tier,
-            store,
-            pool: pool(32 << 20),
-            runtime,
-        }
-    }
+    })
+}
 
-    fn is_ready(&self) -> bool {
-        self.tier.health() == Health::Ready
-    }
+fn rig_at(port: u16) -> Rig {
+    rig_with(port, BUCKET, SECRET).used()
+}
 
-    fn store(&self, numbers: Range<u64>) -> Vec<Result<Stored, BackendError>> {
-        let item = |number| {
-            let key = test_key(number);
-            let mut slot = self.pool.reserve(len(number)).unwrap();
-            fill_value(&key, slot.bytes_mut());
-            StoreItem::new(key, slot.written().seal())
-        };
-        store_batch(&self.tier, numbers.map(item).collect(), soon())
-    }
+/// Puts an object of any bytes under a name.
+fn put(rig: &Rig, number: u64, bytes: &[u8]) {
+    let name = Name::Value(test_key(number));
+    let write = rig.store.write(name, bytes.to_vec().into(), soon());
+    rig.runtime.block_on(write).unwrap();
+}
 
-    fn write(&self, numbers: Range<u64>) {
-        for stored in self.store(numbers) {
-            assert!(matches!(stored, Ok(Stored::Written)), "{stored:?}");
-        }
+/// Returns the number of objects in a scope, each of which has an age and a length.
+fn listed(rig: &Rig, scope: Scope) -> usize {
+    let listed = rig.listed(scope, 1000);
+    for object in &listed {
+        assert!(object.age.is_some() && object.len.is_some(), "{object:?}");
     }
+    listed.len()
+}
 
-    fn load(&self, numbers: Range<u64>, deadline: Instant) -> Vec<Loaded> {
-        let item =
-            |number| LoadItem::new(test_key(number), self.pool.reserve(len(number)).unwrap());
-        load_batch(&self.tier, numbers.map(item).collect(), deadline)
-    }
+fn ages_of(rig: &Rig, numbers: Range<u64>) -> Vec<Option<u64>> {
+    let keys: Vec<_> = numbers.map(test_key).collect();
+    let heads = rig.runtime.block_on(rig.store.heads(&keys, soon()));
+    let age = |head: Result<Option<lmc_backend_remote::Head>, _>| head.unwrap()?.age;
+    heads
+        .into_iter()
+        .map(|head| age(head).map(|age| age.as_secs()))
+        .collect()
+}
 
-    /// Returns the number of hits, each of which has the right bytes.
-    fn hits_by(&self, numbers: Range<u64>, deadline: Instant) -> usize {
-        let loaded = self.load(numbers.clone(), deadline).into_iter();
-        let hits = loaded.zip(numbers).filter_map(|(loaded, number)| {
-            let slot = loaded.hit()?;
-            check_value(&test_key(number), slot.bytes()).unwrap();
-            Some(())
-        });
-        hits.count()
-    }
-
-    fn hits(&self, numbers: Range<u64>) -> usize {
-        self.hits_by(numbers, soon())
-    }
-
-    /// Puts an object of any bytes under a name.
-    fn put(&self, number: u64, bytes: &[u8]) {
-        let name = Name::Value(test_key(number));
-        let write = self.store.write(name, bytes.to_vec().into(), soon());
-        self.runtime.block_on(write).unwrap();
-    }
-
-    fn names(&self, scope: Scope, limit: usize) -> Vec<String> {
-        let (mut names, mut token) = (Vec::new(), None);
-        loop {
-            let page = self.store.list(scope, token.as_deref(), limit, soon());
-            let page = self.runtime.block_on(page).unwrap();
-            assert!(page.objects.len() <= limit);
-            names.extend(page.objects.into_iter().map(|object| {
-                assert!(object.age.is_some() && object.len.is_some(), "{object:?}");
-                object.name.to_string()
-            }));
-            token = page.next;
-            if token.is_none() {
-                return names;
-            }
-        }
-    }
-
-    fn ages(&self, numbers: Range<u64>) -> Vec<Option<u64>> {
-        let keys: Vec<_> = numbers.map(test_key).collect();
-        let heads = self.runtime.block_on(self.store.heads(&keys, soon()));
-        let age = |head: Result<Option<lmc_backend_remote::Head>, _>| head.unwrap()?.age;
-        heads
-            .into_iter()
-            .map(|head| age(head).map(|age| age.as_secs()))
-            .collect()
-    }
-
-    /// Returns all that a person may get to see.
-    fn shown(&self) -> String {
-        format!("{:?} {:?} {:?}", self.tier.health(), self.tier, self.store)
-    }
+/// Returns all that a person may get to see.
+fn shown_by(rig: &Rig) -> String {
+    format!("{:?} {:?} {:?}", rig.tier.health(), rig.tier, rig.store)
 }
 
 /// Returns the file of a value.
@@ -176,9 +96,7 @@ fn passes_the_kits(kind: Kind) {
     let server = Server::start(kind);
     let store = store(server.port, BUCKET, SECRET);
     runtime().block_on(check_store(store, DEADLINE));
-    let rig = Rig::new(server.port);
-    let tally = Conformance::new(Guarantee::Exact).run(&rig.tier);
-    assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+    passes_the_kit(&rig_at(server.port).tier);
 }
 
 #[test]
@@ -206,7 +124,7 @@ fn a_server_with_errors_passes_the_kit() {
         15 => Fault::error(400, "InvalidRequest", ""),
         _ => Fault::None,
     });
-    let rig = Rig::with(proxy.port, BUCKET, SECRET);
+    let rig = rig_with(proxy.port, BUCKET, SECRET);
     until("the store is in use", || rig.is_ready());
     let kit = Conformance::new(Guarantee::Lossy).with_operations(200);
     let tally = kit.run(&rig.tier);
@@ -215,36 +133,25 @@ fn a_server_with_errors_passes_the_kit() {
 
 fn values_come_back_and_are_listed_once(kind: Kind) {
     let server = Server::start(kind);
-    let (rig, other) = (Rig::new(server.port), Rig::new(server.port));
+    let (rig, other) = (rig_at(server.port), rig_at(server.port));
     rig.write(0..40);
     assert_eq!(other.hits(0..40), 40);
     for stored in other.store(0..40) {
         assert!(matches!(stored, Ok(Stored::Present)), "{stored:?}");
     }
-    // Slots of another length than the value's: nothing of the value goes astray.
-    let wrong =
-        |number| LoadItem::new(test_key(number), rig.pool.reserve(len(number) + 1).unwrap());
-    for loaded in load_batch(&rig.tier, (0..40).map(wrong).collect(), soon()) {
-        assert!(matches!(loaded, Loaded::Failed { .. }), "{loaded:?}");
-    }
+    rig.refuses_other_lengths(0..40);
     // Values that are empty, too short, or of another program.
     for (number, bytes) in [(0, &b""[..]), (1, b"x"), (2, &[7; 5000])] {
-        rig.put(number, bytes);
+        put(&rig, number, bytes);
     }
     assert_eq!(rig.hits(0..40), 37);
     let keys: Vec<_> = (0..4).map(test_key).collect();
     let found = lens_of(&rig.tier, &keys, soon());
     let found: Vec<_> = found.into_iter().map(Result::unwrap).collect();
-    assert_eq!(found, [None, None, None, Some(len(3))]);
-    for limit in [1, 7, 1000] {
-        let mut names = rig.names(Scope::VALUES, limit);
-        names.sort();
-        let before = names.len();
-        names.dedup();
-        assert_eq!((names.len(), before), (40, 40), "pages of {limit}");
-    }
+    assert_eq!(found, [None, None, None, Some(rig.len(3))]);
+    rig.lists_once(40);
     let space = Some(test_key(0).space);
-    let values = |fanout, space| rig.names(Scope::Values { fanout, space }, 1000).len();
+    let values = |fanout, space| listed(&rig, Scope::Values { fanout, space });
     assert!((1..40).contains(&values(None, space)));
     let all: usize = (0..=255).map(|n| values(Some(n), None)).sum();
     let ours: usize = (0..=255).map(|n| values(Some(n), space)).sum();
@@ -253,7 +160,7 @@ fn values_come_back_and_are_listed_once(kind: Kind) {
     let removed = rig.runtime.block_on(rig.store.remove(&names, soon()));
     assert!(removed.iter().all(Result::is_ok), "{removed:?}");
     assert_eq!(rig.hits(0..40), 0);
-    assert!(rig.names(Scope::VALUES, 1000).is_empty());
+    assert!(listed(&rig, Scope::VALUES) == 0);
 }
 
 #[test]
@@ -273,7 +180,7 @@ fn values_in_moto_come_back_and_are_listed_once() {
 fn a_flipped_bit_is_a_miss_and_is_written_again() {
     use std::os::unix::fs::FileExt;
     let server = Server::start(Kind::Files);
-    let rig = Rig::new(server.port);
+    let rig = rig_at(server.port);
     rig.write(0..10);
     for (number, at) in [(3, HEADER_LEN as u64 + 65_000), (4, 40), (8, 255)] {
         let (file, mut byte) = (file(&server, number), [0]);
@@ -289,7 +196,7 @@ fn a_flipped_bit_is_a_miss_and_is_written_again() {
 #[ignore = "needs moto_server: cargo xtask test-remote"]
 fn of_two_writers_one_writes() {
     let server = Server::start(Kind::Moto);
-    let (rig, other) = (Rig::new(server.port), Rig::new(server.port));
+    let (rig, other) = (rig_at(server.port), rig_at(server.port));
     std::thread::scope(|scope| {
         let ours = scope.spawn(|| rig.store(0..40));
         let theirs = scope.spawn(|| other.store(0..40));
@@ -313,7 +220,7 @@ fn a_server_without_conditional_writes_is_overwritten() {
             false => Fault::None,
         }
     });
-    let rig = Rig::new(proxy.port);
+    let rig = rig_at(proxy.port);
     rig.write(0..10);
     assert_eq!(rig.hits(0..10), 10);
     let before = proxy.requests.load(Ordering::SeqCst);
@@ -330,11 +237,11 @@ fn a_server_without_conditional_writes_is_overwritten() {
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
 fn values_grow_old_and_are_made_young() {
     let server = Server::start(Kind::Files);
-    let rig = Rig::new(server.port);
+    let rig = rig_at(server.port);
     rig.write(3..5);
     let old = SystemTime::now() - Duration::from_secs(5000);
     file(&server, 4).set_modified(old).unwrap();
-    let ages = rig.ages(3..6);
+    let ages = ages_of(&rig, 3..6);
     assert!(ages[0].is_some_and(|age| age < 1000), "{ages:?}");
     assert!(ages[1].is_some_and(|age| age >= 4990), "{ages:?}");
     assert_eq!(ages[2], None);
@@ -342,7 +249,7 @@ fn values_grow_old_and_are_made_young() {
     let touched = rig.runtime.block_on(rig.store.touch(&keys, soon()));
     let touched: Vec<bool> = touched.into_iter().map(Result::unwrap).collect();
     assert_eq!(touched, [true, true, false]);
-    let ages = rig.ages(3..5);
+    let ages = ages_of(&rig, 3..5);
     assert!(ages.iter().all(|age| age.is_some_and(|age| age < 1000)));
     assert_eq!(rig.hits(3..5), 2);
 }
@@ -380,10 +287,10 @@ fn wrong_credentials_and_buckets_are_named_and_secrets_shown_nowhere() {
         Fault::error(403, "AccessDenied", head)
     });
     let moto = Server::start(Kind::Moto);
-    let right = Rig::new(server.port);
+    let right = rig_at(server.port);
     right.write(0..5);
     assert_eq!(right.hits(0..5), 5);
-    let mut shown = right.shown();
+    let mut shown = shown_by(&right);
     for (port, bucket, secret, word) in [
         (
             server.port,
@@ -394,16 +301,16 @@ fn wrong_credentials_and_buckets_are_named_and_secrets_shown_nowhere() {
         (proxy.port, BUCKET, SECRET, "AccessDenied"),
         (moto.port, "no-bucket", SECRET, "NoSuchBucket"),
     ] {
-        let rig = Rig::with(port, bucket, secret);
-        until("the reason is known", || rig.shown().contains(word));
+        let rig = rig_with(port, bucket, secret);
+        until("the reason is known", || shown_by(&rig).contains(word));
         assert!(!rig.is_ready());
         let key = [test_key(0)];
         let head = rig.runtime.block_on(rig.store.heads(&key, soon()));
         let is_denied = matches!(head[..], [Err(StoreError::Denied { .. })]);
         assert_eq!(is_denied, word != "NoSuchBucket", "{head:?}");
         assert!(head[0].is_err(), "a bucket that is missing is no miss");
-        let loaded = rig.load(0..1, soon());
-        shown += &format!("{} {head:?} {loaded:?}", rig.shown());
+        let loaded = rig.load(0..1, 0, soon());
+        shown += &format!("{} {head:?} {loaded:?}", shown_by(&rig));
     }
     let logged = log();
     assert!(logged.contains("remote store in use"), "{logged}");
@@ -415,7 +322,7 @@ fn wrong_credentials_and_buckets_are_named_and_secrets_shown_nowhere() {
 
 fn is_taken_out_and_back(kind: Kind) {
     let mut server = Server::start(kind);
-    let rig = Rig::new(server.port);
+    let rig = rig_at(server.port);
     rig.write(0..20);
     server.kill();
     assert_eq!(rig.hits(0..20), 0);
@@ -461,16 +368,16 @@ fn a_server_that_wants_less_is_asked_again_later() {
         2 => Fault::None,
         _ => Fault::error(503, "SlowDown", "reduce your rate"),
     });
-    let direct = Rig::new(server.port);
+    let direct = rig_at(server.port);
     direct.write(0..5);
-    let rig = Rig::with(proxy.port, BUCKET, SECRET);
+    let rig = rig_with(proxy.port, BUCKET, SECRET);
     let read = rig.store.read(Name::Clears, 100, soon());
     assert!(matches!(rig.runtime.block_on(read), Ok(None)));
     assert_eq!(proxy.requests.load(Ordering::SeqCst) % 3, 0);
     let never = Proxy::start(server.port, |_, _| Fault::error(503, "SlowDown", ""));
-    let rig = Rig::with(never.port, BUCKET, SECRET);
+    let rig = rig_with(never.port, BUCKET, SECRET);
     until("the reason is known", || {
-        rig.shown().contains("503 SlowDown")
+        shown_by(&rig).contains("503 SlowDown")
     });
     let before = never.requests.load(Ordering::SeqCst);
     let head = rig
@@ -487,16 +394,16 @@ fn a_server_that_wants_less_is_asked_again_later() {
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
 fn values_that_stall_or_break_off_hold_no_slot_and_no_caller() {
     let server = Server::start(Kind::Files);
-    let direct = Rig::new(server.port);
+    let direct = rig_at(server.port);
     direct.write(4..5);
     let is_value = |head: &str| head.contains("v1/") && !head.contains("v1/clears");
     let stalling = Proxy::start(server.port, move |head, _| match is_value(head) {
         true => Fault::StallAfter(1_000_000),
         false => Fault::None,
     });
-    let rig = Rig::new(stalling.port);
+    let rig = rig_at(stalling.port);
     let deadline = Instant::now() + Duration::from_millis(300);
-    let loaded = rig.load(4..5, deadline);
+    let loaded = rig.load(4..5, 0, deadline);
     let is_late = matches!(
         loaded[..],
         [Loaded::Failed {
@@ -508,7 +415,7 @@ fn values_that_stall_or_break_off_hold_no_slot_and_no_caller() {
     drop(loaded);
     assert_eq!(rig.pool.usage().used, 0);
     // A caller that leaves before the deadline.
-    let item = LoadItem::new(test_key(4), rig.pool.reserve(len(4)).unwrap());
+    let item = LoadItem::new(test_key(4), rig.pool.reserve(rig.len(4)).unwrap());
     let asked = stalling.requests.load(Ordering::SeqCst);
     let stream = rig.tier.load(vec![item], soon());
     until("the value is asked for", || {
@@ -523,7 +430,7 @@ fn values_that_stall_or_break_off_hold_no_slot_and_no_caller() {
             false => Fault::None,
         }
     });
-    let rig = Rig::new(breaking.port);
+    let rig = rig_at(breaking.port);
     for _ in 0..4 {
         assert_eq!(rig.hits(4..5), 1);
     }
@@ -556,7 +463,7 @@ fn answers_that_make_no_sense_are_errors() {
             answer("200 OK", "etag: \"x\"\r\nlast-modified: yesterday\r\n", "x")
         }
     });
-    let rig = Rig::new(proxy.port);
+    let rig = rig_at(proxy.port);
     let run = &rig.runtime;
     let heads = run.block_on(rig.store.heads(&[test_key(0)], soon()));
     assert!(matches!(heads[..], [Err(_)]), "{heads:?}");
@@ -567,7 +474,7 @@ fn answers_that_make_no_sense_are_errors() {
         let listed = run.block_on(rig.store.list(scope, None, 10, soon()));
         assert!(listed.is_err(), "{listed:?}");
     }
-    let loaded = rig.load(0..1, soon());
+    let loaded = rig.load(0..1, 0, soon());
     assert!(matches!(loaded[..], [Loaded::Failed { .. }]), "{loaded:?}");
 }
 
@@ -575,7 +482,7 @@ fn answers_that_make_no_sense_are_errors() {
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
 fn small_objects_are_bounded_and_a_closed_store_says_so() {
     let server = Server::start(Kind::Files);
-    let rig = Rig::new(server.port);
+    let rig = rig_at(server.port);
     let (run, clears) = (&rig.runtime, Name::Clears);
     let read = |max| run.block_on(rig.store.read(clears, max, soon()));
     assert!(matches!(read(5), Ok(None)));
