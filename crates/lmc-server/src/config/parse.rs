@@ -21,7 +21,7 @@ use super::suggest::nearest;
 pub enum PoolSize {
     /// A quarter of the memory that is free at start.
     Auto,
-    /// This many bytes.
+    /// A fixed number of bytes.
     Bytes(u64),
 }
 
@@ -32,7 +32,7 @@ pub enum SegmentName {
     Auto,
     /// No segment: the pool is private to the server.
     None,
-    /// This name.
+    /// A fixed name.
     Name(SharedName),
 }
 

@@ -124,15 +124,15 @@ settings! {
         disk_size: PoolSize = "disk-size", Value "SIZE", "auto", parse::pool_size;
         /// Bytes that each drive's file system keeps free.
         disk_keep_free: u64 = "disk-keep-free", Value "SIZE", "1GiB", parse::memo_size;
-        /// When chunks are written to disk. through: every chunk at once. back: a chunk only when it is evicted from memory; a clean shutdown also writes what is still in memory, first chunks of each prompt first, until --shutdown-timeout-seconds and 5 s more are over.
+        /// Time at which chunks are written to disk. through: every chunk at once. back: a chunk only when it is evicted from memory; a clean shutdown also writes what is still in memory, first chunks of each prompt first, until --shutdown-timeout-seconds and 5 s more are over.
         disk_write: WritePolicy = "disk-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
-        /// Which chunks are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life. A number up to 14: a chunk only when it was found that many times after it was computed.
+        /// Chunks that are written to disk. always: every chunk. second: a chunk only when it is used a second time, which means fewer writes and a longer drive life. A number up to 14: a chunk only when it was found that many times after it was computed.
         disk_admit: Admission = "disk-admit", Value "WHICH", "always", parse::admission;
         /// Write chunks to disk that are read from peers or from the store of --remote, too.
         disk_fill: bool = "disk-fill", Switch "BOOL", "false", parse::switch;
-        /// Timeout of reads from disk and from peers. A chunk that is later is a miss, and the engine computes it.
+        /// Timeout of reads from disk and from peers, and of all reads of one lookup together. A chunk that is later is a miss, and the engine computes it.
         disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
-        /// Tokens that an engine recomputes in a second. Chunks are read from disk only where that is estimated to take less time; none always reads them.
+        /// Tokens that an engine recomputes in a second. Chunks are read from disk, peers and the store of --remote only where that is estimated to take less time; none always reads them.
         recompute_rate: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;
         /// I/O engine for the drives: auto (io_uring, or threads where that is forbidden), uring or threads.
         disk_io: DiskIo = "disk-io", Value "HOW", "auto", |raw| parse::choice(raw, parse::IO_ENGINES);
@@ -178,9 +178,9 @@ settings! {
         remote_size: Option<u64> = "remote-size", Value "SIZE", "none", parse::bound;
         /// Age at which a chunk in the store is removed. A chunk that is read at more than half of it becomes as young as a new one, so that prefixes in use stay. none removes none by age.
         remote_ttl: Option<Duration> = "remote-ttl", Value "SECONDS", "none", parse::optional_duration;
-        /// When chunks are written to the store. through: every chunk at once. back: a chunk only when it is evicted from memory, and at a clean shutdown.
+        /// Time at which chunks are written to the store. through: every chunk at once. back: a chunk only when it is evicted from memory, and at a clean shutdown.
         remote_write: WritePolicy = "remote-write", Value "WHEN", "through", |raw| parse::choice(raw, parse::WRITES);
-        /// Which chunks are written to the store: always, second, or a number of uses, as for --disk-admit.
+        /// Chunks that are written to the store: always, second, or a number of uses, as for --disk-admit.
         remote_admit: Admission = "remote-admit", Value "WHICH", "always", parse::admission;
         /// Values of cache_salt whose chunks are written to the store, separated by commas; _default is traffic without a salt. all writes those of every salt.
         remote_salts: Option<Vec<String>> = "remote-salts", Value "SALTS", "all", parse::salts;

@@ -1,5 +1,5 @@
-//! The tables `[[tier]]` of the configuration file: one for each tier, the fastest first. A flag is
-//! the short form for the one tier of its kind.
+//! The tables `[[tier]]` of the configuration file, at most one for each kind of tier, in any
+//! order. A flag is the short form for the one tier of its kind.
 
 use super::layers::Problem;
 use super::suggest::nearest;
