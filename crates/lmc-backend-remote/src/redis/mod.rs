@@ -51,11 +51,11 @@ pub struct RedisConfig {
     pub url: RedisUrl,
     /// Text before every key, such as `lmc/`. Default: `lmc/`.
     pub prefix: String,
-    /// Time after which the server forgets a value that was not used. Default: none, and the
+    /// Time after which the server expires a value that was not used. Default: none, and the
     /// server's `maxmemory-policy` decides.
     pub ttl: Option<Duration>,
-    /// Connections to one server that values are read on, and as many that they are written on.
-    /// Default: 4.
+    /// Connections that values are read on at a time, to all servers together, and as many that
+    /// they are written on. Default: 4.
     pub connections: usize,
 }
 
