@@ -781,7 +781,7 @@ impl Index {
         Some((segment, begin))
     }
 
-    /// Which use of a segment is the present one.
+    /// Returns the generation of a segment: the number of its present use.
     pub(crate) fn generation(&self, segment: u32) -> u64 {
         let segment = self.segments.get(segment as usize);
         segment.map_or(0, |segment| segment.generation)

@@ -48,7 +48,7 @@ pub struct DriveStatus {
 pub struct SegmentStatus {
     /// Number of the segment.
     pub number: u32,
-    /// Which use of which segment this is, counted over the drive.
+    /// Number of the present use of the segment; one sequence counts the uses of all segments.
     pub generation: u64,
     /// Bytes from its start that were written in this use.
     pub used_bytes: u64,

@@ -37,7 +37,7 @@ struct Order {
 pub(crate) struct Shard {
     id: usize,
     kind: PolicyKind,
-    /// This shard's part of the pool, in bytes.
+    /// Bytes of the pool that are the share of this shard.
     share: u64,
     /// Bytes of its chunks.
     bytes: u64,

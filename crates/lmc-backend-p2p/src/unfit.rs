@@ -10,7 +10,7 @@ use crate::node::NodeConfig;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// There is no version of the protocol that both speak.
+    /// No version of the protocol is spoken by both.
     #[error(
         "no common version of the peer protocol: this side speaks {} to {}, the peer {} to {}",
         here.0, here.1, there.0, there.1

@@ -2,13 +2,14 @@
 //! outlive this host and serve many daemons.
 //!
 //! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value,
-//! remembers what the store does not have, passes clears on, and takes a store out that does not
-//! answer. The store moves bytes: names, headers and values of one layout ([`mod@format`]), which all
-//! stores share.
+//! remembers for a short while what the store does not have, passes clears on, and takes a store
+//! out that does not answer. The store moves bytes: names, headers and values of one layout
+//! ([`mod@format`]), which all stores share.
 //!
-//! Not in here: which chunks are offered to a store and which tier is asked first (`lmc-engine`).
+//! [`FileStore`] is a folder of a shared file system; the features `redis` and `s3` add stores of
+//! these kinds. [`open_store`] makes the store that a URL names.
 //!
-//! [`FileStore`] is a folder of a shared file system.
+//! Not in here: which chunks are written to a store and which tier is asked first (`lmc-engine`).
 //!
 //! Start from [`RemoteTier`] and [`Store`]; test a new store with the kit in the module
 //! `conformance` (feature of the same name).

@@ -14,7 +14,7 @@ use crate::redis::{RedisConfig, RedisStore, RedisUrl};
 use crate::s3::{S3Config, S3Store, S3Url};
 use crate::store::Store;
 
-/// Settings of a store beside its URL.
+/// Settings of a store in addition to its URL.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct StoreOptions {

@@ -164,16 +164,16 @@ pub enum Got {
         /// As [`Head::age`].
         age: Option<Duration>,
     },
-    /// There is no value.
+    /// The store has no such value.
     Absent(ReservedSlot),
-    /// There is a value that is not used.
+    /// The value must not be used.
     Refused {
         /// The reason.
         refusal: Refusal,
         /// The slot.
         slot: ReservedSlot,
     },
-    /// The store could not say.
+    /// The read failed: the value may be there.
     Failed {
         /// The reason.
         error: StoreError,
@@ -224,7 +224,7 @@ pub enum PutMode {
 pub enum Put {
     /// The value is there now.
     Written,
-    /// There was a value; it was left as it is.
+    /// A value was there already, and was left as it is.
     Present,
 }
 

@@ -68,7 +68,7 @@ pub enum EngineError {
     /// The DRAM tier refuses its settings.
     #[error("dram tier: {0}")]
     Local(#[from] LocalConfigError),
-    /// There are too many lower tiers.
+    /// Too many lower tiers were given.
     #[error("{found} lower tiers, at most {max} are possible", max = Origin::MAX_TIERS)]
     TooManyTiers {
         /// Number of lower tiers.

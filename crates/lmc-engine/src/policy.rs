@@ -32,9 +32,9 @@ impl From<Arc<dyn Backend>> for LowerTier {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TierPolicy {
-    /// When chunks are written to the tier. Default: [`WritePolicy::Through`].
+    /// Time at which chunks are written to the tier. Default: [`WritePolicy::Through`].
     pub write: WritePolicy,
-    /// Which chunks are written to the tier. Default: [`Admission::Always`].
+    /// Chunks that are written to the tier. Default: [`Admission::Always`].
     pub admit: Admission,
     /// Spaces whose chunks are written to the tier. Default: all.
     pub spaces: SpaceFilter,
@@ -90,21 +90,20 @@ impl fmt::Debug for SpaceFilter {
     }
 }
 
-/// When chunks are written to a lower tier. A chunk that came from a tier is never written to that
-/// tier again.
+/// Time at which chunks are written to a lower tier. A chunk that came from a tier is never written
+/// to that tier again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WritePolicy {
-    /// As soon as they are committed: they survive the end of this process.
+    /// At their commit: they survive the end of this process where the tier does.
     #[default]
     Through,
-    /// When they are evicted above the high watermark, and when the engine is closed. A chunk that
-    /// is evicted because a caller needs its memory is not written: the write would hold that
-    /// memory.
+    /// At their eviction above the high watermark, and at the close of the engine. A chunk that is
+    /// evicted because a caller needs its memory is not written: the write would hold that memory.
     Back,
 }
 
-/// Which chunks are written to a lower tier.
+/// Chunks that are written to a lower tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Admission {

@@ -19,7 +19,7 @@ pub enum SegmentError {
     /// The name is not acceptable.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// There is no such segment, or it may not be opened or mapped.
+    /// The segment does not exist, or may not be opened or mapped.
     #[error("cannot open shared memory {name}: {source}")]
     Open {
         /// The segment.

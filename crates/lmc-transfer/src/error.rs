@@ -19,7 +19,7 @@ pub enum ConnectError {
         /// The peer that was connected to.
         peer: PeerId,
     },
-    /// There is no shared key, and the address is neither loopback nor a Unix socket.
+    /// No shared key is set, and the address is neither loopback nor a Unix socket.
     #[error(
         "{address} is reached over a network, which requires a shared key: set `keys` on every \
          peer, or use a loopback address or a Unix socket"
@@ -45,9 +45,9 @@ pub enum ConnectError {
     /// The other side speaks another version.
     #[error("version {theirs} of the handshake, expected {ours}: run the same release on both")]
     Version {
-        /// This side's.
+        /// Version of this side.
         ours: u16,
-        /// The other side's.
+        /// Version of the other side.
         theirs: u16,
     },
     /// The two sides have no shared key in common, or only one has any.
@@ -85,7 +85,7 @@ pub enum ConnectError {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// There is no connection to the peer.
+    /// The peer is not connected.
     #[error("{peer} is not connected")]
     UnknownPeer {
         /// The peer.

@@ -115,7 +115,7 @@ impl Level {
 /// target/test-rdma.
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
 pub(crate) struct RdmaArgs {
-    /// This level only; may be given again
+    /// Run this level only; may be repeated
     #[arg(long = "level", value_name = "NAME", value_parser = NAMES)]
     levels: Vec<String>,
     /// Fail where a level cannot be had; of best, where none can

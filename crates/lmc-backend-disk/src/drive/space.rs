@@ -22,7 +22,7 @@ use crate::volume::BLOCK;
 /// State that the space thread and the stores share.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
-    /// There may be something to make or to give back.
+    /// True if a segment may have to be made or freed.
     wanted: bool,
     /// Nothing will be wanted any more.
     over: bool,
@@ -45,7 +45,7 @@ enum Found {
     Extent(Extent, SegmentFile),
     /// A segment must be made first.
     Later,
-    /// There is no space; with the answer to a store of this number of bytes.
+    /// No space is left; with the answer to a store of this number of bytes.
     No(fn(u64) -> Result<Stored, BackendError>),
 }
 

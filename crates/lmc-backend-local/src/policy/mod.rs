@@ -1,4 +1,4 @@
-//! Which entry goes next.
+//! Eviction policies: the rules that choose the next entry to evict.
 //!
 //! A policy orders the entries of one shard and one tenant class by their slab index. It knows
 //! nothing of leases, pins, children or bytes: the shard takes the next entry with
@@ -18,7 +18,7 @@ mod tests;
 
 pub(crate) use list::{List, NIL, Node, Nodes};
 
-/// Which rule decides what is evicted.
+/// Rule that decides which chunk is evicted next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PolicyKind {

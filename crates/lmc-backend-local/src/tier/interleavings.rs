@@ -96,8 +96,8 @@ impl Rig {
         }
     }
 
-    /// When no thread uses the tier any more: nothing is held, every count agrees, and all chunks
-    /// can be evicted, those without successors first.
+    /// Checks a tier that no thread uses any more: nothing is held, every count agrees, and all
+    /// chunks can be evicted, those without successors first.
     fn check(self) {
         let tier = self.tier;
         tier.check();

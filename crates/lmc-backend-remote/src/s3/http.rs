@@ -187,7 +187,7 @@ pub(super) fn cause(error: &(dyn Error + 'static)) -> String {
 #[derive(Debug)]
 pub(super) struct Refused {
     status: StatusCode,
-    /// S3's word for the error, such as `SlowDown`. The text beside it is dropped: it repeats the
+    /// S3's code of the error, such as `SlowDown`. The error's message is dropped: it repeats the
     /// request, with the session's token.
     code: String,
 }

@@ -109,7 +109,7 @@ pub(crate) enum Fault {
     CutAfter(usize),
     /// After some bytes of the answer nothing more comes.
     StallAfter(usize),
-    /// This is the answer.
+    /// The client gets this answer, and the server no request.
     Answer(String),
 }
 

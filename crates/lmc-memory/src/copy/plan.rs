@@ -1,4 +1,4 @@
-//! Which runs of paged memory belong to which chunk.
+//! [`CopyPlan`]: the runs of paged memory that belong to each chunk.
 
 use thiserror::Error;
 

@@ -190,7 +190,7 @@ pub(crate) fn run(
     })
 }
 
-/// Which clients share a thread.
+/// Returns the clients that share each thread.
 fn groups(plan: &Plan, case: Case) -> Vec<Vec<u64>> {
     let alone = !matches!(
         case.workload,

@@ -27,7 +27,7 @@ use serde_json::json;
 
 pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Which way bytes go, seen from the process that drives.
+/// Direction of the bytes, seen from the process that drives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     /// From here to there, the other side does nothing.

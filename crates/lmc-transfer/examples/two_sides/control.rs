@@ -51,7 +51,7 @@ impl Control {
         self.reader.get_ref().set_read_timeout(Some(timeout))
     }
 
-    /// This side's address.
+    /// Returns the address of this side.
     pub(crate) fn local(&self) -> std::io::Result<SocketAddr> {
         self.reader.get_ref().local_addr()
     }

@@ -167,7 +167,7 @@ pub fn a_close_without_time<R: Rig>(rig: &R) {
     }
 }
 
-/// When a close is over, nothing reads or writes the memory any more, whatever peers do.
+/// After a close nothing reads or writes the memory any more, whatever peers do.
 pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
     for round in 0..15 {
         let (a, b) = pair(rig);

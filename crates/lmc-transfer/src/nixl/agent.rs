@@ -117,7 +117,7 @@ pub(super) enum Role {
     Initiator,
 }
 
-/// Which way bytes go.
+/// Direction of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
     Read,

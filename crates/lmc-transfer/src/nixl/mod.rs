@@ -80,7 +80,7 @@ pub struct NixlConfig {
     pub parameters: Vec<(String, String)>,
     /// Kind of memory that the arena is. Default: the host's.
     pub memory: NixlMemory,
-    /// Which side moves the bytes of a read. Default: this side where that is safe and fast.
+    /// Side that moves the bytes of a read. Default: this side where that is safe and fast.
     pub reads: NixlReads,
     /// Bytes of the arena that are registered at a time: with RDMA each registration pins its
     /// pages. A multiple of 4096. Default: 1 GiB.

@@ -448,7 +448,7 @@ impl Paired {
         }
     }
 
-    /// When something is to be looked at next.
+    /// Returns the earliest deadline of what is under way.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let sends = self.sends.values().map(|sending| sending.deadline);
         let held = self.held.iter().map(|one| &one.receiving);

@@ -99,7 +99,7 @@ pub(super) struct Transfer {
     /// The piece to be posted next.
     next: usize,
     posted: VecDeque<(usize, Request)>,
-    /// Which pieces are in place.
+    /// True for each piece that has arrived.
     done: Vec<bool>,
 }
 

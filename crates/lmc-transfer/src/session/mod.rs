@@ -50,7 +50,7 @@ const MAX_REASON: usize = 256;
 /// Threads that run [`crate::OnConnect`] at a time.
 const MAX_HANDLERS: usize = 16;
 
-/// This side of every session.
+/// The local side of every session.
 #[derive(Debug)]
 pub(crate) struct Local {
     /// The kind of channel: both sides have the same.

@@ -18,7 +18,8 @@ struct Inside {
     copies: usize,
     /// Actions to run when the last copy is over.
     then: Vec<Then>,
-    /// When the worker was last answered a sign of life. As long as it is, it waits for copies.
+    /// Time at which a ping of the worker was last answered. While pings are answered, the worker
+    /// waits for copies.
     answered: Option<Instant>,
 }
 

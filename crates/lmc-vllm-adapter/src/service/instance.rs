@@ -94,7 +94,7 @@ pub(crate) struct Instance {
     pub(crate) last_seen: Instant,
     /// True once it has sent a sign of life; decides how long its silence is tolerated.
     pub(crate) pinged: bool,
-    /// When its connection ended, if it did.
+    /// Time at which the worker's connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
     /// Space of its chunks by tenant, for the salts of the last requests.
     spaces: RefCell<HashMap<Salt, SpaceId>>,

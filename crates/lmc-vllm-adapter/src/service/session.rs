@@ -176,7 +176,7 @@ pub(crate) struct Lookup {
     /// Number of leading chunks that every rank has; none while chunks are being promoted.
     hits: Option<u64>,
     holds: Vec<RankHold>,
-    /// When the leases end by themselves.
+    /// Time at which the leases expire.
     expires: Instant,
     /// The task that waits for the promotion of chunks. Dropped before the waiters are answered, so
     /// that nothing is promoted for a lookup whose end was reported.

@@ -1,4 +1,4 @@
-//! Which model and tenant a space of keys belongs to, for as long as the cache holds any of it.
+//! Models and tenants of spaces, for as long as the cache holds any chunk of them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
