@@ -10,9 +10,10 @@
 //! LMCache's `batched_async_contains` is [`Node::locate`] here, and its `batched_get_non_blocking`
 //! is [`Node::load`]; the README has the mapping, and a program with two nodes.
 //!
-//! [`P2pBackend`] makes of it a tier of the engine, over sockets, and NIXL beside them. A [`Link`] is what
-//! the node needs of a channel; a simulation with a virtual clock implements it, too. [`message`]
-//! has the protocol as bytes.
+//! [`P2pBackend`] is a node as a tier of the engine, over sockets and, where both sides have it,
+//! NIXL. A [`Link`] is what the node needs of a channel; a simulation with a virtual clock implements
+//! it, too. [`message`] has the protocol as bytes. A directory knows which daemons have which
+//! chunks, where there are too many to ask all.
 
 mod backend;
 mod chunks;

@@ -4,8 +4,9 @@
 //! [`CacheEngine::lookup`] finds the leading chunks of a prompt in all its ranks, leases those in
 //! DRAM, and promotes the others from lower tiers. [`CacheEngine::store`] reserves memory for what
 //! is missing, and [`CacheEngine::commit`] makes written chunks findable. The engine stands on the
-//! DRAM tier (`lmc-backend-local`); lower tiers follow the contract of `lmc-backend`. No call waits
-//! unless its documentation says so: what cannot be had at once is a miss or a refusal.
+//! DRAM tier (`lmc-backend-local`); lower tiers follow the contract of `lmc-backend`, and a
+//! [`TierPolicy`] says which chunks each is given. No call waits unless its documentation says so:
+//! what cannot be had at once is a miss or a refusal.
 //!
 //! Not in here: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
 //!

@@ -2,10 +2,9 @@
 //!
 //! An [`Arena`] is one range of memory (anonymous, or POSIX shared so that engines on the host
 //! can map it). A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching
-//! their bytes; a slot's state is its type, so a reader cannot reach bytes that are being
-//! written. [`KvGroup`] describes vLLM's layouts of a
-//! paged KV cache, a [`CopyPlan`] says which runs of it belong to which chunk, and a [`CopyPool`]
-//! copies them on all the cores it was given.
+//! their bytes; a slot's state is its type, so a reader cannot reach bytes that are being written.
+//! [`KvGroup`] describes vLLM's layouts of a paged KV cache, a [`CopyPlan`] says which runs of it
+//! belong to which chunk, and a [`CopyPool`] copies them on several threads.
 //!
 //! What is *not* here: keys, an index, eviction (`lmc-backend-local`), or any network.
 //!

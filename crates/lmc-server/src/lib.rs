@@ -2,7 +2,7 @@
 //!
 //! [`cli`] reads the command line, [`config`] merges flags, variables and file, [`daemon`]
 //! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
-//! What the protocol's operations do lies in `lmc-vllm-adapter`.
+//! The operations of the protocol are carried out in `lmc-vllm-adapter`.
 
 mod bench;
 pub mod cli;

@@ -6,6 +6,9 @@
 //! deadline, and every outcome says what became of each slot: filled, untouched, or quarantined
 //! because something may still write to it.
 //!
+//! [`SocketChannel`] works anywhere; `NixlChannel` (feature `nixl`) moves bytes over NIXL: RDMA,
+//! shared memory or TCP.
+//!
 //! What is *not* here: which process has which chunk, and how peers tell each other
 //! [indices](Index).
 //!
