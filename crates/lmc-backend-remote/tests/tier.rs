@@ -5,19 +5,24 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, clear_all, lens_of, load_batch, store_batch, test_key,
 };
 use lmc_backend::{
-    Backend, BackendError, Clear, ClearEpoch, Health, LoadItem, Loaded, LocateHint, Located,
-    StoreItem, Stored,
+    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Health, LoadItem, Loaded,
+    LocateHint, Located, StoreItem, Stored,
 };
 use lmc_backend_remote::conformance::{MemoryStore, StoreFaults};
-use lmc_backend_remote::format::{ClearSet, Name};
-use lmc_backend_remote::{RemoteConfig, RemoteTier};
-use lmc_key::ChunkKey;
+use lmc_backend_remote::format::{ClearSet, Name, Scope, SpaceRecord, Tenant};
+use lmc_backend_remote::{
+    Each, GetItem, Got, Head, ListPage, Put, PutItem, RemoteConfig, RemoteTier, Single, Store,
+    StoreError,
+};
+use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
 use lmc_testkit::{pool, soon, until};
 use tokio::runtime::Runtime;
@@ -444,4 +449,189 @@ fn a_closed_tier_answers_closed_and_leaves_nothing_running() {
     until("its tasks have ended", || {
         rig.runtime.metrics().num_alive_tasks() == 0
     });
+}
+
+/// A space, and a chunk of it.
+fn described_space(salt: &str) -> (KeySpace, ChunkKey) {
+    let space = KeySpace {
+        algorithm: HashAlgorithm::Blake3,
+        chunk_size: 256,
+        model: "model".parse().unwrap(),
+        world_size: 1,
+        layout: LayoutFingerprint::of(b"layout"),
+        dtype: "half".parse().unwrap(),
+        salt: salt.parse().unwrap(),
+        identity: IdentityText::default(),
+    };
+    let key = ChunkKey {
+        space: space.id(),
+        ..test_key(1)
+    };
+    (space, key)
+}
+
+impl Rig {
+    /// Describes one space from now on, with a digest or without.
+    fn describe(&self, space: &KeySpace, digest: Option<[u8; 16]>) {
+        let record = SpaceRecord::new(space, digest);
+        let describe = move |id| (id == record.space()).then(|| record.clone());
+        self.tier.describe_spaces(describe);
+    }
+
+    fn description(&self, space: &KeySpace) -> Option<SpaceRecord> {
+        let bytes = self.store.bytes(Name::Space(space.id()))?;
+        SpaceRecord::decode(space.id(), &bytes).ok()
+    }
+}
+
+#[test]
+fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
+    let rig = Rig::new();
+    let (space, key) = described_space("salt");
+    // What is stored before the fields are known is described later.
+    rig.store(key).unwrap();
+    assert_eq!(rig.description(&space), None);
+    rig.describe(&space, None);
+    let written = SpaceRecord::new(&space, None);
+    until("it is described", || {
+        rig.description(&space).as_ref() == Some(&written)
+    });
+    // The store is not asked again for a while.
+    let other_chunk = ChunkKey { group: 9, ..key };
+    rig.store(test_key(5)).unwrap();
+    let before = rig.store.requests();
+    rig.store(other_chunk).unwrap();
+    assert_eq!(rig.store.requests(), before + 2, "a look and a write");
+    // A daemon without a key leaves it, one with a key adds the digest, and no other takes it back.
+    let digests = [None, Some([1; 16]), None, Some([2; 16])];
+    let expected = [None, Some([1; 16]), Some([1; 16]), Some([1; 16])];
+    for (group, (digest, expected)) in digests.into_iter().zip(expected).enumerate() {
+        let other = Rig::over(Arc::clone(&rig.store), config());
+        other.describe(&space, digest);
+        let before = rig.store.requests();
+        let group = 20 + group as u16;
+        other.store(ChunkKey { group, ..key }).unwrap();
+        let requests = if digest == expected && digest.is_some() {
+            4
+        } else {
+            3
+        };
+        until("the description was looked at", || {
+            rig.store.requests() >= before + requests
+        });
+        let found = || rig.description(&space).map(|record| record.tenant());
+        until("it is whole", || found() == Some(Tenant::Salted(expected)));
+    }
+}
+
+#[test]
+fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_left() {
+    let (space, key) = described_space("");
+    let name = Name::Space(space.id());
+    for (there, stays) in [
+        (b"{".to_vec(), false),
+        (vec![b' '; 1 << 20], false),
+        (b"{\"version\": 2}".to_vec(), true),
+    ] {
+        let rig = Rig::new();
+        rig.store.set_bytes(name, Some(there.clone()));
+        rig.describe(&space, None);
+        let before = rig.store.requests();
+        rig.store(key).unwrap();
+        let requests = if stays { 3 } else { 4 };
+        until("the description was looked at", || {
+            rig.store.requests() >= before + requests
+        });
+        match stays {
+            true => assert_eq!(rig.store.bytes(name), Some(there)),
+            false => until("it is described", || rig.description(&space).is_some()),
+        }
+    }
+}
+
+/// A store that refuses descriptions of spaces, and takes all else.
+#[derive(Debug, Default)]
+struct Undescribable {
+    store: MemoryStore,
+    takes: AtomicBool,
+}
+
+#[test]
+fn a_description_that_fails_is_tried_again_and_costs_nothing_else() {
+    let store = Arc::new(Undescribable::default());
+    let runtime = runtime();
+    let tier = RemoteTier::start(config(), store.clone(), runtime.handle().clone());
+    wait_until_used(&tier);
+    let (space, key) = described_space("");
+    let record = SpaceRecord::new(&space, None);
+    tier.describe_spaces(move |_| Some(record.clone()));
+    let pool = pool(1 << 20);
+    let failed = || {
+        let counters = tier.counters();
+        let failed = counters
+            .iter()
+            .find(|(name, _)| *name == "spaces_undescribed");
+        failed.unwrap().1
+    };
+    let stored = store_batch(&tier, vec![item(&pool, key, 5000)], soon());
+    assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    // More often than a store may fail before it is taken out.
+    until("it has failed a few times", || failed() >= 8);
+    assert_eq!(tier.health(), Health::Ready);
+    let name = Name::Space(space.id());
+    assert_eq!(store.store.bytes(name), None);
+    store.takes.store(true, Ordering::SeqCst);
+    until("it is described", || store.store.bytes(name).is_some());
+}
+
+impl Store for Undescribable {
+    fn kind(&self) -> &'static str {
+        self.store.kind()
+    }
+
+    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
+        self.store.heads(keys, deadline)
+    }
+
+    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
+        self.store.get(items, deadline)
+    }
+
+    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        self.store.put(items, deadline)
+    }
+
+    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
+        self.store.remove(names, deadline)
+    }
+
+    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
+        self.store.touch(keys, deadline)
+    }
+
+    fn list<'a>(
+        &'a self,
+        scope: Scope,
+        token: Option<&'a str>,
+        limit: usize,
+        deadline: Instant,
+    ) -> Single<'a, ListPage> {
+        self.store.list(scope, token, limit, deadline)
+    }
+
+    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
+        self.store.read(name, max, deadline)
+    }
+
+    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
+        if matches!(name, Name::Space(_)) && !self.takes.load(Ordering::SeqCst) {
+            let reason = "injected".to_owned();
+            return Box::pin(std::future::ready(Err(StoreError::Denied { reason })));
+        }
+        self.store.write(name, bytes, deadline)
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, ()> {
+        self.store.close(deadline)
+    }
 }

@@ -423,11 +423,15 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         lower.push(LowerTier::new(tier, policy));
     }
     let salts = remote::Salts::default();
-    lower.extend(remote::open(config, &salts)?);
+    let remote = remote::open(config, &salts)?;
+    lower.extend(remote.as_ref().map(remote::Remote::lower_tier));
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
     lender.describe(&service);
+    if let Some(remote) = remote {
+        remote.describe(&service);
+    }
     let tenant = |flag: &str, salt: &str| -> Result<TenantId> {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
         let salt: Salt = salt.parse().with_context(|| format!("{flag} {salt}"))?;

@@ -1,12 +1,17 @@
 //! The tier of a shared store as the configuration asks for it.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
+use lmc_backend::Backend;
+use lmc_backend_remote::format::SpaceRecord;
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
 use lmc_engine::{LowerTier, SpaceFilter, TenantId, TierPolicy};
+use lmc_key::KeySpace;
+use lmc_transfer::Keys;
 use lmc_vllm_adapter::{Service, WeakService};
 use tokio::runtime::Handle;
 use tracing::info;
@@ -40,12 +45,56 @@ impl Salts {
     }
 }
 
+/// The tier with its policy, and the key of the digests of salts.
+pub(crate) struct Remote {
+    tier: Arc<RemoteTier>,
+    policy: TierPolicy,
+    keys: Option<Keys>,
+}
+
+impl Remote {
+    /// Returns the tier for the engine.
+    pub(crate) fn lower_tier(&self) -> LowerTier {
+        LowerTier::new(
+            Arc::clone(&self.tier) as Arc<dyn Backend>,
+            self.policy.clone(),
+        )
+    }
+
+    /// Describes the spaces of this service's engines in the store from now on.
+    pub(crate) fn describe(self, service: &Service) {
+        let (service, keys) = (service.downgrade(), self.keys);
+        let describe = move |space: &KeySpace| {
+            let digest = |keys: &Keys| keys.digest(space.salt.as_str().as_bytes());
+            SpaceRecord::new(space, keys.as_ref().map(digest))
+        };
+        self.tier.describe_spaces(move |space| {
+            let fields = service.upgrade()?.describe_space(space)?;
+            Some(describe(&fields))
+        });
+    }
+}
+
+/// Reads the key of the digests: that of the store, or else that of the peers.
+fn keys(config: &ServeConfig) -> Result<Option<Keys>> {
+    let own = config
+        .remote_key
+        .as_ref()
+        .map(|path| ("--remote-key", path));
+    let shared = config.p2p_key.as_ref().map(|path| ("--p2p-key", path));
+    let read = |(flag, path): (&str, &PathBuf)| {
+        Keys::read(path).map_err(|error| anyhow!("{flag}: {error}"))
+    };
+    own.or(shared).map(read).transpose()
+}
+
 /// Starts the tier, if the configuration has one. Blocks for a moment. A server starts without its
 /// store, which is reached in the background.
-pub(crate) fn open(config: &ServeConfig, salts: &Salts) -> Result<Option<LowerTier>> {
+pub(crate) fn open(config: &ServeConfig, salts: &Salts) -> Result<Option<Remote>> {
     let Some(url) = &config.remote else {
         return Ok(None);
     };
+    let keys = keys(config)?;
     let mut options = StoreOptions::default();
     options.max_bytes = config.remote_size;
     options.ttl = config.remote_ttl;
@@ -67,5 +116,6 @@ pub(crate) fn open(config: &ServeConfig, salts: &Salts) -> Result<Option<LowerTi
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("remote: {url}");
-    Ok(Some(LowerTier::new(Arc::new(tier), policy)))
+    let tier = Arc::new(tier);
+    Ok(Some(Remote { tier, policy, keys }))
 }

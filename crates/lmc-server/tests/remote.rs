@@ -18,10 +18,19 @@ struct Daemon {
 
 impl Daemon {
     fn start(folder: &Folder) -> Self {
+        Self::start_with(folder, &[])
+    }
+
+    fn start_with(folder: &Folder, more: &[&str]) -> Self {
         let url = format!("file://{}", folder.text());
         // The machine may be busy, and nothing may be absent for long.
         let patient = ["--remote-locate-timeout", "5", "--remote-negative-ttl", "0"];
-        let flags = [&["--l1-size-gb", "64MiB", "--remote", &url], &patient[..]].concat();
+        let flags = [
+            &["--l1-size-gb", "64MiB", "--remote", &url],
+            &patient[..],
+            more,
+        ]
+        .concat();
         let server = Server::start(&flags);
         // What is offered to a store before it is in use is not written.
         server.line("remote store in use");
@@ -110,6 +119,79 @@ fn a_clear_at_one_daemon_empties_the_others_and_deletes_nothing() {
     third.until_absent();
     third.store();
     first.until_read();
+}
+
+/// Returns the descriptions of spaces in a folder.
+fn descriptions(folder: &Folder) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(folder.join("v1/spaces")) else {
+        return Vec::new();
+    };
+    let files = entries.map(|entry| entry.expect("an entry").path());
+    let is_whole = |path: &std::path::PathBuf| !path.to_string_lossy().contains(".tmp-");
+    let files = files.filter(is_whole);
+    files
+        .map(|path| std::fs::read_to_string(path).expect("text"))
+        .collect()
+}
+
+#[test]
+fn a_space_is_described_in_the_store_and_no_secret_is_shown() {
+    const KEY: &str = "marked-secret-key-0123456789abcdef0123456789";
+    const SALT: &str = "marked-secret-salt";
+    let folder = folder();
+    let keys = Folder::temporary();
+    let key = keys.join("key");
+    std::fs::write(&key, KEY).expect("space");
+    let key = key.to_str().expect("text");
+    let mut first = Daemon::start_with(&folder, &["--remote-key", key]);
+    first.store();
+    until("the space is described", || {
+        descriptions(&folder).len() == 1
+    });
+    let common = descriptions(&folder).remove(0);
+    assert!(common.contains("\"model\": \"model\"") && common.contains("\"salted\": false"));
+    Prompt::default().store_salted(&mut first.client, &first.shm_name, SALT);
+    until("the salted space is described", || {
+        descriptions(&folder).len() == 2
+    });
+    let all = descriptions(&folder).concat();
+    assert_eq!(all.matches("\"salt_digest\": \"").count(), 1, "{all}");
+    let config = first.server.get("/config");
+    let flags = [
+        "serve",
+        "--remote",
+        "file:///nowhere",
+        "--remote-key",
+        key,
+        "--print-config",
+    ];
+    let printed = common::lmc().args(flags).output().expect("the binary runs");
+    let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+    assert!(printed.contains("remote_key"), "{printed}");
+    let log = first.server.log().join("\n");
+    for shown in [all, config, printed, log] {
+        assert!(!shown.contains("marked-secret"), "{shown}");
+    }
+}
+
+#[test]
+fn a_key_of_a_store_that_cannot_be_read_ends_the_start() {
+    for flags in [
+        &["--remote-key", "/nowhere"][..],
+        &["--remote", "file:///tmp", "--remote-key", "/nowhere"],
+    ] {
+        let output = common::lmc()
+            .arg("serve")
+            .args(flags)
+            .output()
+            .expect("it runs");
+        assert!(!output.status.success());
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            error.contains("--remote-key") || error.contains("remote_key"),
+            "{error}"
+        );
+    }
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! The layout that all stores share: names, the header of a value, and the object of clears.
+//! The layout that all stores share: names, the header of a value, the object of
+//! clears, and the descriptions of spaces.
 //! docs/remote-format.md has the tables.
 //!
 //! Pure: bytes in, values out. Everything read is bounded and checked before it is believed.
@@ -11,6 +12,9 @@ pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};
 
 mod name;
 pub use name::{Name, NameError, Scope};
+
+mod space;
+pub use space::{MAX_SPACE_LEN, SpaceError, SpaceRecord, Tenant};
 
 /// The key in the golden bytes and names.
 #[cfg(test)]

@@ -172,7 +172,7 @@ impl Shared {
 
 /// Returns a pause between three and five quarters of the one given, so that daemons which lost
 /// a store at one time do not all probe it at one time.
-fn jittered(pause: Duration) -> Duration {
+pub(super) fn jittered(pause: Duration) -> Duration {
     let mut byte = [128];
     // Without random numbers the pause is as given.
     let _ = getrandom::fill(&mut byte);

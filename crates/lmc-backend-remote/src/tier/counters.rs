@@ -41,6 +41,8 @@ counters! {
     failed,
     /// Objects of clears that could not be read.
     clears_unread,
+    /// Attempts to describe a space that failed.
+    spaces_undescribed,
 }
 
 /// A count.

@@ -7,6 +7,7 @@ mod counters;
 mod list;
 mod read;
 mod recent;
+mod spaces;
 mod write;
 
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
     LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Usage, ready,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -29,6 +30,8 @@ use self::clears::Clears;
 use self::counters::Counters;
 use self::list::Listings;
 use self::recent::RecentKeys;
+use self::spaces::Spaces;
+use crate::format::SpaceRecord;
 use crate::store::{Store, StoreError};
 
 /// Lookups that may be under way at a time.
@@ -81,8 +84,9 @@ impl Default for RemoteConfig {
 #[derive(Debug)]
 pub struct RemoteTier {
     shared: Arc<Shared>,
-    /// Keeps the clears in step and probes the store; ends with the tier.
-    minder: Mutex<Option<AbortOnDropHandle<()>>>,
+    /// The task that keeps the clears in step and probes the store, and the one that describes
+    /// spaces; they end with the tier.
+    minders: Mutex<Vec<AbortOnDropHandle<()>>>,
 }
 
 /// The state that the tier and its tasks share.
@@ -96,6 +100,7 @@ struct Shared {
     is_closed: AtomicBool,
     breaker: Breaker,
     clears: Clears,
+    spaces: Spaces,
     absent: RecentKeys,
     /// Keys whose value was found damaged: absent until they are stored again.
     damaged: RecentKeys,
@@ -115,6 +120,7 @@ impl RemoteTier {
         let shared = Arc::new(Shared {
             breaker: Breaker::new(config.probe_pause),
             clears: Clears::default(),
+            spaces: Spaces::default(),
             absent: RecentKeys::new(config.absent_ttl, config.max_absent),
             damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
             touched: RecentKeys::new(touch_pause(store.ttl()), MAX_TOUCHED),
@@ -129,12 +135,21 @@ impl RemoteTier {
             config,
             runtime,
         });
-        let minding = Arc::clone(&shared).mind();
-        let minder = AbortOnDropHandle::new(shared.runtime.spawn(minding));
+        let minding = shared.spawn(Arc::clone(&shared).mind());
+        let describing = shared.spawn(Arc::clone(&shared).describe_spaces());
         Self {
             shared,
-            minder: Mutex::new(Some(minder)),
+            minders: Mutex::new(vec![minding, describing]),
         }
+    }
+
+    /// Describes the spaces that chunks are stored in, in the background, by a function that knows
+    /// their fields. Only the first call counts; without one no space is described.
+    pub fn describe_spaces(
+        &self,
+        describe: impl Fn(SpaceId) -> Option<SpaceRecord> + Send + Sync + 'static,
+    ) {
+        self.shared.spaces.describe_by(Box::new(describe));
     }
 
     /// Waits until the store has answered once, so that the clears of others are known. Returns
@@ -328,10 +343,10 @@ impl Backend for RemoteTier {
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.shared.is_closed.store(true, Ordering::Release);
-        let minder = self.minder.lock().take();
+        let minders = std::mem::take(&mut *self.minders.lock());
         let shared = Arc::clone(&self.shared);
         let closing = self.shared.spawn(async move {
-            drop(minder);
+            drop(minders);
             shared.tasks.close();
             // What still runs then was not acknowledged.
             let ended = tokio::time::timeout_at(deadline.into(), shared.tasks.wait()).await;

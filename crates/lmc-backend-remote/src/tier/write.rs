@@ -145,6 +145,9 @@ impl Shared {
             self.note([&put], begun);
             // After an error the chunk may be there, too.
             self.absent.stored(&item.key);
+            if put.is_ok() {
+                self.spaces.note(item.key.space);
+            }
             if unseen && matches!(put, Ok(Put::Present)) {
                 // It may be older than a clear.
                 again.push((index, item));

@@ -101,6 +101,7 @@ impl ServeConfig {
             ("remote-size", self.remote_size.is_some()),
             ("remote-ttl", self.remote_ttl.is_some()),
             ("remote-salts", self.remote_salts.is_some()),
+            ("remote-key", self.remote_key.is_some()),
         ] {
             if is_set && self.remote.is_none() {
                 layers.refuse(name, "requires --remote");

@@ -184,6 +184,8 @@ settings! {
         remote_admit: Admission = "remote-admit", Value "WHICH", "always", parse::admission;
         /// Values of cache_salt whose chunks are written to the store, separated by commas; _default is traffic without a salt. all writes those of every salt.
         remote_salts: Option<Vec<String>> = "remote-salts", Value "SALTS", "all", parse::salts;
+        /// File with a key, as for --p2p-key, under which a digest of each cache_salt stands in the store's descriptions of spaces, so that `lmc remote du` tells tenants apart. Give all daemons of a store the same key. none takes the key of --p2p-key; without either the descriptions say only that there is a salt.
+        remote_key: Option<PathBuf> = "remote-key", Value "FILE", "none", parse::optional_path;
         /// Time that the store has to say which chunks it has: the delay of a prompt that no tier has.
         remote_locate_timeout: Duration = "remote-locate-timeout", Value "SECONDS", "50ms", parse::positive_duration;
         /// Timeout of reads from the store; later chunks are misses. A store that takes longer to answer a lookup counts as failed, and is left out after five failures until it answers again.

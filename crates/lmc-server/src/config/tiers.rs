@@ -51,6 +51,7 @@ const KINDS: &[(&str, &[Key])] = &[
             ("write", "remote_write"),
             ("admit", "remote_admit"),
             ("salts", "remote_salts"),
+            ("key", "remote_key"),
             ("locate_timeout", "remote_locate_timeout"),
             ("timeout", "remote_timeout_seconds"),
             ("negative_ttl", "remote_negative_ttl"),

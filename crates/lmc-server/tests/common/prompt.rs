@@ -114,8 +114,23 @@ impl Prompt {
 
     /// Stores all chunks. Returns false if the server takes none now.
     pub(crate) fn try_store(self, client: &mut Client, shm_name: &str) -> bool {
+        self.store_by(self.key("store"), client, shm_name)
+    }
+
+    /// Stores all chunks under a tenant's salt.
+    pub(crate) fn store_salted(self, client: &mut Client, shm_name: &str, salt: &str) {
+        let cache_salt = salt.to_owned();
+        let key = CacheKey {
+            cache_salt,
+            ..self.key("store")
+        };
+        let stored = self.store_by(key, client, shm_name);
+        assert!(stored, "the server takes nothing");
+    }
+
+    fn store_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
         let request = Request::PrepareStore {
-            key: self.key("store"),
+            key: key.clone(),
             instance_id: 1,
         };
         let reply = client.ask(&request).expect("an answer");
@@ -137,7 +152,7 @@ impl Prompt {
                 .expect("inside the pool");
         }
         let commit = Request::CommitStore {
-            key: self.key("store"),
+            key,
             instance_id: 1,
             pickled: 0,
         };

@@ -385,6 +385,11 @@ impl Service {
         self.0.context.spaces.live(&layouts)
     }
 
+    /// Returns all that a space is made of; `None` where no engine has named it since the start.
+    pub fn describe_space(&self, space: lmc_key::SpaceId) -> Option<lmc_key::KeySpace> {
+        self.0.context.spaces.description(space)
+    }
+
     /// Returns the tenant of a space; the common one where no engine has named the space.
     pub fn tenant_of(&self, space: lmc_key::SpaceId) -> lmc_engine::TenantId {
         let context = &self.0.context;

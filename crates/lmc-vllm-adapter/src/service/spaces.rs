@@ -118,13 +118,13 @@ impl Spaces {
 
     /// Returns the tenant of a space; the common one where the space is not known.
     pub(crate) fn tenant_of(&self, space: SpaceId, engine: &CacheEngine) -> TenantId {
-        let salt = {
-            let table = self.table.lock();
-            let space = table.spaces.get(&space);
-            let description = space.and_then(|space| space.description.as_ref());
-            description.map(|description| description.salt.clone())
-        };
+        let salt = self.description(space).map(|description| description.salt);
         self.tenant(&salt.unwrap_or_default(), engine)
+    }
+
+    /// Returns what a space is made of; `None` where only its id is known.
+    pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
+        self.table.lock().spaces.get(&space)?.description.clone()
     }
 
     /// Remembers that a named space is of a generation.

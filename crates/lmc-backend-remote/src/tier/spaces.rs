@@ -1,0 +1,145 @@
+//! Descriptions of the spaces that chunks are stored in, written in the background.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use lmc_key::SpaceId;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::Shared;
+use super::clears::jittered;
+use crate::format::{MAX_SPACE_LEN, Name, SpaceError, SpaceRecord, Tenant};
+use crate::store::StoreError;
+
+/// Spaces whose description is known to be in the store.
+const MAX_KNOWN: usize = 4096;
+/// Spaces that wait to be described; further ones wait for the next store into them.
+const MAX_WAITING: usize = 1024;
+/// Time after which the store is asked again whether it still has a description: an operator, a
+/// lifecycle rule or an eviction may have removed it.
+const KNOWN_FOR: Duration = Duration::from_secs(600);
+
+/// Knows the fields of spaces; `None` for one of which it knows the id alone.
+type Describe = Box<dyn Fn(SpaceId) -> Option<SpaceRecord> + Send + Sync>;
+
+/// The spaces that chunks were stored in.
+#[derive(Default)]
+pub(super) struct Spaces {
+    describe: OnceLock<Describe>,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// Spaces whose description was in the store then.
+    known: HashMap<SpaceId, Instant>,
+    waiting: VecDeque<SpaceId>,
+}
+
+impl fmt::Debug for Spaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spaces").finish_non_exhaustive()
+    }
+}
+
+impl Spaces {
+    /// Describes spaces by a function from now on. Only the first call counts.
+    pub(super) fn describe_by(&self, describe: Describe) {
+        let _ = self.describe.set(describe);
+        self.changed.notify_one();
+    }
+
+    /// Notes that a chunk of a space is in the store. Never waits.
+    pub(super) fn note(&self, space: SpaceId) {
+        let mut state = self.state.lock();
+        let known = state.known.get(&space);
+        if known.is_some_and(|at| at.elapsed() < KNOWN_FOR)
+            || state.waiting.len() >= MAX_WAITING
+            || state.waiting.contains(&space)
+        {
+            return;
+        }
+        state.waiting.push_back(space);
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Returns the next space to describe. One whose fields are not known is left out: it is noted
+    /// again with the next store into it.
+    fn next(&self) -> Option<SpaceRecord> {
+        let describe = self.describe.get()?;
+        loop {
+            let space = self.state.lock().waiting.pop_front()?;
+            if let Some(record) = describe(space) {
+                return Some(record);
+            }
+        }
+    }
+
+    fn described(&self, space: SpaceId) {
+        let mut state = self.state.lock();
+        if state.known.len() >= MAX_KNOWN {
+            state.known.clear();
+        }
+        state.known.insert(space, Instant::now());
+    }
+}
+
+impl Shared {
+    /// Describes the spaces that are noted, one at a time. A failure is counted, and does not count
+    /// against the store.
+    pub(super) async fn describe_spaces(self: Arc<Self>) {
+        let pause = self.config.probe_pause.1;
+        let mut is_failing = false;
+        loop {
+            let Some(record) = self.spaces.next() else {
+                self.spaces.changed.notified().await;
+                continue;
+            };
+            let space = record.space();
+            if self.breaker.out().is_none() {
+                let Err(error) = self.write_description(&record).await else {
+                    self.spaces.described(space);
+                    is_failing = false;
+                    continue;
+                };
+                self.counters.spaces_undescribed.add(1);
+                if !std::mem::replace(&mut is_failing, true) {
+                    tracing::warn!(%space, %error, "space not described in the remote store; `lmc remote` cannot select it by model or tenant until that succeeds");
+                }
+            }
+            self.spaces.note(space);
+            tokio::time::sleep(jittered(pause)).await;
+        }
+    }
+
+    /// Writes a description, unless the store has one that says as much.
+    async fn write_description(&self, record: &SpaceRecord) -> Result<(), StoreError> {
+        let deadline = Instant::now() + self.config.timeout;
+        let (space, name) = (record.space(), Name::Space(record.space()));
+        let found = match self.store.read(name, MAX_SPACE_LEN, deadline).await {
+            Ok(found) => found,
+            // No description is so long.
+            Err(StoreError::TooLarge { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        let has_digest = |tenant: Tenant| matches!(tenant, Tenant::Salted(Some(_)));
+        let is_there = found.is_some_and(|bytes| match SpaceRecord::decode(space, &bytes) {
+            Ok(found) => has_digest(found.tenant()) || !has_digest(record.tenant()),
+            Err(SpaceError::Version(_)) => true,
+            Err(SpaceError::Damaged) => false,
+        });
+        match is_there {
+            true => Ok(()),
+            false => {
+                self.store
+                    .write(name, record.encode().into(), deadline)
+                    .await
+            }
+        }
+    }
+}
