@@ -274,7 +274,7 @@ fn print(loaded: &Loaded) -> String {
         let (_, why) = crate::choose_pool_size(crate::FreeMemory::now(shared));
         notes.push(("l1-size-gb", format!("now {why}")));
     }
-    config::print_config(&loaded.entries, &notes)
+    config::print_config(loaded, &notes)
 }
 
 /// The settings that were given as flags.

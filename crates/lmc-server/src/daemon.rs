@@ -422,16 +422,12 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tier = Arc::clone(peers) as Arc<dyn Backend>;
         lower.push(LowerTier::new(tier, policy));
     }
-    let salts = remote::Salts::default();
-    let remote = remote::open(config, &salts)?;
-    lower.extend(remote.as_ref().map(remote::Remote::lower_tier));
+    let remotes = remote::open(config)?;
+    lower.extend(remotes.iter().map(remote::Remote::lower_tier));
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
     lender.describe(&service);
-    if let Some(remote) = remote {
-        remote.describe(&service);
-    }
     let tenant = |flag: &str, salt: &str| -> Result<TenantId> {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
         let salt: Salt = salt.parse().with_context(|| format!("{flag} {salt}"))?;
@@ -441,9 +437,11 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tenant = tenant("--quota", salt)?;
         service.engine().set_quota(tenant, Some(*bytes));
     }
-    if let Some(picked) = &config.remote_salts {
-        let tenants = picked.iter().map(|salt| tenant("--remote-salts", salt));
-        salts.pick(&service, tenants.collect::<Result<_>>()?);
+    for (store, remote) in config.remotes().zip(remotes) {
+        let picked = store.remote_salts.iter().flatten();
+        let picked = picked.map(|salt| tenant("--remote-salts", salt));
+        let picked = picked.collect::<Result<_>>()?;
+        remote.serve(&service, store.remote_salts.is_some().then_some(picked));
     }
     Ok(Opened { service, peers })
 }

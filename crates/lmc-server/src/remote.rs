@@ -1,11 +1,11 @@
-//! The tier of a shared store as the configuration asks for it.
+//! The tiers of shared stores as the configuration asks for them.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use lmc_backend::Backend;
 use lmc_backend_remote::format::SpaceRecord;
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
@@ -24,7 +24,7 @@ const START: Duration = Duration::from_millis(500);
 /// The tenants whose chunks are written to the store. The service, which knows them, is made after
 /// the tier.
 #[derive(Debug, Default)]
-pub(crate) struct Salts(Arc<OnceLock<(WeakService, HashSet<TenantId>)>>);
+struct Salts(Arc<OnceLock<(WeakService, HashSet<TenantId>)>>);
 
 impl Salts {
     fn filter(&self) -> SpaceFilter {
@@ -39,16 +39,18 @@ impl Salts {
     }
 
     /// Picks the tenants of these salts.
-    pub(crate) fn pick(&self, service: &Service, tenants: HashSet<TenantId>) {
+    fn pick(&self, service: &Service, tenants: HashSet<TenantId>) {
         // It is called once.
         let _ = self.0.set((service.downgrade(), tenants));
     }
 }
 
-/// The tier with its policy, and the key of the digests of salts.
+/// The tier of a store with its policy, the salts whose chunks it takes, and the key of the digests
+/// of salts.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
+    salts: Salts,
     keys: Option<Keys>,
 }
 
@@ -61,8 +63,12 @@ impl Remote {
         )
     }
 
-    /// Describes the spaces of this service's engines in the store from now on.
-    pub(crate) fn describe(self, service: &Service) {
+    /// Serves this service from now on: takes the chunks of these tenants, if any are given, and
+    /// describes the spaces of its engines in the store.
+    pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
+        if let Some(tenants) = tenants {
+            self.salts.pick(service, tenants);
+        }
         let (service, keys) = (service.downgrade(), self.keys);
         let describe = move |space: &KeySpace| {
             let digest = |keys: &Keys| keys.digest(space.salt.as_str().as_bytes());
@@ -76,11 +82,8 @@ impl Remote {
 }
 
 /// Reads the key of the digests: that of the store, or else that of the peers.
-fn keys(config: &ServeConfig) -> Result<Option<Keys>> {
-    let own = config
-        .remote_key
-        .as_ref()
-        .map(|path| ("--remote-key", path));
+fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
+    let own = store.remote_key.as_ref().map(|path| ("--remote-key", path));
     let shared = config.p2p_key.as_ref().map(|path| ("--p2p-key", path));
     let read = |(flag, path): (&str, &PathBuf)| {
         Keys::read(path).map_err(|error| anyhow!("{flag}: {error}"))
@@ -88,34 +91,50 @@ fn keys(config: &ServeConfig) -> Result<Option<Keys>> {
     own.or(shared).map(read).transpose()
 }
 
-/// Starts the tier, if the configuration has one. Blocks for a moment. A server starts without its
-/// store, which is reached in the background.
-pub(crate) fn open(config: &ServeConfig, salts: &Salts) -> Result<Option<Remote>> {
-    let Some(url) = &config.remote else {
-        return Ok(None);
-    };
-    let keys = keys(config)?;
+/// Starts the tiers of the stores that the configuration has, in their order. Blocks for a moment.
+/// A server starts without its stores, which are reached in the background.
+pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
+    let stores = config.remotes().enumerate();
+    let open = |(number, store)| open_one(store, number, keys(config, store)?);
+    let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
+    // Most stores answer at once: then the engine knows from the start what was cleared.
+    let starting = Instant::now() + START;
+    for remote in &remotes {
+        Handle::current().block_on(remote.tier.ready(starting));
+    }
+    Ok(remotes)
+}
+
+fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<Remote> {
+    let url = config.remote.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
     options.max_bytes = config.remote_size;
     options.ttl = config.remote_ttl;
     let store = open_store(url.with_secrets(), options);
     let store = store.map_err(|error| anyhow!("--remote {url}: {error}"))?;
     let mut tier = RemoteConfig::default();
+    if number > 0 {
+        tier.name += &(number + 1).to_string();
+    }
+    let name = tier.name.clone();
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
-    let runtime = Handle::current();
-    let tier = RemoteTier::start(tier, store, runtime.clone());
-    // Most stores answer at once: then the engine knows from the start what was cleared.
-    runtime.block_on(tier.ready(Instant::now() + START));
+    let tier = RemoteTier::start(tier, store, Handle::current());
+    let salts = Salts::default();
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
+    policy.fill = config.remote_fill;
     if config.remote_salts.is_some() {
         policy.spaces = salts.filter();
     }
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
-    info!("remote: {url}");
-    let tier = Arc::new(tier);
-    Ok(Some(Remote { tier, policy, keys }))
+    info!("{name}: {url}");
+    Ok(Remote {
+        tier: Arc::new(tier),
+        policy,
+        salts,
+        keys,
+    })
 }

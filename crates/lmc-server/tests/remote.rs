@@ -23,14 +23,13 @@ impl Daemon {
 
     fn start_with(folder: &Folder, more: &[&str]) -> Self {
         let url = format!("file://{}", folder.text());
+        Self::start_by(&[&["--remote", &url], more].concat())
+    }
+
+    fn start_by(flags: &[&str]) -> Self {
         // The machine may be busy, and nothing may be absent for long.
         let patient = ["--remote-locate-timeout", "5", "--remote-negative-ttl", "0"];
-        let flags = [
-            &["--l1-size-gb", "64MiB", "--remote", &url],
-            &patient[..],
-            more,
-        ]
-        .concat();
+        let flags = [&["--l1-size-gb", "64MiB"], &patient[..], flags].concat();
         let server = Server::start(&flags);
         // What is offered to a store before it is in use is not written.
         server.line("remote store in use");
@@ -101,6 +100,32 @@ fn a_daemon_finds_what_another_has_stored_also_when_all_have_stopped() {
     );
     drop((first, second));
     Daemon::start(&folder).until_read();
+}
+
+#[test]
+fn a_store_is_filled_from_the_store_after_it() {
+    let (near, far, files) = (folder(), folder(), Folder::temporary());
+    let tables = format!(
+        "[[tier]]\nkind = \"remote\"\nurl = \"file://{}\"\nfill = true\n\
+         [[tier]]\nkind = \"remote\"\nurl = \"file://{}\"\nlocate_timeout = 5\n",
+        near.text(),
+        far.text()
+    );
+    let file = files.join("lmc.toml");
+    std::fs::write(&file, tables).expect("space");
+    Daemon::start(&far).store();
+    let mut both = Daemon::start_by(&["--config", file.to_str().expect("text")]);
+    both.until_read();
+    until("the first store is filled", || {
+        both.written() == CHUNKS as f64
+    });
+    let far = "lmc_tier_copied_chunks_total{tier=\"remote2\"}";
+    assert_eq!(
+        both.server.metric(far),
+        0.0,
+        "what came from it is not offered to it"
+    );
+    Daemon::start(&near).until_read();
 }
 
 #[test]

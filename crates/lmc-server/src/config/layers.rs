@@ -107,6 +107,7 @@ pub(crate) struct Layers {
     variables: Vec<(String, String)>,
     file: Option<PathBuf>,
     keys: Vec<(String, Raw)>,
+    stores: Vec<Self>,
     problems: Vec<Problem>,
     warnings: Vec<String>,
     entries: Vec<Entry>,
@@ -179,7 +180,16 @@ impl Layers {
         let file = path.display().to_string();
         let mut table = table;
         if let Some(tables) = table.remove("tier") {
-            for (key, value) in super::tiers::flatten(&file, &tables, &mut self.problems) {
+            let tables = super::tiers::flatten(&file, &tables, &mut self.problems);
+            for (number, keys) in tables.further {
+                let mut store = Self {
+                    file: Some(PathBuf::from(format!("{file}: tier {number}"))),
+                    ..Self::default()
+                };
+                store.read_keys(keys);
+                self.stores.push(store);
+            }
+            for (key, value) in tables.first {
                 if table.insert(key.clone(), value).is_some() {
                     self.problems.push(Problem {
                         subject: format!("{file}: {key}"),
@@ -188,8 +198,13 @@ impl Layers {
                 }
             }
         }
-        for (key, value) in table {
-            let subject = format!("{}: {key}", path.display());
+        self.read_keys(table);
+    }
+
+    fn read_keys(&mut self, keys: impl IntoIterator<Item = (String, toml::Value)>) {
+        let file = self.file.clone().unwrap_or_default();
+        for (key, value) in keys {
+            let subject = format!("{}: {key}", file.display());
             let Some(info) = ALL.iter().find(|info| info.key() == key) else {
                 let keys: Vec<String> = ALL.iter().map(|info| info.key()).collect();
                 let meant = match nearest(&key, keys.iter().map(String::as_str)) {
@@ -227,6 +242,20 @@ impl Layers {
         });
         self.entries.push(entry);
         value
+    }
+
+    /// The layers of each store after the first: its table, over the defaults.
+    pub(crate) fn take_stores(&mut self) -> Vec<Self> {
+        std::mem::take(&mut self.stores)
+    }
+
+    /// Takes the settings of a store after the first that were not left to their defaults, and its
+    /// problems.
+    pub(crate) fn finish_store(&mut self, store: Self) -> Vec<Entry> {
+        self.problems.extend(store.problems);
+        let mut entries = store.entries;
+        entries.retain(|entry| entry.source != Source::Default);
+        entries
     }
 
     /// Notes that settings do not fit together.

@@ -6,6 +6,7 @@ use super::layers::{ConfigError, Entry, Layers};
 use super::parse::{PeerTransport, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
 use super::settings::ServeConfig;
+use super::tiers::key_of_store;
 
 /// Least bytes of a drive: a smaller one holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
@@ -17,6 +18,8 @@ pub struct Loaded {
     pub config: ServeConfig,
     /// Each setting as it was written, and by whom.
     pub entries: Vec<Entry>,
+    /// The same of each further store, without those that are left to their defaults.
+    pub further_remotes: Vec<Vec<Entry>>,
     /// Settings that were ignored, for the log.
     pub warnings: Vec<String>,
 }
@@ -43,14 +46,34 @@ impl ServeConfig {
         if let Some(path) = file {
             layers.read_file(&path);
         }
-        let config = Self::take(&mut layers);
+        let mut config = Self::take(&mut layers);
         config.cross_check(&mut layers);
+        let mut further_remotes = Vec::new();
+        for mut store in layers.take_stores() {
+            let remote = Self::take(&mut store);
+            if config.remotes().any(|other| other.remote == remote.remote) {
+                store.refuse(
+                    "remote",
+                    "expected another store than those of the tables before it",
+                );
+            }
+            config.further_remotes.push(remote);
+            further_remotes.push(layers.finish_store(store));
+        }
         let (entries, warnings) = layers.finish()?;
         Ok(Loaded {
             config,
             entries,
+            further_remotes,
             warnings,
         })
+    }
+
+    /// The shared stores, the nearest first; only their settings of [`Group::Remote`] count.
+    pub fn remotes(&self) -> impl Iterator<Item = &Self> {
+        std::iter::once(self)
+            .chain(&self.further_remotes)
+            .filter(|config| config.remote.is_some())
     }
 
     fn cross_check(&self, layers: &mut Layers) {
@@ -180,31 +203,35 @@ pub(super) fn is_wildcard(host: &str) -> bool {
 
 /// The configuration as a TOML file that can be read back, each line with the origin of its
 /// value. `notes` explain values that are worked out at start, by setting name.
-pub fn print_config(entries: &[Entry], notes: &[(&str, String)]) -> String {
+pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
     let mut out = String::from(
         "# lmc serve: the configuration in effect. Save it as a file and pass it with --config FILE.\n\
          # A flag --some-name is the variable LMC_SOME_NAME and the key some_name.\n\
          # Flags win over variables, variables over the file, the file over defaults.\n",
     );
-    let mut group: Option<Group> = None;
-    // A table takes every key after it, so pairs come last.
-    let (pairs, values): (Vec<&Entry>, Vec<&Entry>) = entries
-        .iter()
-        .partition(|entry| entry.info.shape == Shape::Pairs);
-    for entry in values {
-        if group.replace(entry.info.group) != Some(entry.info.group) {
-            out.push_str(&format!("\n# {}\n", entry.info.group.heading()));
-        }
-        let line = format!(
-            "{} = {}",
-            entry.info.key(),
-            toml_value(&entry.raw.to_string())
-        );
+    let line = |key: &str, entry: &Entry| {
         let note = notes.iter().find(|(name, _)| *name == entry.info.name);
         let note = note
             .map(|(_, text)| format!("; {text}"))
             .unwrap_or_default();
-        out.push_str(&format!("{line:<44} # {}{note}\n", entry.source));
+        let line = format!("{key} = {}", toml_value(&entry.raw.to_string()));
+        format!("{line:<44} # {}{note}\n", entry.source)
+    };
+    // Several stores need tables; one is written as its flags are.
+    let is_in_table = |entry: &&Entry| {
+        !loaded.further_remotes.is_empty() && key_of_store(&entry.info.key()).is_some()
+    };
+    let (first, entries): (Vec<&Entry>, Vec<&Entry>) = loaded.entries.iter().partition(is_in_table);
+    // A table takes every key after it, so tables come last.
+    let (pairs, values): (Vec<&Entry>, Vec<&Entry>) = entries
+        .into_iter()
+        .partition(|entry| entry.info.shape == Shape::Pairs);
+    let mut group: Option<Group> = None;
+    for entry in values {
+        if group.replace(entry.info.group) != Some(entry.info.group) {
+            out.push_str(&format!("\n# {}\n", entry.info.group.heading()));
+        }
+        out.push_str(&line(&entry.info.key(), entry));
     }
     for entry in pairs {
         out.push_str(&format!(
@@ -215,6 +242,21 @@ pub fn print_config(entries: &[Entry], notes: &[(&str, String)]) -> String {
         ));
         for (name, value) in pairs_of(&entry.raw) {
             out.push_str(&format!("{} = {}\n", quoted(&name), toml_value(&value)));
+        }
+    }
+    let further = loaded
+        .further_remotes
+        .iter()
+        .map(|store| store.iter().collect());
+    for store in std::iter::once(first)
+        .chain(further)
+        .filter(|store: &Vec<&Entry>| !store.is_empty())
+    {
+        out.push_str("\n[[tier]]\nkind = \"remote\"\n");
+        for entry in store {
+            if let Some(key) = key_of_store(&entry.info.key()) {
+                out.push_str(&line(key, entry));
+            }
         }
     }
     out

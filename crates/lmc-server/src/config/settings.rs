@@ -27,6 +27,9 @@ macro_rules! settings {
         #[derive(Debug, Clone, PartialEq)]
         pub struct ServeConfig {
             $($( $(#[doc = $doc])+ pub $field: $ty, )+)+
+            /// The stores after the first, each as a configuration of which only the settings of
+            /// [`Group::Remote`] count.
+            pub further_remotes: Vec<ServeConfig>,
         }
 
         /// Every setting, in the order in which they are printed.
@@ -46,7 +49,10 @@ macro_rules! settings {
             pub(crate) fn take(layers: &mut Layers) -> Self {
                 let mut infos = ALL.iter();
                 let mut next = || infos.next().expect("an entry for each field");
-                Self { $($( $field: layers.take(next(), $parse), )+)+ }
+                Self {
+                    $($( $field: layers.take(next(), $parse), )+)+
+                    further_remotes: Vec::new(),
+                }
             }
         }
     };
@@ -186,6 +192,8 @@ settings! {
         remote_salts: Option<Vec<String>> = "remote-salts", Value "SALTS", "all", parse::salts;
         /// File with a key, as for --p2p-key, under which a digest of each cache_salt stands in the store's descriptions of spaces, so that `lmc remote du` tells tenants apart. Give all daemons of a store the same key. none takes the key of --p2p-key; without either the descriptions say only that there is a salt.
         remote_key: Option<PathBuf> = "remote-key", Value "FILE", "none", parse::optional_path;
+        /// Write chunks to the store that are read from stores after it, too: further tables of kind remote in the configuration file.
+        remote_fill: bool = "remote-fill", Switch "BOOL", "false", parse::switch;
         /// Time that the store has to say which chunks it has: the delay of a prompt that no tier has.
         remote_locate_timeout: Duration = "remote-locate-timeout", Value "SECONDS", "50ms", parse::positive_duration;
         /// Timeout of reads from the store; later chunks are misses. A store that takes longer to answer a lookup counts as failed, and is left out after five failures until it answers again.

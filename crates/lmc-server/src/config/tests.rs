@@ -291,7 +291,7 @@ fn the_printed_configuration_reads_back_as_itself() {
         "session_ttl_seconds = \"5m\"",
     )
     .unwrap();
-    let printed = print_config(&loaded.entries, &[("max-workers", "2 here".to_owned())]);
+    let printed = print_config(&loaded, &[("max-workers", "2 here".to_owned())]);
     assert!(printed.contains("l1_size_gb = \"2GiB\""), "{printed}");
     assert!(printed.contains("# flag --l1-size-gb"), "{printed}");
     assert!(printed.contains("# variable LMC_LOG_LEVEL"), "{printed}");
@@ -325,6 +325,52 @@ fn a_tier_table_is_the_long_form_of_the_flags() {
         .unwrap()
         .config;
     assert_eq!(flagged.disk_write, lmc_engine::WritePolicy::Through);
+}
+
+#[test]
+fn further_stores_have_tables_of_their_own() {
+    let file = "[[tier]]\nkind = \"remote\"\nurl = \"redis://a\"\nttl = \"1h\"\nfill = true\n\
+                [[tier]]\nkind = \"remote\"\nurl = \"s3://b/c\"\nadmit = 2\n\
+                [[tier]]\nkind = \"remote\"\nurl = \"file:///d\"\nsize = \"1TiB\"\n";
+    let loaded = load(&[("remote-admit", "second")], &[], file).unwrap();
+    let stores = |config: &ServeConfig| {
+        let store = |store: &ServeConfig| {
+            (
+                store.remote.as_ref().map(ToString::to_string),
+                store.remote_ttl,
+                store.remote_fill,
+                store.remote_admit,
+                store.remote_size,
+            )
+        };
+        config.remotes().map(store).collect::<Vec<_>>()
+    };
+    use lmc_engine::Admission::{Always, Reused};
+    let url = |url: &str| Some(url.to_owned());
+    let hour = Some(std::time::Duration::from_secs(3600));
+    let expected = [
+        (url("redis://a"), hour, true, Reused(1), None),
+        (url("s3://b/c"), None, false, Reused(2), None),
+        (url("file:///d"), None, false, Always, Some(1 << 40)),
+    ];
+    assert_eq!(stores(&loaded.config), expected);
+    let printed = print_config(&loaded, &[]);
+    let again = load(&[], &[], &printed).unwrap();
+    assert_eq!(stores(&again.config), expected, "{printed}");
+
+    let refusal = |file: &str| load(&[], &[], file).unwrap_err().to_string();
+    let twice = "[[tier]]\nkind = \"remote\"\nurl = \"redis://a\"\n".repeat(2);
+    assert!(
+        refusal(&twice).contains("another store"),
+        "{}",
+        refusal(&twice)
+    );
+    let wrong = file.replace("admit = 2", "admit = \"x\"");
+    let wrong = refusal(&wrong);
+    assert!(
+        wrong.starts_with("lmc.toml: tier 2: remote_admit"),
+        "{wrong}"
+    );
 }
 
 #[test]
@@ -393,7 +439,7 @@ fn a_password_in_a_url_is_in_no_output() {
         flags, variables, file,
     ) {
         Ok(loaded) => {
-            let printed = print_config(&loaded.entries, &[]);
+            let printed = print_config(&loaded, &[]);
             format!("{printed}{:?}", loaded.warnings)
         }
         Err(error) => error.to_string(),
@@ -412,6 +458,14 @@ fn a_password_in_a_url_is_in_no_output() {
             &format!("[[tier]]\nkind = \"redis\"\nurl = \"{url}\"\n"),
         ),
         shown(&[], &[], &format!("[[tier]]\nkind = \"{url}\"\n")),
+        shown(
+            &[],
+            &[],
+            &format!(
+                "[[tier]]\nkind = \"remote\"\nurl = \"redis://a\"\n\
+                 [[tier]]\nkind = \"remote\"\nurl = \"{url}\"\n"
+            ),
+        ),
     ] {
         assert!(!text.contains(SECRET), "{text}");
         assert!(text.contains("redis"), "{text}");

@@ -1,11 +1,14 @@
-//! The tables `[[tier]]` of the configuration file, at most one for each kind of tier, in any
-//! order. A flag is the short form for the one tier of its kind.
+//! The tables `[[tier]]` of the configuration file: one for each tier, the fastest first. A flag is
+//! the short form for the first tier of its kind.
 
 use super::layers::Problem;
 use super::suggest::nearest;
 
 /// A key of a tier's table, and the key that is its short form.
 type Key = (&'static str, &'static str);
+
+/// The kind that may have several tables.
+const REMOTE: &str = "remote";
 
 /// The kinds of tiers, each with the keys of its table.
 const KINDS: &[(&str, &[Key])] = &[
@@ -43,7 +46,7 @@ const KINDS: &[(&str, &[Key])] = &[
         ],
     ),
     (
-        "remote",
+        REMOTE,
         &[
             ("url", "remote"),
             ("size", "remote_size"),
@@ -52,6 +55,7 @@ const KINDS: &[(&str, &[Key])] = &[
             ("admit", "remote_admit"),
             ("salts", "remote_salts"),
             ("key", "remote_key"),
+            ("fill", "remote_fill"),
             ("locate_timeout", "remote_locate_timeout"),
             ("timeout", "remote_timeout_seconds"),
             ("negative_ttl", "remote_negative_ttl"),
@@ -66,13 +70,28 @@ const FOREIGN: &[(&str, &str, &str)] = &[(
     "a disk evicts its oldest chunks by size; set size",
 )];
 
+/// Settings by their key.
+pub(super) type Keys = Vec<(String, toml::Value)>;
+
+/// The tables of a file, in their short forms.
+#[derive(Default)]
+pub(super) struct Tables {
+    /// Keys of the first table of each kind.
+    pub(super) first: Keys,
+    /// Keys of each further store, and the number of its table, from 1.
+    pub(super) further: Vec<(usize, Keys)>,
+}
+
+/// Returns the name that a setting has in a table, if it has one in a table of a further store.
+pub(super) fn key_of_store(setting: &str) -> Option<&'static str> {
+    let (_, keys) = KINDS.iter().find(|(kind, _)| *kind == REMOTE)?;
+    let (key, _) = keys.iter().find(|(_, short)| *short == setting)?;
+    Some(key)
+}
+
 /// Returns the keys of a file that has the tables in place of their short forms.
-pub(super) fn flatten(
-    file: &str,
-    tables: &toml::Value,
-    problems: &mut Vec<Problem>,
-) -> Vec<(String, toml::Value)> {
-    let mut flat: Vec<(String, toml::Value)> = Vec::new();
+pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Problem>) -> Tables {
+    let mut found = Tables::default();
     let mut seen: Vec<&str> = Vec::new();
     let mut refuse = |subject: String, text: String| problems.push(Problem { subject, text });
     let tables = match tables.as_array() {
@@ -103,13 +122,16 @@ pub(super) fn flatten(
             );
             continue;
         };
-        if seen.contains(kind) {
-            let text =
-                format!("expected one tier of kind {kind:?}; name all its folders in its url");
+        let is_first = !seen.contains(kind);
+        if !is_first && *kind != REMOTE {
+            let text = format!(
+                "expected one tier of kind {kind:?}; name all its folders or peers in its url"
+            );
             refuse(subject, text);
             continue;
         }
         seen.push(kind);
+        let mut flat = Keys::new();
         if !table.contains_key("url") {
             refuse(
                 subject.clone(),
@@ -141,6 +163,10 @@ pub(super) fn flatten(
                 }
             }
         }
+        match is_first {
+            true => found.first.extend(flat),
+            false => found.further.push((number + 1, flat)),
+        }
     }
-    flat
+    found
 }

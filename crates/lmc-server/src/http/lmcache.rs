@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::{Http, Shared, refusal};
-use crate::config::{Loaded, SegmentName, policy_name};
+use crate::config::{Entry, Loaded, SegmentName, policy_name};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -83,10 +83,17 @@ async fn health(State(http): Shared) -> Response {
 /// The settings in LMCache's order of things, and all of ours with their origin under `lmc`.
 pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
     let config = &loaded.config;
-    let entries = loaded.entries.iter().map(|entry| {
-        let value = json!({"value": entry.raw.to_string(), "source": entry.source.to_string()});
-        (entry.info.key(), value)
-    });
+    let shown = |entries: &[Entry]| {
+        Map::from_iter(entries.iter().map(|entry| {
+            let value = json!({"value": entry.raw.to_string(), "source": entry.source.to_string()});
+            (entry.info.key(), value)
+        }))
+    };
+    let further: Vec<_> = loaded
+        .further_remotes
+        .iter()
+        .map(|store| shown(store))
+        .collect();
     let shm_name = match (&config.shm_name, service.engine().shared_name()) {
         (SegmentName::None, _) | (_, None) => Value::String(String::new()),
         (_, Some(name)) => Value::String(name.to_string()),
@@ -126,7 +133,8 @@ pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
             "l2_adapter_config": {"adapters": []},
         },
         "http": {"http_host": config.http_host, "http_port": config.http_port},
-        "lmc": Map::from_iter(entries),
+        "lmc": shown(&loaded.entries),
+        "lmc_further_remotes": further,
     })
 }
 
