@@ -18,7 +18,7 @@ pub struct Loaded {
     pub config: ServeConfig,
     /// Each setting as it was written, and by whom.
     pub entries: Vec<Entry>,
-    /// The same of each further store, without those that are left to their defaults.
+    /// Settings of each further store, without those that are left to their defaults.
     pub further_remotes: Vec<Vec<Entry>>,
     /// Settings that were ignored, for the log.
     pub warnings: Vec<String>,
