@@ -12,6 +12,10 @@ use crate::{packages, scripts, shown};
 /// Time for the tests of one kind of store, with their build.
 const LIMIT: Duration = Duration::from_secs(1800);
 
+/// The tests of the tier, and of the program's commands.
+const TIER: [&str; 2] = ["--package=lmc-backend-remote", "--all-features"];
+const COMMANDS: [&str; 2] = ["--package=lmc-server", "--test=remote_tools"];
+
 pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
     println!("\n==> redis");
@@ -19,15 +23,26 @@ pub(crate) fn run() -> Result<bool> {
         .and_then(|()| packages::install("redis-cli", "redis-tools"))
         .and_then(|()| packages::install("openssl", "openssl"));
     match had {
-        Ok(()) => outcomes.ran("redis", tests("redis", None)),
+        Ok(()) => outcomes.ran("redis", all_tests("redis", None)),
         Err(why) => outcomes.skip("redis", &why),
     }
     println!("\n==> s3");
     match s3_servers() {
-        Ok(bin) => outcomes.ran("s3", tests("s3", Some(&bin))),
+        Ok(bin) => outcomes.ran("s3", all_tests("s3", Some(&bin))),
         Err(why) => outcomes.skip("s3", &why),
     }
     Ok(outcomes.finish())
+}
+
+/// Runs the tests of the tier and of the commands over one kind of store.
+fn all_tests(kind: &str, programs: Option<&Path>) -> Result<String> {
+    let file = format!("--test={kind}");
+    let tier = tests(&[TIER[0], TIER[1], &file, "--", "--ignored"], programs)?;
+    let commands = tests(
+        &[COMMANDS[0], COMMANDS[1], "--", "--ignored", kind],
+        programs,
+    )?;
+    Ok(format!("{tier} cases, and {commands} of `lmc remote`"))
 }
 
 /// Returns the folder of the programs `s3s-fs` and `moto_server`.
@@ -35,8 +50,9 @@ pub(crate) fn s3_servers() -> Result<PathBuf> {
     Ok(PathBuf::from(scripts::set_up("xtask/python/s3.sh", &[])?).join("bin"))
 }
 
-/// Runs the tests that need a server, of one file. Its program may be in a folder.
-fn tests(name: &str, programs: Option<&Path>) -> Result<String> {
+/// Runs tests that need a server, and returns how many passed. The server's program may be in a
+/// folder.
+fn tests(selected: &[&str], programs: Option<&Path>) -> Result<u32> {
     let mut tests = Command::new("cargo");
     if let Some(programs) = programs {
         let paths = std::env::var_os("PATH").unwrap_or_default();
@@ -44,10 +60,6 @@ fn tests(name: &str, programs: Option<&Path>) -> Result<String> {
         let paths = std::env::join_paths([programs.to_owned()].into_iter().chain(paths));
         tests.env("PATH", paths.context("PATH")?);
     }
-    tests
-        .args(["test", "--locked", "--package", "lmc-backend-remote"])
-        .args(["--all-features", "--test", name, "--", "--ignored"]);
-    let said = shown::output(&mut tests, LIMIT)?;
-    let passed = shown::passed(&said)?;
-    Ok(format!("{passed} cases"))
+    tests.args(["test", "--locked"]).args(selected);
+    shown::passed(&shown::output(&mut tests, LIMIT)?)
 }

@@ -1,6 +1,6 @@
 //! The clock of a store, which may differ from this host's.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 
@@ -26,8 +26,21 @@ impl StoreClock {
         Some(time + at.elapsed())
     }
 
+    /// Returns the milliseconds by which the store's clock is ahead of this host's, negative where it
+    /// is behind; `None` before it was set.
+    pub(crate) fn ahead_ms(&self) -> Option<i64> {
+        ahead_ms(self.now()?)
+    }
+
     /// Returns the time since `then` by the store's clock; `None` before it was set.
     pub(crate) fn since(&self, then: Duration) -> Option<Duration> {
         Some(self.now()?.saturating_sub(then))
     }
+}
+
+/// Returns the milliseconds by which a time since 1970 is ahead of this host's clock.
+pub(crate) fn ahead_ms(time: Duration) -> Option<i64> {
+    let here = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    let ms = |time: Duration| i64::try_from(time.as_millis()).ok();
+    ms(time)?.checked_sub(ms(here)?)
 }

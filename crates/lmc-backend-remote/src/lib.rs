@@ -19,7 +19,7 @@ mod clock;
 pub mod format;
 
 mod open;
-pub use open::{OpenError, StoreOptions, check_url, open_store};
+pub use open::{OpenError, Opened, StoreOptions, check_url, open_store};
 
 mod posix;
 pub use posix::{Collected, FileConfig, FileStore};

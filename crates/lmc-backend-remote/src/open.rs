@@ -54,17 +54,44 @@ pub fn check_url(url: &str) -> Result<(), OpenError> {
     location(url).map(drop)
 }
 
+/// A store that a URL named, by its kind.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Opened {
+    /// A folder of a shared file system.
+    File(Arc<FileStore>),
+    /// Redis.
+    #[cfg(feature = "redis")]
+    Redis(Arc<RedisStore>),
+    /// A bucket.
+    #[cfg(feature = "s3")]
+    S3(Arc<S3Store>),
+}
+
+impl Opened {
+    /// Returns the store, whatever its kind is.
+    pub fn store(&self) -> Arc<dyn Store> {
+        match self {
+            Self::File(store) => Arc::clone(store) as Arc<dyn Store>,
+            #[cfg(feature = "redis")]
+            Self::Redis(store) => Arc::clone(store) as Arc<dyn Store>,
+            #[cfg(feature = "s3")]
+            Self::S3(store) => Arc::clone(store) as Arc<dyn Store>,
+        }
+    }
+}
+
 /// Makes the store that a URL names. It is reached with the first operation.
 ///
 /// # Errors
 /// [`OpenError`].
-pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, OpenError> {
+pub fn open_store(url: &str, options: StoreOptions) -> Result<Opened, OpenError> {
     match location(url)? {
         Location::Folder(folder) => {
             let mut config = FileConfig::new(folder);
             config.max_bytes = options.max_bytes;
             config.ttl = options.ttl;
-            Ok(Arc::new(FileStore::new(config)?))
+            Ok(Opened::File(Arc::new(FileStore::new(config)?)))
         }
         #[cfg(feature = "redis")]
         Location::Redis(_) if options.max_bytes.is_some() => Err(OpenError::Size(
@@ -74,7 +101,8 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, Op
         Location::Redis(url) => {
             let mut config = RedisConfig::new(url);
             config.ttl = options.ttl;
-            Ok(Arc::new(RedisStore::new(config).map_err(of_store)?))
+            let store = RedisStore::new(config).map_err(of_store)?;
+            Ok(Opened::Redis(Arc::new(store)))
         }
         #[cfg(feature = "s3")]
         Location::S3(_) if options.max_bytes.is_some() => Err(OpenError::Size(
@@ -88,7 +116,8 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Arc<dyn Store>, Op
             });
             let mut config = S3Config::new(url, variables).map_err(of_store)?;
             config.ttl = options.ttl;
-            Ok(Arc::new(S3Store::new(config).map_err(of_store)?))
+            let store = S3Store::new(config).map_err(of_store)?;
+            Ok(Opened::S3(Arc::new(store)))
         }
     }
 }

@@ -119,7 +119,7 @@ fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<R
     let name = tier.name.clone();
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
-    let tier = RemoteTier::start(tier, store, Handle::current());
+    let tier = RemoteTier::start(tier, store.store(), Handle::current());
     let salts = Salts::default();
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;

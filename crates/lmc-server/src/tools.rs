@@ -1,11 +1,12 @@
 //! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
-//! `lmc quota`, `lmc disk`.
+//! `lmc quota`, `lmc disk`, `lmc remote`.
 
 mod disk;
 mod format;
 pub(crate) mod http;
 mod peers;
 mod quota;
+mod remote;
 mod status;
 
 use anyhow::Result;
@@ -33,6 +34,9 @@ pub(crate) enum Tool {
     /// Looks into the folder of a disk tier, while no server uses it
     #[command(subcommand)]
     Disk(disk::Verb),
+    /// Looks into a shared store: checks it, and shows what it holds
+    #[command(subcommand, after_help = remote::HELP)]
+    Remote(remote::Verb),
     /// Shows and sets how many bytes a tenant (cache_salt) may hold
     #[command(subcommand, after_help = format!("A quota that is set here lasts {}.", quota::LASTS))]
     Quota(quota::Verb),
@@ -61,6 +65,7 @@ pub(crate) fn run(tool: &Tool) -> Result<()> {
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
         Tool::Disk(verb) => return disk::run(verb),
+        Tool::Remote(verb) => return remote::run(verb),
         Tool::Quota(verb) => return quota::run(verb),
     };
     let answer = call.send(&server.url)?;

@@ -11,7 +11,7 @@ mod header;
 pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};
 
 mod name;
-pub use name::{Name, NameError, Scope};
+pub use name::{Name, NameError, PROBE_SPACE, Scope, probe_key};
 
 mod space;
 pub use space::{MAX_SPACE_LEN, SpaceError, SpaceRecord, Tenant};

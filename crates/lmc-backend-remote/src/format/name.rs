@@ -3,13 +3,29 @@
 use std::fmt;
 use std::str::FromStr;
 
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
 
 /// Name of the layout, and the first part of every name.
 const ROOT: &str = "v1";
 /// Length of the longest name: that of a value with ranks and groups of five digits.
 const MAX_LEN: usize = 128;
+
+/// Space of the chunks that `lmc remote check` writes and removes. No engine has it: ids are digests.
+pub const PROBE_SPACE: SpaceId = SpaceId::new(*b"lmc probe chunks");
+/// First byte of the hashes of those chunks, so that few names are listed to find them.
+const PROBE_FANOUT: u8 = 0;
+
+/// Returns the key of a probe, of 32 random bytes.
+pub fn probe_key(mut random: [u8; 32]) -> ChunkKey {
+    random[0] = PROBE_FANOUT;
+    ChunkKey {
+        space: PROBE_SPACE,
+        kv_rank: 0,
+        group: 0,
+        hash: ChunkHash::new(random),
+    }
+}
 
 /// Name of an object. Its text is what the store knows it by, after the prefix of the URL.
 ///
@@ -62,6 +78,12 @@ impl Scope {
     pub const VALUES: Self = Self::Values {
         fanout: None,
         space: None,
+    };
+
+    /// Chunks that checks have written.
+    pub const PROBES: Self = Self::Values {
+        fanout: Some(PROBE_FANOUT),
+        space: Some(PROBE_SPACE),
     };
 
     /// Returns the longest start of all names that the scope covers, up to a `/`.
@@ -142,7 +164,6 @@ fn parse(text: &str) -> Option<Name> {
 
 #[cfg(test)]
 mod tests {
-    use lmc_key::ChunkHash;
     use proptest::prelude::*;
 
     use super::super::golden_key as key;
@@ -161,6 +182,10 @@ mod tests {
                 "v1/spaces/000102030405060708090a0b0c0d0e0f",
             ),
             (Name::Clears, "v1/clears"),
+            (
+                Name::Value(probe_key([0x99; 32])),
+                "v1/00/6c6d632070726f6265206368756e6b73/0099999999999999999999999999999999999999999999999999999999999999-0-0",
+            ),
         ] {
             assert_eq!(name.to_string(), text);
             assert_eq!(text.parse(), Ok(name));
@@ -197,7 +222,8 @@ mod tests {
     fn scopes_cover_by_hash_and_space() {
         let value = Name::Value(key());
         let values = |fanout, space| Scope::Values { fanout, space };
-        assert!(Scope::VALUES.covers(&value));
+        assert!(Scope::VALUES.covers(&value) && !Scope::PROBES.covers(&value));
+        assert!(Scope::PROBES.covers(&Name::Value(probe_key([7; 32]))));
         assert!(values(Some(0x10), Some(key().space)).covers(&value));
         assert!(!values(Some(0x11), None).covers(&value));
         assert!(!values(None, Some(SpaceId::new([9; 16]))).covers(&value));

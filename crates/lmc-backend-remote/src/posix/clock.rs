@@ -31,6 +31,11 @@ impl Clock {
         self.0.now()
     }
 
+    /// As [`StoreClock::ahead_ms`].
+    pub(super) fn ahead_ms(&self) -> Option<i64> {
+        self.0.ahead_ms()
+    }
+
     /// Returns the age of a file; `None` before the first write.
     pub(super) fn age(&self, stat: &Stat) -> Option<Duration> {
         self.0.since(modified(stat)?)

@@ -7,7 +7,7 @@ mod threads;
 mod tree;
 mod value;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -110,6 +110,17 @@ impl FileStore {
     /// Returns true while files are read and written without the page cache.
     pub fn is_direct(&self) -> bool {
         self.values.is_direct()
+    }
+
+    /// Returns the folder.
+    pub fn root(&self) -> &Path {
+        self.values.tree.path()
+    }
+
+    /// Returns the milliseconds by which the file server's clock is ahead of this host's, negative
+    /// where it is behind; `None` before the first write.
+    pub fn clock_ahead_ms(&self) -> Option<i64> {
+        self.values.clock.ahead_ms()
     }
 
     /// Runs a job on the lane of names.

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -31,6 +31,10 @@ impl Tree {
             opened: Mutex::new(None),
             has_openat2: AtomicBool::new(true),
         }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.root
     }
 
     fn root(&self) -> io::Result<Arc<OwnedFd>> {

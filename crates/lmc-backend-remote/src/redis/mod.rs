@@ -27,6 +27,7 @@ use self::bulk::Idle;
 use self::link::{Link, answer_by};
 use self::listing::{Listings, Position};
 pub use self::url::{RedisUrl, RedisUrlError, Topology};
+use crate::clock::ahead_ms;
 use crate::format::{HEADER_LEN, Name, Scope};
 use crate::store::{
     Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Single, Store, StoreError,
@@ -69,6 +70,20 @@ impl RedisConfig {
             connections: 4,
         }
     }
+}
+
+/// The memory of a server, as it says itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RedisMemory {
+    /// Host and port.
+    pub node: String,
+    /// Bytes in use; `None` where the server does not say.
+    pub used: Option<u64>,
+    /// Most bytes (`maxmemory`); `None` where there is no limit.
+    pub max: Option<u64>,
+    /// Behaviour of a full server (`maxmemory-policy`), where the server says it.
+    pub policy: Option<String>,
 }
 
 /// The login of connections for values.
@@ -335,29 +350,68 @@ impl RedisStore {
         pattern
     }
 
-    async fn used(&self, deadline: Instant) -> Result<Option<StoreUsage>, StoreError> {
+    /// Asks each server with keys for its memory.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn memory(&self, deadline: Instant) -> Result<Vec<RedisMemory>, StoreError> {
         let link = self.link(deadline).await?;
-        let mut usage = StoreUsage::default();
-        let mut capacity = Some(0);
+        let mut nodes = Vec::new();
         for node in link.nodes() {
             let mut info = redis::cmd("INFO");
             info.arg("memory");
             let info = self.settle(&link, answer_by(deadline, link.on(&node, info)).await)?;
-            let Ok(info) = String::from_redis_value(info) else {
-                return Ok(None);
-            };
+            let info = String::from_redis_value(info).unwrap_or_default();
             let field = |name: &str| {
                 let mut lines = info.lines().filter_map(|line| line.split_once(':'));
-                lines
-                    .find(|(field, _)| *field == name)?
-                    .1
-                    .trim()
-                    .parse::<u64>()
-                    .ok()
+                Some(lines.find(|(field, _)| *field == name)?.1.trim())
             };
-            usage.bytes += field("used_memory").unwrap_or_default();
-            let most = field("maxmemory").filter(|&most| most > 0);
-            capacity = capacity.and_then(|sum: u64| sum.checked_add(most?));
+            let number = |name| field(name).and_then(|value| value.parse::<u64>().ok());
+            // The server's word is shown to people.
+            let is_word =
+                |text: &&str| text.len() < 64 && text.bytes().all(|b| b.is_ascii_graphic());
+            nodes.push(RedisMemory {
+                node: format!("{}:{}", node.host, node.port),
+                used: number("used_memory"),
+                max: number("maxmemory").filter(|&max| max > 0),
+                policy: field("maxmemory_policy").filter(is_word).map(str::to_owned),
+            });
+        }
+        Ok(nodes)
+    }
+
+    /// Returns the milliseconds by which the clock of the first server with keys is ahead of this
+    /// host's, negative where it is behind; `None` where it does not say.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn clock_ahead_ms(&self, deadline: Instant) -> Result<Option<i64>, StoreError> {
+        let link = self.link(deadline).await?;
+        let Some(node) = link.nodes().into_iter().next() else {
+            return Ok(None);
+        };
+        let asked = Instant::now();
+        let time = answer_by(deadline, link.on(&node, redis::cmd("TIME"))).await;
+        let time = self.settle(&link, time)?;
+        let Ok((seconds, micros)) = <(u64, u32)>::from_redis_value(time) else {
+            return Ok(None);
+        };
+        let micros = Duration::from_micros(micros.into());
+        let time = Duration::from_secs(seconds).checked_add(micros);
+        // The server read its clock about half way.
+        let now = time.and_then(|time| time.checked_add(asked.elapsed() / 2));
+        Ok(now.and_then(ahead_ms))
+    }
+
+    async fn used(&self, deadline: Instant) -> Result<Option<StoreUsage>, StoreError> {
+        let mut usage = StoreUsage::default();
+        let mut capacity = Some(0);
+        for node in self.memory(deadline).await? {
+            let Some(used) = node.used else {
+                return Ok(None);
+            };
+            usage.bytes = usage.bytes.saturating_add(used);
+            capacity = capacity.and_then(|sum: u64| sum.checked_add(node.max?));
         }
         usage.capacity = capacity;
         Ok(Some(usage))

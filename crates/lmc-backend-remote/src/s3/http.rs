@@ -276,6 +276,11 @@ impl Clock {
         }
     }
 
+    /// As [`StoreClock::ahead_ms`], to a second.
+    pub(super) fn ahead_ms(&self) -> Option<i64> {
+        self.0.ahead_ms()
+    }
+
     /// Returns the time since an instant of the store's clock, in seconds since 1970.
     pub(super) fn since(&self, seconds: i64) -> Option<Duration> {
         let seconds = u64::try_from(seconds).ok().filter(|&s| s > 0)?;

@@ -167,6 +167,12 @@ impl S3Store {
         })
     }
 
+    /// Returns the milliseconds by which the store's clock is ahead of this host's, to a second,
+    /// negative where it is behind; `None` before the first answer.
+    pub fn clock_ahead_ms(&self) -> Option<i64> {
+        self.clock.ahead_ms()
+    }
+
     fn client(&self) -> Result<AmazonS3, StoreError> {
         let client = self.client.lock().clone();
         client.ok_or_else(|| StoreError::unavailable("closed"))

@@ -65,13 +65,13 @@ pub fn human_bytes(bytes: u64) -> String {
     }
 }
 
-/// Parses a duration: bare numbers are seconds; `ms`, `s`, `m` and `h` are understood.
+/// Parses a duration: bare numbers are seconds; `ms`, `s`, `m`, `h` and `d` are understood.
 ///
 /// # Errors
 /// A text that says what was expected.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     const EXPECTED: &str =
-        "expected a number of seconds, or a duration such as 250ms, 10s, 5m or 1h";
+        "expected a number of seconds, or a duration such as 250ms, 10s, 5m, 1h or 30d";
     let text = text.trim();
     let split = text
         .find(|c: char| c.is_ascii_alphabetic())
@@ -82,6 +82,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "ms" => 1e-3,
         "m" | "min" => 60.0,
         "h" => 3600.0,
+        "d" => 86_400.0,
         _ => return Err(EXPECTED.to_owned()),
     };
     let number: f64 = number.trim().parse().map_err(|_| EXPECTED.to_owned())?;
@@ -156,7 +157,8 @@ mod tests {
         check("250ms", Some(0.25));
         check("5m", Some(300.0));
         check("1h", Some(3600.0));
-        for bad in ["", "-1", "1d", "nan", "inf", "soon"] {
+        check("30d", Some(2_592_000.0));
+        for bad in ["", "-1", "1w", "nan", "inf", "soon"] {
             check(bad, None);
         }
     }

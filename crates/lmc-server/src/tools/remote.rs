@@ -1,0 +1,110 @@
+//! `lmc remote`: looks into a shared store, and removes what is not needed there. No server takes
+//! part.
+
+mod check;
+mod du;
+mod listing;
+
+use std::future::Future;
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use clap::{Args, Subcommand};
+use lmc_backend_remote::{Opened, StoreError, StoreOptions, open_store};
+use tokio::runtime::Builder;
+
+use crate::config::RemoteUrl;
+
+/// Time for one request to the store: a page of a listing, a batch of removals, a value.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Text after the help of the command.
+pub(super) const HELP: &str = "\
+Examples:
+  lmc remote check file:///mnt/shared/lmc
+  lmc remote du redis://cache:6379
+  AWS_REGION=eu-central-1 lmc remote du s3://bucket/lmc --json
+Settings from the environment (AWS_…, SSL_CERT_FILE) count as for `lmc serve --remote`.
+docs/remote.md says more about each kind of store.";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Writes, reads, lists and removes a few values, measures that, and says what it finds
+    #[command(after_help = check::HELP)]
+    Check(Url),
+    /// Shows the chunks and bytes of each model and each space
+    #[command(after_help = du::HELP)]
+    Du(du::Arguments),
+}
+
+// A doc comment here would become the text of each command.
+#[derive(Debug, Args)]
+pub(crate) struct Url {
+    /// URL of the store, as for `lmc serve --remote`. One with a password belongs in the variable,
+    /// because other users see the command line.
+    #[arg(value_name = "URL", env = "LMC_REMOTE", hide_env_values = true)]
+    url: String,
+}
+
+/// A store on which a command works.
+struct Target {
+    /// URL of the store; shown without a password.
+    url: RemoteUrl,
+    opened: Opened,
+}
+
+pub(super) fn run(verb: &Verb) -> Result<()> {
+    match verb {
+        Verb::Check(url) => with_store(url, check::run),
+        Verb::Du(arguments) => with_store(&arguments.url, |target| du::run(target, arguments)),
+    }
+}
+
+/// Opens a store, works on it and closes it. What hangs in it then does not keep the program.
+fn with_store<F: Future<Output = Result<()>>>(
+    url: &Url,
+    work: impl FnOnce(Target) -> F,
+) -> Result<()> {
+    // An error must not repeat the text, which may hold a password.
+    let url: RemoteUrl = url.url.parse().map_err(|error| anyhow!("URL: {error}"))?;
+    let runtime = Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.context("cannot start")?;
+    let done = runtime.block_on(async {
+        let opened = open_store(url.with_secrets(), StoreOptions::default());
+        let opened = opened.map_err(|error| anyhow!("{url}: {error}"))?;
+        let store = opened.store();
+        let done = work(Target { url, opened }).await;
+        store.close(Instant::now() + TIMEOUT).await;
+        done
+    });
+    runtime.shutdown_background();
+    done
+}
+
+/// Returns the end of the time for a request that begins now.
+fn deadline() -> Instant {
+    Instant::now() + TIMEOUT
+}
+
+/// Says what an error of a store means, and what to do about it.
+fn explained(error: &StoreError) -> String {
+    let remedy = match error {
+        // Its text names the remedy.
+        StoreError::Io(error) if error.kind() == ErrorKind::NotFound => return error.to_string(),
+        StoreError::Deadline => {
+            "the network, a proxy or the store hangs: try the store's own tools from this host"
+        }
+        StoreError::Unavailable { .. } => {
+            "is it running, is the URL right, and may this host reach it?"
+        }
+        StoreError::Denied { .. } => {
+            "check user and password, the AWS_… variables, or owner and permissions of the folder"
+        }
+        StoreError::Full { .. } => {
+            "free some space: `lmc remote gc` for a folder, maxmemory-policy for Redis, a lifecycle rule for S3"
+        }
+        _ => "look at the store's own log, and at this host's (dmesg)",
+    };
+    format!("{error}; {remedy}")
+}

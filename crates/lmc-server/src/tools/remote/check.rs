@@ -1,0 +1,480 @@
+//! `lmc remote check`: whether a store can be used from here, how fast it is, and what to change.
+
+use std::collections::HashSet;
+use std::hash::{BuildHasher, RandomState};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use lmc_backend::{ClearEpoch, in_order};
+use lmc_backend_remote::format::{
+    ClearSet, ClearsError, Header, MAX_CLEARS_LEN, Name, PROBE_SPACE, Scope, probe_key,
+};
+use lmc_backend_remote::{GetItem, Got, Opened, Put, PutItem, PutMode, Store, StoreError};
+use lmc_key::ChunkKey;
+use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
+
+use super::listing::Listing;
+use super::{Target, explained};
+use crate::config::human_bytes;
+
+/// Text after the help of the command.
+pub(super) const HELP: &str = "\
+Example:
+  lmc remote check file:///mnt/shared/lmc
+It takes a few seconds and writes at most 130 MiB under names that no daemon reads, which it removes
+again. The exit code is 1 when anything is wrong. `lmc remote gc` removes what a killed check left.";
+
+/// Time for one operation.
+const STEP: Duration = Duration::from_secs(10);
+/// Time to find the probes in a listing. A Redis looks at all its keys for that.
+const LIST: Duration = Duration::from_secs(30);
+/// Sizes of the values that are measured.
+const SIZES: [u64; 2] = [64 << 10, 4 << 20];
+/// Values of one size that are written at most: one at a time, and side by side.
+const MOST: usize = 16;
+/// Time to measure one thing.
+const MEASURE: Duration = Duration::from_millis(300);
+/// Time to write or read side by side, as estimated from one at a time.
+const BATCH: Duration = Duration::from_secs(2);
+/// Difference of clocks that is worth a word, in milliseconds.
+const SKEW_MS: i64 = 60_000;
+
+/// A fault; what follows on it is left out.
+struct Stopped;
+
+struct Check {
+    target: Target,
+    store: Arc<dyn Store>,
+    pool: Pool,
+    /// Names of the values that may be in the store.
+    written: HashSet<Name>,
+    faults: u32,
+}
+
+pub(super) async fn run(target: Target) -> Result<()> {
+    let bytes = (MOST as u64 + 2) * SIZES[1];
+    let arena = ArenaConfig::anonymous(usize::try_from(bytes)?).build()?;
+    let mut check = Check {
+        store: target.opened.store(),
+        target,
+        pool: Pool::new(Arc::new(arena), PoolConfig::default())?,
+        written: HashSet::new(),
+        faults: 0,
+    };
+    println!("checking {}", check.target.url);
+    // What was found is printed; what was written is removed in any case.
+    let _ = check.use_store().await;
+    check.clean_up().await;
+    match check.faults {
+        0 => {
+            println!("the store can be used");
+            Ok(())
+        }
+        1 => bail!("1 fault in {}", check.target.url),
+        faults => bail!("{faults} faults in {}", check.target.url),
+    }
+}
+
+fn ok(text: &str) {
+    println!("ok     {text}");
+}
+
+fn note(text: &str) {
+    println!("note   {text}");
+}
+
+fn step() -> Instant {
+    Instant::now() + STEP
+}
+
+impl Check {
+    fn fault(&mut self, text: &str) -> Stopped {
+        println!("FAULT  {text}");
+        self.faults += 1;
+        Stopped
+    }
+
+    fn failed(&mut self, doing: &str, error: &StoreError) -> Stopped {
+        self.fault(&format!("{doing} failed: {}", explained(error)))
+    }
+
+    async fn use_store(&mut self) -> Result<(), Stopped> {
+        self.clears().await?;
+        self.small_object().await?;
+        for size in SIZES {
+            self.measure(size).await?;
+        }
+        self.overwrite().await?;
+        self.listing().await?;
+        self.facts().await;
+        Ok(())
+    }
+
+    /// Looks for the newest clear, the first thing that a daemon asks for.
+    async fn clears(&mut self) -> Result<(), Stopped> {
+        let read = self.store.read(Name::Clears, MAX_CLEARS_LEN, step());
+        let set = match read.await {
+            Ok(None) => Ok(ClearSet::default()),
+            Ok(Some(bytes)) => ClearSet::decode(&bytes),
+            Err(StoreError::TooLarge { .. }) => Err(ClearsError::Damaged),
+            Err(error) => return Err(self.failed("reading the object of clears", &error)),
+        };
+        match set {
+            Ok(set) => {
+                let newest = set.clears().into_iter().map(|clear| clear.epoch.counter);
+                match newest.max() {
+                    None => ok("it answers; no clear was passed on through it"),
+                    Some(counter) => ok(&format!("it answers; highest clear epoch {counter}")),
+                }
+            }
+            Err(error @ ClearsError::Damaged) => note(&format!(
+                "{error}; the next daemon that uses the store writes it again"
+            )),
+            Err(error) => {
+                self.fault(&format!("{error}: use one release of lmc with one store"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes and reads an object of the kind that clears and descriptions are.
+    async fn small_object(&mut self) -> Result<(), Stopped> {
+        let name = Name::Space(PROBE_SPACE);
+        let bytes = format!("{{\"check\": {}}}\n", random(0)).into_bytes();
+        self.written.insert(name);
+        let written = self.store.write(name, bytes.clone().into(), step()).await;
+        if let Err(error) = written {
+            return Err(self.failed("writing a small object", &error));
+        }
+        match self.store.read(name, bytes.len(), step()).await {
+            Ok(Some(found)) if found == bytes => Ok(()),
+            Ok(_) => Err(self.fault("a small object that was just written has other bytes: does another check run, or does a cache stand before the store?")),
+            Err(error) => Err(self.failed("reading a small object", &error)),
+        }
+    }
+
+    /// Writes and reads values of one size, one at a time and side by side.
+    async fn measure(&mut self, size: u64) -> Result<(), Stopped> {
+        let slot = self.payload(size)?;
+        let shown = human_bytes(size);
+        let (mut keys, mut writes, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+        let begun = Instant::now();
+        while keys.len() < MOST && (keys.is_empty() || begun.elapsed() < MEASURE) {
+            let (key, at) = (new_key(), Instant::now());
+            self.put(&[key], &slot).await?;
+            writes.push(at.elapsed());
+            keys.push(key);
+        }
+        let begun = Instant::now();
+        for key in &keys {
+            if !reads.is_empty() && begun.elapsed() >= MEASURE {
+                break;
+            }
+            let at = Instant::now();
+            self.get(&[*key], &slot).await?;
+            reads.push(at.elapsed());
+        }
+        let (write, read) = (median(writes), median(reads));
+        ok(&format!(
+            "{shown}: written in {} and read in {}, one at a time",
+            millis(write),
+            millis(read)
+        ));
+        let each = write.max(read).as_secs_f64().max(1e-6);
+        let count = ((BATCH.as_secs_f64() / each) as usize).min(MOST);
+        if count < 2 {
+            note(&format!("{shown}: too slow to be measured side by side"));
+            return Ok(());
+        }
+        let keys: Vec<ChunkKey> = (0..count).map(|_| new_key()).collect();
+        let at = Instant::now();
+        self.put(&keys, &slot).await?;
+        let write = at.elapsed();
+        let at = Instant::now();
+        self.get(&keys, &slot).await?;
+        let rate = |took: Duration| {
+            let bytes = (count as u64 * size) as f64;
+            human_bytes((bytes / took.as_secs_f64().max(1e-9)) as u64)
+        };
+        let (write, read) = (rate(write), rate(at.elapsed()));
+        ok(&format!(
+            "{shown}: {write}/s written and {read}/s read, {count} at a time"
+        ));
+        Ok(())
+    }
+
+    fn payload(&mut self, size: u64) -> Result<SealedSlot, Stopped> {
+        let Some(mut slot) = self.pool.reserve(size) else {
+            return Err(self.fault("there is no memory for a value"));
+        };
+        let seed = random(size);
+        for (n, word) in slot.bytes_mut().chunks_mut(8).enumerate() {
+            let random = seed.wrapping_mul(2 * n as u64 + 1).rotate_left(29) ^ seed;
+            word.copy_from_slice(&random.to_le_bytes()[..word.len()]);
+        }
+        Ok(slot.written().seal())
+    }
+
+    async fn put(&mut self, keys: &[ChunkKey], slot: &SealedSlot) -> Result<(), Stopped> {
+        for put in self.try_put(keys, slot).await {
+            match put {
+                Ok(Put::Written) => {}
+                Ok(Put::Present) => {
+                    return Err(self.fault("a new name is taken already: does something answer for the store that is not it?"));
+                }
+                Err(error) => return Err(self.failed("writing a value", &error)),
+            }
+        }
+        Ok(())
+    }
+
+    async fn try_put(
+        &mut self,
+        keys: &[ChunkKey],
+        slot: &SealedSlot,
+    ) -> Vec<Result<Put, StoreError>> {
+        let offset = self.store.payload_offset();
+        let item = |key: &ChunkKey| {
+            let epoch = ClearEpoch::default();
+            let header = Header::raw(*key, epoch, offset, slot.len(), slot.checksum());
+            let (slot, mode) = (slot.clone(), PutMode::Create);
+            PutItem { header, slot, mode }
+        };
+        self.written
+            .extend(keys.iter().map(|key| Name::Value(*key)));
+        let puts = self.store.put(keys.iter().map(item).collect(), step());
+        let puts = in_order(puts, keys.len()).await.into_iter();
+        puts.map(|put| put.unwrap_or(Err(StoreError::Deadline)))
+            .collect()
+    }
+
+    async fn get(&mut self, keys: &[ChunkKey], slot: &SealedSlot) -> Result<(), Stopped> {
+        let reserve = |key: &ChunkKey| {
+            let slot = self.pool.reserve(slot.len())?;
+            Some(GetItem { key: *key, slot })
+        };
+        let items: Option<Vec<GetItem>> = keys.iter().map(reserve).collect();
+        let Some(items) = items else {
+            return Err(self.fault("there is no memory for values"));
+        };
+        let got = self.store.get(items, step());
+        for got in in_order(got, keys.len()).await {
+            match got {
+                Some(Got::Value {
+                    slot: mut found, ..
+                }) => {
+                    if found.bytes_mut() != slot.bytes() {
+                        return Err(self.fault("a value has other bytes than were written: the store or the way to it damages data; test the memory of both hosts"));
+                    }
+                }
+                Some(Got::Absent(_)) => {
+                    return Err(self.fault("a value that was just written is absent: does a cache stand before the store, or does it evict at once?"));
+                }
+                Some(Got::Refused { refusal, .. }) => {
+                    return Err(self.fault(&format!(
+                        "a value that was just written is not whole: {refusal}"
+                    )));
+                }
+                Some(Got::Failed { error, .. }) => {
+                    return Err(self.failed("reading a value", &error));
+                }
+                None => return Err(self.failed("reading a value", &StoreError::Deadline)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a value that is there.
+    async fn overwrite(&mut self) -> Result<(), Stopped> {
+        let slot = self.payload(SIZES[0])?;
+        let key = new_key();
+        self.put(&[key], &slot).await?;
+        match self.try_put(&[key], &slot).await.pop() {
+            Some(Ok(Put::Present)) => ok("a value that is there is not written again"),
+            Some(Ok(Put::Written)) => note(
+                "the store knows no conditional writes: two daemons that store one chunk both \
+                 write it, which costs traffic and does no harm",
+            ),
+            Some(Err(error)) => return Err(self.failed("writing a value again", &error)),
+            None => return Err(self.failed("writing a value again", &StoreError::Deadline)),
+        }
+        Ok(())
+    }
+
+    /// Looks for the probes in a listing.
+    async fn listing(&mut self) -> Result<(), Stopped> {
+        let is_value = |name: &&Name| matches!(name, Name::Value(_));
+        let mut missing: HashSet<Name> = self.written.iter().filter(is_value).copied().collect();
+        let (count, mut others) = (missing.len(), 0u64);
+        let mut listing = Listing::of_scope(&self.target.opened, Scope::PROBES);
+        let listed = tokio::time::timeout(LIST, async {
+            while let Some(page) = listing.next().await? {
+                for object in page {
+                    others += u64::from(!missing.remove(&object.name));
+                }
+            }
+            anyhow::Ok(())
+        });
+        match listed.await {
+            Ok(Ok(())) if missing.is_empty() => ok(&format!("{count} values are listed")),
+            Ok(Ok(())) => {
+                let missing = missing.len();
+                let text = format!(
+                    "{missing} of {count} values are not listed: `lmc remote` cannot see all chunks there"
+                );
+                return Err(self.fault(&text));
+            }
+            Ok(Err(error)) => {
+                return Err(self.fault(&format!("{error}; S3 needs s3:ListBucket for it")));
+            }
+            Err(_) => note(
+                "a listing takes more than 30 s: the store has very many keys; `lmc remote du` and `rm` take long",
+            ),
+        }
+        if others > 0 {
+            note(&format!(
+                "{others} values of other checks are there: where none runs now, `lmc remote gc` removes them"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Says what is particular to the kind of store.
+    async fn facts(&mut self) {
+        let ahead = match &self.target.opened {
+            Opened::File(store) => {
+                match store.is_direct() {
+                    true => ok("files are read and written without the page cache (O_DIRECT)"),
+                    false => note(
+                        "the file system takes no O_DIRECT: files go through the page cache, which takes memory and a copy",
+                    ),
+                }
+                store.clock_ahead_ms()
+            }
+            Opened::Redis(store) => {
+                match store.memory(step()).await {
+                    Ok(nodes) => nodes.iter().for_each(memory),
+                    Err(error) => note(&format!(
+                        "INFO memory is not answered ({error}): see for yourself that maxmemory is set"
+                    )),
+                }
+                // A login may be denied it.
+                store.clock_ahead_ms(step()).await.ok().flatten()
+            }
+            Opened::S3(store) => store.clock_ahead_ms(),
+            _ => None,
+        };
+        match ahead {
+            None => note("its clock is not known"),
+            Some(ms) if ms.abs() < SKEW_MS => ok(&format!("its clock is {}", skew(ms))),
+            Some(ms) => note(&format!(
+                "its clock is {}: set both by NTP; ages are by the store's clock, and S3 refuses requests that are 15 minutes off",
+                skew(ms)
+            )),
+        }
+    }
+
+    /// Removes what was written, and the folders that are empty then.
+    async fn clean_up(&mut self) {
+        let names: Vec<Name> = self.written.drain().collect();
+        if names.is_empty() {
+            return;
+        }
+        let removed = self.store.remove(&names, Instant::now() + LIST).await;
+        let failed = removed.into_iter().find_map(Result::err);
+        if let Some(error) = failed {
+            let doing = "removing what was written (`lmc remote gc` removes it later)";
+            self.failed(doing, &error);
+            return;
+        }
+        let keys = names.iter().filter_map(|name| match name {
+            Name::Value(key) => Some(*key),
+            _ => None,
+        });
+        let keys: Vec<ChunkKey> = keys.take(MOST).collect();
+        let heads = self.store.heads(&keys, step()).await;
+        match heads.into_iter().find(|head| !matches!(head, Ok(None))) {
+            None => ok("what was written is removed"),
+            Some(Ok(_)) => _ = self.fault("a value that was removed is still there: does a cache stand before the store, or does the bucket keep versions?"),
+            Some(Err(error)) => _ = self.failed("looking for a removed value", &error),
+        }
+        if let Opened::File(store) = &self.target.opened {
+            let root = store.root().to_owned();
+            let remove = move || remove_empty_folders(&root, &names);
+            // Empty folders do no harm, should the file system hang now.
+            let _ = tokio::time::timeout(STEP, tokio::task::spawn_blocking(remove)).await;
+        }
+    }
+}
+
+/// Removes the folders of names from which they were removed, as far as they are empty. A writer that
+/// needs one makes it again.
+fn remove_empty_folders(root: &Path, names: &[Name]) {
+    let mut folders: Vec<_> = (names.iter())
+        .flat_map(|name| {
+            let path = root.join(name.to_string());
+            let parents = path.ancestors().skip(1).take_while(|path| *path != root);
+            parents.map(Path::to_owned).collect::<Vec<_>>()
+        })
+        .collect();
+    folders.sort();
+    folders.dedup();
+    // Folders come before what is in them.
+    for folder in folders.iter().rev() {
+        let _ = std::fs::remove_dir(folder);
+    }
+}
+
+fn memory(node: &lmc_backend_remote::redis::RedisMemory) {
+    let (name, policy) = (&node.node, node.policy.as_deref().unwrap_or("not known"));
+    let used = node
+        .used
+        .map_or_else(|| "not known".to_owned(), human_bytes);
+    match node.max {
+        None => note(&format!(
+            "{name}: {used} in use and maxmemory is not set: it grows until its host has no memory; set maxmemory, and maxmemory-policy allkeys-lru"
+        )),
+        Some(max) if policy == "noeviction" => note(&format!(
+            "{name}: {used} of {} in use, maxmemory-policy noeviction: a full server refuses chunks; set allkeys-lru where lmc has it for itself",
+            human_bytes(max)
+        )),
+        Some(max) => ok(&format!(
+            "{name}: {used} of {} in use, maxmemory-policy {policy}",
+            human_bytes(max)
+        )),
+    }
+}
+
+fn skew(ms: i64) -> String {
+    let (by, side) = (
+        ms.unsigned_abs(),
+        if ms < 0 { "behind" } else { "ahead of" },
+    );
+    match by {
+        0..1000 => "that of this host, within a second".to_owned(),
+        _ => format!("{} s {side} this host's", by / 1000),
+    }
+}
+
+fn random(n: u64) -> u64 {
+    RandomState::new().hash_one(n)
+}
+
+fn new_key() -> ChunkKey {
+    let mut bytes = [0; 32];
+    for (n, word) in bytes.chunks_exact_mut(8).enumerate() {
+        word.copy_from_slice(&random(n as u64).to_le_bytes());
+    }
+    probe_key(bytes)
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}
+
+fn millis(time: Duration) -> String {
+    format!("{:.2} ms", time.as_secs_f64() * 1e3)
+}

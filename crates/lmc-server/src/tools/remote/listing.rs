@@ -1,0 +1,163 @@
+//! Listings of a store, a page at a time, and the descriptions of its spaces.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow};
+use indicatif::{ProgressBar, ProgressStyle};
+use lmc_backend_remote::format::{MAX_SPACE_LEN, Name, Scope, SpaceRecord, Tenant};
+use lmc_backend_remote::{ListedObject, Opened, Store, StoreError};
+use lmc_key::SpaceId;
+use tokio::task::JoinSet;
+
+use super::{deadline, explained};
+
+/// Names of a page.
+const PAGE: usize = 4096;
+/// Descriptions that are read at a time.
+const READS: usize = 32;
+
+/// A listing under way. Holds one page.
+pub(super) struct Listing {
+    store: Arc<dyn Store>,
+    /// The scopes that are left; the first is being listed.
+    scopes: VecDeque<Scope>,
+    token: Option<String>,
+    listed: u64,
+    bar: ProgressBar,
+}
+
+impl Listing {
+    /// Lists the chunks of a store, or of one space. A bar shows people how far it is.
+    pub(super) fn of_chunks(opened: &Opened, space: Option<SpaceId>) -> Self {
+        let scopes = match opened {
+            // A page of all folders would look into each of them.
+            Opened::File(_) => (0..=u8::MAX)
+                .map(|fanout| Scope::Values {
+                    fanout: Some(fanout),
+                    space,
+                })
+                .collect(),
+            // One listing of all costs no more requests than that of a part.
+            _ => VecDeque::from([Scope::Values {
+                fanout: None,
+                space,
+            }]),
+        };
+        let bar = match scopes.len() {
+            1 => ProgressBar::new_spinner().with_style(style("{spinner} {msg} {pos} chunks")),
+            folders => ProgressBar::new(folders as u64)
+                .with_style(style("{msg} {wide_bar} {pos}/{len} folders, {eta} left")),
+        };
+        Self::of(opened, scopes, bar.with_message("listing"))
+    }
+
+    /// Lists the descriptions of spaces, or the probes of checks.
+    pub(super) fn of_scope(opened: &Opened, scope: Scope) -> Self {
+        Self::of(opened, VecDeque::from([scope]), ProgressBar::hidden())
+    }
+
+    fn of(opened: &Opened, scopes: VecDeque<Scope>, bar: ProgressBar) -> Self {
+        Self {
+            store: opened.store(),
+            scopes,
+            token: None,
+            listed: 0,
+            bar,
+        }
+    }
+
+    /// Returns the next page, which may be empty; `None` at the end.
+    pub(super) async fn next(&mut self) -> Result<Option<Vec<ListedObject>>> {
+        let Some(&scope) = self.scopes.front() else {
+            self.bar.finish_and_clear();
+            return Ok(None);
+        };
+        let token = self.token.take();
+        let page = self.store.list(scope, token.as_deref(), PAGE, deadline());
+        let page = page.await.map_err(|error| {
+            self.bar.finish_and_clear();
+            let listed = self.listed;
+            anyhow!(
+                "the listing ended after {listed} names: {}",
+                explained(&error)
+            )
+        })?;
+        self.listed += page.objects.len() as u64;
+        self.token = page.next;
+        let is_over = self.token.is_none();
+        if is_over {
+            self.scopes.pop_front();
+        }
+        match self.bar.length() {
+            None => self.bar.set_position(self.listed),
+            Some(_) => self.bar.inc(u64::from(is_over)),
+        }
+        Ok(Some(page.objects))
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).expect("a constant template that a test draws")
+}
+
+/// Reads the descriptions of spaces. A space without one, or with one that is damaged or of a later
+/// version, is left out.
+pub(super) async fn descriptions(
+    store: &Arc<dyn Store>,
+    spaces: &[SpaceId],
+) -> Result<HashMap<SpaceId, SpaceRecord>> {
+    let mut found = HashMap::new();
+    for spaces in spaces.chunks(READS) {
+        let mut reads = JoinSet::new();
+        for &space in spaces {
+            let store = Arc::clone(store);
+            reads.spawn(async move {
+                let read = store.read(Name::Space(space), MAX_SPACE_LEN, deadline());
+                (space, read.await)
+            });
+        }
+        while let Some(read) = reads.join_next().await {
+            let (space, read) = read?;
+            let bytes = match read {
+                Ok(bytes) => bytes,
+                // No description is so long.
+                Err(StoreError::TooLarge { .. }) => None,
+                Err(error) => {
+                    return Err(anyhow!(
+                        "cannot read the description of space {space}: {}",
+                        explained(&error)
+                    ));
+                }
+            };
+            let record = bytes.and_then(|bytes| SpaceRecord::decode(space, &bytes).ok());
+            found.extend(record.map(|record| (space, record)));
+        }
+    }
+    Ok(found)
+}
+
+/// Names a tenant for people.
+pub(super) fn tenant_name(tenant: Tenant) -> String {
+    match tenant {
+        Tenant::Common => "none".to_owned(),
+        Tenant::Salted(None) => "salted".to_owned(),
+        // Written as an id is.
+        Tenant::Salted(Some(digest)) => SpaceId::new(digest).to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bars_are_drawn() {
+        for template in [
+            "{spinner} {msg} {pos} chunks",
+            "{msg} {wide_bar} {pos}/{len} folders, {eta} left",
+        ] {
+            style(template);
+        }
+    }
+}

@@ -1,0 +1,497 @@
+//! `lmc remote` over every kind of store. `cargo xtask test-remote` runs the tests that need a
+//! server.
+
+mod common;
+#[allow(dead_code, reason = "the tests of the tier use all of it")]
+#[path = "../../lmc-backend-remote/tests/s3/servers.rs"]
+mod s3_servers;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+
+use lmc_backend::conformance::fill_value;
+use lmc_backend::{ClearEpoch, in_order};
+use lmc_backend_remote::format::{ClearSet, Header, Name, Scope, SpaceRecord};
+use lmc_backend_remote::redis::{RedisConfig, RedisStore};
+use lmc_backend_remote::s3::{S3Config, S3Store};
+use lmc_backend_remote::{FileConfig, FileStore, Put, PutItem, PutMode, Store};
+use lmc_key::{
+    ChunkHash, ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, SpaceId,
+};
+use lmc_testkit::{Folder, Process, free_port, pool, soon, until};
+use serde_json::Value;
+use tokio::runtime::Runtime;
+
+use s3_servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server as S3Server, TOKEN};
+
+/// Bytes of a chunk, and what a store has of it beside the header.
+const LEN: u64 = 5000;
+
+/// A store that tests fill, and the program's way to it.
+struct Rig {
+    store: Arc<dyn Store>,
+    runtime: Runtime,
+    url: String,
+    variables: Vec<(&'static str, String)>,
+}
+
+fn runtime() -> Runtime {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let builder = builder.worker_threads(1).enable_all();
+    builder.build().expect("a runtime")
+}
+
+fn folder() -> Folder {
+    Folder::inside(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// A space of a model and a tenant.
+fn space(model: &str, salt: &str) -> KeySpace {
+    KeySpace {
+        algorithm: HashAlgorithm::Blake3,
+        chunk_size: 256,
+        model: model.parse().expect("a name"),
+        world_size: 1,
+        layout: LayoutFingerprint::of(b"layout"),
+        dtype: "half".parse().expect("a name"),
+        salt: salt.parse().expect("a salt"),
+        identity: IdentityText::default(),
+    }
+}
+
+/// Keys of a space, spread over the folders.
+fn keys(space: SpaceId, count: u8) -> Vec<ChunkKey> {
+    let key = |n: u8| ChunkKey {
+        space,
+        kv_rank: 0,
+        group: 0,
+        hash: ChunkHash::new([n.wrapping_mul(37); 32]),
+    };
+    (0..count).map(key).collect()
+}
+
+impl Rig {
+    fn over(folder: &Folder) -> Self {
+        let store = FileStore::new(FileConfig::new(folder.to_path_buf())).expect("a store");
+        Self {
+            store: Arc::new(store),
+            runtime: runtime(),
+            url: format!("file://{}", folder.text()),
+            variables: Vec::new(),
+        }
+    }
+
+    fn over_redis(port: u16) -> Self {
+        let url = format!("redis://127.0.0.1:{port}");
+        let config = RedisConfig::new(url.parse().expect("a URL"));
+        Self {
+            store: Arc::new(RedisStore::new(config).expect("a store")),
+            runtime: runtime(),
+            url,
+            variables: Vec::new(),
+        }
+    }
+
+    fn over_s3(port: u16) -> Self {
+        let variables = vec![
+            ("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}")),
+            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+            ("AWS_SESSION_TOKEN", TOKEN.to_owned()),
+        ];
+        let url = format!("s3://{BUCKET}/of/lmc");
+        let owned = |(name, value): &(&str, String)| ((*name).to_owned(), value.clone());
+        let config = S3Config::new(url.parse().expect("a URL"), variables.iter().map(owned));
+        Self {
+            store: Arc::new(S3Store::new(config.expect("settings")).expect("a store")),
+            runtime: runtime(),
+            url,
+            variables,
+        }
+    }
+
+    fn put(&self, keys: &[ChunkKey]) {
+        let pool = pool(8 << 20);
+        let item = |key: &ChunkKey| {
+            let mut slot = pool.reserve(LEN).expect("memory");
+            fill_value(key, slot.bytes_mut());
+            let slot = slot.written().seal();
+            let (epoch, offset) = (ClearEpoch::default(), self.store.payload_offset());
+            PutItem {
+                header: Header::raw(*key, epoch, offset, LEN, slot.checksum()),
+                slot,
+                mode: PutMode::Create,
+            }
+        };
+        let items = keys.iter().map(item).collect();
+        let puts = in_order(self.store.put(items, soon()), keys.len());
+        for put in self.runtime.block_on(puts) {
+            assert!(matches!(put, Some(Ok(Put::Written))), "{put:?}");
+        }
+    }
+
+    /// Stores chunks of a space, and describes it.
+    fn fill(&self, space: &KeySpace, count: u8) {
+        self.put(&keys(space.id(), count));
+        let digest = (!space.salt.is_empty()).then_some([0xd1; 16]);
+        let record = SpaceRecord::new(space, digest);
+        self.write(Name::Space(space.id()), record.encode());
+    }
+
+    fn write(&self, name: Name, bytes: Vec<u8>) {
+        let write = self.store.write(name, bytes.into(), soon());
+        self.runtime.block_on(write).expect("it is written");
+    }
+
+    /// Returns the number of objects in a scope.
+    fn count(&self, scope: Scope) -> usize {
+        let (mut count, mut token) = (0, None);
+        loop {
+            let page = self.store.list(scope, token.as_deref(), 1000, soon());
+            let page = self.runtime.block_on(page).expect("a page");
+            count += page.objects.len();
+            token = page.next;
+            if token.is_none() {
+                return count;
+            }
+        }
+    }
+
+    /// Returns `lmc remote VERB URL` with flags.
+    fn command(&self, verb: &str, flags: &[&str]) -> Command {
+        let mut command = common::lmc();
+        command.args(["remote", verb, &self.url]).args(flags);
+        command.env_remove("LMC_REMOTE").stdin(Stdio::null());
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    fn run(&self, verb: &str, flags: &[&str]) -> Said {
+        Said::of(self.command(verb, flags).output().expect("it runs"))
+    }
+
+    fn json(&self, verb: &str, flags: &[&str]) -> Value {
+        let said = self.run(verb, flags).succeeded();
+        serde_json::from_str(&said.out).unwrap_or_else(|_| panic!("no JSON: {}", said.out))
+    }
+}
+
+/// The end of the program.
+struct Said {
+    code: Option<i32>,
+    out: String,
+    error: String,
+}
+
+impl Said {
+    fn of(output: Output) -> Self {
+        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        let this = Self {
+            code: output.status.code(),
+            out: text(output.stdout),
+            error: text(output.stderr),
+        };
+        assert!(!this.all().contains("marked-"), "a secret: {}", this.all());
+        this
+    }
+
+    fn all(&self) -> String {
+        format!("{}{}", self.out, self.error)
+    }
+
+    fn succeeded(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}", self.all());
+        self
+    }
+
+    fn failed_with(&self, part: &str) {
+        assert_eq!(self.code, Some(1), "{}", self.all());
+        assert!(self.all().contains(part), "no {part:?} in {}", self.all());
+    }
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        match path.is_dir() {
+            true => files.extend(self::files(&path)),
+            false => files.push(path),
+        }
+    }
+    files.sort();
+    files
+}
+
+/// Checks a store that works, which has chunks of others and a clear.
+fn is_checked(rig: &Rig) {
+    rig.fill(&space("model", ""), 3);
+    let mut clears = ClearSet::default();
+    clears.note(lmc_backend::Clear::all(ClearEpoch::default().next()));
+    rig.write(Name::Clears, clears.encode());
+    let said = rig.run("check", &[]).succeeded();
+    for part in [
+        "highest clear epoch 1",
+        "64.0 KiB: written in",
+        "4.00 MiB: written in",
+        "at a time",
+        "values are listed",
+        "its clock is that of this host",
+        "what was written is removed",
+        "the store can be used",
+    ] {
+        assert!(said.out.contains(part), "no {part:?} in {}", said.out);
+    }
+    assert!(!said.out.contains("FAULT"), "{}", said.out);
+    assert_eq!(rig.count(Scope::VALUES), 3, "probes are left");
+    assert_eq!(rig.count(Scope::Spaces), 1);
+}
+
+/// Counts the chunks of two models and three tenants.
+fn is_counted(rig: &Rig) {
+    let salted = space("model", "marked-salt");
+    let unknown = space("unknown", "");
+    rig.fill(&space("model", ""), 5);
+    rig.fill(&salted, 4);
+    rig.fill(&space("other \"model\"", ""), 2);
+    rig.put(&keys(unknown.id(), 3));
+    let value = LEN + rig.store.payload_offset();
+    let du = rig.json("du", &["--json"]);
+    assert_eq!(
+        (&du["chunks"], &du["bytes"]),
+        (&14.into(), &(14 * value).into())
+    );
+    let sums = |sums: &str, of: &str, name: Option<&str>| {
+        let sums = du[sums].as_array().expect("an array");
+        let sum = sums.iter().find(|sum| sum[of].as_str() == name);
+        let sum = sum.unwrap_or_else(|| panic!("no {name:?} in {du}"));
+        assert_eq!(
+            sum["bytes"],
+            sum["chunks"].as_u64().expect("a number") * value
+        );
+        sum["chunks"].clone()
+    };
+    assert_eq!(sums("models", "model", Some("model")), 9);
+    assert_eq!(sums("models", "model", Some("other \"model\"")), 2);
+    assert_eq!(sums("models", "model", None), 3);
+    assert_eq!(sums("tenants", "tenant", Some("none")), 7);
+    assert_eq!(sums("tenants", "tenant", Some(&"d1".repeat(16))), 4);
+    assert_eq!(sums("spaces", "space", Some(&unknown.id().to_string())), 3);
+    let said = rig.run("du", &[]).succeeded();
+    for part in [
+        "14 chunks",
+        "model model: 9 chunks",
+        &salted.id().to_string(),
+        "no description: 3",
+    ] {
+        assert!(said.out.contains(part), "no {part:?} in {}", said.out);
+    }
+}
+
+#[test]
+fn a_folder_is_checked_and_nothing_is_left_there() {
+    let folder = folder();
+    is_checked(&Rig::over(&folder));
+    let empty = self::folder();
+    let said = Rig::over(&empty).run("check", &[]).succeeded();
+    assert!(said.out.contains("no clear was passed on"), "{}", said.out);
+    let left: Vec<_> = fs::read_dir(&*empty).expect("a folder").collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn faults_of_a_folder_are_said_and_the_exit_code_is_1() {
+    let folder = folder();
+    let mut rig = Rig::over(&folder);
+    rig.url += "/missing";
+    rig.run("check", &[]).failed_with("create the folder");
+    rig.run("du", &[]).failed_with("create the folder");
+    let rig = Rig::over(&folder);
+    fs::create_dir(folder.join("v1")).expect("a folder");
+    fs::write(folder.join("v1/clears"), [1; 100]).expect("space");
+    let said = rig.run("check", &[]).succeeded();
+    assert!(said.out.contains("the object of clears is damaged"));
+    // A later version.
+    fs::write(folder.join("v1/clears"), b"LMCCLEAR\x02\0\0\0").expect("space");
+    rig.run("check", &[]).failed_with("one release");
+    // Something else stands where folders have to be.
+    fs::remove_file(folder.join("v1/clears")).expect("it is there");
+    fs::write(folder.join("v1/00"), "a file").expect("space");
+    rig.run("check", &[]).failed_with("writing a value failed");
+    assert_eq!(files(&folder), [folder.join("v1/00")]);
+}
+
+#[test]
+fn urls_are_checked_and_their_passwords_are_never_shown() {
+    for url in [
+        "redsis://:marked-secret@host",
+        "redis://:marked-secret@",
+        "s3://key:marked-secret@bucket",
+        "file://marked-secret",
+    ] {
+        for verb in ["check", "du"] {
+            let mut command = common::lmc();
+            let output = command
+                .args(["remote", verb])
+                .env("LMC_REMOTE", url)
+                .output();
+            Said::of(output.expect("it runs")).failed_with("URL");
+        }
+    }
+    let mut command = common::lmc();
+    command.env("LMC_REMOTE", "redis://:marked-secret@127.0.0.1:1");
+    let help = command.args(["remote", "check", "--help"]).output();
+    assert!(Said::of(help.expect("it runs")).out.contains("Example"));
+    let mut command = common::lmc();
+    command.env("LMC_REMOTE", "redis://:marked-secret@127.0.0.1:1");
+    let refused = command.args(["remote", "check"]).output();
+    Said::of(refused.expect("it runs")).failed_with("is it running");
+}
+
+#[test]
+fn a_folder_is_counted() {
+    is_counted(&Rig::over(&folder()));
+}
+
+/// Names, links and contents that no lmc wrote change no count and are not followed.
+#[test]
+fn what_others_put_into_a_folder_is_not_counted() {
+    let outside = folder();
+    let folder = folder();
+    let rig = Rig::over(&folder);
+    let described = space("model", "");
+    rig.fill(&described, 2);
+    let chunk = folder.join(Name::Value(keys(described.id(), 1)[0]).to_string());
+    let of_space = chunk.parent().expect("a folder").to_owned();
+    let bytes = fs::read(&chunk).expect("a chunk");
+    let hash = "0".repeat(64);
+    fs::write(outside.join(format!("{hash}-0-0")), &bytes).expect("space");
+    for name in [
+        "..-0-0".to_owned(),
+        format!("{hash}-0-0.."),
+        format!("{hash}-00-0"),
+        format!("{hash}-0-99999"),
+        format!("{}-0-0", "A".repeat(64)),
+        ".tmp-0123456789abcdef".to_owned(),
+        "x\n\u{1b}[2J".to_owned(),
+    ] {
+        fs::write(of_space.join(name), &bytes).expect("space");
+    }
+    fs::write(folder.join("v1/notes.txt"), "x").expect("space");
+    fs::create_dir(folder.join("v1/zz")).expect("a folder");
+    fs::create_dir(folder.join("v1/01")).expect("a folder");
+    let linked = folder.join("v1/01").join(described.id().to_string());
+    std::os::unix::fs::symlink(&*outside, &linked).expect("a link");
+    std::os::unix::fs::symlink(&chunk, of_space.join(format!("00{}-1-0", &hash[2..])))
+        .expect("a link");
+    // A folder under the name of a chunk.
+    fs::create_dir(of_space.join(format!("{hash}-7-0"))).expect("a folder");
+    // A description of 1 GB, and one that is a link to the other.
+    let huge = folder.join(Name::Space(SpaceId::new([7; 16])).to_string());
+    let file = fs::File::create(&huge).expect("a file");
+    file.set_len(1 << 30).expect("a sparse file");
+    rig.put(&keys(SpaceId::new([7; 16]), 1));
+    let du = rig.json("du", &["--json"]);
+    assert_eq!(du["chunks"], 3, "{du}");
+    assert_eq!(du["models"].as_array().expect("models").len(), 2, "{du}");
+}
+
+/// A folder that has more names than a page has.
+#[test]
+fn a_folder_of_many_names_is_counted_page_by_page() {
+    let folder = folder();
+    let rig = Rig::over(&folder);
+    let key = keys(SpaceId::new([1; 16]), 1)[0];
+    rig.put(&[key]);
+    let path = folder.join(Name::Value(key).to_string());
+    for group in 1..10_000u16 {
+        let twin = folder.join(Name::Value(ChunkKey { group, ..key }).to_string());
+        fs::hard_link(&path, twin).expect("a link");
+    }
+    assert_eq!(rig.json("du", &["--json"])["chunks"], 10_000);
+}
+
+/// A Redis of its own.
+struct Redis {
+    port: u16,
+    process: Process,
+    _folder: Folder,
+}
+
+impl Redis {
+    fn start(options: &[&str]) -> Self {
+        let (port, folder) = (free_port(), Folder::temporary());
+        let mut command = Command::new("redis-server");
+        command.args(["--port", &port.to_string(), "--bind", "127.0.0.1"]);
+        command.args(["--dir", folder.text(), "--save", "", "--appendonly", "no"]);
+        let process = Process::spawn(command.args(options).stdout(Stdio::null()));
+        until("the server answers", || {
+            std::net::TcpStream::connect(("127.0.0.1", port)).is_ok()
+        });
+        Self {
+            port,
+            process,
+            _folder: folder,
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_redis_is_checked_and_counted() {
+    let redis = Redis::start(&["--maxmemory", "400mb"]);
+    is_checked(&Rig::over_redis(redis.port));
+    let said = Rig::over_redis(redis.port).run("check", &[]).succeeded();
+    assert!(
+        said.out
+            .contains("of 400 MiB in use, maxmemory-policy noeviction")
+    );
+    let redis = Redis::start(&[]);
+    is_counted(&Rig::over_redis(redis.port));
+    let said = Rig::over_redis(redis.port).run("check", &[]).succeeded();
+    assert!(said.out.contains("maxmemory is not set"), "{}", said.out);
+    let redis = Redis::start(&["--maxmemory", "400mb", "--maxmemory-policy", "allkeys-lru"]);
+    let said = Rig::over_redis(redis.port).run("check", &[]).succeeded();
+    assert!(said.out.contains("maxmemory-policy allkeys-lru"));
+    // A server that is full, and one that hangs.
+    let redis = Redis::start(&["--maxmemory", "2mb"]);
+    Rig::over_redis(redis.port)
+        .run("check", &[])
+        .failed_with("no free capacity");
+    redis.process.stop();
+    let rig = Rig::over_redis(redis.port);
+    rig.run("check", &[]).failed_with("deadline");
+    rig.run("du", &[]).failed_with("deadline");
+}
+
+#[test]
+#[ignore = "needs s3s-fs and moto_server: cargo xtask test-remote"]
+fn an_s3_is_checked_and_counted() {
+    for kind in [Kind::Files, Kind::Moto] {
+        let server = S3Server::start(kind);
+        is_checked(&Rig::over_s3(server.port));
+        let server = S3Server::start(kind);
+        is_counted(&Rig::over_s3(server.port));
+    }
+    // Wrong credentials, and a listing that hangs on its way.
+    let server = S3Server::start(Kind::Files);
+    let mut rig = Rig::over_s3(server.port);
+    rig.fill(&space("model", ""), 3);
+    let hangs = |head: &str, _| match head.contains("list-type=2") {
+        true => Fault::StallAfter(200),
+        false => Fault::None,
+    };
+    let proxy = Proxy::start(server.port, hangs);
+    Rig::over_s3(proxy.port)
+        .run("du", &[])
+        .failed_with("the listing ended after 0 names");
+    let secret = rig
+        .variables
+        .iter_mut()
+        .find(|(name, _)| *name == "AWS_SECRET_ACCESS_KEY");
+    secret.expect("it is there").1 = "marked-wrong".to_owned();
+    rig.run("check", &[]).failed_with("AWS_");
+    rig.run("du", &[]).failed_with("AWS_");
+}
