@@ -22,7 +22,7 @@ mod open;
 pub use open::{OpenError, Opened, StoreOptions, check_url, open_store};
 
 mod posix;
-pub use posix::{Collected, FileConfig, FileStore};
+pub use posix::{Collected, FileConfig, FileStore, Limits};
 
 mod store;
 pub use store::{

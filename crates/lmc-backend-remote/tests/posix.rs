@@ -14,7 +14,9 @@ use lmc_backend::conformance::{block_on, fill_value, load_batch, store_batch, te
 use lmc_backend::{Backend, BackendError, Health, LoadItem, StoreItem, Stored};
 use lmc_backend_remote::conformance::{MemoryStore, check_store};
 use lmc_backend_remote::format::Name;
-use lmc_backend_remote::{FileConfig, FileStore, RemoteConfig, RemoteTier, Store, StoreError};
+use lmc_backend_remote::{
+    FileConfig, FileStore, Limits, RemoteConfig, RemoteTier, Store, StoreError,
+};
 use lmc_key::ChunkKey;
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, is_root, pool, soon, until};
@@ -271,11 +273,20 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     fs::write(&old, "torn").unwrap();
     fs::write(&young, "being written").unwrap();
     make_old(&old, Duration::from_secs(3700));
-    let mut config = FileConfig::new(rig.folder.to_path_buf());
-    config.max_bytes = Some(256 * (4096 + LEN) * 5 / 2);
-    config.collect_pause = Duration::from_secs(3600);
-    let store = FileStore::new(config).unwrap();
-    let collected = store.collect(first.hash.as_bytes()[0]).unwrap();
+    let store = store(&rig.folder);
+    let limits = Limits {
+        max_bytes: Some(256 * (4096 + LEN) * 5 / 2),
+        ..Limits::default()
+    };
+    let dry = Limits {
+        dry_run: true,
+        ..limits
+    };
+    let fanout = first.hash.as_bytes()[0];
+    let would = store.collect(fanout, dry).unwrap();
+    assert!(keys.iter().all(|&key| rig.is_hit(key)) && old.exists());
+    let collected = store.collect(fanout, limits).unwrap();
+    assert_eq!(would, collected);
     assert_eq!(
         (collected.evicted, collected.expired, collected.temporary),
         (2, 0, 1)
@@ -284,7 +295,7 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     let hits: Vec<bool> = keys.iter().map(|&key| rig.is_hit(key)).collect();
     assert_eq!(hits, [false, false, true, true]);
     assert!(rig.is_hit(elsewhere) && unknown.exists() && young.exists() && !old.exists());
-    let again = store.collect(first.hash.as_bytes()[0]).unwrap();
+    let again = store.collect(fanout, limits).unwrap();
     assert_eq!((again.evicted, again.removed_bytes), (0, 0));
 }
 
@@ -296,15 +307,16 @@ fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
         rig.store(key).unwrap();
         make_old(&rig.path(key), Duration::from_secs(7200));
     }
-    let mut config = FileConfig::new(rig.folder.to_path_buf());
-    config.ttl = Some(Duration::from_secs(3600));
-    config.collect_pause = Duration::from_secs(3600);
-    let store = FileStore::new(config).unwrap();
+    let store = store(&rig.folder);
+    let limits = Limits {
+        ttl: Some(Duration::from_secs(3600)),
+        ..Limits::default()
+    };
     let runtime = runtime();
     let result = runtime.block_on(store.touch(&[touched], soon()));
     assert!(matches!(result[..], [Ok(true)]), "{result:?}");
     for key in [old, touched] {
-        store.collect(key.hash.as_bytes()[0]).unwrap();
+        store.collect(key.hash.as_bytes()[0], limits).unwrap();
     }
     assert!(!rig.is_hit(old) && rig.is_hit(touched));
     let head = runtime.block_on(store.heads(&[touched], soon()));

@@ -34,7 +34,7 @@ pub(crate) enum Tool {
     /// Looks into the folder of a disk tier, while no server uses it
     #[command(subcommand)]
     Disk(disk::Verb),
-    /// Looks into a shared store: checks it, and shows what it holds
+    /// Looks into a shared store: checks it, shows what it holds, and removes what is not needed
     #[command(subcommand, after_help = remote::HELP)]
     Remote(remote::Verb),
     /// Shows and sets how many bytes a tenant (cache_salt) may hold

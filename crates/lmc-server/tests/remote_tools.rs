@@ -10,10 +10,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use lmc_backend::conformance::fill_value;
 use lmc_backend::{ClearEpoch, in_order};
-use lmc_backend_remote::format::{ClearSet, Header, Name, Scope, SpaceRecord};
+use lmc_backend_remote::format::{ClearSet, Header, Name, Scope, SpaceRecord, probe_key};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::s3::{S3Config, S3Store};
 use lmc_backend_remote::{FileConfig, FileStore, Put, PutItem, PutMode, Store};
@@ -159,6 +160,18 @@ impl Rig {
         }
     }
 
+    fn count_of(&self, space: &KeySpace) -> usize {
+        self.count(Scope::Values {
+            fanout: None,
+            space: Some(space.id()),
+        })
+    }
+
+    fn has(&self, name: Name) -> bool {
+        let read = self.store.read(name, 1 << 20, soon());
+        self.runtime.block_on(read).expect("an answer").is_some()
+    }
+
     /// Returns `lmc remote VERB URL` with flags.
     fn command(&self, verb: &str, flags: &[&str]) -> Command {
         let mut command = common::lmc();
@@ -288,6 +301,171 @@ fn is_counted(rig: &Rig) {
     ] {
         assert!(said.out.contains(part), "no {part:?} in {}", said.out);
     }
+}
+
+/// Removes chunks by tenant, model and space, each after a look that removes nothing.
+fn is_removed_by_selectors(rig: &Rig) {
+    let secrets = Folder::temporary();
+    let salt = secrets.join("salt");
+    let salt_file = salt.to_str().expect("text");
+    let (common, salted) = (space("model", ""), space("model", "marked-salt"));
+    let (other, unknown) = (space("other", ""), space("unknown", ""));
+    let unknown_id = unknown.id().to_string();
+    rig.fill(&common, 5);
+    rig.fill(&salted, 4);
+    rig.fill(&other, 2);
+    rig.put(&keys(unknown.id(), 3));
+    rig.write(Name::Clears, ClearSet::default().encode());
+    let counts = || [&common, &salted, &other, &unknown].map(|space| rig.count_of(space));
+    for (flags, part) in [
+        (&[][..], "--all"),
+        (&["--yes"], "--all"),
+        (&["--older-than", "1h", "--yes"], "--all"),
+        (&["--model", "model"], "--yes is required"),
+        (&["--all"], "--yes is required"),
+        (&["--model", "nosuch", "--yes"], "no space is described"),
+        (&["--space", "00", "--yes"], "32 digits"),
+        (&["--tenant", salt_file, "--yes"], "No such file"),
+        (
+            &["--all", "--older-than", "soon", "--yes"],
+            "--older-than soon",
+        ),
+    ] {
+        rig.run("rm", flags).failed_with(part);
+    }
+    for (text, part) in [
+        ("", "the file is empty"),
+        ("marked-\0", "expected one salt"),
+        ("nosuch", "no space"),
+    ] {
+        fs::write(&salt, text).expect("space");
+        rig.run("rm", &["--tenant", salt_file, "--yes"])
+            .failed_with(part);
+    }
+    fs::write(&salt, "marked-salt\n").expect("space");
+    let said = rig
+        .run("rm", &["--model", "model", "--dry-run"])
+        .succeeded();
+    assert!(said.out.contains("9 chunks"), "{}", said.out);
+    rig.run("rm", &["--tenant", salt_file, "--model", "other", "--yes"])
+        .failed_with("no space");
+    assert_eq!(counts(), [5, 4, 2, 3]);
+    let said = rig.run("rm", &["--tenant", salt_file, "--yes"]).succeeded();
+    assert!(said.out.contains("removed 4 chunks"), "{}", said.out);
+    assert_eq!(counts(), [5, 0, 2, 3]);
+    assert!(!rig.has(Name::Space(salted.id())) && rig.has(Name::Space(common.id())));
+    rig.run("rm", &["--space", &unknown_id, "--yes"])
+        .succeeded();
+    assert_eq!(counts(), [5, 0, 2, 0]);
+    // All are young, or of an age that is not known.
+    rig.run("rm", &["--all", "--older-than", "1h", "--yes"])
+        .succeeded();
+    fs::write(&salt, "_default").expect("space");
+    rig.run("rm", &["--tenant", salt_file, "--model", "model", "--yes"])
+        .succeeded();
+    assert_eq!(counts(), [0, 0, 2, 0]);
+    rig.run("rm", &["--all", "--yes"]).succeeded();
+    assert_eq!((rig.count(Scope::VALUES), rig.count(Scope::Spaces)), (0, 0));
+    assert!(rig.has(Name::Clears), "clears are passed on");
+}
+
+/// Makes a file older.
+fn make_old(path: &Path, hours: u64) {
+    let file = fs::File::options().write(true).open(path).expect("a file");
+    let then = SystemTime::now() - Duration::from_secs(3600 * hours);
+    file.set_modified(then).expect("it is ours");
+}
+
+#[test]
+fn chunks_of_a_folder_are_removed_by_model_tenant_and_space() {
+    is_removed_by_selectors(&Rig::over(&folder()));
+}
+
+#[test]
+fn chunks_of_a_folder_are_removed_by_age() {
+    let folder = folder();
+    let rig = Rig::over(&folder);
+    let space = space("model", "");
+    rig.fill(&space, 4);
+    for key in &keys(space.id(), 4)[..3] {
+        make_old(&folder.join(Name::Value(*key).to_string()), 48);
+    }
+    let said = rig
+        .run("rm", &["--model", "model", "--older-than", "1d", "--yes"])
+        .succeeded();
+    assert!(said.out.contains("removed 3 chunks"), "{}", said.out);
+    assert_eq!(rig.count_of(&space), 1);
+    assert!(rig.has(Name::Space(space.id())), "the space has chunks");
+}
+
+#[test]
+fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
+    let folder = folder();
+    let rig = Rig::over(&folder);
+    let (used, unused, new) = (space("used", ""), space("unused", ""), space("new", ""));
+    rig.fill(&used, 6);
+    for space in [&unused, &new] {
+        let record = SpaceRecord::new(space, None);
+        rig.write(Name::Space(space.id()), record.encode());
+    }
+    let probe = probe_key([3; 32]);
+    rig.put(&[probe, probe_key([4; 32])]);
+    let path = |name: Name| folder.join(name.to_string());
+    let of_chunk = |n: usize| path(Name::Value(keys(used.id(), 6)[n]));
+    let leftovers = [
+        folder.join("v1/.tmp-00"),
+        folder.join("v1/spaces/.tmp-00"),
+        of_chunk(0).with_file_name(".tmp-00"),
+    ];
+    let foreign = of_chunk(0).with_file_name("..-0-0");
+    for file in leftovers.iter().chain([&foreign]) {
+        fs::write(file, "x").expect("space");
+        make_old(file, 2);
+    }
+    let young = folder.join("v1/.tmp-01");
+    fs::write(&young, "x").expect("space");
+    for (n, hours) in [(0, 50), (1, 40), (2, 2)] {
+        make_old(&of_chunk(n), hours);
+    }
+    for name in [
+        Name::Space(unused.id()),
+        Name::Space(used.id()),
+        Name::Value(probe),
+    ] {
+        make_old(&path(name), 2);
+    }
+    let before = files(&folder);
+    let flags = ["--older-than", "1d", "--dry-run"];
+    let said = rig.run("gc", &flags).succeeded();
+    for part in [
+        "would remove 2 chunks",
+        "2 too old",
+        "would remove 3 files",
+        "1 descriptions",
+        "would remove 1 values",
+    ] {
+        assert!(said.out.contains(part), "no {part:?} in {}", said.out);
+    }
+    assert_eq!(files(&folder), before);
+    rig.run("gc", &flags[..2]).succeeded();
+    let mut left = before;
+    let gone = [
+        of_chunk(0),
+        of_chunk(1),
+        path(Name::Space(unused.id())),
+        path(Name::Value(probe)),
+    ];
+    left.retain(|file| !leftovers.contains(file) && !gone.contains(file));
+    assert_eq!(files(&folder), left);
+    assert!(young.exists() && foreign.exists());
+    // One chunk fits into each of the 256 folders, and then none.
+    let value = LEN + rig.store.payload_offset();
+    rig.run("gc", &["--size", &(256 * value).to_string()])
+        .succeeded();
+    assert_eq!(rig.count_of(&used), 4);
+    rig.run("gc", &["--size", "1"]).succeeded();
+    assert_eq!(rig.count(Scope::VALUES), 0);
+    rig.run("gc", &["--size", "x"]).failed_with("--size x");
 }
 
 #[test]
@@ -464,6 +642,62 @@ fn a_redis_is_checked_and_counted() {
     let rig = Rig::over_redis(redis.port);
     rig.run("check", &[]).failed_with("deadline");
     rig.run("du", &[]).failed_with("deadline");
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn chunks_of_a_redis_are_removed() {
+    let redis = Redis::start(&["--maxmemory", "400mb", "--maxmemory-policy", "allkeys-lru"]);
+    let rig = Rig::over_redis(redis.port);
+    is_removed_by_selectors(&rig);
+    rig.fill(&space("model", ""), 3);
+    let said = rig
+        .run("rm", &["--all", "--older-than", "1s", "--yes"])
+        .succeeded();
+    assert!(said.out.contains("3 chunks are left"), "{}", said.out);
+    rig.put(&[probe_key([3; 32])]);
+    let said = rig.run("gc", &["--older-than", "1s"]).succeeded();
+    assert!(
+        said.out.contains("maxmemory-policy allkeys-lru"),
+        "{}",
+        said.out
+    );
+    assert!(
+        said.out.contains("removed 1 values of killed checks"),
+        "{}",
+        said.out
+    );
+    assert_eq!(rig.count(Scope::VALUES), 3);
+}
+
+#[test]
+#[ignore = "needs s3s-fs and moto_server: cargo xtask test-remote"]
+fn chunks_of_an_s3_are_removed_and_collected() {
+    for kind in [Kind::Files, Kind::Moto] {
+        let server = S3Server::start(kind);
+        is_removed_by_selectors(&Rig::over_s3(server.port));
+    }
+    let server = S3Server::start(Kind::Files);
+    let rig = Rig::over_s3(server.port);
+    let space = space("model", "");
+    rig.fill(&space, 6);
+    rig.put(&[probe_key([3; 32])]);
+    let bucket = server.folder.join(BUCKET).join("of/lmc");
+    for (n, key) in keys(space.id(), 6)[..4].iter().enumerate() {
+        make_old(&bucket.join(Name::Value(*key).to_string()), 2 + n as u64);
+    }
+    make_old(&bucket.join(Name::Value(probe_key([3; 32])).to_string()), 2);
+    let value = LEN + rig.store.payload_offset();
+    let size = (5 * value).to_string();
+    let said = rig.run("gc", &["--size", &size, "--dry-run"]).succeeded();
+    assert!(said.out.contains("would remove 2 chunks"), "{}", said.out);
+    rig.run("gc", &["--size", &size]).succeeded();
+    // The probe was one of the five that fit.
+    assert_eq!((rig.count_of(&space), rig.count(Scope::PROBES)), (4, 0));
+    rig.run("gc", &["--older-than", "1h"]).succeeded();
+    assert_eq!(rig.count_of(&space), 2);
+    rig.run("gc", &[]).succeeded();
+    assert_eq!(rig.count_of(&space), 2);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, OFlags};
 use super::clock::modified;
 use super::tree::{TEMPORARY, is_absent, is_file, temporary};
 use super::value::Values;
-use crate::format::Name;
+use crate::format::{Name, Scope};
 use crate::store::StoreError;
 
 /// Age at which a file that was being written is given up.
@@ -26,13 +26,15 @@ const FOLDERS: u64 = 256;
 /// Time for the collection of one folder.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Limits of a tree.
+/// Limits of a folder.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Limits {
-    /// Most bytes.
-    pub(super) max_bytes: Option<u64>,
-    /// Greatest age.
-    pub(super) ttl: Option<Duration>,
+pub struct Limits {
+    /// Most bytes of the chunks. Default: no limit.
+    pub max_bytes: Option<u64>,
+    /// Age at which a chunk is removed. Default: none.
+    pub ttl: Option<Duration>,
+    /// Removes nothing, and counts what would be removed. Default: false.
+    pub dry_run: bool,
 }
 
 /// The outcome of a collection of one folder.
@@ -67,7 +69,10 @@ impl Values {
         let mut collected = Collected::default();
         let mut files = Vec::new();
         for space in self.spaces_of(fanout, deadline)? {
-            self.files_of(&space, now, &mut files, &mut collected)?;
+            self.files_of(&space, now, limits, &mut files, &mut collected)?;
+        }
+        if fanout == 0 {
+            self.collect_others(now, limits, &mut collected)?;
         }
         files.sort_by_key(|file| file.modified);
         let most = limits.max_bytes.map_or(u64::MAX, |bytes| bytes / FOLDERS);
@@ -80,7 +85,7 @@ impl Values {
                 break;
             }
             left -= file.len;
-            if self.unlink(&file.path)? {
+            if limits.dry_run || self.unlink(&file.path)? {
                 collected.removed_bytes += file.len;
                 match is_expired {
                     true => collected.expired += 1,
@@ -96,41 +101,77 @@ impl Values {
         &self,
         folder: &str,
         now: Duration,
+        limits: Limits,
         files: &mut Vec<File>,
         collected: &mut Collected,
     ) -> Result<(), StoreError> {
         let names = self.tree.names(folder, |_| Ok(true))?;
-        if names.is_empty() {
+        if names.is_empty() && !limits.dry_run {
             // A writer that is about to use it makes it again.
             let (parent, name) = self.tree.parent(folder)?;
             let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
         }
         for name in names {
             let path = format!("{folder}/{name}");
-            let is_temporary = name.starts_with(TEMPORARY);
-            if !is_temporary && path.parse::<Name>().is_err() || files.len() >= MAX_FILES {
-                continue;
-            }
-            let stat = match self.tree.stat(&path) {
-                Err(error) if is_absent(&error) => continue,
-                stat => stat?,
-            };
-            let (Some(modified), true) = (modified(&stat), is_file(&stat)) else {
-                continue;
-            };
-            let len = u64::try_from(stat.st_size).unwrap_or_default();
-            if !is_temporary {
+            if name.starts_with(TEMPORARY) {
+                self.collect_temporary(&path, now, limits, collected)?;
+            } else if path.parse::<Name>().is_ok()
+                && files.len() < MAX_FILES
+                && let Some((modified, len)) = self.file(&path)?
+            {
                 collected.bytes += len;
                 files.push(File {
                     path,
                     modified,
                     len,
                 });
-            } else if now.saturating_sub(modified) > TEMPORARY_AGE {
-                collected.temporary += u64::from(self.unlink(&path)?);
             }
         }
         Ok(())
+    }
+
+    /// Removes what was being written long ago beside the folders of the fan-out.
+    fn collect_others(
+        &self,
+        now: Duration,
+        limits: Limits,
+        collected: &mut Collected,
+    ) -> Result<(), StoreError> {
+        for prefix in [Scope::VALUES.prefix(), Scope::Spaces.prefix()] {
+            let folder = prefix.trim_end_matches('/');
+            let is_temporary = |name: &str| Ok(name.starts_with(TEMPORARY));
+            for name in self.tree.names(folder, is_temporary)? {
+                let path = format!("{folder}/{name}");
+                self.collect_temporary(&path, now, limits, collected)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a file that was being written, if that is long ago.
+    fn collect_temporary(
+        &self,
+        path: &str,
+        now: Duration,
+        limits: Limits,
+        collected: &mut Collected,
+    ) -> Result<(), StoreError> {
+        let file = self.file(path)?;
+        if file.is_some_and(|(modified, _)| now.saturating_sub(modified) > TEMPORARY_AGE) {
+            collected.temporary += u64::from(limits.dry_run || self.unlink(path)?);
+        }
+        Ok(())
+    }
+
+    /// Returns the time of a file's last change and its length; `None` where there is no file.
+    fn file(&self, path: &str) -> io::Result<Option<(Duration, u64)>> {
+        let stat = match self.tree.stat(path) {
+            Err(error) if is_absent(&error) => return Ok(None),
+            stat => stat?,
+        };
+        let len = u64::try_from(stat.st_size).unwrap_or_default();
+        let modified = modified(&stat).filter(|_| is_file(&stat));
+        Ok(modified.map(|modified| (modified, len)))
     }
 
     /// Returns false for a file that is not there.
@@ -147,7 +188,7 @@ impl Values {
     }
 
     /// Reads the file server's clock off a file that is written for that.
-    fn read_clock(&self) -> io::Result<()> {
+    pub(super) fn read_clock(&self) -> io::Result<()> {
         let (folder, _) = self.tree.made_parent(&Name::Clears.to_string())?;
         let (file, name) = temporary(&folder, OFlags::WRONLY)?;
         let written = rustix::io::write(&file, b"clock");

@@ -18,8 +18,8 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
 
-pub use self::collect::Collected;
-use self::collect::{Collector, Limits};
+use self::collect::Collector;
+pub use self::collect::{Collected, Limits};
 use self::threads::{Lane, Outcome, Threads};
 use self::tree::{Tree, is_absent};
 use self::value::{BLOCK, Values, store_error};
@@ -87,6 +87,7 @@ impl FileStore {
         let limits = Limits {
             max_bytes: config.max_bytes,
             ttl: config.ttl,
+            dry_run: false,
         };
         let is_limited = limits.max_bytes.is_some() || limits.ttl.is_some();
         let start = || Collector::start(&values, limits, config.collect_pause);
@@ -99,17 +100,27 @@ impl FileStore {
         })
     }
 
-    /// Collects one of the 256 folders. Blocks.
+    /// Collects one of the 256 folders, which may have 1/256 of the bytes. Blocks.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn collect(&self, fanout: u8) -> Result<Collected, StoreError> {
-        self.values.collect(fanout, self.limits)
+    pub fn collect(&self, fanout: u8, limits: Limits) -> Result<Collected, StoreError> {
+        self.values.collect(fanout, limits)
     }
 
     /// Returns true while files are read and written without the page cache.
     pub fn is_direct(&self) -> bool {
         self.values.is_direct()
+    }
+
+    /// Reads the file server's clock off a file that is written for that, so that the ages of files
+    /// are known. Blocks.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn read_clock(&self) -> Result<(), StoreError> {
+        let read = self.values.read_clock();
+        read.map_err(|error| store_error(error, 0))
     }
 
     /// Returns the folder.

@@ -3,7 +3,10 @@
 
 mod check;
 mod du;
+mod gc;
 mod listing;
+mod removing;
+mod rm;
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -11,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, Subcommand};
+use lmc_backend_remote::redis::RedisMemory;
 use lmc_backend_remote::{Opened, StoreError, StoreOptions, open_store};
 use tokio::runtime::Builder;
 
-use crate::config::RemoteUrl;
+use crate::config::{RemoteUrl, human_bytes};
 
 /// Time for one request to the store: a page of a listing, a batch of removals, a value.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -24,6 +28,8 @@ pub(super) const HELP: &str = "\
 Examples:
   lmc remote check file:///mnt/shared/lmc
   lmc remote du redis://cache:6379
+  lmc remote gc file:///mnt/shared/lmc --size 20TiB --dry-run
+  lmc remote rm redis://cache:6379 --model meta-llama/Llama-3.1-8B
   AWS_REGION=eu-central-1 lmc remote du s3://bucket/lmc --json
 Settings from the environment (AWS_…, SSL_CERT_FILE) count as for `lmc serve --remote`.
 docs/remote.md says more about each kind of store.";
@@ -36,6 +42,12 @@ pub(crate) enum Verb {
     /// Shows the chunks and bytes of each model and each space
     #[command(after_help = du::HELP)]
     Du(du::Arguments),
+    /// Removes the oldest chunks beyond a size or an age, and what was left by accident
+    #[command(after_help = gc::HELP)]
+    Gc(gc::Arguments),
+    /// Removes the chunks of a model, a tenant or a space
+    #[command(after_help = rm::HELP)]
+    Rm(rm::Arguments),
 }
 
 // A doc comment here would become the text of each command.
@@ -58,6 +70,8 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     match verb {
         Verb::Check(url) => with_store(url, check::run),
         Verb::Du(arguments) => with_store(&arguments.url, |target| du::run(target, arguments)),
+        Verb::Gc(arguments) => with_store(&arguments.url, |target| gc::run(target, arguments)),
+        Verb::Rm(arguments) => with_store(&arguments.url, |target| rm::run(target, arguments)),
     }
 }
 
@@ -85,6 +99,30 @@ fn with_store<F: Future<Output = Result<()>>>(
 /// Returns the end of the time for a request that begins now.
 fn deadline() -> Instant {
     Instant::now() + TIMEOUT
+}
+
+/// Says how full a Redis is and what it does then, and whether that is good for a cache.
+fn memory(node: &RedisMemory) -> (bool, String) {
+    let (name, policy) = (&node.node, node.policy.as_deref().unwrap_or("not known"));
+    let used = node
+        .used
+        .map_or_else(|| "not known".to_owned(), human_bytes);
+    let Some(max) = node.max.map(human_bytes) else {
+        let text = format!(
+            "{name}: {used} in use and maxmemory is not set: it grows until its host has no memory; \
+             set maxmemory, and maxmemory-policy allkeys-lru"
+        );
+        return (false, text);
+    };
+    let text = format!("{name}: {used} of {max} in use, maxmemory-policy {policy}");
+    match policy {
+        "noeviction" => {
+            let remedy =
+                "a full server refuses chunks; set allkeys-lru where lmc has it for itself";
+            (false, format!("{text}: {remedy}"))
+        }
+        _ => (true, text),
+    }
 }
 
 /// Says what an error of a store means, and what to do about it.

@@ -16,7 +16,7 @@ use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 
 use super::listing::Listing;
-use super::{Target, explained};
+use super::{Target, explained, memory};
 use crate::config::human_bytes;
 
 /// Text after the help of the command.
@@ -355,7 +355,14 @@ impl Check {
             }
             Opened::Redis(store) => {
                 match store.memory(step()).await {
-                    Ok(nodes) => nodes.iter().for_each(memory),
+                    Ok(nodes) => {
+                        for (is_good, text) in nodes.iter().map(memory) {
+                            match is_good {
+                                true => ok(&text),
+                                false => note(&text),
+                            }
+                        }
+                    }
                     Err(error) => note(&format!(
                         "INFO memory is not answered ({error}): see for yourself that maxmemory is set"
                     )),
@@ -424,26 +431,6 @@ fn remove_empty_folders(root: &Path, names: &[Name]) {
     // Folders come before what is in them.
     for folder in folders.iter().rev() {
         let _ = std::fs::remove_dir(folder);
-    }
-}
-
-fn memory(node: &lmc_backend_remote::redis::RedisMemory) {
-    let (name, policy) = (&node.node, node.policy.as_deref().unwrap_or("not known"));
-    let used = node
-        .used
-        .map_or_else(|| "not known".to_owned(), human_bytes);
-    match node.max {
-        None => note(&format!(
-            "{name}: {used} in use and maxmemory is not set: it grows until its host has no memory; set maxmemory, and maxmemory-policy allkeys-lru"
-        )),
-        Some(max) if policy == "noeviction" => note(&format!(
-            "{name}: {used} of {} in use, maxmemory-policy noeviction: a full server refuses chunks; set allkeys-lru where lmc has it for itself",
-            human_bytes(max)
-        )),
-        Some(max) => ok(&format!(
-            "{name}: {used} of {} in use, maxmemory-policy {policy}",
-            human_bytes(max)
-        )),
     }
 }
 

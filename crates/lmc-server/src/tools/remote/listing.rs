@@ -97,7 +97,7 @@ impl Listing {
     }
 }
 
-fn style(template: &str) -> ProgressStyle {
+pub(super) fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("a constant template that a test draws")
 }
 

@@ -1,0 +1,240 @@
+//! `lmc remote gc`: keeps a store that does not expire by itself within its size and age.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+use indicatif::ProgressBar;
+use lmc_backend_remote::format::{PROBE_SPACE, Scope};
+use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened};
+use lmc_key::SpaceId;
+
+use super::du::{Usage, shown};
+use super::listing::{Listing, style};
+use super::removing::{Action, Selection, remove_descriptions};
+use super::rm::older_than;
+use super::{Target, Url, deadline, explained, memory};
+use crate::config::{human_bytes, parse_bytes};
+
+/// Age from which what a check or a writer left is removed.
+const LEFT: Duration = Duration::from_secs(3600);
+/// Time for one folder; the collection itself ends before.
+const FOLDER: Duration = Duration::from_secs(660);
+/// Greatest age that is counted in minutes: two years.
+const MAX_MINUTES: u64 = 2 * 365 * 24 * 60;
+
+/// Text after the help of the command.
+pub(super) const HELP: &str = "\
+Examples:
+  lmc remote gc file:///mnt/shared/lmc --size 20TiB --older-than 30d
+  lmc remote gc s3://bucket/lmc --older-than 30d --dry-run
+Without --size and --older-than only leftovers go: files that were being written an hour ago or
+earlier, values of killed checks, descriptions of spaces without chunks. Each of a folder's 256
+parts is kept to 1/256 of the size, the oldest chunks by the store's clock first. Daemons with
+--remote-size or --remote-ttl do the same by themselves. A Redis needs no collection.";
+
+// A doc comment here would become the text of the command.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    pub(super) url: Url,
+    /// Most bytes of all chunks, such as 20TiB; a bare number is bytes. The oldest go first.
+    #[arg(long, value_name = "SIZE")]
+    size: Option<String>,
+    /// Age above which chunks go, such as 12h or 30d.
+    #[arg(long, value_name = "DURATION")]
+    older_than: Option<String>,
+    /// Only show what would be removed.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
+    let size = arguments
+        .size
+        .as_deref()
+        .map(|text| parse_bytes(text, 1).map_err(|error| anyhow!("--size {text}: {error}")));
+    let limits = Limits {
+        max_bytes: size.transpose()?,
+        ttl: arguments
+            .older_than
+            .as_deref()
+            .map(older_than)
+            .transpose()?,
+        dry_run: arguments.dry_run,
+    };
+    let (verb, action) = match limits.dry_run {
+        true => ("would remove", Action::Count),
+        false => ("removed", Action::Remove),
+    };
+    match &target.opened {
+        Opened::File(store) => {
+            let collected = collect(store, limits).await?;
+            let usage = Usage {
+                chunks: collected.expired + collected.evicted,
+                bytes: collected.removed_bytes,
+            };
+            println!(
+                "{verb} {}: {} too old, {} beyond the size; {} are left",
+                shown(usage),
+                collected.expired,
+                collected.evicted,
+                human_bytes(collected.bytes - collected.removed_bytes)
+            );
+            let unused = async |object: &ListedObject, space| {
+                let is_old = object.age.is_some_and(|age| age > LEFT);
+                Ok(is_old && !has_chunks(&target, space).await?)
+            };
+            let descriptions = remove_descriptions(&target, action, unused).await?;
+            println!(
+                "{verb} {} files that were being written an hour ago or earlier, and {descriptions} descriptions of spaces without chunks",
+                collected.temporary
+            );
+        }
+        Opened::Redis(store) => {
+            println!(
+                "a Redis bounds itself by maxmemory, and by the expiry that daemons with --remote-ttl set: no chunk is collected"
+            );
+            let nodes = store.memory(deadline()).await;
+            let nodes = nodes.map_err(|error| anyhow!("INFO memory: {}", explained(&error)))?;
+            nodes.iter().for_each(|node| println!("{}", memory(node).1));
+        }
+        _ => {
+            let age = oldest(&target, limits).await?;
+            let usage = match age {
+                None => Usage::default(),
+                older_than => {
+                    let selection = Selection {
+                        spaces: None,
+                        older_than,
+                    };
+                    selection.apply(&target, action).await?.usage
+                }
+            };
+            println!("{verb} {}", shown(usage));
+        }
+    }
+    let probes = probes(&target, action).await?;
+    println!("{verb} {probes} values of killed checks");
+    Ok(())
+}
+
+/// Collects all folders, one at a time.
+async fn collect(store: &Arc<FileStore>, limits: Limits) -> Result<Collected> {
+    let bar =
+        ProgressBar::new(256).with_style(style("{msg} {wide_bar} {pos}/{len} folders, {eta} left"));
+    let bar = bar.with_message("collecting");
+    let mut sum = Collected::default();
+    for fanout in 0..=u8::MAX {
+        let store = Arc::clone(store);
+        let collecting = tokio::task::spawn_blocking(move || store.collect(fanout, limits));
+        let Ok(collected) = tokio::time::timeout(FOLDER, collecting).await else {
+            return Err(anyhow!(
+                "folder {fanout:02x} takes more than {} s: the file system hangs or is very slow",
+                FOLDER.as_secs()
+            ));
+        };
+        let collected = collected?.map_err(|error| {
+            anyhow!(
+                "folder {fanout:02x} was not collected: {}",
+                explained(&error)
+            )
+        })?;
+        sum.bytes += collected.bytes;
+        sum.expired += collected.expired;
+        sum.evicted += collected.evicted;
+        sum.removed_bytes += collected.removed_bytes;
+        sum.temporary += collected.temporary;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(sum)
+}
+
+async fn has_chunks(target: &Target, space: SpaceId) -> Result<bool> {
+    let (store, space) = (target.opened.store(), Some(space));
+    let scope = Scope::Values {
+        fanout: None,
+        space,
+    };
+    let page = store.list(scope, None, 1, deadline()).await;
+    let page = page.map_err(|error| anyhow!("{}", explained(&error)))?;
+    Ok(!page.objects.is_empty() || page.next.is_some())
+}
+
+/// Returns the age above which chunks go; `None` if all stay. Chunks of one minute go together.
+async fn oldest(target: &Target, limits: Limits) -> Result<Option<Duration>> {
+    let Some(most) = limits.max_bytes else {
+        return Ok(limits.ttl);
+    };
+    let mut minutes: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut listing = Listing::of_chunks(&target.opened, None);
+    while let Some(page) = listing.next().await? {
+        for object in page {
+            let age = object.age.map_or(0, |age| age.as_secs() / 60);
+            *minutes.entry(age.min(MAX_MINUTES)).or_default() += object.len.unwrap_or(0);
+        }
+    }
+    let size = cut(&minutes, most).map(|minutes| Duration::from_secs(60 * minutes));
+    Ok(match (size, limits.ttl) {
+        (Some(size), Some(ttl)) => Some(size.min(ttl)),
+        (size, ttl) => size.or(ttl),
+    })
+}
+
+/// Returns the youngest minute whose chunks and all older ones have to go, so that the others have at
+/// most `most` bytes.
+fn cut(minutes: &BTreeMap<u64, u64>, most: u64) -> Option<u64> {
+    let mut sum = 0u64;
+    minutes.iter().find_map(|(&minute, &bytes)| {
+        sum = sum.saturating_add(bytes);
+        (sum > most).then_some(minute)
+    })
+}
+
+/// Removes what killed checks have left, and returns its number.
+async fn probes(target: &Target, action: Action) -> Result<u64> {
+    let store = target.opened.store();
+    let mut listing = Listing::of_scope(&target.opened, Scope::PROBES);
+    let mut count = 0;
+    while let Some(page) = listing.next().await? {
+        // A Redis does not say an age: a check that runs now says that its values have gone.
+        let is_left = |object: &ListedObject| object.age.is_none_or(|age| age > LEFT);
+        let names: Vec<_> = page.iter().filter(|o| is_left(o)).map(|o| o.name).collect();
+        count += names.len() as u64;
+        if action == Action::Remove && !names.is_empty() {
+            let removed = store.remove(&names, deadline()).await;
+            if let Some(error) = removed.into_iter().find_map(Result::err) {
+                return Err(anyhow!("values of checks stay: {}", explained(&error)));
+            }
+        }
+    }
+    let of_check = async |object: &ListedObject, space| {
+        let is_old = object.age.is_none_or(|age| age > LEFT);
+        Ok(space == PROBE_SPACE && is_old)
+    };
+    Ok(count + remove_descriptions(target, action, of_check).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_minutes_go_until_the_rest_fits() {
+        let minutes = BTreeMap::from([(0, 10), (5, 10), (7, 10)]);
+        for (most, expected) in [
+            (0, Some(0)),
+            (9, Some(0)),
+            (10, Some(5)),
+            (29, Some(7)),
+            (30, None),
+            (u64::MAX, None),
+        ] {
+            assert_eq!(cut(&minutes, most), expected, "{most}");
+        }
+        assert_eq!(cut(&BTreeMap::new(), 0), None);
+    }
+}

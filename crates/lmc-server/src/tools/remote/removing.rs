@@ -1,0 +1,145 @@
+//! Chunks that are picked in a listing, counted and removed page by page.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail};
+use lmc_backend_remote::format::{Name, Scope};
+use lmc_backend_remote::{ListedObject, Opened, StoreError};
+use lmc_key::SpaceId;
+
+use super::du::{Usage, shown, sized};
+use super::listing::Listing;
+use super::{TIMEOUT, Target, deadline, explained};
+
+/// The chunks that a command is about.
+#[derive(Debug)]
+pub(super) struct Selection {
+    /// Spaces of the chunks; `None` for all.
+    pub(super) spaces: Option<HashSet<SpaceId>>,
+    /// Age above which chunks are picked; `None` for any.
+    pub(super) older_than: Option<Duration>,
+}
+
+/// The chunks that were picked.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Picked {
+    pub(super) usage: Usage,
+    /// Chunks that were left out because the store does not say their age.
+    pub(super) ageless: u64,
+}
+
+/// The treatment of picked chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Count,
+    Remove,
+}
+
+impl Selection {
+    /// Returns whether an object is picked; `None` where its age would decide and is not known.
+    fn picks(&self, object: &ListedObject) -> Option<bool> {
+        let Name::Value(key) = object.name else {
+            return Some(false);
+        };
+        if self
+            .spaces
+            .as_ref()
+            .is_some_and(|spaces| !spaces.contains(&key.space))
+        {
+            return Some(false);
+        }
+        match self.older_than {
+            None => Some(true),
+            Some(limit) => object.age.map(|age| age > limit),
+        }
+    }
+
+    /// Counts the chunks, or removes them. Ends at the first page with a failure.
+    pub(super) async fn apply(&self, target: &Target, action: Action) -> Result<Picked> {
+        if self.older_than.is_some() {
+            know_ages(target).await?;
+        }
+        let store = target.opened.store();
+        let mut only = self.spaces.iter().flatten();
+        let mut listing = match (only.next(), only.next()) {
+            (Some(&space), None) => Listing::of_chunks(&target.opened, Some(space)),
+            _ => Listing::of_chunks(&target.opened, None),
+        };
+        let mut picked = Picked::default();
+        while let Some(mut page) = listing.next().await? {
+            page.retain(|object| {
+                let picks = self.picks(object);
+                picked.ageless += u64::from(picks.is_none());
+                picks == Some(true)
+            });
+            let chunks = sized(&store, page).await?;
+            let names: Vec<Name> = chunks.iter().map(|(key, _)| Name::Value(*key)).collect();
+            let removed = match action {
+                Action::Count => names.iter().map(|_| Ok(true)).collect(),
+                Action::Remove => store.remove(&names, deadline()).await,
+            };
+            let mut failure = None;
+            for ((_, bytes), removed) in chunks.into_iter().zip(removed) {
+                match removed {
+                    // One that another has removed meanwhile is gone, too.
+                    Ok(_) => picked.usage.add(Usage { chunks: 1, bytes }),
+                    Err(error) => failure = Some(error),
+                }
+            }
+            if let Some(error) = failure {
+                let done = shown(picked.usage);
+                bail!("removed {done}, and then failed: {}", explained(&error));
+            }
+        }
+        Ok(picked)
+    }
+}
+
+/// Makes the ages of a listing known: a file server's clock is read off a file that is written.
+async fn know_ages(target: &Target) -> Result<()> {
+    let Opened::File(store) = &target.opened else {
+        return Ok(());
+    };
+    let store = Arc::clone(store);
+    let reading = tokio::task::spawn_blocking(move || store.read_clock());
+    let read = match tokio::time::timeout(TIMEOUT, reading).await {
+        Ok(read) => read?,
+        Err(_) => Err(StoreError::Deadline),
+    };
+    read.map_err(|error| anyhow!("cannot read the file server's clock: {}", explained(&error)))
+}
+
+/// Removes the descriptions of spaces that are picked, and returns their number.
+pub(super) async fn remove_descriptions(
+    target: &Target,
+    action: Action,
+    picks: impl AsyncFn(&ListedObject, SpaceId) -> Result<bool>,
+) -> Result<u64> {
+    let store = target.opened.store();
+    let mut listing = Listing::of_scope(&target.opened, Scope::Spaces);
+    let mut count = 0;
+    while let Some(page) = listing.next().await? {
+        let mut names = Vec::new();
+        for object in page {
+            if let Name::Space(space) = object.name
+                && picks(&object, space).await?
+            {
+                names.push(object.name);
+            }
+        }
+        count += names.len() as u64;
+        if action == Action::Count || names.is_empty() {
+            continue;
+        }
+        let removed = store.remove(&names, deadline()).await;
+        if let Some(error) = removed.into_iter().find_map(Result::err) {
+            return Err(anyhow!(
+                "cannot remove the descriptions of spaces: {}",
+                explained(&error)
+            ));
+        }
+    }
+    Ok(count)
+}
