@@ -221,12 +221,8 @@ impl CacheEngine {
     /// Takes in the epoch of a clear of all spaces that was made elsewhere: older chunks are not
     /// found from then on. Passes it on to the lower tiers, in the background.
     pub fn learn_clear(&self, epoch: ClearEpoch) {
-        let Some(lower) = self.lower() else {
-            return;
-        };
-        let tiers = Arc::clone(lower.tiers());
-        if tiers.learn_clear(epoch) {
-            lower.spawn(async move { tiers.note_learned().await });
+        if let Some(lower) = self.lower() {
+            lower.tiers().learn_clear(epoch);
         }
     }
 }

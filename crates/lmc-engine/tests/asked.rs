@@ -353,6 +353,22 @@ fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
     assert_idle(&engine);
 }
 
+/// A lookup that learned of a clear once waited until every tier had noted it.
+#[test]
+fn a_lookup_that_learns_of_a_clear_waits_for_no_tier_to_note_it() {
+    let hangs = Arc::new(Gated::new(MemoryBackend::default()));
+    let tier = MemoryBackend::shared();
+    put(&tier, SPACE, 0..4, ClearEpoch::default().next());
+    let engine = engine(64, vec![Arc::clone(&hangs) as _, Arc::new(tier)]);
+    hangs.hold_clears();
+    let begun = Instant::now();
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    let waited = begun.elapsed();
+    assert!(waited < Duration::from_secs(5), "{waited:?}");
+    hangs.open();
+    assert_idle(&engine);
+}
+
 #[test]
 fn a_clear_that_another_process_passes_on_through_a_tier_empties_dram() {
     let tier = Arc::new(MemoryBackend::shared());

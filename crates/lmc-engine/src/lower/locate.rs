@@ -298,7 +298,7 @@ impl Tiers {
                 }
                 match located {
                     Ok(Located::Present(location)) => {
-                        if !self.learn(key.space, location.epoch).await {
+                        if !self.learn(key.space, location.epoch) {
                             continue;
                         }
                         let known = self.epochs.of(key.space);

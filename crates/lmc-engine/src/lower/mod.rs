@@ -25,6 +25,7 @@ use lmc_memory::SealedSlot;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::TierHealth;
@@ -146,19 +147,18 @@ pub(crate) struct Tiers {
     removal: RwLock<()>,
     /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
-    learned: Mutex<Learned>,
+    learned: Learned,
     /// Chunks that the last clear left in DRAM, because they were leased or pinned, each with the
     /// offset of its slot. They are older than the newest epoch, so that neither lower tiers nor
     /// peers get them.
     kept: RwLock<HashMap<ChunkKey, u64, FoldState>>,
 }
 
-/// A clear that was made elsewhere, and has to be passed on to the tiers.
+/// Clears that were made elsewhere, and have to be passed on to the tiers.
 #[derive(Debug, Default)]
 struct Learned {
-    newest: Option<Clear>,
-    /// True while a task passes them on.
-    is_noted: bool,
+    clears: Mutex<HashMap<Option<SpaceId>, Clear>>,
+    arrived: Notify,
 }
 
 /// Chunks that were not written to a tier.
@@ -218,7 +218,7 @@ impl LowerTiers {
             promoting: Mutex::default(),
             removal: RwLock::new(()),
             removing: Mutex::default(),
-            learned: Mutex::default(),
+            learned: Learned::default(),
             kept: RwLock::default(),
         });
         let runtime = match &config.runtime {
@@ -241,6 +241,9 @@ impl LowerTiers {
         };
         for index in 0..this.tiers.tiers.len() {
             this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
+        }
+        if !this.tiers.tiers.is_empty() {
+            this.spawn(Arc::clone(&this.tiers).note_learned());
         }
         if this.tiers.has_shared() {
             this.spawn(Arc::clone(&this.tiers).follow_clears());
@@ -526,7 +529,7 @@ impl Tiers {
 
     /// Takes in the epoch of a chunk that a tier has. If it is newer than any known, everything of
     /// the space that is here is older, and is removed. Returns true if the chunk is valid.
-    async fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> bool {
+    fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> bool {
         let newest = self.epochs.of(space);
         if newest == epoch {
             return true;
@@ -534,9 +537,7 @@ impl Tiers {
         if newest.counter > epoch.counter {
             return false;
         }
-        if let Some(clear) = self.learn_space(space, epoch) {
-            self.note_elsewhere(clear).await;
-        }
+        self.learn_space(space, epoch);
         epoch == self.epochs.of(space)
     }
 
@@ -556,35 +557,37 @@ impl Tiers {
     }
 
     /// Takes in the epoch of a clear of all spaces that was made elsewhere: what is in DRAM and in
-    /// the queues of writes goes. Returns true if [`Self::note_learned`] has to be run for it.
-    pub(crate) fn learn_clear(&self, epoch: ClearEpoch) -> bool {
+    /// the queues of writes goes.
+    pub(crate) fn learn_clear(&self, epoch: ClearEpoch) {
         let _alone = self.removal.write();
         let Some(clear) = self.epochs.learn_all(epoch) else {
-            return false;
+            return;
         };
         for tier in &self.tiers {
             tier.queue.drop_queued();
         }
         self.local.clear(lmc_backend_local::Clear::All);
         self.note_kept();
-        let mut learned = self.learned.lock();
-        learned.newest = Some(clear);
-        !std::mem::replace(&mut learned.is_noted, true)
+        self.learned.pass_on(clear);
     }
 
-    /// Passes clears that were learned on to all tiers, until there is no newer one. Many that come
-    /// together are one.
-    pub(crate) async fn note_learned(&self) {
+    /// Passes clears that were learned on to all tiers, until the task is aborted. Many that come
+    /// together are one for each space. No lookup waits for it: a tier that has not noted a clear
+    /// answers with chunks of an older epoch, which count as absent.
+    async fn note_learned(self: Arc<Self>) {
         loop {
-            let clear = {
-                let mut learned = self.learned.lock();
-                let Some(clear) = learned.newest.take() else {
-                    learned.is_noted = false;
-                    return;
-                };
-                clear
-            };
-            self.note_elsewhere(clear).await;
+            let clears = std::mem::take(&mut *self.learned.clears.lock());
+            if clears.is_empty() {
+                self.learned.arrived.notified().await;
+                continue;
+            }
+            let deadline = Instant::now() + LEARN_TIMEOUT;
+            let noted = clears.values().flat_map(|&clear| {
+                let tiers = self.tiers.iter();
+                tiers.map(move |tier| tier.backend.clear(clear, deadline))
+            });
+            // An error is seen in the tier's health.
+            futures_util::future::join_all(noted).await;
         }
     }
 
@@ -608,24 +611,22 @@ impl Tiers {
         self.kept.read().get(key) == Some(&slot.offset())
     }
 
-    fn learn_space(&self, space: SpaceId, epoch: ClearEpoch) -> Option<Clear> {
+    fn learn_space(&self, space: SpaceId, epoch: ClearEpoch) {
         let _alone = self.removal.write();
-        let clear = self.epochs.learn(space, epoch)?;
+        let Some(clear) = self.epochs.learn(space, epoch) else {
+            return;
+        };
         let spaces = HashSet::from([space]);
         self.drop_writes_of(&spaces);
         self.local.clear_spaces(&spaces);
-        Some(clear)
+        self.learned.pass_on(clear);
     }
+}
 
-    /// Passes a clear on to all tiers. One that cannot note it now answers with chunks of an older
-    /// epoch, which count as absent.
-    pub(crate) async fn note_elsewhere(&self, clear: Clear) {
-        let deadline = Instant::now() + LEARN_TIMEOUT;
-        let noted = self.tiers.iter().map(|tier| async move {
-            // An error is seen in the tier's health.
-            let _ = tier.backend.clear(clear, deadline).await;
-        });
-        futures_util::future::join_all(noted).await;
+impl Learned {
+    fn pass_on(&self, clear: Clear) {
+        self.clears.lock().insert(clear.space, clear);
+        self.arrived.notify_one();
     }
 }
 

@@ -24,19 +24,14 @@ impl Tiers {
                 if tier.backend.sharing() != Sharing::Shared {
                     continue;
                 }
-                for clear in tier.backend.clears() {
-                    self.follow(clear).await;
+                for Clear { space, epoch } in tier.backend.clears() {
+                    match space {
+                        None => self.learn_clear(epoch),
+                        Some(space) => _ = self.learn(space, epoch),
+                    }
                 }
             }
             tokio::time::sleep(PAUSE).await;
-        }
-    }
-
-    async fn follow(&self, clear: Clear) {
-        match clear.space {
-            None if self.learn_clear(clear.epoch) => self.note_learned().await,
-            None => {}
-            Some(space) => _ = self.learn(space, clear.epoch).await,
         }
     }
 }

@@ -10,9 +10,9 @@ use crate::policy::Admission;
 /// Chunks whose uses are counted: 1 MiB of counters.
 const COUNTERS: usize = 1 << 18;
 /// Bits of a counter; the others of its 32 name the chunk.
-const COUNT: u32 = 15;
+const COUNT: u32 = 31;
 
-/// Counts uses of the latest chunks, up to 15 each, in a table where a later chunk replaces an
+/// Counts uses of the latest chunks, up to 31 each, in a table where a later chunk replaces an
 /// earlier one. Where two are mixed up, a chunk is written that need not be, and no more.
 #[derive(Debug)]
 pub(super) struct Uses {
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uses_are_counted_for_each_chunk_up_to_fifteen() {
+    fn uses_are_counted_for_each_chunk_beyond_the_most_that_admission_takes() {
         let key = |n: u8| ChunkKey {
             space: SpaceId::new([1; 16]),
             kv_rank: 0,
@@ -84,9 +84,19 @@ mod tests {
         };
         let uses = Uses::of_policy(Admission::Reused(2)).expect("uses are counted");
         assert_eq!(uses.of(&key(1)), 0);
-        let counts: Vec<u32> = (0..17).map(|_| uses.add(&key(1))).collect();
+        let counts: Vec<u32> = (0..33).map(|_| uses.add(&key(1))).collect();
         assert_eq!(counts[..3], [1, 2, 3]);
-        assert_eq!(counts[14..], [15, 15, 15]);
-        assert_eq!((uses.of(&key(1)), uses.add(&key(2))), (15, 1));
+        assert_eq!(counts[30..], [31, 31, 31]);
+        assert_eq!((uses.of(&key(1)), uses.add(&key(2))), (31, 1));
+        // A chunk reaches the count at which it is admitted once.
+        let most = Uses::of_policy(Admission::Reused(Admission::MAX_REUSES));
+        let least = most.expect("uses are counted").least as usize;
+        assert_eq!(
+            counts
+                .iter()
+                .filter(|&&count| count as usize == least)
+                .count(),
+            1
+        );
     }
 }
