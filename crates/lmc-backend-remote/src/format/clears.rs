@@ -29,6 +29,9 @@ pub enum ClearsError {
     /// A later version.
     #[error("version {0} of the object of clears is not known")]
     Version(u32),
+    /// More bytes than this version writes.
+    #[error("an object of clears of {0} bytes is not known")]
+    Len(u64),
     /// Bytes that this layout does not write.
     #[error("the object of clears is damaged")]
     Damaged,
@@ -39,6 +42,12 @@ impl ClearSet {
     pub fn of(&self, space: SpaceId) -> ClearEpoch {
         let of_space = self.spaces.get(&space);
         of_space.map_or(self.all, |epoch| epoch.join(self.all))
+    }
+
+    /// Returns an epoch that is as new as that of every space.
+    pub fn of_all(&self) -> ClearEpoch {
+        let spaces = self.spaces.values();
+        spaces.fold(self.all, |newest, &epoch| newest.join(epoch))
     }
 
     /// Takes in a clear. Returns true if it was not known.
@@ -63,8 +72,8 @@ impl ClearSet {
         }
         if self.spaces.len() > MAX_CLEARS {
             // What is cleared too much is computed again; what is not cleared is served.
-            let spaces = std::mem::take(&mut self.spaces);
-            self.all = spaces.into_values().fold(self.all, ClearEpoch::join);
+            self.all = self.of_all();
+            self.spaces.clear();
         }
         true
     }

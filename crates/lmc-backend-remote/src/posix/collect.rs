@@ -69,7 +69,7 @@ impl Values {
         let mut collected = Collected::default();
         let mut files = Vec::new();
         for space in self.spaces_of(fanout, deadline)? {
-            self.files_of(&space, now, limits, &mut files, &mut collected)?;
+            self.files_of(&space, (now, deadline), limits, &mut files, &mut collected)?;
         }
         if fanout == 0 {
             self.collect_others(now, limits, &mut collected)?;
@@ -77,6 +77,7 @@ impl Values {
         files.sort_by_key(|file| file.modified);
         let most = limits.max_bytes.map_or(u64::MAX, |bytes| bytes / FOLDERS);
         let mut left = collected.bytes;
+        let mut refused = None;
         for file in files {
             let is_expired = limits
                 .ttl
@@ -84,23 +85,37 @@ impl Values {
             if !is_expired && left <= most {
                 break;
             }
-            left -= file.len;
-            if limits.dry_run || self.unlink(&file.path)? {
-                collected.removed_bytes += file.len;
-                match is_expired {
-                    true => collected.expired += 1,
-                    false => collected.evicted += 1,
+            if Instant::now() >= deadline {
+                return Err(StoreError::Deadline);
+            }
+            match self.take_away(&file.path, limits) {
+                Ok(true) => {
+                    collected.removed_bytes += file.len;
+                    match is_expired {
+                        true => collected.expired += 1,
+                        false => collected.evicted += 1,
+                    }
+                }
+                Ok(false) => {}
+                // Others may be removable; what is not does not keep the folder from its size.
+                Err(error) => {
+                    refused.get_or_insert(error);
+                    continue;
                 }
             }
+            left -= file.len;
         }
-        Ok(collected)
+        match refused {
+            Some(error) => Err(error.into()),
+            None => Ok(collected),
+        }
     }
 
     /// Adds the chunks of a folder, and removes what was being written long ago.
     fn files_of(
         &self,
         folder: &str,
-        now: Duration,
+        (now, deadline): (Duration, Instant),
         limits: Limits,
         files: &mut Vec<File>,
         collected: &mut Collected,
@@ -112,6 +127,9 @@ impl Values {
             let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
         }
         for name in names {
+            if Instant::now() >= deadline {
+                return Err(StoreError::Deadline);
+            }
             let path = format!("{folder}/{name}");
             if name.starts_with(TEMPORARY) {
                 self.collect_temporary(&path, now, limits, collected)?;
@@ -158,9 +176,18 @@ impl Values {
     ) -> Result<(), StoreError> {
         let file = self.file(path)?;
         if file.is_some_and(|(modified, _)| now.saturating_sub(modified) > TEMPORARY_AGE) {
-            collected.temporary += u64::from(limits.dry_run || self.unlink(path)?);
+            let is_removed = self.take_away(path, limits);
+            collected.temporary += u64::from(is_removed.unwrap_or(false));
         }
         Ok(())
+    }
+
+    /// Removes a file, unless nothing is to be removed. Returns false if it was not there.
+    fn take_away(&self, path: &str, limits: Limits) -> io::Result<bool> {
+        match limits.dry_run {
+            true => Ok(true),
+            false => self.unlink(path),
+        }
     }
 
     /// Returns the time of a file's last change and its length; `None` where there is no file.

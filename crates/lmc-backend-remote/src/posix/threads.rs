@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -188,7 +189,9 @@ impl Shared {
         }
         waiting.push_back(job);
         let most = self.most[Lane::Names as usize];
-        if state.idle == 0 && state.threads < most {
+        // A thread that was woken for an earlier job still counts as idle.
+        let jobs: usize = state.waiting.iter().map(VecDeque::len).sum();
+        if state.idle < jobs && state.threads < most {
             let shared = Arc::clone(self);
             let named = thread::Builder::new().name("lmc-remote".to_owned());
             match named.spawn(move || shared.serve()) {
@@ -215,7 +218,8 @@ impl Shared {
             while let Some((lane, job)) = self.next(&mut state) {
                 state.working[lane] += 1;
                 drop(state);
-                job.run();
+                // A job that panics drops its arguments, and answers that it is under way.
+                let _ = std::panic::catch_unwind(AssertUnwindSafe(|| job.run()));
                 state = self.state.lock();
                 state.working[lane] -= 1;
             }
@@ -244,6 +248,29 @@ mod tests {
     fn runtime() -> tokio::runtime::Runtime {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         builder.enable_time().build().unwrap()
+    }
+
+    #[test]
+    fn no_job_waits_behind_one_that_hangs_and_a_panic_costs_no_thread() {
+        let threads = Threads::new(4);
+        let (go, gate) = mpsc::channel::<()>();
+        let runtime = runtime();
+        for _ in 0..8 {
+            let panics = threads.run(Lane::Reads, (), soon(), |()| panic!("a fault of this test"));
+            assert!(matches!(runtime.block_on(panics), Outcome::Running));
+        }
+        // One thread is idle when both jobs come.
+        until("a thread is idle", || threads.shared.state.lock().idle > 0);
+        let hangs = threads.run(Lane::Reads, gate, soon(), |gate| {
+            // Ends when the sender is dropped.
+            let _ = gate.recv();
+        });
+        let quick = threads.run(Lane::Reads, go, soon(), drop);
+        let (hung, quick) = runtime.block_on(futures_util::future::join(hangs, quick));
+        assert!(matches!(
+            (hung, quick),
+            (Outcome::Done(()), Outcome::Done(()))
+        ));
     }
 
     #[test]

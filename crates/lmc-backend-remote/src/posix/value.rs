@@ -7,7 +7,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use lmc_backend::FailedSlot;
 use rustix::fd::OwnedFd;
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::clock::Clock;
@@ -240,7 +240,8 @@ impl Values {
         Ok(bytes.into())
     }
 
-    /// Writes a small object under a temporary name and renames it.
+    /// Writes a small object under a temporary name, renames it, and syncs both, so that it outlives
+    /// a crash of the file server: unlike a value, it is not made again.
     pub(super) fn write(
         &self,
         name: Name,
@@ -248,8 +249,18 @@ impl Values {
         deadline: Instant,
     ) -> Result<(), StoreError> {
         let path = name.to_string();
-        let write = |file: &OwnedFd| write_full(file, [bytes, &[], &[]]);
-        match self.write_renamed(&path, OFlags::empty(), deadline, write) {
+        let write = |file: &OwnedFd| {
+            write_full(file, [bytes, &[], &[]])?;
+            Ok(rustix::fs::fsync(file)?)
+        };
+        let sync_folder = || {
+            let (folder, _) = self.tree.parent(&path)?;
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let folder = rustix::fs::openat(folder, ".", flags, Mode::empty())?;
+            Ok(rustix::fs::fsync(folder)?)
+        };
+        let written = self.write_renamed(&path, OFlags::empty(), deadline, write);
+        match written.and_then(|written| sync_folder().map(|()| written)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(StoreError::Deadline),
             Err(error) => Err(store_error(error, bytes.len() as u64)),

@@ -78,6 +78,18 @@ impl Breaker {
         if state.out.is_some() || state.failures < MAX_FAILURES {
             return;
         }
+        self.trip(&mut state, error);
+    }
+
+    /// Takes a store out that answers and cannot be used.
+    pub(super) fn take_out(&self, error: &StoreError) {
+        let mut state = self.state.lock();
+        if state.out.is_none() {
+            self.trip(&mut state, error);
+        }
+    }
+
+    fn trip(&self, state: &mut State, error: &StoreError) {
         tracing::warn!(%error, "remote store taken out; its chunks are misses until it answers again");
         state.out = Some(error.to_string());
         state.pause = self.pause.0;

@@ -8,8 +8,9 @@ use lmc_key::{ChunkKey, FoldState};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// The keys that are being written or removed. A write that a caller has left runs to its end, and
-/// what follows on the same key waits for it.
+/// The keys that are being written or removed. A write that a caller has left runs on to its end or
+/// its deadline, and what follows on the same key waits for it. A write that was late may still
+/// take effect after that, in a store that hangs.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     claimed: Mutex<HashSet<ChunkKey, FoldState>>,

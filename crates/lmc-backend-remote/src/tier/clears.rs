@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Clear, ClearEpoch, Unavailable};
+use lmc_backend::{BackendError, Clear, ClearEpoch};
 use lmc_key::SpaceId;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
@@ -16,6 +16,9 @@ use crate::store::{StoreError, until};
 /// Writes of the object after each of which it is read again, at most.
 const MAX_WRITES: usize = 4;
 
+/// More clears than were ever made, for an epoch above all that a damaged object may have held.
+const LOST_CLEARS: u64 = 1 << 32;
+
 /// The clears that are known here.
 #[derive(Debug)]
 pub(super) struct Clears {
@@ -24,8 +27,6 @@ pub(super) struct Clears {
     syncing: tokio::sync::Mutex<()>,
     /// True once the object was read.
     was_read: watch::Sender<bool>,
-    /// The reason why clears are not passed on although the store answers.
-    fault: Mutex<Option<String>>,
     /// Wakes the task that keeps the object in step.
     raised: Notify,
 }
@@ -36,7 +37,6 @@ impl Default for Clears {
             known: Mutex::default(),
             syncing: tokio::sync::Mutex::default(),
             was_read: watch::channel(false).0,
-            fault: Mutex::default(),
             raised: Notify::new(),
         }
     }
@@ -50,10 +50,6 @@ impl Clears {
 
     pub(super) fn known(&self) -> Vec<Clear> {
         self.known.lock().clears()
-    }
-
-    pub(super) fn fault(&self) -> Option<String> {
-        self.fault.lock().clone()
     }
 
     pub(super) async fn wait_until_read(&self) {
@@ -109,10 +105,7 @@ impl Shared {
             synced
         });
         match passed_on.await {
-            Ok(Ok(())) => match self.clears.fault() {
-                Some(reason) => Err(Unavailable { reason }.into()),
-                None => Ok(0),
-            },
+            Ok(Ok(())) => Ok(0),
             Ok(Err(error)) => Err(error.into()),
             Err(_) => Err(BackendError::Closed),
         }
@@ -132,26 +125,40 @@ impl Shared {
             let decoded = match read.await {
                 Ok(None) => Ok(ClearSet::default()),
                 Ok(Some(bytes)) => ClearSet::decode(&bytes),
-                Err(StoreError::TooLarge { .. }) => Err(ClearsError::Damaged),
+                Err(StoreError::TooLarge { found, .. }) => Err(ClearsError::Len(found)),
                 Err(error) => return Err(error),
             };
             let mut theirs = match decoded {
                 Ok(theirs) => theirs,
-                Err(error) => {
+                Err(ClearsError::Damaged) => {
                     self.counters.clears_unread.add(1);
-                    if let ClearsError::Version(_) = error {
-                        // A later lmc passes clears on by it: it is not overwritten, and the
-                        // epochs of its chunks say what was cleared.
-                        let reason = format!("{error}: use one release of lmc with one store");
-                        *self.clears.fault.lock() = Some(reason);
-                        self.clears.was_read.send_replace(true);
-                        return Ok(());
+                    let mut known = self.clears.known.lock();
+                    if *self.clears.was_read.borrow() {
+                        tracing::warn!(
+                            "the clears in the remote store are damaged, and are written again"
+                        );
+                    } else {
+                        // What it said may be in no daemon that lives: a clear that covers it.
+                        tracing::warn!(
+                            "the clears in the remote store are damaged: all chunks before now count as cleared"
+                        );
+                        let mut epoch = known.of_all().next();
+                        epoch.counter = (epoch.counter + LOST_CLEARS).min(ClearEpoch::MAX_COUNTER);
+                        known.note(Clear::all(epoch));
                     }
-                    tracing::warn!(%error, "clears of other daemons are not known; those known here are written again");
                     ClearSet::default()
                 }
+                Err(error) => {
+                    // A later lmc passes clears on by it, which are not known here: it is not
+                    // overwritten, and what it may have cleared is not served.
+                    self.counters.clears_unread.add(1);
+                    let error = StoreError::unavailable(format!(
+                        "{error}: use one release of lmc with one store"
+                    ));
+                    self.breaker.take_out(&error);
+                    return Err(error);
+                }
             };
-            *self.clears.fault.lock() = None;
             let ours = {
                 let mut known = self.clears.known.lock();
                 known.join(&theirs);

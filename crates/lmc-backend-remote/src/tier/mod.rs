@@ -332,11 +332,8 @@ impl Backend for RemoteTier {
                 reason: "closed".to_owned(),
             };
         }
-        if let Some(reason) = self.shared.breaker.out() {
-            return Health::Down { reason };
-        }
-        match self.shared.clears.fault() {
-            Some(reason) => Health::Degraded { reason },
+        match self.shared.breaker.out() {
+            Some(reason) => Health::Down { reason },
             None => Health::Ready,
         }
     }
