@@ -91,8 +91,8 @@ pub(crate) const WRITES: &Names<WritePolicy> = &[
     (WritePolicy::Back, "back", &["write_back"]),
 ];
 pub(crate) const ADMISSIONS: &Names<Admission> = &[
-    (Admission::Always, "always", &["0"]),
-    (Admission::Reused(1), "second", &["second_touch", "1"]),
+    (Admission::Always, "always", &[]),
+    (Admission::Reused(1), "second", &["second_touch"]),
 ];
 pub(crate) const IO_ENGINES: &Names<DiskIo> = &[
     (DiskIo::Auto, "auto", &[]),
@@ -117,14 +117,10 @@ impl TransferMode {
 }
 
 pub(crate) fn admission(raw: &Raw) -> Result<Admission, String> {
-    let known = |text: &str| {
-        text.parse::<u8>()
-            .ok()
-            .filter(|n| (2..=Admission::MAX_REUSES).contains(n))
-    };
-    match raw.text().ok().and_then(known) {
-        Some(times) => Ok(Admission::Reused(times)),
-        None => choice(raw, ADMISSIONS)
+    match raw.text().map(str::parse::<u8>) {
+        Ok(Ok(0)) => Ok(Admission::Always),
+        Ok(Ok(reuses)) if reuses <= Admission::MAX_REUSES => Ok(Admission::Reused(reuses)),
+        _ => choice(raw, ADMISSIONS)
             .map_err(|error| format!("{error}, or a number up to {}", Admission::MAX_REUSES)),
     }
 }
