@@ -40,7 +40,7 @@ pub mod s3;
 mod tls;
 
 mod tier;
-pub use tier::{RemoteConfig, RemoteTier};
+pub use tier::{RemoteConfig, RemoteTier, StaleDeleted};
 
 #[cfg(feature = "conformance")]
 mod memory_store;

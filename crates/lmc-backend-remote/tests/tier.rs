@@ -5,7 +5,7 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,8 +19,8 @@ use lmc_backend::{
 use lmc_backend_remote::conformance::{MemoryStore, StoreFaults};
 use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, Scope, SpaceRecord, Tenant};
 use lmc_backend_remote::{
-    Each, GetItem, Got, Head, ListPage, Put, PutItem, RemoteConfig, RemoteTier, Single, Store,
-    StoreError,
+    Each, GetItem, Got, Head, ListPage, Put, PutItem, RemoteConfig, RemoteTier, Single,
+    StaleDeleted, Store, StoreError,
 };
 use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
@@ -495,6 +495,44 @@ fn a_closed_tier_answers_closed_and_leaves_nothing_running() {
     until("its tasks have ended", || {
         rig.runtime.metrics().num_alive_tasks() == 0
     });
+}
+
+#[test]
+fn a_deletion_takes_what_clears_have_made_stale_and_leaves_all_else() {
+    let rig = Rig::new();
+    let (new, later, damaged) = (test_key(50), test_key(51), test_key(52));
+    (0..20).for_each(|n| _ = rig.store(test_key(n)).unwrap());
+    let delete = || {
+        let seen = Arc::new(AtomicU64::new(0));
+        let noted = Arc::clone(&seen);
+        let note = move |done: StaleDeleted| noted.store(done.seen, Ordering::SeqCst);
+        let done = block_on(rig.tier.delete_stale(note));
+        (done, seen.load(Ordering::SeqCst))
+    };
+    let (done, seen) = delete();
+    assert!(matches!(done, Ok(done) if done.seen == 20 && done.deleted == 0));
+    assert_eq!(seen, 20);
+    clear_all(&rig.tier, soon()).unwrap();
+    for key in [new, later, damaged] {
+        rig.store(key).unwrap();
+    }
+    rig.damage(later, |bytes| bytes[8] = 2);
+    rig.damage(damaged, |bytes| bytes[100] ^= 1);
+    rig.store.fail(true);
+    assert!(delete().0.is_err());
+    rig.store.fail(false);
+    until("the store is in use", || rig.tier.health() == Health::Ready);
+    let (done, seen) = delete();
+    assert!(
+        matches!(done, Ok(done) if done.seen == 23 && done.deleted == 21),
+        "{done:?}"
+    );
+    assert_eq!((seen, rig.counter("stale_deleted")), (23, 21));
+    let is_there = |key| rig.store.bytes(Name::Value(key)).is_some();
+    assert!(is_there(new) && is_there(later) && !is_there(damaged));
+    assert!(rig.is_hit(new) && rig.store.bytes(Name::Clears).is_some());
+    block_on(rig.tier.close(soon())).unwrap();
+    assert!(delete().0.is_err());
 }
 
 /// A space, and a chunk of it.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
+use lmc_backend_remote::RemoteTier;
 use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TenantId, TierPolicy};
 use lmc_key::{ChunkHasher, Salt};
 use lmc_memory::Arena;
@@ -101,7 +102,11 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     // Members of it may be among this server's own peers.
     let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
     let prepared = prepare(config, &arena, &mut signals).await;
-    let Opened { service, peers } = match prepared.inspect_err(|_| arena.unlink())? {
+    let Opened {
+        service,
+        peers,
+        stores,
+    } = match prepared.inspect_err(|_| arena.unlink())? {
         Ok(opened) => opened,
         Err(stop) => {
             arena.unlink();
@@ -143,6 +148,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, loaded);
     http.peers = peers;
+    http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
     let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
@@ -391,6 +397,7 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
 struct Opened {
     service: Service,
     peers: Option<Peers>,
+    stores: Vec<Arc<RemoteTier>>,
 }
 
 fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
@@ -424,6 +431,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     }
     let remotes = remote::open(config)?;
     lower.extend(remotes.iter().map(remote::Remote::lower_tier));
+    let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
@@ -443,7 +451,11 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let picked = picked.collect::<Result<_>>()?;
         remote.serve(&service, store.remote_salts.is_some().then_some(picked));
     }
-    Ok(Opened { service, peers })
+    Ok(Opened {
+        service,
+        peers,
+        stores,
+    })
 }
 
 fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {

@@ -1,6 +1,7 @@
 //! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
 
 mod connections;
+mod deletion;
 mod guard;
 mod lmcache;
 mod peers;
@@ -19,6 +20,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 use lmc_backend_p2p::directory::DirectoryHost;
+use lmc_backend_remote::RemoteTier;
 use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -47,6 +49,9 @@ pub struct Http {
     /// The tier of peers; none where the server has none.
     pub(crate) peers: Option<Peers>,
     copy: peers::LastCopy,
+    /// The tiers of shared stores, in their order.
+    pub(crate) stores: Vec<Arc<RemoteTier>>,
+    deletion: deletion::LastDeletion,
     /// Lets one request at a time read an engine's memory.
     inspections: Arc<Semaphore>,
     policy: &'static str,
@@ -67,6 +72,8 @@ impl Http {
             service,
             peers: None,
             copy: peers::LastCopy::default(),
+            stores: Vec::new(),
+            deletion: deletion::LastDeletion::default(),
             inspections: Arc::new(Semaphore::new(1)),
             policy: policy_name(loaded.config.eviction_policy),
             watermark: loaded.config.eviction_watermark,

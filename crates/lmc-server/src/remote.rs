@@ -63,6 +63,11 @@ impl Remote {
         )
     }
 
+    /// Returns the tier for the operator.
+    pub(crate) fn tier(&self) -> Arc<RemoteTier> {
+        Arc::clone(&self.tier)
+    }
+
     /// Serves this service from now on: takes the chunks of these tenants, if any are given, and
     /// describes the spaces of its engines in the store.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {

@@ -1,6 +1,7 @@
 //! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
 //! `lmc quota`, `lmc disk`, `lmc remote`.
 
+mod clear;
 mod disk;
 mod format;
 pub(crate) mod http;
@@ -12,7 +13,7 @@ mod status;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use self::http::{Call, DEFAULT_URL};
 
@@ -24,12 +25,17 @@ pub(crate) enum Tool {
     #[command(after_help = peers::HELP)]
     Peers(peers::Arguments),
     /// Empties the cache of a server, in memory and on disk
+    #[command(after_help = clear::HELP)]
     Clear {
         #[command(flatten)]
         server: Server,
         /// Also clear chunks that engines are reading or writing at this moment.
         #[arg(long)]
         force: bool,
+        /// Also delete the chunks in the server's shared stores (--remote), and wait for that. Without
+        /// it they stay there as misses, until they are replaced or go by age or size.
+        #[arg(long)]
+        shared: bool,
     },
     /// Looks into the folder of a disk tier, while no server uses it
     #[command(subcommand)]
@@ -60,8 +66,15 @@ pub(crate) fn run(tool: &Tool) -> Result<()> {
             Some(peers::Verb::Copy(order)) => return peers::copy(order),
             None => (&arguments.server, Call::get("/peers")),
         },
-        Tool::Clear { server, force } => {
-            let body = json!({"tier": "all", "force": force});
+        Tool::Clear {
+            server,
+            force,
+            shared,
+        } => {
+            let body = match shared {
+                false => json!({"tier": "all", "force": force}),
+                true => return clear::shared(server, *force),
+            };
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
         Tool::Disk(verb) => return disk::run(verb),
@@ -76,7 +89,7 @@ pub(crate) fn run(tool: &Tool) -> Result<()> {
     match tool {
         Tool::Status(_) => print!("{}", status::table(&server.url, &answer)),
         Tool::Peers(_) => print!("{}", peers::table(&answer)),
-        _ => println!("{}", cleared(&answer["cleared"])),
+        _ => println!("{}", clear::cleared(&answer["cleared"])),
     }
     Ok(())
 }
@@ -88,14 +101,4 @@ fn progress_bar(length: u64, what: &'static str) -> ProgressBar {
     let bar = ProgressBar::new(length).with_message(what);
     bar.set_style(style.expect("a constant template that a test draws"));
     bar
-}
-
-/// Formats the result of `lmc clear` as a sentence.
-fn cleared(answer: &Value) -> String {
-    let count = |name: &str| answer[name].as_u64().unwrap_or(0);
-    let memory = format!("cleared {} chunks in memory", count("chunks"));
-    match answer["tier"].as_str() {
-        Some("all") => format!("{memory} and {} in the tiers below", count("chunks_below")),
-        _ => memory,
-    }
 }

@@ -146,6 +146,85 @@ fn a_clear_at_one_daemon_empties_the_others_and_deletes_nothing() {
     first.until_read();
 }
 
+/// Returns the number of chunks in a folder.
+fn chunks(folder: &Folder) -> usize {
+    let mut count = 0;
+    let mut folders = vec![folder.join("v1")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            match path.is_dir() {
+                true => folders.push(path),
+                // A hash, a rank and a group.
+                false => count += usize::from(name.is_some_and(|name| name.ends_with("-0-0"))),
+            }
+        }
+    }
+    count
+}
+
+fn clear(daemon: &Daemon, flags: &[&str]) -> std::process::Output {
+    let url = format!("127.0.0.1:{}", daemon.server.http);
+    let mut command = common::lmc();
+    command.args(["clear", "--url", &url]).args(flags);
+    command.output().expect("the binary runs")
+}
+
+#[test]
+fn a_shared_clear_deletes_what_it_covers_and_nothing_that_was_stored_after_it() {
+    let folder = folder();
+    let (mut first, mut second) = (Daemon::start(&folder), Daemon::start(&folder));
+    first.store();
+    second.until_read();
+    assert_eq!(chunks(&folder), CHUNKS);
+    let said = clear(&first, &[]);
+    assert!(said.status.success(), "{said:?}");
+    assert_eq!(chunks(&folder), CHUNKS, "an ordinary clear deletes nothing");
+    second.until_absent();
+    // What is stored again is as new as the clear.
+    second.store();
+    first.until_read();
+    let said = clear(&first, &["--shared"]);
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.status.success(), "{said:?}");
+    assert!(text.contains("deleted 6 of 6 chunks in remote"), "{text}");
+    assert_eq!(chunks(&folder), 0);
+    second.until_absent();
+    first.until_absent();
+    assert!(folder.join("v1/clears").exists());
+    let deleted = "lmc_tier_events_total{tier=\"remote\",what=\"stale_deleted\"}";
+    assert_eq!(first.server.metric(deleted), CHUNKS as f64);
+    // What is stored after the clear stays.
+    Daemon::start(&folder).store();
+    let tier = first.server.get("/cache/clear/shared");
+    assert!(tier.contains("\"state\":\"done\""), "{tier}");
+    assert_eq!(chunks(&folder), CHUNKS);
+}
+
+#[test]
+fn a_shared_clear_that_cannot_delete_says_why() {
+    let server = Server::start(&["--l1-size-gb", "64MiB"]);
+    let url = format!("127.0.0.1:{}", server.http);
+    let mut command = common::lmc();
+    let said = command.args(["clear", "--shared", "--url", &url]).output();
+    let said = said.expect("the binary runs");
+    let error = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(
+        !said.status.success() && error.contains("--remote"),
+        "{error}"
+    );
+    for (body, part) in [
+        ("{\"shared\": 1}", "shared to be true or false"),
+        ("{\"shared\": true, \"tier\": \"l1\"}", "tier all"),
+    ] {
+        let (code, answer) = common::ask(server.http, "POST", "/cache/clear", body);
+        assert!(code == 400 && answer.contains(part), "{answer}");
+    }
+    let (code, _) = common::ask(server.http, "GET", "/cache/clear/shared", "");
+    assert_eq!(code, 404);
+}
+
 /// Returns the descriptions of spaces in a folder.
 fn descriptions(folder: &Folder) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(folder.join("v1/spaces")) else {

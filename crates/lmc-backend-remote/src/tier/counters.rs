@@ -41,6 +41,9 @@ counters! {
     failed,
     /// Objects of clears that could not be read.
     clears_unread,
+    /// Values that were deleted because a clear is newer, or because they were damaged, on an
+    /// operator's order.
+    stale_deleted,
     /// Attempts to describe a space that failed.
     spaces_undescribed,
 }

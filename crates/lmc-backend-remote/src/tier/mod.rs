@@ -8,6 +8,7 @@ mod list;
 mod read;
 mod recent;
 mod spaces;
+mod stale;
 mod write;
 
 use std::sync::Arc;
@@ -31,6 +32,7 @@ use self::counters::Counters;
 use self::list::Listings;
 use self::recent::RecentKeys;
 use self::spaces::Spaces;
+pub use self::stale::StaleDeleted;
 use crate::format::SpaceRecord;
 use crate::store::{Store, StoreError};
 
@@ -150,6 +152,21 @@ impl RemoteTier {
         describe: impl Fn(SpaceId) -> Option<SpaceRecord> + Send + Sync + 'static,
     ) {
         self.shared.spaces.describe_by(Box::new(describe));
+    }
+
+    /// Deletes the chunks in the store that are older than the clears known here, page by page, and
+    /// reports its progress after each. What daemons store meanwhile stays. Ends with its caller.
+    ///
+    /// # Errors
+    /// [`BackendError`] at the first page that the store fails; what was deleted until then was
+    /// reported.
+    pub async fn delete_stale(
+        &self,
+        progress: impl Fn(StaleDeleted) + Send + Sync + 'static,
+    ) -> Result<StaleDeleted, BackendError> {
+        let deleting = Arc::clone(&self.shared).delete_stale(progress);
+        let deleted = self.shared.spawn(deleting).await;
+        deleted.unwrap_or(Err(BackendError::Closed))
     }
 
     /// Waits until the store has answered once, so that the clears of others are known. Returns

@@ -250,7 +250,7 @@ impl Shared {
         removed.unwrap_or_else(|_| each(keys.len(), &BackendError::Closed))
     }
 
-    async fn remove_all(
+    pub(super) async fn remove_all(
         self: &Arc<Self>,
         keys: &[ChunkKey],
         deadline: Instant,

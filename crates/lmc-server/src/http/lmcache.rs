@@ -21,13 +21,15 @@ use lmc_vllm_adapter::{
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
-use super::{Http, Shared, refusal};
+use super::{Http, Shared, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, policy_name};
 use crate::daemon::DEFAULT_SALT;
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// Salts with a quota. Each eviction looks at all of them.
 const MAX_QUOTAS: usize = 1024;
+const UNDER_WAY: &str =
+    "a deletion in the shared stores is under way: GET /cache/clear/shared shows how far it is";
 const NO_L2: &str =
     "no L2 adapters configured: the tiers below memory are set with --disk, and listed by /status";
 
@@ -53,6 +55,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
             get(async || Json(env!("CARGO_PKG_VERSION"))),
         )
         .route("/cache/clear", post(clear))
+        .route("/cache/clear/shared", get(deletion::status))
         .route("/cache/objects", get(list_objects).delete(delete_objects))
         .route("/cache/checksums", post(checksums))
         .route(
@@ -280,7 +283,8 @@ fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
     })
 }
 
-/// A body is optional; of its fields `tier` must be `l1` and `force` a boolean where given.
+/// A body is optional; of its fields `tier` must be `l1` or `all`, and `force` and `shared` booleans,
+/// where given. With `shared` chunks of shared stores are deleted in the background.
 async fn clear(State(http): Shared, body: Bytes) -> Response {
     let asked: Value = if body.is_empty() {
         json!({})
@@ -295,11 +299,24 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         Some(Some("l1")) => true,
         _ => return refused("expected tier l1 (memory), or all"),
     };
-    let force = match asked.get("force") {
-        None => false,
-        Some(Value::Bool(force)) => *force,
-        Some(_) => return refused("expected force to be true or false"),
+    let is_asked = |name: &str| match asked.get(name) {
+        None => Ok(false),
+        Some(Value::Bool(asked)) => Ok(*asked),
+        Some(_) => Err(format!("expected {name} to be true or false")),
     };
+    let (force, shared) = match (is_asked("force"), is_asked("shared")) {
+        (Ok(force), Ok(shared)) => (force, shared),
+        (Err(reason), _) | (_, Err(reason)) => return refused(reason),
+    };
+    if shared && dram_only {
+        return refused("expected tier all with shared");
+    }
+    if shared && http.stores.is_empty() {
+        return refused("this server has no shared store: `lmc serve --remote URL` gives it one");
+    }
+    if shared && http.deletion.is_under_way() {
+        return refusal(StatusCode::CONFLICT, UNDER_WAY);
+    }
     let engine = http.service.engine().clone();
     let clear = move || match dram_only {
         true => (engine.clear_dram(force), None),
@@ -319,12 +336,18 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
     }
     let l1_only = dram_only || !http.service.engine().has_lower_tiers();
     let tier = if l1_only { "l1" } else { "all" };
+    if shared && !http.deletion.start(&http.stores) {
+        return refusal(StatusCode::CONFLICT, UNDER_WAY);
+    }
     let below = below.map_or(0, |cleared| cleared.lower);
-    Json(json!({
+    let mut answer = json!({
         "status": "ok",
         "cleared": {"tier": tier, "chunks": chunks, "chunks_below": below},
-    }))
-    .into_response()
+    });
+    if shared {
+        answer["stores"] = http.deletion.to_json();
+    }
+    Json(answer).into_response()
 }
 
 async fn list_objects(Query(asked): Query<Map<String, Value>>) -> Response {

@@ -1,0 +1,85 @@
+//! `lmc clear`, and its deletion in shared stores.
+
+use std::fmt::Write;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use indicatif::ProgressBar;
+use serde_json::{Value, json};
+
+use super::Server;
+use super::format::text;
+use super::http::Call;
+
+/// Text after the help of the command.
+pub(super) const HELP: &str = "\
+Examples:
+  lmc clear             the chunks of this server are gone, and those in shared stores are misses
+  lmc clear --shared    in addition, the server deletes them there";
+
+/// Time between two looks at how far a deletion is.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Clears, and waits for the end of the deletion in the shared stores. A server that ends meanwhile
+/// is an error.
+pub(super) fn shared(server: &Server, force: bool) -> Result<()> {
+    let body = json!({"tier": "all", "force": force, "shared": true});
+    let mut answer = Call::new("POST", "/cache/clear", Some(body)).send(&server.url)?;
+    let bar = ProgressBar::new_spinner().with_message("deleting in the shared stores");
+    while stores(&answer).any(|store| store["state"] == "deleting") {
+        thread::sleep(LOOK_EVERY);
+        answer["stores"] = Call::get("/cache/clear/shared").send(&server.url)?["stores"].take();
+        bar.set_position(
+            stores(&answer)
+                .filter_map(|store| store["seen"].as_u64())
+                .sum(),
+        );
+    }
+    bar.finish_and_clear();
+    match server.json {
+        true => println!("{}", serde_json::to_string_pretty(&answer)?),
+        false => print!("{}\n{}", cleared(&answer["cleared"]), deleted(&answer)),
+    }
+    match stores(&answer)
+        .filter(|store| store["state"] != "done")
+        .count()
+    {
+        0 => Ok(()),
+        _ => bail!("not all was deleted: repeat it, or use `lmc remote rm`"),
+    }
+}
+
+fn stores(answer: &Value) -> impl Iterator<Item = &Value> {
+    answer["stores"].as_array().into_iter().flatten()
+}
+
+/// Formats the result in each store as a sentence.
+fn deleted(answer: &Value) -> String {
+    let mut out = String::new();
+    for store in stores(answer) {
+        // Writing to a string cannot fail.
+        let _ = write!(
+            out,
+            "deleted {} of {} chunks in {}",
+            store["deleted"],
+            store["seen"],
+            text(&store["store"])
+        );
+        if store["state"] != "done" {
+            let _ = write!(out, ", and then failed: {}", text(&store["reason"]));
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Formats the result of `lmc clear` as a sentence.
+pub(super) fn cleared(answer: &Value) -> String {
+    let count = |name: &str| answer[name].as_u64().unwrap_or(0);
+    let memory = format!("cleared {} chunks in memory", count("chunks"));
+    match answer["tier"].as_str() {
+        Some("all") => format!("{memory} and {} in the tiers below", count("chunks_below")),
+        _ => memory,
+    }
+}
