@@ -273,7 +273,9 @@ fn a_lookup_that_names_peers_in_a_wrong_way_is_refused_with_the_reason() {
 fn a_peer_reads_on_order_what_a_daemon_has_in_memory() {
     let one = free_port();
     let first = start(one, &[], &[]);
-    let second = start(free_port(), &[one], &["--p2p-name", "beta"]);
+    // The machine may be busy.
+    let patient = ["--p2p-name", "beta", "--p2p-locate-timeout", "10s"];
+    let second = start(free_port(), &[one], &patient);
     let (mut client, shm_name) = worker(&first);
     store(&mut client, &shm_name);
     let unknown = run_peers(&first, &["copy", "gamma"]).expect_err("no such peer");
