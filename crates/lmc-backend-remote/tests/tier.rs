@@ -136,6 +136,18 @@ fn what_is_absent_is_not_asked_for_again_until_it_is_stored() {
 }
 
 #[test]
+fn a_value_that_others_remove_after_a_lookup_is_a_miss_and_is_written_again() {
+    let rig = Rig::new();
+    let key = test_key(1);
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
+    assert!(rig.is_located(key));
+    rig.store.set_bytes(Name::Value(key), None);
+    assert!(!rig.is_hit(key) && !rig.is_located(key));
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
+    assert!(rig.is_located(key) && rig.is_hit(key));
+}
+
+#[test]
 fn a_key_that_is_known_absent_and_was_stored_elsewhere_before_a_clear_is_replaced() {
     let rig = Rig::new();
     let other = Rig::over(Arc::clone(&rig.store), config());
