@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::ClearEpoch;
 
 /// Advice for a lookup. A tier may ignore it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocateHint {
     /// Sources to ask first, for a tier that has several: names or addresses as an operator knows
@@ -36,15 +36,6 @@ impl LocateHint {
     pub fn with_chunk_bytes(mut self, chunk_bytes: Option<u64>) -> Self {
         self.chunk_bytes = chunk_bytes;
         self
-    }
-}
-
-impl Default for LocateHint {
-    fn default() -> Self {
-        Self {
-            sources: Arc::new([]),
-            chunk_bytes: None,
-        }
     }
 }
 

@@ -178,7 +178,8 @@ pub enum Sources {
 
 impl Default for Sources {
     fn default() -> Self {
-        Self::Named(Arc::new([]))
+        // Empty slices share one allocation.
+        Self::Named(Arc::default())
     }
 }
 
