@@ -4,6 +4,7 @@ mod ceiling;
 mod conditions;
 mod disk;
 mod figures;
+mod link;
 mod metrics;
 mod p2p;
 mod page;

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde_json::json;
 
+use super::link::Link;
 use super::rounds::{Rounds, shown};
-use super::server::listens;
+use super::server::{Kind, Peer, Programs, Server, listens};
 use super::{conditions, json_of, page};
 use crate::{packages, ports, remote};
 
@@ -21,6 +22,13 @@ const BYTES: u64 = 256 << 20;
 const LENS: [(&str, u64); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)];
 const FIGURES: [&str; 4] = ["put_gb_per_s", "get_gb_per_s", "get_one_us", "locate_us"];
 const SERVER: &str = "redis-benchmark";
+/// Delay of the slow link in each direction: a round trip takes twice that.
+const DELAY: Duration = Duration::from_millis(1);
+const SLOW_LINK: &str = "Redis behind a round trip of 2 ms, 64 values of 64 KiB";
+/// What engines feel of a store that stalls.
+const STALLED: &str = "hits in memory";
+const LOAD: &str =
+    "--workload lookup,retrieve --tokens 2048 --clients 2 --duration 3 --force --json";
 /// Runs a command beside `s3s-fs` in a network of their own, in which every segment is acknowledged
 /// at once: this server leaves Nagle's algorithm on, and would wait 40 ms before the last segment of
 /// a value. Arguments: folder, folder of the program, the command.
@@ -90,6 +98,10 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
         "--package lmc-backend-remote --example remote_speed --features conformance,redis,s3",
     )?;
     let speed = built.join("examples/remote_speed");
+    let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
+    let peer = Peer::Earlier(lmc.clone());
+    let programs = Programs { lmc, peer };
+    fs::create_dir_all("target/bench")?;
     let folder = args.dir.join("lmc-bench-remote");
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
@@ -127,6 +139,37 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
             }
         }
     }
+    for round in 1..=args.rounds {
+        println!(
+            "round {round} of {}: a slow link, a stalled store",
+            args.rounds
+        );
+        let redis = Redis::start(&folder)?;
+        let link = Link::to(redis.port, DELAY)?;
+        let url = format!("redis://127.0.0.1:{}", link.port);
+        let mut command = Command::new(&speed);
+        command.args(["lmc", &url, "65536", "64"]);
+        let found = json_of(&mut command)?;
+        let figure = |name: &str| found[name].as_f64().context("a figure of remote_speed");
+        let batch = 64.0 * 65_536.0 / (figure("get_gb_per_s")? * 1e9);
+        let singly = 64.0 * figure("get_one_us")? / 1e6;
+        cells.add(
+            SLOW_LINK,
+            "lmc",
+            &[("batch_s", batch), ("singly_s", singly)],
+        );
+        for (who, stalls) in [("without a store", false), ("with a stalled store", true)] {
+            let flags = ["--remote", &url, "--log-level", "warn"];
+            let flags = if stalls { &flags[..] } else { &[] };
+            let log = "target/bench/remote.log";
+            let server = Server::start_with(Kind::Lmc, &programs, log, flags)?;
+            if stalls {
+                link.stall();
+            }
+            cells.add(STALLED, who, &latencies(&programs.lmc, server.port)?);
+            server.stop()?;
+        }
+    }
     let _ = fs::remove_dir_all(&folder);
     let text = text(&conditions, &cells);
     println!("{text}");
@@ -158,6 +201,25 @@ fn measure(
     Ok(FIGURES.into_iter().filter_map(figure).collect())
 }
 
+/// The p99 of lookups and retrieves whose chunks are all in memory.
+fn latencies(lmc: &str, port: u16) -> Result<Vec<(&'static str, f64)>> {
+    let mut command = Command::new(lmc);
+    command.args(["bench", "--url", &format!("tcp://127.0.0.1:{port}")]);
+    let output = command
+        .args(LOAD.split(' '))
+        .output()
+        .context("lmc bench")?;
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    let rows = report["rows"].as_array().context("rows of lmc bench")?;
+    let p99 = |operation: &str| {
+        let row = rows.iter().find(|row| row["operation"] == operation)?;
+        row.pointer("/latency_seconds/p99")?.as_f64()
+    };
+    let figures = ["lookup", "retrieve"].map(|name| Some((name, p99(name)?)));
+    Ok(figures.into_iter().flatten().collect())
+}
+
 /// Redis's own benchmark with values of this length, which drops what it reads.
 fn server(port: u16, len: u64) -> Result<Vec<(&'static str, f64)>> {
     let mut figures = Vec::new();
@@ -187,6 +249,9 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
     text.push_str(&conditions::lines(conditions));
     text.push_str("\n| store | put, lmc | of bare | of redis-benchmark | get, lmc | of bare | of redis-benchmark | one, lmc | one, bare | heads |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n");
     for row in cells.rows() {
+        if [SLOW_LINK, STALLED].contains(&row) {
+            continue;
+        }
         let speed = |what| shown(cells.median(row, "lmc", what), |it| format!("{it:.2} GB/s"));
         let share = |what, of| {
             shown(cells.between(row, ["lmc", of], what, |a, b| a / b), |it| {
@@ -207,6 +272,28 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
             micros("lmc", one),
             micros("bare", one),
             micros("lmc", heads),
+        );
+    }
+    let millis = |what| {
+        let median = cells.median(SLOW_LINK, "lmc", what);
+        shown(median, |it| format!("{:.1} ms", it * 1e3))
+    };
+    let _ = writeln!(
+        text,
+        "\n{SLOW_LINK} (a relay on this host delays each direction by 1 ms): {} in one batch, {} one after the other.\n",
+        millis("batch_s"),
+        millis("singly_s"),
+    );
+    for what in ["lookup", "retrieve"] {
+        let p99 = |who| {
+            let median = cells.median(STALLED, who, what);
+            shown(median, |it| format!("{:.0} µs", it * 1e6))
+        };
+        let _ = writeln!(
+            text,
+            "p99 of a {what} of 2,048 tokens in memory, 2 clients: {} while the store of `--remote` answers nothing, {} without a store.\n",
+            p99("with a stalled store"),
+            p99("without a store"),
         );
     }
     text

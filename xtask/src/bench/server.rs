@@ -69,6 +69,16 @@ const STOP_DEADLINE: Duration = Duration::from_secs(15);
 
 impl Server {
     pub(crate) fn start(kind: Kind, programs: &Programs, log: &str) -> Result<Self> {
+        Self::start_with(kind, programs, log, &[])
+    }
+
+    /// Starts it with further flags.
+    pub(crate) fn start_with(
+        kind: Kind,
+        programs: &Programs,
+        log: &str,
+        flags: &[&str],
+    ) -> Result<Self> {
         let (port, http) = (ports::free()?, ports::free()?);
         let mut command = match (kind, &programs.peer) {
             (Kind::Lmc, _) => {
@@ -97,6 +107,7 @@ impl Server {
             .args(["--host", "127.0.0.1", "--port", &port.to_string()])
             .args(["--http-port", &http.to_string()])
             .args(["--l1-size-gb", "2", "--chunk-size", "256"])
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(File::create(log)?)
             .stderr(File::options().append(true).open(log)?);
