@@ -491,8 +491,11 @@ fn faults_of_a_folder_are_said_and_the_exit_code_is_1() {
     fs::write(folder.join("v1/clears"), [1; 100]).expect("space");
     let said = rig.run("check", &[]).succeeded();
     assert!(said.out.contains("the object of clears is damaged"));
-    // A later version.
+    // A later version, and 1 GB.
     fs::write(folder.join("v1/clears"), b"LMCCLEAR\x02\0\0\0").expect("space");
+    rig.run("check", &[]).failed_with("one release");
+    let file = fs::File::create(folder.join("v1/clears")).expect("a file");
+    file.set_len(1 << 30).expect("a sparse file");
     rig.run("check", &[]).failed_with("one release");
     // Something else stands where folders have to be.
     fs::remove_file(folder.join("v1/clears")).expect("it is there");

@@ -118,7 +118,7 @@ impl Check {
         let set = match read.await {
             Ok(None) => Ok(ClearSet::default()),
             Ok(Some(bytes)) => ClearSet::decode(&bytes),
-            Err(StoreError::TooLarge { .. }) => Err(ClearsError::Damaged),
+            Err(StoreError::TooLarge { found, .. }) => Err(ClearsError::Len(found)),
             Err(error) => return Err(self.failed("reading the object of clears", &error)),
         };
         match set {
@@ -130,7 +130,7 @@ impl Check {
                 }
             }
             Err(error @ ClearsError::Damaged) => note(&format!(
-                "{error}; the next daemon that uses the store writes it again"
+                "{error}: daemons that run write it again, and one that starts before that counts all chunks as cleared"
             )),
             Err(error) => {
                 self.fault(&format!("{error}: use one release of lmc with one store"));
