@@ -662,18 +662,18 @@ fn a_description_that_fails_is_tried_again_and_costs_nothing_else() {
     let record = SpaceRecord::new(&space, None);
     tier.describe_spaces(move |_| Some(record.clone()));
     let pool = pool(1 << 20);
-    let failed = || {
+    let counter = |name: &str| {
         let counters = tier.counters();
-        let failed = counters
-            .iter()
-            .find(|(name, _)| *name == "spaces_undescribed");
-        failed.unwrap().1
+        let counter = counters.iter().find(|(found, _)| *found == name);
+        counter.unwrap().1
     };
     let stored = store_batch(&tier, vec![item(&pool, key, 5000)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
     // More often than a store may fail before it is taken out.
-    until("it has failed a few times", || failed() >= 8);
-    assert_eq!(tier.health(), Health::Ready);
+    until("it has failed a few times", || {
+        counter("spaces_undescribed") >= 8
+    });
+    assert_eq!((tier.health(), counter("taken_out")), (Health::Ready, 0));
     let name = Name::Space(space.id());
     assert_eq!(store.store.bytes(name), None);
     store.takes.store(true, Ordering::SeqCst);
