@@ -25,7 +25,7 @@ const SERVER: &str = "redis-benchmark";
 /// Delay of the slow link in each direction: a round trip takes twice that.
 const DELAY: Duration = Duration::from_millis(1);
 const SLOW_LINK: &str = "Redis behind a round trip of 2 ms, 64 values of 64 KiB";
-/// What engines feel of a store that stalls.
+/// The row of what engines feel of a store that stalls.
 const STALLED: &str = "hits in memory";
 const LOAD: &str =
     "--workload lookup,retrieve --tokens 2048 --clients 2 --duration 3 --force --json";
