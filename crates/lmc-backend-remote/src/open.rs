@@ -46,12 +46,18 @@ pub enum OpenError {
     Start(#[from] std::io::Error),
 }
 
-/// Checks that a URL names a store.
+/// Checks that a URL names a store, and returns it without its login.
 ///
 /// # Errors
 /// [`OpenError`], without the URL: it may hold a password.
-pub fn check_url(url: &str) -> Result<(), OpenError> {
-    location(url).map(drop)
+pub fn check_url(url: &str) -> Result<String, OpenError> {
+    Ok(match location(url)? {
+        Location::Folder(_) => url.to_owned(),
+        #[cfg(feature = "redis")]
+        Location::Redis(url) => url.to_string(),
+        #[cfg(feature = "s3")]
+        Location::S3(url) => url.to_string(),
+    })
 }
 
 /// A store that a URL named, by its kind.
@@ -174,7 +180,8 @@ mod tests {
     #[cfg(feature = "redis")]
     #[test]
     fn a_redis_takes_no_size() {
-        check_url("rediss://:secret@cache:6380/1").unwrap();
+        let shown = check_url("rediss://user:secret@cache:6380/1").unwrap();
+        assert_eq!(shown, "rediss://cache:6380/1");
         let options = StoreOptions {
             max_bytes: Some(1),
             ttl: None,

@@ -26,8 +26,8 @@ pub enum Topology {
 ///
 /// `redis[s][-cluster|-sentinel]://[[user]:password@]host[:port][,host[:port]…][/path]`. The path
 /// is the number of the database, for sentinels the name of the service and that number, and
-/// nothing for a cluster. `rediss` is TLS. Characters of user and password that a URL cannot have
-/// are percent-encoded.
+/// nothing for a cluster. `rediss` is TLS. Blanks, quotes, control characters, `,` and `/` in user
+/// and password are percent-encoded.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RedisUrl {
     pub(super) topology: Topology,
@@ -118,6 +118,15 @@ impl FromStr for RedisUrl {
             Some((login, rest)) => (Some(login), rest),
             None => (None, rest),
         };
+        // They would end the URL where a text with it is searched for passwords.
+        let is_raw = |c: char| {
+            c.is_whitespace() || c.is_control() || matches!(c, '"' | '\'' | '`' | ',' | '/')
+        };
+        if login.is_some_and(|login| login.contains(is_raw)) {
+            return Err(wrong(
+                "a blank, quote, comma, slash or control character in the login, where it has to be percent-encoded",
+            ));
+        }
         let decode = |text: &str| {
             let decoded = percent_decode_str(text).decode_utf8();
             decoded
@@ -233,6 +242,12 @@ mod tests {
             "redis-cluster://:secret@a/1",
             "redis-sentinel://:secret@a",
             "redis://%ff:secret@a",
+            "redis://:my secret@a",
+            "redis://:\"secret@a",
+            "redis://:secret\n@a",
+            "redis://:my/secret@a",
+            "redis://team/a:secret@a",
+            "redis://team,a:secret@a",
         ] {
             let error = text.parse::<RedisUrl>().expect_err(text).to_string();
             assert!(!error.contains("secret"), "{error}");

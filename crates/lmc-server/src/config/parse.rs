@@ -11,7 +11,6 @@ use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::{Demand, SharedName};
 use lmc_vllm_adapter::TrustedUsers;
 
-use super::secret::mask_passwords;
 use super::setting::Raw;
 use super::size::{self, GIB};
 use super::suggest::nearest;
@@ -575,20 +574,23 @@ pub(crate) fn bound(raw: &Raw) -> Result<Option<u64>, String> {
     }
 }
 
-/// URL of a shared store. Its password is shown nowhere.
+/// URL of a shared store. Its login is shown nowhere.
 #[derive(Clone, PartialEq, Eq)]
-pub struct RemoteUrl(String);
+pub struct RemoteUrl {
+    url: String,
+    shown: String,
+}
 
 impl RemoteUrl {
-    /// Returns the URL with its password.
+    /// Returns the URL with its login.
     pub(crate) fn with_secrets(&self) -> &str {
-        &self.0
+        &self.url
     }
 }
 
 impl Display for RemoteUrl {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.write_str(&mask_passwords(&self.0))
+        f.write_str(&self.shown)
     }
 }
 
@@ -602,8 +604,9 @@ impl FromStr for RemoteUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        lmc_backend_remote::check_url(text).map_err(|error| error.to_string())?;
-        Ok(Self(text.to_owned()))
+        let shown = lmc_backend_remote::check_url(text).map_err(|error| error.to_string())?;
+        let url = text.to_owned();
+        Ok(Self { url, shown })
     }
 }
 

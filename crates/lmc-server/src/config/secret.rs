@@ -6,23 +6,30 @@ const MASK: &str = "***";
 /// Returns a text with the password of each URL in it masked: `redis://user:***@host`.
 ///
 /// A password ends at the last `@` before the end of the URL's authority, so that one that holds
-/// an `@` is masked as a whole.
+/// an `@` is masked as a whole. The login of a Redis may hold anything here, also where such a URL
+/// is refused: the error shows it.
 pub(crate) fn mask_passwords(text: &str) -> String {
     let mut masked = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find("://") {
         let (before, url) = rest.split_at(at + 3);
         masked.push_str(before);
+        let start = scheme_start(rest, at);
+        let is_redis = rest[start..at].starts_with("redis");
         let is_end = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | ',' | '/' | '?' | '#');
         // A password may hold what ends an authority: then it ends at the URL's last `@`.
-        let end_of_url = url.find(|c: char| c.is_whitespace() || matches!(c, '"' | '\''));
-        let whole = &url[..end_of_url.unwrap_or(url.len())];
-        let user_info = match whole.rfind('@') {
-            Some(at) => &whole[..at],
+        let end_of_url = match is_redis {
+            true => end_of_redis(url, rest[..start].chars().next_back()),
+            false => url
+                .find(|c: char| c.is_whitespace() || is_quote(c))
+                .unwrap_or(url.len()),
+        };
+        let user_info = match url[..end_of_url].rfind('@') {
+            Some(at) => &url[..at],
             None => "",
         };
         rest = match user_info.split_once(':') {
-            Some((user, _)) if !user.contains(is_end) => {
+            Some((user, _)) if is_redis || !user.contains(is_end) => {
                 masked.push_str(user);
                 masked.push(':');
                 masked.push_str(MASK);
@@ -33,6 +40,35 @@ pub(crate) fn mask_passwords(text: &str) -> String {
     }
     masked.push_str(rest);
     masked
+}
+
+fn is_quote(c: char) -> bool {
+    matches!(c, '"' | '\'')
+}
+
+/// Returns the start of the scheme that ends at `end`.
+fn scheme_start(text: &str, end: usize) -> usize {
+    let is_scheme = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    text[..end].trim_end_matches(is_scheme).len()
+}
+
+/// Returns the end of what may belong to the URL of a Redis: the quote that closes it, the next
+/// URL, or the end of the text.
+fn end_of_redis(url: &str, before: Option<char>) -> usize {
+    let closing = before.filter(|&c| is_quote(c));
+    let mut escaped = false;
+    let closed = url.find(|c: char| {
+        let is_end = Some(c) == closing && !escaped;
+        escaped = c == '\\' && !escaped;
+        is_end
+    });
+    let url = &url[..closed.unwrap_or(url.len())];
+    let mut starts = url.match_indices("://").map(|(at, _)| scheme_start(url, at));
+    let is_next = |start: &usize| {
+        let before = url[..*start].chars().next_back();
+        before.is_some_and(|c| c.is_whitespace() || is_quote(c) || c == ',')
+    };
+    starts.find(is_next).unwrap_or(url.len())
 }
 
 #[cfg(test)]
@@ -60,6 +96,20 @@ mod tests {
             ("http://127.0.0.1:8080/a", "http://127.0.0.1:8080/a"),
             ("/data/a,/data/b", "/data/a,/data/b"),
             ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+            ("redis://:my secret@host", "redis://:***@host"),
+            ("redis://:my\"secret@host", "redis://:***@host"),
+            ("redis://:my\nsecret@host", "redis://:***@host"),
+            ("redis://team/a:secret@host", "redis://team/a:***@host"),
+            ("redis://a,b:my secret@host", "redis://a,b:***@host"),
+            ("redis://:my://secret@host", "redis://:***@host"),
+            (
+                "url = \"redis://:my \\\"secret@h\" # x@y",
+                "url = \"redis://:***@h\" # x@y",
+            ),
+            (
+                "redis://:my secret@h: or redis://:your secret@h",
+                "redis://:***@h: or redis://:***@h",
+            ),
         ] {
             assert_eq!(mask_passwords(text), shown);
         }

@@ -349,8 +349,8 @@ fn further_stores_have_tables_of_their_own() {
     let url = |url: &str| Some(url.to_owned());
     let hour = Some(std::time::Duration::from_secs(3600));
     let expected = [
-        (url("redis://a"), hour, true, Reused(1), None),
-        (url("s3://b/c"), None, false, Reused(2), None),
+        (url("redis://a:6379/0"), hour, true, Reused(1), None),
+        (url("s3://b/c/"), None, false, Reused(2), None),
         (url("file:///d"), None, false, Always, Some(1 << 40)),
     ];
     assert_eq!(stores(&loaded.config), expected);
