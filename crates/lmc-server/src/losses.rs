@@ -13,6 +13,8 @@ use tracing::warn;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Name of the tier of peers.
 const PEERS: &str = "peers";
+/// Start of the names of the tiers of shared stores.
+const STORE: &str = "remote";
 /// Shortest time between two warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
@@ -79,6 +81,7 @@ impl News {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Warning {
     Dropped,
+    StoreDropped,
     WriteFailed,
     ReadFailed,
     PeerReadFailed,
@@ -91,8 +94,13 @@ impl Warning {
             PEERS => Self::PeerReadFailed,
             _ => Self::ReadFailed,
         };
+        // The stores are `remote`, `remote2` and so on.
+        let dropped = match tier.starts_with(STORE) {
+            true => Self::StoreDropped,
+            false => Self::Dropped,
+        };
         let all = [
-            (Self::Dropped, losses.dropped),
+            (dropped, losses.dropped),
             (Self::WriteFailed, losses.write_failed),
             (read_failed, losses.promote_failed),
         ];
@@ -103,6 +111,9 @@ impl Warning {
         match self {
             Self::Dropped => {
                 "chunks were not written to a lower tier, and will be misses once memory evicts them: they come faster than it writes; add drives, or write less with --disk-admit second"
+            }
+            Self::StoreDropped => {
+                "chunks were not written to a shared store, and will be misses once the nearer tiers evict them: they come faster than it writes; write less with --remote-admit or --remote-salts"
             }
             Self::WriteFailed => {
                 "chunks could not be written to a lower tier, and will be misses once memory evicts them: GET /status says what is wrong with it"
@@ -173,5 +184,19 @@ mod tests {
         let write_failed = (Warning::WriteFailed, 2);
         assert_eq!(of("disk"), [write_failed, (Warning::ReadFailed, 3)]);
         assert_eq!(of(PEERS), [write_failed, (Warning::PeerReadFailed, 3)]);
+    }
+
+    /// Operators were advised to add drives to a shared store.
+    #[test]
+    fn what_a_shared_store_dropped_has_a_remedy_of_its_own() {
+        let losses = Losses {
+            dropped: 1,
+            ..Losses::default()
+        };
+        let of = |tier| Warning::of(tier, losses).collect::<Vec<_>>();
+        assert_eq!(of("disk"), [(Warning::Dropped, 1)]);
+        for tier in ["remote", "remote2"] {
+            assert_eq!(of(tier), [(Warning::StoreDropped, 1)]);
+        }
     }
 }
