@@ -362,6 +362,63 @@ fn moto_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
 
 #[test]
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn touches_that_hang_do_not_delay_lookups() {
+    let server = Server::start(Kind::Files);
+    rig_at(server.port).write(0..1);
+    // A touch reads the whole value; a lookup, a range of it.
+    let proxy = Proxy::start(server.port, |head, _| {
+        let is_value = head.contains("v1/") && !head.contains("v1/clears");
+        match is_value && !head.contains("range: bytes=") {
+            true => Fault::StallAfter(0),
+            false => Fault::None,
+        }
+    });
+    let rig = rig_at(proxy.port);
+    let store = Arc::clone(&rig.store);
+    let touching = rig.runtime.spawn(async move {
+        let keys: Vec<_> = (0..200).map(test_key).collect();
+        store.touch(&keys, soon() + DEADLINE).await
+    });
+    let before = proxy.requests.load(Ordering::SeqCst);
+    until("values are read to be touched", || {
+        proxy.requests.load(Ordering::SeqCst) > before
+    });
+    let heads = rig
+        .runtime
+        .block_on(rig.store.heads(&[test_key(0)], soon()));
+    assert!(matches!(&heads[..], [Ok(Some(_))]), "{heads:?}");
+    touching.abort();
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
+fn a_server_without_conditional_overwrites_keeps_the_age_of_chunks() {
+    let server = Server::start(Kind::Files);
+    let proxy = Proxy::start(server.port, |head, _| match head.contains("\nif-match") {
+        true => Fault::error(501, "NotImplemented", ""),
+        false => Fault::None,
+    });
+    let rig = rig_at(proxy.port);
+    rig.write(0..2);
+    let touched = |number| {
+        let keys = [test_key(number)];
+        rig.runtime
+            .block_on(rig.store.touch(&keys, soon()))
+            .remove(0)
+    };
+    assert!(matches!(touched(0), Ok(false)));
+    let before = proxy.requests.load(Ordering::SeqCst);
+    assert!(matches!(touched(1), Ok(false)));
+    assert_eq!(
+        proxy.requests.load(Ordering::SeqCst),
+        before,
+        "not tried again"
+    );
+    assert_eq!(rig.hits(0..2), 2);
+}
+
+#[test]
+#[ignore = "needs s3s-fs: cargo xtask test-remote"]
 fn a_server_that_wants_less_is_asked_again_later() {
     let server = Server::start(Kind::Files);
     let proxy = Proxy::start(server.port, |_, n| match n % 3 {

@@ -122,6 +122,8 @@ pub struct S3Store {
     requests: Semaphore,
     /// Set where the store does not know conditional writes.
     overwrites: AtomicBool,
+    /// Set where no object can be written again without harm to one that is newer.
+    keeps_age: AtomicBool,
 }
 
 /// Leaves the client out.
@@ -160,6 +162,7 @@ impl S3Store {
             rewriters: Semaphore::new(REWRITES),
             requests: Semaphore::new(REQUESTS),
             overwrites: AtomicBool::new(false),
+            keeps_age: AtomicBool::new(false),
             config: S3Config {
                 values_at_once: values,
                 ..config
@@ -312,6 +315,9 @@ impl S3Store {
     /// Writes a value again as it is, which makes it new for the bucket's lifecycle: S3 has no
     /// other way, and its own copy of an object onto itself needs another header than can be sent.
     async fn rewrite(&self, key: ChunkKey) -> Result<bool, StoreError> {
+        if self.keeps_age.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
         let _permit = permit(&self.rewriters).await?;
         let (client, path) = (self.client()?, self.path(Name::Value(key)));
         let result = match client.get(&path).await {
@@ -322,6 +328,9 @@ impl S3Store {
         let (max, found) = (MAX_PAYLOAD_LEN, result.meta.size);
         if found > max {
             return Err(StoreError::TooLarge { max, found });
+        }
+        if result.meta.e_tag.is_none() {
+            return Ok(self.keep_age("objects have no ETag"));
         }
         let version = UpdateVersion {
             e_tag: result.meta.e_tag.clone(),
@@ -338,8 +347,22 @@ impl S3Store {
         match put.await {
             Ok(_) => Ok(true),
             Err(object_store::Error::Precondition { .. }) => Ok(true),
+            Err(error) if refused(&error).is_some_and(Refused::is_unknown) => {
+                Ok(self.keep_age("writes by If-Match are not implemented"))
+            }
             Err(error) => Err(failed(&error, found)),
         }
+    }
+
+    /// Makes no value young from now on. Returns false: none was.
+    fn keep_age(&self, why: &str) -> bool {
+        if !self.keeps_age.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                why,
+                "S3 store cannot make chunks young that are in use: they expire; use a longer lifecycle rule"
+            );
+        }
+        false
     }
 
     async fn page(
@@ -512,7 +535,11 @@ impl Store for S3Store {
 
     /// Reads a value and writes it again.
     fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        Box::pin(self.each(keys.iter().copied(), deadline, |key| self.rewrite(key)))
+        // Without a permit of `requests`: lookups would wait for it.
+        let rewrites = keys
+            .iter()
+            .map(move |&key| until(deadline, self.rewrite(key)));
+        Box::pin(stream::iter(rewrites).buffered(REWRITES).collect())
     }
 
     fn list<'a>(
