@@ -323,6 +323,11 @@ impl StoreError {
         (0..len).map(|_| Err(self.again())).collect()
     }
 
+    /// Returns true where the store refuses a write, and may be read.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Denied { .. } | Self::Full { .. })
+    }
+
     /// Returns true for an error of one object, which says nothing of the store's health.
     pub fn is_of_object(&self) -> bool {
         matches!(self, Self::Full { .. } | Self::TooLarge { .. })

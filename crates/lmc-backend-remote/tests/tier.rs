@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::StreamExt;
 use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, clear_all, lens_of, load_batch, store_batch, test_key,
 };
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Health, LoadItem, Loaded,
-    LocateHint, Located, StoreItem, Stored,
+    LocateHint, Located, StoreItem, Stored, ready,
 };
 use lmc_backend_remote::conformance::{MemoryStore, StoreFaults};
 use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, Scope, SpaceRecord, Tenant};
@@ -25,7 +26,9 @@ use lmc_backend_remote::{
 use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
 use lmc_testkit::{pool, soon, until};
+use parking_lot::Mutex;
 use tokio::runtime::Runtime;
+use tokio::sync::Semaphore;
 
 use self::common::{is_hit, item, passes_the_kit, runtime, wait_until_used};
 
@@ -645,11 +648,129 @@ fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_
     }
 }
 
-/// A store that refuses descriptions of spaces, and takes all else.
+/// A store that refuses descriptions of spaces at first, and takes all else until it is asked to
+/// do less.
 #[derive(Debug, Default)]
 struct Undescribable {
     store: MemoryStore,
     takes: AtomicBool,
+    denies_writes: AtomicBool,
+    is_touch_stalled: AtomicBool,
+    /// Values are handed over, each after a permit of it.
+    gate: Mutex<Option<Arc<Semaphore>>>,
+    /// Values that were read.
+    read: AtomicU64,
+}
+
+impl Undescribable {
+    fn denied<T>(&self) -> Option<Result<T, StoreError>> {
+        let reason = "injected".to_owned();
+        let denies = self.denies_writes.load(Ordering::SeqCst);
+        denies.then_some(Err(StoreError::Denied { reason }))
+    }
+}
+
+/// A tier over such a store, with a pool.
+fn over(store: &Arc<Undescribable>, config: RemoteConfig, runtime: &Runtime) -> RemoteTier {
+    let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
+    wait_until_used(&tier);
+    tier
+}
+
+fn counter_of(tier: &RemoteTier, name: &str) -> u64 {
+    let counters = tier.counters();
+    counters.iter().find(|(found, _)| *found == name).unwrap().1
+}
+
+/// The breaker took reads away, and its probe, a read, brought them back until the next write.
+#[test]
+fn a_store_that_denies_writes_is_read_on() {
+    let (store, runtime, pool) = (Arc::<Undescribable>::default(), runtime(), pool(1 << 20));
+    let tier = over(&store, config(), &runtime);
+    let written = |n| store_batch(&tier, vec![item(&pool, test_key(n), 5000)], soon()).remove(0);
+    assert!(matches!(written(0), Ok(Stored::Written)));
+    store.denies_writes.store(true, Ordering::SeqCst);
+    for n in 1..20 {
+        assert!(matches!(written(n), Err(BackendError::Unavailable(_))));
+    }
+    assert!(clear_all(&tier, soon()).is_err());
+    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    assert_eq!(
+        lens_of(&tier, &[test_key(1)], soon())[0].as_ref().unwrap(),
+        &None
+    );
+    assert_eq!(counter_of(&tier, "taken_out"), 0);
+    assert!(counter_of(&tier, "failed") >= 19);
+    store.denies_writes.store(false, Ordering::SeqCst);
+    assert!(matches!(written(1), Ok(Stored::Written)));
+    clear_all(&tier, soon()).unwrap();
+    assert_eq!(tier.health(), Health::Ready);
+}
+
+#[test]
+fn a_touch_that_the_deadline_cut_off_is_tried_again() {
+    const TTL: Duration = Duration::from_secs(10_000);
+    let store = Undescribable {
+        store: MemoryStore::default().with_ttl(TTL),
+        ..Undescribable::default()
+    };
+    let (store, runtime, pool) = (Arc::new(store), runtime(), pool(1 << 20));
+    let mut config = config();
+    config.timeout = Duration::from_millis(100);
+    let tier = over(&store, config, &runtime);
+    let key = test_key(1);
+    store_batch(&tier, vec![item(&pool, key, 5000)], soon())
+        .remove(0)
+        .unwrap();
+    store.store.age_by(TTL * 2 / 3);
+    store.is_touch_stalled.store(true, Ordering::SeqCst);
+    let load = || {
+        let item = LoadItem::new(key, pool.reserve(5000).unwrap());
+        load_batch(&tier, vec![item], soon()).remove(0)
+    };
+    assert!(is_hit(&key, load()));
+    until("the touch has failed", || counter_of(&tier, "failed") > 0);
+    store.is_touch_stalled.store(false, Ordering::SeqCst);
+    until("it is touched", || {
+        assert!(is_hit(&key, load()));
+        counter_of(&tier, "touched") == 1
+    });
+}
+
+/// A reader that was slower than the repair hid the repaired value for a minute.
+#[test]
+fn a_read_from_before_a_repair_does_not_hide_the_repaired_value() {
+    let (store, runtime, pool) = (Arc::<Undescribable>::default(), runtime(), pool(1 << 20));
+    let tier = over(&store, config(), &runtime);
+    let key = test_key(1);
+    let write = || store_batch(&tier, vec![item(&pool, key, 5000)], soon()).remove(0);
+    write().unwrap();
+    let mut bytes = store.store.bytes(Name::Value(key)).unwrap();
+    bytes[1000] ^= 1;
+    store.store.set_bytes(Name::Value(key), Some(bytes));
+    let load = || {
+        let item = LoadItem::new(key, pool.reserve(5000).unwrap());
+        load_batch(&tier, vec![item], soon()).remove(0)
+    };
+    let gate = Arc::new(Semaphore::new(0));
+    *store.gate.lock() = Some(Arc::clone(&gate));
+    std::thread::scope(|scope| {
+        let late = scope.spawn(load);
+        until("the damaged value is read", || {
+            store.read.load(Ordering::SeqCst) == 1
+        });
+        *store.gate.lock() = None;
+        assert!(!is_hit(&key, load()));
+        assert!(matches!(write(), Ok(Stored::Written)));
+        gate.add_permits(1);
+        assert!(!is_hit(&key, late.join().unwrap()));
+    });
+    assert_eq!(counter_of(&tier, "damaged"), 2);
+    assert!(is_hit(&key, load()));
+    assert_eq!(
+        lens_of(&tier, &[key], soon())[0].as_ref().unwrap(),
+        &Some(5000)
+    );
 }
 
 #[test]
@@ -685,15 +806,34 @@ impl Store for Undescribable {
         self.store.kind()
     }
 
+    fn ttl(&self) -> Option<Duration> {
+        self.store.ttl()
+    }
+
     fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         self.store.heads(keys, deadline)
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
-        self.store.get(items, deadline)
+        let gate = self.gate.lock().clone();
+        let got = self.store.get(items, deadline);
+        Box::pin(got.then(move |got| {
+            let gate = gate.clone();
+            async move {
+                self.read.fetch_add(1, Ordering::SeqCst);
+                if let Some(gate) = gate {
+                    gate.acquire().await.unwrap().forget();
+                }
+                got
+            }
+        }))
     }
 
     fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
+        if self.denies_writes.load(Ordering::SeqCst) {
+            let denied = items.iter().map(|_| self.denied().unwrap());
+            return ready(denied.collect::<Vec<_>>());
+        }
         self.store.put(items, deadline)
     }
 
@@ -702,6 +842,12 @@ impl Store for Undescribable {
     }
 
     fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
+        if self.is_touch_stalled.load(Ordering::SeqCst) {
+            return Box::pin(async move {
+                tokio::time::sleep_until(deadline.into()).await;
+                keys.iter().map(|_| Err(StoreError::Deadline)).collect()
+            });
+        }
         self.store.touch(keys, deadline)
     }
 
@@ -724,7 +870,10 @@ impl Store for Undescribable {
             let reason = "injected".to_owned();
             return Box::pin(std::future::ready(Err(StoreError::Denied { reason })));
         }
-        self.store.write(name, bytes, deadline)
+        match self.denied() {
+            Some(denied) => Box::pin(std::future::ready(denied)),
+            None => self.store.write(name, bytes, deadline),
+        }
     }
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, ()> {

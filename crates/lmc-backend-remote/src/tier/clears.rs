@@ -64,7 +64,7 @@ impl Shared {
         loop {
             let deadline = Instant::now() + self.config.timeout;
             match self.sync_clears(deadline).await {
-                Ok(()) => self.breaker.take_back(),
+                Ok(_) => self.breaker.take_back(),
                 Err(error) => match self.breaker.pause() {
                     Some(_) => self.breaker.probe_failed(&error),
                     None => self.breaker.failed(&error),
@@ -99,14 +99,14 @@ impl Shared {
             let begun = Instant::now();
             let synced = shared.sync_clears(deadline).await;
             shared.note([&synced], begun);
-            if synced.is_err() {
+            if !matches!(synced, Ok(None)) {
                 shared.clears.raised.notify_one();
             }
             synced
         });
         match passed_on.await {
-            Ok(Ok(())) => Ok(0),
-            Ok(Err(error)) => Err(error.into()),
+            Ok(Ok(None)) => Ok(0),
+            Ok(Ok(Some(error)) | Err(error)) => Err(error.into()),
             Err(_) => Err(BackendError::Closed),
         }
     }
@@ -116,8 +116,8 @@ impl Shared {
     ///
     /// Two writers may overtake each other. Each reads again after its write, and every daemon
     /// writes what it knows and does not find at its next read, so that no clear is lost while a
-    /// daemon that knows it lives.
-    async fn sync_clears(&self, deadline: Instant) -> Result<(), StoreError> {
+    /// daemon that knows it lives. Returns the refusal of a write where the store may be read.
+    async fn sync_clears(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
         let syncing = async { Ok::<_, StoreError>(self.clears.syncing.lock().await) };
         let _syncing = until(deadline, syncing).await?;
         for _ in 0..=MAX_WRITES {
@@ -166,10 +166,17 @@ impl Shared {
             };
             self.clears.was_read.send_replace(true);
             if !theirs.join(&ours) {
-                return Ok(());
+                return Ok(None);
             }
             let bytes = ours.encode().into();
-            self.store.write(Name::Clears, bytes, deadline).await?;
+            match self.store.write(Name::Clears, bytes, deadline).await {
+                Ok(()) => *self.refused.lock() = None,
+                Err(error) if error.is_refusal() => {
+                    self.note_refusal(&error);
+                    return Ok(Some(error));
+                }
+                Err(error) => return Err(error),
+            }
         }
         Err(StoreError::unavailable(
             "the object of clears changes faster than it is written",

@@ -104,10 +104,12 @@ struct Shared {
     clears: Clears,
     spaces: Spaces,
     absent: RecentKeys,
-    /// Keys whose value was found damaged: absent until they are stored again.
+    /// Keys whose value was found damaged: absent for a minute, unless they are stored here again.
     damaged: RecentKeys,
     /// Keys that were touched.
     touched: RecentKeys,
+    /// The reason why the store refuses writes although it answers.
+    refused: Mutex<Option<String>>,
     claims: Arc<Claims>,
     lookups: Semaphore,
     listings: Listings,
@@ -126,6 +128,7 @@ impl RemoteTier {
             absent: RecentKeys::new(config.absent_ttl, config.max_absent),
             damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
             touched: RecentKeys::new(touch_pause(store.ttl()), MAX_TOUCHED),
+            refused: Mutex::default(),
             claims: Arc::default(),
             lookups: Semaphore::new(MAX_LOOKUPS),
             listings: Listings::default(),
@@ -221,6 +224,33 @@ impl Shared {
         }
         if let Some(error) = failure {
             self.note_failure(error, begun);
+        }
+    }
+
+    /// Notes the outcome of writes. One that is denied does not count against the store, which may
+    /// be read: the breaker would take reads away, and its probe, a read, bring them back.
+    fn note_writes<'a, T: 'a>(
+        &self,
+        results: impl IntoIterator<Item = &'a Result<T, StoreError>>,
+        begun: Instant,
+    ) {
+        let mut others = Vec::new();
+        for result in results {
+            let Err(error @ StoreError::Denied { .. }) = result else {
+                others.push(result);
+                continue;
+            };
+            self.counters.failed.add(1);
+            self.note_refusal(error);
+        }
+        self.note(others, begun);
+    }
+
+    /// Notes that the store refused a write and may be read.
+    fn note_refusal(&self, error: &StoreError) {
+        let reason = format!("writes are refused: {error}");
+        if self.refused.lock().replace(reason).is_none() {
+            tracing::warn!(%error, "remote store refuses writes; chunks are read from it, and not written: give this user the right to write there");
         }
     }
 
@@ -349,8 +379,11 @@ impl Backend for RemoteTier {
                 reason: "closed".to_owned(),
             };
         }
-        match self.shared.breaker.out() {
-            Some(reason) => Health::Down { reason },
+        if let Some(reason) = self.shared.breaker.out() {
+            return Health::Down { reason };
+        }
+        match self.shared.refused.lock().clone() {
+            Some(reason) => Health::Degraded { reason },
             None => Health::Ready,
         }
     }

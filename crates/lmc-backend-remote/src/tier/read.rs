@@ -156,7 +156,8 @@ impl Shared {
     ) {
         let begun = Instant::now();
         let keys: Vec<ChunkKey> = items.iter().map(|item| item.key).collect();
-        let asked: Vec<Asked> = keys.iter().map(|key| self.absent.asking(key)).collect();
+        let asking = |key| (self.absent.asking(key), self.damaged.asking(key));
+        let asked: Vec<(Asked, Asked)> = keys.iter().map(asking).collect();
         let item = |LoadItem { key, slot, .. }| GetItem { key, slot };
         let items = items.into_iter().map(item).collect();
         let mut reading = Reading::begin(&self);
@@ -176,17 +177,18 @@ impl Shared {
             let answer = |loaded| drop(answers.send((index, loaded)));
             match got {
                 Got::Value { header, slot, age } => {
+                    let asked = asked.get(index).map(|(_, damaged)| *damaged);
                     reading.bytes += header.stored_len;
                     let (shared, answers) = (Arc::clone(&self), answers.clone());
                     verifying.spawn(async move {
-                        let loaded = shared.verify(&header, slot);
+                        let loaded = shared.verify(&header, slot, asked);
                         let is_hit = matches!(loaded, Loaded::Hit { .. });
                         let _ = answers.send((index, loaded));
                         (is_hit && shared.is_aging(&header.key, age)).then_some(header.key)
                     });
                 }
                 Got::Absent(slot) => {
-                    if let (Some(key), Some(asked)) = (keys.get(index), asked.get(index)) {
+                    if let (Some(key), Some((asked, _))) = (keys.get(index), asked.get(index)) {
                         self.absent.insert(*key, *asked, Instant::now());
                     }
                     answer(Loaded::Miss(slot));
@@ -233,13 +235,19 @@ impl Shared {
         }
         let deadline = begun + self.config.timeout;
         let touched = self.store.touch(&keys, deadline).await;
-        self.note(&touched, begun);
+        self.note_writes(&touched, begun);
+        for (key, touched) in keys.iter().zip(&touched) {
+            if matches!(touched, Err(StoreError::Deadline)) {
+                // The next hit tries it again.
+                self.touched.stored(key);
+            }
+        }
         let done = touched.iter().filter(|touched| matches!(touched, Ok(true)));
         self.counters.touched.add(done.count() as u64);
     }
 
-    /// Compares a payload with its header.
-    fn verify(&self, header: &Header, slot: ReservedSlot) -> Loaded {
+    /// Compares a payload with its header. `asked`: of the damaged keys, before the read.
+    fn verify(&self, header: &Header, slot: ReservedSlot, asked: Option<Asked>) -> Loaded {
         if !self.is_current(header) {
             self.counters.stale.add(1);
             return Loaded::Miss(slot);
@@ -255,8 +263,9 @@ impl Shared {
             return Loaded::Hit { slot, epoch };
         }
         self.counters.damaged.add(1);
-        let asked = self.damaged.asking(&header.key);
-        self.damaged.insert(header.key, asked, Instant::now());
+        if let Some(asked) = asked {
+            self.damaged.insert(header.key, asked, Instant::now());
+        }
         Loaded::Miss(slot.into_reserved())
     }
 }

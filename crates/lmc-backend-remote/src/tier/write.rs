@@ -142,10 +142,11 @@ impl Shared {
             else {
                 continue;
             };
-            self.note([&put], begun);
+            self.note_writes([&put], begun);
             // After an error the chunk may be there, too.
             self.absent.stored(&item.key);
             if put.is_ok() {
+                *self.refused.lock() = None;
                 self.spaces.note(item.key.space);
             }
             if unseen && matches!(put, Ok(Put::Present)) {
@@ -269,7 +270,7 @@ impl Shared {
             let names: Vec<Name> = claimed.iter().map(|(_, key)| Name::Value(*key)).collect();
             let begun = Instant::now();
             let removed = self.store.remove(&names, deadline).await;
-            self.note(&removed, begun);
+            self.note_writes(&removed, begun);
             let removed = removed
                 .into_iter()
                 .map(|one| one.map_err(BackendError::from));

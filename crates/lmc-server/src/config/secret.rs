@@ -63,7 +63,9 @@ fn end_of_redis(url: &str, before: Option<char>) -> usize {
         is_end
     });
     let url = &url[..closed.unwrap_or(url.len())];
-    let mut starts = url.match_indices("://").map(|(at, _)| scheme_start(url, at));
+    let mut starts = url
+        .match_indices("://")
+        .map(|(at, _)| scheme_start(url, at));
     let is_next = |start: &usize| {
         let before = url[..*start].chars().next_back();
         before.is_some_and(|c| c.is_whitespace() || is_quote(c) || c == ',')
