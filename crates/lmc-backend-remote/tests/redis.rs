@@ -6,17 +6,21 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::StreamExt;
 use lmc_backend::conformance::{lens_of, test_key};
 use lmc_backend::{Backend, BackendError, Health, Stored};
 use lmc_backend_remote::conformance::check_store;
 use lmc_backend_remote::format::{Name, Scope};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
-use lmc_backend_remote::{Store, StoreError};
+use lmc_backend_remote::{GetItem, Store, StoreError};
 use lmc_testkit::{DEADLINE, Folder, Process, free_port, soon, until};
+use parking_lot::Mutex;
 
 use self::common::{passes_the_kit, runtime};
 
@@ -230,6 +234,47 @@ fn values_expire_unless_they_are_used() {
 
 #[test]
 #[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_hit_on_an_old_value_makes_it_young() {
+    let server = Server::start(&[]);
+    let rig = rig_with(&server.url(), |config| {
+        config.ttl = Some(Duration::from_secs(1000))
+    });
+    let rig = rig.used();
+    rig.write(0..3);
+    let name = |number| format!("lmc/{}", Name::Value(test_key(number)));
+    let left = |number| {
+        let said = server.cli(&["TTL", &name(number)]);
+        said.trim().parse::<i64>().unwrap()
+    };
+    server.cli(&["EXPIRE", &name(0), "300"]);
+    server.cli(&["EXPIRE", &name(1), "700"]);
+    server.cli(&["PERSIST", &name(2)]);
+    assert_eq!(rig.hits(0..3), 3);
+    until("the old one is touched", || left(0) > 900);
+    assert!(left(1) <= 700 && left(2) == -1);
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_key_of_another_program_fails_no_other_lookup_and_is_replaced() {
+    let server = Server::start(&[]);
+    let rig = rig(&server.url());
+    rig.write(0..20);
+    let foreign = format!("lmc/{}", Name::Value(test_key(3)));
+    server.cli(&["DEL", &foreign]);
+    server.cli(&["RPUSH", &foreign, "x"]);
+    let keys: Vec<_> = (0..20).map(test_key).collect();
+    let located = lens_of(&rig.tier, &keys, soon());
+    for (n, located) in located.into_iter().enumerate() {
+        assert_eq!(located.unwrap().is_none(), n == 3, "{n}");
+    }
+    assert_eq!(rig.hits(0..20), 19);
+    rig.write(3..4);
+    assert_eq!(rig.hits(0..20), 20);
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
 fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
     let mut server = Server::start(&[]);
     let rig = rig(&server.url());
@@ -327,6 +372,57 @@ fn a_cluster_passes_the_kits_and_slots_may_move() {
 
 #[test]
 #[ignore = "needs redis-server: cargo xtask test-remote"]
+fn chunks_of_a_slot_on_its_way_are_read_and_written_where_they_are() {
+    let nodes = cluster();
+    let url = format!("redis-cluster://127.0.0.1:{}", nodes[0].port);
+    let rig = rig(&url);
+    rig.write(0..10);
+    let (asked, new) = (0, 10);
+    // A chunk that moves, and one that is new in a slot which moves.
+    for number in [asked, new] {
+        let key = format!("lmc/{}", Name::Value(test_key(number)));
+        let slot = nodes[0]
+            .cli(&["CLUSTER", "KEYSLOT", &key])
+            .trim()
+            .to_owned();
+        let number: usize = slot.parse().unwrap();
+        let id = |node: &Server| node.cli(&["CLUSTER", "MYID"]).trim().to_owned();
+        // The nodes have equal shares, in their order.
+        let from = nodes.iter().find(|node| {
+            let count = node.cli(&["CLUSTER", "COUNTKEYSINSLOT", &slot]);
+            let ranges = node.cli(&["CLUSTER", "NODES"]);
+            let own = ranges.lines().find(|line| line.contains("myself")).unwrap();
+            let range = own.split(' ').nth(8).unwrap();
+            let (first, last) = range.split_once('-').unwrap();
+            let covers = first.parse::<usize>().unwrap()..=last.parse::<usize>().unwrap();
+            assert!(!count.is_empty());
+            covers.contains(&number)
+        });
+        let from = from.unwrap();
+        let to = nodes.iter().find(|node| node.port != from.port).unwrap();
+        to.cli(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &id(from)]);
+        from.cli(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &id(to)]);
+        let said = from.cli(&[
+            "MIGRATE",
+            "127.0.0.1",
+            &to.port.to_string(),
+            &key,
+            "0",
+            "5000",
+        ]);
+        assert!(said.contains("OK") || said.contains("NOKEY"), "{said}");
+    }
+    assert_eq!(rig.hits(0..10), 10);
+    rig.write(new..new + 1);
+    assert_eq!(rig.hits(new..new + 1), 1);
+    let keys: Vec<_> = (0..11).map(test_key).collect();
+    for located in lens_of(&rig.tier, &keys, soon()) {
+        assert!(located.unwrap().is_some());
+    }
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
 fn the_master_that_a_sentinel_names_may_change() {
     let master = Server::start(&[]);
     let port = master.port.to_string();
@@ -378,11 +474,10 @@ fn the_master_that_a_sentinel_names_may_change() {
 #[test]
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn a_stranger_that_is_no_redis_is_an_error() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
         for stream in listener.incoming().map_while(Result::ok) {
-            use std::io::Write;
             // It ends the connection after any bytes.
             let _ = (&stream).write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
         }
@@ -465,4 +560,118 @@ fn values_go_over_tls_to_servers_whose_certificate_is_trusted() {
         matches!(rig.tier.health(), Health::Down { .. })
     });
     assert!(rig.store(0..1)[0].is_err());
+}
+
+/// A server that answers each command by a function, and the commands that it got.
+struct Fake {
+    port: u16,
+    commands: Arc<Mutex<Vec<Vec<String>>>>,
+}
+
+impl Fake {
+    fn start(answer: impl Fn(&[String]) -> String + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let commands: Arc<Mutex<Vec<Vec<String>>>> = Arc::default();
+        let (answer, log) = (Arc::new(answer), Arc::clone(&commands));
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let (answer, log) = (Arc::clone(&answer), Arc::clone(&log));
+                std::thread::spawn(move || {
+                    let mut reader = BufReader::new(&stream);
+                    while let Some(command) = command_of(&mut reader) {
+                        let answered = answer(&command);
+                        log.lock().push(command);
+                        if (&stream).write_all(answered.as_bytes()).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+        Self { port, commands }
+    }
+
+    fn count(&self, command: &str) -> usize {
+        let commands = self.commands.lock();
+        commands.iter().filter(|it| it[0] == command).count()
+    }
+}
+
+/// Reads a command; bytes that are no text are replaced.
+fn command_of(reader: &mut impl BufRead) -> Option<Vec<String>> {
+    let number = |kind: char, reader: &mut dyn BufRead| {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok()?;
+        line.trim().strip_prefix(kind)?.parse::<usize>().ok()
+    };
+    let parts = number('*', reader)?;
+    let part = |_| {
+        let mut bytes = vec![0; number('$', reader)? + 2];
+        reader.read_exact(&mut bytes).ok()?;
+        bytes.truncate(bytes.len() - 2);
+        Some(String::from_utf8_lossy(&bytes).into_owned())
+    };
+    (0..parts).map(part).collect()
+}
+
+/// Answers what opens the connection that is not for values.
+fn greeting(command: &[String]) -> Option<String> {
+    match command[0].as_str() {
+        "HELLO" => Some("%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n".to_owned()),
+        "CLIENT" | "SELECT" => Some("+OK\r\n".to_owned()),
+        _ => None,
+    }
+}
+
+#[test]
+fn a_server_that_repeats_the_password_does_not_have_it_shown() {
+    for greets in [false, true] {
+        let fake = Fake::start(move |command| {
+            let greeting = greeting(command).filter(|_| greets);
+            let args = format!("'default' '{SECRET}'");
+            let text = format!(
+                "unknown command '{}', with args beginning with: {args}",
+                command[0]
+            );
+            greeting.unwrap_or_else(|| format!("-ERR {text}\r\n"))
+        });
+        let rig = rig_with(
+            &format!("redis://:{SECRET}@127.0.0.1:{}", fake.port),
+            |_| {},
+        );
+        let slot = rig.pool.reserve(rig.len(0)).unwrap();
+        let item = GetItem {
+            key: test_key(0),
+            slot,
+        };
+        let got = rig.runtime.block_on(async {
+            let got: Vec<_> = rig.store.get(vec![item], soon()).collect().await;
+            let read = rig.store.read(Name::Clears, 100, soon()).await;
+            let heads = rig.store.heads(&[test_key(0)], soon()).await;
+            format!("{got:?} {read:?} {heads:?}")
+        });
+        let shown = format!("{got} {:?}", rig.tier.health());
+        assert!(!shown.contains("marked-secret"), "{shown}");
+        assert_eq!(fake.count("AUTH") > 0, greets, "the connection for values");
+        assert!(shown.contains("Failed"), "{shown}");
+    }
+}
+
+/// A master that a failover has made a replica refused every write until its connections broke.
+#[test]
+fn a_server_that_became_a_replica_is_looked_for_again() {
+    let fake = Fake::start(|command| {
+        greeting(command).unwrap_or_else(|| match command[0].as_str() {
+            "SET" => "-READONLY You can't write against a read only replica.\r\n".to_owned(),
+            "STRLEN" => ":0\r\n".to_owned(),
+            "PTTL" => ":-2\r\n".to_owned(),
+            _ => "$0\r\n\r\n".to_owned(),
+        })
+    });
+    let rig = rig_with(&format!("redis://127.0.0.1:{}", fake.port), |_| {}).used();
+    assert!(rig.store(0..1)[0].is_err());
+    assert_eq!(fake.count("HELLO"), 1);
+    assert!(rig.store(0..1)[0].is_err());
+    assert_eq!(fake.count("HELLO"), 2);
 }

@@ -2,7 +2,8 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use futures_util::stream;
@@ -11,7 +12,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::RedisStore;
-use super::wire::{Address, Answered, Wire};
+use super::link::Link;
+use super::wire::{Address, Answered, Terms, Wire};
 use crate::format::Name;
 use crate::store::{GetItem, Got, Put, PutItem, StoreError, until};
 
@@ -21,21 +23,51 @@ const WINDOW: usize = 2;
 /// Times that a value is asked for at another server, where the first one sends us on.
 const MAX_MOVES: usize = 2;
 
+/// Time for which a connection that no request uses is kept.
+const IDLE: Duration = Duration::from_secs(30);
+
 /// Connections that no request uses.
 #[derive(Debug, Default)]
-pub(super) struct Idle(Mutex<HashMap<Address, Vec<Wire>>>);
+pub(super) struct Idle(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Connections, each with the time of its last use, the newest last.
+    wires: HashMap<Address, Vec<(Instant, Wire)>>,
+    generation: Generation,
+}
+
+/// Number of times that all connections were dropped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Generation(u64);
 
 impl Idle {
-    fn take(&self, node: &Address) -> Option<Wire> {
-        self.0.lock().get_mut(node)?.pop()
+    fn generation(&self) -> Generation {
+        self.0.lock().generation
     }
 
-    fn put(&self, node: &Address, wire: Wire) {
-        self.0.lock().entry(node.clone()).or_default().push(wire);
+    fn take(&self, node: &Address, now: Instant) -> Option<Wire> {
+        let mut state = self.0.lock();
+        for wires in state.wires.values_mut() {
+            wires.retain(|(used, _)| now.saturating_duration_since(*used) < IDLE);
+        }
+        let wires = state.wires.get_mut(node)?;
+        wires.pop().map(|(_, wire)| wire)
+    }
+
+    /// Keeps a connection, unless all were dropped since `generation`.
+    fn put(&self, node: &Address, wire: Wire, generation: Generation, now: Instant) {
+        let mut state = self.0.lock();
+        if state.generation == generation {
+            let wires = state.wires.entry(node.clone()).or_default();
+            wires.push((now, wire));
+        }
     }
 
     pub(super) fn clear(&self) {
-        self.0.lock().clear();
+        let mut state = self.0.lock();
+        state.generation.0 += 1;
+        state.wires.clear();
     }
 }
 
@@ -52,13 +84,14 @@ pub(super) trait Job: Sized + Send + Sync {
         &self,
         wire: &mut Wire,
         name: &str,
-        ttl_ms: Option<u64>,
+        terms: Terms,
     ) -> impl Future<Output = io::Result<()>> + Send;
 
     /// Reads the answer. Leaves the job where it is unless it returns [`Answered::Done`].
     fn receive(
         job: &mut Option<Self>,
         wire: &mut Wire,
+        terms: Terms,
     ) -> impl Future<Output = Result<Answered<Self::Answer>, StoreError>> + Send;
 
     fn failed(self, error: StoreError) -> Self::Answer;
@@ -75,12 +108,16 @@ impl Job for GetItem {
         &store.readers
     }
 
-    async fn send(&self, wire: &mut Wire, name: &str, _: Option<u64>) -> io::Result<()> {
-        wire.ask(name).await
+    async fn send(&self, wire: &mut Wire, name: &str, terms: Terms) -> io::Result<()> {
+        wire.ask(name, terms).await
     }
 
-    async fn receive(job: &mut Option<Self>, wire: &mut Wire) -> Result<Answered<Got>, StoreError> {
-        wire.value(job).await
+    async fn receive(
+        job: &mut Option<Self>,
+        wire: &mut Wire,
+        terms: Terms,
+    ) -> Result<Answered<Got>, StoreError> {
+        wire.value(job, terms).await
     }
 
     fn failed(self, error: StoreError) -> Got {
@@ -99,20 +136,23 @@ impl Job for PutItem {
         &store.writers
     }
 
-    async fn send(&self, wire: &mut Wire, name: &str, ttl_ms: Option<u64>) -> io::Result<()> {
-        wire.send(name, self, ttl_ms).await
+    async fn send(&self, wire: &mut Wire, name: &str, terms: Terms) -> io::Result<()> {
+        wire.send(name, self, terms).await
     }
 
     async fn receive(
         job: &mut Option<Self>,
         wire: &mut Wire,
+        terms: Terms,
     ) -> Result<Answered<Self::Answer>, StoreError> {
         let len = job.as_ref().map_or(0, |job| job.header.value_len());
-        Ok(match wire.sent(len).await? {
+        Ok(match wire.sent(len, terms).await? {
             Answered::Done(true) => Answered::Done(Ok(Put::Written)),
             Answered::Done(false) => Answered::Done(Ok(Put::Present)),
             Answered::Moved(to) => Answered::Moved(to),
+            Answered::Ask(to) => Answered::Ask(to),
             Answered::Refused(error) => Answered::Refused(error),
+            Answered::Lost(error) => Answered::Lost(error),
         })
     }
 
@@ -121,17 +161,29 @@ impl Job for PutItem {
     }
 }
 
-/// The jobs of a batch for one server, each with its index in the batch.
-type Queue<J> = Mutex<VecDeque<(usize, J)>>;
+/// A job of a batch.
+struct Queued<J> {
+    /// Index in the batch.
+    index: usize,
+    job: J,
+    /// The key's slot is on its way to the server.
+    is_asking: bool,
+}
+
+/// The jobs of a batch for one server.
+type Queue<J> = Mutex<VecDeque<Queued<J>>>;
 type Sender<J> = mpsc::UnboundedSender<(usize, <J as Job>::Answer)>;
 
 /// The state that the connections of one batch share.
 struct Batch<'a, J: Job> {
     store: &'a RedisStore,
+    link: Arc<Link>,
+    /// Of the connections when the servers were found.
+    generation: Generation,
     deadline: Instant,
     answers: Sender<J>,
     /// Jobs that a server has sent on to another.
-    moved: Mutex<Vec<(Address, usize, J)>>,
+    moved: Mutex<Vec<(Address, Queued<J>)>>,
 }
 
 impl RedisStore {
@@ -157,6 +209,7 @@ impl RedisStore {
     async fn run_all<J: Job>(&self, jobs: Vec<J>, deadline: Instant, answers: Sender<J>) {
         // The receiver is gone when the caller is, and this with it.
         let answer = |index, one| drop(answers.send((index, one)));
+        let generation = self.idle.generation();
         let link = match self.link(deadline).await {
             Ok(link) => link,
             Err(error) => {
@@ -166,13 +219,14 @@ impl RedisStore {
                 return;
             }
         };
-        let mut queues: HashMap<Address, VecDeque<(usize, J)>> = HashMap::new();
+        let mut queues: HashMap<Address, VecDeque<Queued<J>>> = HashMap::new();
         for (index, job) in jobs.into_iter().enumerate() {
             match link.node(&self.key(job.name())) {
-                Some(node) => queues
-                    .entry(node.clone())
-                    .or_default()
-                    .push_back((index, job)),
+                Some(node) => queues.entry(node.clone()).or_default().push_back(Queued {
+                    index,
+                    job,
+                    is_asking: false,
+                }),
                 None => {
                     let error =
                         StoreError::unavailable("no node of the cluster has the key's slot");
@@ -182,6 +236,8 @@ impl RedisStore {
         }
         let batch = Batch {
             store: self,
+            link,
+            generation,
             deadline,
             answers,
             moved: Mutex::default(),
@@ -193,12 +249,14 @@ impl RedisStore {
             if moved.is_empty() {
                 return;
             }
-            self.lose(&link);
-            for (node, index, job) in moved {
-                queues.entry(node).or_default().push_back((index, job));
+            if moved.iter().any(|(_, queued)| !queued.is_asking) {
+                self.lose(&batch.link);
+            }
+            for (node, queued) in moved {
+                queues.entry(node).or_default().push_back(queued);
             }
         }
-        for (index, job) in queues.into_values().flatten() {
+        for Queued { index, job, .. } in queues.into_values().flatten() {
             let error =
                 StoreError::unavailable("the cluster's nodes do not agree on who has a key");
             let _ = batch.answers.send((index, job.failed(error)));
@@ -212,7 +270,7 @@ impl<J: Job> Batch<'_, J> {
     }
 
     /// Does the jobs for one server, on several connections.
-    async fn serve(&self, node: Address, jobs: VecDeque<(usize, J)>) {
+    async fn serve(&self, node: Address, jobs: VecDeque<Queued<J>>) {
         let connections = self.store.config.connections.min(jobs.len());
         let queue = Mutex::new(jobs);
         let work = (0..connections).map(|_| self.work(&node, &queue));
@@ -222,7 +280,7 @@ impl<J: Job> Batch<'_, J> {
                 .first()
                 .map_or(StoreError::Deadline, StoreError::again)
         };
-        for (index, job) in queue.into_inner() {
+        for Queued { index, job, .. } in queue.into_inner() {
             self.answer(index, job.failed(why()));
         }
     }
@@ -238,7 +296,7 @@ impl<J: Job> Batch<'_, J> {
             return None;
         }
         // The server may have closed a connection that was idle.
-        if let Some(wire) = self.store.idle.take(node) {
+        if let Some(wire) = self.store.idle.take(node, Instant::now()) {
             match self.drive(wire, node, queue).await {
                 Driven::Ended => return None,
                 Driven::Unused => {}
@@ -267,7 +325,8 @@ impl<J: Job> Batch<'_, J> {
             match self.step(&mut driving, queue).await {
                 Ok(true) => {}
                 Ok(false) => {
-                    self.store.idle.put(node, driving.wire);
+                    let idle = &self.store.idle;
+                    idle.put(node, driving.wire, self.generation, Instant::now());
                     return Driven::Ended;
                 }
                 Err(error) => return self.give_up(driving, queue, error),
@@ -283,26 +342,50 @@ impl<J: Job> Batch<'_, J> {
             is_proven,
         } = driving;
         while sent.len() < WINDOW {
-            let Some((index, job)) = queue.lock().pop_front() else {
+            let Some(queued) = queue.lock().pop_front() else {
                 break;
             };
+            let Queued {
+                index,
+                job,
+                is_asking,
+            } = queued;
             let name = self.store.key(job.name());
-            let sending = job.send(wire, &name, self.store.ttl_ms());
+            let ttl_ms = self.store.ttl_ms();
+            let terms = Terms { ttl_ms, is_asking };
+            let sending = job.send(wire, &name, terms);
             let outcome = until(self.deadline, sending).await;
-            sent.push_back((index, Some(job)));
+            let job = Some(job);
+            sent.push_back(Sent { index, job, terms });
             outcome?;
         }
-        let Some((index, job)) = sent.front_mut() else {
+        let Some(Sent { index, job, terms }) = sent.front_mut() else {
             return Ok(false);
         };
         let index = *index;
-        let answered = until(self.deadline, J::receive(job, wire)).await?;
+        let answered = until(self.deadline, J::receive(job, wire, *terms)).await?;
         *is_proven = true;
-        let job = sent.pop_front().and_then(|(_, job)| job);
+        if let Answered::Lost(error) = answered {
+            self.store.lose(&self.link);
+            return Err(self.store.login.clean(error));
+        }
+        let job = sent.pop_front().and_then(|sent| sent.job);
+        let move_on = |to, job, is_asking| {
+            let queued = Queued {
+                index,
+                job,
+                is_asking,
+            };
+            self.moved.lock().push((to, queued));
+        };
         match (answered, job) {
             (Answered::Done(one), _) => self.answer(index, one),
-            (Answered::Refused(error), Some(job)) => self.answer(index, job.failed(error)),
-            (Answered::Moved(to), Some(job)) => self.moved.lock().push((to, index, job)),
+            (Answered::Refused(error) | Answered::Lost(error), Some(job)) => {
+                let error = self.store.login.clean(error);
+                self.answer(index, job.failed(error));
+            }
+            (Answered::Moved(to), Some(job)) => move_on(to, job, false),
+            (Answered::Ask(to), Some(job)) => move_on(to, job, true),
             // A job is taken only with `Done`.
             (_, None) => {}
         }
@@ -312,8 +395,13 @@ impl<J: Job> Batch<'_, J> {
     /// Ends the use of a connection that failed: with all that was sent on it, unless the connection
     /// never worked.
     fn give_up(&self, driving: Driving<J>, queue: &Queue<J>, failure: StoreError) -> Driven {
-        let jobs = driving.sent.into_iter();
-        let jobs = jobs.filter_map(|(index, job)| Some((index, job?)));
+        let jobs = driving.sent.into_iter().filter_map(|sent| {
+            Some(Queued {
+                index: sent.index,
+                job: sent.job?,
+                is_asking: sent.terms.is_asking,
+            })
+        });
         if !driving.is_proven && !matches!(failure, StoreError::Deadline) {
             let mut queue = queue.lock();
             for job in jobs.rev() {
@@ -321,7 +409,7 @@ impl<J: Job> Batch<'_, J> {
             }
             return Driven::Unused;
         }
-        for (index, job) in jobs {
+        for Queued { index, job, .. } in jobs {
             self.answer(index, job.failed(failure.again()));
         }
         Driven::Failed(failure)
@@ -332,9 +420,16 @@ impl<J: Job> Batch<'_, J> {
 struct Driving<J> {
     wire: Wire,
     /// Jobs that were sent and are not answered, the oldest first.
-    sent: VecDeque<(usize, Option<J>)>,
+    sent: VecDeque<Sent<J>>,
     /// True once the server has answered.
     is_proven: bool,
+}
+
+/// A job that was sent.
+struct Sent<J> {
+    index: usize,
+    job: Option<J>,
+    terms: Terms,
 }
 
 /// Outcome of the use of a connection.
@@ -344,4 +439,33 @@ enum Driven {
     /// The connection gave no answer at all, and its jobs are in the queue again.
     Unused,
     Failed(StoreError),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A server behind a firewall that forgets silent connections, and one that lost a failover,
+    /// were asked on connections from before.
+    #[test]
+    fn idle_connections_are_kept_for_a_while_and_until_all_are_dropped() {
+        let (idle, now) = (Idle::default(), Instant::now());
+        let node = Address {
+            host: "a".to_owned(),
+            port: 1,
+        };
+        let put = |generation| idle.put(&node, Wire::over(tokio::io::empty()), generation, now);
+        put(idle.generation());
+        put(idle.generation());
+        assert!(idle.take(&node, now).is_some());
+        assert!(idle.take(&node, now + IDLE).is_none(), "too old");
+        let before = idle.generation();
+        put(before);
+        idle.clear();
+        assert!(idle.take(&node, now).is_none());
+        put(before);
+        assert!(idle.take(&node, now).is_none(), "dropped meanwhile");
+        put(idle.generation());
+        assert!(idle.take(&node, now).is_some());
+    }
 }

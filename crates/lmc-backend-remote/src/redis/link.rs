@@ -56,7 +56,7 @@ enum Nodes {
 
 impl Link {
     /// Connects to the servers of a URL.
-    pub(super) async fn connect(url: &RedisUrl) -> Result<Self, RedisError> {
+    async fn connect(url: &RedisUrl) -> Result<Self, RedisError> {
         match url.topology {
             Topology::Single => Self::to_one(info(url, &url.nodes[0])?).await,
             Topology::Sentinel => {
@@ -172,7 +172,13 @@ impl Link {
     pub(super) async fn pipeline(&self, commands: &Pipeline) -> Result<Vec<Value>, RedisError> {
         match self.connection.clone() {
             Connection::One(mut connection) => commands.query_async(&mut connection).await,
-            Connection::Cluster(mut connection) => commands.query_async(&mut connection).await,
+            Connection::Cluster(mut connection) => {
+                let answers = commands.query_async(&mut connection).await;
+                match answers.as_ref().err().and_then(asked_at) {
+                    Some(node) => ask(connection, commands, node).await,
+                    None => answers,
+                }
+            }
         }
     }
 
@@ -189,6 +195,32 @@ impl Link {
             }
         }
     }
+}
+
+/// Returns the node where the key of a request is, whose slot is on its way there.
+fn asked_at(error: &RedisError) -> Option<Address> {
+    let is_ask = error.kind() == ErrorKind::Server(ServerErrorKind::Ask);
+    let (node, _) = error.redirect_node().filter(|_| is_ask)?;
+    let (host, port) = node.rsplit_once(':')?;
+    let (host, port) = (host.to_owned(), port.parse().ok()?);
+    Some(Address { host, port })
+}
+
+/// Sends commands to a node that a slot is on its way to. The crate does that too, but asks the
+/// node once, for the first of the commands.
+async fn ask(
+    mut connection: ClusterConnection,
+    commands: &Pipeline,
+    node: Address,
+) -> Result<Vec<Value>, RedisError> {
+    let mut asking = redis::pipe();
+    for command in commands.cmd_iter() {
+        asking.cmd("ASKING").add_command(command.clone());
+    }
+    let (len, Address { host, port }) = (asking.len(), node);
+    let to = SingleNodeRoutingInfo::ByAddress { host, port };
+    let answers = connection.route_pipeline(asking, 0, len, to).await?;
+    Ok(answers.into_iter().skip(1).step_by(2).collect())
 }
 
 fn location(url: &RedisUrl, node: &Address) -> ConnectionAddr {
@@ -258,7 +290,7 @@ fn slot(key: &[u8]) -> u16 {
 
 /// Returns true if a new connection is needed: this one is broken, or its server is no longer the
 /// master.
-pub(super) fn is_lost(error: &RedisError) -> bool {
+fn is_lost(error: &RedisError) -> bool {
     use ServerErrorKind::{ClusterDown, MasterDown, ReadOnly};
     let kind = error.kind();
     error.is_unrecoverable_error()
@@ -269,22 +301,45 @@ pub(super) fn is_lost(error: &RedisError) -> bool {
             .contains(&kind)
 }
 
-pub(super) fn error_of(error: &RedisError) -> StoreError {
+/// Returns the meaning of an error. Its text is to be cleaned before it is shown.
+fn error_of(error: &RedisError) -> StoreError {
     if error.is_timeout() {
         return StoreError::Deadline;
     }
-    let reason: String = error
-        .to_string()
-        .chars()
-        .filter(|c| !c.is_control())
-        .take(300)
-        .collect();
+    let reason = error.to_string();
     match error.code() {
-        Some(code @ ("OOM" | "NOAUTH" | "WRONGPASS" | "NOPERM")) => {
+        Some(code @ ("OOM" | "NOAUTH" | "WRONGPASS" | "NOPERM" | "READONLY" | "MISCONF")) => {
             refused(&format!("{code} {reason}"), 0)
         }
         _ if error.kind() == ErrorKind::AuthenticationFailed => StoreError::Denied { reason },
         _ => StoreError::Unavailable { reason },
+    }
+}
+
+/// Returns the meaning of an error of the login. A server's text is dropped, but for its code: it
+/// may repeat the command, with the password.
+fn error_of_login(error: &RedisError) -> StoreError {
+    if error.is_timeout() {
+        return StoreError::Deadline;
+    }
+    match error.code() {
+        Some(code) => refused(code, 0),
+        None if error.kind() == ErrorKind::AuthenticationFailed => StoreError::Denied {
+            reason: error.category().to_owned(),
+        },
+        // An error of a cluster is the texts of its nodes.
+        None if error.is_io_error() || error.kind() == ErrorKind::ClusterConnectionNotFound => {
+            StoreError::unavailable(error)
+        }
+        None => StoreError::unavailable(error.category()),
+    }
+}
+
+/// Connects to the servers of a URL, by the deadline.
+pub(super) async fn connect_by(deadline: Instant, url: &RedisUrl) -> Result<Link, StoreError> {
+    match tokio::time::timeout_at(deadline.into(), Link::connect(url)).await {
+        Ok(link) => link.map_err(|error| error_of_login(&error)),
+        Err(_) => Err(StoreError::Deadline),
     }
 }
 
@@ -295,10 +350,7 @@ pub(super) async fn answer_by<T>(
 ) -> Result<T, Lost> {
     match tokio::time::timeout_at(deadline.into(), answer).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => Err(Lost {
-            is_lost: is_lost(&error),
-            error: error_of(&error),
-        }),
+        Ok(Err(error)) => Err(Lost::of(&error)),
         // An answer that never comes is a sign of a cut connection, too.
         Err(_) => Err(Lost {
             is_lost: true,
@@ -312,6 +364,15 @@ pub(super) async fn answer_by<T>(
 pub(super) struct Lost {
     pub(super) is_lost: bool,
     pub(super) error: StoreError,
+}
+
+impl Lost {
+    pub(super) fn of(error: &RedisError) -> Self {
+        Self {
+            is_lost: is_lost(error),
+            error: error_of(error),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -19,14 +19,15 @@ use futures_util::{StreamExt, stream};
 use lmc_backend::{Answers, BoxFuture};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
-use redis::{FromRedisValue, Pipeline, Value};
+use redis::{FromRedisValue, Pipeline, RedisError, Value};
 use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ClientConfig;
 
 use self::bulk::Idle;
-use self::link::{Link, answer_by};
+use self::link::{Link, Lost, answer_by, connect_by};
 use self::listing::{Listings, Position};
 pub use self::url::{RedisUrl, RedisUrlError, Topology};
+use self::wire::WRONG_TYPE;
 use crate::clock::ahead_ms;
 use crate::format::{HEADER_LEN, Name, Scope};
 use crate::store::{
@@ -41,6 +42,10 @@ const KEYS_AT_ONCE: usize = 64;
 const REQUESTS: usize = 64;
 /// Names of a page that are asked for at most.
 const MAX_PAGE: usize = 1000;
+/// Characters of an error's text that are shown.
+const MAX_REASON: usize = 300;
+/// Characters of a password by which it is found in a text: a server cuts what it repeats off.
+const PASSWORD_START: usize = 16;
 /// Longest value that a server takes, unless its settings say otherwise.
 const MAX_VALUE: u64 = 512 << 20;
 
@@ -101,6 +106,27 @@ impl fmt::Debug for Login {
     }
 }
 
+impl Login {
+    /// Makes the text of an error fit to be shown. One that may repeat the password is dropped.
+    fn clean(&self, mut error: StoreError) -> StoreError {
+        if let StoreError::Unavailable { reason } | StoreError::Denied { reason } = &mut error {
+            let start: Option<String> = self
+                .password
+                .as_ref()
+                .map(|password| password.chars().take(PASSWORD_START).collect());
+            *reason = match start.is_some_and(|start| reason.contains(&start)) {
+                true => "an error that repeats the password".to_owned(),
+                // The server's text may hold anything.
+                false => {
+                    let text = reason.chars().filter(|c| !c.is_control());
+                    text.take(MAX_REASON).collect()
+                }
+            };
+        }
+        error
+    }
+}
+
 /// Chunks in Redis. Has to be used on a runtime.
 #[derive(Debug)]
 pub struct RedisStore {
@@ -112,6 +138,7 @@ pub struct RedisStore {
     idle: Idle,
     readers: Semaphore,
     writers: Semaphore,
+    requests: Semaphore,
     listings: Listings,
     is_closed: AtomicBool,
 }
@@ -144,6 +171,7 @@ impl RedisStore {
             idle: Idle::default(),
             readers: Semaphore::new(connections),
             writers: Semaphore::new(connections),
+            requests: Semaphore::new(REQUESTS),
             listings: Listings::default(),
             is_closed: AtomicBool::new(false),
             config: RedisConfig {
@@ -180,8 +208,8 @@ impl RedisStore {
         if let Some(link) = there() {
             return Ok(link);
         }
-        let link = answer_by(deadline, Link::connect(&self.config.url)).await;
-        let link = Arc::new(link.map_err(|lost| lost.error)?);
+        let link = connect_by(deadline, &self.config.url).await;
+        let link = Arc::new(link.map_err(|error| self.login.clean(error))?);
         *self.link.lock() = Some(Arc::clone(&link));
         Ok(link)
     }
@@ -202,16 +230,39 @@ impl RedisStore {
         commands: &Pipeline,
         deadline: Instant,
     ) -> Result<Vec<Value>, StoreError> {
+        let permit = async {
+            self.requests
+                .acquire()
+                .await
+                .map_err(|_| StoreError::Deadline)
+        };
+        let _permit = until(deadline, permit).await?;
         self.settle(link, answer_by(deadline, link.pipeline(commands)).await)
     }
 
-    fn settle<T>(&self, link: &Arc<Link>, answer: Result<T, link::Lost>) -> Result<T, StoreError> {
+    fn settle<T>(&self, link: &Arc<Link>, answer: Result<T, Lost>) -> Result<T, StoreError> {
         answer.map_err(|lost| {
             if lost.is_lost {
                 self.lose(link);
             }
-            lost.error
+            self.login.clean(lost.error)
         })
+    }
+
+    /// Reads the answers to the commands for one key.
+    fn answer<T>(
+        &self,
+        link: &Arc<Link>,
+        answers: &[Value],
+        read: impl Fn(&[Value]) -> Option<T>,
+    ) -> Result<T, StoreError> {
+        if let Some(answer) = read(answers) {
+            return Ok(answer);
+        }
+        match answers.iter().find_map(error_in) {
+            Some(error) => self.settle(link, Err(Lost::of(&error))),
+            None => Err(StoreError::unavailable("an answer of another type")),
+        }
     }
 
     /// Asks for something of each key, `commands` commands for each.
@@ -236,6 +287,8 @@ impl RedisStore {
         let batches: Vec<Vec<Name>> = names.chunks(at_once).map(<[_]>::to_vec).collect();
         let asked = batches.into_iter().map(|names| async move {
             let mut pipeline = redis::pipe();
+            // Each key has its own answer, which may be an error.
+            pipeline.ignore_errors();
             names
                 .iter()
                 .for_each(|name| ask(&mut pipeline, &self.key(*name)));
@@ -245,9 +298,8 @@ impl RedisStore {
                     StoreError::unavailable("answers are missing").each(names.len())
                 }
                 Ok(values) => {
-                    let unclear = || StoreError::unavailable("an answer of another type");
                     let answers = values.chunks(commands);
-                    answers.map(|one| read(one).ok_or_else(unclear)).collect()
+                    answers.map(|one| self.answer(link, one, read)).collect()
                 }
             }
         });
@@ -259,6 +311,14 @@ impl RedisStore {
         let [start, len, left] = answers else {
             return None;
         };
+        // A key of another program: no value, and it is replaced by one.
+        if error_in(start).is_some_and(|error| error.code() == Some(WRONG_TYPE)) {
+            return Some(Some(Head {
+                header: None,
+                value_len: 0,
+                age: None,
+            }));
+        }
         let (start, value_len) = (bytes(start)?, u64::from_redis_value_ref(len).ok()?);
         let left = i64::from_redis_value_ref(left).ok()?;
         if value_len == 0 {
@@ -418,6 +478,14 @@ impl RedisStore {
     }
 }
 
+/// Returns the error that the server answered.
+fn error_in(value: &Value) -> Option<RedisError> {
+    match value {
+        Value::ServerError(error) => Some(error.clone().into()),
+        _ => None,
+    }
+}
+
 fn bytes(value: &Value) -> Option<&[u8]> {
     match value {
         Value::BulkString(bytes) => Some(bytes),
@@ -515,8 +583,9 @@ impl Store for RedisStore {
         let ask = move |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("SET").arg(key).arg(&bytes[..]);
         };
+        let read = |answers: &[Value]| matches!(answers, [Value::Okay]).then_some(());
         Box::pin(async move {
-            let mut answers = self.each(vec![name], deadline, 1, ask, |_| Some(())).await;
+            let mut answers = self.each(vec![name], deadline, 1, ask, read).await;
             answers.pop().unwrap_or(Err(StoreError::Deadline))
         })
     }

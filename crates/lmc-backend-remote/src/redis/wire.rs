@@ -1,9 +1,10 @@
 //! A connection to one Redis server on which values go straight between the socket and slots.
 
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -15,6 +16,10 @@ use crate::store::{GetItem, Got, HeaderBytes, PutItem, PutMode, StoreError, unti
 
 /// Longest line that is believed.
 const MAX_LINE: u64 = 1024;
+/// Pause before the kernel asks whether a silent connection still lives.
+const KEEPALIVE: Duration = Duration::from_secs(15);
+/// Code of the error of a key that has no string.
+pub(super) const WRONG_TYPE: &str = "WRONGTYPE";
 /// Bytes that are read at a time where they do not go to a slot.
 const BUFFER: usize = 16 << 10;
 
@@ -57,11 +62,34 @@ pub(super) enum Answered<T> {
     Done(T),
     /// The server of this address has the key now.
     Moved(Address),
+    /// The server of this address has the key, whose slot is on its way there: this request alone
+    /// goes there.
+    Ask(Address),
     /// The server refused the request.
     Refused(StoreError),
+    /// The server no longer serves the keys: others have to be found.
+    Lost(StoreError),
+}
+
+/// Circumstances of a request for a value.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    /// Milliseconds that a value lives, where it expires.
+    pub(super) ttl_ms: Option<u64>,
+    /// The key's slot is on its way to the server.
+    pub(super) is_asking: bool,
 }
 
 impl Wire {
+    #[cfg(test)]
+    pub(super) fn over(
+        stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
+    ) -> Self {
+        Self {
+            stream: BufReader::with_capacity(BUFFER, Box::new(stream)),
+        }
+    }
+
     /// Connects and logs in.
     pub(super) async fn connect(
         address: &Address,
@@ -79,6 +107,9 @@ impl Wire {
         let stream = TcpStream::connect((host.as_str(), *port)).await;
         let stream = stream.map_err(cannot)?;
         stream.set_nodelay(true).map_err(cannot)?;
+        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
+        let kept = SockRef::from(&stream).set_tcp_keepalive(&keepalive);
+        kept.map_err(cannot)?;
         let stream: Box<dyn Stream> = match &login.tls {
             None => Box::new(stream),
             Some(tls) => {
@@ -101,21 +132,41 @@ impl Wire {
         Ok(wire)
     }
 
-    /// Sends a command that is answered with a status.
+    /// Sends a command of the login that is answered with a status. An error's text is dropped, but
+    /// for its code: it may repeat the command, with the password.
     async fn command(&mut self, parts: &[&str]) -> Result<(), StoreError> {
         self.stream.write_all(&encode(parts)).await?;
         self.stream.flush().await?;
         match self.reply().await? {
             Reply::Status => Ok(()),
-            Reply::Error(text) => Err(refused(&text, 0)),
+            Reply::Error(text) => Err(refused(code_of(&text), 0)),
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Sends the request for a value.
-    pub(super) async fn ask(&mut self, name: &str) -> io::Result<()> {
-        self.stream.write_all(&encode(&["GET", name])).await?;
+    /// Sends the request for a value, and for the time that it has left where values expire.
+    pub(super) async fn ask(&mut self, name: &str, terms: Terms) -> io::Result<()> {
+        let mut request = match terms {
+            Terms {
+                is_asking: true, ..
+            } => encode(&["ASKING"]),
+            Terms {
+                ttl_ms: Some(_), ..
+            } => encode(&["PTTL", name]),
+            Terms { ttl_ms: None, .. } => Vec::new(),
+        };
+        request.extend(encode(&["GET", name]));
+        self.stream.write_all(&request).await?;
         self.stream.flush().await
+    }
+
+    /// Reads the answer to what came before a request. What is wrong with the key is said again.
+    async fn left(&mut self) -> Result<Option<u64>, StoreError> {
+        match self.reply().await? {
+            Reply::Status | Reply::Error(_) => Ok(None),
+            Reply::Number(left) => Ok(u64::try_from(left).ok()),
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// Reads the answer to the oldest request. On an error the connection is of no further use, and
@@ -123,7 +174,17 @@ impl Wire {
     pub(super) async fn value(
         &mut self,
         item: &mut Option<GetItem>,
+        terms: Terms,
     ) -> Result<Answered<Got>, StoreError> {
+        let left = match terms.is_asking || terms.ttl_ms.is_some() {
+            true => self.left().await?,
+            false => None,
+        };
+        let age = terms
+            .ttl_ms
+            .zip(left)
+            .map(|(ttl, left)| ttl.saturating_sub(left));
+        let age = age.map(Duration::from_millis);
         let reply = self.reply().await?;
         let mut take = || {
             item.take()
@@ -132,6 +193,11 @@ impl Wire {
         let len = match reply {
             Reply::Null => return Ok(Answered::Done(Got::Absent(take()?.slot))),
             Reply::Bulk(len) => len,
+            // A key of another program instead of a value.
+            Reply::Error(text) if code_of(&text) == WRONG_TYPE => {
+                let (slot, refusal) = (take()?.slot, crate::format::Refusal::Damaged);
+                return Ok(Answered::Done(Got::Refused { refusal, slot }));
+            }
             Reply::Error(text) => return Ok(answer_of(&text, 0)),
             other => return Err(unexpected(&other)),
         };
@@ -166,11 +232,7 @@ impl Wire {
             None => return Err(StoreError::unavailable("no item")),
         };
         Ok(Answered::Done(match got {
-            Ok(header) => Got::Value {
-                header,
-                slot,
-                age: None,
-            },
+            Ok(header) => Got::Value { header, slot, age },
             Err(refusal) => Got::Refused { refusal, slot },
         }))
     }
@@ -180,9 +242,12 @@ impl Wire {
         &mut self,
         name: &str,
         item: &PutItem,
-        ttl_ms: Option<u64>,
+        terms: Terms,
     ) -> io::Result<()> {
-        let (before, after) = encode_set(name, item, ttl_ms);
+        if terms.is_asking {
+            self.stream.write_all(&encode(&["ASKING"])).await?;
+        }
+        let (before, after) = encode_set(name, item, terms.ttl_ms);
         let payload = Bytes::from_owner(item.slot.clone());
         let mut value = before.chain(payload).chain(after);
         self.stream.write_all_buf(&mut value).await?;
@@ -191,7 +256,14 @@ impl Wire {
 
     /// Reads the answer to the oldest value that was sent: whether it was written. On an error the
     /// connection is of no further use.
-    pub(super) async fn sent(&mut self, len: u64) -> Result<Answered<bool>, StoreError> {
+    pub(super) async fn sent(
+        &mut self,
+        len: u64,
+        terms: Terms,
+    ) -> Result<Answered<bool>, StoreError> {
+        if terms.is_asking {
+            self.left().await?;
+        }
         match self.reply().await? {
             Reply::Status => Ok(Answered::Done(true)),
             Reply::Null => Ok(Answered::Done(false)),
@@ -269,29 +341,35 @@ fn encode_set(name: &str, item: &PutItem, ttl_ms: Option<u64>) -> (Bytes, Bytes)
 
 /// Sorts an error of the server. `needed`: bytes of the value that it was given.
 fn answer_of<T>(text: &str, needed: u64) -> Answered<T> {
-    if let Some(rest) = text.strip_prefix("MOVED ") {
+    match code_of(text) {
         // MOVED SLOT HOST:PORT
-        let address = rest.split(' ').nth(1).and_then(|it| it.rsplit_once(':'));
-        let parsed = address.and_then(|(host, port)| {
-            let host = host.trim_matches(['[', ']']).to_owned();
-            let port = port.parse().ok()?;
-            (!host.is_empty()).then_some(Address { host, port })
-        });
-        if let Some(address) = parsed {
-            return Answered::Moved(address);
-        }
+        "MOVED" => node_of(text).map(Answered::Moved),
+        "ASK" => node_of(text).map(Answered::Ask),
+        "READONLY" | "MASTERDOWN" | "CLUSTERDOWN" => Some(Answered::Lost(refused(text, needed))),
+        _ => None,
     }
-    Answered::Refused(refused(text, needed))
+    .unwrap_or_else(|| Answered::Refused(refused(text, needed)))
 }
 
-/// Returns the error that a server's text means.
+/// Returns the server that another one names.
+fn node_of(text: &str) -> Option<Address> {
+    let (host, port) = text.split(' ').nth(2)?.rsplit_once(':')?;
+    let host = host.trim_matches(['[', ']']).to_owned();
+    let port = port.parse().ok()?;
+    (!host.is_empty()).then_some(Address { host, port })
+}
+
+/// Returns the code of an error of the server.
+fn code_of(text: &str) -> &str {
+    text.split(' ').next().unwrap_or_default()
+}
+
+/// Returns the error that a server's text means. The text is to be cleaned before it is shown.
 pub(super) fn refused(text: &str, needed: u64) -> StoreError {
-    let code = text.split(' ').next().unwrap_or_default();
-    // The server's text may hold anything.
-    let reason: String = text.chars().filter(|c| !c.is_control()).take(200).collect();
-    match code {
+    let reason = text.to_owned();
+    match code_of(text) {
         "OOM" => StoreError::Full { needed },
-        "NOAUTH" | "WRONGPASS" | "NOPERM" => StoreError::Denied { reason },
+        "NOAUTH" | "WRONGPASS" | "NOPERM" | "READONLY" | "MISCONF" => StoreError::Denied { reason },
         _ => StoreError::Unavailable { reason },
     }
 }
@@ -342,6 +420,14 @@ mod tests {
         );
         assert_eq!(moved("MOVED 3999 :6381"), None);
         assert_eq!(moved("MOVED"), None);
+        assert!(matches!(
+            answer_of::<()>("ASK 3999 10.0.0.1:6381", 0),
+            Answered::Ask(Address { port: 6381, .. })
+        ));
+        assert!(matches!(
+            answer_of::<()>("READONLY You can't write", 0),
+            Answered::Lost(StoreError::Denied { .. })
+        ));
         assert!(matches!(
             refused("OOM command not allowed", 7),
             StoreError::Full { needed: 7 }
