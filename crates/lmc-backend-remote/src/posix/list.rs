@@ -24,57 +24,55 @@ impl Values {
     ) -> Result<ListPage, StoreError> {
         let mut page = ListPage::default();
         let after = token.unwrap_or_default();
-        'folders: for folder in self.folders(scope, deadline)? {
-            // Names compare as their paths do, because folders have names of one length.
-            if !after.starts_with(&folder) && folder.as_str() < after {
+        // Names compare as their paths do, because folders have names of one length.
+        let is_done = |folder: &str| !after.starts_with(folder) && folder < after;
+        // Folders that other pages are of are not looked into.
+        for part in parts(scope) {
+            if is_done(&folder(part)) {
                 continue;
             }
-            let names = self.first_names(&folder, after, limit + 1, deadline)?;
-            for path in names {
-                let Ok(name) = path.parse::<Name>() else {
+            for folder in self.folders(part, deadline)? {
+                if is_done(&folder) {
                     continue;
-                };
-                if page.objects.len() == limit {
-                    page.next = page.objects.last().map(|last| last.name.to_string());
-                    break 'folders;
                 }
-                match self.tree.stat(&path) {
-                    Ok(stat) if is_file(&stat) && scope.covers(&name) => {
-                        page.objects.push(ListedObject {
-                            name,
-                            len: u64::try_from(stat.st_size).ok(),
-                            age: self.clock.age(&stat),
-                        });
+                for path in self.first_names(&folder, after, limit + 1, deadline)? {
+                    if page.objects.len() == limit {
+                        page.next = page.objects.last().map(|last| last.name.to_string());
+                        return Ok(page);
                     }
-                    Ok(_) => {}
-                    Err(error) if is_absent(&error) => {}
-                    Err(error) => return Err(error.into()),
+                    page.objects.extend(self.listed(&path, scope)?);
                 }
             }
         }
         Ok(page)
     }
 
-    /// Returns the folders that a scope is in, in order.
-    fn folders(&self, scope: Scope, deadline: Instant) -> Result<Vec<String>, StoreError> {
-        let (fanout, space) = match scope {
-            Scope::Spaces => return Ok(vec![folder(scope)]),
-            Scope::Values { fanout, space } => (fanout, space),
+    /// Returns the object at a path; `None` where there is none of the scope.
+    fn listed(&self, path: &str, scope: Scope) -> Result<Option<ListedObject>, StoreError> {
+        let Some(name) = path.parse().ok().filter(|name| scope.covers(name)) else {
+            return Ok(None);
         };
-        let mut folders = Vec::new();
-        for byte in 0..=255u8 {
-            if fanout.is_some_and(|fanout| fanout != byte) {
-                continue;
-            }
-            match space {
-                Some(_) => folders.push(folder(Scope::Values {
-                    fanout: Some(byte),
-                    space,
-                })),
-                None => folders.extend(self.spaces_of(byte, deadline)?),
-            }
+        match self.tree.stat(path) {
+            Ok(stat) if is_file(&stat) => Ok(Some(ListedObject {
+                name,
+                len: u64::try_from(stat.st_size).ok(),
+                age: self.clock.age(&stat),
+            })),
+            Ok(_) => Ok(None),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(error.into()),
         }
-        Ok(folders)
+    }
+
+    /// Returns the folders that a part of a scope is in, in order.
+    fn folders(&self, part: Scope, deadline: Instant) -> Result<Vec<String>, StoreError> {
+        match part {
+            Scope::Values {
+                fanout: Some(fanout),
+                space: None,
+            } => self.spaces_of(fanout, deadline),
+            _ => Ok(vec![folder(part)]),
+        }
     }
 
     /// Returns the folders of spaces in a folder of the fan-out, in order.
@@ -124,6 +122,22 @@ impl Values {
         });
         names.map_err(late)?;
         Ok(first.into_iter().collect())
+    }
+}
+
+/// Returns the parts of a scope, in the order of names: one for each folder of the fan-out.
+fn parts(scope: Scope) -> Vec<Scope> {
+    match scope {
+        Scope::Values {
+            fanout: None,
+            space,
+        } => (0..=u8::MAX)
+            .map(|fanout| Scope::Values {
+                fanout: Some(fanout),
+                space,
+            })
+            .collect(),
+        _ => vec![scope],
     }
 }
 
