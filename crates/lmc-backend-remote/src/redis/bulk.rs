@@ -146,14 +146,7 @@ impl Job for PutItem {
         terms: Terms,
     ) -> Result<Answered<Self::Answer>, StoreError> {
         let len = job.as_ref().map_or(0, |job| job.header.value_len());
-        Ok(match wire.sent(len, terms).await? {
-            Answered::Done(true) => Answered::Done(Ok(Put::Written)),
-            Answered::Done(false) => Answered::Done(Ok(Put::Present)),
-            Answered::Moved(to) => Answered::Moved(to),
-            Answered::Ask(to) => Answered::Ask(to),
-            Answered::Refused(error) => Answered::Refused(error),
-            Answered::Lost(error) => Answered::Lost(error),
-        })
+        wire.sent(len, terms).await
     }
 
     fn failed(self, error: StoreError) -> Self::Answer {

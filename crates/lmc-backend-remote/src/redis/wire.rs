@@ -12,7 +12,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::Login;
 use crate::format::HEADER_LEN;
-use crate::store::{GetItem, Got, HeaderBytes, PutItem, PutMode, StoreError, until};
+use crate::store::{GetItem, Got, HeaderBytes, Put, PutItem, PutMode, StoreError, until};
 
 /// Longest line that is believed.
 const MAX_LINE: u64 = 1024;
@@ -254,19 +254,19 @@ impl Wire {
         self.stream.flush().await
     }
 
-    /// Reads the answer to the oldest value that was sent: whether it was written. On an error the
-    /// connection is of no further use.
+    /// Reads the answer to the oldest value that was sent. On an error the connection is of no further
+    /// use.
     pub(super) async fn sent(
         &mut self,
         len: u64,
         terms: Terms,
-    ) -> Result<Answered<bool>, StoreError> {
+    ) -> Result<Answered<Result<Put, StoreError>>, StoreError> {
         if terms.is_asking {
             self.left().await?;
         }
         match self.reply().await? {
-            Reply::Status => Ok(Answered::Done(true)),
-            Reply::Null => Ok(Answered::Done(false)),
+            Reply::Status => Ok(Answered::Done(Ok(Put::Written))),
+            Reply::Null => Ok(Answered::Done(Ok(Put::Present))),
             Reply::Error(text) => Ok(answer_of(&text, len)),
             other => Err(unexpected(&other)),
         }
