@@ -274,26 +274,22 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
             micros("lmc", heads),
         );
     }
-    let millis = |what| {
-        let median = cells.median(SLOW_LINK, "lmc", what);
-        shown(median, |it| format!("{:.1} ms", it * 1e3))
+    let millis = |row, who, what| {
+        let median = cells.median(row, who, what);
+        shown(median, |it| format!("{:.2} ms", it * 1e3))
     };
     let _ = writeln!(
         text,
         "\n{SLOW_LINK} (a relay on this host delays each direction by 1 ms): {} in one batch, {} one after the other.\n",
-        millis("batch_s"),
-        millis("singly_s"),
+        millis(SLOW_LINK, "lmc", "batch_s"),
+        millis(SLOW_LINK, "lmc", "singly_s"),
     );
     for what in ["lookup", "retrieve"] {
-        let p99 = |who| {
-            let median = cells.median(STALLED, who, what);
-            shown(median, |it| format!("{:.0} µs", it * 1e6))
-        };
         let _ = writeln!(
             text,
             "p99 of a {what} of 2,048 tokens in memory, 2 clients: {} while the store of `--remote` answers nothing, {} without a store.\n",
-            p99("with a stalled store"),
-            p99("without a store"),
+            millis(STALLED, "with a stalled store", what),
+            millis(STALLED, "without a store", what),
         );
     }
     text
