@@ -113,6 +113,19 @@ fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     (code, Json(json!({"error": text, "detail": text}))).into_response()
 }
 
+/// Returns the state of work that an operator ordered, and the reason why it failed. `end`: `None`
+/// while it goes on, which is `doing`.
+fn state_of<'a>(
+    end: &'a Option<Result<(), String>>,
+    doing: &'static str,
+) -> (&'static str, Option<&'a str>) {
+    match end {
+        None => (doing, None),
+        Some(Ok(())) => ("done", None),
+        Some(Err(reason)) => ("failed", Some(reason)),
+    }
+}
+
 /// Keeps the pages of other sites and other users' changes out, before anything is done for a
 /// request.
 async fn guarded(

@@ -12,7 +12,7 @@ use lmc_backend_remote::{RemoteTier, StaleDeleted};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::{Shared, refusal};
+use super::{Shared, refusal, state_of};
 
 /// The deletion that was ordered last.
 #[derive(Clone, Debug, Default)]
@@ -29,11 +29,7 @@ struct Store {
 
 impl Store {
     fn to_json(&self) -> Value {
-        let (state, reason) = match &self.end {
-            None => ("deleting", None),
-            Some(Ok(())) => ("done", None),
-            Some(Err(reason)) => ("failed", Some(reason)),
-        };
+        let (state, reason) = state_of(&self.end, "deleting");
         json!({
             "store": self.name,
             "state": state,

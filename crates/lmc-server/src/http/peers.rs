@@ -16,7 +16,7 @@ use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::{Http, Shared, refusal};
+use super::{Http, Shared, refusal, state_of};
 use crate::peers::Peers;
 
 /// Pause before a peer that still reads for an earlier order is asked again, and how often it is.
@@ -41,11 +41,7 @@ pub(super) struct Copy {
 
 impl Copy {
     fn to_json(&self) -> Value {
-        let (state, error) = match &self.end {
-            None => ("copying", None),
-            Some(Ok(())) => ("done", None),
-            Some(Err(error)) => ("failed", Some(error)),
-        };
+        let (state, reason) = state_of(&self.end, "copying");
         json!({
             "peer": self.peer,
             "state": state,
@@ -53,7 +49,7 @@ impl Copy {
             "bytes": self.bytes,
             "ordered": self.ordered,
             "copied": self.copied,
-            "reason": error,
+            "reason": reason,
         })
     }
 }
