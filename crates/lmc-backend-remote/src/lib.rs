@@ -24,6 +24,9 @@ pub use open::{OpenError, Opened, StoreOptions, check_url, open_store};
 mod posix;
 pub use posix::{Collected, FileConfig, FileStore, Limits};
 
+mod small;
+pub use small::{read_clears, read_description};
+
 mod store;
 pub use store::{
     Each, GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Single,

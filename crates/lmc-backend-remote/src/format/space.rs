@@ -1,5 +1,7 @@
 //! The description of a space: the model and tenant of its chunks, for people and tools.
 
+use std::fmt;
+
 use lmc_key::{
     DtypeName, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId,
 };
@@ -19,13 +21,28 @@ pub struct SpaceRecord {
     tenant: Tenant,
 }
 
-/// The tenant of a space.
+/// The tenant of a space. Its text for people is `none`, `salted`, or the digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tenant {
     /// The one without a salt.
     Common,
     /// One with a salt, of which nothing is known but a digest under a key, where there was a key.
     Salted(Option<[u8; 16]>),
+}
+
+impl fmt::Display for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Common => f.write_str("none"),
+            Self::Salted(None) => f.write_str("salted"),
+            Self::Salted(Some(digest)) => f.write_str(&hex(*digest)),
+        }
+    }
+}
+
+/// Returns a digest as an id is written.
+fn hex(digest: [u8; 16]) -> String {
+    SpaceId::new(digest).to_string()
 }
 
 /// The reason why a description is not used.
@@ -122,8 +139,7 @@ impl SpaceRecord {
             hash_algorithm: fields.algorithm.name().to_owned(),
             identity: fields.identity.as_str().to_owned(),
             salted,
-            // Written as an id is.
-            salt_digest: digest.map(|digest| SpaceId::new(digest).to_string()),
+            salt_digest: digest.map(hex),
         };
         let mut bytes = serde_json::to_vec_pretty(&json).expect("texts and numbers are JSON");
         bytes.push(b'\n');

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use super::Shared;
-use crate::format::{ClearSet, ClearsError, MAX_CLEARS_LEN, Name};
+use crate::format::{ClearSet, ClearsError, Name};
+use crate::small::read_clears;
 use crate::store::{StoreError, until};
 
 /// Writes of the object after each of which it is read again, at most.
@@ -121,14 +122,7 @@ impl Shared {
         let syncing = async { Ok::<_, StoreError>(self.clears.syncing.lock().await) };
         let _syncing = until(deadline, syncing).await?;
         for _ in 0..=MAX_WRITES {
-            let read = self.store.read(Name::Clears, MAX_CLEARS_LEN, deadline);
-            let decoded = match read.await {
-                Ok(None) => Ok(ClearSet::default()),
-                Ok(Some(bytes)) => ClearSet::decode(&bytes),
-                Err(StoreError::TooLarge { found, .. }) => Err(ClearsError::Len(found)),
-                Err(error) => return Err(error),
-            };
-            let mut theirs = match decoded {
+            let mut theirs = match read_clears(&*self.store, deadline).await? {
                 Ok(theirs) => theirs,
                 Err(ClearsError::Damaged) => {
                     self.counters.clears_unread.add(1);

@@ -11,7 +11,8 @@ use tokio::sync::Notify;
 
 use super::Shared;
 use super::clears::jittered;
-use crate::format::{MAX_SPACE_LEN, Name, SpaceError, SpaceRecord, Tenant};
+use crate::format::{Name, SpaceError, SpaceRecord, Tenant};
+use crate::small::read_description;
 use crate::store::StoreError;
 
 /// Spaces whose description is known to be in the store.
@@ -121,14 +122,9 @@ impl Shared {
     async fn write_description(&self, record: &SpaceRecord) -> Result<(), StoreError> {
         let deadline = Instant::now() + self.config.timeout;
         let (space, name) = (record.space(), Name::Space(record.space()));
-        let found = match self.store.read(name, MAX_SPACE_LEN, deadline).await {
-            Ok(found) => found,
-            // No description is so long.
-            Err(StoreError::TooLarge { .. }) => None,
-            Err(error) => return Err(error),
-        };
+        let found = read_description(&*self.store, space, deadline).await?;
         let has_digest = |tenant: Tenant| matches!(tenant, Tenant::Salted(Some(_)));
-        let is_there = found.is_some_and(|bytes| match SpaceRecord::decode(space, &bytes) {
+        let is_there = found.is_some_and(|found| match found {
             Ok(found) => has_digest(found.tenant()) || !has_digest(record.tenant()),
             Err(SpaceError::Version(_)) => true,
             Err(SpaceError::Damaged) => false,

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use lmc_backend::{ClearEpoch, in_order};
-use lmc_backend_remote::format::{
-    ClearSet, ClearsError, Header, MAX_CLEARS_LEN, Name, PROBE_SPACE, Scope, probe_key,
+use lmc_backend_remote::format::{ClearsError, Header, Name, PROBE_SPACE, Scope, probe_key};
+use lmc_backend_remote::{
+    GetItem, Got, Opened, Put, PutItem, PutMode, Store, StoreError, read_clears,
 };
-use lmc_backend_remote::{GetItem, Got, Opened, Put, PutItem, PutMode, Store, StoreError};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 
@@ -114,14 +114,8 @@ impl Check {
 
     /// Looks for the newest clear, the first thing that a daemon asks for.
     async fn clears(&mut self) -> Result<(), Stopped> {
-        let read = self.store.read(Name::Clears, MAX_CLEARS_LEN, step());
-        let set = match read.await {
-            Ok(None) => Ok(ClearSet::default()),
-            Ok(Some(bytes)) => ClearSet::decode(&bytes),
-            Err(StoreError::TooLarge { found, .. }) => Err(ClearsError::Len(found)),
-            Err(error) => return Err(self.failed("reading the object of clears", &error)),
-        };
-        match set {
+        let set = read_clears(&*self.store, step()).await;
+        match set.map_err(|error| self.failed("reading the object of clears", &error))? {
             Ok(set) => {
                 let newest = set.clears().into_iter().map(|clear| clear.epoch.counter);
                 match newest.max() {

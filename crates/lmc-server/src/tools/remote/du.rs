@@ -11,7 +11,7 @@ use lmc_backend_remote::{ListedObject, Store};
 use lmc_key::{ChunkKey, Printable, SpaceId};
 use serde_json::{Value, json};
 
-use super::listing::{Listing, descriptions, tenant_name};
+use super::listing::{Listing, descriptions};
 use super::{Target, Url, deadline, explained};
 use crate::config::human_bytes;
 
@@ -176,7 +176,7 @@ impl Report {
     }
 
     fn tenants(&self) -> Vec<(Option<String>, Usage)> {
-        self.sums(|row| Some(tenant_name(row.record.as_ref()?.tenant())))
+        self.sums(|row| Some(row.record.as_ref()?.tenant().to_string()))
     }
 
     fn as_json(&self, url: &str) -> Value {
@@ -197,7 +197,7 @@ impl Report {
                 "chunk_size": fields.map(|fields| fields.chunk_size),
                 "hash_algorithm": fields.map(|fields| fields.algorithm.name()),
                 "identity": fields.map(|fields| fields.identity.as_str()),
-                "tenant": row.record.as_ref().map(|record| tenant_name(record.tenant())),
+                "tenant": row.record.as_ref().map(|record| record.tenant().to_string()),
             })
         };
         json!({
@@ -269,7 +269,7 @@ fn described(row: &Row) -> String {
         fields.dtype,
         fields.chunk_size,
         fields.algorithm,
-        tenant_name(record.tenant())
+        record.tenant()
     );
     if !fields.identity.is_empty() {
         let _ = write!(text, ", identity {}", Printable(fields.identity.as_str()));

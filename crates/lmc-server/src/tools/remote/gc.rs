@@ -6,13 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use indicatif::ProgressBar;
 use lmc_backend_remote::format::{PROBE_SPACE, Scope};
 use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened};
 use lmc_key::SpaceId;
 
 use super::du::{Usage, shown};
-use super::listing::{Listing, style};
+use super::listing::{Listing, folders_bar};
 use super::removing::{Action, Selection, remove_descriptions};
 use super::rm::older_than;
 use super::{Target, Url, deadline, explained, memory};
@@ -123,9 +122,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
 
 /// Collects all folders, one at a time.
 async fn collect(store: &Arc<FileStore>, limits: Limits) -> Result<Collected> {
-    let bar =
-        ProgressBar::new(256).with_style(style("{msg} {wide_bar} {pos}/{len} folders, {eta} left"));
-    let bar = bar.with_message("collecting");
+    let bar = folders_bar(256).with_message("collecting");
     let mut sum = Collected::default();
     for fanout in 0..=u8::MAX {
         let store = Arc::clone(store);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use indicatif::{ProgressBar, ProgressStyle};
-use lmc_backend_remote::format::{MAX_SPACE_LEN, Name, Scope, SpaceRecord, Tenant};
-use lmc_backend_remote::{ListedObject, Opened, Store, StoreError};
+use lmc_backend_remote::format::{Scope, SpaceRecord};
+use lmc_backend_remote::{ListedObject, Opened, Store, read_description};
 use lmc_key::SpaceId;
 use tokio::task::JoinSet;
 
@@ -31,7 +31,7 @@ impl Listing {
     /// Lists the chunks of a store, or of one space. A bar shows people how far it is.
     pub(super) fn of_chunks(opened: &Opened, space: Option<SpaceId>) -> Self {
         let scopes = match opened {
-            // A page of all folders would look into each of them.
+            // One folder after the other, so that the bar shows how many are left.
             Opened::File(_) => (0..=u8::MAX)
                 .map(|fanout| Scope::Values {
                     fanout: Some(fanout),
@@ -45,9 +45,8 @@ impl Listing {
             }]),
         };
         let bar = match scopes.len() {
-            1 => ProgressBar::new_spinner().with_style(style("{spinner} {msg} {pos} chunks")),
-            folders => ProgressBar::new(folders as u64)
-                .with_style(style("{msg} {wide_bar} {pos}/{len} folders, {eta} left")),
+            1 => chunks_bar(),
+            folders => folders_bar(folders as u64),
         };
         Self::of(opened, scopes, bar.with_message("listing"))
     }
@@ -97,7 +96,18 @@ impl Listing {
     }
 }
 
-pub(super) fn style(template: &str) -> ProgressStyle {
+/// Returns a bar that counts chunks of which the number is not known.
+fn chunks_bar() -> ProgressBar {
+    ProgressBar::new_spinner().with_style(style("{spinner} {msg} {pos} chunks"))
+}
+
+/// Returns a bar that counts folders.
+pub(super) fn folders_bar(folders: u64) -> ProgressBar {
+    let style = style("{msg} {wide_bar} {pos}/{len} folders, {eta} left");
+    ProgressBar::new(folders).with_style(style)
+}
+
+fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("a constant template that a test draws")
 }
 
@@ -113,38 +123,23 @@ pub(super) async fn descriptions(
         for &space in spaces {
             let store = Arc::clone(store);
             reads.spawn(async move {
-                let read = store.read(Name::Space(space), MAX_SPACE_LEN, deadline());
+                let read = read_description(&*store, space, deadline());
                 (space, read.await)
             });
         }
         while let Some(read) = reads.join_next().await {
             let (space, read) = read?;
-            let bytes = match read {
-                Ok(bytes) => bytes,
-                // No description is so long.
-                Err(StoreError::TooLarge { .. }) => None,
-                Err(error) => {
-                    return Err(anyhow!(
-                        "cannot read the description of space {space}: {}",
-                        explained(&error)
-                    ));
-                }
-            };
-            let record = bytes.and_then(|bytes| SpaceRecord::decode(space, &bytes).ok());
+            let record = read.map_err(|error| {
+                anyhow!(
+                    "cannot read the description of space {space}: {}",
+                    explained(&error)
+                )
+            })?;
+            let record = record.and_then(Result::ok);
             found.extend(record.map(|record| (space, record)));
         }
     }
     Ok(found)
-}
-
-/// Names a tenant for people.
-pub(super) fn tenant_name(tenant: Tenant) -> String {
-    match tenant {
-        Tenant::Common => "none".to_owned(),
-        Tenant::Salted(None) => "salted".to_owned(),
-        // Written as an id is.
-        Tenant::Salted(Some(digest)) => SpaceId::new(digest).to_string(),
-    }
 }
 
 #[cfg(test)]
@@ -153,11 +148,7 @@ mod tests {
 
     #[test]
     fn the_bars_are_drawn() {
-        for template in [
-            "{spinner} {msg} {pos} chunks",
-            "{msg} {wide_bar} {pos}/{len} folders, {eta} left",
-        ] {
-            style(template);
-        }
+        chunks_bar();
+        assert_eq!(folders_bar(256).length(), Some(256));
     }
 }
